@@ -1,0 +1,49 @@
+"""Engines: where the stages live. All of them run the same workers over the same programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from offbeat.links import Link
+
+
+class Engine(Protocol):
+    """The stages of this process, and how messages and weights cross to the others.
+
+    `link` and the three collectives (share, share_tensors, exchange) name stages, not processes; a collective must be reached by every process.
+    """
+
+    K: int
+    here: Sequence[int]  # stages of this process, from 1, in order
+
+    def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
+        """The end, or both ends, of a link that this process holds; None where it holds neither."""
+
+    def run(self, work: list[Iterator[bool]]) -> None:
+        """Run the workers' generators of this process to their ends."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a worker may wait for a message (no other stage of this process could send it)."""
+
+    def share(self, value: Any, source: int) -> Any:
+        """The value of the process that holds stage `source`, in every process."""
+
+    def share_tensors(self, tensors: list[Tensor], source: int) -> None:
+        """Overwrite the tensors with those of the process that holds stage `source`."""
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all processes, in the order of their stages."""
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around whatever may fail: tells the other processes why."""
+
+    def close(self) -> None:
+        """End the links; safe to call twice."""
+
+
+__all__ = ["Engine"]

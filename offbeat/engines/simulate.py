@@ -1,0 +1,60 @@
+"""Engine `simulate`: all K stages in this process, one after the other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from offbeat.links import Link
+from offbeat.links.local import LocalLink
+
+
+class Simulate:
+    """All stages here. `shuffle` interleaves their operations at random, which must change no number."""
+
+    waits = False
+
+    def __init__(self, K: int, *, shuffle: int | None = None) -> None:
+        self.K = K
+        self.here: Sequence[int] = range(1, K + 1)
+        self.order = None if shuffle is None else random.Random(shuffle)
+
+    def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
+        return LocalLink(capacity)
+
+    def run(self, work: list[Iterator[bool]]) -> None:
+        unfinished = list(work)
+        stuck = 0  # generators in a row that could not go on
+        while unfinished:
+            turn = self.order.randrange(len(unfinished)) if self.order else 0
+            generator = unfinished[turn]
+            try:
+                progress = next(generator)
+            except StopIteration:
+                unfinished.pop(turn)
+                stuck = 0
+                continue
+            stuck = 0 if progress else stuck + 1
+            if not progress and not self.order:
+                unfinished.append(unfinished.pop(turn))
+            if stuck > 1000 * len(unfinished):
+                raise RuntimeError("no stage can go on: the programs wait for each other")
+
+    def share(self, value: Any, source: int) -> Any:
+        return value
+
+    def share_tensors(self, tensors: list[Tensor], source: int) -> None:
+        pass
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value]
+
+    def guard(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass

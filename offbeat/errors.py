@@ -1,0 +1,36 @@
+"""Errors that a user can act on: what was given, what is allowed, the next step, in one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input or a failed run, told in one line; the command line prints it and exits with 2."""
+
+
+class NotFinite(UserError):
+    """The loss became NaN or infinite; names the batch and the stage."""
+
+
+class StageLost(UserError):
+    """The process of another stage is gone; names the stage."""
+
+
+def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
+    """The error for a name that does not exist, with the nearest one that does.
+
+    >>> print(unknown("method", "ald", ["adl", "bp"]))
+    unknown method 'ald': did you mean 'adl'? (one of adl, bp)
+    """
+    names = list(allowed)
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? (one of " if nearest else "use one of ("
+    return UserError(f"unknown {kind} {name!r}: {hint}{', '.join(names)})")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,139 @@
+"""Links between processes, on torch.distributed.
+
+A gloo send completes only once its receive is posted, and a posted receive cannot be asked whether it is complete. So
+each end has a thread: the receiving one always has the next receive posted, the sending one waits in place of the
+compute. Header and payload are one message. Its length is not known beforehand, so both ends keep the same capacity,
+the longest message so far: what is longer comes in two pieces, once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.errors import StageLost, first_line
+from offbeat.links import Message
+from offbeat.links.wire import pack, size, unpack
+
+FIRST_CAPACITY = 1 << 16
+GOODBYE = Message(-1, kind="close")
+
+
+class Sender:
+    """The sending end. `patient`: a full link makes the sender wait (evaluation) instead of being an error (training)."""
+
+    def __init__(self, to_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int, patient: bool,
+                 lost: Callable[[str], StageLost]) -> None:  # fmt: skip
+        self.to_rank, self.tag, self.group, self.patient, self.lost = to_rank, tag, group, patient, lost
+        self.outbox: queue.Queue[Tensor | None] = queue.Queue(capacity)
+        self.failure: str | None = None
+        self.thread = threading.Thread(target=self._post, name=f"offbeat-send-{tag}", daemon=True)
+        self.thread.start()
+
+    def send(self, message: Message) -> None:
+        buffer = pack(message)
+        while self.failure is None:
+            try:
+                self.outbox.put(buffer, block=self.patient, timeout=1.0 if self.patient else None)
+                return
+            except queue.Full:
+                assert self.patient, "more messages on a link than its program can leave there"
+        raise self.lost(self.failure)
+
+    def _post(self) -> None:
+        capacity = FIRST_CAPACITY
+        try:
+            while (buffer := self.outbox.get()) is not None:
+                head, tail = buffer[:capacity], buffer[capacity:]
+                dist.isend(head, self.to_rank, self.group, self.tag).wait()
+                if tail.numel():
+                    dist.isend(tail, self.to_rank, self.group, self.tag + 1).wait()
+                    capacity = buffer.numel()
+        except RuntimeError as error:
+            self.failure = first_line(error)
+
+    def close(self) -> None:
+        if self.thread.is_alive():
+            try:
+                self.outbox.put(pack(GOODBYE), timeout=1.0)
+                self.outbox.put(None, timeout=1.0)
+            except queue.Full:
+                return
+            self.thread.join(timeout=5.0)
+
+    def receive(self) -> Message:
+        raise RuntimeError("this is the sending end of a link")
+
+    peek = receive
+
+    def ready(self) -> bool:
+        return False
+
+
+class Receiver:
+    """The receiving end."""
+
+    def __init__(self, from_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int,
+                 lost: Callable[[str], StageLost]) -> None:  # fmt: skip
+        self.from_rank, self.tag, self.group, self.lost = from_rank, tag, group, lost
+        self.inbox: queue.Queue[Tensor | str] = queue.Queue(capacity)  # a text tells why no more will come
+        self.next: Message | None = None
+        self.thread = threading.Thread(target=self._listen, name=f"offbeat-receive-{tag}", daemon=True)
+        self.thread.start()
+
+    def _listen(self) -> None:
+        capacity = FIRST_CAPACITY
+        try:
+            while True:
+                head = torch.empty(capacity, dtype=torch.uint8)
+                dist.irecv(head, self.from_rank, self.group, self.tag).wait()
+                length = size(head)
+                if length > capacity:
+                    whole = torch.empty(length, dtype=torch.uint8)
+                    whole[:capacity] = head
+                    dist.irecv(whole[capacity:], self.from_rank, self.group, self.tag + 1).wait()
+                    head, capacity = whole, length
+                self.inbox.put(head[:length])
+                if length <= 256 and unpack(head[:length]).kind == GOODBYE.kind:
+                    return
+        except RuntimeError as error:
+            self.inbox.put(first_line(error))
+
+    def peek(self) -> Message:
+        if self.next is None:
+            arrived = self._wait()
+            if isinstance(arrived, str):
+                self.inbox.put(arrived)  # every later call must hear it too
+                raise self.lost(arrived)
+            message = unpack(arrived)
+            if message.kind == GOODBYE.kind:
+                self.inbox.put("it has stopped")
+                raise self.lost("it has stopped")
+            self.next = message
+        return self.next
+
+    def _wait(self) -> Tensor | str:
+        while True:  # in slices, so that Ctrl-C is heard
+            try:
+                return self.inbox.get(timeout=0.5)
+            except queue.Empty:
+                continue
+
+    def receive(self) -> Message:
+        message = self.peek()
+        self.next = None
+        return message
+
+    def ready(self) -> bool:
+        return self.next is not None or not self.inbox.empty()
+
+    def send(self, message: Message) -> None:
+        raise RuntimeError("this is the receiving end of a link")
+
+    def close(self) -> None:
+        self.thread.join(timeout=5.0)

@@ -1,0 +1,36 @@
+"""ADL: Accumulated Decoupled Learning.
+
+Zhuang, Lin, Toh, "Accumulated Decoupled Learning: Mitigating Gradient Staleness in Inter-Layer Model Parallelization"
+(ICML 2021; arXiv version). In local iteration t stage k forwards batch t with its newest weights and backwards batch
+t-2(K-k) with the weights that forwarded it; the mean of M gradients makes one update:
+
+    g_k(t)         = dz_k(u)/dtheta_k^(v(u)) . g_z(u),   u = t - 2(K-k), v(u) the version that forwarded u
+    theta_k^(s+1)  = theta_k^s - gamma_s (1/M) sum_{j<M} g_k(Ms+j)
+    d_{k,j}        = ceil((2(K-k) - j)/M)                staleness of the j-th gradient of a window, mean 2(K-k)/M
+
+    K=2, M=2        tick  0   1     2     3      4     5      6
+    stage 1             | F0  F1    F2B0  F3B1U  F4B2  F5B3U  ...
+    stage 2             | -   F0B0  F1B1U F2B2   F3B3U F4B4   ...
+
+Locks: none. Held by stage k: 2(K-k)+1 graphs, ceil(2(K-k)/M)+1 versions. Time a batch: the slowest stage alone.
+A message has a whole tick to arrive, so a latency below the time of a stage costs nothing.
+"""
+
+from __future__ import annotations
+
+from offbeat.method import Method, Weights
+from offbeat.ops import Window
+
+
+def round_trip(k: int, K: int) -> int:
+    """Ticks from stage k up to the loss and back, one stage a tick each way: 2(K-k)."""
+    return 2 * (K - k)
+
+
+def ADL(M: int = 4, *, window: Window = "count", weights: Weights = "stash") -> Method:  # noqa: N802
+    """Accumulated Decoupled Learning with M gradients an update.
+
+    >>> [" ".join(map(str, iteration)) for iteration in ADL(M=2).program(1, 2, range(4))]
+    ['F0', 'F1', 'F2 B0', 'F3 B1 U', 'B2', 'B3 U']
+    """
+    return Method(name="adl", lag=round_trip, M=M, window=window, weights=weights)

@@ -1,0 +1,64 @@
+"""Loss, error and top-5 error over many batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Metric = Callable[[Any, Any], Any]
+
+
+def batch_size(content: Any) -> int:
+    """Samples in a pytree of tensors: the first dimension of its first tensor that has one."""
+    for leaf in pytree.tree_leaves(content):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    return 1
+
+
+def wrong(output: Any, target: Any, *, top: int = 1) -> float | None:
+    """Percentage of targets outside the `top` highest scores; classes are dimension 1, as for torch's cross_entropy.
+
+    None where output and target are not scores and class indices.
+
+    >>> scores = torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.1, 0.1]])
+    >>> wrong(scores, torch.tensor([1, 2])), wrong(scores, torch.tensor([1, 2]), top=3)
+    (50.0, 0.0)
+    """
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)) or output.dim() < 2 or not target.numel():
+        return None
+    if target.dtype not in (torch.int64, torch.int32) or output.shape[:1] + output.shape[2:] != target.shape:
+        return None
+    best = output.detach().topk(min(top, output.shape[1]), dim=1).indices
+    return 100.0 * (1.0 - (best == target.unsqueeze(1)).any(dim=1).double().mean().item())
+
+
+class Meter:
+    """Means over samples of what was added since it was last emptied; `error` and `top5` are percentages."""
+
+    def __init__(self, metric: Metric | None = None) -> None:
+        self.metric = metric or wrong
+        self.empty()
+
+    def empty(self) -> None:
+        self.samples = 0
+        self.sums: dict[str, float | None] = {"loss": 0.0, "error": 0.0, "top5": 0.0}
+
+    def add(self, loss: float, output: Any, target: Any) -> None:
+        size = batch_size(target if pytree.tree_leaves(target) else output)
+        error = self.metric(output, target)
+        values = {"loss": loss, "error": error, "top5": wrong(output, target, top=5)}
+        for name, value in values.items():
+            before = self.sums[name]
+            self.sums[name] = None if value is None or before is None else before + float(value) * size
+        self.samples += size
+
+    def read(self) -> dict[str, Any]:
+        """{loss, error, top5, samples}; None for what cannot be computed."""
+        means = {name: None if total is None or not self.samples else total / self.samples
+                 for name, total in self.sums.items()}  # fmt: skip
+        return {**means, "samples": self.samples}

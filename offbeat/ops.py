@@ -1,0 +1,94 @@
+"""Operations of one stage, and the builders of the programs that order them.
+
+A program is the training method as stage k sees it: pure data, an iterator of *local iterations*, each the tuple of
+operations that one entering batch sets off. It consumes batch indices lazily, one an iteration; their end makes it
+drain. Grouping by iteration lets `step()` stop at a well-defined cut without asking for a batch that may never come.
+
+    >>> stage_2_of_3 = lagged(range(4), lag=2, M=2)
+    >>> print(" | ".join(" ".join(map(str, iteration)) for iteration in stage_2_of_3))
+    F0 | F1 | F2 B0 | F3 B1 U | B2 | B3 U
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Window = Literal["count", "aligned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Forward batch t: take its input from below, give its output to the stage above (or to the loss)."""
+
+    t: int
+
+    def __str__(self) -> str:
+        return f"F{self.t}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Backward batch t: take its gradient from above, add to the open window, give the input's gradient below."""
+
+    t: int
+
+    def __str__(self) -> str:
+        return f"B{self.t}"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Close the window: apply the sum of its gradients divided by `over`. A window that holds none applies nothing."""
+
+    over: int
+
+    def __str__(self) -> str:
+        return "U"
+
+
+Operation = Forward | Backward | Update
+Iteration = tuple[Operation, ...]
+Program = Iterator[Iteration]
+
+
+def lagged(batches: Iterable[int], *, lag: int, M: int = 1, window: Window = "count") -> Program:
+    """Forward t, backward t-lag, then the update if one is due; after the last batch, drain.
+
+    lag 0 is plain back-propagation, K-k the 1F1B family, 2(K-k) the tick family of ADL.
+
+    window "count": an update after M real gradients, so that update s of every stage applies batches Ms..Ms+M-1.
+    window "aligned": after the local iterations M-1, 2M-1, ... of the forward index, divided by M whatever the window
+    holds (the paper's formulas: nothing or little while the stage fills). Either way what is left at the very end is
+    applied as the mean of what it holds.
+    """
+    in_flight: deque[int] = deque()
+    idle = lag  # iterations until the oldest batch in flight has come back
+    gradients = 0  # in the open window
+    t = -1
+
+    def iteration(entering: bool) -> Iteration:
+        nonlocal gradients, idle
+        operations: list[Operation] = []
+        if entering:
+            operations.append(Forward(t))
+            in_flight.append(t)
+        if idle:
+            idle -= 1
+        elif in_flight:
+            operations.append(Backward(in_flight.popleft()))
+            gradients += 1
+        ended = not entering and not in_flight
+        due = gradients == M if window == "count" else (t + 1) % M == 0
+        if due or (ended and gradients):
+            operations.append(Update(gradients if ended else M))
+            gradients = 0
+        return tuple(operations)
+
+    for t in batches:  # noqa: B007  the closure reads it
+        yield iteration(entering=True)
+    while in_flight or gradients:
+        t += 1
+        yield iteration(entering=False)

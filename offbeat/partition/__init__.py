@@ -1,0 +1,5 @@
+"""Where a model is cut into stages."""
+
+from offbeat.partition.cut import Part, balanced, cut, forward_flops, split, units
+
+__all__ = ["Part", "balanced", "cut", "forward_flops", "split", "units"]

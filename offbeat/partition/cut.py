@@ -1,0 +1,133 @@
+"""Cut a sequence of units into K contiguous stages of equal forward FLOPs, or where the user says.
+
+Where a model is cut decides each layer's staleness, so a cut must be the same on every machine: FLOPs are counted on
+the meta device, exactly and without computing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from offbeat.errors import UserError, first_line
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage's share of a model; `prefix` + a parameter's name here is its name in the whole."""
+
+    module: nn.Module
+    prefix: str = ""
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The units between which a model can be cut: the children of an nn.Sequential, or the model as a whole."""
+    return list(model.children()) if isinstance(model, nn.Sequential) else [model]
+
+
+def balanced(costs: Sequence[int], K: int) -> list[int]:
+    """Cuts of the contiguous partition into K non-empty stages with the smallest largest cost.
+
+    Exact for whole numbers: a bisection over the largest cost, each tried by filling stages from the left.
+    A cut c lies before unit c.
+
+    >>> balanced([4, 1, 1, 1, 4, 1], 3)
+    [2, 4]
+    """
+    low, high = max(max(costs), -(-sum(costs) // K)), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fill(costs, K, middle) is not None else (middle + 1, high)
+    cuts = _fill(costs, K, low)
+    assert cuts is not None
+    return cuts
+
+
+def _fill(costs: Sequence[int], K: int, limit: int) -> list[int] | None:
+    """Cuts that fill each stage up to the limit, leaving a unit for every stage to come; None if K do not suffice."""
+    cuts: list[int] = []
+    load = 0
+    for unit, cost in enumerate(costs):
+        must_cut = unit > 0 and len(costs) - unit == K - 1 - len(cuts)
+        if unit and (load + cost > limit or must_cut):
+            cuts.append(unit)
+            load = 0
+        load += cost
+        if load > limit or len(cuts) > K - 1:
+            return None
+    return cuts
+
+
+def forward_flops(model: nn.Module, sample: Any) -> list[int]:
+    """Forward FLOPs of each unit on that sample (convolutions, matrix products, attention)."""
+    dry = copy.deepcopy(model).to("meta")
+    x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
+    counts = []
+    for position, unit in enumerate(units(dry)):
+        try:
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                x = unit(x)
+        except Exception as error:
+            raise UserError(
+                f"unit {position} ({type(unit).__name__}) cannot be measured on this sample: {first_line(error)}; "
+                "fix the model or the sample, or say where to cut: cuts=[...]"
+            ) from error
+        counts.append(counter.get_total_flops())
+    return counts
+
+
+def cut(model: nn.Module, K: int, *, cuts: Sequence[int] | None = None, sample: Any = None) -> list[int]:
+    """The cuts of a model into K stages: those given, checked, or the balanced ones for a sample."""
+    count = len(units(model))
+    check_stages(K, count, sequential=isinstance(model, nn.Sequential))
+    if cuts is None:
+        return balanced(forward_flops(model, sample), K) if K > 1 else []
+    chosen = list(cuts)
+    if len(chosen) != K - 1:
+        raise UserError(f"{len(chosen)} cuts {chosen} make {len(chosen) + 1} stages but K = {K}: give {K - 1} cuts")
+    if any(a >= b for a, b in zip([0, *chosen], [*chosen, count], strict=True)):
+        raise UserError(f"cuts {chosen} of {count} units: they must increase and lie from 1 to {count - 1}")
+    return chosen
+
+
+def check_stages(K: int, count: int, *, sequential: bool = True) -> None:
+    if isinstance(K, bool) or not isinstance(K, int) or K < 1:
+        raise UserError(f"K = {K!r} stages: use a whole number from 1 up")
+    if K > 1 and not sequential:
+        raise UserError(f"K = {K} stages but the model is no nn.Sequential: give one, or a list of {K} stages")
+    if count < K:
+        raise UserError(f"{K} stages but only {count} units to cut between: use K <= {count}, or a deeper model")
+
+
+def split(model: nn.Module, cuts: Sequence[int]) -> list[Part]:
+    """The stages between the cuts; they share the model's own layers and keep their names."""
+    if not cuts:
+        parts = [Part(model)]
+    else:
+        children = list(model.named_children())
+        edges = zip([0, *cuts], [*cuts, len(children)], strict=True)
+        parts = [Part(nn.Sequential(OrderedDict(children[start:end]))) for start, end in edges]
+    refuse_shared(parts)
+    return parts
+
+
+def refuse_shared(parts: Sequence[Part]) -> None:
+    """A parameter or buffer of two stages would have two histories: refuse it, with its names."""
+    owner: dict[int, tuple[int, str]] = {}
+    for k, part in enumerate(parts, start=1):
+        here = part.module.named_parameters(remove_duplicate=False), part.module.named_buffers(remove_duplicate=False)
+        for name, tensor in (pair for named in here for pair in named):
+            first_k, first_name = owner.setdefault(id(tensor), (k, part.prefix + name))
+            if first_k != k:
+                raise UserError(
+                    f"{first_name} of stage {first_k} and {part.prefix + name} of stage {k} are one tensor: "
+                    "cut so that both lie in one stage, or give each its own copy"
+                )

@@ -1,0 +1,338 @@
+"""Pipeline: a model, a method and an engine, trained batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from offbeat import methods, partition
+from offbeat.engines import Engine
+from offbeat.engines.processes import Processes, available
+from offbeat.engines.simulate import Simulate
+from offbeat.errors import UserError, unknown
+from offbeat.links import Link, Message
+from offbeat.links.local import Entrance
+from offbeat.method import Method
+from offbeat.metrics import Meter, Metric
+from offbeat.stage import Report, Stage, Staleness
+from offbeat.stage.stage import Loss, MakeOptimizer, MakeScheduler
+from offbeat.worker import Links, Worker
+
+EPOCH_END = Message(-1, kind="epoch")
+END = Message(-1, kind="end")
+Loader = Iterable[tuple[Any, Any]]
+
+
+class Pipeline:
+    """Train a model cut by depth into K stages that never wait for each other.
+
+    model       an nn.Sequential, cut between its children; a list of K stages; or with K=1 any module
+    method      offbeat.ADL(M=4) and the like, or a name with M=...
+    loss        loss(output, target) -> the mean over the batch
+    optimizer   called once a stage with (name in the whole model, parameter) pairs, as torch's optimizers take them
+    scheduler   optional: called with that optimizer, a torch scheduler that counts steps; stepped once an update
+    cuts        optional: cut before these units, instead of by equal forward FLOPs of the first batch (or of `sample`)
+    clip_norm   optional: largest norm of an update's gradient, stage by stage
+    engine      "simulate" (all stages here) or "processes" (one each, under torchrun); by default as it was started
+
+    In several processes every one makes the same calls. Batches come from the first stage's process alone; what the
+    others pass is ignored. `drain`, `gather`, `evaluate`, `fit` and the first `step` are collective.
+
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> pipe = Pipeline(layers, K=2, method="adl", M=2, loss=torch.nn.functional.mse_loss,
+    ...                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    >>> x, y = torch.ones(4, 2), torch.zeros(4, 1)
+    >>> losses = [float(pipe.step(x, y)) for _ in range(20)]
+    >>> _ = pipe.drain()
+    >>> losses[-1] < losses[0], [stage.mean for stage in pipe.staleness]
+    (True, [1.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        K: int | None = None,
+        *,
+        method: Method | str = "adl",
+        loss: Loss,
+        optimizer: MakeOptimizer,
+        M: int | None = None,
+        scheduler: MakeScheduler | None = None,
+        cuts: Sequence[int] | None = None,
+        sample: Any = None,
+        clip_norm: float | None = None,
+        device: torch.device | str | None = None,
+        engine: Engine | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.parts: list[partition.Part] = []
+        if isinstance(model, nn.Module):
+            self.model: nn.Module = model
+        else:
+            self.model, cuts = _chain(model, K, cuts)
+            K = len(self.model)
+        self.K = 1 if K is None else K
+        self.method = _method(method, M)
+        self.device = torch.device(device or "cpu")
+        self.cuts = None if cuts is None else partition.cut(self.model, self.K, cuts=cuts)
+        partition.cut(self.model, self.K, cuts=self.cuts or list(range(1, self.K)))  # K itself, before anything starts
+        self.engine = engine if not isinstance(engine, str | None) else _engine(engine, self.K)
+        self.batches = 0  # t of the next batch
+        self.stages: dict[int, Stage] = {}
+        self.workers: list[Worker] = []
+        self.entrance: Link = Entrance()
+        self._make_stage = {"optimizer": optimizer, "scheduler": scheduler, "clip_norm": clip_norm, "seed": seed}
+        self._loss = loss
+        self._elsewhere: dict[int, Staleness] = {}
+        if self.cuts is not None or self.K == 1 or sample is not None:
+            self._build(sample)
+
+    # ---- building
+
+    def _build(self, sample: Any) -> None:
+        """Cut, agree on cuts and initial weights, make this process's stages. The first stage's process decides."""
+        with self.engine.guard():
+            if self.first:
+                self.cuts = self.cuts or partition.cut(self.model, self.K, sample=sample)
+            self.cuts = list(self.engine.share(self.cuts, 1))
+            parts = partition.split(self.model, self.cuts)
+            self.model.to(self.device)
+            self._same_model()
+            self.engine.share_tensors(list(_tensors(self.model)), 1)
+            self.parts = parts
+            for k in self.engine.here:
+                self.stages[k] = Stage(
+                    k, self.K, parts[k - 1].module, method=self.method, prefix=parts[k - 1].prefix,
+                    loss=self._loss if k == self.K else None, device=self.device, **self._make_stage,
+                )  # fmt: skip
+            self._connect()
+
+    def _same_model(self) -> None:
+        names = [f"{name} {list(tensor.shape)}" for name, tensor in _named_tensors(self.model)]
+        first = self.engine.share(names, 1)
+        for here, there in zip([*names, "nothing"], [*first, "nothing"], strict=False):
+            if here != there:
+                raise UserError(f"this process built {here} where the first has {there}: build one model in all")
+
+    def _connect(self) -> None:
+        """Links between neighbours; a stage can leave at most its batches in flight, and a mark, on any of them."""
+        up: dict[int, Link | None] = {0: self.entrance, self.K: None}
+        down: dict[int, Link | None] = {0: None, self.K: None}
+        self._evaluate_links: dict[int, Link | None] = {}
+        for k in range(1, self.K):
+            bound = self.method.lag(k, self.K) + 4
+            up[k] = self.engine.link("activations", k, k + 1, capacity=bound)
+            down[k] = self.engine.link("gradients", k + 1, k, capacity=bound)
+            self._evaluate_links[k] = self.engine.link("evaluate", k, k + 1, capacity=4, patient=True)
+        for k, stage in self.stages.items():
+            inputs = up[k - 1]
+            assert inputs is not None
+            links = Links(inputs, outputs=up[k], gradients=down[k], feedback=down[k - 1])
+            self.workers.append(Worker(stage, self.method, links))
+
+    @property
+    def first(self) -> bool:
+        """Whether this process holds the first stage, where batches enter."""
+        return 1 in self.engine.here
+
+    @property
+    def last(self) -> bool:
+        """Whether this process holds the last stage, where the loss is."""
+        return self.K in self.engine.here
+
+    # ---- training
+
+    def step(self, x: Any = None, y: Any = None) -> Tensor | None:
+        """Complete local iteration t of every stage: forward t, backward t-lag, the update if one is due.
+
+        Returns the loss of batch t in the process that holds the last stage, None elsewhere.
+        """
+        if not self.workers:
+            self._build(x)
+        t = self.batches
+        with self.engine.guard():
+            if self.first:
+                if x is None:
+                    raise UserError(f"step() without a batch in the first stage's process: pass x and y for batch {t}")
+                self.entrance.send(Message(t, self._to_device((x, y))))
+            self.engine.run([worker.iteration(t, wait=self.engine.waits) for worker in self.workers])
+        self.batches += 1
+        return self.workers[-1].loss if self.last else None
+
+    def fit(
+        self,
+        loader: Loader | Callable[[int], Loader] | None = None,
+        epochs: int = 1,
+        *,
+        after_step: Callable[[int], None] | None = None,
+        after_epoch: Callable[[int], None] | None = None,
+        drain: bool = True,
+    ) -> None:
+        """Train for some epochs; only the first stage's process reads the loader.
+
+        `loader` is an iterable of (x, y), or a function of the epoch that returns one. Epochs do not flush the
+        pipeline; `drain` finishes what is in flight at the very end. The callbacks run in every process, at the same
+        cut: `after_step(t)`, `after_epoch(epoch)`.
+        """
+        for epoch in range(epochs):
+            for batch in self._epoch(loader, epoch):
+                self.step(*batch)
+                if after_step:
+                    after_step(self.batches - 1)
+            if after_epoch:
+                after_epoch(epoch)
+        if drain:
+            self.drain()
+
+    def _epoch(self, loader: Loader | Callable[[int], Loader] | None, epoch: int) -> Iterator[tuple[Any, Any]]:
+        """The batches of an epoch where they enter; elsewhere as many empty ones, until the mark that ends it."""
+        if self.first:
+            if loader is None:
+                raise UserError("no loader in the first stage's process: give an iterable of (x, y)")
+            yield from (loader(epoch) if callable(loader) else loader)
+            if not self.workers:
+                raise UserError("the loader is empty: give at least one batch of (x, y)")
+        else:
+            if not self.workers:
+                self._build(None)
+            while self.workers[0].links.inputs.peek().kind == "batch":
+                yield None, None
+        self._pass_on(EPOCH_END)
+
+    def _pass_on(self, mark: Message) -> None:
+        """Send a mark through the stages of this process, behind the batches."""
+        for worker in self.workers:
+            if worker.stage.k > 1:
+                received = worker.links.inputs.receive()
+                assert received.kind == mark.kind, f"expected the mark {mark.kind}, got {received.kind}"
+            if worker.links.outputs:
+                worker.links.outputs.send(mark)
+
+    def drain(self) -> nn.Module:
+        """Finish every batch in flight and the open window; then the newest weights are in `model` in every process."""
+        with self.engine.guard():
+            self.engine.run([worker.drain(wait=self.engine.waits) for worker in self.workers])
+        return self.gather()
+
+    def gather(self) -> nn.Module:
+        """The newest weights of all stages, in `model`, in every process; training goes on as if nothing happened."""
+        if self.workers:
+            with self.engine.guard():
+                for k, part in enumerate(self.parts, start=1):
+                    self.engine.share_tensors(list(_tensors(part.module)), k)
+                self._share_staleness()
+        return self.model
+
+    # ---- looking
+
+    def evaluate(self, loader: Loader | None = None, *, metric: Metric | None = None) -> dict[str, Any]:
+        """{loss, error, top5, samples} on the newest weights, without draining; the same in every process.
+
+        error and top5 are percentages of wrong answers (None where outputs are not class scores);
+        `metric(output, target)`, a mean over the batch, takes the place of error.
+        """
+        batches = iter(loader or ()) if self.first else iter(())
+        if not self.workers:
+            ahead = next(batches, None)
+            if ahead is None and self.first:
+                raise UserError("the loader is empty: give at least one batch of (x, y)")
+            self._build(ahead and ahead[0])
+            batches = chain([ahead] if ahead else [], batches)
+        meter = Meter(metric)
+        with self.engine.guard():
+            while self._evaluate_next(batches, meter).kind == "batch":
+                pass
+            result = self.engine.share(meter.read() if self.last else None, self.K)
+            self._share_staleness()
+        if not result["samples"]:
+            raise UserError("the loader is empty: give at least one batch of (x, y)")
+        return result
+
+    def _evaluate_next(self, batches: Iterator[tuple[Any, Any]], meter: Meter) -> Message:
+        """Take one batch, or the end, through the stages of this process."""
+        message = END
+        for k, stage in self.stages.items():
+            below, above = self._evaluate_links.get(k - 1), self._evaluate_links.get(k)
+            if below is None:
+                batch = next(batches, None)
+                message = END if batch is None else Message(0, batch)
+            else:
+                message = below.receive()
+            if message.kind == "batch":
+                x, y = self._to_device(message.content)
+                output = stage.evaluate(x)
+                if above is None:
+                    meter.add(float(self._loss(output, y)), output, y)
+                message = Message(0, (output, y))
+            if above is not None:
+                above.send(message)
+        return message
+
+    def reports(self) -> list[Report]:
+        """What the stages of this process tell about themselves since they were last asked."""
+        return [stage.report() for stage in self.stages.values()]
+
+    @property
+    def staleness(self) -> list[Staleness]:
+        """Measured staleness of every stage, counted from when it is full.
+
+        In several processes the stages elsewhere are as of the last drain, gather or evaluate.
+        """
+        here = {k: stage.staleness for k, stage in self.stages.items()}
+        return [here.get(k) or self._elsewhere.get(k) or Staleness() for k in range(1, self.K + 1)]
+
+    def _share_staleness(self) -> None:
+        here = {k: dict(stage.staleness) for k, stage in self.stages.items()}
+        for told in self.engine.exchange(here):
+            self._elsewhere.update({k: Staleness(counts) for k, counts in told.items()})
+
+    def _to_device(self, content: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)
+
+    def close(self) -> None:
+        """End the links to other processes; the model stays."""
+        self.engine.close()
+
+
+def _chain(stages: Sequence[nn.Module], K: int | None, cuts: object) -> tuple[nn.Sequential, list[int]]:
+    """A list of K stages as one sequence that is cut between all of them."""
+    listed = list(stages)
+    if not listed or not all(isinstance(stage, nn.Module) for stage in listed):
+        raise UserError("model must be an nn.Module or a list of them, one a stage")
+    if K not in (None, len(listed)) or cuts is not None:
+        raise UserError(f"a list of {len(listed)} stages is cut already: leave out cuts, and K or say K={len(listed)}")
+    return nn.Sequential(*listed), list(range(1, len(listed)))
+
+
+def _method(method: Method | str, M: int | None) -> Method:
+    if isinstance(method, str):
+        return methods.named(method, M=M)
+    if not isinstance(method, Method):
+        raise UserError(f"method {method!r}: use offbeat.ADL(M=4) and the like, or a name")
+    if M is not None:
+        raise UserError(f"M={M} beside a method that has its own: say offbeat.{method.name.upper()}(M={M})")
+    return method
+
+
+def _engine(name: str | None, K: int) -> Engine:
+    if name is None:
+        name = "processes" if K > 1 and available() > 1 else "simulate"
+    if name == "simulate":
+        return Simulate(K)
+    if name == "processes":
+        return Processes(K)
+    raise unknown("engine", name, ["simulate", "processes"])
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return (tensor for _, tensor in _named_tensors(module))

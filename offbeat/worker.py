@@ -1,0 +1,113 @@
+"""The loop: runs the program of one stage over its links."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from offbeat.links import Link, Message
+from offbeat.method import Method
+from offbeat.ops import Backward, Forward, Iteration, Operation, Program
+from offbeat.stage import Stage
+
+
+class Feed:
+    """Batch indices as they become known; closing it makes the program drain."""
+
+    def __init__(self) -> None:
+        self.indices: deque[int] = deque()
+        self.closed = False
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.indices:
+            return self.indices.popleft()
+        assert self.closed, "a program asked for a batch before one was announced"
+        raise StopIteration
+
+
+@dataclass
+class Links:
+    """The four directions of a stage; None where there is no neighbour."""
+
+    inputs: Link  # activations (or batches) from below
+    outputs: Link | None = None  # activations to the stage above
+    gradients: Link | None = None  # from the stage above
+    feedback: Link | None = None  # gradients to the stage below
+
+
+class Worker:
+    """Runs one stage. Numbers depend on the order of its program alone, never on when messages arrive."""
+
+    def __init__(self, stage: Stage, method: Method, links: Links) -> None:
+        self.stage, self.method, self.links = stage, method, links
+        self.loss: Tensor | None = None  # of the newest batch, at the last stage
+        self._restart()
+
+    def _restart(self) -> None:
+        self.feed = Feed()
+        self.program: Program = self.method.program(self.stage.k, self.stage.K, self.feed)
+
+    def iteration(self, t: int, *, wait: bool) -> Iterator[bool]:
+        """The local iteration that batch t sets off; yields True after an operation.
+
+        With wait=False it yields False instead of waiting where a message is not there yet.
+        """
+        self.feed.indices.append(t)
+        return self._perform(next(self.program), wait=wait)
+
+    def drain(self, *, wait: bool) -> Iterator[bool]:
+        """What is left of the program once no batch will enter; the next iteration starts it afresh."""
+        self.feed.closed = True
+        for iteration in self.program:
+            yield from self._perform(iteration, wait=wait)
+        self._restart()
+
+    def _perform(self, iteration: Iteration, *, wait: bool) -> Iterator[bool]:
+        for operation in iteration:
+            while not wait and not self._possible(operation):
+                yield False
+            self._do(operation)
+            yield True
+
+    def _source(self, operation: Operation) -> Link | None:
+        if isinstance(operation, Forward):
+            return self.links.inputs
+        return self.links.gradients if isinstance(operation, Backward) else None
+
+    def _possible(self, operation: Operation) -> bool:
+        source = self._source(operation)
+        return source is None or source.ready()
+
+    def _receive(self, operation: Forward | Backward) -> Any:
+        source = self._source(operation)
+        if source is None:
+            return None
+        message = source.receive()
+        if message.kind != "batch" or message.t != operation.t:
+            raise RuntimeError(
+                f"stage {self.stage.k} is at {operation} but was sent {message.kind} {message.t}: "
+                "call step() and drain() equally often in every process"
+            )
+        return message.content
+
+    def _do(self, operation: Operation) -> None:
+        if isinstance(operation, Forward):
+            x, target = self._receive(operation)
+            output = self.stage.forward(operation.t, x, target)
+            if self.links.outputs:
+                self.links.outputs.send(Message(operation.t, (output, target)))
+            else:
+                self.loss = output
+        elif isinstance(operation, Backward):
+            gradients = self.stage.backward(operation.t, self._receive(operation))
+            if self.links.feedback:
+                self.links.feedback.send(Message(operation.t, gradients))
+        else:
+            self.stage.update(operation.over)

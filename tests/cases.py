@@ -1,0 +1,173 @@
+"""Runs whose final weights must not depend on the engine: everything that could, is in one of them.
+
+As a script under torchrun it trains every case that fits the number of processes and writes the final weights:
+
+    torchrun --nproc-per-node 2 tests/cases.py OUT
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import offbeat
+
+
+class Transposed(nn.Module):
+    """Gives its output as a transposed view, so that a boundary tensor is not contiguous."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(-1, -2)
+
+
+class Pair(nn.Module):
+    """A boundary of two tensors and an integer tensor, in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"branch": torch.relu(self.linear(x)), "way": (x, torch.arange(len(x)))}
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, boundary: dict[str, Any]) -> Tensor:
+        x, index = boundary["way"]
+        return self.linear(boundary["branch"] + x) * (1 + 0.1 * index[:, None])
+
+
+class MeanPool(nn.Module):
+    """Its gradient is expanded: stride 0 over space."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
+
+
+def convolutions(dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> nn.Sequential:
+    layers = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)),
+        nn.ReLU(inplace=True),  # an in-place first operation of a stage
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        nn.Dropout(0.3),
+        nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        MeanPool(),
+        nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 4)),
+    )
+    return layers.to(dtype=dtype, memory_format=memory_format)
+
+
+def images(n: int, dtype: torch.dtype, size: int = 8) -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(5)
+    sizes = [6] * (n - 1) + [3]  # a short last batch
+    return [(torch.randn(b, 3, size, size, generator=g, dtype=torch.float64).to(dtype),
+             torch.randint(4, (b,), generator=g)) for b in sizes]  # fmt: skip
+
+
+def vectors(n: int, shape: tuple[int, ...] = (6,)) -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(6)
+    return [(torch.randn(5, *shape, generator=g), torch.randint(4, (5,), generator=g)) for _ in range(n)]
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Callable[[], Any]
+    batches: Callable[[], list]
+    method: offbeat.Method
+    K: int
+    cuts: tuple[int, ...] | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
+    scheduler: Callable[[Any], Any] | None = None
+    clip_norm: float | None = None
+    pauses: tuple[int, ...] = ()  # drain before these batches and go on
+
+
+def nets(dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+    return {"model": lambda: convolutions(dtype, **options), "batches": lambda: images(11, dtype)}
+
+
+ADAM = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)}
+CASES: dict[str, Case] = {
+    "conv64": Case(**nets(torch.float64), method=offbeat.ADL(M=2), K=2, cuts=(1,)),
+    "conv32": Case(**nets(torch.float32), method=offbeat.ADL(M=3), K=2, cuts=(4,)),
+    "conv32-flops": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=2),
+    "hybrid": Case(**nets(torch.float32), method=offbeat.ADL(M=1, weights="hybrid"), K=2, cuts=(3,)),
+    "replay": Case(**nets(torch.float32), method=offbeat.ADL(M=2, weights="replay"), K=2, cuts=(1,)),
+    "channels-last": Case(
+        **nets(torch.float32, memory_format=torch.channels_last), method=offbeat.ADL(M=2), K=2, cuts=(2,)
+    ),
+    "expanded": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=2, cuts=(6,)),
+    "aligned-adam": Case(**nets(torch.float32), method=offbeat.ADL(M=3, window="aligned"), K=2, cuts=(2,), **ADAM),
+    "bp": Case(**nets(torch.float32), method=offbeat.BP(M=2), K=2, cuts=(2,)),
+    "scheduled": Case(
+        **nets(torch.float32), method=offbeat.ADL(M=2), K=2, cuts=(2,), clip_norm=0.5, pauses=(4, 7),
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    ),
+    "transposed": Case(
+        lambda: nn.Sequential(nn.Linear(6, 6), Transposed(), nn.Linear(3, 5), nn.Flatten(), nn.Linear(30, 4)),
+        lambda: vectors(9, (3, 6)), method=offbeat.ADL(M=2), K=2, cuts=(2,),
+    ),
+    "tree": Case(lambda: [Pair(), Join()], lambda: vectors(9), method=offbeat.ADL(M=2), K=2),
+    "three": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=3, cuts=(1, 4)),
+    "three-replay": Case(**nets(torch.float64), method=offbeat.ADL(M=1, weights="replay"), K=3, cuts=(1, 3)),
+    "three-bp": Case(**nets(torch.float32), method=offbeat.BP(), K=3, cuts=(1, 4)),
+}  # fmt: skip
+
+
+def train(case: Case, *, mine: bool = True, **options: Any) -> dict[str, Any]:
+    """Train a case; its final weights, evaluation and staleness. mine=False: another process brings the batches."""
+    torch.manual_seed(0 if mine else 1)  # other processes start from other weights: the first one's must win
+    pipe = offbeat.Pipeline(
+        case.model(), case.K, method=case.method, loss=nn.functional.cross_entropy, optimizer=case.optimizer,
+        scheduler=case.scheduler, clip_norm=case.clip_norm, cuts=case.cuts, seed=3, **options,
+    )  # fmt: skip
+    losses = []
+    batches = case.batches()
+    middle: dict[str, Any] = {}
+    for t, (x, y) in enumerate(batches):
+        if t in case.pauses:
+            pipe.drain()
+        loss = pipe.step(x, y) if mine else pipe.step()
+        losses.append(None if loss is None else float(loss))
+        if t == 6:
+            middle = pipe.evaluate(batches if mine else None)
+    pipe.drain()
+    result = {
+        "weights": fingerprint(pipe.model.state_dict()),
+        "middle": middle,
+        "evaluate": pipe.evaluate(batches if mine else None),
+        "staleness": [dict(stage) for stage in pipe.staleness],
+        "loss": losses[-1],
+    }
+    pipe.close()
+    return json.loads(json.dumps(result))  # keys as they come back from a file
+
+
+def fingerprint(state: dict[str, Tensor]) -> dict[str, str]:
+    """The bits of every tensor."""
+    return {name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in state.items()}
+
+
+def main(out: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    results = {name: train(case, mine=rank == 0) for name, case in CASES.items() if size == case.K}
+    with open(f"{out}/{size}-{rank}.json", "w") as file:
+        json.dump(results, file)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
