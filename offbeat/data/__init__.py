@@ -1,0 +1,127 @@
+"""Data sets by name: CIFAR, folders of images, scikit-learn's digits, and a synthetic one.
+
+    data = offbeat.data.open("cifar10", folder="~/data")
+    for images, labels in data.train(batch_size=128, seed=0, epoch=3):
+        ...
+
+A training epoch is a pure function of (seed, epoch, batch_size): the same bits on every call, on every machine with the
+same torch, whatever the global random state, which is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from offbeat.data.cifar import open_cifar10, open_cifar100
+from offbeat.data.digits import open_digits
+from offbeat.data.imagefolder import LAYOUT, open_imagefolder
+from offbeat.data.synthetic import open_synthetic
+from offbeat.errors import UserError, unknown
+
+__all__ = ["DataSet", "names", "open", "open_data"]
+
+
+class DataSet(Protocol):
+    """Labelled images for classification, split into training and test samples.
+
+    Batches are float32 (b, C, H, W) and int64 (b,); the short last batch is used, never dropped.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, int, int]: ...  # C, H, W of one sample
+    @property
+    def classes(self) -> int: ...
+    @property
+    def train_samples(self) -> int: ...
+    @property
+    def test_samples(self) -> int: ...
+
+    def train(self, *, batch_size: int, seed: int, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """One shuffled and augmented epoch; start=n yields what the full epoch would from batch n (from 0) on."""
+
+    def test(self, *, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The test samples once, in their fixed order, without augmentation."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One name of the command line: how to open it, and which options it takes."""
+
+    opener: Callable[..., DataSet]
+    takes: tuple[str, ...] = ()
+    layout: str = ""  # what the folder holds, where the data set cannot do without one
+
+
+KINDS = {
+    "cifar10": Kind(open_cifar10, ("folder",), "cifar-10-batches-bin, cifar-10-batches-py or their tar.gz"),
+    "cifar100": Kind(open_cifar100, ("folder",), "cifar-100-binary, cifar-100-python or their tar.gz"),
+    "imagefolder": Kind(open_imagefolder, ("folder", "shape", "workers"), LAYOUT),
+    "digits": Kind(open_digits, ("shape",)),
+    "synthetic": Kind(open_synthetic, ("shape", "classes", "samples")),
+}
+
+
+def names() -> list[str]:
+    """The names that open() knows.
+
+    >>> names()
+    ['cifar10', 'cifar100', 'imagefolder', 'digits', 'synthetic']
+    """
+    return list(KINDS)
+
+
+def open_data(
+    name: str,
+    *,
+    folder: Path | str | None = None,
+    shape: tuple[int, int, int] | None = None,
+    classes: int | None = None,
+    samples: int | None = None,
+    workers: int = 2,
+) -> DataSet:
+    """The data set of that name; what is left at None takes the data set's own value.
+
+    `folder` is where the files lie (cifar10, cifar100, imagefolder); `shape`, `classes` and `samples` are only for the
+    data sets whose files do not fix them; `workers` processes decode the images of an imagefolder, 0 none.
+
+    >>> data = open_data("synthetic", shape=(1, 8, 8), classes=3, samples=10)
+    >>> [len(labels) for _, labels in data.train(batch_size=4, seed=0, epoch=0)]
+    [4, 4, 2]
+    """
+    if name not in KINDS:
+        raise unknown("data set", name, KINDS)
+    kind = KINDS[name]
+    given = {"folder": folder, "shape": shape, "classes": classes, "samples": samples}
+    options: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
+    for option in options:
+        if option not in kind.takes:
+            takers = ", ".join(other for other, its in KINDS.items() if option in its.takes)
+            raise UserError(f"{name} takes no {option}: leave it out (only these take one: {takers})")
+    if kind.layout and folder is None:
+        raise UserError(f"{name} needs a folder: give the one that holds {kind.layout}")
+    if folder is not None:
+        options["folder"] = Path(folder).expanduser()
+        if not options["folder"].exists():
+            raise UserError(f"folder {options['folder']} does not exist: {name} needs one that holds {kind.layout}")
+    if shape is not None:
+        options["shape"] = _checked_shape(shape)
+    if "workers" in kind.takes:
+        options["workers"] = workers
+    return kind.opener(**options)
+
+
+def _checked_shape(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    sizes = tuple(shape)
+    if len(sizes) != 3 or any(not isinstance(size, int) or size < 1 for size in sizes):
+        raise UserError(f"shape {sizes} is not one of a sample: give channels, height, width, each at least 1")
+    return sizes
+
+
+open = open_data

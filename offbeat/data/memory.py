@@ -1,0 +1,75 @@
+"""A data set of small images that lives in memory as bytes and is augmented a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from offbeat.data import augment
+from offbeat.data.order import epoch_order, generator, slices
+from offbeat.data.prefetch import prefetch
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class InMemory:
+    """Images as uint8 (N, C, h, w), labels as int64 (N,), and the declared way from one to the other's batches."""
+
+    name: str
+    classes: int
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    pad: int  # the random crop's zero padding in pixels, put on before normalisation: black, not mean grey
+    flip: bool
+    white: float  # the value of the brightest pixel
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    zoom: tuple[int, int] = (1, 1)  # each pixel becomes a block of zoom[0] x zoom[1] (nearest-neighbour upsampling)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of one sample, as the batches have it."""
+        channels, height, width = self.train_images.shape[1:]
+        return channels, height * self.zoom[0], width * self.zoom[1]
+
+    @property
+    def train_samples(self) -> int:
+        return len(self.train_labels)
+
+    @property
+    def test_samples(self) -> int:
+        return len(self.test_labels)
+
+    def train(self, *, batch_size: int, seed: int, epoch: int, start: int = 0) -> Batches:
+        """One shuffled and augmented epoch from batch `start` on, prefetched."""
+        return prefetch(self._train(slices(self.train_samples, batch_size=batch_size, start=start), seed, epoch))
+
+    def test(self, *, batch_size: int) -> Batches:
+        """The test samples once, in order, normalised only, prefetched."""
+        return prefetch(self._test(slices(self.test_samples, batch_size=batch_size)))
+
+    def _train(self, parts: list[slice], seed: int, epoch: int) -> Batches:
+        order = epoch_order(self.train_samples, seed=seed, epoch=epoch).numpy()
+        # Drawn for the whole epoch at once (about 1 ms for 50,000 samples): skipping batches costs nothing.
+        stream = generator("augment", seed, epoch)
+        draws = augment.draw(self.train_samples, pad=self.pad, flip=self.flip, generator=stream)
+        images, labels = self.train_images.numpy(), self.train_labels
+        for part in parts:
+            pixels = augment.crop_and_flip(images[order[part]], draws[part], pad=self.pad)
+            yield self._finished(pixels), labels[order[part]]
+
+    def _test(self, parts: list[slice]) -> Batches:
+        for part in parts:
+            yield self._finished(self.test_images[part].numpy()), self.test_labels[part].clone()
+
+    def _finished(self, pixels: augment.Pixels) -> Tensor:
+        high, wide = self.zoom
+        if self.zoom != (1, 1):
+            pixels = np.repeat(np.repeat(pixels, high, axis=2), wide, axis=3)
+        return augment.normalise(pixels, white=self.white, mean=self.mean, std=self.std)
