@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -86,7 +87,10 @@ class Pipeline:
         self.stages: dict[int, Stage] = {}
         self.workers: list[Worker] = []
         self.entrance: Link = Entrance()
-        self._make_stage = {"optimizer": optimizer, "scheduler": scheduler, "clip_norm": clip_norm, "seed": seed}
+        self._make_stage = partial(
+            Stage, method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm,
+            device=self.device, seed=seed,
+        )  # fmt: skip
         self._loss = loss
         self._elsewhere: dict[int, Staleness] = {}
         if self.cuts is not None or self.K == 1 or sample is not None:
@@ -106,10 +110,8 @@ class Pipeline:
             self.engine.share_tensors(list(_tensors(self.model)), 1)
             self.parts = parts
             for k in self.engine.here:
-                self.stages[k] = Stage(
-                    k, self.K, parts[k - 1].module, method=self.method, prefix=parts[k - 1].prefix,
-                    loss=self._loss if k == self.K else None, device=self.device, **self._make_stage,
-                )  # fmt: skip
+                part, loss = parts[k - 1], self._loss if k == self.K else None
+                self.stages[k] = self._make_stage(k, self.K, part.module, prefix=part.prefix, loss=loss)
             self._connect()
 
     def _same_model(self) -> None:

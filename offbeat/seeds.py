@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 
 
-def derive(seed: int, *names: object) -> int:
-    """A 63-bit seed for the stream called `names`, unrelated to every other stream of the same seed.
+def derive(*parts: object) -> int:
+    """A 63-bit seed hashed from all of its parts, so that streams with other names or numbers share nothing.
 
-    >>> derive(0, "stage", 1) == derive(0, "stage", 1) != derive(0, "stage", 2)
+    torch's CPU generator keeps only the low 32 bits of a seed, so nothing but a hash may be handed to it.
+
+    >>> derive("order", 0, 1) == derive("order", 0, 1) != derive("order", 1, 0)
     True
     """
-    text = "/".join(map(str, (seed, *names)))
+    text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

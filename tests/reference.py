@@ -47,7 +47,7 @@ def adl(K: int, M: int, batches: list, *, window: str = "count", weights: str = 
     held = [0] * K
     used = [{} for _ in range(K)]  # batch -> version of its forward
     inputs = [{} for _ in range(K)]  # z_(k-1)^t as it was received
-    deltas: list[dict[int, torch.Tensor]] = [{} for _ in range(K + 1)]  # deltas[k][t]: gradient for the output of stage k
+    deltas = [{} for _ in range(K)]  # deltas[k][t]: gradient for the output of stage k
     gradients = [{} for _ in range(K)]
     staleness = [{} for _ in range(K)]
     for t, (x, _) in enumerate(batches):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -179,10 +180,10 @@ def test_measured_staleness_is_the_formula(K):
             lag = 2 * (K - k)
             steady = {u: level for u, level in levels[k].items() if u >= lag}
             assert steady == {u: staleness(lag, M, u % M) for u in steady}, f"K={K} M={M} stage {k}"
-            assert pipe.staleness[k - 1].total() == len(steady)
-            first = -(-lag // M) * M
-            whole = [steady[u] for u in range(first, first + M)]
-            assert sum(whole) / M == mean_staleness(lag, M)
+            whole = [window for start in range(0, len(levels[k]), M)
+                     if len(window := [u for u in range(start, start + M) if u in steady]) == M]  # fmt: skip
+            assert pipe.staleness[k - 1] == Counter(steady[u] for window in whole for u in window)
+            assert pipe.staleness[k - 1].mean == mean_staleness(lag, M)
 
 
 def test_a_short_last_window_is_the_mean_of_what_it_holds():

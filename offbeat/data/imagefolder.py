@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from offbeat.data.augment import normalise
 from offbeat.data.images import testing_pixels, training_pixels
-from offbeat.data.order import epoch_order, generator, mixed, slices
+from offbeat.data.order import epoch_order, generator, slices
 from offbeat.errors import UserError
+from offbeat.seeds import derive
 
 Batch = tuple[Tensor, Tensor]
 
@@ -96,7 +97,7 @@ class _Reader(Dataset[Batch | UserError]):
     def _pixels(self, index: int) -> np.ndarray:
         if self.seeds is None:
             return testing_pixels(self.files.paths[index], self.size)
-        draws = random.Random(mixed("image", *self.seeds, index))
+        draws = random.Random(derive("image", *self.seeds, index))
         return training_pixels(self.files.paths[index], self.size, draws)
 
 

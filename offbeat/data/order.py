@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
 from offbeat.errors import UserError
-
-
-def mixed(purpose: str, *numbers: int) -> int:
-    """A seed hashed from all of its parts, so that (seed 0, epoch 1) and (seed 1, epoch 0) share nothing.
-
-    >>> mixed("order", 0, 1) == mixed("order", 0, 1), mixed("order", 0, 1) == mixed("order", 1, 0)
-    (True, False)
-    """
-    words = ":".join([purpose, *(str(int(number)) for number in numbers)])
-    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 1
+from offbeat.seeds import derive
 
 
 def generator(purpose: str, *numbers: int) -> torch.Generator:
-    """A random stream of its own, seeded by mixed(); the global one is never used.
-
-    torch's CPU generator keeps only the low 32 bits of a seed, so nothing but a hash may be handed to it.
-    """
+    """A random stream of its own; the global one is never used."""
     stream = torch.Generator(device="cpu")
-    stream.manual_seed(mixed(purpose, *numbers))
+    stream.manual_seed(derive(purpose, *numbers))
     return stream
 
 

@@ -14,7 +14,8 @@ from offbeat.links import Link
 class Engine(Protocol):
     """The stages of this process, and how messages and weights cross to the others.
 
-    `link` and the three collectives (share, share_tensors, exchange) name stages, not processes; a collective must be reached by every process.
+    `link` and the collectives (share, share_tensors, exchange) name stages, not processes; every process must reach a
+    collective.
     """
 
     K: int

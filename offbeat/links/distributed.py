@@ -25,7 +25,7 @@ GOODBYE = Message(-1, kind="close")
 
 
 class Sender:
-    """The sending end. `patient`: a full link makes the sender wait (evaluation) instead of being an error (training)."""
+    """The sending end. `patient`: where the link is full, wait (evaluation) rather than call it an error (training)."""
 
     def __init__(self, to_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int, patient: bool,
                  lost: Callable[[str], StageLost]) -> None:  # fmt: skip
@@ -50,12 +50,17 @@ class Sender:
         try:
             while (buffer := self.outbox.get()) is not None:
                 head, tail = buffer[:capacity], buffer[capacity:]
-                dist.isend(head, self.to_rank, self.group, self.tag).wait()
+                self._send(head, self.tag)
                 if tail.numel():
-                    dist.isend(tail, self.to_rank, self.group, self.tag + 1).wait()
+                    self._send(tail, self.tag + 1)
                     capacity = buffer.numel()
         except RuntimeError as error:
             self.failure = first_line(error)
+
+    def _send(self, buffer: Tensor, tag: int) -> None:
+        work = dist.isend(buffer, self.to_rank, self.group, tag)
+        assert work is not None
+        work.wait()
 
     def close(self) -> None:
         if self.thread.is_alive():
@@ -91,18 +96,23 @@ class Receiver:
         try:
             while True:
                 head = torch.empty(capacity, dtype=torch.uint8)
-                dist.irecv(head, self.from_rank, self.group, self.tag).wait()
+                self._receive(head, self.tag)
                 length = size(head)
                 if length > capacity:
                     whole = torch.empty(length, dtype=torch.uint8)
                     whole[:capacity] = head
-                    dist.irecv(whole[capacity:], self.from_rank, self.group, self.tag + 1).wait()
+                    self._receive(whole[capacity:], self.tag + 1)
                     head, capacity = whole, length
                 self.inbox.put(head[:length])
                 if length <= 256 and unpack(head[:length]).kind == GOODBYE.kind:
                     return
         except RuntimeError as error:
             self.inbox.put(first_line(error))
+
+    def _receive(self, buffer: Tensor, tag: int) -> None:
+        work = dist.irecv(buffer, self.from_rank, self.group, tag)
+        assert work is not None
+        work.wait()
 
     def peek(self) -> Message:
         if self.next is None:

@@ -35,11 +35,12 @@ def pack(message: Message) -> Tensor:
     """The message as one uint8 tensor."""
     tensors: list[Tensor] = []
     header: dict[str, Any] = {"t": message.t, "kind": message.kind, "tree": _skeleton(message.content, tensors)}
-    entries, end = [], 0
+    entries: list[tuple[str, list[int], list[int], int]] = []
+    end = 0
     for tensor in tensors:
         start = -(-end // ALIGNMENT) * ALIGNMENT
         end = start + tensor.numel() * tensor.element_size()
-        entries.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _strides(tensor), start])
+        entries.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _strides(tensor), start))
     header["tensors"] = entries
     text = json.dumps(header, separators=(",", ":")).encode()
     base = -(-(PREFIX + len(text)) // ALIGNMENT) * ALIGNMENT

@@ -34,7 +34,7 @@ class RandomStream:
 
     @contextmanager
     def drawing(self, replay: list[torch.Tensor] | None = None) -> Iterator[None]:
-        """Draw from this stream; with `replay`, repeat the draws that followed that state and leave the stream alone."""
+        """Draw from this stream; with `replay`, repeat the draws that followed that state instead."""
         outside = self._get()
         self._set(self.state if replay is None else replay)
         try:

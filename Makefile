@@ -1,0 +1,42 @@
+# make demo    train a small ResNet two ways and compare (sets everything up first)
+# make test    everything that must hold before a change lands
+# make bench   what the engine costs, as ratios in one run
+# make slow    tests that take minutes;  make gpu: tests for a machine with a CUDA device
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench slow gpu clean
+.DEFAULT_GOAL := demo
+
+# constraints.txt pins every version; torch first, so that nothing asks for a newer one
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Offbeat needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch hatchling editables
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/offbeat demo
+
+lint: $(READY)
+	$(BIN)/ruff check offbeat tests benchmarks examples
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+slow: $(READY)
+	$(BIN)/python -m pytest -q -m slow
+
+gpu: $(READY)
+	$(BIN)/python -m pytest -q -m gpu
+
+bench: $(READY)
+	$(BIN)/python benchmarks/core.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,223 @@
+"""The command line: reads options, prints results, turns what went wrong into one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from offbeat import launch
+from offbeat.errors import UserError
+from offbeat.recipe import Recipe, complete, load
+
+app = typer.Typer(
+    name="offbeat",
+    help="Train deep networks whose modules never wait for each other.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> NoReturn:
+    """The console command. Exit codes: 0 done, 2 told in one line, 130 stopped by Ctrl-C."""
+    if launch.is_worker():
+        launch.die_with_parent()
+    try:
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except UserError as error:
+        fail(error, str(error), 2)
+    except (KeyboardInterrupt, typer.Abort) as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough
+        fail(KeyboardInterrupt(str(error)), str(error) or "stopped by Ctrl-C", 130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            if launch.is_worker():
+                launch.last_words(error)
+            raise
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "offbeat"
+        fail(error, f"{error.format_message().rstrip('.')}; see '{where} --help'", 2)
+
+
+def fail(error: BaseException, line: str, code: int) -> NoReturn:
+    """Say it in one line; a worker that was started here leaves it to its launcher."""
+    if launch.is_worker():
+        launch.last_words(error)
+    else:
+        print("offbeat: " + " ".join(line.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+def numbers(text: str | None, kind: type[int] | type[float], option: str, separators: str = ",") -> Any:
+    """'5,9,14' as a tuple; None stays None."""
+    if text is None:
+        return None
+    for separator in separators[1:]:
+        text = text.replace(separator, separators[0])
+    try:
+        return tuple(kind(part) for part in text.split(separators[0]) if part.strip())
+    except ValueError:
+        raise UserError(f"{option} {text!r}: give numbers with {separators[0]!r} between them") from None
+
+
+@app.command()
+def train(
+    model: Annotated[str | None, typer.Option(help="Network; see 'offbeat models'. [resnet56]")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Data set: cifar10, cifar100, imagefolder, digits, synthetic. [cifar10]")
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder or archive that holds the data.")] = None,
+    shape: Annotated[str | None, typer.Option(help="C,H,W of a sample, for data that can take one.")] = None,
+    classes: Annotated[int | None, typer.Option(help="Classes of synthetic data.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples of synthetic data.")] = None,
+    data_workers: Annotated[int | None, typer.Option(help="Processes that decode an image folder. [2]")] = None,
+    method: Annotated[str | None, typer.Option(help="bp or adl. [adl]")] = None,
+    K: Annotated[int | None, typer.Option("-K", help="Stages. [1]")] = None,
+    M: Annotated[int | None, typer.Option("-M", help="Gradients an update. [adl: 4, bp: 1]")] = None,
+    weights: Annotated[str | None, typer.Option(help="stash, hybrid or replay. [stash]")] = None,
+    window: Annotated[str | None, typer.Option(help="count or aligned. [count]")] = None,
+    engine: Annotated[str | None, typer.Option(help="simulate or processes. [processes for K > 1]")] = None,
+    cuts: Annotated[str | None, typer.Option(help="Cut before these units, such as 5,9,14. [equal FLOPs]")] = None,
+    epochs: Annotated[int | None, typer.Option(help="[300; image folders 90]")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples a batch, b. [32]")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. [0.1 * b * M / 256]")] = None,
+    momentum: Annotated[float | None, typer.Option(help="[0.9]")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="[5e-4; image folders 1e-4]")] = None,
+    warmup: Annotated[float | None, typer.Option(help="Epochs of linear warm-up from 1 % of the rate. [3]")] = None,
+    milestones: Annotated[
+        str | None,
+        typer.Option(help="A tenth of the rate at these fractions of the epochs. [.5,.75,.917; folders 1/3,2/3,8/9]"),
+    ] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="Largest gradient norm, stage by stage.")] = None,
+    seed: Annotated[int | None, typer.Option(help="[0]")] = None,
+    threads_per_stage: Annotated[int | None, typer.Option(help="[cores / K]")] = None,
+    config: Annotated[Path | None, typer.Option(help="config.json of a run to repeat; options change it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder. [runs/DATA-MODEL-METHOD-K-M-SEED]")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="No progress; print the result as JSON.")] = False,
+) -> None:
+    """Train a network; the defaults are the paper's recipe."""
+    given = {name: value for name, value in locals().items() if name not in ("config", "out", "dry_run", "as_json")}
+    given["shape"] = numbers(shape, int, "--shape", ",x")
+    given["cuts"] = numbers(cuts, int, "--cuts")
+    given["milestones"] = numbers(milestones, float, "--milestones")
+    chosen = {name: value for name, value in given.items() if value is not None}
+    recipe = complete(**{**(load(config) if config else {}), **chosen})
+    result = execute(recipe, out or free_folder(recipe), dry_run=dry_run, show=not as_json)
+    if as_json:
+        if result is not None:
+            print(json.dumps(result))
+    elif result is not None:
+        report_result(result, dry_run=dry_run)
+
+
+def execute(recipe: Recipe, out: Path, *, dry_run: bool = False, show: bool = True) -> dict[str, Any] | None:
+    """Check and run a recipe here, in workers started here, or as a member of the group that torchrun started."""
+    from offbeat import record
+    from offbeat.train import check
+    from offbeat.train import train as run
+
+    ready = launch.is_worker()
+    if launch.joined_group():
+        if dry_run:
+            raise UserError("--dry-run under torchrun: run it once, without torchrun")
+        recipe = replace(recipe, engine="processes") if recipe.K > 1 else recipe
+        return run(recipe, out, show=show, folder_ready=ready)
+    record.check_free(out)
+    recipe, known = check(recipe)
+    if dry_run:
+        return {"recipe": recipe.as_dict(), "batches_an_epoch": known.batches, "out": str(out)}
+    folder = record.RunFolder.create(out, recipe)
+    try:
+        if recipe.engine == "processes":
+            arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
+            launch.launch(recipe.K, arguments + ([] if show else ["--json"]))
+            results = [line for line in record.lines(out) if line["kind"] == "result"]
+            return results[-1] if results else None
+        return run(recipe, out, show=show, folder_ready=True)
+    except KeyboardInterrupt:
+        folder.line("interrupted")
+        raise KeyboardInterrupt(f"stopped by Ctrl-C; the records so far are in {out}") from None
+    except UserError as error:
+        folder.line("failed", reason=str(error))
+        raise UserError(f"{error} (records so far: {out})") from None
+
+
+def free_folder(recipe: Recipe) -> Path:
+    """The default run folder, with a number behind it where there is one already."""
+    name = f"{recipe.data}-{recipe.model}-{recipe.method}-K{recipe.K}-M{recipe.M}-seed{recipe.seed}"
+    folder, count = Path("runs") / name, 1
+    while (folder / "config.json").exists() and not launch.is_worker():
+        count += 1
+        folder = Path("runs") / f"{name}-{count}"
+    return folder
+
+
+def report_result(result: dict[str, Any], *, dry_run: bool) -> None:
+    if launch.is_worker():
+        return  # the launcher says it
+    if dry_run:
+        recipe = result["recipe"]
+        print(
+            f"ready: {recipe['model']} on {recipe['data']}, {recipe['method']} K={recipe['K']} M={recipe['M']} "
+            f"({recipe['engine']}), cuts {list(recipe['cuts'])}, {result['batches_an_epoch']} batches an epoch, "
+            f"lr {recipe['lr']:g}; nothing was trained"
+        )
+        return
+    print(
+        f"test error {result['error']:.2f}%  {result['samples_per_second']:,.0f} samples/s  "
+        f"staleness {' '.join(f'{level:.2f}' for level in result['staleness'])}  in {result['out']}"
+    )
+
+
+@app.command()
+def models(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+    """List the networks: parameters, forward FLOPs of one sample, largest K."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from offbeat import models as zoo
+
+    described = [zoo.describe(name) for name in zoo.names()]
+    if as_json:
+        print(json.dumps([asdict(entry) for entry in described]))
+        return
+    table = Table("model", "input", "classes", box=None)
+    for column in ("parameters", "FLOPs", "largest K"):
+        table.add_column(column, justify="right")
+    for entry in described:
+        sizes = "x".join(map(str, entry.shape))
+        counts = (f"{count:,}" for count in (entry.parameters, entry.flops, entry.units))
+        table.add_row(entry.name, sizes, str(entry.classes), *counts)
+    Console().print(table)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs. [runs/demo]")] = None,
+    epochs: Annotated[int, typer.Option(help="Epochs of each run.")] = 8,
+) -> None:
+    """Back-propagation on one process next to ADL on two, on real handwritten digits, in about a minute."""
+    from offbeat.demo import show
+
+    show(out, epochs, execute)
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if show:
+        from offbeat import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+

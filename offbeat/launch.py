@@ -1,0 +1,110 @@
+"""Start K local worker processes through torch's elastic launcher, and tell in one line why they stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import StageLost, UserError
+
+ERRORS = "OFFBEAT_WORKER_ERRORS"  # set for workers that were started here: the folder for their last words
+STOP_SECONDS = 10  # from the first failure or Ctrl-C until what still runs is killed
+
+
+def is_worker() -> bool:
+    """Whether this process was started by `launch`."""
+    return ERRORS in os.environ
+
+
+def joined_group() -> bool:
+    """Whether torchrun (or `launch`) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(K: int, arguments: list[str]) -> None:
+    """Run `offbeat ARGUMENTS` in K processes on this machine; raises UserError or KeyboardInterrupt if they fail."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="offbeat-") as words:
+        surroundings = {ERRORS: words, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if sys.platform == "linux":
+            surroundings["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: nothing needs to leave it
+        os.environ.update(surroundings)
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=K, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=words), shutdown_timeout=STOP_SECONDS,
+        )  # fmt: skip
+        try:
+            elastic_launch(config, sys.executable)("-m", "offbeat", *arguments)
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise UserError(f"stopped by signal {error.sigval.name}") from None
+        except ChildFailedError as error:
+            if interrupted(words):
+                raise KeyboardInterrupt from None
+            raise UserError(reason(words, error.failures)) from None
+        finally:
+            os.environ.pop(ERRORS, None)
+            if sys.stderr.isatty():
+                sys.stderr.write("\x1b[?25h")  # a killed worker cannot show the cursor that its progress bar hid
+
+
+def last_words(error: BaseException) -> None:
+    """Leave for the launcher why this worker stops."""
+    rank = os.environ.get("RANK", "0")
+    told = {"kind": type(error).__name__, "text": str(error), "time": time.time(), "rank": int(rank)}
+    (Path(os.environ[ERRORS]) / f"{rank}.json").write_text(json.dumps(told))
+
+
+def told(words: str) -> list[dict[str, Any]]:
+    found = []
+    for file in Path(words).glob("*.json"):
+        try:
+            found.append(json.loads(file.read_text()))
+        except ValueError:  # killed while writing
+            continue
+    return sorted(found, key=lambda entry: entry["time"])
+
+
+def interrupted(words: str) -> bool:
+    return any(entry["kind"] == KeyboardInterrupt.__name__ for entry in told(words))
+
+
+def reason(words: str, failures: dict[int, Any]) -> str:
+    """The cause among the failures: what a worker said of itself, a death by signal, then what the others noticed."""
+    said = told(words)
+    for entry in said:
+        if entry["kind"] != StageLost.__name__:
+            return str(entry["text"])
+    silent = [f for rank, f in sorted(failures.items()) if rank not in {entry["rank"] for entry in said}]
+    killed = [f for f in silent if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    for failure in killed or silent:
+        how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        return f"stage {failure.rank + 1} of the run died ({how}, process {failure.pid}); the others were stopped"
+    return str(said[0]["text"]) if said else "the workers stopped without a word"
+
+
+def die_with_parent() -> None:
+    """End this worker if its launcher disappears, so that no process is left behind."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="offbeat-parent", daemon=True).start()

@@ -1,0 +1,62 @@
+"""Live progress of a run on the terminal; a plain line an epoch where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import progress as bars
+from rich.console import Console
+
+
+class Progress:
+    """Batches done, loss, error, samples/s, time left and staleness a stage."""
+
+    def __init__(self, epochs: int, batches: int, *, show: bool, console: Console | None = None) -> None:
+        self.epochs, self.batches, self.show = epochs, batches, show
+        self.console = console or Console(stderr=True, highlight=False)
+        self.bar = bars.Progress(
+            bars.TextColumn("epoch {task.fields[epoch]}"),
+            bars.BarColumn(bar_width=24),
+            bars.TextColumn("{task.fields[told]}"),
+            bars.TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not show or not self.console.is_terminal,
+        )
+        self.task = self.bar.add_task("train", total=epochs * batches, epoch=f"1/{epochs}", told="")
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def step(self) -> None:
+        self.bar.advance(self.task)
+
+    def tell(self, loss: float | None, error: float | None, staleness: list[float]) -> None:
+        """The newest figures of training."""
+        told = [f"loss {loss:.3f}"] if loss is not None else []
+        if error is not None:
+            told.append(f"error {error:.1f}%")
+        told.append("staleness " + _short(staleness))
+        self.bar.update(self.task, told="  ".join(told))
+
+    def epoch(self, epoch: int, values: dict[str, Any], speed: float, staleness: list[float]) -> None:
+        """A lasting line for an epoch that is over."""
+        self.bar.update(self.task, epoch=f"{min(epoch + 2, self.epochs)}/{self.epochs}")
+        if self.show:
+            width = len(str(self.epochs))
+            test = "" if values["test_error"] is None else f"  test error {values['test_error']:5.2f}%"
+            self.console.print(
+                f"epoch {epoch + 1:>{width}}/{self.epochs}  train loss {values['train_loss']:.4f}"
+                f"  test loss {values['test_loss']:.4f}{test}  {speed:,.0f} samples/s  staleness {_short(staleness)}",
+                soft_wrap=True,
+            )
+
+
+def _short(staleness: list[float]) -> str:
+    """Staleness of all stages in a few characters, or of the first and last where there are many."""
+    shown = [f"{level:.2f}" for level in staleness]
+    return " ".join(shown) if len(shown) <= 8 else f"{shown[0]} .. {shown[-1]}"

@@ -1,0 +1,156 @@
+"""The recipe of a run: everything that decides its numbers, with the paper's settings as defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import UserError, first_line, unknown
+from offbeat.method import Method, Weights
+from offbeat.methods import named
+from offbeat.ops import Window
+
+ENGINES = ("simulate", "processes")
+WARMUP_START = 0.01  # the released code ramps up from 1 % of the learning rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training run, complete; `complete` fills in what the user left open."""
+
+    model: str
+    data: str
+    data_dir: str | None = None
+    shape: tuple[int, ...] | None = None
+    classes: int | None = None
+    samples: int | None = None
+    data_workers: int = 2
+    method: str
+    K: int
+    M: int
+    weights: Weights
+    window: Window
+    engine: str
+    cuts: tuple[int, ...] | None = None
+    epochs: int
+    batch_size: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    warmup: float
+    milestones: tuple[float, ...]
+    clip_norm: float | None = None
+    seed: int
+    threads_per_stage: int
+
+    def make_method(self) -> Method:
+        return named(self.method, M=self.M, weights=self.weights, window=self.window)
+
+    def learning_rate(self, batches_per_epoch: int) -> Callable[[int], float]:
+        """Factor of lr for update s, which is that of batch M*s: a ramp, then a tenth at each milestone.
+
+        >>> recipe = complete(M=2, epochs=4, warmup=1.0, milestones=(0.5, 0.75))
+        >>> factor = recipe.learning_rate(10)
+        >>> [round(factor(s), 4) for s in (0, 4, 5, 9, 10, 15)]
+        [0.01, 0.802, 1.0, 1.0, 0.1, 0.01]
+        """
+        M, ramp = self.M, self.warmup * batches_per_epoch
+        drops = [fraction * self.epochs * batches_per_epoch for fraction in self.milestones]
+
+        def factor(s: int) -> float:
+            batch = M * s
+            if batch < ramp:
+                return WARMUP_START + (1 - WARMUP_START) * batch / ramp
+            return 0.1 ** bisect_right(drops, batch)
+
+        return factor
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def cores() -> int:
+    """Processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def complete(**given: Any) -> Recipe:
+    """The recipe with these settings and the paper's for all others; None is the same as leaving a setting out.
+
+    lr is 0.1 * batch_size * M / 256; CIFAR-like data takes 300 epochs, weight decay 5e-4 and a tenth of the rate at
+    1/2, 3/4 and 11/12 of them; image folders 90 epochs, 1e-4 and 1/3, 2/3, 8/9.
+
+    >>> recipe = complete(method="adl", K=4, M=4)
+    >>> recipe.lr, recipe.epochs, recipe.engine
+    (0.05, 300, 'processes')
+    """
+    paper = {"model": "resnet56", "data": "cifar10", "method": "adl", "K": 1, "batch_size": 32, "momentum": 0.9,
+             "warmup": 3.0, "seed": 0}  # fmt: skip
+    values = {**paper, **{name: value for name, value in given.items() if value is not None}}
+    _check(values)
+    method = named(values["method"], **{answer: values.get(answer) for answer in ("M", "weights", "window")})
+    image_folder = values["data"] == "imagefolder"
+    defaults = {
+        "M": method.M,
+        "weights": method.weights,
+        "window": method.window,
+        "engine": "simulate" if values["K"] == 1 else "processes",
+        "epochs": 90 if image_folder else 300,
+        "lr": 0.1 * values["batch_size"] * method.M / 256,
+        "weight_decay": 1e-4 if image_folder else 5e-4,
+        "milestones": (1 / 3, 2 / 3, 8 / 9) if image_folder else (1 / 2, 3 / 4, 11 / 12),
+        "threads_per_stage": max(1, cores() // values["K"]),
+    }
+    return Recipe(**{**defaults, **values})
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    """What can be wrong without looking at data or model."""
+    if values.get("engine", ENGINES[0]) not in ENGINES:
+        raise unknown("engine", values["engine"], ENGINES)
+    least = {"K": 1, "epochs": 1, "batch_size": 1, "threads_per_stage": 1, "data_workers": 0, "seed": 0}
+    for name, smallest in least.items():
+        if name in values and values[name] < smallest:
+            raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")
+    for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm"):
+        if name in values and not 0 <= values[name] < float("inf"):
+            raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a number from 0 up")
+    fractions = list(values.get("milestones", ()))
+    if fractions != sorted(fractions) or any(fraction <= 0 for fraction in fractions):
+        raise UserError(f"milestones {fractions}: give increasing fractions of the epochs")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The settings in a run's config.json, checked for their names and types."""
+    try:
+        values = dict(json.loads(path.read_text())["recipe"])
+    except FileNotFoundError:
+        raise UserError(f"config {path} does not exist: give the config.json of a run") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"config {path} cannot be read ({first_line(error)}): give the config.json of a run") from None
+    types = {field.name: str(field.type) for field in fields(Recipe)}
+    for name, value in values.items():
+        if name not in types:
+            raise unknown(f"setting in {path}", name, types)
+        values[name] = tuple(value) if isinstance(value, list) else value
+        if not _fits(values[name], types[name]):
+            raise UserError(f"{path}: {name} = {value!r} does not fit, it takes {types[name]}: correct it")
+    return values
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether a JSON value fits one of the types that recipes use."""
+    if value is None:
+        return "None" in annotation
+    if isinstance(value, tuple):
+        numbers = (int, float) if "float" in annotation else (int,)
+        return annotation.startswith("tuple") and all(type(item) in numbers for item in value)
+    if isinstance(value, bool) or annotation.startswith("tuple"):
+        return False
+    allowed = {"int": (int,), "float": (int, float)}.get(annotation.split(" | ")[0], (str,))
+    return isinstance(value, allowed)

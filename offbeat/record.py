@@ -1,0 +1,122 @@
+"""The run folder: what was run, what came out, and the trained model.
+
+    config.json         the complete recipe, cuts, versions, commit, host
+    metrics.jsonl       a line for every report, epoch and event
+    events.out.*        the same for TensorBoard
+    model.safetensors   the whole model under the names of the unsplit module, whatever K was
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import UserError, first_line
+from offbeat.recipe import Recipe, cores
+
+PACKAGES = ("torch", "numpy", "safetensors")
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit, host and command of this process."""
+    from offbeat import __version__
+
+    versions = {"offbeat": __version__, "python": platform.python_version()}
+    versions.update({package: metadata.version(package) for package in PACKAGES})
+    return {
+        "versions": versions,
+        "commit": commit(),
+        "host": platform.node(),
+        "machine": f"{platform.machine()}, {cores()} cores",
+        "command": ["offbeat", *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the source tree, with + where it was changed; None where there is none."""
+    here = Path(__file__).resolve().parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        )
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+class RunFolder:
+    """A new folder for one run; never one that holds another."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._events: Any = None
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe) -> RunFolder:
+        """Make the folder and write its config.json."""
+        check_free(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"recipe": recipe.as_dict(), "provenance": provenance()}, indent=2)
+            (path / "config.json").write_text(text + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write to {path} ({first_line(error)}): choose another --out") from error
+        return cls(path)
+
+    def line(self, kind: str, **values: Any) -> None:
+        """Add one line to metrics.jsonl."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
+
+    def scalars(self, step: int, **values: float | None) -> None:
+        """Add points to the TensorBoard events; `step` counts batches."""
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self.path))
+        for name, value in values.items():
+            if value is not None:
+                self._events.add_scalar(name.replace("__", "/"), value, step)
+
+    def model(self, state: dict[str, Any]) -> None:
+        """Write the model's tensors, complete or not at all."""
+        from safetensors.torch import save_file
+
+        temporary = self.path / "model.safetensors.part"
+        seen: set[int] = set()
+        tensors = {}
+        for name, tensor in state.items():
+            shared = tensor.untyped_storage().data_ptr() in seen
+            seen.add(tensor.untyped_storage().data_ptr())
+            tensors[name] = tensor.detach().cpu().clone() if shared else tensor.detach().cpu().contiguous()
+        save_file(tensors, str(temporary))
+        os.replace(temporary, self.path / "model.safetensors")
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
+
+
+def check_free(path: Path) -> None:
+    """Refuse a folder that holds a run, or something that is no folder."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--out {path} is a file: choose a folder")
+    if (path / "config.json").exists():
+        raise UserError(f"{path} already holds a run: choose another --out")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    file = path / "metrics.jsonl"
+    return [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []

@@ -1,0 +1,221 @@
+"""One training run, from a resolved recipe to a run folder; the same code in one process and in each of K."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat import data, models, partition
+from offbeat.engines import Engine
+from offbeat.engines.processes import Processes
+from offbeat.engines.simulate import Simulate
+from offbeat.errors import UserError
+from offbeat.pipeline import Pipeline
+from offbeat.progress import Progress
+from offbeat.recipe import Recipe
+from offbeat.record import RunFolder
+from offbeat.seeds import derive
+from offbeat.stage import Report, Staleness
+from offbeat.telemetry import Telemetry
+from offbeat.theory import mean_staleness
+
+REPORTS_AN_EPOCH = 20
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What must be known of the data to build a model and a schedule; the other processes never open the data."""
+
+    shape: tuple[int, int, int]
+    classes: int
+    batches: int  # an epoch
+
+
+def open_data(recipe: Recipe) -> data.DataSet:
+    return data.open(
+        recipe.data, folder=recipe.data_dir, shape=shape_of(recipe.shape), classes=recipe.classes,
+        samples=recipe.samples, workers=recipe.data_workers,
+    )  # fmt: skip
+
+
+def shape_of(sizes: tuple[int, ...] | None) -> tuple[int, int, int] | None:
+    if sizes is None:
+        return None
+    if len(sizes) != 3:
+        raise UserError(f"shape {list(sizes)}: give channels, height and width, such as 3,32,32")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def facts(recipe: Recipe, data_set: data.DataSet) -> Facts:
+    return Facts(data_set.shape, data_set.classes, -(-data_set.train_samples // recipe.batch_size))
+
+
+def build_model(recipe: Recipe, known: Facts) -> nn.Sequential:
+    """The model with the initial weights of the recipe's seed; torch's global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(recipe.seed, "model"))
+        return models.build(recipe.model, shape=known.shape, classes=known.classes)
+
+
+def check(recipe: Recipe) -> tuple[Recipe, Facts]:
+    """Everything that can be wrong before training: data, model, K, cuts. Returns the recipe with its cuts."""
+    if recipe.model not in models.names():
+        models.build(recipe.model)  # tells what is allowed before any data is read
+    known = facts(recipe, open_data(recipe))
+    with torch.device("meta"):
+        model = models.build(recipe.model, shape=known.shape, classes=known.classes)
+    sample = torch.empty(recipe.batch_size, *known.shape, device="meta")
+    cuts = partition.cut(model, recipe.K, cuts=recipe.cuts, sample=sample)
+    return replace(recipe, cuts=tuple(cuts)), known
+
+
+def train(recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = False) -> dict[str, Any] | None:
+    """Run the recipe in this process, or in this process's share of a group; the result where the first stage is.
+
+    folder_ready: the run folder is there already, made by whoever started this process.
+    """
+    torch.set_num_threads(recipe.threads_per_stage)
+    engine: Engine = Processes(recipe.K) if recipe.engine == "processes" else Simulate(recipe.K)
+    with engine.guard():
+        data_set, known, folder = None, None, None
+        if 1 in engine.here:
+            data_set = open_data(recipe)
+            known = facts(recipe, data_set)
+            recipe = replace(recipe, cuts=recipe.cuts if recipe.cuts is not None else check(recipe)[0].cuts)
+            folder = RunFolder(out) if folder_ready else RunFolder.create(out, recipe)
+        shared = engine.share(known and [known.shape, known.classes, known.batches, recipe.cuts], 1)
+        known = Facts(*shared[:3])
+        recipe = replace(recipe, cuts=tuple(shared[3]))
+        pipe = make_pipeline(recipe, known, engine)
+        run = Run(recipe, known, pipe, folder, data_set, show)
+    try:
+        return run.fit()
+    finally:
+        run.close()
+
+
+def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
+    factor = recipe.learning_rate(known.batches)
+
+    def optimizer(parameters: Iterable[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+
+    return Pipeline(
+        build_model(recipe, known), recipe.K, method=recipe.make_method(), loss=nn.functional.cross_entropy,
+        optimizer=optimizer, scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),
+        cuts=recipe.cuts, clip_norm=recipe.clip_norm, engine=engine, seed=recipe.seed,
+    )  # fmt: skip
+
+
+class Run:
+    """The epochs of a run: training, reports, evaluation, records. Each process has one; the first writes."""
+
+    def __init__(self, recipe: Recipe, known: Facts, pipe: Pipeline, folder: RunFolder | None,
+                 data_set: data.DataSet | None, show: bool) -> None:  # fmt: skip
+        self.recipe, self.known, self.pipe, self.folder, self.data_set = recipe, known, pipe, folder, data_set
+        self.telemetry = Telemetry(pipe)
+        self.every = max(1, known.batches // REPORTS_AN_EPOCH)
+        self.progress = Progress(recipe.epochs, known.batches, show=show and folder is not None)
+        self.reports: list[list[Report]] = []  # of the epoch
+        self.epoch_began = time.perf_counter()
+        self.told = time.perf_counter()
+        self.speeds: list[float] = []
+        self.test: dict[str, Any] = {}
+
+    def fit(self) -> dict[str, Any] | None:
+        began = time.perf_counter()
+        with self.progress:
+            self.pipe.fit(self._batches, self.recipe.epochs, after_step=self._after_step, after_epoch=self._after_epoch)
+        result = None
+        if self.folder:
+            self.folder.model(self.pipe.model.state_dict())
+            result = {
+                **{name: self.test[name] for name in ("loss", "error", "top5")},
+                "samples_per_second": median(self.speeds[1:] or self.speeds),
+                "seconds": time.perf_counter() - began,
+                "staleness": [stage.mean for stage in self.pipe.staleness],
+                "staleness_formula": self._formula(),
+                "out": str(self.folder.path),
+            }
+            self.folder.line("result", **result)
+        self.pipe.close()
+        return result
+
+    def _formula(self) -> list[float]:
+        method, K = self.pipe.method, self.pipe.K
+        return [mean_staleness(method.lag(k, K), method.M) for k in range(1, K + 1)]
+
+    def _batches(self, epoch: int) -> Iterable[tuple[Any, Any]]:
+        assert self.data_set is not None
+        self.epoch_began = self.told = time.perf_counter()
+        return self.data_set.train(batch_size=self.recipe.batch_size, seed=self.recipe.seed, epoch=epoch)
+
+    def _after_step(self, t: int) -> None:
+        self.progress.step()
+        if (t % self.known.batches + 1) % self.every == 0:
+            self.telemetry.tell()
+            self._write(self.telemetry.collect())
+
+    def _after_epoch(self, epoch: int) -> None:
+        self.telemetry.tell()
+        self._write(self.telemetry.collect(wait=True))
+        seconds = time.perf_counter() - self.epoch_began  # until the last stage had finished, evaluation not counted
+        test_batches = self.data_set.test(batch_size=max(100, self.recipe.batch_size)) if self.data_set else None
+        self.test = self.pipe.evaluate(test_batches)
+        if self.folder:
+            self._write_epoch(epoch, seconds)
+        self.reports.clear()
+
+    def _write(self, sets: list[list[Report]]) -> None:
+        """A training line for each complete set of reports."""
+        for reports in sets:
+            self.reports.append(reports)
+            top, bottom = reports[-1], reports[0]
+            now = time.perf_counter()
+            if not bottom.samples or not self.folder:
+                continue
+            staleness = [Staleness(report.staleness).mean for report in reports]
+            speed = bottom.samples / max(1e-9, now - self.told)
+            self.told = now
+            self.folder.line(
+                "train", batch=bottom.t, epoch=bottom.t // self.known.batches, loss=top.loss, error=top.error,
+                samples_per_second=speed, lr=bottom.lr, staleness=staleness,
+                in_flight=[report.in_flight for report in reports], versions=[report.versions for report in reports],
+            )  # fmt: skip
+            self.folder.scalars(bottom.t, train__loss=top.loss, train__error=top.error, train__lr=bottom.lr)
+            self.progress.tell(top.loss, top.error, staleness)
+
+    def _write_epoch(self, epoch: int, seconds: float) -> None:
+        assert self.folder is not None
+        tops = [reports[-1] for reports in self.reports if reports[-1].samples and reports[-1].loss is not None]
+        samples = sum(report.samples for report in tops)
+        trained = sum(reports[0].samples for reports in self.reports)
+        train = {name: sum(getattr(report, name) * report.samples for report in tops) / samples
+                 for name in ("loss", "error")}  # fmt: skip
+        speed = trained / seconds
+        self.speeds.append(speed)
+        values = {
+            "train_loss": train["loss"], "train_error": train["error"],
+            "test_loss": self.test["loss"], "test_error": self.test["error"], "test_top5": self.test["top5"],
+        }  # fmt: skip
+        staleness = [stage.mean for stage in self.pipe.staleness]
+        self.folder.line(
+            "epoch", epoch=epoch, batches=self.pipe.batches, seconds=seconds, samples_per_second=speed,
+            staleness=staleness, **values,
+        )  # fmt: skip
+        self.folder.scalars(
+            self.pipe.batches, test__loss=values["test_loss"], test__error=values["test_error"],
+            speed__samples_per_second=speed,
+        )  # fmt: skip
+        self.progress.epoch(epoch, values, speed, staleness)
+
+    def close(self) -> None:
+        if self.folder:
+            self.folder.close()
