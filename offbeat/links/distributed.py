@@ -8,6 +8,7 @@ the longest message so far: what is longer comes in two pieces, once.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from offbeat.links.wire import pack, size, unpack
 
 FIRST_CAPACITY = 1 << 16
 GOODBYE = Message(-1, kind="close")
+PARTING = 2.0  # seconds
 
 
 class Sender:
@@ -32,6 +34,7 @@ class Sender:
         self.to_rank, self.tag, self.group, self.patient, self.lost = to_rank, tag, group, patient, lost
         self.outbox: queue.Queue[Tensor | None] = queue.Queue(capacity)
         self.failure: str | None = None
+        self.work: dist.Work | None = None
         self.thread = threading.Thread(target=self._post, name=f"offbeat-send-{tag}", daemon=True)
         self.thread.start()
 
@@ -55,21 +58,20 @@ class Sender:
                     self._send(tail, self.tag + 1)
                     capacity = buffer.numel()
         except RuntimeError as error:
-            self.failure = first_line(error)
+            self.failure = cause(error)
 
     def _send(self, buffer: Tensor, tag: int) -> None:
-        work = dist.isend(buffer, self.to_rank, self.group, tag)
-        assert work is not None
-        work.wait()
+        self.work = dist.isend(buffer, self.to_rank, self.group, tag)
+        assert self.work is not None
+        self.work.wait()
 
     def close(self) -> None:
-        if self.thread.is_alive():
-            try:
-                self.outbox.put(pack(GOODBYE), timeout=1.0)
-                self.outbox.put(None, timeout=1.0)
-            except queue.Full:
-                return
-            self.thread.join(timeout=5.0)
+        """Say goodbye, and wait until it is heard, or nobody listens."""
+        if self.thread.is_alive() and self.failure is None:
+            with contextlib.suppress(queue.Full):
+                self.outbox.put(pack(GOODBYE), timeout=PARTING)
+                self.outbox.put(None, timeout=PARTING)
+        end(self.thread, self.work)
 
     def receive(self) -> Message:
         raise RuntimeError("this is the sending end of a link")
@@ -88,6 +90,7 @@ class Receiver:
         self.from_rank, self.tag, self.group, self.lost = from_rank, tag, group, lost
         self.inbox: queue.Queue[Tensor | str] = queue.Queue(capacity)  # a text tells why no more will come
         self.next: Message | None = None
+        self.work: dist.Work | None = None
         self.thread = threading.Thread(target=self._listen, name=f"offbeat-receive-{tag}", daemon=True)
         self.thread.start()
 
@@ -107,12 +110,12 @@ class Receiver:
                 if length <= 256 and unpack(head[:length]).kind == GOODBYE.kind:
                     return
         except RuntimeError as error:
-            self.inbox.put(first_line(error))
+            self.inbox.put(cause(error))
 
     def _receive(self, buffer: Tensor, tag: int) -> None:
-        work = dist.irecv(buffer, self.from_rank, self.group, tag)
-        assert work is not None
-        work.wait()
+        self.work = dist.irecv(buffer, self.from_rank, self.group, tag)
+        assert self.work is not None
+        self.work.wait()
 
     def peek(self) -> Message:
         if self.next is None:
@@ -146,4 +149,19 @@ class Receiver:
         raise RuntimeError("this is the receiving end of a link")
 
     def close(self) -> None:
-        self.thread.join(timeout=5.0)
+        """Wait for the other end's goodbye, for a moment."""
+        end(self.thread, self.work)
+
+
+def cause(error: RuntimeError) -> str:
+    """Gloo's words for a lost connection, without its file names."""
+    text = first_line(error)
+    return "its process has died" if "onnection" in text and "gloo" in text else text
+
+
+def end(thread: threading.Thread, work: dist.Work | None) -> None:
+    """End a link's thread; torch aborts the whole process if one still waits when the group is destroyed."""
+    thread.join(timeout=PARTING)
+    if thread.is_alive() and work is not None:
+        work.abort()
+        thread.join(timeout=PARTING)

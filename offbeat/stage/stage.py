@@ -26,7 +26,7 @@ MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
 class Staleness(Counter[int]):
-    """Applied gradients counted by their level of staleness (in updates): whole windows, from when the stage is full."""
+    """Applied gradients by their level of staleness (in updates): whole windows, from when the stage is full."""
 
     @property
     def mean(self) -> float:

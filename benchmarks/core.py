@@ -1,0 +1,217 @@
+"""What the engine costs, as ratios measured in one run (absolute times on a shared machine mean little).
+
+    make bench
+    python benchmarks/core.py [--model resnet56] [--batch-size 64] [-K 2] [-M 4] [--cuts 12] [--rounds 5] [--out FILE.json]
+
+Every round times each of these in turn, a few batches each, one pinned core a stage:
+
+    pipeline    ADL on K processes
+    bound       the same stages computing at the same time on canned messages, nothing sent: the slowest one
+    bp          a hand-written SGD loop in one process on one core
+    bp-cores    the same loop on K cores
+    simulate    our simulator at K=1 on one core
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import offbeat
+from offbeat import models, record
+from offbeat.links import Message
+from offbeat.worker import Links, Worker
+
+WARM_UP, TIMED = 4, 8  # batches
+
+
+class Canned:
+    """A link that always has the same message and throws away what is sent."""
+
+    def __init__(self, content: Any) -> None:
+        self.content, self.t = content, 0
+
+    def receive(self) -> Message:
+        message = Message(self.t, self.content)
+        self.t += 1
+        return message
+
+    def send(self, message: Message) -> None:
+        pass
+
+
+class Tap:
+    """A link that remembers the last content that came through."""
+
+    def __init__(self, link: Any) -> None:
+        self.link, self.last = link, None
+
+    def receive(self) -> Message:
+        message = self.link.receive()
+        self.last = message.content
+        return message
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.link, name)
+
+
+def pin(cores: set[int]) -> None:
+    for task in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(task), cores)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds a batch, after a warm-up in which stages find their distance; nothing synchronises them afterwards."""
+    for _ in range(WARM_UP):
+        work()
+    began = time.perf_counter()
+    for _ in range(TIMED):
+        work()
+    return (time.perf_counter() - began) / TIMED
+
+
+def worker(options: argparse.Namespace) -> None:
+    rank, K = int(os.environ["RANK"]), options.K
+    all_cores = sorted(os.sched_getaffinity(0))
+    mine = {all_cores[rank % len(all_cores)]}
+    os.sched_setaffinity(0, mine)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = models.build(options.model)
+    x, y = torch.randn(options.batch_size, 3, 32, 32), torch.randint(10, (options.batch_size,))
+    loss = nn.functional.cross_entropy
+    plain, alone = copy.deepcopy(model), copy.deepcopy(model)
+
+    pipe = offbeat.Pipeline(model, K, method=offbeat.ADL(M=options.M), loss=loss, optimizer=sgd, sample=x,
+                            cuts=options.cuts)  # fmt: skip
+    links = pipe.workers[0].links
+    taps = {name: Tap(getattr(links, name)) for name in ("inputs", "gradients") if getattr(links, name)}
+    for name, tap in taps.items():
+        setattr(links, name, tap)
+    for _ in range(4 * K):
+        pipe.step(x, y)
+    bare = pipe._make_stage(rank + 1, K, copy.deepcopy(pipe.parts[rank].module), loss=loss if rank == K - 1 else None)
+    canned = Links(
+        inputs=Canned(taps["inputs"].last),  # type: ignore[arg-type]
+        outputs=Canned(None) if rank < K - 1 else None,  # type: ignore[arg-type]
+        gradients=Canned(taps["gradients"].last) if "gradients" in taps else None,  # type: ignore[arg-type]
+        feedback=Canned(None) if rank else None,  # type: ignore[arg-type]
+    )
+    unlinked, index = Worker(bare, pipe.method, canned), count()
+
+    optimizer = sgd(plain.parameters())
+    one = offbeat.Pipeline(alone, 1, method="bp", loss=loss, optimizer=sgd, engine="simulate")
+
+    def bound() -> None:
+        for _ in unlinked.iteration(next(index), wait=True):
+            pass
+
+    def bp() -> None:
+        optimizer.zero_grad()
+        loss(plain(x), y).backward()
+        optimizer.step()
+
+    times: dict[str, list[float]] = {name: [] for name in ("pipeline", "bound", "bp", "bp-cores", "simulate")}
+    stages: list[list[float]] = []
+    for number in range(options.rounds):
+        dist.barrier()
+        times["pipeline"].append(max(everywhere(timed(lambda: pipe.step(x, y)))))
+        dist.barrier()
+        stages.append(everywhere(timed(bound)))
+        times["bound"].append(max(stages[-1]))
+        for name, work in (("bp", bp), ("simulate", lambda: one.step(x, y)), ("bp-cores", bp)):
+            dist.barrier()
+            if rank == 0:
+                if name == "bp-cores":
+                    torch.set_num_threads(K)
+                    pin(set(all_cores[:K]))
+                times[name].append(timed(work))
+                torch.set_num_threads(1)
+                pin(mine)
+            dist.barrier()
+        if rank == 0:
+            print(f"round {number + 1}/{options.rounds}: " + ", ".join(
+                f"{name} {1000 * values[-1]:.0f} ms" for name, values in times.items()), flush=True)  # fmt: skip
+    if rank == 0:
+        summary(options, times, stages, pipe)
+    pipe.close()
+    dist.destroy_process_group()
+
+
+def everywhere(seconds: float) -> list[float]:
+    """The figure of every process."""
+    found = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor([seconds], dtype=torch.float64))
+    return [value.item() for value in found]
+
+
+def ratio(times: dict[str, list[float]], above: str, below: str) -> tuple[float, float, float]:
+    """Median, smallest and largest over the rounds of one time divided by another of the same round."""
+    values = [a / b for a, b in zip(times[above], times[below], strict=True)]
+    return median(values), min(values), max(values)
+
+
+def summary(
+    options: argparse.Namespace, times: dict[str, list[float]], stages: list[list[float]], pipe: offbeat.Pipeline
+) -> None:
+    K = options.K
+    balance = [sum(row) / len(row) / max(row) for row in stages]
+    rows = {
+        f"pipeline, K={K} / slowest stage without communication": ratio(times, "pipeline", "bound"),
+        "simulator, K=1 / hand-written loop": ratio(times, "simulate", "bp"),
+        "speed-up of the pipeline over BP on one core": ratio(times, "bp", "pipeline"),
+        f"speed-up of the pipeline over BP on {K} cores": ratio(times, "bp-cores", "pipeline"),
+        "speed-up that the cut allows (BP on one core / bound)": ratio(times, "bp", "bound"),
+        "balance of the cut (mean / slowest stage)": (median(balance), min(balance), max(balance)),
+    }
+    print(f"\n{options.model}, b={options.batch_size}, K={K}, M={options.M}, cuts {pipe.cuts}; median (least, most) of "
+          f"{options.rounds} rounds")  # fmt: skip
+    for name, (middle, least, most) in rows.items():
+        print(f"  {name:58s} {middle:6.3f}  ({least:.3f}, {most:.3f})")
+    if options.out:
+        found = {
+            "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")}, "cuts": pipe.cuts,
+            "ratios": rows, "seconds_a_batch": times, "provenance": record.provenance(),
+        }  # fmt: skip
+        Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet56")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("-K", type=int, default=2)
+    parser.add_argument("-M", type=int, default=4)
+    parser.add_argument("--cuts", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return worker(options)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.K}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    sys.exit(subprocess.run([*command, *sys.argv, "--worker"], env=environment, check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
