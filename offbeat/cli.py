@@ -128,7 +128,7 @@ def execute(recipe: Recipe, out: Path, *, dry_run: bool = False, show: bool = Tr
     if launch.joined_group():
         if dry_run:
             raise UserError("--dry-run under torchrun: run it once, without torchrun")
-        recipe = replace(recipe, engine="processes") if recipe.K > 1 else recipe
+        recipe = replace(recipe, engine="processes")
         return run(recipe, out, show=show, folder_ready=ready)
     record.check_free(out)
     recipe, known = check(recipe)

@@ -80,8 +80,8 @@ class Pipeline:
         self.K = 1 if K is None else K
         self.method = _method(method, M)
         self.device = torch.device(device or "cpu")
+        partition.check_stages(self.model, self.K)
         self.cuts = None if cuts is None else partition.cut(self.model, self.K, cuts=cuts)
-        partition.cut(self.model, self.K, cuts=self.cuts or list(range(1, self.K)))  # K itself, before anything starts
         self.engine = engine if not isinstance(engine, str | None) else _engine(engine, self.K)
         self.batches = 0  # t of the next batch
         self.stages: dict[int, Stage] = {}
@@ -196,9 +196,11 @@ class Pipeline:
         if self.first:
             if loader is None:
                 raise UserError("no loader in the first stage's process: give an iterable of (x, y)")
+            before = self.batches
             yield from (loader(epoch) if callable(loader) else loader)
-            if not self.workers:
-                raise UserError("the loader is empty: give at least one batch of (x, y)")
+            if self.batches == before:
+                raise UserError(f"the loader gave no batch in epoch {epoch}: give a list, a DataLoader, or a function of "
+                                "the epoch; a generator is empty after one")  # fmt: skip
         else:
             if not self.workers:
                 self._build(None)
@@ -323,7 +325,7 @@ def _method(method: Method | str, M: int | None) -> Method:
 
 def _engine(name: str | None, K: int) -> Engine:
     if name is None:
-        name = "processes" if K > 1 and available() > 1 else "simulate"
+        name = "processes" if available() > 1 else "simulate"
     if name == "simulate":
         return Simulate(K)
     if name == "processes":

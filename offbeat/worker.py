@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from offbeat.errors import UserError
 from offbeat.links import Link, Message
 from offbeat.method import Method
 from offbeat.ops import Backward, Forward, Iteration, Operation, Program
@@ -91,7 +92,7 @@ class Worker:
             return None
         message = source.receive()
         if message.kind != "batch" or message.t != operation.t:
-            raise RuntimeError(
+            raise UserError(
                 f"stage {self.stage.k} is at {operation} but was sent {message.kind} {message.t}: "
                 "call step() and drain() equally often in every process"
             )

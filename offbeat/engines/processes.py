@@ -38,8 +38,8 @@ class Processes:
     def __init__(self, K: int) -> None:
         if available() != K:
             raise UserError(
-                f"{K} stages but {available()} process{'es' * (available() > 1)}: start this script with "
-                f"torchrun --nproc-per-node {K}, or use engine='simulate'"
+                f"{K} stage{'s' * (K > 1)} but {available()} process{'es' * (available() > 1)}: start with "
+                f"torchrun --nproc-per-node {K}, or use the engine simulate"
             )
         self.joined = not dist.is_initialized()
         if self.joined:

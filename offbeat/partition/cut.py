@@ -86,8 +86,8 @@ def forward_flops(model: nn.Module, sample: Any) -> list[int]:
 
 def cut(model: nn.Module, K: int, *, cuts: Sequence[int] | None = None, sample: Any = None) -> list[int]:
     """The cuts of a model into K stages: those given, checked, or the balanced ones for a sample."""
+    check_stages(model, K)
     count = len(units(model))
-    check_stages(K, count, sequential=isinstance(model, nn.Sequential))
     if cuts is None:
         return balanced(forward_flops(model, sample), K) if K > 1 else []
     chosen = list(cuts)
@@ -98,10 +98,12 @@ def cut(model: nn.Module, K: int, *, cuts: Sequence[int] | None = None, sample: 
     return chosen
 
 
-def check_stages(K: int, count: int, *, sequential: bool = True) -> None:
+def check_stages(model: nn.Module, K: int) -> None:
+    """Refuse a K that no cut of this model can give."""
+    count = len(units(model))
     if isinstance(K, bool) or not isinstance(K, int) or K < 1:
         raise UserError(f"K = {K!r} stages: use a whole number from 1 up")
-    if K > 1 and not sequential:
+    if K > 1 and not isinstance(model, nn.Sequential):
         raise UserError(f"K = {K} stages but the model is no nn.Sequential: give one, or a list of {K} stages")
     if count < K:
         raise UserError(f"{K} stages but only {count} units to cut between: use K <= {count}, or a deeper model")

@@ -111,7 +111,6 @@ class Stage:
         self.update_index = 0  # s: windows closed
         self.gradients = 0  # in the open window
         self.levels: list[int | None] = []  # their staleness; None for those from while the stage was filling
-        self.forwards = 0
         self.samples = 0
         self.last_batch = -1
         self.staleness = Staleness()
@@ -126,7 +125,7 @@ class Stage:
         if self.k > 1:  # below the first stage nobody waits for a gradient
             leaves = [leaf.requires_grad_() if isinstance(leaf, Tensor) and differentiable(leaf) else leaf
                       for leaf in leaves]  # fmt: skip
-        steady = self.forwards >= self.lag
+        steady = len(self.in_flight) >= self.lag
         batch = InFlight(
             leaves, structure, target, self.weights.current(), self.update_index, steady, self.random.state
         )
@@ -135,7 +134,6 @@ class Stage:
         if not self.weights.replays:
             batch.roots = pytree.tree_leaves(output)
         self.in_flight[t] = batch
-        self.forwards += 1
         self.samples += batch_size(x)
         self.last_batch = t
         assert len(self.in_flight) <= self.lag + 1, "more batches in flight than the lag allows"
