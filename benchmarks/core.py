@@ -1,7 +1,7 @@
 """What the engine costs, as ratios measured in one run (absolute times on a shared machine mean little).
 
     make bench
-    python benchmarks/core.py [--model resnet56] [--batch-size 64] [-K 2] [-M 4] [--cuts 12] [--rounds 5] [--out FILE.json]
+    python benchmarks/core.py [--model resnet56] [--batch-size 64] [-K 2] [-M 4] [--cuts 12] [--rounds 5] [--out FILE]
 
 Every round times each of these in turn, a few batches each, one pinned core a stage:
 

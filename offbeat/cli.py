@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -30,7 +32,7 @@ def main() -> NoReturn:
         launch.die_with_parent()
     try:
         code = app(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+        leave(code if isinstance(code, int) else 0)
     except UserError as error:
         fail(error, str(error), 2)
     except (KeyboardInterrupt, typer.Abort) as error:
@@ -52,6 +54,16 @@ def fail(error: BaseException, line: str, code: int) -> NoReturn:
         launch.last_words(error)
     else:
         print("offbeat: " + " ".join(line.split()), file=sys.stderr)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit; a member of a group does so at once, whatever its communication threads still wait for."""
+    if launch.joined_group():
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -199,8 +199,8 @@ class Pipeline:
             before = self.batches
             yield from (loader(epoch) if callable(loader) else loader)
             if self.batches == before:
-                raise UserError(f"the loader gave no batch in epoch {epoch}: give a list, a DataLoader, or a function of "
-                                "the epoch; a generator is empty after one")  # fmt: skip
+                raise UserError(f"the loader gave no batch in epoch {epoch}: give a list, a DataLoader, or a function "
+                                "of the epoch; a generator is empty after one")  # fmt: skip
         else:
             if not self.workers:
                 self._build(None)

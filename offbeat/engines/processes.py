@@ -20,6 +20,7 @@ from offbeat.links.distributed import Receiver, Sender
 from offbeat.links.wire import pack, unpack
 
 CHANNELS = ("activations", "gradients", "evaluate", "report")
+PARTING = 5.0  # seconds to wait for goodbyes
 PATIENCE = timedelta(days=365)  # an idle link is no failure; a dead process closes its connections at once
 
 
@@ -125,10 +126,17 @@ class Processes:
             return story
 
     def close(self) -> None:
+        """Say goodbye on every link and wait for the neighbours' goodbyes.
+
+        A thread that gloo still holds when the interpreter ends would abort the process as it wakes up.
+        """
         atexit.unregister(self.close)
         links, self.links = self.links, []
-        for link in sorted(links, key=lambda link: isinstance(link, Receiver)):  # say goodbye before waiting for it
+        for link in links:
             link.close()
+        deadline = time.monotonic() + PARTING
+        for link in links:
+            link.thread.join(max(0.0, deadline - time.monotonic()))
         if links and self.joined and dist.is_initialized():
             self.joined = False
             dist.destroy_process_group()

@@ -23,7 +23,6 @@ from offbeat.links.wire import pack, size, unpack
 
 FIRST_CAPACITY = 1 << 16
 GOODBYE = Message(-1, kind="close")
-PARTING = 2.0  # seconds
 
 
 class Sender:
@@ -34,7 +33,6 @@ class Sender:
         self.to_rank, self.tag, self.group, self.patient, self.lost = to_rank, tag, group, patient, lost
         self.outbox: queue.Queue[Tensor | None] = queue.Queue(capacity)
         self.failure: str | None = None
-        self.work: dist.Work | None = None
         self.thread = threading.Thread(target=self._post, name=f"offbeat-send-{tag}", daemon=True)
         self.thread.start()
 
@@ -61,17 +59,15 @@ class Sender:
             self.failure = cause(error)
 
     def _send(self, buffer: Tensor, tag: int) -> None:
-        self.work = dist.isend(buffer, self.to_rank, self.group, tag)
-        assert self.work is not None
-        self.work.wait()
+        work = dist.isend(buffer, self.to_rank, self.group, tag)
+        assert work is not None
+        work.wait()
 
     def close(self) -> None:
-        """Say goodbye, and wait until it is heard, or nobody listens."""
-        if self.thread.is_alive() and self.failure is None:
-            with contextlib.suppress(queue.Full):
-                self.outbox.put(pack(GOODBYE), timeout=PARTING)
-                self.outbox.put(None, timeout=PARTING)
-        end(self.thread, self.work)
+        """Say goodbye, which ends the thread at the other end."""
+        with contextlib.suppress(queue.Full):
+            self.outbox.put_nowait(pack(GOODBYE))
+            self.outbox.put_nowait(None)
 
     def receive(self) -> Message:
         raise RuntimeError("this is the sending end of a link")
@@ -90,7 +86,6 @@ class Receiver:
         self.from_rank, self.tag, self.group, self.lost = from_rank, tag, group, lost
         self.inbox: queue.Queue[Tensor | str] = queue.Queue(capacity)  # a text tells why no more will come
         self.next: Message | None = None
-        self.work: dist.Work | None = None
         self.thread = threading.Thread(target=self._listen, name=f"offbeat-receive-{tag}", daemon=True)
         self.thread.start()
 
@@ -113,9 +108,9 @@ class Receiver:
             self.inbox.put(cause(error))
 
     def _receive(self, buffer: Tensor, tag: int) -> None:
-        self.work = dist.irecv(buffer, self.from_rank, self.group, tag)
-        assert self.work is not None
-        self.work.wait()
+        work = dist.irecv(buffer, self.from_rank, self.group, tag)
+        assert work is not None
+        work.wait()
 
     def peek(self) -> Message:
         if self.next is None:
@@ -149,8 +144,7 @@ class Receiver:
         raise RuntimeError("this is the receiving end of a link")
 
     def close(self) -> None:
-        """Wait for the other end's goodbye, for a moment."""
-        end(self.thread, self.work)
+        """The other end's goodbye ends this one."""
 
 
 def cause(error: RuntimeError) -> str:
@@ -158,10 +152,3 @@ def cause(error: RuntimeError) -> str:
     text = first_line(error)
     return "its process has died" if "onnection" in text and "gloo" in text else text
 
-
-def end(thread: threading.Thread, work: dist.Work | None) -> None:
-    """End a link's thread; torch aborts the whole process if one still waits when the group is destroyed."""
-    thread.join(timeout=PARTING)
-    if thread.is_alive() and work is not None:
-        work.abort()
-        thread.join(timeout=PARTING)
