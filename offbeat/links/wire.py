@@ -31,6 +31,10 @@ DTYPES = {
 }  # fmt: skip
 
 
+class MalformedMessage(RuntimeError):
+    """Bytes that no link of ours sent."""
+
+
 def pack(message: Message) -> Tensor:
     """The message as one uint8 tensor."""
     tensors: list[Tensor] = []
@@ -70,7 +74,7 @@ def unpack(buffer: Tensor) -> Message:
                    for dtype, shape, strides, start in header["tensors"]]  # fmt: skip
         return Message(header["t"], _content(header["tree"], tensors), header["kind"])
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        raise RuntimeError(f"malformed message: {error}") from error
+        raise MalformedMessage(f"malformed message: {error}") from error
 
 
 def _view(buffer: Tensor, dtype: str, shape: list[int], strides: list[int], start: int) -> Tensor:

@@ -1,0 +1,61 @@
+"""The shape of the code: imports point one way, and what describes methods needs no torch."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "offbeat"
+
+# Each may import what stands above it, never what stands below.
+ORDER = [
+    "errors", "seeds", "ops", "theory", "method", "methods", "clock", "recipe",
+    "metrics", "stage", "links", "worker", "engines", "partition", "pipeline",
+    "models", "data", "record", "telemetry", "progress", "train", "launch", "demo", "cli", "__main__",
+]  # fmt: skip
+TORCH_FREE = ["errors", "seeds", "ops", "theory", "method", "methods", "clock", "recipe", "launch", "cli"]
+
+
+def files(top: str) -> list[Path]:
+    folder = PACKAGE / top
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{top}.py"]
+
+
+def imports(tree: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def test_every_part_of_the_package_has_its_place():
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert (modules | packages) - {"__init__"} == set(ORDER)
+
+
+def test_imports_point_one_way():
+    for position, top in enumerate(ORDER):
+        for path in files(top):
+            for name in imports(ast.parse(path.read_text())):
+                parts = name.split(".")
+                if parts[0] == "offbeat" and len(parts) > 1 and parts[1] in ORDER:
+                    assert ORDER.index(parts[1]) <= position, f"{path.name} imports {name}"
+
+
+def test_what_describes_methods_imports_no_torch_at_its_top():
+    for top in TORCH_FREE:
+        for path in files(top):
+            module = ast.parse(path.read_text())
+            module.body = [node for node in module.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            assert not any(name.split(".")[0] == "torch" for name in imports(module)), path
+
+
+def test_no_branch_on_a_methods_name_outside_methods():
+    for path in PACKAGE.rglob("*.py"):
+        if "methods" not in path.parts:
+            for quoted in ('method == "', "method == '", '.name == "adl', '.name == "bp'):
+                assert quoted not in path.read_text(), path
