@@ -175,24 +175,42 @@ def summary(
 ) -> None:
     K = options.K
     balance = [sum(row) / len(row) / max(row) for row in stages]
-    rows = {
-        f"pipeline, K={K} / slowest stage without communication": ratio(times, "pipeline", "bound"),
-        "simulator, K=1 / hand-written loop": ratio(times, "simulate", "bp"),
-        "speed-up of the pipeline over BP on one core": ratio(times, "bp", "pipeline"),
-        f"speed-up of the pipeline over BP on {K} cores": ratio(times, "bp-cores", "pipeline"),
-        "speed-up that the cut allows (BP on one core / bound)": ratio(times, "bp", "bound"),
-        "balance of the cut (mean / slowest stage)": (median(balance), min(balance), max(balance)),
+    ratios = {
+        "pipeline_over_bound": ratio(times, "pipeline", "bound"),
+        "simulator_over_loop": ratio(times, "simulate", "bp"),
+        "speedup_over_one_core": ratio(times, "bp", "pipeline"),
+        "speedup_over_all_cores": ratio(times, "bp-cores", "pipeline"),
+        "speedup_of_the_cut": ratio(times, "bp", "bound"),
+        "balance": (median(balance), min(balance), max(balance)),
+    }
+    meaning = {
+        "pipeline_over_bound": f"pipeline, K={K} / slowest stage without communication",
+        "simulator_over_loop": "simulator, K=1 / hand-written loop",
+        "speedup_over_one_core": "speed-up of the pipeline over BP on one core",
+        "speedup_over_all_cores": f"speed-up of the pipeline over BP on {K} cores",
+        "speedup_of_the_cut": "speed-up that the cut allows (BP on one core / bound)",
+        "balance": "balance of the cut (mean / slowest stage)",
     }
     print(f"\n{options.model}, b={options.batch_size}, K={K}, M={options.M}, cuts {pipe.cuts}; median (least, most) of "
           f"{options.rounds} rounds")  # fmt: skip
-    for name, (middle, least, most) in rows.items():
-        print(f"  {name:58s} {middle:6.3f}  ({least:.3f}, {most:.3f})")
+    for name, (middle, least, most) in ratios.items():
+        print(f"  {meaning[name]:58s} {middle:6.3f}  ({least:.3f}, {most:.3f})")
     if options.out:
+        made = {**record.provenance(), "command": ["python", "benchmarks/core.py", *arguments()]}
         found = {
             "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")}, "cuts": pipe.cuts,
-            "ratios": rows, "seconds_a_batch": times, "provenance": record.provenance(),
+            "ratios": ratios, "seconds_a_batch": times, "provenance": made,
         }  # fmt: skip
         Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def arguments() -> list[str]:
+    """The command's arguments, without where the record goes."""
+    given = [part for part in sys.argv[1:] if part != "--worker"]
+    if "--out" in given:
+        at = given.index("--out")
+        del given[at : at + 2]
+    return given
 
 
 def main() -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import subprocess
+import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "offbeat"
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "offbeat"
 
 # Each may import what stands above it, never what stands below.
 ORDER = [
@@ -59,3 +65,28 @@ def test_no_branch_on_a_methods_name_outside_methods():
         if "methods" not in path.parts:
             for quoted in ('method == "', "method == '", '.name == "adl', '.name == "bp'):
                 assert quoted not in path.read_text(), path
+
+
+def test_published_tables_are_those_of_their_records():
+    checked = subprocess.run([sys.executable, ROOT / "benchmarks/results.py", "--check"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(example):
+    done = subprocess.run([sys.executable, "-W", "error", example], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_the_documents_examples_are_true():
+    failures, tests = doctest.testfile(str(ROOT / "docs/architecture.md"), module_relative=False)
+    assert tests > 0
+    assert failures == 0
+
+
+def test_the_readmes_trace_is_drawn_by_the_clock():
+    from offbeat.clock import draw
+    from offbeat.methods import ADL
+
+    assert "\n".join(draw(ADL(M=2), 3, range(7)).splitlines()[:8]) in (ROOT / "README.md").read_text()
