@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +23,7 @@ def recipes(epochs: int) -> dict[str, Recipe]:
     return {
         "BP, 1 core": complete(**common, method="bp", threads_per_stage=1),
         f"BP, {cores()} cores": complete(**common, method="bp", threads_per_stage=cores()),
-        f"ADL, K={STAGES} processes": complete(**common, method="adl", K=STAGES, threads_per_stage=1),
+        f"ADL, {STAGES} processes": complete(**common, method="adl", K=STAGES, threads_per_stage=1),
     }
 
 
@@ -44,21 +45,23 @@ def show(out: Path | None, epochs: int, execute: Callable[..., dict[str, Any] | 
 def table(results: dict[str, dict[str, Any]]) -> Table:
     """Error, speed and staleness of each run; speed-ups against the first two."""
     one_core, all_cores = (run["samples_per_second"] for run in list(results.values())[:2])
-    made = Table(title="The same recipe, three ways")
-    made.add_column("run")
-    for column in ("test error", "samples/s", "x BP, 1 core", f"x BP, {cores()} cores", "staleness a stage (formula)"):
-        made.add_column(column, justify="right")
+    caption = "staleness of each stage's gradients, in updates"
+    made = Table(title="The same recipe, three ways", caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column("", no_wrap=True)
+    columns = ("error", "samples/s", "x BP\n1 core", f"x BP\n{cores()} cores", "staleness\nmeasured", "by\nformula")
+    for column in columns:
+        made.add_column(column, justify="right", no_wrap=True)
     for name, run in results.items():
         speed = run["samples_per_second"]
-        staleness = "  ".join(
-            f"{measured:.2f} ({formula:.2f})"
-            for measured, formula in zip(run["staleness"], run["staleness_formula"], strict=True)
-        )
         made.add_row(
             name, f"{run['error']:.2f}%", f"{speed:,.0f}", f"{speed / one_core:.2f}", f"{speed / all_cores:.2f}",
-            staleness,
+            levels(run["staleness"]), levels(run["staleness_formula"]),
         )  # fmt: skip
     return made
+
+
+def levels(stages: list[float]) -> str:
+    return " ".join(f"{level:.2f}" for level in stages)
 
 
 def _free(folder: Path) -> Path:
