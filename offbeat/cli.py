@@ -81,37 +81,40 @@ def numbers(text: str | None, kind: type[int] | type[float], option: str, separa
 
 @app.command()
 def train(
-    model: Annotated[str | None, typer.Option(help="Network; see 'offbeat models'. [resnet56]")] = None,
+    model: Annotated[str | None, typer.Option(help="Network; see 'offbeat models'. (default resnet56)")] = None,
     data: Annotated[
-        str | None, typer.Option(help="Data set: cifar10, cifar100, imagefolder, digits, synthetic. [cifar10]")
+        str | None, typer.Option(help="Data set: cifar10, cifar100, imagefolder, digits, synthetic. (default cifar10)")
     ] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder or archive that holds the data.")] = None,
     shape: Annotated[str | None, typer.Option(help="C,H,W of a sample, for data that can take one.")] = None,
     classes: Annotated[int | None, typer.Option(help="Classes of synthetic data.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples of synthetic data.")] = None,
-    data_workers: Annotated[int | None, typer.Option(help="Processes that decode an image folder. [2]")] = None,
-    method: Annotated[str | None, typer.Option(help="bp or adl. [adl]")] = None,
-    K: Annotated[int | None, typer.Option("-K", help="Stages. [1]")] = None,
-    M: Annotated[int | None, typer.Option("-M", help="Gradients an update. [adl: 4, bp: 1]")] = None,
-    weights: Annotated[str | None, typer.Option(help="stash, hybrid or replay. [stash]")] = None,
-    window: Annotated[str | None, typer.Option(help="count or aligned. [count]")] = None,
-    engine: Annotated[str | None, typer.Option(help="simulate or processes. [processes for K > 1]")] = None,
-    cuts: Annotated[str | None, typer.Option(help="Cut before these units, such as 5,9,14. [equal FLOPs]")] = None,
-    epochs: Annotated[int | None, typer.Option(help="[300; image folders 90]")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples a batch, b. [32]")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate. [0.1 * b * M / 256]")] = None,
-    momentum: Annotated[float | None, typer.Option(help="[0.9]")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="[5e-4; image folders 1e-4]")] = None,
-    warmup: Annotated[float | None, typer.Option(help="Epochs of linear warm-up from 1 % of the rate. [3]")] = None,
+    data_workers: Annotated[int | None, typer.Option(help="Processes that decode an image folder. (default 2)")] = None,
+    method: Annotated[str | None, typer.Option(help="bp or adl. (default adl)")] = None,
+    K: Annotated[int | None, typer.Option("-K", help="Stages. (default 1)")] = None,
+    M: Annotated[int | None, typer.Option("-M", help="Gradients an update. (default adl: 4, bp: 1)")] = None,
+    weights: Annotated[str | None, typer.Option(help="stash, hybrid or replay. (default stash)")] = None,
+    window: Annotated[str | None, typer.Option(help="count or aligned. (default count)")] = None,
+    engine: Annotated[str | None, typer.Option(help="simulate or processes. (default processes for K > 1)")] = None,
+    cuts: Annotated[str | None, typer.Option(help="Cut before these units: 5,9,14. (default equal FLOPs)")] = None,
+    epochs: Annotated[int | None, typer.Option(help="(default 300; image folders 90)")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples a batch, b. (default 32)")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256)")] = None,
+    momentum: Annotated[float | None, typer.Option(help="(default 0.9)")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="(default 5e-4; image folders 1e-4)")] = None,
+    warmup: Annotated[float | None, typer.Option(help="Epochs of warm-up from 1 % of the rate. (default 3)")] = None,
     milestones: Annotated[
         str | None,
-        typer.Option(help="A tenth of the rate at these fractions of the epochs. [.5,.75,.917; folders 1/3,2/3,8/9]"),
+        typer.Option(
+            help="A tenth of the rate at these fractions of the epochs. "
+            "(default 1/2, 3/4, 11/12; image folders 1/3, 2/3, 8/9)"
+        ),
     ] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Largest gradient norm, stage by stage.")] = None,
-    seed: Annotated[int | None, typer.Option(help="[0]")] = None,
-    threads_per_stage: Annotated[int | None, typer.Option(help="[cores / K]")] = None,
+    seed: Annotated[int | None, typer.Option(help="(default 0)")] = None,
+    threads_per_stage: Annotated[int | None, typer.Option(help="(default cores / K)")] = None,
     config: Annotated[Path | None, typer.Option(help="config.json of a run to repeat; options change it.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder. [runs/DATA-MODEL-METHOD-K-M-SEED]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder. (default runs/DATA-MODEL-METHOD-K-M-SEED)")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="No progress; print the result as JSON.")] = False,
 ) -> None:
@@ -215,7 +218,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="For machines.")
 
 @app.command()
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Folder of the runs. [runs/demo]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs. (default runs/demo)")] = None,
     epochs: Annotated[int, typer.Option(help="Epochs of each run.")] = 8,
 ) -> None:
     """Back-propagation on one process next to ADL on two, on real handwritten digits, in about a minute."""

@@ -46,7 +46,7 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
     """Error, speed and staleness of each run; speed-ups against the first two."""
     one_core, all_cores = (run["samples_per_second"] for run in list(results.values())[:2])
     caption = "staleness of each stage's gradients, in updates"
-    made = Table(title="The same recipe, three ways", caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(title="The same recipe, three ways", caption=caption, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     made.add_column("", no_wrap=True)
     columns = ("error", "samples/s", "x BP\n1 core", f"x BP\n{cores()} cores", "staleness\nmeasured", "by\nformula")
     for column in columns:
