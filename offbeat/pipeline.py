@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from offbeat import methods, partition
+from offbeat import cutting, methods
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes, available
 from offbeat.engines.simulate import Simulate
@@ -71,7 +71,7 @@ class Pipeline:
         engine: Engine | str | None = None,
         seed: int = 0,
     ) -> None:
-        self.parts: list[partition.Part] = []
+        self.parts: list[cutting.Part] = []
         if isinstance(model, nn.Module):
             self.model: nn.Module = model
         else:
@@ -80,8 +80,8 @@ class Pipeline:
         self.K = 1 if K is None else K
         self.method = _method(method, M)
         self.device = torch.device(device or "cpu")
-        partition.check_stages(self.model, self.K)
-        self.cuts = None if cuts is None else partition.cut(self.model, self.K, cuts=cuts)
+        cutting.check_stages(self.model, self.K)
+        self.cuts = None if cuts is None else cutting.cut(self.model, self.K, cuts=cuts)
         self.engine = engine if not isinstance(engine, str | None) else _engine(engine, self.K)
         self.batches = 0  # t of the next batch
         self.stages: dict[int, Stage] = {}
@@ -102,9 +102,9 @@ class Pipeline:
         """Cut, agree on cuts and initial weights, make this process's stages. The first stage's process decides."""
         with self.engine.guard():
             if self.first:
-                self.cuts = self.cuts or partition.cut(self.model, self.K, sample=sample)
+                self.cuts = self.cuts or cutting.cut(self.model, self.K, sample=sample)
             self.cuts = list(self.engine.share(self.cuts, 1))
-            parts = partition.split(self.model, self.cuts)
+            parts = cutting.split(self.model, self.cuts)
             self.model.to(self.device)
             self._same_model()
             self.engine.share_tensors(list(_tensors(self.model)), 1)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat import data, models, partition
+from offbeat import cutting, data, models
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes
 from offbeat.engines.simulate import Simulate
@@ -72,7 +72,7 @@ def check(recipe: Recipe) -> tuple[Recipe, Facts]:
     with torch.device("meta"):
         model = models.build(recipe.model, shape=known.shape, classes=known.classes)
     sample = torch.empty(recipe.batch_size, *known.shape, device="meta")
-    cuts = partition.cut(model, recipe.K, cuts=recipe.cuts, sample=sample)
+    cuts = cutting.cut(model, recipe.K, cuts=recipe.cuts, sample=sample)
     return replace(recipe, cuts=tuple(cuts)), known
 
 

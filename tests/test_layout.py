@@ -16,7 +16,7 @@ PACKAGE = ROOT / "offbeat"
 # Each may import what stands above it, never what stands below.
 ORDER = [
     "errors", "seeds", "ops", "theory", "method", "methods", "clock", "recipe",
-    "metrics", "stage", "links", "worker", "engines", "partition", "pipeline",
+    "metrics", "stage", "links", "worker", "engines", "cutting", "pipeline",
     "models", "data", "record", "telemetry", "progress", "train", "launch", "demo", "cli", "__main__",
 ]  # fmt: skip
 TORCH_FREE = ["errors", "seeds", "ops", "theory", "method", "methods", "clock", "recipe", "launch", "cli"]

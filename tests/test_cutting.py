@@ -12,7 +12,7 @@ from torch import nn
 
 from offbeat import models
 from offbeat.errors import UserError
-from offbeat.partition import balanced, cut, forward_flops, split
+from offbeat.cutting import balanced, cut, forward_flops, split
 
 
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
