@@ -60,7 +60,7 @@ def ticks(method: Method, K: int, batches: Iterable[int]) -> Iterator[list[Event
                         break
                     used = forwarded_by[here].pop(operation.t)
                     events.append(Event(tick, k, operation, used, version[here] - used))
-                else:
+                elif isinstance(operation, Update):
                     version[here] += 1
                     events.append(Event(tick, k, operation, version[here]))
                 operations.pop(0)

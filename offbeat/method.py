@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from offbeat.errors import UserError, unknown
-from offbeat.ops import Program, Window, lagged
+from offbeat.ops import Program, Window, fill_drain, lagged, locked
 
 Weights = Literal["stash", "hybrid", "replay"]
 
@@ -22,6 +22,9 @@ class Method:
     window    when an update is due: after M real gradients ("count") or by the forward index ("aligned")
     weights   what a backward uses when an update came after its forward: the parameters of its forward ("stash"),
               stored activations with current parameters ("hybrid"), or a forward repeated with current ones ("replay")
+    barrier   whether all stages wait for each other after every local iteration
+    m         micro-batches that a batch is split into; more than one means fill and drain within each batch
+    recompute whether a backward of a micro-batch repeats its forward, to hold inputs instead of graphs
     """
 
     name: str
@@ -29,14 +32,25 @@ class Method:
     M: int = 1
     window: Window = "count"
     weights: Weights = "stash"
+    barrier: bool = False
+    m: int = 1
+    recompute: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.M, bool) or not isinstance(self.M, int) or self.M < 1:
-            raise UserError(f"M = {self.M!r} gradients an update: use a whole number from 1 up")
+        for letter, value, meaning in (("M", self.M, "gradients an update"), ("m", self.m, "micro-batches")):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{letter} = {value!r} {meaning}: use a whole number from 1 up")
         for kind, value, allowed in (("weights", self.weights, Weights), ("window", self.window, Window)):
             if value not in get_args(allowed):
                 raise unknown(kind, str(value), get_args(allowed))
 
     def program(self, k: int, K: int, batches: Iterable[int]) -> Program:
         """The operations of stage k of K, one local iteration at a time."""
-        return lagged(batches, lag=self.lag(k, K), M=self.M, window=self.window)
+        if self.m > 1:
+            return fill_drain(batches, m=self.m)
+        program = lagged(batches, lag=self.lag(k, K), M=self.M, window=self.window)
+        return locked(program) if self.barrier else program
+
+    def replays(self, k: int, K: int) -> bool:
+        """Whether a backward of stage k repeats its forward first."""
+        return self.recompute or (self.weights == "replay" and self.lag(k, K) > 0)

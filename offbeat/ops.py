@@ -49,7 +49,15 @@ class Update:
         return "U"
 
 
-Operation = Forward | Backward | Update
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Wait until every stage has come here: orders time, changes no number."""
+
+    def __str__(self) -> str:
+        return "|"
+
+
+Operation = Forward | Backward | Update | Barrier
 Iteration = tuple[Operation, ...]
 Program = Iterator[Iteration]
 
@@ -92,3 +100,28 @@ def lagged(batches: Iterable[int], *, lag: int, M: int = 1, window: Window = "co
     while in_flight or gradients:
         t += 1
         yield iteration(entering=False)
+
+
+def locked(program: Program) -> Program:
+    """The program with a barrier between the forward and the backward of every local iteration.
+
+    So a backward starts only when its iteration's batch has gone through all stages, as papers with a forward lock have
+    it: an iteration takes all forwards one after the other, then the slowest backward.
+    """
+    for iteration in program:
+        forwards = sum(isinstance(operation, Forward) for operation in iteration)
+        yield (*iteration[:forwards], Barrier(), *iteration[forwards:])
+
+
+def fill_drain(batches: Iterable[int], *, m: int) -> Program:
+    """Split each batch into m micro-batches: forward them all, backward them all in reverse, then one update.
+
+    Operations index micro-batches, batch t being tm..tm+m-1; backwards run in reverse so that the last forward's
+    memory is the first to go. The gradients are summed with weights by size, so the update divides by 1.
+
+    >>> [" ".join(map(str, iteration)) for iteration in fill_drain(range(2), m=2)]
+    ['F0 F1 B1 B0 U', 'F2 F3 B3 B2 U']
+    """
+    for t in batches:
+        micro = range(t * m, (t + 1) * m)
+        yield (*map(Forward, micro), *map(Backward, reversed(micro)), Update(1))

@@ -19,12 +19,8 @@ A message has a whole tick to arrive, so a latency below the time of a stage cos
 from __future__ import annotations
 
 from offbeat.method import Method, Weights
+from offbeat.methods import lags
 from offbeat.ops import Window
-
-
-def round_trip(k: int, K: int) -> int:
-    """Ticks from stage k up to the loss and back, one stage a tick each way: 2(K-k)."""
-    return 2 * (K - k)
 
 
 def ADL(M: int = 4, *, window: Window = "count", weights: Weights = "stash") -> Method:  # noqa: N802
@@ -33,4 +29,4 @@ def ADL(M: int = 4, *, window: Window = "count", weights: Weights = "stash") -> 
     >>> [" ".join(map(str, iteration)) for iteration in ADL(M=2).program(1, 2, range(4))]
     ['F0', 'F1', 'F2 B0', 'F3 B1 U', 'B2', 'B3 U']
     """
-    return Method(name="adl", lag=round_trip, M=M, window=window, weights=weights)
+    return Method(name="adl", lag=lags.round_trip, M=M, window=window, weights=weights)

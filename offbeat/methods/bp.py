@@ -1,7 +1,7 @@
 """BP: back-propagation, and back-propagation with gradient accumulation.
 
 Rumelhart, Hinton, Williams, "Learning representations by back-propagating errors", Nature 323 (1986). Accumulation is
-eq. (10)-(11) of the ADL paper: theta^(s+1) = theta^s - gamma_s (1/M) sum_j g^(Ms+j).
+eq. (11)-(12) of the ADL paper: theta^(s+1) = theta^s - gamma_s (1/M) sum_j g^(Ms+j).
 
     K=2, M=1        tick  0   1     2   3   4     5
     stage 1             | F0  -     B0U F1  -     B1U
@@ -13,12 +13,8 @@ Locks: forward, backward and update; all stages but one idle. Staleness 0. One g
 from __future__ import annotations
 
 from offbeat.method import Method, Weights
+from offbeat.methods import lags
 from offbeat.ops import Window
-
-
-def no_lag(k: int, K: int) -> int:
-    """Backward follows its own forward."""
-    return 0
 
 
 def BP(M: int = 1, *, window: Window = "count", weights: Weights = "stash") -> Method:  # noqa: N802
@@ -29,4 +25,4 @@ def BP(M: int = 1, *, window: Window = "count", weights: Weights = "stash") -> M
     >>> [" ".join(map(str, iteration)) for iteration in BP(M=2).program(1, 1, range(3))]
     ['F0 B0', 'F1 B1 U', 'F2 B2', 'U']
     """
-    return Method(name="bp", lag=no_lag, M=M, window=window, weights=weights)
+    return Method(name="bp", lag=lags.none, M=M, window=window, weights=weights)

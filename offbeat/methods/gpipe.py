@@ -1,0 +1,22 @@
+"""GPipe: synchronous pipelining over micro-batches.
+
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (NeurIPS 2019). A batch is
+split into m micro-batches; all are forwarded, then all are backwarded, then one update applies the exact gradient.
+
+    K=2, m=2
+    stage 1             | F0 F1 .  .  .  B1 B1 B0 B0 U
+    stage 2             | .  F0 F1 B1 B1 B0 B0 U
+
+Lock: update. Staleness 0. Held: m micro-graphs (or inputs, with recompute). Time a batch: (m+K-1)/m (F + B), plus F with
+recompute.
+"""
+
+from __future__ import annotations
+
+from offbeat.method import Method
+from offbeat.methods import lags
+
+
+def GPipe(m: int = 4, *, recompute: bool = False) -> Method:
+    """Fill and drain over m micro-batches of each batch."""
+    return Method(name="gpipe", lag=lags.none, m=m, recompute=recompute)
