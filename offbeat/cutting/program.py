@@ -1,0 +1,170 @@
+"""A model's forward as a list of operations: what tracing yields, what stages execute.
+
+    x -> [conv1] -> [norm1] -> [relu] -> ... -> output
+
+Arguments are plain containers with two kinds of marks in them: `Ref` stands for the value of an earlier operation (or
+an input of the model), `State` for a parameter, buffer or tensor attribute, which is looked up anew at each run. So a
+parameter never travels between stages as a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Ref(str):
+    """The value of the operation, or input, of this name."""
+
+    __slots__ = ()
+
+
+class State(str):
+    """The parameter, buffer or tensor attribute at this dotted path of the model."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation: a call of a layer, a function or a tensor's method."""
+
+    name: str
+    kind: str  # call_module, call_function or call_method
+    target: Any  # the layer's path, the function, the method's name
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    owner: str  # path of the submodule whose forward does it; the layer's own path for a layer
+    grad: bool = True  # False under torch.no_grad()
+    refs: tuple[str, ...] = field(init=False)
+    states: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = list(marks((self.args, self.kwargs)))
+        object.__setattr__(self, "refs", tuple(dict.fromkeys(mark for mark in found if type(mark) is Ref)))
+        object.__setattr__(self, "states", tuple(dict.fromkeys(mark for mark in found if type(mark) is State)))
+
+
+@dataclass(frozen=True)
+class Program:
+    """The operations of a forward in their order, the names of its inputs, and what it returns."""
+
+    inputs: tuple[str, ...]
+    ops: tuple[Op, ...]
+    output: Any
+
+
+def marks(content: Any) -> Iterator[str]:
+    """The Refs and States in a template."""
+    kind = type(content)
+    if kind is Ref or kind is State:
+        yield content
+    elif kind is tuple or kind is list:
+        for item in content:
+            yield from marks(item)
+    elif kind is dict:
+        for item in content.values():
+            yield from marks(item)
+    elif kind is slice:
+        yield from marks((content.start, content.stop, content.step))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A State bound to the module that holds it; read at each run, so that functional_call can replace it."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """A tensor's method as a function."""
+
+    name: str
+
+    def __call__(self, subject: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(subject, self.name)(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class WithoutGrad:
+    """A call that the model makes under torch.no_grad()."""
+
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self.call(*args, **kwargs)
+
+
+@dataclass
+class Step:
+    """An operation bound to the layers that it runs on; `done` names the values that nobody needs after it."""
+
+    name: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    done: tuple[str, ...] = ()
+
+
+def bind(ops: Sequence[Op], root: nn.Module, keep: set[str]) -> list[Step]:
+    """The operations on the layers under `root`, which frees all values but those to keep after their last use."""
+    steps = [Step(op.name, _callable(op, root), held(op.args, root), held(op.kwargs, root)) for op in ops]
+    seen = set(keep)
+    for op, step in zip(reversed(ops), reversed(steps), strict=True):
+        step.done = tuple(name for name in (*op.refs, op.name) if name not in seen)
+        seen.update(step.done)
+    return steps
+
+
+def _callable(op: Op, root: nn.Module) -> Callable[..., Any]:
+    if op.kind == "call_module":
+        call: Callable[..., Any] = root.get_submodule(op.target)
+    else:
+        call = Method(op.target) if op.kind == "call_method" else op.target
+    return call if op.grad else WithoutGrad(call)
+
+
+def held(content: Any, root: nn.Module) -> Any:
+    """The template with every State bound to its holder under `root`."""
+    kind = type(content)
+    if kind is State:
+        path, _, name = content.rpartition(".")
+        return Held(root.get_submodule(path), name)
+    if kind is tuple or kind is list:
+        return kind(held(item, root) for item in content)
+    if kind is dict:
+        return {key: held(item, root) for key, item in content.items()}
+    if kind is slice:
+        return slice(held(content.start, root), held(content.stop, root), held(content.step, root))
+    return content
+
+
+def fill(content: Any, values: dict[str, Any]) -> Any:
+    """The template with every mark replaced by its value."""
+    kind = type(content)
+    if kind is Ref:
+        return values[content]
+    if kind is Held:
+        return getattr(content.module, content.name)
+    if kind is tuple or kind is list:
+        return kind([fill(item, values) for item in content])
+    if kind is dict:
+        return {key: fill(item, values) for key, item in content.items()}
+    if kind is slice:
+        return slice(fill(content.start, values), fill(content.stop, values), fill(content.step, values))
+    return content
+
+
+def execute(steps: Sequence[Step], values: dict[str, Any]) -> None:
+    """Run the steps in order; each adds its value and drops those that nobody needs any more."""
+    for step in steps:
+        values[step.name] = step.call(*fill(step.args, values), **fill(step.kwargs, values))
+        for name in step.done:
+            del values[name]
