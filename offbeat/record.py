@@ -109,11 +109,15 @@ class RunFolder:
 
 
 def check_free(path: Path) -> None:
-    """Refuse a folder that holds a run, or something that is no folder."""
-    if path.exists() and not path.is_dir():
-        raise UserError(f"--out {path} is a file: choose a folder")
-    if (path / "config.json").exists():
-        raise UserError(f"{path} already holds a run: choose another --out")
+    """Refuse a folder that holds a run, or that cannot be made."""
+    try:
+        if (path / "config.json").exists():
+            raise UserError(f"{path} already holds a run: choose another --out")
+        above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise UserError(f"--out {path}: {above} cannot hold a run: choose a folder that can be written to")
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror or first_line(error)}; choose another --out") from error
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """BP: back-propagation, and back-propagation with gradient accumulation.
 
 Rumelhart, Hinton, Williams, "Learning representations by back-propagating errors", Nature 323 (1986). Accumulation is
-eq. (10)-(11) of the ADL paper: theta^(s+1) = theta^s - gamma_s (1/M) sum_j g^(Ms+j).
+eq. (11)-(12) of the ADL paper: theta^(s+1) = theta^s - gamma_s (1/M) sum_j g^(Ms+j).
 
     K=2, M=1        tick  0   1     2   3   4     5
     stage 1             | F0  -     B0U F1  -     B1U

@@ -1,5 +1,5 @@
 """Where a model is cut into stages."""
 
-from offbeat.partition.cut import Part, balanced, check_stages, cut, forward_flops, split, units
+from offbeat.partition.cut import balanced, check_stages, cut, forward_flops, split, units
 
-__all__ = ["Part", "balanced", "check_stages", "cut", "forward_flops", "split", "units"]
+__all__ = ["balanced", "check_stages", "cut", "forward_flops", "split", "units"]
