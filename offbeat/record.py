@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import UserError, first_line
-from offbeat.recipe import Recipe, cores
+from offbeat.recipe import Recipe
 
 PACKAGES = ("torch", "numpy", "safetensors")
 
@@ -34,10 +34,19 @@ def provenance() -> dict[str, Any]:
         "versions": versions,
         "commit": commit(),
         "host": platform.node(),
-        "machine": f"{platform.machine()}, {cores()} cores",
+        "machine": f"{processor()}, {os.cpu_count()} cores",
         "command": ["offbeat", *sys.argv[1:]],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        return names[0].partition(":")[2].strip()
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
 
 
 def commit() -> str | None:
