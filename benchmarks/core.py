@@ -109,7 +109,7 @@ def worker(options: argparse.Namespace) -> None:
         setattr(links, name, tap)
     for _ in range(4 * K):
         pipe.step(x, y)
-    bare = pipe._make_stage(rank + 1, K, copy.deepcopy(pipe.parts[rank].module), loss=loss if rank == K - 1 else None)
+    bare = pipe._make_stage(rank + 1, K, copy.deepcopy(pipe.parts[rank]), loss=loss if rank == K - 1 else None)
     canned = Links(
         inputs=Canned(taps["inputs"].last),  # type: ignore[arg-type]
         outputs=Canned(None) if rank < K - 1 else None,  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from offbeat.cutting import partition
     from offbeat.errors import NotFinite, StageLost, UserError
     from offbeat.method import Method
     from offbeat.methods import ADL, BP
@@ -21,10 +22,11 @@ _HOME = {
     "NotFinite": "offbeat.errors",
     "Pipeline": "offbeat.pipeline",
     "StageLost": "offbeat.errors",
+    "partition": "offbeat.cutting",
     "UserError": "offbeat.errors",
 }
 
-__all__ = ["ADL", "BP", "Method", "NotFinite", "Pipeline", "StageLost", "UserError", "__version__"]
+__all__ = ["ADL", "BP", "Method", "NotFinite", "Pipeline", "StageLost", "UserError", "__version__", "partition"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -14,8 +16,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat import launch
-from offbeat.errors import UserError
+from offbeat.errors import Interrupted, UserError
 from offbeat.recipe import Recipe, complete, load
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="offbeat",
@@ -32,12 +36,14 @@ def main() -> NoReturn:
         launch.die_with_parent()
     try:
         code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # typer's own answer to Ctrl-C
+            raise Interrupted("stopped by Ctrl-C")
         leave(code if isinstance(code, int) else 0)
     except UserError as error:
         fail(error, str(error), 2)
-    except (KeyboardInterrupt, typer.Abort) as error:
+    except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough
-        fail(KeyboardInterrupt(str(error)), str(error) or "stopped by Ctrl-C", 130)
+        fail(Interrupted(), str(error) or "stopped by Ctrl-C", INTERRUPTED)
     except Exception as error:
         if not hasattr(error, "format_message"):
             if launch.is_worker():
@@ -45,7 +51,8 @@ def main() -> NoReturn:
             raise
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "offbeat"
-        fail(error, f"{error.format_message().rstrip('.')}; see '{where} --help'", 2)
+        said = error.format_message().rstrip(".") or "no command was given"
+        fail(error, f"{said}; see '{where} --help'", 2)
 
 
 def fail(error: BaseException, line: str, code: int) -> NoReturn:
@@ -126,10 +133,11 @@ def train(
     chosen = {name: value for name, value in given.items() if value is not None}
     recipe = complete(**{**(load(config) if config else {}), **chosen})
     result = execute(recipe, out or free_folder(recipe), dry_run=dry_run, show=not as_json)
+    if result is None or launch.is_worker():
+        return  # another process says it
     if as_json:
-        if result is not None:
-            print(json.dumps(result))
-    elif result is not None:
+        print(json.dumps(result))
+    else:
         report_result(result, dry_run=dry_run)
 
 
@@ -139,30 +147,42 @@ def execute(recipe: Recipe, out: Path, *, dry_run: bool = False, show: bool = Tr
     from offbeat.train import check
     from offbeat.train import train as run
 
-    ready = launch.is_worker()
     if launch.joined_group():
         if dry_run:
             raise UserError("--dry-run under torchrun: run it once, without torchrun")
-        recipe = replace(recipe, engine="processes")
-        return run(recipe, out, show=show, folder_ready=ready)
+        with kept(out, told_here=not launch.is_worker()):
+            return run(replace(recipe, engine="processes"), out, show=show, folder_ready=launch.is_worker())
     record.check_free(out)
     recipe, known = check(recipe)
     if dry_run:
         return {"recipe": recipe.as_dict(), "batches_an_epoch": known.batches, "out": str(out)}
-    folder = record.RunFolder.create(out, recipe)
+    record.RunFolder.create(out, recipe)
+    with kept(out):
+        if recipe.engine == "simulate":
+            return run(recipe, out, show=show, folder_ready=True)
+        arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
+        launch.launch(recipe.K, arguments + ([] if show else ["--json"]))
+        results = [line for line in record.lines(out) if line["kind"] == "result"]
+        return results[-1] if results else None
+
+
+@contextmanager
+def kept(out: Path, *, told_here: bool = True) -> Iterator[None]:
+    """Whatever ends a run early is the last line of its records, and the message says where they are."""
+    from offbeat.record import RunFolder
+
+    def last_line(kind: str, **values: str) -> None:
+        if told_here and os.environ.get("RANK", "0") == "0" and (out / "config.json").exists():
+            RunFolder(out).line(kind, **values)
+
     try:
-        if recipe.engine == "processes":
-            arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
-            launch.launch(recipe.K, arguments + ([] if show else ["--json"]))
-            results = [line for line in record.lines(out) if line["kind"] == "result"]
-            return results[-1] if results else None
-        return run(recipe, out, show=show, folder_ready=True)
-    except KeyboardInterrupt:
-        folder.line("interrupted")
-        raise KeyboardInterrupt(f"stopped by Ctrl-C; the records so far are in {out}") from None
+        yield
+    except (KeyboardInterrupt, Interrupted):
+        last_line("interrupted")
+        raise Interrupted(f"stopped by Ctrl-C; the records so far are in {out}") from None
     except UserError as error:
-        folder.line("failed", reason=str(error))
-        raise UserError(f"{error} (records so far: {out})") from None
+        last_line("failed", reason=str(error))
+        raise type(error)(f"{error} (records so far: {out})") from None
 
 
 def free_folder(recipe: Recipe) -> Path:
@@ -176,8 +196,6 @@ def free_folder(recipe: Recipe) -> Path:
 
 
 def report_result(result: dict[str, Any], *, dry_run: bool) -> None:
-    if launch.is_worker():
-        return  # the launcher says it
     if dry_run:
         recipe = result["recipe"]
         print(

@@ -18,6 +18,10 @@ class StageLost(UserError):
     """The process of another stage is gone; names the stage."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C, with what there is to say about it; the command line exits with 130."""
+
+
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     """The error for a name that does not exist, with the nearest one that does.
 

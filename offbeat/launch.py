@@ -14,10 +14,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from offbeat.errors import StageLost, UserError
+from offbeat.errors import Interrupted, StageLost, UserError
 
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # set for workers that were started here: the folder for their last words
-STOP_SECONDS = 10  # from the first failure or Ctrl-C until what still runs is killed
+LAUNCHER = "OFFBEAT_LAUNCHER"  # and the process that started them
+STOP_SECONDS = 10  # from the first failure or Ctrl-C until what still runs is killed (older torch: 30)
 
 
 def is_worker() -> bool:
@@ -31,34 +32,39 @@ def joined_group() -> bool:
 
 
 def launch(K: int, arguments: list[str]) -> None:
-    """Run `offbeat ARGUMENTS` in K processes on this machine; raises UserError or KeyboardInterrupt if they fail."""
+    """Run `offbeat ARGUMENTS` in K processes on this machine; raises UserError or Interrupted if they fail."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # torch's own account of a failure; ours is one line
     with tempfile.TemporaryDirectory(prefix="offbeat-") as words:
-        surroundings = {ERRORS: words, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        surroundings = {ERRORS: words, LAUNCHER: str(os.getpid())}
+        surroundings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if sys.platform == "linux":
             surroundings["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: nothing needs to leave it
         os.environ.update(surroundings)
+        later: dict[str, Any] = {}
+        if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
+            later["shutdown_timeout"] = STOP_SECONDS
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=K, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=words), shutdown_timeout=STOP_SECONDS,
+            logs_specs=DefaultLogsSpecs(log_dir=words), **later,
         )  # fmt: skip
         try:
             elastic_launch(config, sys.executable)("-m", "offbeat", *arguments)
         except SignalException as error:
             if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
+                raise Interrupted from None
             raise UserError(f"stopped by signal {error.sigval.name}") from None
         except ChildFailedError as error:
             if interrupted(words):
-                raise KeyboardInterrupt from None
+                raise Interrupted from None
             raise UserError(reason(words, error.failures)) from None
         finally:
             os.environ.pop(ERRORS, None)
+            logging.disable(logging.NOTSET)
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # a killed worker cannot show the cursor that its progress bar hid
 
@@ -81,7 +87,7 @@ def told(words: str) -> list[dict[str, Any]]:
 
 
 def interrupted(words: str) -> bool:
-    return any(entry["kind"] == KeyboardInterrupt.__name__ for entry in told(words))
+    return any(entry["kind"] == Interrupted.__name__ for entry in told(words))
 
 
 def reason(words: str, failures: dict[int, Any]) -> str:
@@ -90,20 +96,20 @@ def reason(words: str, failures: dict[int, Any]) -> str:
     for entry in said:
         if entry["kind"] != StageLost.__name__:
             return str(entry["text"])
-    silent = [f for rank, f in sorted(failures.items()) if rank not in {entry["rank"] for entry in said}]
-    killed = [f for f in silent if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
-    for failure in killed or silent:
+    silent = {rank: f for rank, f in sorted(failures.items()) if rank not in {entry["rank"] for entry in said}}
+    killed = {rank: f for rank, f in silent.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
+    for rank, failure in (killed or silent).items():
         how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        return f"stage {failure.rank + 1} of the run died ({how}, process {failure.pid}); the others were stopped"
+        return f"stage {rank + 1} has died ({how}, process {failure.pid}); the other stages were stopped"
     return str(said[0]["text"]) if said else "the workers stopped without a word"
 
 
 def die_with_parent() -> None:
     """End this worker if its launcher disappears, so that no process is left behind."""
-    parent = os.getppid()
+    launcher = int(os.environ[LAUNCHER])
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == launcher:
             time.sleep(0.5)
         os._exit(1)
 

@@ -37,9 +37,9 @@ class Method:
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        for letter, value, meaning in (("M", self.M, "gradients an update"), ("m", self.m, "micro-batches")):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"{letter} = {value!r} {meaning}: use a whole number from 1 up")
+        for letter, number, meaning in (("M", self.M, "gradients an update"), ("m", self.m, "micro-batches")):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise UserError(f"{letter} = {number!r} {meaning}: use a whole number from 1 up")
         for kind, value, allowed in (("weights", self.weights, Weights), ("window", self.window, Window)):
             if value not in get_args(allowed):
                 raise unknown(kind, str(value), get_args(allowed))

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 Metric = Callable[[Any, Any], Any]
 
 
-def batch_size(content: Any) -> int:
-    """Samples in a pytree of tensors: the first dimension of its first tensor that has one."""
-    for leaf in pytree.tree_leaves(content):
+def batch_size(*contents: Any) -> int:
+    """Samples in pytrees of tensors: the first dimension of the first tensor that has one."""
+    for leaf in pytree.tree_leaves(contents):
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.shape[0]
     return 1
@@ -49,7 +49,7 @@ class Meter:
         self.sums: dict[str, float | None] = {"loss": 0.0, "error": 0.0, "top5": 0.0}
 
     def add(self, loss: float, output: Any, target: Any) -> None:
-        size = batch_size(target if pytree.tree_leaves(target) else output)
+        size = batch_size(target, output)
         error = self.metric(output, target)
         values = {"loss": loss, "error": error, "top5": wrong(output, target, top=5)}
         for name, value in values.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,7 +16,7 @@ from offbeat import cutting, methods
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes, available
 from offbeat.engines.simulate import Simulate
-from offbeat.errors import UserError, unknown
+from offbeat.errors import UserError, first_line, unknown
 from offbeat.links import Link, Message
 from offbeat.links.local import Entrance
 from offbeat.method import Method
@@ -32,12 +33,13 @@ Loader = Iterable[tuple[Any, Any]]
 class Pipeline:
     """Train a model cut by depth into K stages that never wait for each other.
 
-    model       an nn.Sequential, cut between its children; a list of K stages; or with K=1 any module
+    model       any module that torch.fx can trace; an nn.Sequential is cut between its entries; or a list of K stages
     method      offbeat.ADL(M=4) and the like, or a name with M=...
     loss        loss(output, target) -> the mean over the batch
     optimizer   called once a stage with (name in the whole model, parameter) pairs, as torch's optimizers take them
     scheduler   optional: called with that optimizer, a torch scheduler that counts steps; stepped once an update
     cuts        optional: cut before these units, instead of by equal forward FLOPs of the first batch (or of `sample`)
+    units       "blocks" (entries of an nn.Sequential) or "layers" (also inside blocks); by default the first that will do
     clip_norm   optional: largest norm of an update's gradient, stage by stage
     engine      "simulate" (all stages here) or "processes" (one each, under torchrun); by default as it was started
 
@@ -65,13 +67,14 @@ class Pipeline:
         M: int | None = None,
         scheduler: MakeScheduler | None = None,
         cuts: Sequence[int] | None = None,
+        units: cutting.Units | None = None,
         sample: Any = None,
         clip_norm: float | None = None,
         device: torch.device | str | None = None,
         engine: Engine | str | None = None,
         seed: int = 0,
     ) -> None:
-        self.parts: list[cutting.Part] = []
+        self.parts: list[nn.Module] = []
         if isinstance(model, nn.Module):
             self.model: nn.Module = model
         else:
@@ -79,11 +82,19 @@ class Pipeline:
             K = len(self.model)
         self.K = 1 if K is None else K
         self.method = _method(method, M)
-        self.device = torch.device(device or "cpu")
+        self.device = _device(device)
+        _check_loss(loss)
+        if clip_norm is not None and not clip_norm > 0:
+            raise UserError(f"clip_norm = {clip_norm}: use a number above 0, or None for no clipping")
         cutting.check_stages(self.model, self.K)
-        self.cuts = None if cuts is None else cutting.cut(self.model, self.K, cuts=cuts)
+        self.units: cutting.Units = units or cutting.default_units(self.model, self.K)
+        self.cuts = None if cuts is None else list(cuts)
+        if self.cuts is not None and self.units == "blocks":
+            cutting.cut(self.model, self.K, cuts=self.cuts)  # refuses wrong ones before anything starts
+        self.notes: list[str] = []  # what could not be traced
         self.engine = engine if not isinstance(engine, str | None) else _engine(engine, self.K)
         self.batches = 0  # t of the next batch
+        self.failure: str | None = None  # why it cannot go on
         self.stages: dict[int, Stage] = {}
         self.workers: list[Worker] = []
         self.entrance: Link = Entrance()
@@ -100,19 +111,45 @@ class Pipeline:
 
     def _build(self, sample: Any) -> None:
         """Cut, agree on cuts and initial weights, make this process's stages. The first stage's process decides."""
-        with self.engine.guard():
-            if self.first:
-                self.cuts = self.cuts or cutting.cut(self.model, self.K, sample=sample)
-            self.cuts = list(self.engine.share(self.cuts, 1))
-            parts = cutting.split(self.model, self.cuts)
+        with self._guard():
             self.model.to(self.device)
+            self.parts = self._agree_on_cuts(sample)
             self._same_model()
             self.engine.share_tensors(list(_tensors(self.model)), 1)
-            self.parts = parts
             for k in self.engine.here:
-                part, loss = parts[k - 1], self._loss if k == self.K else None
-                self.stages[k] = self._make_stage(k, self.K, part.module, prefix=part.prefix, loss=loss)
+                loss = self._loss if k == self.K else None
+                self.stages[k] = self._make_stage(k, self.K, self.parts[k - 1], loss=loss)
             self._connect()
+
+    def _agree_on_cuts(self, sample: Any) -> list[nn.Module]:
+        """The stages by the first process's cuts, or its refusal in all of them, so that none is left waiting."""
+        decision: dict[str, Any] = {}
+        made = None
+        if self.first:
+            try:
+                made = cutting.partition(self.model, self.K, sample, cuts=self.cuts, units=self.units)
+                decision["cuts"] = made.cuts
+            except UserError as error:
+                decision["refused"] = str(error)
+        decision = self.engine.share(decision, 1)
+        if "refused" in decision:
+            raise UserError(decision["refused"])
+        self.cuts = list(decision["cuts"])
+        made = made or cutting.partition(self.model, self.K, cuts=self.cuts, units=self.units)
+        self.notes = made.notes
+        return made.stages
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Around everything that runs stages: after a failure their programs no longer agree, so nothing goes on."""
+        if self.failure is not None:
+            raise UserError(f"this pipeline has stopped, make a new one: {self.failure}")
+        try:
+            with self.engine.guard():
+                yield
+        except Exception as error:
+            self.failure = self.failure or first_line(error)
+            raise
 
     def _same_model(self) -> None:
         names = [f"{name} {list(tensor.shape)}" for name, tensor in _named_tensors(self.model)]
@@ -122,12 +159,12 @@ class Pipeline:
                 raise UserError(f"this process built {here} where the first has {there}: build one model in all")
 
     def _connect(self) -> None:
-        """Links between neighbours; a stage can leave at most its batches in flight, and a mark, on any of them."""
+        """Links between neighbours; a stage can leave at most its batches in flight there, and a mark behind each."""
         up: dict[int, Link | None] = {0: self.entrance, self.K: None}
         down: dict[int, Link | None] = {0: None, self.K: None}
         self._evaluate_links: dict[int, Link | None] = {}
         for k in range(1, self.K):
-            bound = self.method.lag(k, self.K) + 4
+            bound = 2 * (self.method.lag(k, self.K) + 2)
             up[k] = self.engine.link("activations", k, k + 1, capacity=bound)
             down[k] = self.engine.link("gradients", k + 1, k, capacity=bound)
             self._evaluate_links[k] = self.engine.link("evaluate", k, k + 1, capacity=4, patient=True)
@@ -157,11 +194,13 @@ class Pipeline:
         if not self.workers:
             self._build(x)
         t = self.batches
-        with self.engine.guard():
+        with self._guard():
             if self.first:
                 if x is None:
                     raise UserError(f"step() without a batch in the first stage's process: pass x and y for batch {t}")
-                self.entrance.send(Message(t, self._to_device((x, y))))
+                if self.method.lag(1, self.K):  # it stays in flight, and the caller may use its memory again
+                    x = pytree.tree_map_only(Tensor, Tensor.clone, x)
+                self.entrance.send(Message(t, (x, y)))
             self.engine.run([worker.iteration(t, wait=self.engine.waits) for worker in self.workers])
         self.batches += 1
         return self.workers[-1].loss if self.last else None
@@ -181,13 +220,14 @@ class Pipeline:
         pipeline; `drain` finishes what is in flight at the very end. The callbacks run in every process, at the same
         cut: `after_step(t)`, `after_epoch(epoch)`.
         """
-        for epoch in range(epochs):
-            for batch in self._epoch(loader, epoch):
-                self.step(*batch)
-                if after_step:
-                    after_step(self.batches - 1)
-            if after_epoch:
-                after_epoch(epoch)
+        with self._guard():
+            for epoch in range(epochs):
+                for batch in self._epoch(loader, epoch):
+                    self.step(*batch)
+                    if after_step:
+                        after_step(self.batches - 1)
+                if after_epoch:
+                    after_epoch(epoch)
         if drain:
             self.drain()
 
@@ -219,16 +259,19 @@ class Pipeline:
 
     def drain(self) -> nn.Module:
         """Finish every batch in flight and the open window; then the newest weights are in `model` in every process."""
-        with self.engine.guard():
+        with self._guard():
             self.engine.run([worker.drain(wait=self.engine.waits) for worker in self.workers])
+            done = self.engine.exchange([stage.update_index for stage in self.stages.values()])
+            for stage in self.stages.values():
+                stage.catch_up(max(chain.from_iterable(done)))
         return self.gather()
 
     def gather(self) -> nn.Module:
         """The newest weights of all stages, in `model`, in every process; training goes on as if nothing happened."""
         if self.workers:
-            with self.engine.guard():
+            with self._guard():
                 for k, part in enumerate(self.parts, start=1):
-                    self.engine.share_tensors(list(_tensors(part.module)), k)
+                    self.engine.share_tensors(list(_tensors(part)), k)
                 self._share_staleness()
         return self.model
 
@@ -240,15 +283,13 @@ class Pipeline:
         error and top5 are percentages of wrong answers (None where outputs are not class scores);
         `metric(output, target)`, a mean over the batch, takes the place of error.
         """
-        batches = iter(loader or ()) if self.first else iter(())
+        batches = iter(() if loader is None else loader) if self.first else iter(())
         if not self.workers:
             ahead = next(batches, None)
-            if ahead is None and self.first:
-                raise UserError("the loader is empty: give at least one batch of (x, y)")
-            self._build(ahead and ahead[0])
+            self._build(ahead[0] if ahead else None)
             batches = chain([ahead] if ahead else [], batches)
         meter = Meter(metric)
-        with self.engine.guard():
+        with self._guard():
             while self._evaluate_next(batches, meter).kind == "batch":
                 pass
             result = self.engine.share(meter.read() if self.last else None, self.K)
@@ -268,9 +309,10 @@ class Pipeline:
             else:
                 message = below.receive()
             if message.kind == "batch":
-                x, y = self._to_device(message.content)
+                x, y = message.content
                 output = stage.evaluate(x)
                 if above is None:
+                    y = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), y)
                     meter.add(float(self._loss(output, y)), output, y)
                 message = Message(0, (output, y))
             if above is not None:
@@ -295,9 +337,6 @@ class Pipeline:
         for told in self.engine.exchange(here):
             self._elsewhere.update({k: Staleness(counts) for k, counts in told.items()})
 
-    def _to_device(self, content: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)
-
     def close(self) -> None:
         """End the links to other processes; the model stays."""
         self.engine.close()
@@ -321,6 +360,20 @@ def _method(method: Method | str, M: int | None) -> Method:
     if M is not None:
         raise UserError(f"M={M} beside a method that has its own: say offbeat.{method.name.upper()}(M={M})")
     return method
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    try:
+        return torch.device(device or "cpu")
+    except RuntimeError as error:
+        raise UserError(f"device {device!r}: {first_line(error)}") from error
+
+
+def _check_loss(loss: Loss) -> None:
+    if not callable(loss):
+        raise UserError(f"loss {loss!r}: give a function of (output, target) that returns the mean")
+    if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+        raise UserError("the loss has parameters of its own, which no stage would train: make them part of the model")
 
 
 def _engine(name: str | None, K: int) -> Engine:

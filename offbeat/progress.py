@@ -35,11 +35,12 @@ class Progress:
     def step(self) -> None:
         self.bar.advance(self.task)
 
-    def tell(self, loss: float | None, error: float | None, staleness: list[float]) -> None:
+    def tell(self, loss: float | None, error: float | None, speed: float, staleness: list[float]) -> None:
         """The newest figures of training."""
         told = [f"loss {loss:.3f}"] if loss is not None else []
         if error is not None:
             told.append(f"error {error:.1f}%")
+        told.append(f"{speed:,.0f} samples/s")
         told.append("staleness " + _short(staleness))
         self.bar.update(self.task, told="  ".join(told))
 

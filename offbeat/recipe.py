@@ -16,6 +16,7 @@ from offbeat.methods import named
 from offbeat.ops import Window
 
 ENGINES = ("simulate", "processes")
+MOST = 2**31  # for whole numbers
 WARMUP_START = 0.01  # the released code ramps up from 1 % of the learning rate
 
 
@@ -117,11 +118,13 @@ def _check(values: Mapping[str, Any]) -> None:
     for name, smallest in least.items():
         if name in values and values[name] < smallest:
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")
+        if name in values and name != "K" and values[name] > MOST:  # the model says what K can be
+            raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number up to {MOST}")
     for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm"):
         if name in values and not 0 <= values[name] < float("inf"):
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a number from 0 up")
     fractions = list(values.get("milestones", ()))
-    if fractions != sorted(fractions) or any(fraction <= 0 for fraction in fractions):
+    if fractions != sorted(fractions) or any(not 0 < fraction < float("inf") for fraction in fractions):
         raise UserError(f"milestones {fractions}: give increasing fractions of the epochs")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import UserError, first_line
-from offbeat.recipe import Recipe, cores
+from offbeat.recipe import Recipe
 
 PACKAGES = ("torch", "numpy", "safetensors")
 
@@ -34,10 +34,19 @@ def provenance() -> dict[str, Any]:
         "versions": versions,
         "commit": commit(),
         "host": platform.node(),
-        "machine": f"{platform.machine()}, {cores()} cores",
+        "machine": f"{processor()}, {os.cpu_count()} cores",
         "command": ["offbeat", *sys.argv[1:]],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        return names[0].partition(":")[2].strip()
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
 
 
 def commit() -> str | None:
@@ -109,11 +118,15 @@ class RunFolder:
 
 
 def check_free(path: Path) -> None:
-    """Refuse a folder that holds a run, or something that is no folder."""
-    if path.exists() and not path.is_dir():
-        raise UserError(f"--out {path} is a file: choose a folder")
-    if (path / "config.json").exists():
-        raise UserError(f"{path} already holds a run: choose another --out")
+    """Refuse a folder that holds a run, or that cannot be made."""
+    try:
+        if (path / "config.json").exists():
+            raise UserError(f"{path} already holds a run: choose another --out")
+        above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise UserError(f"--out {path}: {above} cannot hold a run: choose a folder that can be written to")
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror or first_line(error)}; choose another --out") from error
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

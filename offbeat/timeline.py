@@ -126,7 +126,7 @@ def period(method: Method, costs: Costs) -> float:
     """Seconds a batch in steady state."""
     K = costs.K
     first, last = 4 * K + 4 * method.M, 8 * K + 12 * method.M
-    ends = {}
+    ends: dict[int, float] = {}
     for span in timeline(method, last + 4 * K, costs):
         if span.k == 1 and isinstance(span.operation, Backward):
             t = span.operation.t // method.m

@@ -190,7 +190,7 @@ class Run:
                 in_flight=[report.in_flight for report in reports], versions=[report.versions for report in reports],
             )  # fmt: skip
             self.folder.scalars(bottom.t, train__loss=top.loss, train__error=top.error, train__lr=bottom.lr)
-            self.progress.tell(top.loss, top.error, staleness)
+            self.progress.tell(top.loss, top.error, speed, staleness)
 
     def _write_epoch(self, epoch: int, seconds: float) -> None:
         assert self.folder is not None

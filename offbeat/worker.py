@@ -12,7 +12,7 @@ from torch import Tensor
 from offbeat.errors import UserError
 from offbeat.links import Link, Message
 from offbeat.method import Method
-from offbeat.ops import Backward, Forward, Iteration, Operation, Program
+from offbeat.ops import Backward, Forward, Iteration, Operation, Program, Update
 from offbeat.stage import Stage
 
 
@@ -110,5 +110,5 @@ class Worker:
             gradients = self.stage.backward(operation.t, self._receive(operation))
             if self.links.feedback:
                 self.links.feedback.send(Message(operation.t, gradients))
-        else:
+        elif isinstance(operation, Update):
             self.stage.update(operation.over)

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # reference.py and cases.py
+
+settings.register_profile("offbeat", deadline=None)  # a busy machine is no failure
+settings.load_profile("offbeat")
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ PACKAGE = ROOT / "offbeat"
 
 # Each may import what stands above it, never what stands below.
 ORDER = [
-    "errors", "seeds", "ops", "theory", "method", "methods", "clock", "recipe",
+    "errors", "seeds", "ops", "theory", "method", "methods", "clock", "timeline", "recipe",
     "metrics", "stage", "links", "worker", "engines", "cutting", "pipeline",
-    "models", "data", "record", "telemetry", "progress", "train", "launch", "demo", "cli", "__main__",
+    "models", "data", "record", "telemetry", "progress", "report", "train", "launch", "demo", "cli", "__main__",
 ]  # fmt: skip
-TORCH_FREE = ["errors", "seeds", "ops", "theory", "method", "methods", "clock", "recipe", "launch", "cli"]
+TORCH_FREE = ["errors", "seeds", "ops", "theory", "method", "methods", "clock", "timeline", "recipe", "report", "launch", "cli"]
 
 
 def files(top: str) -> list[Path]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,17 +19,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from offbeat.errors import UserError, first_line
 
 
-@dataclass(frozen=True)
-class Part:
-    """One stage's share of a model; `prefix` + a parameter's name here is its name in the whole."""
-
-    module: nn.Module
-    prefix: str = ""
-
-
 def units(model: nn.Module) -> list[nn.Module]:
-    """The units between which a model can be cut: the children of an nn.Sequential, or the model as a whole."""
-    return list(model.children()) if isinstance(model, nn.Sequential) else [model]
+    """The units between which a model can be cut: the entries of an nn.Sequential, or the model as a whole."""
+    # not children(), which leaves out an entry that stands there twice
+    return list(model._modules.values()) if is_sequence(model) else [model]  # type: ignore[arg-type]
+
+
+def is_sequence(model: nn.Module) -> bool:
+    """Whether running the entries one after the other is all that the model does."""
+    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+        return False
+    own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
+    return not (own or model._forward_hooks or model._forward_pre_hooks or model._backward_hooks)
 
 
 def balanced(costs: Sequence[int], K: int) -> list[int]:
@@ -86,9 +86,11 @@ def forward_flops(model: nn.Module, sample: Any) -> list[int]:
 
 def cut(model: nn.Module, K: int, *, cuts: Sequence[int] | None = None, sample: Any = None) -> list[int]:
     """The cuts of a model into K stages: those given, checked, or the balanced ones for a sample."""
-    check_stages(model, K)
+    check_blocks(model, K)
     count = len(units(model))
     if cuts is None:
+        if K > 1 and sample is None:
+            raise UserError("there is no batch to cut the model by: give a sample, or cuts=[...]")
         return balanced(forward_flops(model, sample), K) if K > 1 else []
     chosen = list(cuts)
     if len(chosen) != K - 1:
@@ -99,37 +101,45 @@ def cut(model: nn.Module, K: int, *, cuts: Sequence[int] | None = None, sample: 
 
 
 def check_stages(model: nn.Module, K: int) -> None:
-    """Refuse a K that no cut of this model can give."""
-    count = len(units(model))
+    """Refuse a K that no cut of this model can give, as far as can be seen without tracing."""
     if isinstance(K, bool) or not isinstance(K, int) or K < 1:
         raise UserError(f"K = {K!r} stages: use a whole number from 1 up")
-    if K > 1 and not isinstance(model, nn.Sequential):
-        raise UserError(f"K = {K} stages but the model is no nn.Sequential: give one, or a list of {K} stages")
+
+
+def check_blocks(model: nn.Module, K: int) -> None:
+    """Refuse a K that cannot be had by cutting between the entries of an nn.Sequential."""
+    check_stages(model, K)
+    count = len(units(model))
+    if K > 1 and not is_sequence(model):
+        raise UserError(
+            f"K = {K} stages but the model is no plain nn.Sequential (without a forward, parameters or hooks of its "
+            f"own): give one, or a list of {K} stages"
+        )
     if count < K:
-        raise UserError(f"{K} stages but only {count} units to cut between: use K <= {count}, or a deeper model")
+        raise UserError(f"{K} stages but only {count} units to cut between: use K <= {count}, or units='layers'")
 
 
-def split(model: nn.Module, cuts: Sequence[int]) -> list[Part]:
+def split(model: nn.Module, cuts: Sequence[int]) -> list[nn.Module]:
     """The stages between the cuts; they share the model's own layers and keep their names."""
-    if not cuts:
-        parts = [Part(model)]
-    else:
-        children = list(model.named_children())
-        edges = zip([0, *cuts], [*cuts, len(children)], strict=True)
-        parts = [Part(nn.Sequential(OrderedDict(children[start:end]))) for start, end in edges]
+    parts: list[nn.Module] = [model]
+    if cuts:
+        entries = list(model._modules.items())
+        edges = zip([0, *cuts], [*cuts, len(entries)], strict=True)
+        parts = [nn.Sequential(OrderedDict((name, unit) for name, unit in entries[start:end] if unit is not None))
+                 for start, end in edges]  # fmt: skip
     refuse_shared(parts)
     return parts
 
 
-def refuse_shared(parts: Sequence[Part]) -> None:
+def refuse_shared(parts: Sequence[nn.Module]) -> None:
     """A parameter or buffer of two stages would have two histories: refuse it, with its names."""
     owner: dict[int, tuple[int, str]] = {}
     for k, part in enumerate(parts, start=1):
-        here = part.module.named_parameters(remove_duplicate=False), part.module.named_buffers(remove_duplicate=False)
+        here = part.named_parameters(remove_duplicate=False), part.named_buffers(remove_duplicate=False)
         for name, tensor in (pair for named in here for pair in named):
-            first_k, first_name = owner.setdefault(id(tensor), (k, part.prefix + name))
+            first_k, first_name = owner.setdefault(id(tensor), (k, name))
             if first_k != k:
                 raise UserError(
-                    f"{first_name} of stage {first_k} and {part.prefix + name} of stage {k} are one tensor: "
+                    f"{first_name} of stage {first_k} and {name} of stage {k} are one tensor: "
                     "cut so that both lie in one stage, or give each its own copy"
                 )

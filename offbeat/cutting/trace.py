@@ -22,7 +22,6 @@ from torch import nn
 
 from offbeat.cutting.aliases import Memory, carriers, opaque, returns_several
 from offbeat.cutting.chunk import Chunk, Plan, Spread
-from offbeat.cutting.cut import Part
 from offbeat.cutting.program import Op, Program, Ref, State, bind, held, marks
 from offbeat.cutting.record import Untraceable, input_names, record
 from offbeat.cutting.tree import hold, own_tensors, put, shell_at, with_copies
@@ -49,7 +48,7 @@ def trace(model: nn.Module) -> Traced:
     >>> traced = trace(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))))
     >>> [unit.name for unit in traced.units], traced.legal_cuts
     (['0', '1.0', '1.1'], [1, 2])
-    >>> [list(part.module.state_dict()) for part in traced.split([2])]
+    >>> [list(part.state_dict()) for part in traced.split([2])]
     [['0.weight', '0.bias'], ['1.1.weight', '1.1.bias']]
     """
     try:
@@ -206,18 +205,18 @@ class Traced:
                 barred.update(range(first + 1, last + 1))
         return [cut for cut in range(1, len(self.units)) if cut not in barred]
 
-    def split(self, cuts: Sequence[int], *, untie: bool = False) -> list[Part]:
+    def split(self, cuts: Sequence[int], *, untie: bool = False) -> list[nn.Module]:
         """The stages between the cuts. They train the model's own parameters, under the model's names.
 
         With `untie`, a later stage gets its own copy of what an earlier one uses too; that copy is not the model's.
         """
         self._check(cuts, untie)
         if not cuts:
-            return [Part(self.model if len(self.inputs) == 1 else Spread(self.model, self.inputs))]
+            return [self.model if len(self.inputs) == 1 else Spread(self.model, self.inputs)]
         taken: dict[int, int] = {}
-        parts = []
+        parts: list[nn.Module] = []
         for k, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(self.units)], strict=True), start=1):
-            parts.append(Part(self._chunk(start, end, k, taken)))
+            parts.append(self._chunk(start, end, k, taken))
         return parts
 
     def _check(self, cuts: Sequence[int], untie: bool) -> None:

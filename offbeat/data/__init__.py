@@ -108,13 +108,20 @@ def open_data(
         raise UserError(f"{name} needs a folder: give the one that holds {kind.layout}")
     if folder is not None:
         options["folder"] = Path(folder).expanduser()
-        if not options["folder"].exists():
+        if not _exists(options["folder"]):
             raise UserError(f"folder {options['folder']} does not exist: {name} needs one that holds {kind.layout}")
     if shape is not None:
         options["shape"] = _checked_shape(shape)
     if "workers" in kind.takes:
         options["workers"] = workers
     return kind.opener(**options)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _checked_shape(shape: tuple[int, int, int]) -> tuple[int, int, int]:

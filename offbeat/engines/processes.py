@@ -52,6 +52,7 @@ class Processes:
         self.messages = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.store = dist.distributed_c10d._get_default_store()
         self.links: list[Sender | Receiver] = []
+        self.open = True
         atexit.register(self.close)
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
@@ -98,13 +99,14 @@ class Processes:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Leave word for the other processes when this one fails."""
+        """When this process fails, leave word for the others and part from them, whatever its user does next."""
         try:
             yield
-        except StageLost:
-            raise
         except Exception as error:
-            self._first_story(f"stage {self.rank + 1} failed: {first_line(error)}")
+            if not isinstance(error, StageLost):
+                self._first_story(f"stage {self.rank + 1} failed: {first_line(error)}")
+            for link in self.links:
+                link.close()
             raise
 
     @contextmanager
@@ -137,6 +139,10 @@ class Processes:
         deadline = time.monotonic() + PARTING
         for link in links:
             link.thread.join(max(0.0, deadline - time.monotonic()))
-        if links and self.joined and dist.is_initialized():
-            self.joined = False
+        if not self.open or not dist.is_initialized():
+            return
+        self.open = False
+        for group in (self.messages, self.collectives):
+            dist.destroy_process_group(group)
+        if self.joined:
             dist.destroy_process_group()

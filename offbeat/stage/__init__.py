@@ -1,5 +1,6 @@
 """One stage: its module, optimizer, batches in flight and weight versions."""
 
-from offbeat.stage.stage import Report, Stage, Staleness
+from offbeat.stage.report import Report, Staleness
+from offbeat.stage.stage import Stage
 
 __all__ = ["Report", "Stage", "Staleness"]

@@ -16,8 +16,8 @@ class RandomStream:
     Results then depend neither on the engine nor on how many stages share a process.
     """
 
-    def __init__(self, seed: int, k: int, device: torch.device) -> None:
-        own = derive(seed, "stage", k)
+    def __init__(self, device: torch.device, *name: object) -> None:
+        own = derive(*name)
         self.device = device
         self.state = [torch.Generator(where).manual_seed(own).get_state() for where in self._generators()]
 

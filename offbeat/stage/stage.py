@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,51 +17,22 @@ from offbeat.errors import NotFinite, UserError, first_line
 from offbeat.method import Method
 from offbeat.metrics import Meter, batch_size
 from offbeat.stage.random import RandomStream
-from offbeat.stage.weights import POLICIES, Live, Version, WeightPolicy, call
+from offbeat.stage.report import Report, Staleness
+from offbeat.stage.weights import POLICIES, Live, Version, WeightPolicy, call, substituted
+from offbeat.stage.window import Window
 from offbeat.theory import versions_held
 
 Loss = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
-
-
-class Staleness(Counter[int]):
-    """Applied gradients by their level of staleness (in updates): whole windows, from when the stage is full."""
-
-    @property
-    def mean(self) -> float:
-        """Mean level of staleness; 0 where nothing was counted yet.
-
-        >>> Staleness({0: 1, 1: 3}).mean
-        0.75
-        """
-        return sum(level * count for level, count in self.items()) / max(1, self.total())
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a stage tells about itself since its last report; loss and error only where the loss is."""
-
-    k: int
-    t: int
-    updates: int
-    samples: int
-    in_flight: int
-    versions: int
-    lr: float | None
-    loss: float | None
-    error: float | None
-    staleness: dict[int, int]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+USERS_CODE = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)  # what a model may raise
 
 
 @dataclass
 class InFlight:
     """A batch between its forward and its backward."""
 
-    inputs: list[Any]  # leaves of the input tree, gradients are taken to those that require them
+    inputs: list[Any]  # leaves of the input tree; gradients are taken to those that require them
     structure: pytree.TreeSpec
     target: Any
     version: Version
@@ -74,8 +45,7 @@ class InFlight:
 class Stage:
     """Stage k of K: forward, backward, update.
 
-    `module` is the stage's part of the model and `prefix` what stands before its parameters' names in the whole;
-    `loss` is given to the last stage alone.
+    `module` is the stage's part of the model, under the names of the whole; `loss` is given to the last stage alone.
     """
 
     def __init__(
@@ -89,7 +59,6 @@ class Stage:
         loss: Loss | None = None,
         scheduler: MakeScheduler | None = None,
         clip_norm: float | None = None,
-        prefix: str = "",
         device: torch.device | None = None,
         seed: int = 0,
     ) -> None:
@@ -101,40 +70,36 @@ class Stage:
         policy = POLICIES[method.weights] if self.lag else Live
         self.weights: WeightPolicy = policy(dict(self.parameters))
         self.most_versions = versions_held(self.lag, self.M)
-        self.optimizer = optimizer([(prefix + n, p) for n, p in self.parameters.items()]) if self.parameters else None
-        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
-        if self.scheduler and "metrics" in inspect.signature(self.scheduler.step).parameters:
-            name = type(self.scheduler).__name__
-            raise UserError(f"scheduler {name} steps on a metric, which stages cannot share: use one that counts steps")
-        self.random = RandomStream(seed, k, self.device)
+        self.optimizer = _checked_optimizer(optimizer(list(self.parameters.items()))) if self.parameters else None
+        self.scheduler = _checked_scheduler(scheduler(self.optimizer)) if scheduler and self.optimizer else None
+        self.random = RandomStream(self.device, seed, "stage", k)
+        self.evaluation_random = RandomStream(self.device, seed, "evaluation", k)
         self.in_flight: dict[int, InFlight] = {}
+        self.window = Window(self.parameters)
         self.update_index = 0  # s: windows closed
-        self.gradients = 0  # in the open window
-        self.levels: list[int | None] = []  # their staleness; None for those from while the stage was filling
         self.samples = 0
         self.last_batch = -1
         self.staleness = Staleness()
         self.meter = Meter()
-        self.changes_input: bool | None = None  # whether the module writes into its input; seen at the first forward
+        self.backwards = 0
 
     # ---- forward
 
     def forward(self, t: int, x: Any, target: Any) -> Any:
         """Forward batch t on the newest weights; the output without its graph, or the loss at the last stage."""
-        leaves, structure = pytree.tree_flatten(x)
+        leaves, structure = pytree.tree_flatten(self._here(x))
         if self.k > 1:  # below the first stage nobody waits for a gradient
-            leaves = [leaf.requires_grad_() if isinstance(leaf, Tensor) and differentiable(leaf) else leaf
-                      for leaf in leaves]  # fmt: skip
+            leaves = [leaf.requires_grad_() if _differentiable(leaf) else leaf for leaf in leaves]
         steady = len(self.in_flight) >= self.lag
         batch = InFlight(
-            leaves, structure, target, self.weights.current(), self.update_index, steady, self.random.state
+            leaves, structure, self._here(target), self.weights.current(), self.update_index, steady, self.random.state
         )
         with self.random.drawing(), torch.set_grad_enabled(not self.weights.replays):
             output = self._run(t, batch)
         if not self.weights.replays:
             batch.roots = pytree.tree_leaves(output)
         self.in_flight[t] = batch
-        self.samples += batch_size(x)
+        self.samples += batch_size(target, x)
         self.last_batch = t
         assert len(self.in_flight) <= self.lag + 1, "more batches in flight than the lag allows"
         assert self.weights.versions() <= self.most_versions, "more weight versions than the window allows"
@@ -143,32 +108,28 @@ class Stage:
     def _run(self, t: int, batch: InFlight, *, again: bool = False) -> Any:
         """The stage's part of the network on one batch, and at the last stage the loss."""
         leaves = batch.inputs
-        copies = self.changes_input is not False  # also the first time, when it is not known yet
-        if copies:
+        if self.k > 1 or self.weights.replays:
+            # A copy, since a first operation in place would raise on a leaf, and spoil the input of a replay.
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            before = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
         x = pytree.tree_unflatten(leaves, batch.structure)
         try:
             output = call(self.module, batch.version.tensors, (x,), buffers=not again)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise UserError(f"stage {self.k} cannot take batch {t} of {shapes(x)}: {first_line(error)}") from error
-        if self.changes_input is None:
-            after = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
-            self.changes_input = after != before
+        except USERS_CODE as error:
+            raise UserError(f"stage {self.k} cannot take batch {t} of {_shapes(x)}: {first_line(error)}") from error
         return output if self.loss is None else self._loss(t, output, batch.target, again=again)
 
     def _loss(self, t: int, output: Any, target: Any, *, again: bool) -> Tensor:
         assert self.loss is not None
         try:
             loss = self.loss(output, target)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            given = f"outputs of {shapes(output)} and targets of {shapes(target)}"
+        except USERS_CODE as error:
+            given = f"outputs of {_shapes(output)} and targets of {_shapes(target)}"
             raise UserError(f"the loss cannot take batch {t}, {given}: {first_line(error)}") from error
-        if loss.dim():
-            raise UserError(f"the loss of batch {t} has shape {tuple(loss.shape)}: return the mean, a single number")
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise UserError(f"the loss of batch {t} is {_shapes(loss)}: return the mean, a tensor with a single number")
         if not again:
             value = loss.item()
-            if value != value or value in (float("inf"), float("-inf")):
+            if not math.isfinite(value):
                 raise NotFinite(
                     f"the loss of batch {t} is {value} (seen at stage {self.k} of {self.K}, after {self.update_index} "
                     "updates): lower the learning rate, or look at this batch"
@@ -196,62 +157,61 @@ class Stage:
         ]
         parameters = list((batch.version.tensors or self.parameters).values())
         wanted = [leaf for leaf in batch.inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
-        taken: list[Tensor | None] = [None] * (len(parameters) + len(wanted))
-        if pairs and taken:
-            roots, incoming = zip(*pairs, strict=True)
-            taken = list(torch.autograd.grad(roots, [*parameters, *wanted], incoming, allow_unused=True))
+        taken = self._gradients(t, batch.version, pairs, [*parameters, *wanted])
         to_inputs = iter(taken[len(parameters) :])
-        below = [
-            next(to_inputs) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in batch.inputs
-        ]
-        self._accumulate(taken[: len(parameters)], foreign=[*below, *(pair[1] for pair in pairs)])
-        self.levels.append(self.update_index - batch.update if batch.steady else None)
+        below = [next(to_inputs) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in batch.inputs]
+        level = self.update_index - batch.update if batch.steady else None
+        self.window.add(taken[: len(parameters)], level, foreign=[*below, *(pair[1] for pair in pairs)])
+        self.backwards += 1
         return below
 
-    def _accumulate(self, gradients: list[Tensor | None], foreign: list[Tensor | None]) -> None:
-        """Add to the sum of the open window, which `.grad` of the parameters holds."""
-        if self.optimizer and not self.gradients:
-            # Not right after the step: with the gradients gone, malloc gives the memory of a whole graph back to the
-            # system before the next forward takes it again, and page faults cost 7 % of the time (ResNet-56, b=64).
-            self.optimizer.zero_grad(set_to_none=True)
-        owners = {tensor.untyped_storage().data_ptr() for tensor in foreign if tensor is not None}
-        sums, terms = [], []
-        for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
-            if gradient is None:
-                continue
-            if parameter.grad is not None:
-                sums.append(parameter.grad)
-                terms.append(gradient)
-                continue
-            storage = gradient.untyped_storage().data_ptr()
-            shared = storage in owners or not torch.ops.aten.is_non_overlapping_and_dense(gradient)
-            owners.add(storage)
-            parameter.grad = gradient.clone(memory_format=torch.contiguous_format) if shared else gradient
-        if sums:
-            torch._foreach_add_(sums, terms)
-        self.gradients += 1
+    def _gradients(
+        self, t: int, version: Version, pairs: list[tuple[Tensor, Tensor]], targets: list[Tensor]
+    ) -> list[Tensor | None]:
+        """Gradients of the roots for the targets; None for those that play no part."""
+        if not pairs or not targets:
+            return [None] * len(targets)
+        roots, incoming = zip(*pairs, strict=True)
+        hidden = {} if self.backwards or version.tensors is None else self.parameters
+        try:
+            with substituted(self.module, version):
+                found = torch.autograd.grad(roots, [*targets, *hidden.values()], incoming, allow_unused=True)
+        except RuntimeError as error:
+            raise UserError(f"stage {self.k} cannot backward batch {t}: {first_line(error)}") from error
+        for name, gradient in zip(hidden, found[len(targets) :], strict=True):
+            if gradient is not None:
+                raise UserError(
+                    f"stage {self.k} reaches {name} other than as a parameter of a module (through a list, say), where "
+                    "no version can stand in for it: register it, or use weights='replay'"
+                )
+        return list(found[: len(targets)])
 
     # ---- update
 
     def update(self, over: int) -> None:
-        """Apply the window: the sum of its gradients divided by `over`, at the learning rate of this update."""
-        if len(self.levels) == self.M and None not in self.levels:
-            self.staleness.update(level for level in self.levels if level is not None)
-        self.levels.clear()
-        self.update_index += 1
-        if self.gradients and self.optimizer:
-            gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-            if over > 1 and gradients:
-                torch._foreach_div_(gradients, over)
-            if self.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.parameters.values(), self.clip_norm)
+        """Apply the window: the sum of its gradients divided by `over`, at the learning rate of this update.
+
+        A window without gradients moves the schedule, not the weights.
+        """
+        levels = [level for level in self.window.levels if level is not None]
+        if len(levels) == self.M:
+            self.staleness.update(levels)
+        if self.window.levels and self.optimizer:
+            trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self.window.mean(over, clip_norm=self.clip_norm, of=trained)
             self.optimizer.step()
             self.weights.changed()
         if self.scheduler:
-            with warnings.catch_warnings():  # an empty window moves the schedule, not the weights
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
                 self.scheduler.step()
-        self.gradients = 0
+        self.update_index += 1
+        self.window.clear()
+
+    def catch_up(self, update_index: int) -> None:
+        """Close empty windows until that many are closed: after a drain on aligned windows lower stages are ahead."""
+        while self.update_index < update_index:
+            self.update(over=self.M)
 
     # ---- what it tells
 
@@ -260,8 +220,8 @@ class Stage:
         training = [module for module in self.module.modules() if module.training]
         self.module.eval()
         try:
-            with torch.no_grad():
-                return self.module(x)
+            with torch.no_grad(), self.evaluation_random.drawing():
+                return self.module(pytree.tree_map_only(Tensor, Tensor.clone, self._here(x)))
         finally:
             for module in training:
                 module.training = True
@@ -284,14 +244,30 @@ class Stage:
             staleness=dict(self.staleness),
         )
 
+    def _here(self, content: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)
 
-def differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+
+def _checked_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(f"optimizer {type(optimizer).__name__} repeats the forward in each step: use a first-order one")
+    return optimizer
 
 
-def shapes(content: Any) -> str:
+def _checked_scheduler(scheduler: Any) -> Any:
+    if "metrics" in inspect.signature(scheduler.step).parameters:
+        name = type(scheduler).__name__
+        raise UserError(f"scheduler {name} steps on a metric, which stages cannot share: use one that counts steps")
+    return scheduler
+
+
+def _differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _shapes(content: Any) -> str:
     """Shapes and types of the tensors in a pytree, for messages."""
     found = [f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
              for leaf in pytree.tree_leaves(content) if isinstance(leaf, Tensor)]  # fmt: skip
-    return "shape " + ", ".join(found) if found else type(content).__name__
-
+    return "shape " + ", ".join(found) if found else f"type {type(content).__name__}"

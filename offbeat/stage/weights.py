@@ -8,17 +8,20 @@ parameters changed. So a graph never holds the parameters themselves unless no u
     hybrid    aliases of the storage with a version counter of their own: old activations, current parameters
     replay    no graph: the forward is repeated on the current parameters when the gradient is there
 
-Buffers (BatchNorm statistics) stay live in all of them; a replay runs on copies, so that each batch counts once.
+Buffers (BatchNorm statistics) stay live in all of them; a replay runs on copies of what they are by then, so that each
+batch counts once. (A module that computes with a buffer it writes, unlike BatchNorm, is replayed with a later value.)
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 
 Tensors = dict[str, Tensor]
 
@@ -101,6 +104,14 @@ class Stash:
 
 
 POLICIES: dict[str, Callable[[Tensors], WeightPolicy]] = {"stash": Stash, "hybrid": Hybrid, "replay": Replay}
+
+
+def substituted(module: nn.Module, version: Version) -> AbstractContextManager[object]:
+    """The module with the version's tensors in place of its parameters, for a backward that recomputes
+    (torch.utils.checkpoint)."""
+    if version.tensors is None:
+        return nullcontext()
+    return _reparametrize_module(module, version.tensors, tie_weights=True)
 
 
 def call(module: nn.Module, parameters: Tensors | None, arguments: tuple[Any, ...], *, buffers: bool = True) -> Any:

@@ -77,12 +77,12 @@ def in_stages(model, parts, x, snapshots=False):
     for k, part in enumerate(parts):
         value = cross(pytree.tree_map_only(Tensor, Tensor.detach, value)) if k else x
         leaves = [t for t in tensors(value) if t.requires_grad]
-        parameters = dict(part.module.named_parameters())
+        parameters = dict(part.named_parameters())
         if snapshots:
             parameters = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
-            outputs = functional_call(part.module, parameters, (value,))
+            outputs = functional_call(part, parameters, (value,))
         else:
-            outputs = part.module(value)
+            outputs = part(value)
         tape.append((value, leaves, parameters, outputs))
         value = outputs
     incoming = seeds(value)
@@ -139,10 +139,10 @@ def test_a_chain_of_stages_is_the_model_bit_for_bit(name, training):
             for key, value in model.state_dict().items():
                 value.copy_(saved[key])
         parts = traced.split(cuts)
-        held = [key for part in parts for key in part.module.state_dict()]
+        held = [key for part in parts for key in part.state_dict()]
         assert sorted(held) == sorted(names)
         own = dict(model.named_parameters(remove_duplicate=False))
-        assert all(own[key] is p for part in parts for key, p in part.module.named_parameters())
+        assert all(own[key] is p for part in parts for key, p in part.named_parameters())
         same(in_stages(model, parts, x, snapshots=number % 3 == 1), expected)
 
 
@@ -178,7 +178,7 @@ def test_the_papers_networks_split_inside_their_blocks(name, K):
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     expected = wholly(copy.deepcopy(model), x)
     same(in_stages(model, parts, x), expected)
-    assert sorted(key for part in parts for key in part.module.state_dict()) == sorted(model.state_dict())
+    assert sorted(key for part in parts for key in part.state_dict()) == sorted(model.state_dict())
 
 
 def test_cutting_a_block_carries_the_branch_and_the_shortcut():
@@ -193,10 +193,10 @@ def test_cutting_a_block_carries_the_branch_and_the_shortcut():
     assert traced.units[cut].parameters == ("layer1.0.conv2.weight",)
     assert traced.units[names.index("layer1.0.iadd")].module == "layer1.0"
     first, second = traced.split([cut])
-    sent = first.module(torch.randn(2, 3, 16, 16))
+    sent = first(torch.randn(2, 3, 16, 16))
     assert isinstance(sent, tuple)
     assert [t.shape for t in sent] == [(2, 6, 8, 8)] * 2
-    assert second.module(sent).shape == (2, 5)
+    assert second(sent).shape == (2, 5)
 
 
 def test_tracing_is_the_same_every_time_and_leaves_the_model_alone():
@@ -219,12 +219,12 @@ def test_a_part_and_the_model_share_their_mode():
     traced = trace(model)
     parts = traced.split(evenly(traced.legal_cuts, 3))
     for part in parts:
-        part.module.eval()
+        part.eval()
     assert not model.training
     assert not any(layer.training for layer in model.layers)
     same(in_stages(model, parts, x), wholly(model, x))
     model.train()
-    assert all(module.training for part in parts for module in part.module.modules())
+    assert all(module.training for part in parts for module in part.modules())
 
 
 def test_what_a_user_froze_in_evaluation_mode_stays_so():
@@ -246,9 +246,9 @@ def test_parts_can_be_copied():
         for parameter in model.parameters():
             parameter.zero_()
     same(in_stages(nn.ModuleList(), copies, x), {k: v for k, v in expected.items() if "mask" not in k})
-    copies[0].module.eval()
+    copies[0].eval()
     assert model.training
-    assert parts[0].module.training
+    assert parts[0].training
 
 
 # ---- what cannot be traced
@@ -341,7 +341,7 @@ def test_a_model_that_cannot_be_traced_at_all_is_one_unit():
     traced = trace(model)
     assert traced.notes == ["the model (Branching) stays one unit: it branches on the values of tensors"]
     assert traced.legal_cuts == []
-    assert traced.split([])[0].module is model
+    assert traced.split([])[0] is model
     with pytest.raises(UserError, match=r"cuts \[1\] of 1 units: there is nothing to cut .*branches on the values"):
         traced.split([1])
 
@@ -415,15 +415,15 @@ def test_odd_things_are_right_at_every_cut():
     assert len(legal) == len(traced.units) - 1
     for cut in traced.legal_cuts:
         parts = traced.split([cut])
-        values = cross(parts[0].module(x))
-        scores, indices, gain = parts[1].module(values)
+        values = cross(parts[0](x))
+        scores, indices, gain = parts[1](values)
         assert torch.equal(scores, expected[0])
         assert torch.equal(indices, expected[1])
         assert gain is model.gain
     one, two = traced.split([traced.legal_cuts[0]])
-    leaf = cross(one.module(x))
-    (two.module(leaf)[0].sum()).backward()
-    gradients = {name: p.grad for name, p in two.module.named_parameters()}
+    leaf = cross(one(x))
+    (two(leaf)[0].sum()).backward()
+    gradients = {name: p.grad for name, p in two.named_parameters()}
     whole = copy.deepcopy(model)
     whole(x)[0].sum().backward()
     for name, gradient in gradients.items():
@@ -447,13 +447,13 @@ def test_a_parameter_on_both_sides_of_a_cut_is_refused_with_names_and_the_neares
     x = torch.randint(11, (3, 7))
     parts = traced.split([names.index("blocks.1.ln1")], untie=True)
     assert traced.notes == ["head.weight of stage 2 is a copy of its own: stage 1 uses it too"]
-    assert parts[0].module.get_parameter("tokens.weight") is model.tokens.weight
-    assert parts[1].module.get_parameter("head.weight") is not model.tokens.weight
+    assert parts[0].get_parameter("tokens.weight") is model.tokens.weight
+    assert parts[1].get_parameter("head.weight") is not model.tokens.weight
     assert model.head.weight is model.tokens.weight
     torch.manual_seed(3)
     expected = model(x)
     torch.manual_seed(3)
-    assert torch.equal(parts[1].module(cross(parts[0].module(x))), expected)
+    assert torch.equal(parts[1](cross(parts[0](x))), expected)
 
 
 class Shared(nn.Module):
@@ -478,14 +478,14 @@ def test_shared_layers_and_buffers_are_refused_and_untied():
     with pytest.raises(UserError, match=r"uses of table: the nearest legal cut is 4;"):
         traced.split([1, 6])
     parts = traced.split([3, 6], untie=True)
-    assert [list(part.module.state_dict()) for part in parts] == [
+    assert [list(part.state_dict()) for part in parts] == [
         ["first.weight", "first.bias", "twice.weight", "twice.bias"],
         ["table", "twice.weight", "twice.bias", "last.weight", "last.bias"],
         ["table"],
     ]
     assert len(traced.notes) == 3
     x = torch.randn(2, 4)
-    assert torch.equal(parts[2].module(parts[1].module(parts[0].module(x))), model(x))
+    assert torch.equal(parts[2](parts[1](parts[0](x))), model(x))
 
 
 def test_a_cut_between_two_names_of_a_value_that_changes_in_place_is_refused():
@@ -507,9 +507,9 @@ def test_cuts_that_are_none_are_refused(cuts):
 def test_a_batch_of_the_wrong_number_of_values_is_refused():
     parts = trace(zoo.Mixed()).split([])
     with pytest.raises(UserError, match=r"a Tensor given where the model's forward takes \(x, y\): give a tuple"):
-        parts[0].module(torch.zeros(2, 6))
-    assert set(parts[0].module.state_dict()) == set(zoo.Mixed().state_dict())
-    assert parts[0].module((torch.zeros(2, 6), torch.zeros(2, 6)))["scores"].shape == (2, 3)
+        parts[0](torch.zeros(2, 6))
+    assert set(parts[0].state_dict()) == set(zoo.Mixed().state_dict())
+    assert parts[0]((torch.zeros(2, 6), torch.zeros(2, 6)))["scores"].shape == (2, 3)
 
 
 # ---- unit by unit
@@ -614,7 +614,7 @@ def test_a_functional_dropout_follows_the_mode_of_its_part():
 
     model = Dropping()
     parts = trace(model).split([1])
-    sent = parts[0].module(torch.ones(1, 8))
-    assert not torch.equal(parts[1].module(sent), parts[1].module(sent))
-    parts[1].module.eval()
-    assert torch.equal(parts[1].module(sent), parts[1].module(sent))
+    sent = parts[0](torch.ones(1, 8))
+    assert not torch.equal(parts[1](sent), parts[1](sent))
+    parts[1].eval()
+    assert torch.equal(parts[1](sent), parts[1](sent))

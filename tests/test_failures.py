@@ -1,0 +1,436 @@
+"""Runs that end badly: a worker or the launcher dies, Ctrl-C, a loss that is not finite, a stage that raises.
+
+Always one line that names the cause, the run folder kept, nobody waiting, no process left behind. The scenarios are
+independent; a few go at once, and each test looks at how its own ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from offbeat import cli
+
+AT_ONCE = 2
+START = 90  # seconds until a run must have begun to train, on a busy machine
+STOP = 20  # seconds for "within seconds", on a busy machine
+ENDLESS = ("--data", "synthetic", "--model", "resnet8", "--shape", "3,8,8", "--epochs", "100000", "-M", "2")
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def processes_of(out: Path) -> dict[int, str]:
+    """Live processes of a run, told by its folder on their command line, with their rank ('' for the launcher)."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if os.fsencode(out) not in (entry / "cmdline").read_bytes().split(b"\0"):
+                continue
+            surroundings = dict(pair.partition(b"=")[::2] for pair in (entry / "environ").read_bytes().split(b"\0"))
+            if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found[int(entry.name)] = surroundings.get(b"RANK", b"").decode()
+        except OSError:  # gone meanwhile
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float, *, every: float = 0.1) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(every)
+    return True
+
+
+class Run:
+    """A run by the real command, in a session of its own."""
+
+    def __init__(self, out: Path, *arguments: object) -> None:
+        self.out = out
+        self.streams = [out.with_suffix(suffix) for suffix in (".stdout", ".stderr")]
+        command = [sys.executable, "-m", "offbeat", "train", *arguments, "--out", out]
+        with self.streams[0].open("w") as stdout, self.streams[1].open("w") as stderr:
+            self.process = subprocess.Popen(
+                [str(part) for part in command], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                env={**ENVIRONMENT, "TMPDIR": str(out.parent)}, start_new_session=True,
+            )  # fmt: skip
+
+    def begin(self) -> None:
+        """Wait until it trains."""
+        trains = self.out / "metrics.jsonl"
+        begun = wait_for(lambda: trains.exists() or self.process.poll() is not None, START)
+        assert begun, "the run did not begin"
+        assert self.process.poll() is None, self.stderr
+
+    def worker(self, rank: int) -> int:
+        (pid,) = (pid for pid, its in processes_of(self.out).items() if its == str(rank))
+        return pid
+
+    @property
+    def stderr(self) -> str:
+        return self.streams[1].read_text()
+
+    def end(self) -> Ended:
+        """How it ends from now on, by itself within the time allowed; then nothing of it is left in any case."""
+        began = time.monotonic()
+        try:
+            code = self.process.wait(STOP + 10)
+        except subprocess.TimeoutExpired:
+            code = None
+        seconds = time.monotonic() - began
+        wait_for(lambda: not processes_of(self.out), 5)
+        left = processes_of(self.out)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+        metrics = self.out / "metrics.jsonl"
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        return Ended(code, seconds, self.streams[0].read_text(), self.stderr, lines, left, self.out)
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int | None
+    seconds: float
+    stdout: str
+    stderr: str
+    lines: list[dict]
+    left: dict[int, str]
+    out: Path
+
+
+def check_stopped(ended: Ended, *words: str, code: int = 2, kind: str = "failed") -> None:
+    """One line with these words, that exit code, in time, the folder kept with a line about it, nobody left."""
+    assert ended.code == code, ended
+    assert ended.seconds < STOP
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("offbeat: ")
+    assert ended.stderr.count("\n") == 1
+    for word in (*words, str(ended.out)):
+        assert word in ended.stderr
+    assert ended.left == {}
+    assert (ended.out / "config.json").exists()
+    assert not (ended.out / "model.safetensors").exists()
+    assert any(line["kind"] == "train" for line in ended.lines) or kind == "failed"
+    assert ended.lines[-1]["kind"] == kind
+    if kind == "failed":
+        assert all(word in ended.lines[-1]["reason"] for word in words)
+
+
+# ---- what goes wrong
+
+
+def kill_worker(out: Path, stage: int) -> Ended:
+    run = Run(out, *ENDLESS, "-K", 2, "--json")
+    run.begin()
+    os.kill(run.worker(stage - 1), signal.SIGKILL)
+    return run.end()
+
+
+def kill_launcher(out: Path) -> Ended:
+    run = Run(out, *ENDLESS, "-K", 2, "--json")
+    run.begin()
+    assert len(processes_of(out)) == 3
+    run.process.kill()
+    return run.end()
+
+
+def kill_launcher_at_once(out: Path) -> Ended:
+    """While its workers have barely started, before they can have looked who their parent is."""
+    run = Run(out, *ENDLESS, "-K", 2, "--json")
+    assert wait_for(lambda: len(processes_of(out)) == 3, START, every=0.005)
+    run.process.kill()
+    wait_for(lambda: not processes_of(out), STOP)  # what is being imported may be imported to the end
+    return run.end()
+
+
+def interrupt(out: Path, K: int) -> Ended:
+    run = Run(out, *ENDLESS, "-K", K, "--json")
+    run.begin()
+    os.killpg(run.process.pid, signal.SIGINT)
+    return run.end()
+
+
+def diverge(out: Path) -> Ended:
+    arguments = ("--data", "synthetic", "--model", "mlp", "-M", "1", "-K", 2, "--lr", "1e6", "--warmup", "0", "--json")
+    run = Run(out, *arguments)
+    wait_for(lambda: run.process.poll() is not None, START)
+    return run.end()
+
+
+def diverge_in_group(out: Path) -> list[subprocess.CompletedProcess]:
+    """The command in two processes that it did not start itself, as under torchrun."""
+    arguments = ("--data", "synthetic", "--model", "mlp", "-M", "1", "-K", "2", "--lr", "1e6", "--warmup", "0")
+    command = [sys.executable, "-m", "offbeat", "train", *arguments, "--json", "--out", str(out)]
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+
+    def member(rank: int) -> subprocess.CompletedProcess:
+        surroundings = {**ENVIRONMENT, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return subprocess.run(command, capture_output=True, text=True, timeout=START, check=False, env=surroundings)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(member, range(2)))
+
+
+# ---- a library script in two processes, as torchrun starts them: each ends by itself, with its own last line
+
+SCRIPT = '''
+import os, signal, sys, time
+
+import torch
+import torch._dynamo  # which optimizers import, here once for all cases
+from torch import nn
+
+import offbeat
+import offbeat.pipeline
+
+
+class Trap(nn.Module):
+    """Passes everything on; springs at batch 5."""
+
+    def __init__(self, spring=None):
+        super().__init__()
+        self.spring, self.batches = spring, 0
+
+    def forward(self, x):
+        self.batches += 1
+        if self.batches == 6 and self.spring and self.training:
+            self.spring()
+        return x
+
+
+def apples():
+    raise ArithmeticError("seven apples")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def batches(case):
+    for t in range(50):
+        if t == 5 and case == "loader":
+            raise OSError("a page is torn")
+        if t == 5 and case == "leaves":
+            return
+        yield torch.ones(3, 7 if t == 5 and case.startswith("shape") else 6), torch.zeros(3, 4)
+
+
+def run(case, rank):
+    springs = {"raises 1": (apples, None), "raises 2": (None, apples), "dies 1": (die, None), "dies 2": (None, die)}
+    below, above = springs.get(case, (None, None))
+    first = nn.Linear(6, 6) if case == "shape 1" else nn.PReLU()
+    model = nn.Sequential(nn.Sequential(first, Trap(below)), nn.Sequential(Trap(above), nn.Linear(6, 4)))
+    pipe = offbeat.Pipeline(model, 2, method="adl", M=2, cuts=[1], loss=nn.functional.mse_loss,
+                            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    if case == "loader":
+        pipe.fit(batches(case))
+    elif rank == 0:
+        for x, y in batches(case):
+            pipe.step(x, y)
+    else:
+        for _ in range(50):
+            pipe.step()
+
+
+def main(out, rank, cases):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    for case, port in cases.items():
+        if not (child := os.fork()):  # what was imported is imported in every case
+            os.environ["MASTER_PORT"] = str(port)
+            os.dup2(os.open(f"{out}/{case}-{rank}.stderr", os.O_CREAT | os.O_WRONLY), 2)
+            return run(case, rank)
+        deadline = time.monotonic() + 40
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        hung = not ended[0]
+        if hung:
+            os.kill(child, signal.SIGKILL)
+            ended = os.waitpid(child, 0)
+        code = "hung" if hung else os.waitstatus_to_exitcode(ended[1])
+        print(case, code, time.time(), sep=":", flush=True)
+
+
+main(sys.argv[1], int(sys.argv[2]), {case: port for case, port in zip(sys.argv[3::2], sys.argv[4::2])})
+'''
+CASES = ("raises 1", "raises 2", "shape 1", "shape 2", "dies 1", "dies 2", "loader", "leaves")
+
+
+@dataclass(frozen=True)
+class Last:
+    code: str
+    time: float
+    stderr: str
+
+    @property
+    def line(self) -> str:
+        """Without the rank that torch puts before every line of an uncaught exception."""
+        return self.stderr.strip().splitlines()[-1].split("]: ")[-1] if self.stderr.strip() else ""
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def script(out: Path) -> dict[str, tuple[Last, Last]]:
+    """How each process of each case ended."""
+    out.mkdir()
+    file = out / "script.py"
+    file.write_text(SCRIPT)
+    cases = [part for pair in zip(CASES, map(str, free_ports(len(CASES)))) for part in pair]
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(file), str(out), str(rank), *cases], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=START + 50 * len(CASES))[0] for process in started]
+    ended: dict[str, list[Last]] = {case: [] for case in CASES}
+    for rank, text in enumerate(told):
+        for line in text.splitlines():
+            case, code, when = line.split(":")
+            ended[case].append(Last(code, float(when), (out / f"{case}-{rank}.stderr").read_text()))
+    return {case: (first, second) for case, (first, second) in ended.items()}
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory) -> Iterator[dict[str, Future]]:
+    folder = tmp_path_factory.mktemp("failures")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {
+            "worker 1": pool.submit(kill_worker, folder / "worker-1", 1),
+            "worker 2": pool.submit(kill_worker, folder / "worker-2", 2),
+            "launcher": pool.submit(kill_launcher, folder / "launcher"),
+            "launcher at once": pool.submit(kill_launcher_at_once, folder / "launcher-at-once"),
+            "Ctrl-C, K=2": pool.submit(interrupt, folder / "interrupt-2", 2),
+            "Ctrl-C, K=1": pool.submit(interrupt, folder / "interrupt-1", 1),
+            "diverge": pool.submit(diverge, folder / "diverge"),
+            "diverge in a group": pool.submit(diverge_in_group, folder / "group"),
+            "script": pool.submit(script, folder / "script"),
+        }
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_killed_worker_ends_the_run_in_a_line_that_names_its_stage(scenarios, stage):
+    check_stopped(scenarios[f"worker {stage}"].result(), f"stage {stage}", "SIGKILL")
+
+
+def test_workers_do_not_outlive_their_launcher(scenarios):
+    ended = scenarios["launcher"].result()
+    assert ended.left == {}
+    assert ended.code == -signal.SIGKILL
+
+
+def test_workers_do_not_outlive_a_launcher_that_dies_while_they_start(scenarios):
+    assert scenarios["launcher at once"].result().left == {}
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_ctrl_c_stops_cleanly_and_keeps_the_records(scenarios, K):
+    check_stopped(scenarios[f"Ctrl-C, K={K}"].result(), "Ctrl-C", code=130, kind="interrupted")
+
+
+def test_a_loss_that_is_not_finite_names_batch_and_stage_in_two_processes(scenarios):
+    check_stopped(scenarios["diverge"].result(), "loss of batch", "stage 2 of 2", "learning rate")
+
+
+def test_a_loss_that_is_not_finite_under_torchrun_is_told_in_every_process_and_in_the_folder(scenarios):
+    members = scenarios["diverge in a group"].result()
+    for done in members:
+        assert done.returncode == 2
+        assert done.stderr.startswith("offbeat: ")
+        assert done.stderr.count("\n") == 1
+        assert "loss of batch" in done.stderr
+        assert "stage 2 of 2" in done.stderr
+    out = Path(members[0].args[-1])
+    assert (out / "config.json").exists()
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["kind"] == "failed"
+    assert "stage 2 of 2" in last["reason"]
+
+
+@pytest.mark.parametrize("how", [("-K", "1"), ("-K", "3", "--engine", "simulate")])
+def test_a_loss_that_is_not_finite_names_batch_and_stage_in_one_process(monkeypatch, capsys, tmp_path, how):
+    arguments = ("--data", "synthetic", "--samples", "640", "--model", "mlp", "-M", "1", "--lr", "1e6", "--warmup", "0")
+    out = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["offbeat", "train", *arguments, *how, "--out", str(out), "--json"])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    said = capsys.readouterr()
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    ended = Ended(exit.value.code, 0.0, said.out, said.err, lines, {}, out)
+    check_stopped(ended, "loss of batch", f"stage {how[1]} of {how[1]}", "learning rate")
+
+
+# ---- the library
+
+
+def check_told(scenarios: dict[str, Future], case: str, *, failing: int, reason: str) -> tuple[Last, Last]:
+    """Both end by themselves, soon after each other; the other one's last line names the stage and the reason."""
+    both = scenarios["script"].result()[case]
+    culprit, other = both[failing - 1], both[2 - failing]
+    assert "hung" not in (culprit.code, other.code), both
+    assert abs(culprit.time - other.time) < STOP
+    assert int(other.code) > 0
+    assert f"stage {failing}" in other.line
+    assert "StageLost" in other.line
+    assert reason in other.line
+    return culprit, other
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_stage_that_raises_stops_the_other_process_which_says_why(scenarios, stage):
+    culprit, _ = check_told(scenarios, f"raises {stage}", failing=stage, reason="seven apples")
+    assert culprit.line == "ArithmeticError: seven apples"
+    assert int(culprit.code) > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_batch_that_a_stage_cannot_take_is_named_with_its_shape_in_both_processes(scenarios, stage):
+    culprit, other = check_told(scenarios, f"shape {stage}", failing=stage, reason="(3, 7)")
+    for last in (culprit, other):
+        assert f"stage {stage} cannot take batch 5" in last.line
+    assert "UserError" in culprit.line
+    assert int(culprit.code) > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_stage_whose_process_dies_is_named_by_the_other(scenarios, stage):
+    culprit, _ = check_told(scenarios, f"dies {stage}", failing=stage, reason="died")
+    assert int(culprit.code) == -signal.SIGKILL
+
+
+def test_a_loader_that_raises_stops_the_other_process_which_says_why(scenarios):
+    culprit, _ = check_told(scenarios, "loader", failing=1, reason="a page is torn")
+    assert culprit.line == "OSError: a page is torn"
+
+
+def test_a_process_that_leaves_early_is_named_by_the_other(scenarios):
+    check_told(scenarios, "leaves", failing=1, reason="stopped")
