@@ -34,6 +34,7 @@ from torch import nn
 import offbeat
 from offbeat import models, record
 from offbeat.links import Message
+from offbeat.plan import Measured, make_plan
 from offbeat.worker import Links, Worker
 
 WARM_UP, TIMED = 4, 8  # batches
@@ -78,14 +79,14 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
 
 
-def timed(work: Callable[[], Any]) -> float:
+def timed(work: Callable[[], Any], warm_up: int = WARM_UP, batches: int = TIMED) -> float:
     """Seconds a batch, after a warm-up in which stages find their distance; nothing synchronises them afterwards."""
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         work()
     began = time.perf_counter()
-    for _ in range(TIMED):
+    for _ in range(batches):
         work()
-    return (time.perf_counter() - began) / TIMED
+    return (time.perf_counter() - began) / batches
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -96,13 +97,21 @@ def worker(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = models.build(options.model)
-    x, y = torch.randn(options.batch_size, 3, 32, 32), torch.randint(10, (options.batch_size,))
+    shape = tuple(options.shape) if options.shape else models.describe(options.model).shape
+    model = models.build(options.model, shape=shape, classes=10)
+    x, y = torch.randn(options.batch_size, *shape), torch.randint(10, (options.batch_size,))
+    planned: list[Any] = [None]
+    if rank == 0 and options.plan:
+        plan, _ = make_plan(Measured.of(options.model, model, x, options.batch_size), offbeat.ADL(M=options.M), K)
+        planned[0] = plan.as_dict()
+        print(f"planned: cuts {plan.cuts}, balance {plan.balance:.3f}, {plan.predicted_speedup:.2f} times", flush=True)
+    dist.broadcast_object_list(planned)
+    cuts, units = (planned[0]["cuts"], "layers") if planned[0] else (options.cuts, None)
     loss = nn.functional.cross_entropy
     plain, alone = copy.deepcopy(model), copy.deepcopy(model)
 
     pipe = offbeat.Pipeline(model, K, method=offbeat.ADL(M=options.M), loss=loss, optimizer=sgd, sample=x,
-                            cuts=options.cuts)  # fmt: skip
+                            cuts=cuts, units=units)  # fmt: skip
     links = pipe.workers[0].links
     taps = {name: Tap(getattr(links, name)) for name in ("inputs", "gradients") if getattr(links, name)}
     for name, tap in taps.items():
@@ -134,9 +143,9 @@ def worker(options: argparse.Namespace) -> None:
     stages: list[list[float]] = []
     for number in range(options.rounds):
         dist.barrier()
-        times["pipeline"].append(max(everywhere(timed(lambda: pipe.step(x, y)))))
+        times["pipeline"].append(max(everywhere(timed(lambda: pipe.step(x, y), 2 * K, options.timed))))
         dist.barrier()
-        stages.append(everywhere(timed(bound)))
+        stages.append(everywhere(timed(bound, 2 * K, options.timed)))
         times["bound"].append(max(stages[-1]))
         for name, work in (("bp", bp), ("simulate", lambda: one.step(x, y)), ("bp-cores", bp)):
             dist.barrier()
@@ -144,7 +153,7 @@ def worker(options: argparse.Namespace) -> None:
                 if name == "bp-cores":
                     torch.set_num_threads(K)
                     pin(set(all_cores[:K]))
-                times[name].append(timed(work))
+                times[name].append(timed(work, 1, max(2, options.timed // 3)))
                 torch.set_num_threads(1)
                 pin(mine)
             dist.barrier()
@@ -152,7 +161,7 @@ def worker(options: argparse.Namespace) -> None:
             print(f"round {number + 1}/{options.rounds}: " + ", ".join(
                 f"{name} {1000 * values[-1]:.0f} ms" for name, values in times.items()), flush=True)  # fmt: skip
     if rank == 0:
-        summary(options, times, stages, pipe)
+        summary(options, times, stages, pipe, planned[0])
     pipe.close()
     dist.destroy_process_group()
 
@@ -171,8 +180,9 @@ def ratio(times: dict[str, list[float]], above: str, below: str) -> tuple[float,
 
 
 def summary(
-    options: argparse.Namespace, times: dict[str, list[float]], stages: list[list[float]], pipe: offbeat.Pipeline
-) -> None:
+    options: argparse.Namespace, times: dict[str, list[float]], stages: list[list[float]], pipe: offbeat.Pipeline,
+    planned: dict[str, Any] | None,
+) -> None:  # fmt: skip
     K = options.K
     balance = [sum(row) / len(row) / max(row) for row in stages]
     ratios = {
@@ -191,6 +201,11 @@ def summary(
         "speedup_of_the_cut": "speed-up that the cut allows (BP on one core / bound)",
         "balance": "balance of the cut (mean / slowest stage)",
     }
+    if planned:
+        foretold = planned["predicted_speedup"]
+        middle, least, most = ratios["speedup_over_one_core"]
+        ratios["planned_over_measured"] = foretold / middle, foretold / most, foretold / least
+        meaning["planned_over_measured"] = "planned speed-up / measured"
     print(f"\n{options.model}, b={options.batch_size}, K={K}, M={options.M}, cuts {pipe.cuts}; median (least, most) of "
           f"{options.rounds} rounds")  # fmt: skip
     for name, (middle, least, most) in ratios.items():
@@ -199,7 +214,7 @@ def summary(
         made = {**record.provenance(), "command": ["python", "benchmarks/core.py", *arguments()]}
         found = {
             "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")}, "cuts": pipe.cuts,
-            "ratios": ratios, "seconds_a_batch": times, "provenance": made,
+            "ratios": ratios, "seconds_a_batch": times, "planned": planned, "provenance": made,
         }  # fmt: skip
         Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
 
@@ -219,6 +234,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("-K", type=int, default=2)
     parser.add_argument("-M", type=int, default=4)
+    parser.add_argument("--plan", action="store_true", help="cut by the plan, inside blocks, and record its prediction")
+    parser.add_argument("--shape", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--timed", type=int, default=TIMED, help="batches timed in each round")
     parser.add_argument("--cuts", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out")

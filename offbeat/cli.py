@@ -104,6 +104,9 @@ def train(
     window: Annotated[str | None, typer.Option(help="count or aligned. (default count)")] = None,
     engine: Annotated[str | None, typer.Option(help="simulate or processes. (default processes for K > 1)")] = None,
     cuts: Annotated[str | None, typer.Option(help="Cut before these units: 5,9,14. (default equal FLOPs)")] = None,
+    units: Annotated[str | None, typer.Option(help="Cut between blocks, or layers (also inside blocks).")] = None,
+    partition: Annotated[str | None, typer.Option(help="Balance flops, or measured time. (default flops)")] = None,
+    speeds: Annotated[str | None, typer.Option(help="Speeds of the K workers, such as 1,1,0.5.")] = None,
     epochs: Annotated[int | None, typer.Option(help="(default 300; image folders 90)")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples a batch, b. (default 32)")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256)")] = None,
@@ -129,6 +132,7 @@ def train(
     given = {name: value for name, value in locals().items() if name not in ("config", "out", "dry_run", "as_json")}
     given["shape"] = numbers(shape, int, "--shape", ",x")
     given["cuts"] = numbers(cuts, int, "--cuts")
+    given["speeds"] = numbers(speeds, float, "--speeds")
     given["milestones"] = numbers(milestones, float, "--milestones")
     chosen = {name: value for name, value in given.items() if value is not None}
     recipe = complete(**{**(load(config) if config else {}), **chosen})
@@ -208,6 +212,51 @@ def report_result(result: dict[str, Any], *, dry_run: bool) -> None:
         f"test error {result['error']:.2f}%  {result['samples_per_second']:,.0f} samples/s  "
         f"staleness {' '.join(f'{level:.2f}' for level in result['staleness'])}  in {result['out']}"
     )
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Network; see 'offbeat models'.")] = "resnet56",
+    method: Annotated[str, typer.Option(help="A declared method, or all.")] = "adl",
+    K: Annotated[int, typer.Option("-K", help="Stages.")] = 4,
+    M: Annotated[int | None, typer.Option("-M", help="Gradients an update.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Samples a batch.")] = 32,
+    shape: Annotated[str | None, typer.Option(help="C,H,W of a sample. (default the network's)")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda: where the units are measured.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Threads of each worker.")] = 1,
+    partition: Annotated[str, typer.Option(help="Balance measured time, or flops.")] = "measured",
+    speeds: Annotated[str | None, typer.Option(help="Speeds of the K workers, such as 1,1,0.5.")] = None,
+    memory_limit: Annotated[float | None, typer.Option(help="Megabytes a worker may use.")] = None,
+    pin: Annotated[str | None, typer.Option(help="Cuts that must be among the chosen.")] = None,
+    latency: Annotated[float, typer.Option(help="Milliseconds that any message is under way.")] = 0.1,
+    bandwidth: Annotated[float, typer.Option(help="Megabytes a second of a link.")] = 2000.0,
+    max_staleness: Annotated[float | None, typer.Option(help="Advise the smallest M for this mean staleness.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the timeline: .svg, .png or .txt.")] = None,
+    staleness_picture: Annotated[Path | None, typer.Option(help="Draw staleness against M.")] = None,
+    theory: Annotated[bool, typer.Option("--theory", help="How the convergence bounds move with M.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Cut a network where it balances, and show what will happen before it runs."""
+    from typing import get_args
+
+    from offbeat.cutting import By
+    from offbeat.errors import unknown
+    from offbeat.plan import Network
+    from offbeat.planning import show_plan
+    from offbeat.train import shape_of
+
+    if partition not in get_args(By):
+        raise unknown("partition", partition, get_args(By))
+    if not (latency >= 0 and bandwidth > 0):
+        raise UserError(f"latency {latency} ms, bandwidth {bandwidth} MB/s: give one from 0 up and one above 0")
+    sizes = shape_of(numbers(shape, int, "--shape", ",x"))
+    show_plan(
+        model=model, method=method, K=K, M=M, batch_size=batch_size, shape=sizes,
+        device=device, threads=threads, by=partition, speeds=numbers(speeds, float, "--speeds"),
+        memory_limit=None if memory_limit is None else memory_limit * 1e6, pinned=numbers(pin, int, "--pin") or (),
+        network=Network(latency / 1e3, bandwidth * 1e6), max_staleness=max_staleness, picture=picture,
+        staleness_picture=staleness_picture, theory=theory, as_json=as_json,
+    )  # fmt: skip
 
 
 @app.command()

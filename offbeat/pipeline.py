@@ -39,7 +39,7 @@ class Pipeline:
     optimizer   called once a stage with (name in the whole model, parameter) pairs, as torch's optimizers take them
     scheduler   optional: called with that optimizer, a torch scheduler that counts steps; stepped once an update
     cuts        optional: cut before these units, instead of by equal forward FLOPs of the first batch (or of `sample`)
-    units       "blocks" (entries of an nn.Sequential) or "layers" (also inside blocks); by default the first that will do
+    units       "blocks" (entries of an nn.Sequential) or "layers" (also inside blocks); default: the first that will do
     clip_norm   optional: largest norm of an update's gradient, stage by stage
     engine      "simulate" (all stages here) or "processes" (one each, under torchrun); by default as it was started
 
@@ -357,6 +357,8 @@ def _method(method: Method | str, M: int | None) -> Method:
         return methods.named(method, M=M)
     if not isinstance(method, Method):
         raise UserError(f"method {method!r}: use offbeat.ADL(M=4) and the like, or a name")
+    if method.m > 1:
+        raise UserError(f"{method.name} splits batches, which can be planned but not trained with yet: use adl or bp")
     if M is not None:
         raise UserError(f"M={M} beside a method that has its own: say offbeat.{method.name.upper()}(M={M})")
     return method

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method, Weights
@@ -38,6 +38,9 @@ class Recipe:
     window: Window
     engine: str
     cuts: tuple[int, ...] | None = None
+    units: Literal["blocks", "layers"] | None = None
+    partition: Literal["flops", "measured"] = "flops"
+    speeds: tuple[float, ...] | None = None
     epochs: int
     batch_size: int
     lr: float
@@ -114,6 +117,9 @@ def _check(values: Mapping[str, Any]) -> None:
     """What can be wrong without looking at data or model."""
     if values.get("engine", ENGINES[0]) not in ENGINES:
         raise unknown("engine", values["engine"], ENGINES)
+    for name, allowed in (("units", ("blocks", "layers")), ("partition", ("flops", "measured"))):
+        if values.get(name, allowed[0]) not in allowed:
+            raise unknown(name, values[name], allowed)
     least = {"K": 1, "epochs": 1, "batch_size": 1, "threads_per_stage": 1, "data_workers": 0, "seed": 0}
     for name, smallest in least.items():
         if name in values and values[name] < smallest:

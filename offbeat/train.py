@@ -69,11 +69,23 @@ def check(recipe: Recipe) -> tuple[Recipe, Facts]:
     if recipe.model not in models.names():
         models.build(recipe.model)  # tells what is allowed before any data is read
     known = facts(recipe, open_data(recipe))
-    with torch.device("meta"):
-        model = models.build(recipe.model, shape=known.shape, classes=known.classes)
+    return replace(recipe, **choose_cuts(recipe, known)), known
+
+
+def choose_cuts(recipe: Recipe, known: Facts) -> dict[str, Any]:
+    """Where to cut: by FLOPs on the meta device, or by what the units take here."""
     sample = torch.empty(recipe.batch_size, *known.shape, device="meta")
-    cuts = cutting.cut(model, recipe.K, cuts=recipe.cuts, sample=sample)
-    return replace(recipe, cuts=tuple(cuts)), known
+    if recipe.partition == "measured" and recipe.cuts is None:
+        torch.set_num_threads(recipe.threads_per_stage)
+        model, sample = build_model(recipe, known), torch.randn(recipe.batch_size, *known.shape)
+    else:
+        with torch.device("meta"):
+            model = models.build(recipe.model, shape=known.shape, classes=known.classes)
+    kind = recipe.units or ("layers" if recipe.partition == "measured" else None)
+    made = cutting.partition(
+        model, recipe.K, sample, cuts=recipe.cuts, units=kind, by=recipe.partition, speeds=recipe.speeds
+    )
+    return {"cuts": tuple(made.cuts), "units": made.units}
 
 
 def train(recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = False) -> dict[str, Any] | None:
@@ -88,11 +100,12 @@ def train(recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = 
         if 1 in engine.here:
             data_set = open_data(recipe)
             known = facts(recipe, data_set)
-            recipe = replace(recipe, cuts=recipe.cuts if recipe.cuts is not None else check(recipe)[0].cuts)
+            if recipe.cuts is None:
+                recipe = replace(recipe, **choose_cuts(recipe, known))
             folder = RunFolder(out) if folder_ready else RunFolder.create(out, recipe)
-        shared = engine.share(known and [known.shape, known.classes, known.batches, recipe.cuts], 1)
+        shared = engine.share(known and [known.shape, known.classes, known.batches, recipe.cuts, recipe.units], 1)
         known = Facts(*shared[:3])
-        recipe = replace(recipe, cuts=tuple(shared[3]))
+        recipe = replace(recipe, cuts=tuple(shared[3]), units=shared[4])
         pipe = make_pipeline(recipe, known, engine)
         run = Run(recipe, known, pipe, folder, data_set, show)
     try:
@@ -110,7 +123,7 @@ def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
     return Pipeline(
         build_model(recipe, known), recipe.K, method=recipe.make_method(), loss=nn.functional.cross_entropy,
         optimizer=optimizer, scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),
-        cuts=recipe.cuts, clip_norm=recipe.clip_norm, engine=engine, seed=recipe.seed,
+        cuts=recipe.cuts, units=recipe.units, clip_norm=recipe.clip_norm, engine=engine, seed=recipe.seed,
     )  # fmt: skip
 
 

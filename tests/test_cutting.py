@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offbeat import models
-from offbeat.errors import UserError
 from offbeat.cutting import balanced, cut, forward_flops, split
+from offbeat.errors import UserError
 
 
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
@@ -42,7 +43,7 @@ def test_a_layer_that_stands_twice_in_a_sequence_runs_twice():
     assert make([nn.Linear(6, 6), act, nn.Linear(6, 4), act]).K == 4
 
 
-def test_a_sequence_with_a_mind_of_its_own_is_not_cut():
+def test_a_sequence_with_a_mind_of_its_own_is_not_taken_for_a_plain_one():
     class Residual(nn.Sequential):
         def forward(self, x):
             return x + super().forward(x)
@@ -54,10 +55,17 @@ def test_a_sequence_with_a_mind_of_its_own_is_not_cut():
 
     hooked = linears(6, 6, 6)
     hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
+    x, y = vectors(1)[0]
     for model in (Residual(*linears(6, 6, 6)), Scaled(*linears(6, 6, 6)), hooked):
         with pytest.raises(offbeat.UserError, match=r"no plain nn\.Sequential"):
-            make(model, K=2)
-        make(model, K=1)
+            make(model, K=2, cuts=[1], units="blocks")
+        expected = CROSS_ENTROPY(model(x), y).detach()
+        assert torch.equal(make(copy.deepcopy(model), K=1).step(x, y), expected)
+        if model is hooked:
+            with pytest.raises(offbeat.UserError, match="it has hooks"):
+                make(model, K=2).step(x, y)
+        else:
+            assert torch.equal(make(model, K=2).step(x, y), expected)  # traced instead
 
 
 @pytest.mark.parametrize("weights", ["stash", "replay"])

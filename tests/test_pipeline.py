@@ -305,7 +305,7 @@ def test_any_optimizer_of_torch_trains_every_stage(optimizer):
 ])  # fmt: skip
 def test_bad_arguments_are_told_in_one_line(options, said):
     with pytest.raises(offbeat.UserError, match=said) as told:
-        make(linears(6, 5, 4), **options)
+        make(linears(6, 5, 4), **options).step(*vectors(1)[0])
     assert "\n" not in str(told.value)
 
 

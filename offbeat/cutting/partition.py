@@ -6,7 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -71,8 +71,9 @@ def partition(
 
     >>> made = partition(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), 2, torch.ones(1, 4))
     >>> made.cuts, [list(stage.state_dict()) for stage in made.stages]
-    ([1], [['0.weight', '0.bias'], ['2.weight', '2.bias']])
+    ([2], [['0.weight', '0.bias'], ['2.weight', '2.bias']])
     """
+    check_stages(model, K)
     kind = units or default_units(model, K)
     if kind not in get_args(Units):
         raise unknown("units", kind, get_args(Units))
@@ -85,7 +86,6 @@ def partition(
         chosen = cut(model, K, cuts=cuts)
         return Partition(split(model, chosen), chosen, "blocks", _block_names(model), [])
     if K == 1:
-        check_stages(model, K)
         return Partition([model], [], "layers", [type(model).__name__], [])
     traced = trace(model)
     legal = traced.legal(untie=untie)
@@ -93,18 +93,18 @@ def partition(
         legal = _between_blocks(traced, model)
     if len(legal) + 1 < K:
         why = f" ({'; '.join(traced.notes)})" if traced.notes else ""
-        raise UserError(f"{K} stages but only {len(legal)} places to cut at: use K <= {len(legal) + 1}{why}")
+        raise UserError(f"{K} stages but only {len(legal) + 1} units to cut between: use K <= {len(legal) + 1}{why}")
     if cuts is None:
         if sample is None:
             raise UserError("there is no batch to cut the model by: give a sample, or cuts=[...]")
         verify(traced, sample)
-        cuts = solve_for(model, traced, sample, K, by=by, speeds=speeds, memory=memory, pinned=pinned, legal=legal).cuts
+        cuts = solve_for(model, sample, K, by=by, speeds=speeds, memory=memory, pinned=pinned, legal=legal).cuts
     stages = traced.split(list(cuts), untie=untie)
     return Partition(stages, list(cuts), "layers", [unit.name for unit in traced.units], list(traced.notes))
 
 
 def solve_for(
-    model: nn.Module, traced: Traced, sample: Any, K: int, *, by: By = "flops", speeds: Sequence[float] | None = None,
+    model: nn.Module, sample: Any, K: int, *, by: By = "flops", speeds: Sequence[float] | None = None,
     memory: Memory | None = None, pinned: Sequence[int] = (), legal: Sequence[int] | None = None,
     measured: Profile | None = None,
 ) -> Solution:  # fmt: skip
@@ -113,25 +113,31 @@ def solve_for(
     costs = found.costs()
     options: dict[str, Any] = {"speeds": speeds, "memory": memory, "pinned": pinned, "legal": legal or found.legal_cuts}
     solution = solve(costs, K, **options)
-    for _ in range(ROUNDS if by == "measured" else 0):
-        taken = stage_seconds(model, traced, solution.cuts, sample)
-        edges = list(zip([0, *solution.cuts], [*solution.cuts, len(costs)], strict=True))
-        for (start, end), seconds in zip(edges, [sum(pair) for pair in taken], strict=True):
+    if by == "flops":
+        return solution
+    best, slowest = solution, float("inf")
+    for _ in range(ROUNDS):
+        taken = [sum(pair) for pair in stage_seconds(model, solution.cuts, sample)]
+        times = [seconds / speed for seconds, speed in zip(taken, speeds or [1.0] * K, strict=True)]
+        if max(times) < slowest:
+            best, slowest = replace(solution, times=tuple(times)), max(times)
+        for start, end, seconds in zip([0, *solution.cuts], [*solution.cuts, len(costs)], taken, strict=True):
             scale = seconds / max(1e-12, sum(costs[start:end]))
             costs[start:end] = [cost * scale for cost in costs[start:end]]
         moved = solve(costs, K, **options)
         if moved.cuts == solution.cuts:
-            return moved
+            break
         solution = moved
-    return solution
+    return best
 
 
 def stage_seconds(
-    model: nn.Module, traced: Traced, cuts: Sequence[int], sample: Any, *, repeat: int = 3
+    model: nn.Module, cuts: Sequence[int], sample: Any, *, repeat: int = 3
 ) -> list[tuple[float, float]]:
     """Median seconds of the forward and of the backward of whole stages, one after the other, on a copy."""
     twin = trace(copy.deepcopy(model).train())
     x, found = sample, []
+    kept: tuple[Tensor | None, ...] = ()
     for stage in twin.split(list(cuts)):
         inputs = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
         laps: list[tuple[float, float]] = []
@@ -141,10 +147,13 @@ def stage_seconds(
             middle = time.perf_counter()
             roots = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if roots:
-                leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-                targets = [*leaves, *(p for p in stage.parameters() if p.requires_grad)]
-                torch.autograd.grad(roots, targets, [torch.ones_like(root) for root in roots], allow_unused=True)
+                leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+                targets = [tensor for tensor in [*leaves, *stage.parameters()] if tensor.requires_grad]
+                incoming = [torch.ones_like(root) for root in roots]
+                # kept until the next backward, as training keeps them: else malloc gives the memory back in between
+                kept = torch.autograd.grad(roots, targets, incoming, allow_unused=True)
             laps.append((middle - began, time.perf_counter() - middle))
+        del kept
         x = pytree.tree_map_only(Tensor, Tensor.detach, x)
         found.append((statistics.median(lap[0] for lap in laps[1:]), statistics.median(lap[1] for lap in laps[1:])))
     return found
@@ -156,6 +165,5 @@ def _block_names(model: nn.Module) -> list[str]:
 
 def _between_blocks(traced: Traced, model: nn.Module) -> list[int]:
     """Legal cuts that lie between entries of a sequence."""
-    check_stages(model, 1)
     top = [unit.module.partition(".")[0] for unit in traced.units]
     return [position for position in traced.legal_cuts if top[position] != top[position - 1]]

@@ -10,7 +10,7 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ class _Held(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _seconds(
-    call: Callable[[Values], Values], inputs: Values, parameters: list[Tensor], repeat: int, device: torch.device
+    call: Callable[[Values], Values], inputs: Values, parameters: Sequence[Tensor], repeat: int, device: torch.device
 ) -> tuple[float, float]:
     """Median forward and backward seconds of one unit; on a GPU by events on its stream."""
     forwards, backwards = [], []

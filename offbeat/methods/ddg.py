@@ -1,8 +1,8 @@
 """DDG: decoupled parallel back-propagation with delayed gradients.
 
 Huo, Gu, Yang, Huang, "Decoupled Parallel Backpropagation with Convergence Guarantee" (ICML 2018). Iteration t forwards
-batch t through all stages in order; then, at the same time, stage k backwards batch t-(K-k) with the gradient that stage
-k+1 produced in iteration t-1, and updates:
+batch t through all stages in order; then, at the same time, stage k backwards batch t-(K-k) with the gradient that
+stage k+1 produced in iteration t-1, and updates:
 
     theta_k^(t+1) = theta_k^t - gamma g_k(t-(K-k)),   at the weights that forwarded that batch
 

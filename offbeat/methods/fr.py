@@ -1,9 +1,9 @@
 """FR: features replay.
 
-Huo, Gu, Huang, "Training Neural Networks Using Features Replay" (NeurIPS 2018). The delays of DDG, but a stage keeps only
-its inputs: at the backward of batch t-(K-k) it repeats the forward on its current weights, and applies the gradient that
-stage k+1 produced one iteration earlier. So the local Jacobian is fresh; the input and the incoming gradient are K-k
-iterations old. The last stage does an ordinary forward and backward.
+Huo, Gu, Huang, "Training Neural Networks Using Features Replay" (NeurIPS 2018). The delays of DDG, but a stage keeps
+only its inputs: at the backward of batch t-(K-k) it repeats the forward on its current weights, and applies the
+gradient that stage k+1 produced one iteration earlier. So the local Jacobian is fresh; the input and the incoming
+gradient are K-k iterations old. The last stage does an ordinary forward and backward.
 
 Lock: forward. Held by stage k: K-k+1 inputs, one version. Time a batch: KF + F + B with the barrier, 2F + B without.
 """

@@ -1,0 +1,134 @@
+"""`offbeat plan`: profile a network, cut it, and print what will happen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from offbeat import models
+from offbeat.errors import UserError, unknown
+from offbeat.method import Method
+from offbeat.methods import DECLARED
+from offbeat.plan import Measured, Network, Plan, make_plan
+from offbeat.report import draw_staleness, draw_timeline
+from offbeat.theory import bound_table
+
+
+def chosen_method(name: str, M: int | None) -> Method:
+    """A declared method, with M where it takes one."""
+    if name not in DECLARED:
+        raise unknown("method", name, DECLARED)
+    method = DECLARED[name]()
+    if M is None:
+        return method
+    if name not in ("adl", "bp"):
+        raise UserError(f"-M {M} with {name}, which applies every gradient at once: leave -M out, or use adl")
+    return replace(method, M=M)
+
+
+def show_plan(
+    *,
+    model: str,
+    method: str,
+    K: int,
+    M: int | None,
+    batch_size: int,
+    shape: tuple[int, int, int] | None,
+    device: str,
+    threads: int,
+    by: Any,
+    speeds: tuple[float, ...] | None,
+    memory_limit: float | None,
+    pinned: tuple[int, ...],
+    network: Network,
+    max_staleness: float | None,
+    picture: Path | None,
+    staleness_picture: Path | None,
+    theory: bool,
+    as_json: bool,
+) -> None:
+    """Everything that the command prints and draws."""
+    every = method == "all"
+    wanted = chosen_method("adl" if every else method, M)
+    if K < 1 or batch_size < 1:
+        raise UserError(f"K = {K}, batch-size = {batch_size}: use whole numbers from 1 up")
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    try:
+        built = models.build(model, shape=shape).to(device)
+    except RuntimeError as error:
+        raise UserError(f"device {device!r} cannot be used ({str(error).splitlines()[0]}): use cpu, or cuda") from error
+    size = shape or models.describe(model).shape
+    sample = torch.randn(batch_size, *size, device=device)
+    measured = Measured.of(model, built, sample, batch_size)
+    plan, costs = make_plan(
+        measured, wanted, K, by=by, network=network, speeds=speeds, memory_limit=memory_limit, pinned=pinned,
+        max_staleness=max_staleness,
+    )  # fmt: skip
+    if picture:
+        draw_timeline(wanted, costs, picture)
+    if staleness_picture:
+        draw_staleness(lambda length: replace(wanted, M=length), K, staleness_picture)
+    if as_json:
+        print(json.dumps(plan.as_dict()))
+        return
+    console = Console(highlight=False)
+    console.print(stage_table(plan))
+    console.print(method_table(plan, every=every))
+    for line in (*plan.advice, *plan.notes):
+        console.print(f"- {line}", soft_wrap=True)
+    if theory:
+        console.print(theory_table(plan))
+
+
+def stage_table(plan: Plan) -> Table:
+    bound = f"{plan.balance:.3f} of at most {plan.balance_bound:.3f} (largest unit)"
+    table = Table(
+        title=f"{plan.model}, {plan.method}, K={plan.K}, M={plan.M}, b={plan.batch_size}", box=box.SIMPLE_HEAD,
+        caption=f"balance (mean / slowest stage) {bound}", padding=(0, 0, 0, 1),
+    )  # fmt: skip
+    table.add_column("stage")
+    table.add_column("units")
+    for column in ("params", "F ms", "B ms", "sends kB", "in flight", "versions", "MB", "staleness"):
+        table.add_column(column, justify="right")
+    for stage in plan.stages:
+        start, end, first, last = stage.units
+        table.add_row(
+            str(stage.k), f"{start}-{end} {first}..{last}", f"{stage.params:,}", f"{stage.forward_ms:.1f}",
+            f"{stage.backward_ms:.1f}", f"{stage.boundary_bytes / 1e3:,.0f}", str(stage.in_flight), str(stage.versions),
+            f"{stage.memory_bytes / 1e6:,.0f}", f"{stage.mean_staleness:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def method_table(plan: Plan, *, every: bool) -> Table:
+    table = Table(title="predicted speed-up over BP on one worker, steady state", box=box.SIMPLE_HEAD)
+    table.add_column("method")
+    table.add_column("speed-up", justify="right")
+    rows = plan.methods if every else {**{plan.method: plan.predicted_speedup}, **plan.methods}
+    for name, value in rows.items():
+        table.add_row(name, f"{value:.2f}")
+    return table
+
+
+def theory_table(plan: Plan) -> Table:
+    """How the bound on the mean squared gradient moves with M, as the paper states it and as corrected."""
+    rows = bound_table(step=0.001, batches=100_000, Delta=1.0, A=1.0, L=1.0, K=[plan.K], M=[1, 2, 4, 8, 16])
+    table = Table(
+        title=f"upper bounds on the mean squared gradient, K={plan.K}, linear learning-rate rule", box=box.SIMPLE_HEAD,
+        caption="A = L = Delta = 1, 100,000 batches, step 0.001 a batch; corrected: smooth, squared staleness",
+    )  # fmt: skip
+    for column in ("M", "mean staleness, all stages", "staleness term", "as corrected", "as stated"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.M), f"{row.mean_staleness:.2f}", f"{row.staleness:.2e}", f"{row.corrected:.5f}", f"{row.stated:.5f}"
+        )
+    return table
