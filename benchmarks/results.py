@@ -25,7 +25,8 @@ def row(record: dict[str, Any]) -> list[str]:
     """The ratios of one record, in the order of the table's columns."""
     settings, ratios = record["settings"], record["ratios"]
     setting = f"{settings['model']}, b={settings['batch_size']}, K={settings['K']}"
-    return [setting + (", balanced cut" if settings["cuts"] else ""), *(shown(ratios[name]) for name in COLUMNS)]
+    kind = "planned cut" if record.get("planned") else "balanced cut" if settings["cuts"] else "FLOPs cut"
+    return [f"{setting}, {kind}", *(shown(ratios[name]) if name in ratios else "" for name in COLUMNS)]
 
 
 COLUMNS = {
@@ -34,6 +35,7 @@ COLUMNS = {
     "speedup_over_one_core": "speed-up over BP, 1 core",
     "speedup_over_all_cores": "over BP, K cores",
     "speedup_of_the_cut": "the cut allows",
+    "planned_over_measured": "planned / measured",
 }
 
 
@@ -59,8 +61,8 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         "## What the engine costs", "",
         "Ratios within one run: median (least-most) over the rounds. The slowest stage alone is measured with all",
         "stages computing at the same time on canned messages; the last column is the speed-up that this bound would",
-        "give. By default the cut is that of equal forward FLOPs; `--cuts` gives one that balances time on the",
-        "machine.", "",
+        "give. A planned cut is that of `offbeat plan` (measured time, also inside blocks), whose prediction is",
+        "compared with what was measured.", "",
         table(found), "",
         *(provenance(name, record) for name, record in found.items()), "",
     ])  # fmt: skip

@@ -247,7 +247,7 @@ def plan(
 
     if partition not in get_args(By):
         raise unknown("partition", partition, get_args(By))
-    if not (latency >= 0 and bandwidth > 0):
+    if not (0 <= latency < float("inf") and bandwidth > 0):
         raise UserError(f"latency {latency} ms, bandwidth {bandwidth} MB/s: give one from 0 up and one above 0")
     sizes = shape_of(numbers(shape, int, "--shape", ",x"))
     show_plan(

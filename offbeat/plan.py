@@ -101,8 +101,13 @@ def make_plan(
     network = network or Network()
     if speeds is not None and len(speeds) != K:
         raise UserError(f"{len(speeds)} speeds for {K} stages: give one for each")
+    if max_staleness is not None and not 0 < max_staleness < float("inf"):
+        raise UserError(f"a mean staleness of at most {max_staleness}: give a number above 0")
     costs = measured.profile
     traced = trace(measured.model)
+    if len(traced.legal_cuts) + 1 < K:
+        most = len(traced.legal_cuts) + 1
+        raise UserError(f"{K} stages but only {most} units to cut between: use K <= {most}, or a deeper model")
     ks = range(1, K + 1)
     in_flight = [method.lag(k, K) + method.m for k in ks]
     held_versions = [versions_held(method.lag(k, K), method.M) if method.weights == "stash" else 1 for k in ks]
@@ -119,9 +124,10 @@ def make_plan(
     )  # fmt: skip
     seconds = stage_seconds(measured.model, solution.cuts, measured.sample)
     rates = list(speeds or [1.0] * K)
+    alone = sum(forward + backward for forward, backward in seconds) / max(rates)
     seconds = [(forward / rate, backward / rate) for (forward, backward), rate in zip(seconds, rates, strict=True)]
     messages = [network.seconds(costs.boundary_bytes[cut]) for cut in solution.cuts]
-    timing = Costs([f for f, _ in seconds], [b for _, b in seconds], up=messages, down=messages)
+    timing = Costs([f for f, _ in seconds], [b for _, b in seconds], up=messages, down=messages, baseline=alone)
     edges = list(zip([0, *solution.cuts], [*solution.cuts, len(costs.units)], strict=True))
     stages = [
         StagePlan(
@@ -143,7 +149,8 @@ def make_plan(
         model=measured.name, method=method.name, K=K, M=method.M, batch_size=measured.batch_size,
         cuts=list(solution.cuts), balance=sum(loads) / K / max(loads), balance_bound=solution.balance_bound,
         predicted_speedup=speed_up(method, timing), stages=stages,
-        methods={name: speed_up(declare(), timing) for name, declare in DECLARED.items()},
+        methods={name: speed_up(method if name == method.name else declare(), timing)
+                 for name, declare in DECLARED.items()},
         advice=list(_advice(method, K, stages, loads, max_staleness)), notes=list(traced.notes),
     )  # fmt: skip
     return plan, timing
@@ -160,8 +167,6 @@ def _advice(
 ) -> Iterable[str]:
     lag = max(method.lag(k, K) for k in range(1, K + 1))
     if max_staleness is not None:
-        if max_staleness <= 0:
-            raise UserError(f"a mean staleness of at most {max_staleness}: give a number above 0")
         M = max(1, -int(-lag // max_staleness))
         yield f"M = {M} is the smallest that keeps the mean staleness of every stage at or below {max_staleness:g}"
     largest = max(stages, key=lambda stage: stage.memory_bytes)

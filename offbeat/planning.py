@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offbeat import models
-from offbeat.errors import UserError, unknown
+from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
 from offbeat.methods import DECLARED
 from offbeat.plan import Measured, Network, Plan, make_plan
@@ -55,18 +55,23 @@ def show_plan(
     as_json: bool,
 ) -> None:
     """Everything that the command prints and draws."""
-    every = method == "all"
-    wanted = chosen_method("adl" if every else method, M)
-    if K < 1 or batch_size < 1:
-        raise UserError(f"K = {K}, batch-size = {batch_size}: use whole numbers from 1 up")
+    wanted = chosen_method("adl" if method == "all" else method, M)
+    if K < 1 or batch_size < 1 or threads < 1:
+        raise UserError(f"K = {K}, batch-size = {batch_size}, threads = {threads}: use whole numbers from 1 up")
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    try:
-        built = models.build(model, shape=shape).to(device)
-    except RuntimeError as error:
-        raise UserError(f"device {device!r} cannot be used ({str(error).splitlines()[0]}): use cpu, or cuda") from error
+    network_model = models.build(model, shape=shape)
     size = shape or models.describe(model).shape
-    sample = torch.randn(batch_size, *size, device=device)
+    try:
+        if device == "meta":
+            raise RuntimeError("it computes nothing")
+        built = network_model.to(device)
+        sample = torch.randn(batch_size, *size, device=device)
+    except (RuntimeError, AssertionError, MemoryError, OverflowError) as error:
+        raise UserError(
+            f"a batch of {batch_size} on device {device!r} cannot be had ({first_line(error)}): use cpu, or cuda, or a "
+            "smaller batch"
+        ) from error
     measured = Measured.of(model, built, sample, batch_size)
     plan, costs = make_plan(
         measured, wanted, K, by=by, network=network, speeds=speeds, memory_limit=memory_limit, pinned=pinned,
@@ -81,7 +86,7 @@ def show_plan(
         return
     console = Console(highlight=False)
     console.print(stage_table(plan))
-    console.print(method_table(plan, every=every))
+    console.print(method_table(plan))
     for line in (*plan.advice, *plan.notes):
         console.print(f"- {line}", soft_wrap=True)
     if theory:
@@ -94,41 +99,43 @@ def stage_table(plan: Plan) -> Table:
         title=f"{plan.model}, {plan.method}, K={plan.K}, M={plan.M}, b={plan.batch_size}", box=box.SIMPLE_HEAD,
         caption=f"balance (mean / slowest stage) {bound}", padding=(0, 0, 0, 1),
     )  # fmt: skip
-    table.add_column("stage")
-    table.add_column("units")
-    for column in ("params", "F ms", "B ms", "sends kB", "in flight", "versions", "MB", "staleness"):
-        table.add_column(column, justify="right")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("units", no_wrap=True)
+    table.add_column("from", no_wrap=True, overflow="ellipsis")
+    for column in ("params", "F ms", "B ms", "sends\nkB", "in\nflight", "ver-\nsions", "MB", "stale-\nness"):
+        table.add_column(column, justify="right", no_wrap=True)
     for stage in plan.stages:
-        start, end, first, last = stage.units
+        start, end, first, _ = stage.units
         table.add_row(
-            str(stage.k), f"{start}-{end} {first}..{last}", f"{stage.params:,}", f"{stage.forward_ms:.1f}",
+            str(stage.k), f"{start}-{end}", first, f"{stage.params:,}", f"{stage.forward_ms:.1f}",
             f"{stage.backward_ms:.1f}", f"{stage.boundary_bytes / 1e3:,.0f}", str(stage.in_flight), str(stage.versions),
             f"{stage.memory_bytes / 1e6:,.0f}", f"{stage.mean_staleness:.2f}",
         )  # fmt: skip
     return table
 
 
-def method_table(plan: Plan, *, every: bool) -> Table:
+def method_table(plan: Plan) -> Table:
     table = Table(title="predicted speed-up over BP on one worker, steady state", box=box.SIMPLE_HEAD)
     table.add_column("method")
     table.add_column("speed-up", justify="right")
-    rows = plan.methods if every else {**{plan.method: plan.predicted_speedup}, **plan.methods}
-    for name, value in rows.items():
+    for name, value in plan.methods.items():
         table.add_row(name, f"{value:.2f}")
     return table
 
 
 def theory_table(plan: Plan) -> Table:
-    """How the bound on the mean squared gradient moves with M, as the paper states it and as corrected."""
-    rows = bound_table(step=0.001, batches=100_000, Delta=1.0, A=1.0, L=1.0, K=[plan.K], M=[1, 2, 4, 8, 16])
+    """How the bound on the mean squared gradient moves with K and M, as the paper states it and as corrected."""
+    depths = sorted({max(1, plan.K // 2), plan.K, 2 * plan.K})
+    rows = bound_table(step=0.001, batches=100_000, Delta=1.0, A=1.0, L=1.0, K=depths, M=[1, 2, 4, 8, 16])
     table = Table(
-        title=f"upper bounds on the mean squared gradient, K={plan.K}, linear learning-rate rule", box=box.SIMPLE_HEAD,
+        title="upper bounds on the mean squared gradient, linear learning-rate rule", box=box.SIMPLE_HEAD,
         caption="A = L = Delta = 1, 100,000 batches, step 0.001 a batch; corrected: smooth, squared staleness",
     )  # fmt: skip
-    for column in ("M", "mean staleness, all stages", "staleness term", "as corrected", "as stated"):
+    for column in ("K", "M", "mean staleness, all stages", "staleness term", "as corrected", "as stated"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            str(row.M), f"{row.mean_staleness:.2f}", f"{row.staleness:.2e}", f"{row.corrected:.5f}", f"{row.stated:.5f}"
-        )
+            str(row.K), str(row.M), f"{row.mean_staleness:.2f}", f"{row.staleness:.2e}", f"{row.corrected:.5f}",
+            f"{row.stated:.5f}",
+        )  # fmt: skip
     return table

@@ -26,6 +26,7 @@ class Costs:
     update: Sequence[float] = ()
     up: Sequence[float] = field(default=())
     down: Sequence[float] = field(default=())
+    baseline: float | None = None  # seconds a batch of BP on one worker, where workers differ
 
     @property
     def K(self) -> int:  # noqa: N802
@@ -33,8 +34,8 @@ class Costs:
 
     @property
     def alone(self) -> float:
-        """Seconds a batch of back-propagation on one worker."""
-        return sum(self.forward) + sum(self.backward) + sum(self.update)
+        """Seconds a batch of back-propagation on one worker, the fastest."""
+        return self.baseline or sum(self.forward) + sum(self.backward) + sum(self.update)
 
     def of(self, operation: Operation, k: int, method: Method) -> float:
         """Seconds that the operation keeps stage k busy."""

@@ -17,9 +17,12 @@ PACKAGE = ROOT / "offbeat"
 ORDER = [
     "errors", "seeds", "ops", "theory", "method", "methods", "clock", "timeline", "recipe",
     "metrics", "stage", "links", "worker", "engines", "cutting", "pipeline",
-    "models", "data", "record", "telemetry", "progress", "report", "plan", "planning", "train", "launch", "demo", "cli", "__main__",
+    "models", "data", "record", "telemetry", "progress", "report", "plan", "planning", "train", "launch", "demo", "cli",
+    "__main__",
 ]  # fmt: skip
-TORCH_FREE = ["errors", "seeds", "ops", "theory", "method", "methods", "clock", "timeline", "recipe", "report", "launch", "cli"]
+TORCH_FREE = [
+    "errors", "seeds", "ops", "theory", "method", "methods", "clock", "timeline", "recipe", "report", "launch", "cli",
+]  # fmt: skip
 
 
 def files(top: str) -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from offbeat.methods import ADL, BP, DDG, DECLARED, DSP, FR, GPipe
@@ -61,7 +63,7 @@ def test_spans_of_a_stage_never_overlap_and_messages_never_come_early(name):
     spans = timeline(method, 9, costs)
     for k in (1, 2, 3):
         own = [span for span in spans if span.k == k]
-        assert all(a.end <= b.start + 1e-12 for a, b in zip(own, own[1:], strict=False))
+        assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(own))
         assert [span.operation for span in own] == [
             op for iteration in method.program(k, 3, range(9)) for op in iteration if not isinstance(op, Barrier)
         ]

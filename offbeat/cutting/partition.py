@@ -79,6 +79,8 @@ def partition(
         raise unknown("units", kind, get_args(Units))
     if by not in get_args(By):
         raise unknown("partition", by, get_args(By))
+    if speeds is not None and len(speeds) != K:
+        raise UserError(f"{len(speeds)} speeds for {K} stages: give one for each")
     if kind == "blocks" and by == "flops" and speeds is None and memory is None and not pinned:
         chosen = cut(model, K, cuts=cuts, sample=sample)
         return Partition(split(model, chosen), chosen, "blocks", _block_names(model), [])
@@ -93,12 +95,17 @@ def partition(
         legal = _between_blocks(traced, model)
     if len(legal) + 1 < K:
         why = f" ({'; '.join(traced.notes)})" if traced.notes else ""
+        if traced.shared and not untie:
+            names = ", ".join(traced.shared)
+            why += f"; {names} cannot be used by two stages, or say untie=True to give each its own copy"
         raise UserError(f"{K} stages but only {len(legal) + 1} units to cut between: use K <= {len(legal) + 1}{why}")
     if cuts is None:
         if sample is None:
             raise UserError("there is no batch to cut the model by: give a sample, or cuts=[...]")
         verify(traced, sample)
         cuts = solve_for(model, sample, K, by=by, speeds=speeds, memory=memory, pinned=pinned, legal=legal).cuts
+    if len(cuts) != K - 1:
+        raise UserError(f"{len(cuts)} cuts {list(cuts)} make {len(cuts) + 1} stages but K = {K}: give {K - 1} cuts")
     stages = traced.split(list(cuts), untie=untie)
     return Partition(stages, list(cuts), "layers", [unit.name for unit in traced.units], list(traced.notes))
 
@@ -138,7 +145,7 @@ def stage_seconds(
     twin = trace(copy.deepcopy(model).train())
     x, found = sample, []
     kept: tuple[Tensor | None, ...] = ()
-    for stage in twin.split(list(cuts)):
+    for stage in twin.split(list(cuts), untie=True):  # whether they may be separated was decided before
         inputs = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
         laps: list[tuple[float, float]] = []
         for _ in range(repeat + 1):

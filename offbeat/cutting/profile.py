@@ -66,31 +66,46 @@ class Profile:
 
 
 def profile(model: nn.Module, sample: Any, *, timed: bool = True, repeat: int = 5) -> Profile:
-    """Measure a copy of the model in training mode; with timed=False on the meta device, sizes and FLOPs alone."""
+    """Measure a copy of the model in training mode; with timed=False sizes and FLOPs alone.
+
+    Those come from the meta device, without computing; a model that looks at values, which meta tensors do not have,
+    runs once on its own device instead.
+    """
+    own = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if timed:
+        return _profile(model, sample, own, repeat)
+    try:
+        return _profile(model, sample, torch.device("meta"), 0)
+    except UserError:
+        if own.type == "meta":
+            raise
+        return _profile(model, sample, own, 0)
+
+
+def _profile(model: nn.Module, sample: Any, device: torch.device, repeat: int) -> Profile:
     model = copy.deepcopy(model).train()
-    device = next((p.device for p in model.parameters()), torch.device("cpu")) if timed else torch.device("meta")
     traced = trace(model.to(device))
     x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)
     costs: list[UnitCost] = []
     sizes = {name: _bytes(value) for name, value in zip(traced.inputs, _inputs(traced, x), strict=True)}
+    known = dict(model.named_parameters())
 
     def visit(unit: Unit, call: Callable[[Values], Values], inputs: Values) -> Values:
-        own = [model.get_parameter(name) for name in unit.parameters if name in known]
+        own = [known[name] for name in unit.parameters if name in known]
         held = _Held(known.values())
         with held, FlopCounterMode(display=False) as counter:
             outputs = call(inputs)
         sizes.update({name: _bytes(value) for name, value in outputs.items()})
-        seconds = _seconds(call, inputs, own, repeat, device) if timed else (0.0, 0.0)
+        seconds = _seconds(call, inputs, own, repeat, device) if repeat else (0.0, 0.0)
         numbers, size = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
         costs.append(UnitCost(unit.name, numbers, size, counter.get_total_flops(), held.bytes, *seconds))
         return outputs
 
-    known = dict(model.named_parameters())
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         run_units(traced, x, visit)
     boundaries = [sum(sizes.get(name, 0) for name in traced.boundary(cut)) for cut in range(len(traced.units))]
     shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
-    return Profile(str(device), timed, shapes, costs, boundaries, list(traced.legal_cuts))
+    return Profile(str(device), bool(repeat), shapes, costs, boundaries, list(traced.legal_cuts))
 
 
 def _inputs(traced: Traced, x: Any) -> list[Any]:

@@ -1,0 +1,331 @@
+"""`offbeat plan`, and cuts inside blocks on the way through `offbeat train`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from offbeat import cli, launch, models
+from offbeat.methods import DECLARED
+
+SMALL = ("plan", "--model", "resnet8", "--batch-size", "4", "--shape", "3,8,8")
+STAGE = {"k", "units", "params", "forward_ms", "backward_ms", "boundary_bytes", "in_flight", "versions",
+         "memory_bytes", "mean_staleness"}  # fmt: skip
+PLAN = {"model", "method", "K", "M", "batch_size", "balance", "predicted_speedup", "stages", "methods"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def offbeat(monkeypatch, capsys, tmp_path) -> Command:
+    """Run the command in an empty folder, with no chance to start a process, on a wide terminal."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("RANK", "WORLD_SIZE", launch.ERRORS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("started workers"))
+
+    def run(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["offbeat", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        said = capsys.readouterr()
+        return Outcome(0 if exit.value.code is None else exit.value.code, said.out, said.err)
+
+    return run
+
+
+def done(outcome: Outcome) -> str:
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    return outcome.out
+
+
+def planned(offbeat: Command, *arguments: object) -> dict:
+    return json.loads(done(offbeat(*SMALL, *arguments, "--json")))
+
+
+def check_refused(offbeat: Command, arguments: tuple, *words: str) -> None:
+    """Exit code 2, one line that says all of it, no traceback, nothing on stdout, nothing written."""
+    outcome = offbeat(*arguments)
+    assert outcome.code == 2, outcome
+    assert outcome.out == ""
+    assert outcome.err.startswith("offbeat: ")
+    assert outcome.err.count("\n") == 1
+    assert "Traceback" not in outcome.err
+    for word in words:
+        assert word in outcome.err, outcome.err
+    assert list(Path.cwd().iterdir()) == []
+
+
+# ---- JSON
+
+
+@pytest.mark.parametrize(("K", "M", "model"), [(1, 1, "resnet8"), (3, 2, "resnet8"), (4, 4, "resnet20"), (5, 3, "mlp")])
+def test_the_json_has_the_promised_keys_and_sane_values(offbeat, K, M, model):
+    shape = ("--shape", "1,8,8")
+    plan = planned(offbeat, "--model", model, *shape, "-K", K, "-M", M)
+    assert set(plan) >= PLAN
+    assert (plan["model"], plan["method"], plan["K"], plan["M"], plan["batch_size"]) == (model, "adl", K, M, 4)
+    assert 0 < plan["balance"] <= 1
+    assert 0 < plan["predicted_speedup"] <= K + 1e-6
+    assert set(plan["methods"]) == set(DECLARED)
+    assert all(0 < speed <= K + 1e-6 for speed in plan["methods"].values())
+    assert plan["methods"]["bp"] <= 1 + 1e-6
+    assert plan["methods"]["adl"] == pytest.approx(plan["predicted_speedup"], rel=0.01)
+    stages = plan["stages"]
+    assert [stage["k"] for stage in stages] == list(range(1, K + 1))
+    for stage in stages:
+        assert set(stage) >= STAGE
+        lag = 2 * (K - stage["k"])
+        assert stage["in_flight"] == lag + 1
+        assert stage["versions"] == math.ceil(lag / M) + 1
+        assert stage["mean_staleness"] == lag / M
+        assert stage["forward_ms"] > 0
+        assert stage["backward_ms"] >= 0
+        assert stage["memory_bytes"] >= 4 * stage["params"] * (stage["versions"] + 1)
+    built = models.build(model, shape=(1, 8, 8))
+    assert sum(stage["params"] for stage in stages) == sum(p.numel() for p in built.parameters())
+    assert all(stage["boundary_bytes"] > 0 for stage in stages[:-1])
+    assert stages[-1]["boundary_bytes"] == 0
+    edges = [stage["units"][:2] for stage in stages]
+    assert edges[0][0] == 0
+    assert all(end + 1 == start for (_, end), (start, _) in pairwise(edges))
+
+
+@pytest.mark.parametrize("method", [*DECLARED, "all"])
+def test_every_declared_method_can_be_planned(offbeat, method):
+    plan = planned(offbeat, "-K", 3, "--method", method)
+    assert plan["method"] == ("adl" if method == "all" else method)
+    assert plan["predicted_speedup"] == pytest.approx(plan["methods"][plan["method"]])
+    expected = {"bp": [1, 1, 1], "ddg": [3, 2, 1], "adl": [5, 3, 1], "dsp": [5, 3, 1], "gpipe": [4, 4, 4]}
+    if method in expected:
+        assert [stage["in_flight"] for stage in plan["stages"]] == expected[method]
+    if method in ("fr", "dsp"):
+        assert [stage["versions"] for stage in plan["stages"]] == [1, 1, 1]
+
+
+def test_cuts_by_flops_are_the_same_twice(offbeat):
+    first, second = (planned(offbeat, "-K", 4, "--partition", "flops") for _ in range(2))
+    assert first["cuts"] == second["cuts"]
+    fixed = ("k", "units", "params", "boundary_bytes", "in_flight", "versions", "memory_bytes", "mean_staleness")
+    for one, other in zip(first["stages"], second["stages"]):
+        assert [one[key] for key in fixed] == [other[key] for key in fixed]
+
+
+def test_a_pinned_cut_is_made(offbeat):
+    assert 5 in planned(offbeat, "-K", 3, "--pin", "5")["cuts"]
+
+
+def test_slow_links_slow_every_method_that_waits_for_them(offbeat):
+    plan = planned(offbeat, "-K", 3, "--latency", "1000")
+    assert all(speed < 0.5 for name, speed in plan["methods"].items() if name in ("bp", "ddg", "gpipe"))
+
+
+def test_a_slow_worker_gets_less_and_the_speed_up_is_over_one_fast_worker(offbeat):
+    plan = planned(offbeat, "-K", 2, "--partition", "flops", "--speeds", "1,0.1")
+    equal = planned(offbeat, "-K", 2, "--partition", "flops")
+    assert plan["cuts"][0] > equal["cuts"][0]
+    times = [stage["forward_ms"] + stage["backward_ms"] for stage in plan["stages"]]  # each on its own worker
+    alone = times[0] + 0.1 * times[1]  # all of it on the fast one
+    assert plan["predicted_speedup"] <= alone / max(times) + 1e-6  # so never above 1.1
+
+
+def test_a_memory_limit_that_fits_is_kept(offbeat):
+    free = planned(offbeat, "-K", 3, "--partition", "flops")
+    largest = max(stage["memory_bytes"] for stage in free["stages"])
+    kept = planned(offbeat, "-K", 3, "--partition", "flops", "--memory-limit", largest / 1e6)
+    assert max(stage["memory_bytes"] for stage in kept["stages"]) <= largest
+
+
+def test_memory_is_given_in_the_same_terms_with_and_without_a_limit(offbeat):
+    plan = planned(offbeat, "-K", 3, "--partition", "flops")
+    largest = max(stage["memory_bytes"] for stage in plan["stages"])
+    outcome = offbeat(*SMALL, "-K", 3, "--partition", "flops", "--memory-limit", "0.001")
+    least = float(outcome.err.split("at least ")[1].split(",")[0])
+    assert least <= largest
+
+
+# ---- text
+
+
+def test_the_text_has_both_tables_the_balance_and_advice(offbeat):
+    said = done(offbeat(*SMALL, "-K", 3, "-M", 2))
+    assert "resnet8, adl, K=3, M=2, b=4" in said
+    for column in ("stage", "units", "params", "F ms", "B ms", "in flight", "versions", "staleness"):
+        assert column in said
+    assert "balance (mean / slowest stage)" in said
+    assert "predicted speed-up" in said
+    for name in DECLARED:
+        assert f" {name} " in said
+    assert "- memory is largest at stage" in said
+
+
+def test_the_text_fits_eighty_columns(offbeat, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = done(offbeat(*SMALL, "-K", 3, "--method", "all"))
+    tables = [line for line in said.splitlines() if not line.startswith("- ")]
+    assert max(map(len, tables)) <= 80
+
+
+@pytest.mark.parametrize(("K", "budget"), [(3, 1.5), (4, 1.5), (4, 6), (2, 0.3), (3, 100)])
+def test_the_advice_for_a_staleness_budget_is_the_smallest_m(offbeat, K, budget):
+    said = done(offbeat(*SMALL, "-K", K, "--max-staleness", budget))
+    least = max(1, math.ceil(2 * (K - 1) / budget))
+    assert f"M = {least} is the smallest" in said
+    assert planned(offbeat, "-K", K, "--max-staleness", budget)["advice"][0].startswith(f"M = {least} ")
+
+
+def test_theory_says_which_bound_is_meant(offbeat):
+    said = done(offbeat(*SMALL, "-K", 3, "--theory"))
+    assert "as stated" in said
+    assert "as corrected" in said
+    assert "upper bounds on the mean squared gradient" in said
+
+
+def test_theory_shows_how_the_bound_moves_with_k(offbeat):
+    said = done(offbeat(*SMALL, "-K", 4, "--theory"))
+    theory = said[said.index("upper bounds") :]
+    header = next(line for line in theory.splitlines() if "as stated" in line)
+    assert header.split()[0] == "K"  # "prints how the bound moves with K and M"
+
+
+# ---- pictures
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "txt"])
+def test_pictures_are_drawn(offbeat, suffix):
+    done(offbeat(*SMALL, "-K", 3, "--picture", f"time.{suffix}", "--staleness-picture", f"late.{suffix}"))
+    starts = {"svg": b"<?xml", "png": b"\x89PNG", "txt": b""}
+    for name in ("time", "late"):
+        content = Path(f"{name}.{suffix}").read_bytes()
+        assert content.startswith(starts[suffix])
+        assert len(content) > 100
+    if suffix == "txt":
+        assert "F0" in Path("time.txt").read_text()
+
+
+# ---- bad input
+
+OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "model": (("--model", "resnet65"), ("resnet65", "did you mean 'resnet56'")),
+    "method": (("--method", "ald"), ("ald", "did you mean 'adl'")),
+    "partition": (("--partition", "flop"), ("flop", "did you mean 'flops'")),
+    "K=0": (("-K", "0"), ("K = 0", "from 1 up")),
+    "K=-1": (("-K", "-1"), ("K = -1",)),
+    "K above the units": (("-K", "500"), ("500 stages", "K <= ")),
+    "M=0": (("-M", "0"), ("M = 0",)),
+    "M with ddg": (("--method", "ddg", "-M", "4"), ("-M 4 with ddg",)),
+    "batch size 0": (("--batch-size", "0"), ("batch-size = 0",)),
+    "batch size beyond any memory": (("--batch-size", str(10**15)), ("batch",)),
+    "shape of two": (("--shape", "8,8"), ("shape", "[8, 8]")),
+    "shape with a zero": (("--shape", "3,0,8"), ("shape",)),
+    "device nonsense": (("--device", "toaster"), ("toaster", "use cpu, or cuda")),
+    "device that is not here": (("--device", "cuda:99"), ("cuda:99",)),
+    "device without values": (("--device", "meta"), ("meta",)),
+    "no threads": (("--threads", "0"), ("threads",)),
+    "negative latency": (("--latency", "-1"), ("latency -1",)),
+    "nan latency": (("--latency", "nan"), ("latency nan",)),
+    "infinite latency": (("--latency", "inf"), ("latency inf",)),
+    "no bandwidth": (("--bandwidth", "0"), ("bandwidth 0",)),
+    "picture": (("--picture", "time.gif"), ("time.gif", ".svg")),
+    "staleness picture": (("--staleness-picture", "late"), ("late", ".svg")),
+    "picture in no folder": (("--picture", "nowhere/time.svg"), ("nowhere",)),
+    "speeds in words": (("--speeds", "fast"), ("--speeds", "fast")),
+    "too few speeds": (("-K", "3", "--speeds", "1,1"), ("2 speeds for 3 stages",)),
+    "no speeds": (("-K", "3", "--speeds", ""), ("speeds",)),
+    "a speed of nothing": (("-K", "2", "--speeds", "1,0"), ("speeds[1] = 0",)),
+    "a pin outside": (("-K", "2", "--pin", "900"), ("900",)),
+    "memory that nothing fits": (("-K", "2", "--memory-limit", "0.001"), ("do not fit", "memory limit")),
+    "negative memory": (("-K", "2", "--memory-limit", "-1"), ("memory",)),
+    "staleness of nothing": (("--max-staleness", "0"), ("staleness", "above 0")),
+    "nan staleness": (("--max-staleness", "nan"), ("staleness",)),
+    "unknown option": (("--pictures", "a.svg"), ("--pictures", "plan --help")),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_bad_option_is_refused_in_one_line_and_nothing_is_written(offbeat, name):
+    arguments, words = OPTIONS[name]
+    check_refused(offbeat, (*SMALL, *arguments), *words)
+
+
+# ---- cuts inside blocks in a run
+
+TRAIN = ("train", "--data", "digits", "--model", "resnet8", "--engine", "simulate", "--epochs", 1, "-K", 3,
+         "--threads-per-stage", 1, "--json")  # fmt: skip
+
+
+def recipe(folder: str) -> dict:
+    return json.loads((Path(folder) / "config.json").read_text())["recipe"]
+
+
+def trained(folder: str) -> bytes:
+    return (Path(folder) / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("options", [("--units", "layers"), ("--partition", "measured"), ("--speeds", "1,1,0.5")])
+def test_a_run_records_its_cuts_and_is_repeated_by_its_config(offbeat, options):
+    outcome = offbeat(*TRAIN, *options, "--out", "one")
+    assert outcome.code == 0, outcome
+    written = recipe("one")
+    assert written["units"] == "layers"
+    assert len(written["cuts"]) == 2
+    assert written["partition"] == ("measured" if "measured" in options else "flops")
+    result = json.loads(outcome.out)
+    assert result["staleness"] == pytest.approx(result["staleness_formula"], abs=0.1)
+    again = offbeat("train", "--config", "one/config.json", "--out", "two", "--json")
+    assert again.code == 0, again
+    assert recipe("two") == written
+    assert trained("two") == trained("one")
+
+
+def test_more_stages_than_blocks_are_cut_inside_blocks(offbeat):
+    outcome = offbeat(*TRAIN, "-K", 8, "--dry-run")
+    assert outcome.code == 0, outcome
+    found = json.loads(outcome.out)["recipe"]
+    assert (found["units"], len(found["cuts"])) == ("layers", 7)
+
+
+def test_cuts_by_flops_do_not_depend_on_when_they_are_made(offbeat):
+    found = [json.loads(offbeat(*TRAIN, "--units", "layers", "--dry-run").out)["recipe"]["cuts"] for _ in range(2)]
+    assert found[0] == found[1]
+
+
+TRAIN_OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "units": (("--units", "layer"), ("layer", "did you mean 'layers'")),
+    "partition": (("--partition", "mesured"), ("mesured", "did you mean 'measured'")),
+    "too few speeds": (("--speeds", "1,1"), ("2 speeds for 3 stages",)),
+    "too many speeds": (("--speeds", "1,1,1,1"), ("4 speeds for 3 stages",)),
+    "too many speeds for one stage": (("-K", "1", "--speeds", "1,1"), ("2 speeds for 1",)),
+    "too few speeds beside cuts": (("--cuts", "1,2", "--speeds", "1,1"), ("2 speeds for 3 stages",)),
+    "no speeds": (("--speeds", ""), ("speeds",)),
+    "negative speed": (("--speeds", "1,1,-1"), ("speeds[2] = -1",)),
+    "speeds in words": (("--speeds", "a,b,c"), ("--speeds",)),
+    "too many stages": (("--units", "layers", "-K", "500"), ("500 stages", "K <= ")),
+    "more stages than blocks": (("--units", "blocks", "-K", "8"), ("8 stages", "K <= 5")),
+    "too few cuts between layers": (("--units", "layers", "--cuts", "3"), ("1 cut", "K = 3")),
+    "too many cuts between layers": (("--units", "layers", "--cuts", "3,5,7"), ("3 cuts", "K = 3")),
+    "cuts beyond the layers": (("--units", "layers", "--cuts", "3,900"), ("[3, 900]",)),
+}
+
+
+@pytest.mark.parametrize("name", TRAIN_OPTIONS)
+def test_a_bad_way_to_cut_is_refused_before_a_run(offbeat, name):
+    arguments, words = TRAIN_OPTIONS[name]
+    check_refused(offbeat, (*TRAIN, *arguments), *words)
