@@ -153,7 +153,7 @@ def worker(options: argparse.Namespace) -> None:
                 if name == "bp-cores":
                     torch.set_num_threads(K)
                     pin(set(all_cores[:K]))
-                times[name].append(timed(work, 1, max(2, options.timed // 3)))
+                times[name].append(timed(work, 2, max(2, 2 * options.timed // K)))
                 torch.set_num_threads(1)
                 pin(mine)
             dist.barrier()

@@ -97,12 +97,12 @@ def stage_table(plan: Plan) -> Table:
     bound = f"{plan.balance:.3f} of at most {plan.balance_bound:.3f} (largest unit)"
     table = Table(
         title=f"{plan.model}, {plan.method}, K={plan.K}, M={plan.M}, b={plan.batch_size}", box=box.SIMPLE_HEAD,
-        caption=f"balance (mean / slowest stage) {bound}", padding=(0, 0, 0, 1),
+        caption=f"balance (mean / slowest stage) {bound}; mean staleness in updates", padding=(0, 0, 0, 1),
     )  # fmt: skip
     table.add_column("k", no_wrap=True)
     table.add_column("units", no_wrap=True)
-    table.add_column("from", no_wrap=True, overflow="ellipsis", max_width=14)
-    for column in ("params", "F ms", "B ms", "kB\nup", "in\nflight", "ver-\nsions", "MB", "stale-\nness"):
+    table.add_column("from", no_wrap=True, overflow="ellipsis", max_width=11)
+    for column in ("params", "F ms", "B ms", "kB\nup", "in\nflight", "ver-\nsions", "MB", "LoS"):
         table.add_column(column, justify="right", no_wrap=True)
     for stage in plan.stages:
         start, end, first, _ = stage.units
