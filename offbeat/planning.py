@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -20,17 +21,19 @@ from offbeat.plan import Measured, Network, Plan, make_plan
 from offbeat.report import draw_staleness, draw_timeline
 from offbeat.theory import bound_table
 
+EVERY, DEFAULT = ("all",), "adl"  # every method's speed-up is printed anyway; the stages are those of one
+
 
 def chosen_method(name: str, M: int | None) -> Method:
     """A declared method, with M where it takes one."""
     if name not in DECLARED:
         raise unknown("method", name, DECLARED)
-    method = DECLARED[name]()
+    declare = DECLARED[name]
     if M is None:
-        return method
-    if name not in ("adl", "bp"):
+        return declare()
+    if "M" not in inspect.signature(declare).parameters:
         raise UserError(f"-M {M} with {name}, which applies every gradient at once: leave -M out, or use adl")
-    return replace(method, M=M)
+    return declare(M=M)
 
 
 def show_plan(
@@ -55,7 +58,7 @@ def show_plan(
     as_json: bool,
 ) -> None:
     """Everything that the command prints and draws."""
-    wanted = chosen_method("adl" if method == "all" else method, M)
+    wanted = chosen_method(DEFAULT if method in EVERY else method, M)
     if K < 1 or batch_size < 1 or threads < 1:
         raise UserError(f"K = {K}, batch-size = {batch_size}, threads = {threads}: use whole numbers from 1 up")
     torch.set_num_threads(threads)
@@ -101,7 +104,7 @@ def stage_table(plan: Plan) -> Table:
     )  # fmt: skip
     table.add_column("k", no_wrap=True)
     table.add_column("units", no_wrap=True)
-    table.add_column("from", no_wrap=True, overflow="ellipsis", max_width=11)
+    table.add_column("from", no_wrap=True, overflow="ellipsis", max_width=9)
     for column in ("params", "F ms", "B ms", "kB\nup", "in\nflight", "ver-\nsions", "MB", "LoS"):
         table.add_column(column, justify="right", no_wrap=True)
     for stage in plan.stages:

@@ -18,7 +18,7 @@ from offbeat.methods.gpipe import GPipe
 METHODS: dict[str, Callable[..., Method]] = {"bp": BP, "adl": ADL}  # those that can be trained with
 
 # Those whose programs and costs are known to the clock, with the settings of their papers.
-DECLARED: dict[str, Callable[[], Method]] = {
+DECLARED: dict[str, Callable[..., Method]] = {
     "bp": BP,
     "ddg": DDG,
     "ddg-dataflow": partial(DDG, barrier=False),
