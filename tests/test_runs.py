@@ -230,7 +230,7 @@ def test_the_config_is_complete(run):
     config = json.loads((run / "config.json").read_text())
     recipe, provenance = config["recipe"], config["provenance"]
     expected = complete(data="digits", model="resnet8", K=2, M=2, epochs=2, threads_per_stage=1)
-    assert recipe == json.loads(json.dumps(expected.as_dict())) | {"cuts": recipe["cuts"]}
+    assert recipe == json.loads(json.dumps(expected.as_dict())) | {"cuts": recipe["cuts"], "units": "blocks"}
     assert len(recipe["cuts"]) == 1
     assert recipe["seed"] == 0
     assert provenance["versions"]["torch"] == torch.__version__
