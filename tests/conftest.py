@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # reference.py and cases.py
+sys.path.insert(0, str(Path(__file__).parent))  # reference.py, cases.py, command.py
+from command import offbeat  # noqa: F401  a fixture for all
 
 settings.register_profile("offbeat", deadline=None)  # a busy machine is no failure
 settings.load_profile("offbeat")

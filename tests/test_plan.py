@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from command import Command, Outcome, check_refused
 
-from offbeat import cli, launch, models
+from offbeat import models
 from offbeat.methods import DECLARED
 
 SMALL = ("plan", "--model", "resnet8", "--batch-size", "4", "--shape", "3,8,8")
@@ -21,34 +19,9 @@ STAGE = {"k", "units", "params", "forward_ms", "backward_ms", "boundary_bytes", 
 PLAN = {"model", "method", "K", "M", "batch_size", "balance", "predicted_speedup", "stages", "methods"}
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Outcome]
-
-
-@pytest.fixture
-def offbeat(monkeypatch, capsys, tmp_path) -> Command:
-    """Run the command in an empty folder, with no chance to start a process, on a wide terminal."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    for name in ("RANK", "WORLD_SIZE", launch.ERRORS):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("started workers"))
-
-    def run(*arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["offbeat", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        said = capsys.readouterr()
-        return Outcome(0 if exit.value.code is None else exit.value.code, said.out, said.err)
-
-    return run
 
 
 def done(outcome: Outcome) -> str:
@@ -58,19 +31,6 @@ def done(outcome: Outcome) -> str:
 
 def planned(offbeat: Command, *arguments: object) -> dict:
     return json.loads(done(offbeat(*SMALL, *arguments, "--json")))
-
-
-def check_refused(offbeat: Command, arguments: tuple, *words: str) -> None:
-    """Exit code 2, one line that says all of it, no traceback, nothing on stdout, nothing written."""
-    outcome = offbeat(*arguments)
-    assert outcome.code == 2, outcome
-    assert outcome.out == ""
-    assert outcome.err.startswith("offbeat: ")
-    assert outcome.err.count("\n") == 1
-    assert "Traceback" not in outcome.err
-    for word in words:
-        assert word in outcome.err, outcome.err
-    assert list(Path.cwd().iterdir()) == []
 
 
 # ---- JSON

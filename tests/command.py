@@ -1,0 +1,61 @@
+"""The command line run in this process, for tests of what it says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from offbeat import cli, launch
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def offbeat(monkeypatch, capsys, tmp_path) -> Command:
+    """Run the command in an empty folder, with no chance to start a process."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", launch.ERRORS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("started workers"))
+
+    def run(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["offbeat", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        said = capsys.readouterr()
+        return Outcome(0 if exit.value.code is None else exit.value.code, said.out, said.err)
+
+    return run
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def check_refused(offbeat: Command, arguments: tuple, *words: str) -> str:
+    """Exit code 2, one line that says all of it, no traceback, nothing on stdout, nothing written."""
+    before = contents(Path.cwd())
+    outcome = offbeat(*arguments)
+    assert outcome.code == 2, outcome
+    assert outcome.out == ""
+    assert outcome.err.startswith("offbeat: ")
+    assert outcome.err.count("\n") == 1
+    assert outcome.err.endswith("\n")
+    assert "Traceback" not in outcome.err
+    for word in words:
+        assert word in outcome.err
+    assert contents(Path.cwd()) == before
+    return outcome.err
