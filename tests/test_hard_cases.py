@@ -176,6 +176,32 @@ def test_gradients_that_share_memory_are_not_mixed_up():
         assert not torch.equal(a, torch.ones(4))
 
 
+@pytest.mark.parametrize("M", [1, 2, 3])
+def test_gradients_that_share_memory_add_up_as_in_a_plain_loop(M):
+    """The gradient of a + b is one tensor for both; added in place it would count twice."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+        def forward(self, x):
+            return x[:, :4] + (self.a + self.b)
+
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+
+    plain, batches = Sum(), vectors(6)
+    plain_optimizer = optimizer(plain.parameters())
+    for start in range(0, 6, M):
+        plain_optimizer.zero_grad()
+        for x, y in batches[start : start + M]:
+            (CROSS_ENTROPY(plain(x), y) / M).backward()
+        plain_optimizer.step()
+    found = trained(Sum(), batches, K=1, method=offbeat.BP(M=M), optimizer=optimizer)
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(found, plain.parameters(), strict=True))
+
+
 def test_integer_inputs_and_bfloat16_train():
     class Tokens(nn.Module):
         def __init__(self):
