@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from offbeat.cutting.cut import check_stages, cut, is_sequence, split, units
-from offbeat.cutting.profile import Profile, profile
+from offbeat.cutting.profile import profile
 from offbeat.cutting.solve import Memory, Solution, solve
+from offbeat.cutting.timing import Load, Meter, one_by_one
 from offbeat.cutting.trace import Traced, trace
 from offbeat.cutting.walk import verify
 from offbeat.errors import UserError, unknown
@@ -23,6 +20,8 @@ from offbeat.errors import UserError, unknown
 Units = Literal["blocks", "layers"]
 By = Literal["flops", "measured"]
 ROUNDS = 3  # of measuring whole stages and moving the cuts
+WORTHWHILE = 0.005  # of the slowest stage: less than this to gain is noise, and ends the rounds
+LAPS, LONGEST = 4, 5.0  # laps of the slowest stage for which all run at once, and the most seconds that may take
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,7 @@ def partition(
     `speeds` are those of the K workers, `pinned` cuts that must be among the chosen, `untie` copies parameters that two
     stages use instead of refusing them.
 
+    >>> import torch
     >>> made = partition(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), 2, torch.ones(1, 4))
     >>> made.cuts, [list(stage.state_dict()) for stage in made.stages]
     ([2], [['0.weight', '0.bias'], ['2.weight', '2.bias']])
@@ -103,7 +103,9 @@ def partition(
         if sample is None:
             raise UserError("there is no batch to cut the model by: give a sample, or cuts=[...]")
         verify(traced, sample)
-        cuts = solve_for(model, sample, K, by=by, speeds=speeds, memory=memory, pinned=pinned, legal=legal).cuts
+        cuts = solve_for(
+            model, sample, K, by=by, speeds=speeds, memory=memory, pinned=pinned, legal=legal, traced=traced
+        ).cuts
     if len(cuts) != K - 1:
         raise UserError(f"{len(cuts)} cuts {list(cuts)} make {len(cuts) + 1} stages but K = {K}: give {K - 1} cuts")
     stages = traced.split(list(cuts), untie=untie)
@@ -113,56 +115,51 @@ def partition(
 def solve_for(
     model: nn.Module, sample: Any, K: int, *, by: By = "flops", speeds: Sequence[float] | None = None,
     memory: Memory | None = None, pinned: Sequence[int] = (), legal: Sequence[int] | None = None,
-    measured: Profile | None = None,
+    traced: Traced | None = None,
 ) -> Solution:  # fmt: skip
     """The best cuts for what the units cost; measured ones are corrected by what whole stages take."""
-    found = measured or profile(model, sample, timed=by == "measured")
-    costs = found.costs()
+    found = profile(model, sample, timed=by == "measured", traced=traced)
     options: dict[str, Any] = {"speeds": speeds, "memory": memory, "pinned": pinned, "legal": legal or found.legal_cuts}
-    solution = solve(costs, K, **options)
     if by == "flops":
-        return solution
+        return solve(found.costs(), K, **options)
+    meter = one_by_one((traced or trace(model)).twin(), sample)
+    return refine(found.costs(), K, meter, **options)
+
+
+def refine(
+    costs: Sequence[float], K: int, meter: Meter, *, M: int = 1, speeds: Sequence[float] | None = None, **options: Any
+) -> Solution:
+    """The best cuts for measured units, moved by what whole stages take: a stage is not the sum of its units.
+
+    `meter` times the stages between cuts; an update counts as a part of each of its M batches.
+    """
+    costs = list(costs)
+    solution = solve(costs, K, speeds=speeds, **options)
     best, slowest = solution, float("inf")
-    for _ in range(ROUNDS):
-        taken = [sum(pair) for pair in stage_seconds(model, solution.cuts, sample)]
-        times = [seconds / speed for seconds, speed in zip(taken, speeds or [1.0] * K, strict=True)]
+    for _ in range(ROUNDS if K > 1 else 0):
+        load = Load([1] * K, M, seconds=min(LONGEST, LAPS * max(solution.times)))
+        taken = [stage.batch(M) for stage in meter(solution.cuts, load)]
+        times = []
+        for k, (start, end) in enumerate(pairwise([0, *solution.cuts, len(costs)])):
+            speed = speeds[k] if speeds else 1.0
+            exposed = max(0.0, solution.times[k] - sum(costs[start:end]) / speed)
+            times.append(taken[k] / speed + exposed)
         if max(times) < slowest:
             best, slowest = replace(solution, times=tuple(times)), max(times)
-        for start, end, seconds in zip([0, *solution.cuts], [*solution.cuts, len(costs)], taken, strict=True):
-            scale = seconds / max(1e-12, sum(costs[start:end]))
-            costs[start:end] = [cost * scale for cost in costs[start:end]]
-        moved = solve(costs, K, **options)
-        if moved.cuts == solution.cuts:
+        costs = rescaled(costs, solution.cuts, taken)
+        moved = solve(costs, K, speeds=speeds, **options)
+        if moved.cuts == solution.cuts or moved.bottleneck > (1 - WORTHWHILE) * slowest:
             break
         solution = moved
     return best
 
 
-def stage_seconds(
-    model: nn.Module, cuts: Sequence[int], sample: Any, *, repeat: int = 3
-) -> list[tuple[float, float]]:
-    """Median seconds of the forward and of the backward of whole stages, one after the other, on a copy."""
-    twin = trace(copy.deepcopy(model).train())
-    x, found = sample, []
-    kept: tuple[Tensor | None, ...] = ()
-    for stage in twin.split(list(cuts), untie=True):  # whether they may be separated was decided before
-        inputs = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
-        laps: list[tuple[float, float]] = []
-        for _ in range(repeat + 1):
-            began = time.perf_counter()
-            x = stage(pytree.tree_map_only(Tensor, torch.clone, inputs))
-            middle = time.perf_counter()
-            roots = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if roots:
-                leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-                targets = [tensor for tensor in [*leaves, *stage.parameters()] if tensor.requires_grad]
-                incoming = [torch.ones_like(root) for root in roots]
-                # kept until the next backward, as training keeps them: else malloc gives the memory back in between
-                kept = torch.autograd.grad(roots, targets, incoming, allow_unused=True)
-            laps.append((middle - began, time.perf_counter() - middle))
-        del kept
-        x = pytree.tree_map_only(Tensor, Tensor.detach, x)
-        found.append((statistics.median(lap[0] for lap in laps[1:]), statistics.median(lap[1] for lap in laps[1:])))
+def rescaled(costs: Sequence[float], cuts: Sequence[int], totals: Sequence[float]) -> list[float]:
+    """The costs with the sum of each stage made the total of that stage."""
+    found: list[float] = []
+    for start, end, total in zip([0, *cuts], [*cuts, len(costs)], totals, strict=True):
+        here = sum(costs[start:end])
+        found += [cost * total / here if here else total / (end - start) for cost in costs[start:end]]
     return found
 
 

@@ -24,6 +24,8 @@ from offbeat.cutting.trace import Traced, Unit, trace
 from offbeat.cutting.walk import Values, run_units
 from offbeat.errors import UserError, first_line
 
+BUDGET = 8.0  # seconds to time all units in, where a model is deep; two laps of each in any case
+
 
 @dataclass(frozen=True)
 class UnitCost:
@@ -48,6 +50,21 @@ class Profile:
     units: list[UnitCost]
     boundary_bytes: list[int]
     legal_cuts: list[int]
+    threads: int = 1  # of torch, at the measuring
+    model: str = ""  # what its user calls it
+
+    def misfit(self, sample: Any, traced: Traced, *, model: str, device: str) -> str | None:
+        """What makes this profile another model's, or another setting's; None where it fits."""
+        here = {
+            "model": model, "shapes": _shapes(sample), "device": device, "threads": torch.get_num_threads(),
+            "timed": True, "units": [unit.name for unit in traced.units], "legal_cuts": list(traced.legal_cuts),
+        }  # fmt: skip
+        there = {**{name: getattr(self, name) for name in here}, "units": [unit.name for unit in self.units]}
+        for name, value in here.items():
+            if value != there[name]:
+                told = name in ("units", "legal_cuts")
+                return f"its {name} are others" if told else f"its {name} is {there[name]}, here it is {value}"
+        return None
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -65,38 +82,43 @@ class Profile:
         return [unit.forward + unit.backward if self.timed else float(unit.flops) for unit in self.units]
 
 
-def profile(model: nn.Module, sample: Any, *, timed: bool = True, repeat: int = 5) -> Profile:
+def profile(
+    model: nn.Module, sample: Any, *, timed: bool = True, repeat: int = 5, traced: Traced | None = None
+) -> Profile:
     """Measure a copy of the model in training mode; with timed=False sizes and FLOPs alone.
 
     Those come from the meta device, without computing; a model that looks at values, which meta tensors do not have,
-    runs once on its own device instead.
+    runs once on its own device instead. `traced` is the model's trace, where there is one already. Of a deep model
+    units are repeated less often than `repeat`: all repetitions together are to take BUDGET seconds.
     """
     own = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if timed:
-        return _profile(model, sample, own, repeat)
+        return _profile((traced or trace(model)).twin(), sample, own, repeat)
     try:
-        return _profile(model, sample, torch.device("meta"), 0)
+        return _profile(trace(copy.deepcopy(model).train().to("meta")), sample, torch.device("meta"), 0)
     except UserError:
         if own.type == "meta":
             raise
-        return _profile(model, sample, own, 0)
+        return _profile((traced or trace(model)).twin(), sample, own, 0)
 
 
-def _profile(model: nn.Module, sample: Any, device: torch.device, repeat: int) -> Profile:
-    model = copy.deepcopy(model).train()
-    traced = trace(model.to(device))
+def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> Profile:
+    """Of a traced copy."""
+    model = traced.model.train()
     x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)
     costs: list[UnitCost] = []
     sizes = {name: _bytes(value) for name, value in zip(traced.inputs, _inputs(traced, x), strict=True)}
     known = dict(model.named_parameters())
+    parameters = {id(parameter) for parameter in known.values()}
+    share = BUDGET / len(traced.units)
 
     def visit(unit: Unit, call: Callable[[Values], Values], inputs: Values) -> Values:
         own = [known[name] for name in unit.parameters if name in known]
-        held = _Held(known.values())
+        held = _Held(parameters)
         with held, FlopCounterMode(display=False) as counter:
             outputs = call(inputs)
         sizes.update({name: _bytes(value) for name, value in outputs.items()})
-        seconds = _seconds(call, inputs, own, repeat, device) if repeat else (0.0, 0.0)
+        seconds = _seconds(call, inputs, own, repeat, device, share) if repeat else (0.0, 0.0)
         numbers, size = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
         costs.append(UnitCost(unit.name, numbers, size, counter.get_total_flops(), held.bytes, *seconds))
         return outputs
@@ -104,8 +126,12 @@ def _profile(model: nn.Module, sample: Any, device: torch.device, repeat: int) -
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         run_units(traced, x, visit)
     boundaries = [sum(sizes.get(name, 0) for name in traced.boundary(cut)) for cut in range(len(traced.units))]
-    shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
-    return Profile(str(device), bool(repeat), shapes, costs, boundaries, list(traced.legal_cuts))
+    threads = torch.get_num_threads()
+    return Profile(str(device), bool(repeat), _shapes(sample), costs, boundaries, list(traced.legal_cuts), threads)
+
+
+def _shapes(sample: Any) -> list[list[int]]:
+    return [list(leaf.shape) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
 
 
 def _inputs(traced: Traced, x: Any) -> list[Any]:
@@ -120,13 +146,13 @@ def _bytes(content: Any) -> int:
 class _Held(torch.autograd.graph.saved_tensors_hooks):
     """Bytes that autograd saves, each memory once, parameters not counted."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: set[int]) -> None:
         self.bytes = 0
-        seen = {id(parameter) for parameter in parameters}
+        seen: set[int] = set()
 
         def pack(tensor: Tensor) -> Tensor:
             key = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
-            if key not in seen and id(tensor) not in seen:
+            if key not in seen and id(tensor) not in parameters:
                 seen.add(key)
                 self.bytes += tensor.numel() * tensor.element_size()
             return tensor
@@ -135,9 +161,10 @@ class _Held(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _seconds(
-    call: Callable[[Values], Values], inputs: Values, parameters: Sequence[Tensor], repeat: int, device: torch.device
-) -> tuple[float, float]:
-    """Median forward and backward seconds of one unit; on a GPU by events on its stream."""
+    call: Callable[[Values], Values], inputs: Values, parameters: Sequence[Tensor], repeat: int, device: torch.device,
+    share: float,
+) -> tuple[float, float]:  # fmt: skip
+    """Median forward and backward seconds of one unit in about `share` seconds; on a GPU by events on its stream."""
     forwards, backwards = [], []
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     targets = [*leaves, *(parameter for parameter in parameters if parameter.requires_grad)]
@@ -156,6 +183,8 @@ def _seconds(
         if attempt:  # the first one pays for memory and for choosing kernels
             forwards.append(forward)
             backwards.append(backward)
+        if len(forwards) >= 2 and sum(forwards) + sum(backwards) > share:
+            break
     return statistics.median(forwards), statistics.median(backwards)
 
 

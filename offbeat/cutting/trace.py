@@ -93,6 +93,12 @@ class Traced:
         """The names of the model's inputs."""
         return self.programs[True].inputs
 
+    def twin(self) -> Traced:
+        """The same units over a copy of the model, which may be run without a change to the model."""
+        other = copy.copy(self)  # programs and units name layers and tensors by their paths alone
+        other.model, other.notes = copy.deepcopy(self.model), list(self.notes)
+        return other
+
     # ---- units
 
     def _units(self) -> list[Unit]:

@@ -78,10 +78,10 @@ def verify(traced: Traced, x: Any) -> None:
     """
     if traced.whole:
         return
+    whole, chunk = copy.deepcopy(traced.model), traced.twin().as_one()
     for training in (True, False):
-        whole, chunk = copy.deepcopy(traced.model).train(training), copy.deepcopy(traced.as_one()).train(training)
-        untraced = Spread(whole, traced.inputs)
-        if not _equal(_output(untraced, x), _output(chunk, x)):
+        untraced = Spread(whole.train(training), traced.inputs)
+        if not _equal(_output(untraced, x), _output(chunk.train(training), x)):
             mode = "training" if training else "evaluation"
             raise UserError(
                 f"{type(traced.model).__name__} traced computes something else than untraced in {mode} mode: keep "
