@@ -228,8 +228,14 @@ def plan(
     speeds: Annotated[str | None, typer.Option(help="Speeds of the K workers, such as 1,1,0.5.")] = None,
     memory_limit: Annotated[float | None, typer.Option(help="Megabytes a worker may use.")] = None,
     pin: Annotated[str | None, typer.Option(help="Cuts that must be among the chosen.")] = None,
-    latency: Annotated[float, typer.Option(help="Milliseconds that any message is under way.")] = 0.1,
-    bandwidth: Annotated[float, typer.Option(help="Megabytes a second of a link.")] = 2000.0,
+    latency: Annotated[
+        float | None, typer.Option(help="Milliseconds that any message is under way. (default 0.1)")
+    ] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Megabytes a second of a link. (default 2000)")] = None,
+    measure_links: Annotated[
+        bool, typer.Option("--measure-links", help="Measure latency and bandwidth, where not given, on this machine.")
+    ] = False,
+    profile: Annotated[Path | None, typer.Option(help="Where the units' profile is kept, and read if there.")] = None,
     max_staleness: Annotated[float | None, typer.Option(help="Advise the smallest M for this mean staleness.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the timeline: .svg, .png or .txt.")] = None,
     staleness_picture: Annotated[Path | None, typer.Option(help="Draw staleness against M.")] = None,
@@ -241,20 +247,22 @@ def plan(
 
     from offbeat.cutting import By
     from offbeat.errors import unknown
-    from offbeat.plan import Network
     from offbeat.planning import show_plan
     from offbeat.train import shape_of
 
     if partition not in get_args(By):
         raise unknown("partition", partition, get_args(By))
-    if not (0 <= latency < float("inf") and bandwidth > 0):
-        raise UserError(f"latency {latency} ms, bandwidth {bandwidth} MB/s: give one from 0 up and one above 0")
+    if not (0 <= (latency or 0.0) < float("inf") and (bandwidth is None or bandwidth > 0)):
+        given = {name: value for name, value in (("latency", latency), ("bandwidth", bandwidth)) if value is not None}
+        told = ", ".join(f"{name} {value}" for name, value in given.items())
+        raise UserError(f"{told}: give milliseconds from 0 up, and megabytes a second above 0")
     sizes = shape_of(numbers(shape, int, "--shape", ",x"))
     show_plan(
         model=model, method=method, K=K, M=M, batch_size=batch_size, shape=sizes,
         device=device, threads=threads, by=partition, speeds=numbers(speeds, float, "--speeds"),
         memory_limit=None if memory_limit is None else memory_limit * 1e6, pinned=numbers(pin, int, "--pin") or (),
-        network=Network(latency / 1e3, bandwidth * 1e6), max_staleness=max_staleness, picture=picture,
+        latency=None if latency is None else latency / 1e3, bandwidth=None if bandwidth is None else bandwidth * 1e6,
+        measure=measure_links, profile_file=profile, max_staleness=max_staleness, picture=picture,
         staleness_picture=staleness_picture, theory=theory, as_json=as_json,
     )  # fmt: skip
 

@@ -263,11 +263,12 @@ def _fewest(
     messages = [network.seconds(size) for size in costs.boundary_bytes]
 
     def seconds(chosen: Sequence[int]) -> float:
-        edges = [0, *chosen, len(work)]
-        sums = [[total[b] - total[a] for a, b in pairwise(edges)]
-                for total in (list(accumulate(parts, initial=0.0)) for parts in (forward, backward, update))]  # fmt: skip
+        def sums(parts: Sequence[float]) -> list[float]:
+            total = list(accumulate(parts, initial=0.0))
+            return [total[end] - total[start] for start, end in pairwise([0, *chosen, len(work)])]
+
         hops = [messages[cut] for cut in chosen]
-        return period(method, Costs(*sums, up=hops, down=hops))
+        return period(method, Costs(sums(forward), sums(backward), sums(update), up=hops, down=hops))
 
     enough, fewest = AS_FAST * seconds(cuts), K
     for fewer in range(K - 1, 0, -1):

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from offbeat import models
+from offbeat.cutting import Profile
+from offbeat.cutting.loopback import measure_links
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
 from offbeat.methods import DECLARED
@@ -50,7 +52,10 @@ def show_plan(
     speeds: tuple[float, ...] | None,
     memory_limit: float | None,
     pinned: tuple[int, ...],
-    network: Network,
+    latency: float | None,
+    bandwidth: float | None,
+    measure: bool,
+    profile_file: Path | None,
     max_staleness: float | None,
     picture: Path | None,
     staleness_picture: Path | None,
@@ -61,6 +66,9 @@ def show_plan(
     wanted = chosen_method(DEFAULT if method in EVERY else method, M)
     if K < 1 or batch_size < 1 or threads < 1:
         raise UserError(f"K = {K}, batch-size = {batch_size}, threads = {threads}: use whole numbers from 1 up")
+    if profile_file and (profile_file.is_dir() or not profile_file.resolve().parent.is_dir()):
+        raise UserError(f"profile {profile_file}: give a file in a folder that exists")
+    known = Profile.load(profile_file) if profile_file and profile_file.exists() else None
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     network_model = models.build(model, shape=shape)
@@ -75,7 +83,10 @@ def show_plan(
             f"a batch of {batch_size} on device {device!r} cannot be had ({first_line(error)}): use cpu, or cuda, or a "
             "smaller batch"
         ) from error
-    measured = Measured.of(model, built, sample, batch_size)
+    measured = Measured.of(model, built, sample, batch_size, known=known)
+    if profile_file and known is None:
+        measured.profile.save(profile_file)
+    network = network_of(latency, bandwidth, measure=measure)
     plan, costs = make_plan(
         measured, wanted, K, by=by, network=network, speeds=speeds, memory_limit=memory_limit, pinned=pinned,
         max_staleness=max_staleness,
@@ -90,10 +101,17 @@ def show_plan(
     console = Console(highlight=False)
     console.print(stage_table(plan))
     console.print(method_table(plan))
-    for line in (*plan.advice, *plan.notes):
+    links = f"messages take {1e3 * network.latency:.3g} ms and {network.bandwidth / 1e6:,.0f} MB/s"
+    for line in (*plan.advice, f"{links}, {'measured' if measure else 'unless given, assumed'}", *plan.notes):
         console.print(f"- {line}", soft_wrap=True)
     if theory:
         console.print(theory_table(plan))
+
+
+def network_of(latency: float | None, bandwidth: float | None, *, measure: bool) -> Network:
+    """What is given (seconds, bytes a second), else what is measured if that is wanted, else the defaults."""
+    found = Network(*measure_links()) if measure and (latency is None or bandwidth is None) else Network()
+    return Network(found.latency if latency is None else latency, found.bandwidth if bandwidth is None else bandwidth)
 
 
 def stage_table(plan: Plan) -> Table:

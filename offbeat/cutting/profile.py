@@ -55,16 +55,16 @@ class Profile:
 
     def misfit(self, sample: Any, traced: Traced, *, model: str, device: str) -> str | None:
         """What makes this profile another model's, or another setting's; None where it fits."""
-        here = {
-            "model": model, "shapes": _shapes(sample), "device": device, "threads": torch.get_num_threads(),
-            "timed": True, "units": [unit.name for unit in traced.units], "legal_cuts": list(traced.legal_cuts),
+        facts = {
+            "model": (self.model, model), "shape": (self.shapes, _shapes(sample)), "device": (self.device, device),
+            "number of threads": (self.threads, torch.get_num_threads()),
         }  # fmt: skip
-        there = {**{name: getattr(self, name) for name in here}, "units": [unit.name for unit in self.units]}
-        for name, value in here.items():
-            if value != there[name]:
-                told = name in ("units", "legal_cuts")
-                return f"its {name} are others" if told else f"its {name} is {there[name]}, here it is {value}"
-        return None
+        for name, (there, here) in facts.items():
+            if there != here:
+                return f"its {name} is {there}, here it is {here}"
+        same = [unit.name for unit in self.units] == [unit.name for unit in traced.units]
+        same = same and self.legal_cuts == traced.legal_cuts and self.timed
+        return None if same else "its units are not the model's, or were not timed"
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
