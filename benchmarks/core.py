@@ -1,7 +1,8 @@
 """What the engine costs, as ratios measured in one run (absolute times on a shared machine mean little).
 
     make bench
-    python benchmarks/core.py [--model resnet56] [--batch-size 64] [-K 2] [-M 4] [--cuts 12] [--rounds 5] [--out FILE]
+    python benchmarks/core.py [--model resnet56] [--batch-size 64] [-K 2] [-M 4] [--cuts 12] [--rounds 5] [--minutes 8]
+                              [--out FILE]
 
 Every round times each of these in turn, a few batches each, one pinned core a stage:
 
@@ -10,6 +11,8 @@ Every round times each of these in turn, a few batches each, one pinned core a s
     bp          a hand-written SGD loop in one process on one core
     bp-cores    the same loop on K cores
     simulate    our simulator at K=1 on one core
+
+After --minutes no round is begun that would not end in time; the record is written from those that were (at least one).
 """
 
 from __future__ import annotations
@@ -79,21 +82,28 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
 
 
-def timed(work: Callable[[], Any], warm_up: int = WARM_UP, batches: int = TIMED) -> float:
-    """Seconds a batch, after a warm-up in which stages find their distance; nothing synchronises them afterwards."""
+def timed(work: Callable[[], Any], warm_up: int = WARM_UP, batches: int = TIMED) -> tuple[float, float]:
+    """Seconds a batch, of the clock and of the processor (all threads of this process), after a warm-up in which stages
+    find their distance; nothing synchronises them afterwards."""
     for _ in range(warm_up):
         work()
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     for _ in range(batches):
         work()
-    return (time.perf_counter() - began) / batches
+    return (time.perf_counter() - began) / batches, (time.process_time() - busy) / batches
 
 
 def worker(options: argparse.Namespace) -> None:
+    begun = time.monotonic()
+    options.timed = -(-options.timed // options.M) * options.M  # whole windows: as many updates in every stage
     rank, K = int(os.environ["RANK"]), options.K
+
+    def say(line: str) -> None:
+        if rank == 0:
+            print(f"[{time.monotonic() - begun:4.0f} s] {line}", flush=True)
+
     all_cores = sorted(os.sched_getaffinity(0))
     mine = {all_cores[rank % len(all_cores)]}
-    os.sched_setaffinity(0, mine)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -101,11 +111,16 @@ def worker(options: argparse.Namespace) -> None:
     model = models.build(options.model, shape=shape, classes=10)
     x, y = torch.randn(options.batch_size, *shape), torch.randint(10, (options.batch_size,))
     planned: list[Any] = [None]
-    if rank == 0 and options.plan:
-        plan, _ = make_plan(Measured.of(options.model, model, x, options.batch_size), offbeat.ADL(M=options.M), K)
+    if rank == 0 and options.plan:  # before it is pinned: planning runs all stages at once, on cores of their own
+        say(f"profiling {options.model}")
+        measured = Measured.of(options.model, model, x, options.batch_size)
+        say(f"cutting {len(measured.profile.units)} units into {K} stages")
+        plan, _ = make_plan(measured, offbeat.ADL(M=options.M), K)
         planned[0] = plan.as_dict()
-        print(f"planned: cuts {plan.cuts}, balance {plan.balance:.3f}, {plan.predicted_speedup:.2f} times", flush=True)
+        say(f"planned: cuts {plan.cuts}, balance {plan.balance:.3f}, {plan.predicted_speedup:.2f} times; "
+            + "; ".join(plan.notes))  # fmt: skip
     dist.broadcast_object_list(planned)
+    pin(mine)
     cuts, units = (planned[0]["cuts"], "layers") if planned[0] else (options.cuts, None)
     loss = nn.functional.cross_entropy
     plain, alone = copy.deepcopy(model), copy.deepcopy(model)
@@ -116,6 +131,7 @@ def worker(options: argparse.Namespace) -> None:
     taps = {name: Tap(getattr(links, name)) for name in ("inputs", "gradients") if getattr(links, name)}
     for name, tap in taps.items():
         setattr(links, name, tap)
+    say("filling the pipeline")
     for _ in range(4 * K):
         pipe.step(x, y)
     bare = pipe._make_stage(rank + 1, K, copy.deepcopy(pipe.parts[rank]), loss=loss if rank == K - 1 else None)
@@ -140,28 +156,37 @@ def worker(options: argparse.Namespace) -> None:
         optimizer.step()
 
     times: dict[str, list[float]] = {name: [] for name in ("pipeline", "bound", "bp", "bp-cores", "simulate")}
+    busy: dict[str, list[float]] = {"pipeline": [], "bound": []}
     stages: list[list[float]] = []
     for number in range(options.rounds):
-        dist.barrier()
-        times["pipeline"].append(max(everywhere(timed(lambda: pipe.step(x, y), 2 * K, options.timed))))
-        dist.barrier()
-        stages.append(everywhere(timed(bound, 2 * K, options.timed)))
-        times["bound"].append(max(stages[-1]))
+        before = time.monotonic()
+        for name, work in (("pipeline", lambda: pipe.step(x, y)), ("bound", bound)):
+            dist.barrier()
+            wall, cpu = timed(work, 2 * K, options.timed)
+            found = everywhere(wall)
+            times[name].append(max(found))
+            busy[name].append(sum(everywhere(cpu)))
+        stages.append(found)
         for name, work in (("bp", bp), ("simulate", lambda: one.step(x, y)), ("bp-cores", bp)):
             dist.barrier()
             if rank == 0:
                 if name == "bp-cores":
                     torch.set_num_threads(K)
                     pin(set(all_cores[:K]))
-                times[name].append(timed(work, 2, max(2, 2 * options.timed // K)))
+                times[name].append(timed(work, 2, max(2, 2 * options.timed // K))[0])
                 torch.set_num_threads(1)
                 pin(mine)
             dist.barrier()
-        if rank == 0:
-            print(f"round {number + 1}/{options.rounds}: " + ", ".join(
-                f"{name} {1000 * values[-1]:.0f} ms" for name, values in times.items()), flush=True)  # fmt: skip
+        say(f"round {number + 1} of {options.rounds}: "
+            + ", ".join(f"{name} {1000 * values[-1]:.0f} ms" for name, values in times.items() if values))  # fmt: skip
+        now = time.monotonic()
+        late = [options.minutes is not None and now - begun + (now - before) > 60 * options.minutes]
+        dist.broadcast_object_list(late)  # the first process decides for all
+        if late[0]:
+            say(f"no time for another round in {options.minutes:g} minutes")
+            break
     if rank == 0:
-        summary(options, times, stages, pipe, planned[0])
+        summary(options, times, busy, stages, pipe, planned[0])
     pipe.close()
     dist.destroy_process_group()
 
@@ -180,10 +205,10 @@ def ratio(times: dict[str, list[float]], above: str, below: str) -> tuple[float,
 
 
 def summary(
-    options: argparse.Namespace, times: dict[str, list[float]], stages: list[list[float]], pipe: offbeat.Pipeline,
-    planned: dict[str, Any] | None,
+    options: argparse.Namespace, times: dict[str, list[float]], busy: dict[str, list[float]],
+    stages: list[list[float]], pipe: offbeat.Pipeline, planned: dict[str, Any] | None,
 ) -> None:  # fmt: skip
-    K = options.K
+    K, rounds = options.K, len(stages)
     balance = [sum(row) / len(row) / max(row) for row in stages]
     ratios = {
         "pipeline_over_bound": ratio(times, "pipeline", "bound"),
@@ -192,6 +217,7 @@ def summary(
         "speedup_over_all_cores": ratio(times, "bp-cores", "pipeline"),
         "speedup_of_the_cut": ratio(times, "bp", "bound"),
         "balance": (median(balance), min(balance), max(balance)),
+        "work_over_bound": ratio(busy, "pipeline", "bound"),
     }
     meaning = {
         "pipeline_over_bound": f"pipeline, K={K} / slowest stage without communication",
@@ -200,6 +226,7 @@ def summary(
         "speedup_over_all_cores": f"speed-up of the pipeline over BP on {K} cores",
         "speedup_of_the_cut": "speed-up that the cut allows (BP on one core / bound)",
         "balance": "balance of the cut (mean / slowest stage)",
+        "work_over_bound": "processor time of all stages / without communication",
     }
     if planned:
         foretold = planned["predicted_speedup"]
@@ -207,14 +234,14 @@ def summary(
         ratios["planned_over_measured"] = foretold / middle, foretold / most, foretold / least
         meaning["planned_over_measured"] = "planned speed-up / measured"
     print(f"\n{options.model}, b={options.batch_size}, K={K}, M={options.M}, cuts {pipe.cuts}; median (least, most) of "
-          f"{options.rounds} rounds")  # fmt: skip
+          f"{rounds} rounds")  # fmt: skip
     for name, (middle, least, most) in ratios.items():
         print(f"  {meaning[name]:58s} {middle:6.3f}  ({least:.3f}, {most:.3f})")
     if options.out:
         made = {**record.provenance(), "command": ["python", "benchmarks/core.py", *arguments()]}
         found = {
             "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")}, "cuts": pipe.cuts,
-            "ratios": ratios, "seconds_a_batch": times, "planned": planned, "provenance": made,
+            "rounds": rounds, "ratios": ratios, "seconds_a_batch": times, "planned": planned, "provenance": made,
         }  # fmt: skip
         Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
 
@@ -239,6 +266,7 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=TIMED, help="batches timed in each round")
     parser.add_argument("--cuts", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, help="begin no round that would end after so long")
     parser.add_argument("--out")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

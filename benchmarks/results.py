@@ -47,9 +47,9 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def provenance(name: str, record: dict[str, Any]) -> str:
     made = record["provenance"]
-    command = " ".join(made["command"])
+    command, rounds = " ".join(made["command"]), record.get("rounds", record["settings"]["rounds"])
     return (
-        f"- [{name}](results/{name}): `{command}`, cuts {record['cuts']}, {record['settings']['rounds']} rounds, "
+        f"- [{name}](results/{name}): `{command}`, cuts {record['cuts']}, {rounds} rounds, "
         f"commit {(made['commit'] or 'unknown')[:12]}, torch {made['versions']['torch']}, {made['machine']}"
     )
 

@@ -36,6 +36,7 @@ class UnitCost:
     parameter_bytes: int
     flops: int  # forward
     held_bytes: int  # saved by autograd for one batch, parameters not counted
+    moved_bytes: int  # of its inputs, outputs and parameters
     forward: float = 0.0
     backward: float = 0.0
 
@@ -120,7 +121,8 @@ def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> 
         sizes.update({name: _bytes(value) for name, value in outputs.items()})
         seconds = _seconds(call, inputs, own, repeat, device, share) if repeat else (0.0, 0.0)
         numbers, size = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
-        costs.append(UnitCost(unit.name, numbers, size, counter.get_total_flops(), held.bytes, *seconds))
+        moved = size + sum(_bytes(value) for values in (inputs, outputs) for value in values.values())
+        costs.append(UnitCost(unit.name, numbers, size, counter.get_total_flops(), held.bytes, moved, *seconds))
         return outputs
 
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
