@@ -15,8 +15,8 @@ from offbeat.methods import DECLARED
 
 SMALL = ("plan", "--model", "resnet8", "--batch-size", "4", "--shape", "3,8,8")
 STAGE = {"k", "units", "params", "forward_ms", "backward_ms", "boundary_bytes", "in_flight", "versions",
-         "memory_bytes", "mean_staleness"}  # fmt: skip
-PLAN = {"model", "method", "K", "M", "batch_size", "balance", "predicted_speedup", "stages", "methods"}
+         "memory_bytes", "mean_staleness", "update_ms"}  # fmt: skip
+PLAN = {"bp_ms", "model", "method", "K", "M", "batch_size", "balance", "predicted_speedup", "stages", "methods"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +43,15 @@ def test_the_json_has_the_promised_keys_and_sane_values(offbeat, K, M, model):
     assert set(plan) >= PLAN
     assert (plan["model"], plan["method"], plan["K"], plan["M"], plan["batch_size"]) == (model, "adl", K, M, 4)
     assert 0 < plan["balance"] <= 1
-    assert 0 < plan["predicted_speedup"] <= K + 1e-6
+    # BP on one worker makes an update for every batch; who makes fewer, or at the same time, may gain more than K
+    computing = [stage["forward_ms"] + stage["backward_ms"] for stage in plan["stages"]]
+    loads = [time + stage["update_ms"] / M for time, stage in zip(computing, plan["stages"])]
+    assert 0 < plan["bp_ms"] <= sum(computing) + sum(stage["update_ms"] for stage in plan["stages"]) + 1e-6
+    assert 0 < plan["predicted_speedup"] <= plan["bp_ms"] / max(loads) + 1e-6
+    assert plan["balance"] == pytest.approx(sum(loads) / K / max(loads))
     assert set(plan["methods"]) == set(DECLARED)
-    assert all(0 < speed <= K + 1e-6 for speed in plan["methods"].values())
-    assert plan["methods"]["bp"] <= 1 + 1e-6
+    assert all(0 < speed <= plan["bp_ms"] / max(computing) + 1e-6 for speed in plan["methods"].values())
+    assert plan["methods"]["bp"] <= plan["bp_ms"] / sum(computing) + 1e-6
     assert plan["methods"]["adl"] == pytest.approx(plan["predicted_speedup"], rel=0.01)
     stages = plan["stages"]
     assert [stage["k"] for stage in stages] == list(range(1, K + 1))
@@ -102,8 +107,10 @@ def test_a_slow_worker_gets_less_and_the_speed_up_is_over_one_fast_worker(offbea
     equal = planned(offbeat, "-K", 2, "--partition", "flops")
     assert plan["cuts"][0] > equal["cuts"][0]
     times = [stage["forward_ms"] + stage["backward_ms"] for stage in plan["stages"]]  # each on its own worker
-    alone = times[0] + 0.1 * times[1]  # all of it on the fast one
-    assert plan["predicted_speedup"] <= alone / max(times) + 1e-6  # so never above 1.1
+    updates = [stage["update_ms"] for stage in plan["stages"]]
+    alone = times[0] + updates[0] + 0.1 * (times[1] + updates[1])  # all of it on the fast one
+    assert plan["bp_ms"] <= alone + 1e-6
+    assert plan["predicted_speedup"] <= alone / max(times) + 1e-6
 
 
 def test_a_memory_limit_that_fits_is_kept(offbeat):
@@ -119,6 +126,48 @@ def test_memory_is_given_in_the_same_terms_with_and_without_a_limit(offbeat):
     outcome = offbeat(*SMALL, "-K", 3, "--partition", "flops", "--memory-limit", "0.001")
     least = float(outcome.err.split("at least ")[1].split(",")[0])
     assert least <= largest
+
+
+# ---- profile and links
+
+
+def test_a_profile_is_written_and_used_again(offbeat):
+    planned(offbeat, "-K", 2, "--profile", "p.json")
+    written = Path("p.json").read_bytes()
+    known = json.loads(written)
+    assert (known["model"], known["shapes"], known["threads"], known["timed"]) == ("resnet8", [[4, 3, 8, 8]], 1, True)
+    for unit in known["units"]:  # all of the time is in the first three units
+        unit["forward"] = unit["backward"] = 1.0 if unit in known["units"][:3] else 0.0
+    Path("p.json").write_text(json.dumps(known))
+    changed = Path("p.json").read_bytes()
+    assert planned(offbeat, "-K", 3, "--profile", "p.json")["K"] == 3
+    assert Path("p.json").read_bytes() == changed  # read, not measured anew
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--batch-size", "8"), ("shape", "[[4, 3, 8, 8]]", "[[8, 3, 8, 8]]")),
+        (("--shape", "3,16,16"), ("shape",)),
+        (("--model", "resnet14"), ("model", "resnet8", "resnet14")),
+        (("--threads", "2"), ("threads is 1, here it is 2",)),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_a_profile_of_something_else_is_refused(offbeat, options, words):
+    planned(offbeat, "-K", 2, "--profile", "p.json")
+    check_refused(offbeat, (*SMALL, "-K", 2, "--profile", "p.json", *options), "does not fit", *words)
+
+
+def test_links_are_measured_and_given_values_win(offbeat, monkeypatch):
+    calls = []
+    monkeypatch.setattr("offbeat.planning.measure_links", lambda: calls.append(1) or (0.002, 3e9))
+    assert "2 ms and 3,000 MB/s, measured" in done(offbeat(*SMALL, "-K", 2, "--measure-links"))
+    assert "7 ms and 3,000 MB/s" in done(offbeat(*SMALL, "-K", 2, "--measure-links", "--latency", 7))
+    assert len(calls) == 2
+    said = done(offbeat(*SMALL, "-K", 2, "--measure-links", "--latency", 7, "--bandwidth", 10))
+    assert "7 ms and 10 MB/s" in said
+    assert len(calls) == 2  # nothing was left to measure
 
 
 # ---- text
@@ -203,6 +252,8 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nan latency": (("--latency", "nan"), ("latency nan",)),
     "infinite latency": (("--latency", "inf"), ("latency inf",)),
     "no bandwidth": (("--bandwidth", "0"), ("bandwidth 0",)),
+    "profile in no folder": (("--profile", "nowhere/p.json"), ("nowhere", "folder that exists")),
+    "profile that is a folder": (("--profile", "."), ("profile .",)),
     "picture": (("--picture", "time.gif"), ("time.gif", ".svg")),
     "staleness picture": (("--staleness-picture", "late"), ("late", ".svg")),
     "picture in no folder": (("--picture", "nowhere/time.svg"), ("nowhere",)),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from offbeat.cutting.solve import solve
 from offbeat.errors import UserError, first_line
 
 
@@ -34,36 +35,14 @@ def is_sequence(model: nn.Module) -> bool:
 
 
 def balanced(costs: Sequence[int], K: int) -> list[int]:
-    """Cuts of the contiguous partition into K non-empty stages with the smallest largest cost.
+    """Cuts of the contiguous partition into K non-empty stages with the smallest largest cost, the rest balanced too.
 
-    Exact for whole numbers: a bisection over the largest cost, each tried by filling stages from the left.
     A cut c lies before unit c.
 
     >>> balanced([4, 1, 1, 1, 4, 1], 3)
-    [2, 4]
+    [1, 4]
     """
-    low, high = max(max(costs), -(-sum(costs) // K)), sum(costs)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fill(costs, K, middle) is not None else (middle + 1, high)
-    cuts = _fill(costs, K, low)
-    assert cuts is not None
-    return cuts
-
-
-def _fill(costs: Sequence[int], K: int, limit: int) -> list[int] | None:
-    """Cuts that fill each stage up to the limit, leaving a unit for every stage to come; None if K do not suffice."""
-    cuts: list[int] = []
-    load = 0
-    for unit, cost in enumerate(costs):
-        must_cut = unit > 0 and len(costs) - unit == K - 1 - len(cuts)
-        if unit and (load + cost > limit or must_cut):
-            cuts.append(unit)
-            load = 0
-        load += cost
-        if load > limit or len(cuts) > K - 1:
-            return None
-    return cuts
+    return list(solve(costs, K).cuts)
 
 
 def forward_flops(model: nn.Module, sample: Any) -> list[int]:

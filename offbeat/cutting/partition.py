@@ -64,14 +64,15 @@ def partition(
 ) -> Partition:
     """Cut a model into K stages: where `cuts` say, or at the best places for a sample.
 
-    by="flops" gives the same cuts everywhere; "measured" times the units here, then whole stages, and moves the cuts.
+    by="flops" gives the same cuts everywhere (between layers it counts bytes moved, too); "measured" times the units
+    here, then whole stages, and moves the cuts.
     `speeds` are those of the K workers, `pinned` cuts that must be among the chosen, `untie` copies parameters that two
     stages use instead of refusing them.
 
     >>> import torch
     >>> made = partition(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), 2, torch.ones(1, 4))
     >>> made.cuts, [list(stage.state_dict()) for stage in made.stages]
-    ([2], [['0.weight', '0.bias'], ['2.weight', '2.bias']])
+    ([1], [['0.weight', '0.bias'], ['2.weight', '2.bias']])
     """
     check_stages(model, K)
     kind = units or default_units(model, K)

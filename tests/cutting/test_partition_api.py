@@ -162,9 +162,9 @@ def test_pinned_cuts_are_among_the_chosen():
 
 def test_a_slow_worker_gets_less():
     model, x = on_meta("resnet56", 32)
-    flops = [unit.flops for unit in profile(model, x, timed=False).units]
+    flops = profile(model, x, timed=False).costs()
 
-    def loads(**options: object) -> list[int]:
+    def loads(**options: object) -> list[float]:
         cuts = partition(model, 3, x, units="layers", **options).cuts
         return [sum(flops[a:b]) for a, b in zip([0, *cuts], [*cuts, len(flops)])]
 
@@ -306,13 +306,9 @@ def check_balance(name: str, size: int, K: int, least: float, *, or_best: bool =
     assert or_best or solution.balance >= least
 
 
-@pytest.mark.parametrize(("name", "K"), [("resnet56", 4), ("resnet110", 4), ("resnet110", 8)])
+@pytest.mark.parametrize(("name", "K"), [("resnet56", 4), ("resnet56", 8), ("resnet110", 4), ("resnet110", 8)])
 def test_cifar_networks_balance_to_95_percent(name, K):
     check_balance(name, 32, K, 0.95)
-
-
-def test_resnet56_at_eight_stages_is_as_balanced_as_its_convolutions_permit():
-    check_balance("resnet56", 32, 8, 0.949)  # 0.9498 is the optimum: only whole convolutions have FLOPs
 
 
 @pytest.mark.slow
@@ -368,7 +364,7 @@ def test_sizes_are_the_same_on_the_meta_device(name):
     if name == "mixed":
         pytest.skip("a branch on data has no value on the meta device; the next test")
     real, meta = profile(model, x, repeat=1), profile(model, x, timed=False)
-    for field in ("name", "parameters", "parameter_bytes", "flops"):
+    for field in ("name", "parameters", "parameter_bytes", "flops", "moved_bytes"):
         assert [getattr(u, field) for u in real.units] == [getattr(u, field) for u in meta.units], field
     assert real.boundary_bytes == meta.boundary_bytes
     assert real.legal_cuts == meta.legal_cuts
