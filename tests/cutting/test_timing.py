@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
-from offbeat.cutting import profile, trace
+from offbeat.cutting import profile, solve, trace
 from offbeat.cutting import timing as timing_module
 from offbeat.cutting.loopback import measure_links
 from offbeat.cutting.partition import refine, rescaled
@@ -170,14 +171,9 @@ def timed_profile(seconds: list[float]):
 def fewest(seconds: list[float], cuts: tuple[int, ...]) -> int:
     known = timed_profile(seconds)
     edges = [0, *cuts, len(seconds)]
-    taken = [StageTime(sum(seconds[a:b]) / 3, 2 * sum(seconds[a:b]) / 3) for a, b in zip(edges, edges[1:])]
+    taken = [StageTime(sum(seconds[a:b]) / 3, 2 * sum(seconds[a:b]) / 3) for a, b in pairwise(edges)]
 
-    class Found:
-        pass
-
-    solution = Found()
-    solution.cuts = cuts
-    return _fewest(ADL(), known, Network(), solution, taken)
+    return _fewest(ADL(), known, Network(), solve(seconds, len(taken), pinned=cuts), taken)
 
 
 def test_fewer_stages_are_advised_exactly_where_the_slowest_unit_makes_the_others_wait():
