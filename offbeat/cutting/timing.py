@@ -32,7 +32,7 @@ from offbeat.errors import first_line
 from offbeat.method import Method
 from offbeat.stage import Stage
 
-LEAST = 3  # laps
+LEAST, SHORTEST = 3, 0.1  # laps, and seconds of laps: the quicker a stage, the more of them a median needs
 CHILD = "from offbeat.cutting.timing import serve; serve()"
 
 
@@ -81,8 +81,8 @@ class Runner:
             laps.clear()
 
     def run(self, seconds: float) -> StageTime:
-        """Laps for that long, at least a few of them and one update."""
-        began = time.perf_counter()
+        """Laps for that long and not too short a time, at least a few of them and one update."""
+        seconds, began = max(seconds, SHORTEST), time.perf_counter()
         while min(len(self.laps[1]), LEAST * len(self.laps[2])) < LEAST or time.perf_counter() - began < seconds:
             self._lap()
         return StageTime(*(statistics.median(laps) for laps in self.laps))
