@@ -82,7 +82,7 @@ def test_the_reference_agrees_with_the_older_one_by_autograd_and_ticks(weights):
         for M in (1, 2, 3, 4):
             for N in (1, 6, 11):
                 older = reference.adl(K, M, data(N), weights=weights)
-                stages = lagged(K, data(N), adl(M, weights))
+                stages = lagged(K, data(N), replace(adl(M, weights), lr=reference.LR))
                 for k, stage in enumerate(stages):
                     assert len(stage.versions) == len(older["versions"][k])
                     assert close(stage.versions, older["versions"][k])
