@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -211,6 +212,72 @@ def test_serial_dni_with_nothing_below_the_loss_is_torch():
     batches = data(11, classes=True)
     thetas, _ = serial.dni(batches, network(1), {})
     assert close(thetas, plain_training(1, batches, cross_entropy))
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+def test_serial_dni_is_torch_modules_with_a_queue_of_two(conditional):
+    K, batches = 3, data(11, classes=True)
+
+    class Synthesiser(nn.Linear):
+        def forward(self, h: Tensor, label: Tensor | None) -> Tensor:
+            return super().forward(h) if label is None else super().forward(h) * (1 + label)
+
+    nets = {k: Synthesiser(serial.WIDTH, serial.WIDTH).double() for k in (1, 2)}
+    for net in nets.values():
+        nn.init.zeros_(net.weight)
+        nn.init.zeros_(net.bias)
+    expected, taught = serial.dni(batches, network(K), copy.deepcopy(nets), lr=0.05, conditional=conditional)
+
+    stages = [Layer(*theta) for theta in network(K)]
+    sgd = [torch.optim.SGD(stage.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY) for stage in stages]
+    adam = {k: torch.optim.Adam(net.parameters(), lr=0.05) for k, net in nets.items()}
+    queues: dict[int, list] = {k: [] for k in nets}
+
+    def teach(k: int) -> None:
+        leaf, label = queues[k].pop(0)
+        b = len(leaf)
+        adam[k].zero_grad()
+        (nn.functional.mse_loss(nets[k](leaf.detach(), label), b * leaf.grad, reduction="sum") / b).backward()
+        adam[k].step()
+
+    for x, y in batches:
+        leaf = x.clone().requires_grad_()
+        label = nn.functional.one_hot(y, serial.WIDTH).double() if conditional else None
+        for k, stage in enumerate(stages, start=1):
+            h = stage(leaf)
+            sgd[k - 1].zero_grad()
+            if k == K:
+                cross_entropy(h, y).backward()  # the gradient for the input stays in the leaf that stage k - 1 queued
+            else:
+                h.backward(nets[k](h.detach(), label).detach() / len(x))
+                leaf = h.detach().requires_grad_()
+                queues[k].append((leaf, label))
+            sgd[k - 1].step()
+            if k < K and len(queues[k]) > 2:
+                teach(k)
+    for k, queue in queues.items():
+        while queue:
+            teach(k)
+    assert close([list(stage.parameters()) for stage in stages], expected)
+    assert close([list(net.parameters()) for net in nets.values()], [list(net.parameters()) for net in taught.values()])
+    assert all(net.weight.abs().max() > 0.01 for net in nets.values())
+
+
+def test_serial_dgl_over_a_buffer_taken_in_order_is_dgl():
+    @dataclass
+    class Operation:
+        t: int = 0
+
+    Take, Drop, Forward, Backward, Update = (
+        type(name, (Operation,), {}) for name in ("Take", "Drop", "Forward", "Backward", "Update")
+    )
+    batches = data(11, classes=True)
+    first = [op for t in range(11) for op in (Forward(t), Backward(t), Update())]
+    other = [op for t in range(11) for op in (Take(t), Forward(t), Backward(t), Update(), Drop(t))]
+    parts = {k: serial.copies(net=Head(k).net) for k in (1, 2)}
+    buffered = serial.async_dgl(3, batches, copy.deepcopy(parts), {1: first, 2: other, 3: other})
+    plain = serial.local(3, batches, serial.DGL, parts)
+    assert same_bits(*([stage.versions[-1] for stage in stages] for stages in (buffered, plain)))
 
 
 def test_serial_dni_with_the_true_gradient_is_torch():
