@@ -21,13 +21,16 @@ class Layer(nn.Module):
         return torch.tanh(z @ self.W + self.b)
 
 
-def pipeline(K: int, method: offbeat.Method, loss: Callable = serial.mean_square, **sgd: Any) -> offbeat.Pipeline:
+def pipeline(
+    K: int, method: offbeat.Method, loss: Callable = serial.mean_square, sample: Tensor | None = None, **sgd: Any
+) -> offbeat.Pipeline:
     settings = {"lr": serial.LR, "momentum": serial.MOMENTUM, "weight_decay": serial.DECAY} | sgd
     return offbeat.Pipeline(
         [Layer(*theta) for theta in serial.network(K)],
         method=method,
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, **settings),
+        sample=sample,
     )
 
 

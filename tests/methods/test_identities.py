@@ -330,7 +330,7 @@ def test_adl_of_one_stage_is_bp(M):
 
 
 def test_spike_compensation_of_delay_one_is_nesterov():
-    found = run(3, offbeat.BP(corrector=offbeat.SpikeCompensation(delay=1)))
+    found = run(3, replace(offbeat.BP(), correctors=(offbeat.SpikeCompensation(delay=1),)))
     assert close(found, plain_training(3, data(11), nesterov=True))
     nesterov = trained(pipeline(3, offbeat.ADL(M=2), nesterov=True), data(11))
     assert close(run(3, offbeat.ADL(M=2, corrector=offbeat.SpikeCompensation(delay=1))), nesterov)

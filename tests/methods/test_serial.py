@@ -13,6 +13,7 @@ import serial
 import torch
 from engine import agree, pipeline, trained
 from serial import Rules, adl, data, final, lagged
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import offbeat
@@ -89,7 +90,7 @@ LAGGED: dict[str, tuple[Callable[[int], Any], Callable[[int], Rules], tuple[int,
     "lwp and sc by name": on_adl(lambda: "lwp+sc", predict="velocity", spike=True),
     "lwp, weight form, and sc": on_adl(lambda: (predict(form="weight"), spike()), predict="weight", spike=True),
     "sc on bp": (
-        lambda M: offbeat.BP(M=M, corrector=spike(delay=1.5)),
+        lambda M: replace(offbeat.BP(M=M), correctors=(spike(delay=1.5),)),
         lambda M: replace(serial.bp(M), spike=True, spike_delay=1.5),
         SOME,
     ),
@@ -103,8 +104,16 @@ LAGGED: dict[str, tuple[Callable[[int], Any], Callable[[int], Rules], tuple[int,
         lambda M: replace(serial.two_bw(M), spike=True, spike_delay=1),
         (3, 4),
     ),
-    "sc on fr": (lambda M: offbeat.FR(corrector=spike()), lambda M: replace(serial.fr(), spike=True), ONE),
-    "sc on dsp": (lambda M: offbeat.DSP(corrector=spike()), lambda M: replace(serial.dsp(), spike=True), ONE),
+    "sc on fr": (
+        lambda M: replace(offbeat.FR(), correctors=(spike(),)),
+        lambda M: replace(serial.fr(), spike=True),
+        ONE,
+    ),
+    "sc on dsp": (
+        lambda M: replace(offbeat.DSP(), correctors=(spike(),)),
+        lambda M: replace(serial.dsp(), spike=True),
+        ONE,
+    ),
     "sc on ddg": (lambda M: offbeat.DDG(corrector=spike()), lambda M: replace(serial.pipedream(), spike=True), ONE),
     "lwp on pipedream": (
         lambda M: offbeat.PipeDream(corrector=predict()),
@@ -171,7 +180,9 @@ def test_asgd_is_its_serial_computation(workers):
 
 
 def local_pipeline(K: int, method: Any, N: int) -> tuple[Any, list]:
-    return pipeline(K, method, cross_entropy), data(N, classes=True)
+    """With a sample, so that the heads exist before the first batch."""
+    batches = data(N, classes=True)
+    return pipeline(K, method, cross_entropy, sample=batches[0][0]), batches
 
 
 def heads(pipe: Any, K: int, *names: str) -> serial.Heads:
@@ -188,7 +199,7 @@ def check_heads(pipe: Any, stages: list, names: tuple[str, ...], case: str) -> N
 LOCAL: dict[str, tuple[Callable[[], Any], Callable[[], serial.LocalRule], tuple[str, ...]]] = {
     "dgl": (lambda: offbeat.DGL(), lambda: serial.DGL, ("net",)),
     "pred": (lambda: offbeat.Pred(), lambda: serial.PRED, ("net",)),
-    "sim": (lambda: offbeat.Sim(), lambda: serial.sim(offbeat.Sim().beta), ("project",)),
+    "sim": (lambda: offbeat.Sim(), lambda: serial.sim(1.0), ("project",)),
     "predsim": (lambda: offbeat.PredSim(), lambda: serial.pred_sim(), ("net", "project")),
     "predsim, even": (lambda: offbeat.PredSim(beta=0.5), lambda: serial.pred_sim(0.5), ("net", "project")),
 }
@@ -224,7 +235,7 @@ def test_asynchronous_dgl_is_its_program_carried_out_stage_by_stage(buffer, seed
         case = f"K={K} N={N}"
         method = offbeat.AsyncDGL(buffer=buffer, seed=seed)
         pipe, batches = local_pipeline(K, method, N)
-        programs = {k: list(method.program(k, K, range(N))) for k in range(1, K + 1)}
+        programs = {k: list(itertools.chain(*method.program(k, K, range(N)))) for k in range(1, K + 1)}
         stages = serial.async_dgl(K, batches, heads(pipe, K, "net"), programs)
         moved = [stage for stage in stages if len(stage.versions) > 1]
         assert moved[0].k == 1
@@ -236,17 +247,35 @@ def test_asynchronous_dgl_is_its_program_carried_out_stage_by_stage(buffer, seed
         check_heads(pipe, stages, ("net",), case)
 
 
+class Smooth(nn.Module):
+    """A synthesiser without BatchNorm: the bias in front of one has gradient zero, and Adam makes steps of rounding."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.first, self.label = nn.Linear(serial.WIDTH, 8), nn.Linear(classes, 8)
+        self.last = nn.Linear(8, serial.WIDTH)
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+        self.double()
+
+    def forward(self, h: Tensor, label: Tensor | None) -> Tensor:
+        return self.last(torch.tanh(self.first(h) + (0 if label is None else self.label(label))))
+
+
 @pytest.mark.parametrize("conditional", [False, True])
-@pytest.mark.parametrize("lr", [3e-5, 0.01])
-def test_synthetic_gradients_are_their_serial_computation(lr, conditional):
+@pytest.mark.parametrize(("lr", "smooth"), [(3e-5, False), (0.01, False), (0.01, True)])
+def test_synthetic_gradients_are_their_serial_computation(lr, smooth, conditional):
+    synthesiser = (lambda shape, classes: Smooth(classes)) if smooth else None
     for K, N in itertools.product((1, 2, 3, 4), (1, 2, 3, 6, 11)):
         case = f"K={K} N={N}"
-        pipe, batches = local_pipeline(K, offbeat.DNI(conditional=conditional, lr=lr), N)
+        pipe, batches = local_pipeline(K, offbeat.DNI(conditional=conditional, lr=lr, synthesiser=synthesiser), N)
         nets = {k: copy.deepcopy(pipe.stages[k].head.net) for k in range(1, K)}
         start = {k: [p.detach().clone() for p in net.parameters()] for k, net in nets.items()}
         expected, nets = serial.dni(batches, serial.network(K), nets, lr=lr, conditional=conditional)
         check(trained(pipe, batches), expected, case)
         for k, net in nets.items():
             mine = list(pipe.stages[k].head.net.parameters())
-            agree(mine, net.parameters(), f"{case} synthesiser {k}")
-            assert not all(map(torch.equal, mine, start[k])), f"{case} synthesiser {k} learnt nothing"
+            if smooth or lr < 0.01:
+                agree(mine, net.parameters(), f"{case} synthesiser {k}")
+            if N == 11:  # by then the loss has been heard of at the bottom
+                assert not all(map(torch.equal, mine, start[k])), f"{case} synthesiser {k} learnt nothing"
