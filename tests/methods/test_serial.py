@@ -76,6 +76,7 @@ LAGGED: dict[str, tuple[Callable[[int], Any], Callable[[int], Rules], tuple[int,
     "spectrain": (lambda M: offbeat.SpecTrain(), lambda M: serial.spectrain(), ONE),
     "spectrain 2": (lambda M: offbeat.SpecTrain(version=2), lambda M: serial.spectrain(2), ONE),
     "pb": (lambda M: offbeat.PB(), lambda M: serial.pb(), ONE),
+    "pb, plain": (lambda M: offbeat.PB(corrector=None), lambda M: adl(1, "hybrid"), ONE),
     "nag async": (lambda M: offbeat.NAGAsync(), lambda M: serial.nag_async(), ONE),
     "nag async 0.95": (lambda M: offbeat.NAGAsync(gamma=0.95), lambda M: serial.nag_async(0.95), ONE),
     "sc": on_adl(lambda: spike(), spike=True),
@@ -129,10 +130,15 @@ LAGGED: dict[str, tuple[Callable[[int], Any], Callable[[int], Rules], tuple[int,
     "dc, strong": on_adl(lambda: compensate(lambda_=3.0), compensate=3.0),
     "dc, adaptive": on_adl(lambda: compensate(lambda_=2.0, adaptive=True), compensate=2.0, adaptive=True),
     "dc and sc": on_adl(lambda: (compensate(lambda_=3.0), spike()), compensate=3.0, spike=True),
+    "dc and lwp": on_adl(lambda: (compensate(lambda_=3.0), predict()), compensate=3.0, predict="velocity"),
     "look-ahead": on_adl(lambda: offbeat.LookAhead(0.95), look_ahead=0.95),
     "rescheduling": on_adl(lambda: offbeat.Rescheduling(updates=3), anneal=3),
     "rescheduling and sc": on_adl(lambda: (offbeat.Rescheduling(updates=3), spike()), anneal=3, spike=True),
     "discrepancy": on_adl(lambda: offbeat.Discrepancy(0.3), "hybrid", discrepancy=0.3),
+    "discrepancy and sc": on_adl(lambda: (offbeat.Discrepancy(0.3), spike()), "hybrid", discrepancy=0.3, spike=True),
+    "shrink, dc and sc": on_adl(
+        lambda: (offbeat.Shrink(0.5), compensate(lambda_=3.0), spike()), shrink=0.5, compensate=3.0, spike=True
+    ),
     "shrink": on_adl(lambda: offbeat.Shrink(0.5), shrink=0.5),
     "shrink hybrid": on_adl(lambda: offbeat.Shrink(0.5), "hybrid", shrink=0.5),
 }
@@ -155,12 +161,12 @@ def test_2bw_refuses_a_window_shorter_than_its_round_trip(M):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("m", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 8])
 def test_gpipe_is_its_serial_computation(m, recompute):
-    for K, N, samples in itertools.product((1, 2, 3, 4), BATCHES, (4, 5, 6)):
-        batches = data(N, samples=samples)
-        found = trained(pipeline(K, offbeat.GPipe(m=m, recompute=recompute)), batches)
-        check(found, serial.gpipe(K, batches, m), f"K={K} N={N} of {samples}")
+    """Batches of 3 to 6 samples: parts of unequal sizes, and fewer than m of them."""
+    for K, N in itertools.product((1, 2, 3, 4), BATCHES):
+        found = trained(pipeline(K, offbeat.GPipe(m=m, recompute=recompute)), data(N))
+        check(found, serial.gpipe(K, data(N), m), f"K={K} N={N}")
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
