@@ -286,6 +286,8 @@ def in_turn(runs: Iterable[Run], folder: Path, execute: Execute, teller: Console
             execute(run.recipe, path, show=show)
         except UserError as error:
             failed(path, run, str(error))
+        except Interrupted:
+            raise
         except Exception as error:  # a defect of one method must not take the results of the others
             failed(path, run, f"{type(error).__name__}: {first_line(error)}", account=traceback.format_exc())
         _tell(run, path, teller)

@@ -28,7 +28,8 @@ LONGEST_LINE = 118
 LEGEND = f"""locks: F forward, B backward, U update
 LoS: mean staleness in updates; it and the versions held are of stage 1 of {K_SHOWN}
   (of one stage where the network stays whole, and K workers have a copy each)
-x at K: speed-up of K workers over BP on one, by the clock: equal stages, B = 2F, no communication
+x at K: speed-up of K workers over BP on one, by the clock
+  (equal stages, B = 2F, no communication, nothing for auxiliary networks)
 'offbeat methods NAME' tells one in full, with its timeline"""
 
 
@@ -151,7 +152,7 @@ def print_methods(told: Any) -> None:
     if isinstance(told, list):
         described = [Description(**entry) for entry in told]
         whole = table(described, wide=True)
-        fits = console.measure(whole).maximum <= console.width
+        fits = console.measure(whole, options=console.options.update(width=1000)).maximum <= console.width
         console.print(whole if fits else table(described, wide=False))
         console.print(LEGEND)
         return

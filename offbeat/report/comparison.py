@@ -167,7 +167,7 @@ def _notes(
     if len({row.batchnorm_batch for row in rows}) > 1:
         yield "BN batch: samples that BatchNorm normalises together; it differs, and so do the networks' functions"
     most = max(row.K for row in rows)
-    alone = [row.label for row in rows if row.K < most]
+    alone = [row.label for row in rows if most > row.K]
     if alone:
         yield f"{', '.join(alone)}: K=1, the whole network in one stage"
     if {recipe.engine for recipe in recipes} == {"simulate"} and most > 1:
@@ -220,7 +220,7 @@ def table(comparison: Comparison) -> Table:
         breaks = name == "method" or name.endswith("a stage")
         made.add_column(
             heading, justify="left" if name == "method" else "right", no_wrap=not breaks,
-            min_width=max(map(len, heading.split("\n"))),
+            min_width=max(map(len, heading.split("\n"))), overflow="fold",
         )  # fmt: skip
     for row in comparison.rows:
         name, *figures = cells(row)
