@@ -24,7 +24,6 @@ from offbeat.record import RunFolder
 from offbeat.seeds import derive
 from offbeat.stage import Report, Staleness
 from offbeat.telemetry import Telemetry
-from offbeat.theory import mean_staleness
 
 REPORTS_AN_EPOCH = 20
 
@@ -163,7 +162,7 @@ class Run:
 
     def _formula(self) -> list[float]:
         method, K = self.pipe.method, self.pipe.K
-        return [mean_staleness(method.lag(k, K), method.M) for k in range(1, K + 1)]
+        return [method.staleness(k, K) for k in range(1, K + 1)]
 
     def _batches(self, epoch: int) -> Iterable[tuple[Any, Any]]:
         assert self.data_set is not None
