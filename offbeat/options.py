@@ -114,9 +114,8 @@ def numbers(text: str | None, kind: type[int] | type[float], option: str, separa
 def spread(command: Callable[..., None]) -> Callable[..., None]:
     """The command with every parameter that is a dataclass of options replaced by the options that are its fields."""
     own = inspect.signature(command, eval_str=True)
-    groups: dict[str, type[Any]] = {
-        name: each.annotation for name, each in own.parameters.items() if is_dataclass(each.annotation)
-    }
+    annotations: dict[str, Any] = {name: parameter.annotation for name, parameter in own.parameters.items()}
+    groups: dict[str, Any] = {name: annotation for name, annotation in annotations.items() if is_dataclass(annotation)}
     parameters: list[inspect.Parameter] = []
     for name, parameter in own.parameters.items():
         if name not in groups:

@@ -126,9 +126,10 @@ def _pass_barrier(todo: list[list[Operation]], place: list[int], free: list[floa
 def period(method: Method, costs: Costs) -> float:
     """Seconds a batch in steady state: of the stage that is slowest, from a batch after the fill to one much later."""
     K = costs.K
-    first, last = 4 * K + 4 * method.M, 8 * K + 12 * method.M
+    lag = max(method.lag(k, K) for k in range(1, K + 1))
+    first, last = 4 * K + 4 * method.M + lag, 8 * K + 12 * method.M + lag
     ends: dict[tuple[int, int], float] = {}
-    for span in timeline(method, last + 4 * K, costs):
+    for span in timeline(method, last + 4 * K + lag, costs):
         if isinstance(span.operation, Backward):
             place = span.k, span.operation.t // method.m
             ends[place] = max(span.end, ends.get(place, 0.0))

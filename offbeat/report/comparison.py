@@ -90,7 +90,7 @@ def read(folder: Path) -> Comparison:
         speed = baseline.samples_per_second
         rows = [replace(row, speed_up=row.samples_per_second and row.samples_per_second / speed) for row in rows]
     return Comparison(
-        title=_title(asked, recipes), match=asked["match"], baseline=baseline and baseline.label, rows=rows,
+        title=_title(asked, recipes), match=asked["match"], baseline=baseline.label if baseline else None, rows=rows,
         notes=list(_notes(asked, written["comparison"]["jobs"], rows, recipes, baseline)),
         provenance=written["provenance"],
     )  # fmt: skip
