@@ -272,7 +272,9 @@ def test_ctrl_c_loses_nothing_that_is_finished(offbeat, monkeypatch):
 
     whole_train = training.train
     monkeypatch.setattr(training, "train", stopped)
+    before = signal.getsignal(signal.SIGINT)
     outcome = compare(offbeat, "bp,adl")
+    signal.signal(signal.SIGINT, before)  # the command ignores a second one, and so would the processes of later tests
     assert outcome.code == 130
     assert outcome.err.splitlines()[-1].startswith("offbeat: stopped by Ctrl-C; the same command goes on")
     kept = model_bytes("bp-seed0")
@@ -337,17 +339,17 @@ def test_a_process_that_fails_is_a_row_that_says_why(offbeat):
 def test_ctrl_c_stops_all_runs_at_a_time_and_each_says_so(offbeat, tmp_path):
     command = [sys.executable, "-m", "offbeat", "compare", "--methods", "bp,adl", *map(str, SMALL), "--seeds", "1",
                "--out", "x", "--jobs", "2", "--epochs", "100000"]  # fmt: skip
-    stopping = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    try:
-        until = time.monotonic() + 100
-        while not all(Path("x", run, "metrics.jsonl").exists() for run in ("bp-seed0", "adl-seed0")):
-            assert time.monotonic() < until
-            assert stopping.poll() is None
-            time.sleep(0.1)
-        stopping.send_signal(signal.SIGINT)
-        _, said = stopping.communicate(timeout=60)
-    finally:
-        stopping.kill()
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as stopping:
+        try:
+            until = time.monotonic() + 100
+            while not all(Path("x", run, "metrics.jsonl").exists() for run in ("bp-seed0", "adl-seed0")):
+                assert time.monotonic() < until
+                assert stopping.poll() is None
+                time.sleep(0.1)
+            stopping.send_signal(signal.SIGINT)
+            _, said = stopping.communicate(timeout=60)
+        finally:
+            stopping.kill()
     assert stopping.returncode == 130
     assert said.startswith("offbeat: stopped by Ctrl-C; the same command goes on")
     assert said.count("\n") == 1
