@@ -126,15 +126,18 @@ def _pass_barrier(todo: list[list[Operation]], place: list[int], free: list[floa
 def period(method: Method, costs: Costs) -> float:
     """Seconds a batch in steady state: of the stage that is slowest, from a batch after the fill to one much later."""
     K = costs.K
+    if method.order:  # batches may be skipped or repeated: what the slowest stage takes for many
+        many = 40 * K
+        return max(span.end for span in timeline(method, many, costs)) / many / method.workers
     lag = max(method.lag(k, K) for k in range(1, K + 1))
-    first, last = 4 * K + 4 * method.M + lag, 8 * K + 12 * method.M + lag
+    first = 4 * K + 4 * method.M + lag
+    last = first + 4 * K + 8 * method.M
     ends: dict[tuple[int, int], float] = {}
     for span in timeline(method, last + 4 * K + lag, costs):
         if isinstance(span.operation, Backward):
             place = span.k, span.operation.t // method.m
             ends[place] = max(span.end, ends.get(place, 0.0))
-    reached = [k for k in range(1, K + 1) if (k, first - 1) in ends and (k, last - 1) in ends]
-    slowest = max(ends[k, last - 1] - ends[k, first - 1] for k in reached)
+    slowest = max(ends[k, last - 1] - ends[k, first - 1] for k in range(1, K + 1))
     return slowest / (last - first) / method.workers
 
 

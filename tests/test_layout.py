@@ -84,8 +84,9 @@ def test_examples_run(example):
     assert done.stdout
 
 
-def test_the_documents_examples_are_true():
-    failures, tests = doctest.testfile(str(ROOT / "docs/architecture.md"), module_relative=False)
+@pytest.mark.parametrize("document", ["architecture.md", "adding-a-method.md"])
+def test_the_documents_examples_are_true(document):
+    failures, tests = doctest.testfile(str(ROOT / "docs" / document), module_relative=False)
     assert tests > 0
     assert failures == 0
 

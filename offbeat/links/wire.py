@@ -77,6 +77,14 @@ def unpack(buffer: Tensor) -> Message:
         raise MalformedMessage(f"malformed message: {error}") from error
 
 
+def copied(message: Message) -> Message:
+    """The message as the far end of a link sees it, without leaving the tensors' device."""
+    tensors: list[Tensor] = []
+    tree = _skeleton(message.content, tensors)
+    copies = [torch.empty_strided(t.shape, _strides(t), dtype=t.dtype, device=t.device).copy_(t) for t in tensors]
+    return Message(message.t, _content(tree, copies), message.kind)
+
+
 def _view(buffer: Tensor, dtype: str, shape: list[int], strides: list[int], start: int) -> Tensor:
     kind = DTYPES[dtype]
     count = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from offbeat.errors import UserError, unknown
@@ -62,8 +62,8 @@ WHOLE = ("asgd", "dc-asgd")  # workers hold the whole model: no stages to plan
 # Those whose time the clock foretells, also without the barriers that data flow does not need.
 DECLARED: dict[str, Callable[..., Method]] = {
     **{name: make for name, make in METHODS.items() if name not in WHOLE},
-    "ddg-dataflow": partial(DDG, barrier=False),
-    "fr-dataflow": partial(FR, barrier=False),
+    "ddg-dataflow": lambda: replace(DDG(barrier=False), name="ddg-dataflow"),
+    "fr-dataflow": lambda: replace(FR(barrier=False), name="fr-dataflow"),
 }
 
 

@@ -8,8 +8,7 @@ split into m micro-batches; all are forwarded, then all are backwarded, then one
     stage 2             | .  F0 F1 B1 B1 B0 B0 U
 
 Lock: update. Staleness 0. Held: m micro-graphs (or inputs, with recompute), one version. Time a batch:
-(m+K-1)/m (F + B), and
-(m+K-1)/m F more with recompute.
+(m+K-1)/m (F + B), and (m+K-1)/m F more with recompute.
 """
 
 from __future__ import annotations
