@@ -33,9 +33,7 @@ class Data:
 class OneMethod:
     """A method and its answers; it refuses those that it does not take."""
 
-    method: Annotated[
-        str | None, typer.Option(help=f"{', '.join(METHODS)}; see 'offbeat methods'. (default adl)")
-    ] = None
+    method: Annotated[str | None, typer.Option(help=f"{', '.join(METHODS)}. (default adl)")] = None
     M: Annotated[int | None, typer.Option("-M", help="Gradients an update. (default the method's)")] = None
     weights: Annotated[str | None, typer.Option(help="stash, hybrid or replay. (default the method's)")] = None
     window: Annotated[str | None, typer.Option(help="count or aligned. (default count)")] = None

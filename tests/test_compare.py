@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -336,25 +338,42 @@ def test_a_process_that_fails_is_a_row_that_says_why(offbeat):
     assert rows["bp:M=1000"]["failed"] == {}
 
 
-def test_ctrl_c_stops_all_runs_at_a_time_and_each_says_so(offbeat, tmp_path):
+@contextmanager
+def two_at_a_time(folder: Path) -> Iterator[subprocess.Popen]:
+    """A comparison in a process of its own, when both of its endless runs have begun to train."""
     command = [sys.executable, "-m", "offbeat", "compare", "--methods", "bp,adl", *map(str, SMALL), "--seeds", "1",
                "--out", "x", "--jobs", "2", "--epochs", "100000"]  # fmt: skip
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as stopping:
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
         try:
             until = time.monotonic() + 100
             while not all(Path("x", run, "metrics.jsonl").exists() for run in ("bp-seed0", "adl-seed0")):
                 assert time.monotonic() < until
-                assert stopping.poll() is None
+                assert process.poll() is None
                 time.sleep(0.1)
-            stopping.send_signal(signal.SIGINT)
-            _, said = stopping.communicate(timeout=60)
+            yield process
         finally:
-            stopping.kill()
-    assert stopping.returncode == 130
+            process.kill()
+
+
+def test_ctrl_c_stops_all_runs_at_a_time_and_each_says_so(offbeat, tmp_path):
+    with two_at_a_time(tmp_path) as process:
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
     assert said.startswith("offbeat: stopped by Ctrl-C; the same command goes on")
     assert said.count("\n") == 1
     for run in ("bp-seed0", "adl-seed0"):
         assert len(lines(run, "interrupted")) == 1
+
+
+@pytest.mark.slow
+def test_no_run_outlives_a_comparison_that_is_killed(offbeat, tmp_path):
+    with two_at_a_time(tmp_path) as process:
+        process.kill()
+    time.sleep(2)
+    sizes = [Path("x", run, "metrics.jsonl").stat().st_size for run in ("bp-seed0", "adl-seed0")]
+    time.sleep(2)
+    assert sizes == [Path("x", run, "metrics.jsonl").stat().st_size for run in ("bp-seed0", "adl-seed0")]
 
 
 # ---- bad input

@@ -1,9 +1,11 @@
-"""A comparison of methods as a table: what its runs have recorded, and nothing else.
+"""A comparison of methods as a table: what its runs have recorded, and nothing else. Its columns:
 
     error          test error % at the last epoch; the median over the seeds, and their range
     samples/s      the median over the seeds of each run's own median epoch
     x BP           ratio of these medians, against the first method that keeps all locks
     staleness      measured, a stage, in updates
+
+Runs that failed are in none of the medians; their row says so.
 """
 
 from __future__ import annotations
@@ -213,18 +215,22 @@ COLUMNS = ("method", "M", "BN batch", "error %", "samples/s", "x BP", "peak MB a
 
 
 def table(comparison: Comparison) -> Table:
-    """For a terminal of 80 columns and more: long names and the figures of stages go over several lines."""
+    """For a terminal of 80 columns and more: long names and the figures of stages go over several lines.
+
+    A column that no row has a figure for is left out.
+    """
+    rows = [cells(row) for row in comparison.rows]
+    shown = [place for place in range(len(COLUMNS)) if any(row[place] != "-" for row in rows)]
     made = Table(title=comparison.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
-    for name in COLUMNS:
+    for name in (COLUMNS[place] for place in shown):
         heading = name.replace(" a stage", "\na stage").replace("BN batch", "BN\nbatch")
         breaks = name == "method" or name.endswith("a stage")
         made.add_column(
             heading, justify="left" if name == "method" else "right", no_wrap=not breaks,
             min_width=max(map(len, heading.split("\n"))), overflow="fold",
         )  # fmt: skip
-    for row in comparison.rows:
-        name, *figures = cells(row)
-        made.add_row(name.replace(":", " "), *figures)
+    for row in rows:
+        made.add_row(row[0].replace(":", " "), *(row[place] for place in shown[1:]))
     return made
 
 

@@ -47,6 +47,7 @@ def curves_figure(runs: Mapping[str, Sequence[Sequence[float]]], *, title: str) 
     figure = Figure(figsize=(10.4, 5.6), dpi=100, facecolor="white")
     axes = figure.add_axes((0.075, 0.11, 0.66, 0.79), facecolor="white")
     every = [value for curves in runs.values() for curve in curves for value in curve]
+    faint = 0.13 if len(runs) <= 4 else 0.07  # bands lie on each other
     for place, (name, curves) in enumerate(runs.items()):
         drawn = points(curves)
         if not drawn:
@@ -57,7 +58,7 @@ def curves_figure(runs: Mapping[str, Sequence[Sequence[float]]], *, title: str) 
                   marker="o" if len(drawn) == 1 else "", label=f"{name}  {drawn[-1].middle:.2f} %")  # fmt: skip
         if len(curves) > 1:
             axes.fill_between(epochs, [point.lowest for point in drawn], [point.highest for point in drawn],
-                              color=colour, alpha=0.13, linewidth=0, gid=f"{name}-band")  # fmt: skip
+                              color=colour, alpha=faint, linewidth=0, gid=f"{name}-band")  # fmt: skip
     if every and min(every) > 0 and max(every) > LOG_FROM * min(every):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(ScalarFormatter())
