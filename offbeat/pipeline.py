@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from offbeat.links.local import Entrance
 from offbeat.method import LESSON, Method
 from offbeat.metrics import Meter, Metric, batch_size
 from offbeat.stage import Report, Stage, Staleness
+from offbeat.stage import state as stage_state
 from offbeat.stage.stage import USERS_CODE, Loss, MakeOptimizer, MakeScheduler
 from offbeat.worker import Links, Worker
 
@@ -292,6 +293,35 @@ class Pipeline:
                     self.engine.share_tensors(list(_tensors(part)), k)
                 self._share_staleness()
         return self.model
+
+    # ---- saving
+
+    def keep(self) -> None:
+        """From the next batch on, keep what is needed to save this process's stages with their batches in flight; all
+        of it is there after `lag` batches more."""
+        for stage in self.stages.values():
+            stage.keep()
+
+    def state(self) -> dict[int, Any]:
+        """The state of each stage of this process between batches: a tree of its own tensors, to be written at once.
+
+        With weights="hybrid" and batches in flight, `keep` must have been called far enough ahead.
+        """
+        found = {
+            worker.stage.k: {"stage": stage_state.save(worker.stage), "worker": worker.save()}
+            for worker in self.workers
+        }
+        for stage in self.stages.values():
+            stage.keep(False)
+        return found
+
+    def load(self, trees: Mapping[int, Any], batches: int) -> None:
+        """Go on from saved states of the same method, K and cuts, behind so many batches."""
+        with self._guard():
+            for worker in self.workers:
+                stage_state.load(worker.stage, trees[worker.stage.k]["stage"])
+                worker.load(trees[worker.stage.k]["worker"])
+            self.batches = batches
 
     # ---- looking
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offbeat.errors import UserError
 from offbeat.links import Link, Message
-from offbeat.method import Method
+from offbeat.method import LESSON, Method
 from offbeat.ops import Backward, Barrier, Drop, Forward, Iteration, Operation, Program, Take, Teach, Update
 from offbeat.stage import Stage
 
@@ -58,6 +58,8 @@ class Worker:
         self.program: Program = self.method.program(self.stage.k, self.stage.K, self.feed)
         self.buffer: dict[int, Any] = {}  # batches taken ahead, to draw from
         self.empty: set[int] = set()  # micro-batches without samples
+        self.entered: list[int] = []  # first and next batch of this program
+        self.sent: deque[Message] = deque(maxlen=self._unused())  # gradients that the stage below has not used yet
         self.stage.restart()
 
     def iteration(self, t: int, *, wait: bool) -> Iterator[bool]:
@@ -65,9 +67,40 @@ class Worker:
 
         With wait=False it yields False instead of waiting where a message is not there yet.
         """
+        return self._perform(self._enter(t), wait=wait)
+
+    def _enter(self, t: int) -> Iteration:
         self.feed.indices.append(t)
-        self.loss = None
-        return self._perform(next(self.program), wait=wait)
+        self.entered = [self.entered[0] if self.entered else t, t + 1]
+        return next(self.program)
+
+    def _unused(self) -> int:
+        """Most gradients that are still to be used below when this stage and that one have done the same iteration."""
+        k, K = self.stage.k, self.stage.K
+        if k == 1 or not self.method.hears(k - 1, K):
+            return 0
+        return LESSON if not self.method.waits(k - 1, K) else self.method.lag(k - 1, K) - self.method.lag(k, K)
+
+    def save(self) -> dict[str, Any]:
+        """Where the program is, and what is under way to the stage below or lies in the buffer."""
+        return {
+            "entered": list(self.entered),
+            "messages": [[message.t, message.content] for message in self.sent],
+            "buffer": [[t, list(content)] for t, content in self.buffer.items()],
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on from there: the program up to its place, the messages sent again."""
+        for t in range(*saved["entered"]):
+            self._enter(t)
+        self.buffer = {t: tuple(content) for t, content in saved["buffer"]}
+        for t, content in saved["messages"]:
+            self._feed_back(Message(t, content))
+
+    def _feed_back(self, message: Message) -> None:
+        if self.links.feedback:
+            self.links.feedback.send(message)
+            self.sent.append(message)
 
     def drain(self, *, wait: bool) -> Iterator[bool]:
         """What is left of the program once no batch will enter; the next iteration starts it afresh."""
@@ -139,7 +172,7 @@ class Worker:
             self.links.outputs.send(Message(t, (output, target, share)))
         elif output is not None:
             part = output if share == 1 else share * output
-            self.loss = part if self.loss is None else self.loss + part
+            self.loss = part if self.loss is None or t % self.method.m == 0 else self.loss + part
 
     def _backward(self, operation: Backward) -> None:
         t = operation.t
@@ -149,5 +182,4 @@ class Worker:
             gradients = None
         else:
             gradients = self.stage.backward(t, incoming)
-        if self.links.feedback:
-            self.links.feedback.send(Message(t, gradients))
+        self._feed_back(Message(t, gradients))

@@ -14,13 +14,14 @@ batch: 2F + B (F + B where the repeat is hidden).
 
 from __future__ import annotations
 
+from offbeat.correctors import Corrections, correctors
 from offbeat.method import Method
 from offbeat.methods import lags
 
 
-def DSP() -> Method:  # noqa: N802
+def DSP(*, corrector: Corrections = None) -> Method:  # noqa: N802
     """The tick schedule with replayed forwards."""
     return Method(
         name="dsp", title="diversely stale parameters", reference="Xu, Huo, Huang 2020",
-        lag=lags.round_trip, weights="replay",
+        lag=lags.round_trip, weights="replay", correctors=correctors(corrector),
     )  # fmt: skip

@@ -15,13 +15,15 @@ batch: KF + F + B with the barrier, 2F + B without.
 
 from __future__ import annotations
 
+from offbeat.correctors import Corrections, correctors
 from offbeat.method import Method
 from offbeat.methods import lags
 
 
-def FR(*, barrier: bool = True) -> Method:  # noqa: N802
+def FR(*, barrier: bool = True, corrector: Corrections = None) -> Method:  # noqa: N802
     """Features replay behind a forward lock."""
     return Method(
         name="fr", title="features replay", reference="Huo et al. 2018 (NeurIPS)",
         locks=("forward",) if barrier else (), lag=lags.one_way, weights="replay", barrier=barrier,
+        correctors=correctors(corrector),
     )  # fmt: skip

@@ -44,6 +44,7 @@ class InFlight:
     steady: bool  # forwarded when the stage was full, so that its staleness is the formula's
     random: list[Tensor]
     share: float = 1.0  # of its batch's samples, for a micro-batch
+    kept: Version | None = None  # what the forward used, where the policy itself forgets it
     roots: list[Any] = field(default_factory=list)  # leaves of the output tree, or the loss
 
 
@@ -96,6 +97,7 @@ class Stage:
         self.in_flight: dict[int, InFlight] = {}
         self.lessons: dict[int, tuple[Tensor, Any]] = {}  # outputs whose true gradient has not been reported yet
         self.held_bytes: int | None = None  # for one batch in flight
+        self.keeping = False
         self.most_held = 0  # batches in flight at once, so far
         self.window = Window(self.parameters)
         self.update_index = 0  # s: windows closed
@@ -126,13 +128,12 @@ class Stage:
         """Forward batch t on the weights that the method says; the output without its graph, or the loss at the last
         stage. `share` is that of a micro-batch in its batch: its weight in the gradient."""
         leaves, structure = pytree.tree_flatten(self._here(x))
-        if self.k > 1 and self.method.feedback != "local":  # otherwise nobody waits for the input's gradient
-            leaves = [leaf.requires_grad_() if _differentiable(leaf) else leaf for leaf in leaves]
+        leaves = self.wanting(leaves)
         steady = len(self.in_flight) >= self.lag and self.weights.settled()
         version = self.weights.current()
         batch = InFlight(
             leaves, structure, self._here(target), version, self.update_index - version.age, steady, self.random.state,
-            share,
+            share, self.weights.remember() if self.keeping else None,
         )  # fmt: skip
         with self.random.drawing(), torch.set_grad_enabled(not self.weights.replays), self._watched(version, leaves):
             output = self._run(t, batch, version)
@@ -146,6 +147,20 @@ class Stage:
         assert len(self.in_flight) <= self.most_in_flight, "more batches in flight than the lag allows"
         assert self.weights.versions() <= self.most_versions, "more weight versions than the window allows"
         return pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+    def wanting(self, leaves: list[Any]) -> list[Any]:
+        """Leaves of an input, marked where the stage below waits for their gradients."""
+        if self.k == 1 or self.method.feedback == "local":
+            return leaves
+        return [leaf.requires_grad_() if _differentiable(leaf) else leaf for leaf in leaves]
+
+    def keep(self, wanted: bool = True) -> None:
+        """From now on remember the weights of every forward, so that the batches in flight can be saved."""
+        self.keeping = wanted
+        if not wanted:
+            self.weights.forget()
+            for batch in self.in_flight.values():
+                batch.kept = None
 
     @contextmanager
     def _watched(self, version: Version, inputs: list[Any]) -> Iterator[None]:
@@ -351,9 +366,9 @@ class Stage:
         hold. Counted from the first batch; temporaries of a single operation are not."""
         own = [*self.module.parameters(), *self.module.buffers(), *self.parameters.values()]
         state = self.optimizer.state if self.optimizer else {}
-        kept = size(own, [p.grad for p in own], [dict(values) for values in state.values()], self.corrections.kept())
-        versions = (self.most_versions - 1) * size(list(self.parameters.values()))
-        return kept + versions + (self.held_bytes or 0) * self.most_held
+        kept = size(own, [dict(values) for values in state.values()], self.corrections.kept())
+        copies = self.most_versions * size(list(self.parameters.values()))  # older versions, and gradients
+        return kept + copies + (self.held_bytes or 0) * self.most_held
 
     def _here(self, content: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)

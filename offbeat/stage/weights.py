@@ -18,8 +18,8 @@ batch counts once. (A module that computes with a buffer it writes, unlike Batch
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,6 +89,21 @@ class WeightPolicy(Protocol):
     def versions(self) -> int:
         """Versions that are held, for batches in flight or as the newest."""
 
+    def remember(self) -> Version | None:
+        """A lasting copy of what the last forward used, where the policy keeps none; shared until the next update."""
+
+    def forget(self) -> None:
+        """Drop the lasting copy."""
+
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        """What else the policy holds; versions that are not yet in the list are added to it."""
+
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        """Take up what was saved."""
+
+    def again(self, version: Version) -> AbstractContextManager[Version]:
+        """Around a repeated forward of a batch in flight: the version to run it on."""
+
 
 class Live:
     """The module's own parameters; sound when no update comes between a forward and its backward."""
@@ -117,6 +132,22 @@ class Live:
     def versions(self) -> int:
         return 1
 
+    def remember(self) -> Version | None:
+        return None
+
+    def forget(self) -> None:
+        pass
+
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        return {}
+
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        pass
+
+    @contextmanager
+    def again(self, version: Version) -> Iterator[Version]:
+        yield version
+
 
 class Replay(Live):
     """The module's own parameters (or predicted ones), at the forward without a graph and again at the backward."""
@@ -136,14 +167,39 @@ class Hybrid(Live):
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
-        self.own = Version({name: p.data.requires_grad_() for name, p in answers.parameters.items()})
+        self.storage: list[Tensor] = [parameter.data for parameter in answers.parameters.values()]
+        self.own = Version(answers.named([tensor.data for tensor in self.storage]))
+        self.lasting: Version | None = None
+
+    def changed(self) -> None:
+        self.lasting = None
+
+    def remember(self) -> Version | None:
+        if self.lasting is None:
+            self.lasting = Version(self.answers.named([tensor.clone() for tensor in self.storage]))
+        return self.lasting
+
+    def forget(self) -> None:
+        self.lasting = None
+
+    @contextmanager
+    def again(self, version: Version) -> Iterator[Version]:
+        """The old values under the aliases while the graph is made, then the present ones."""
+        present = [tensor.clone() for tensor in self.storage]
+        if version.tensors:
+            torch._foreach_copy_(self.storage, [tensor.detach() for tensor in version.tensors.values()])
+        try:
+            yield self.own
+        finally:
+            if present:
+                torch._foreach_copy_(self.storage, present)
 
 
-class PredictedHybrid(Live):
+class PredictedHybrid(Hybrid):
     """Aliases of a second set of parameters, which is filled with what is due before each forward and each backward."""
 
     def __init__(self, answers: Answers) -> None:
-        self.answers = answers
+        super().__init__(answers)
         self.storage = [parameter.detach().clone() for parameter in answers.parameters.values()]
         self.own = Version(answers.named([tensor.data for tensor in self.storage]))
 
@@ -185,6 +241,13 @@ class Stash(Live):
     def versions(self) -> int:
         return len(self.alive) + (self.newest is None)  # the parameters themselves are the newest version
 
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        return {"newest": versions.index(self.newest) if self.newest in versions else None}
+
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        self.alive.update(versions)
+        self.newest = None if saved["newest"] is None else versions[saved["newest"]]
+
 
 class Before(Stash):
     """Snapshots of the last two versions, of which a forward uses the one that its place in the program asks for."""
@@ -215,6 +278,17 @@ class Before(Stash):
 
     def versions(self) -> int:
         return len(self.alive)
+
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        versions += [version for version in self.kept if version not in versions]
+        return {"kept": [versions.index(version) for version in self.kept], "forwards": self.forwards,
+                "made": self.made}  # fmt: skip
+
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        self.alive.clear()
+        self.alive.update(versions)
+        self.kept = [versions[number] for number in saved["kept"]]
+        self.forwards, self.made = saved["forwards"], saved["made"]
 
 
 def make_policy(weights: str, answers: Answers, *, lag: int, recompute: bool) -> WeightPolicy:
