@@ -159,6 +159,11 @@ def _notes(
     if baseline:
         cut = f" cut into the same {baseline.K} stages" if baseline.K > 1 else ""
         yield f"x BP: ratio of the medians of samples/s, over {baseline.label}{cut}"
+    if any(row.memory for row in rows):
+        yield (
+            "peak MB: counted, at the fullest: parameters and their versions, gradients, optimizer state, batches in "
+            "flight; not the temporaries of an operation"
+        )
     if any(row.jacobian for row in rows):
         yield (
             "staleness in updates; a/0: age a of the input, and 0 of the local Jacobian, by construction of replay, "
@@ -200,7 +205,7 @@ def cells(row: Row) -> list[str]:
         error,
         "-" if row.samples_per_second is None else f"{row.samples_per_second:,.0f}",
         "-" if row.speed_up is None else f"{row.speed_up:.2f}",
-        _short([f"{peak / 1e6:,.0f}" for peak in row.memory or ()]),
+        _short([f"{peak / 1e6:,.0f}" if peak >= 1e7 else f"{peak / 1e6:.1f}" for peak in row.memory or ()]),
         _short(ages),
     ]
 
