@@ -15,8 +15,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from offbeat import launch
+from offbeat import launch, options
 from offbeat.errors import Interrupted, UserError
+from offbeat.options import numbers, spread
 from offbeat.recipe import Recipe, complete, load
 
 INTERRUPTED = 130
@@ -31,8 +32,8 @@ app = typer.Typer(
 
 
 def main() -> NoReturn:
-    """The console command. Exit codes: 0 done, 2 told in one line, 130 stopped by Ctrl-C."""
-    if launch.is_worker():
+    """The console command. Exit codes: 0 done, 1 nothing to compare, 2 told in one line, 130 stopped by Ctrl-C."""
+    if launch.is_worker() or os.environ.get(launch.LAUNCHER) == str(os.getppid()):  # the latter: of a comparison
         launch.die_with_parent()
     try:
         code = app(standalone_mode=False)
@@ -74,67 +75,23 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def numbers(text: str | None, kind: type[int] | type[float], option: str, separators: str = ",") -> Any:
-    """'5,9,14' as a tuple; None stays None."""
-    if text is None:
-        return None
-    for separator in separators[1:]:
-        text = text.replace(separator, separators[0])
-    try:
-        return tuple(kind(part) for part in text.split(separators[0]) if part.strip())
-    except ValueError:
-        raise UserError(f"{option} {text!r}: give numbers with {separators[0]!r} between them") from None
-
-
 @app.command()
+@spread
 def train(
-    model: Annotated[str | None, typer.Option(help="Network; see 'offbeat models'. (default resnet56)")] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Data set: cifar10, cifar100, imagefolder, digits, synthetic. (default cifar10)")
-    ] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder or archive that holds the data.")] = None,
-    shape: Annotated[str | None, typer.Option(help="C,H,W of a sample, for data that can take one.")] = None,
-    classes: Annotated[int | None, typer.Option(help="Classes of synthetic data.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples of synthetic data.")] = None,
-    data_workers: Annotated[int | None, typer.Option(help="Processes that decode an image folder. (default 2)")] = None,
-    method: Annotated[str | None, typer.Option(help="bp or adl. (default adl)")] = None,
-    K: Annotated[int | None, typer.Option("-K", help="Stages. (default 1)")] = None,
-    M: Annotated[int | None, typer.Option("-M", help="Gradients an update. (default adl: 4, bp: 1)")] = None,
-    weights: Annotated[str | None, typer.Option(help="stash, hybrid or replay. (default stash)")] = None,
-    window: Annotated[str | None, typer.Option(help="count or aligned. (default count)")] = None,
-    engine: Annotated[str | None, typer.Option(help="simulate or processes. (default processes for K > 1)")] = None,
-    cuts: Annotated[str | None, typer.Option(help="Cut before these units: 5,9,14. (default equal FLOPs)")] = None,
-    units: Annotated[str | None, typer.Option(help="Cut between blocks, or layers (also inside blocks).")] = None,
-    partition: Annotated[str | None, typer.Option(help="Balance flops, or measured time. (default flops)")] = None,
-    speeds: Annotated[str | None, typer.Option(help="Speeds of the K workers, such as 1,1,0.5.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="(default 300; image folders 90)")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples a batch, b. (default 32)")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256)")] = None,
-    momentum: Annotated[float | None, typer.Option(help="(default 0.9)")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="(default 5e-4; image folders 1e-4)")] = None,
-    warmup: Annotated[float | None, typer.Option(help="Epochs of warm-up from 1 % of the rate. (default 3)")] = None,
-    milestones: Annotated[
-        str | None,
-        typer.Option(
-            help="A tenth of the rate at these fractions of the epochs. "
-            "(default 1/2, 3/4, 11/12; image folders 1/3, 2/3, 8/9)"
-        ),
-    ] = None,
-    clip_norm: Annotated[float | None, typer.Option(help="Largest gradient norm, stage by stage.")] = None,
+    data: options.Data,
+    method: options.OneMethod,
+    stages: options.Stages,
+    schedule: options.Schedule,
     seed: Annotated[int | None, typer.Option(help="(default 0)")] = None,
-    threads_per_stage: Annotated[int | None, typer.Option(help="(default cores / K)")] = None,
     config: Annotated[Path | None, typer.Option(help="config.json of a run to repeat; options change it.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder. (default runs/DATA-MODEL-METHOD-K-M-SEED)")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="No progress; print the result as JSON.")] = False,
 ) -> None:
     """Train a network; the defaults are the paper's recipe."""
-    given = {name: value for name, value in locals().items() if name not in ("config", "out", "dry_run", "as_json")}
-    given["shape"] = numbers(shape, int, "--shape", ",x")
-    given["cuts"] = numbers(cuts, int, "--cuts")
-    given["speeds"] = numbers(speeds, float, "--speeds")
-    given["milestones"] = numbers(milestones, float, "--milestones")
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = options.chosen(data, method, stages, schedule)
+    if seed is not None:
+        chosen["seed"] = seed
     recipe = complete(**{**(load(config) if config else {}), **chosen})
     result = execute(recipe, out or free_folder(recipe), dry_run=dry_run, show=not as_json)
     if result is None or launch.is_worker():
@@ -215,6 +172,37 @@ def report_result(result: dict[str, Any], *, dry_run: bool) -> None:
 
 
 @app.command()
+@spread
+def compare(
+    methods: Annotated[str, typer.Option(help="Such as bp,ddg,adl; with settings bp:M=2,gpipe:m=8,adl:corrector=sc.")],
+    data: options.Data,
+    stages: options.Stages,
+    schedule: options.Schedule,
+    M: Annotated[int, typer.Option("-M", help="Gradients an update of the methods that are late and take one.")] = 4,
+    match: Annotated[str, typer.Option(help="The same batch for all, or effective: as many samples an update.")] = (
+        "batch"
+    ),
+    seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
+    jobs: Annotated[int, typer.Option(help="Runs at a time, where one process simulates all stages.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Folder of all runs. (default runs/compare-DATA-MODEL-K-M)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="No progress; print the table as JSON.")] = False,
+) -> None:
+    """Train by several methods under one recipe, and print one table; goes on where it was stopped."""
+    from offbeat import compare as comparing
+
+    comparison, folder = comparing.compare(
+        methods=methods, match=match, seeds=seeds, M=M, chosen=options.chosen(data, stages, schedule), out=out,
+        jobs=jobs, execute=execute, show=not as_json,
+    )  # fmt: skip
+    if as_json:
+        print(json.dumps(comparison.as_dict()))
+    else:
+        comparing.show_comparison(comparison, folder)
+    if not any(row.errors for row in comparison.rows):
+        raise typer.Exit(1)
+
+
+@app.command()
 def plan(
     model: Annotated[str, typer.Option(help="Network; see 'offbeat models'.")] = "resnet56",
     method: Annotated[str, typer.Option(help="A declared method, or all.")] = "adl",
@@ -289,6 +277,23 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="For machines.")
         counts = (f"{count:,}" for count in (entry.parameters, entry.flops, entry.units))
         table.add_row(entry.name, sizes, str(entry.classes), *counts)
     Console().print(table)
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One of them, in full.")] = None,
+    K: Annotated[int | None, typer.Option("-K", help="Stages of the timeline. (default 3)")] = None,
+    M: Annotated[int | None, typer.Option("-M", help="Gradients an update in the timeline.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """List the training methods: locks, lag, weights, staleness, ideal speed-up; or tell one, with its timeline."""
+    from offbeat.describe import print_methods, show_methods
+
+    told = show_methods(name, K=K, M=M)
+    if as_json:
+        print(json.dumps(told))
+    else:
+        print_methods(told)
 
 
 @app.command()

@@ -17,12 +17,17 @@ from offbeat.ops import Window
 
 ENGINES = ("simulate", "processes")
 MOST = 2**31  # for whole numbers
+ANSWERS = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
 WARMUP_START = 0.01  # the released code ramps up from 1 % of the learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run, complete; `complete` fills in what the user left open."""
+    """A training run, complete; `complete` fills in what the user left open.
+
+    The ANSWERS are the method's: M, weights and window stand here as it resolved them, the others as they were asked
+    for, None where they were not. A method refuses those that it does not take.
+    """
 
     model: str
     data: str
@@ -36,6 +41,14 @@ class Recipe:
     M: int
     weights: Weights
     window: Window
+    corrector: str | None = None
+    m: int | None = None
+    beta: float | None = None
+    N: int | None = None
+    recompute: bool | None = None
+    barrier: bool | None = None
+    conditional: bool | None = None
+    buffer: int | None = None
     engine: str
     cuts: tuple[int, ...] | None = None
     units: Literal["blocks", "layers"] | None = None
@@ -53,7 +66,7 @@ class Recipe:
     threads_per_stage: int
 
     def make_method(self) -> Method:
-        return named(self.method, M=self.M, weights=self.weights, window=self.window)
+        return named(self.method, **{answer: getattr(self, answer) for answer in ANSWERS})
 
     def learning_rate(self, batches_per_epoch: int) -> Callable[[int], float]:
         """Factor of lr for update s, which is that of batch M*s: a ramp, then a tenth at each milestone.
@@ -97,7 +110,7 @@ def complete(**given: Any) -> Recipe:
              "warmup": 3.0, "seed": 0}  # fmt: skip
     values = {**paper, **{name: value for name, value in given.items() if value is not None}}
     _check(values)
-    method = named(values["method"], **{answer: values.get(answer) for answer in ("M", "weights", "window")})
+    method = named(values["method"], **{answer: values.get(answer) for answer in ANSWERS})
     image_folder = values["data"] == "imagefolder"
     defaults = {
         "M": method.M,
@@ -120,13 +133,14 @@ def _check(values: Mapping[str, Any]) -> None:
     for name, allowed in (("units", ("blocks", "layers")), ("partition", ("flops", "measured"))):
         if values.get(name, allowed[0]) not in allowed:
             raise unknown(name, values[name], allowed)
-    least = {"K": 1, "epochs": 1, "batch_size": 1, "threads_per_stage": 1, "data_workers": 0, "seed": 0}
+    least = {"K": 1, "epochs": 1, "batch_size": 1, "threads_per_stage": 1, "data_workers": 0, "seed": 0, "m": 1, "N": 1,
+             "buffer": 1}  # fmt: skip
     for name, smallest in least.items():
         if name in values and values[name] < smallest:
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")
         if name in values and name != "K" and values[name] > MOST:  # the model says what K can be
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number up to {MOST}")
-    for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm"):
+    for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm", "beta"):
         if name in values and not 0 <= values[name] < float("inf"):
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a number from 0 up")
     fractions = list(values.get("milestones", ()))
@@ -142,14 +156,37 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(f"config {path} does not exist: give the config.json of a run") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"config {path} cannot be read ({first_line(error)}): give the config.json of a run") from None
+    return settings(values, path)
+
+
+def settings(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """A recipe as it was read from JSON, checked for its names and types; `path` is where it stood."""
     types = {field.name: str(field.type) for field in fields(Recipe)}
-    for name, value in values.items():
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    for name, value in found.items():
         if name not in types:
             raise unknown(f"setting in {path}", name, types)
-        values[name] = tuple(value) if isinstance(value, list) else value
-        if not _fits(values[name], types[name]):
-            raise UserError(f"{path}: {name} = {value!r} does not fit, it takes {types[name]}: correct it")
-    return values
+        if not _fits(value, types[name]):
+            raise UserError(f"{path}: {name} = {values[name]!r} does not fit, it takes {types[name]}: correct it")
+    return found
+
+
+def answer(name: str, text: str) -> Any:
+    """A method's answer as it was written, in its own type.
+
+    >>> answer("m", "8"), answer("beta", "0.5"), answer("barrier", "no"), answer("corrector", "lwp+sc")
+    (8, 0.5, False, 'lwp+sc')
+    """
+    if name not in ANSWERS:
+        raise unknown("setting of a method", name, ANSWERS)
+    kind = next(str(field.type) for field in fields(Recipe) if field.name == name).split(" | ")[0]
+    try:
+        if kind == "bool":
+            return {"yes": True, "true": True, "no": False, "false": False}[text.lower()]
+        return {"int": int, "float": float}.get(kind, str)(text)
+    except (ValueError, KeyError):
+        wanted = {"bool": "yes or no", "int": "a whole number", "float": "a number"}[kind]
+        raise UserError(f"{name}={text}: give {wanted}") from None
 
 
 def _fits(value: Any, annotation: str) -> bool:
@@ -159,7 +196,7 @@ def _fits(value: Any, annotation: str) -> bool:
     if isinstance(value, tuple):
         numbers = (int, float) if "float" in annotation else (int,)
         return annotation.startswith("tuple") and all(type(item) in numbers for item in value)
-    if isinstance(value, bool) or annotation.startswith("tuple"):
-        return False
+    if isinstance(value, bool) or annotation.startswith(("tuple", "bool")):
+        return isinstance(value, bool) and annotation.startswith("bool")
     allowed = {"int": (int,), "float": (int, float)}.get(annotation.split(" | ")[0], (str,))
     return isinstance(value, allowed)

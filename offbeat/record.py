@@ -130,6 +130,6 @@ def check_free(path: Path) -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
+    """The lines of a run's metrics.jsonl; one that was being written when the run was killed is not there yet."""
     file = path / "metrics.jsonl"
-    return [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(text) for text in file.read_text().split("\n")[:-1]] if file.exists() else []

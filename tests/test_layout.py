@@ -16,13 +16,13 @@ PACKAGE = ROOT / "offbeat"
 # Each may import what stands above it, never what stands below.
 ORDER = [
     "errors", "seeds", "ops", "theory", "correctors", "method", "heads", "methods", "clock", "timeline", "recipe",
-    "metrics", "stage", "links", "worker", "engines", "cutting", "pipeline",
-    "models", "data", "record", "telemetry", "progress", "report", "plan", "planning", "train", "launch", "demo", "cli",
-    "__main__",
+    "options", "metrics", "stage", "links", "worker", "engines", "cutting", "pipeline",
+    "models", "data", "record", "telemetry", "progress", "report", "describe", "plan", "planning", "train", "launch",
+    "demo", "compare", "cli", "__main__",
 ]  # fmt: skip
 TORCH_FREE = [
-    "errors", "seeds", "ops", "theory", "correctors", "method", "methods", "clock", "timeline", "recipe", "report",
-    "launch", "cli",
+    "errors", "seeds", "ops", "theory", "correctors", "method", "methods", "clock", "timeline", "recipe", "options",
+    "report", "describe", "launch", "compare", "cli",
 ]  # fmt: skip
 
 

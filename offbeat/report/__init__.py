@@ -1,7 +1,7 @@
-"""What a plan shows: pictures of when every stage does what, and of how stale its gradients are."""
+"""What is shown: when every stage does what, how stale its gradients are, and how methods compare."""
 
 from __future__ import annotations
 
-from offbeat.report.pictures import draw_staleness, draw_timeline
+from offbeat.report.pictures import draw_curves, draw_staleness, draw_timeline
 
-__all__ = ["draw_staleness", "draw_timeline"]
+__all__ = ["draw_curves", "draw_staleness", "draw_timeline"]

@@ -1,4 +1,4 @@
-"""Pictures in files: the timeline of a method (the paper's Fig. 1) and its staleness against M (Fig. 2).
+"""Pictures in files: the timeline of a method (the paper's Fig. 1), its staleness against M (Fig. 2), learning curves.
 
 A file is written completely or not at all, and the same arguments give the same bytes.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.errors import UserError
 from offbeat.method import Method
+from offbeat.report.curves import curves_figure, curves_text
 from offbeat.report.gantt import timeline_figure
 from offbeat.report.lateness import staleness_figure, staleness_text
 from offbeat.report.text import timeline_text
@@ -47,6 +48,16 @@ def draw_staleness(method_of_M: Callable[[int], Method], K: int, path: Path, *, 
         path,
         text=lambda: staleness_text(method_of_M, K, largest_M=largest_M),
         figure=lambda: staleness_figure(method_of_M, K, largest_M=largest_M),
+    )
+
+
+def draw_curves(runs: Mapping[str, Sequence[Sequence[float]]], path: Path, *, title: str) -> None:
+    """Draw the test error of several runs a method against the epoch; .svg, .png or .txt by the suffix."""
+    _check(path)
+    _draw(
+        path,
+        text=lambda: curves_text(runs, title=title),
+        figure=lambda: curves_figure(runs, title=title),
     )
 
 

@@ -1,0 +1,203 @@
+"""`offbeat methods`: every method in a table, or one in full, from its declaration, its module and the clock."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from offbeat.errors import UserError, unknown
+from offbeat.method import Method
+from offbeat.methods import METHODS, named
+from offbeat.report.text import timeline_text
+from offbeat.timeline import balanced, speed_up
+
+LOCKS = ("forward", "backward", "update")
+K_SHOWN = 4  # of the staleness and versions in the table
+SPEEDS = (4, 8)  # K of the ideal speed-ups
+DRAWN_K, DRAWN_BATCHES = 3, (6, 5, 4, 3)  # as many as fit
+LONGEST_LINE = 118
+LEGEND = f"""locks: F forward, B backward, U update
+LoS: mean staleness in updates; it and the versions held are of stage 1 of {K_SHOWN}
+  (of one stage where the network stays whole, and K workers have a copy each)
+x at K: speed-up of K workers over BP on one, by the clock
+  (equal stages, B = 2F, no communication, nothing for auxiliary networks)
+'offbeat methods NAME' tells one in full, with its timeline"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A method with its own settings.
+
+    K           stages that staleness, versions and held are of, a list from stage 1: the most it can have up to 4
+    speed_up    ideal, over back-propagation on one worker: K equal stages, B = 2F, no communication, steady state;
+                for a method that trains whole networks, of K workers
+    """
+
+    name: str
+    title: str
+    reference: str
+    locks_left: list[str]
+    locks_removed: list[str]
+    lag: str
+    M: int
+    weights: str
+    feedback: str
+    correctors: list[str]
+    takes: list[str]
+    K: int
+    staleness: list[float]
+    versions: list[int]
+    held: list[int]
+    speed_up: dict[int, float | None]
+
+
+def describe(name: str) -> Description:
+    """What the declaration of a method says, and what the clock makes of it."""
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    method = named(name)
+    K = max(K for K in range(1, K_SHOWN + 1) if possible(method, K))
+    ks = range(1, K + 1)
+    return Description(
+        name=name, title=method.title, reference=method.reference, locks_left=list(method.locks),
+        locks_removed=[lock for lock in LOCKS if lock not in method.locks], lag=lag_text(method.lag), M=method.M,
+        weights=weights_text(method, K), feedback=method.feedback,
+        correctors=[corrector.name for corrector in method.correctors],
+        takes=list(inspect.signature(METHODS[name]).parameters), K=K,
+        staleness=[method.staleness(k, K) for k in ks], versions=[method.versions(k, K) for k in ks],
+        held=[method.held(k, K) for k in ks], speed_up={K: ideal_speed_up(name, K) for K in SPEEDS},
+    )  # fmt: skip
+
+
+def possible(method: Method, K: int) -> bool:
+    """Whether the method can have so many stages."""
+    return method.limit is None or method.limit(K) is None
+
+
+def ideal_speed_up(name: str, K: int) -> float | None:
+    """By the clock, for K workers: a stage each, or a copy of the whole network where the method cannot be cut."""
+    takes = inspect.signature(METHODS[name]).parameters
+    method = named(name, N=K if "N" in takes else None)
+    if possible(method, K):
+        return speed_up(method, balanced(K))
+    return speed_up(method, balanced(1)) if method.workers == K else None
+
+
+def weights_text(method: Method, K: int) -> str:
+    """Which weights a backward uses; nothing to choose where none changes between forward and backward."""
+    if not any(method.lag(k, K) for k in range(1, K + 1)):
+        return "-"
+    return method.weights if method.forward == "newest" else f"{method.weights} ({method.forward})"
+
+
+def lag_text(lag: Callable[[int, int], int]) -> str:
+    """The lag as a formula: that of its function's docstring if it is one, a(K-k)+c where it is that, else its words.
+
+    >>> from offbeat.methods import lags
+    >>> lag_text(lags.none), lag_text(lags.round_trip), lag_text(lambda k, K: 3), lag_text(lambda k, K: K - k + 1)
+    ('0', '2(K-k)', '3', 'K-k+1')
+    """
+    words = str(inspect.getdoc(lag) or getattr(lag, "__name__", "?")).splitlines()[0].rstrip(".")
+    if lag.__doc__ and " " not in words:
+        return words
+    constant, slope = lag(1, 1), lag(1, 2) - lag(2, 2)
+    stages = ((k, K) for K, k in itertools.product(range(1, 9), repeat=2) if k <= K)
+    if any(lag(k, K) != slope * (K - k) + constant for k, K in stages):
+        return words
+    if not slope:
+        return str(constant)
+    times = "K-k" if slope == 1 else f"{slope}(K-k)"
+    return f"{times}{constant:+d}" if constant else times
+
+
+def module_text(make: Callable[..., Method]) -> str:
+    """The docstring of the file that declares the method."""
+    function = make.func if isinstance(make, partial) else make
+    return inspect.cleandoc(sys.modules[function.__module__].__doc__ or "")
+
+
+def timeline_of(name: str, *, K: int, M: int | None) -> str:
+    """When every stage does what, drawn by the clock for K equal stages."""
+    method = named(name, M=M)
+    method.check(K)
+    drawn = [timeline_text(method, balanced(K), batches=batches) for batches in DRAWN_BATCHES]
+    return next((text for text in drawn if max(map(len, text.splitlines())) <= LONGEST_LINE), drawn[-1])
+
+
+def show_methods(name: str | None, *, K: int | None, M: int | None) -> Any:
+    """What the command prints; what it returns is the same for machines."""
+    if name is None:
+        if K is not None or M is not None:
+            raise UserError("-K and -M draw the timeline of one method: name it, as in 'offbeat methods adl -K 4'")
+        return [asdict(describe(each)) for each in METHODS]
+    described = describe(name)
+    stages = K if K is not None else max(K for K in range(1, DRAWN_K + 1) if possible(named(name), K))
+    if stages < 1:
+        raise UserError(f"K = {stages}: use a whole number from 1 up")
+    return {**asdict(described), "text": module_text(METHODS[name]), "timeline": timeline_of(name, K=stages, M=M)}
+
+
+def print_methods(told: Any) -> None:
+    """The table of all, or one with its text and timeline."""
+    console = Console(highlight=False)
+    if isinstance(told, list):
+        described = [Description(**entry) for entry in told]
+        whole = table(described, wide=True)
+        fits = console.measure(whole, options=console.options.update(width=1000)).maximum <= console.width
+        console.print(whole if fits else table(described, wide=False))
+        console.print(LEGEND)
+        return
+    for text in (told["text"], summary(told), told["timeline"]):
+        console.print(text, soft_wrap=True, markup=False)
+        console.print()
+
+
+def summary(told: dict[str, Any]) -> str:
+    """The facts of one method in a few lines."""
+
+    def each(values: list[Any]) -> str:
+        return " ".join(f"{value:g}" for value in values)
+
+    speeds = [f"{value:.2f} at K={K}" for K, value in told["speed_up"].items() if value is not None]
+    lines = {
+        "name": f"{told['name']}: {told['title']}, {told['reference']}",
+        "locks left": ", ".join(told["locks_left"]) or "none",
+        "lag": f"{told['lag']} batches, M = {told['M']}",
+        "weights": told["weights"],
+        "gradient": f"from {told['feedback']}" if told["feedback"] == "above" else told["feedback"],
+        "correctors": ", ".join(told["correctors"]) or "none",
+        "takes": ", ".join(told["takes"]) or "no settings",
+        f"K={told['K']}": f"staleness {each(told['staleness'])}; versions {each(told['versions'])}; "
+        f"batches held {each(told['held'])}",
+        "ideal speed-up": ", ".join(speeds) or "-",
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines.items())
+
+
+def table(described: list[Description], *, wide: bool) -> Table:
+    """A line a method; where it is narrow without what 'offbeat methods NAME' tells as well."""
+    made = Table(title="Methods, with their own settings", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1),
+                 title_justify="left")  # fmt: skip
+    left, right, more = ["name", "locks\nremoved", "lag", "weights"], ["M", "LoS", "ver-\nsions"], []
+    if wide:
+        left, more = [*left, "feedback"], ["reference"]
+    for name in (*left, *right, *(f"x at\nK={K}" for K in SPEEDS), *more):
+        made.add_column(name, justify="left" if name in (*left, *more) else "right", no_wrap=True)
+    for entry in described:
+        removed = " ".join(lock[0].upper() for lock in entry.locks_removed)
+        speeds = ["-" if value is None else f"{value:.2f}" for value in entry.speed_up.values()]
+        made.add_row(
+            entry.name, removed or "none", entry.lag, entry.weights, *([entry.feedback] if wide else []), str(entry.M),
+            f"{entry.staleness[0]:g}", str(entry.versions[0]), *speeds, *([entry.reference] if wide else []),
+        )  # fmt: skip
+    return made

@@ -1,0 +1,140 @@
+"""Options that several commands take, declared once: dataclasses whose fields `spread` makes options of a command."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from offbeat.errors import UserError
+from offbeat.methods import METHODS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The network and what it learns."""
+
+    model: Annotated[str | None, typer.Option(help="Network; see 'offbeat models'. (default resnet56)")] = None
+    data: Annotated[
+        str | None, typer.Option(help="Data set: cifar10, cifar100, imagefolder, digits, synthetic. (default cifar10)")
+    ] = None
+    data_dir: Annotated[str | None, typer.Option(help="Folder or archive that holds the data.")] = None
+    shape: Annotated[str | None, typer.Option(help="C,H,W of a sample, for data that can take one.")] = None
+    classes: Annotated[int | None, typer.Option(help="Classes of synthetic data.")] = None
+    samples: Annotated[int | None, typer.Option(help="Samples of synthetic data.")] = None
+    data_workers: Annotated[int | None, typer.Option(help="Processes that decode an image folder. (default 2)")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneMethod:
+    """A method and its answers; it refuses those that it does not take."""
+
+    method: Annotated[str | None, typer.Option(help=f"{', '.join(METHODS)}. (default adl)")] = None
+    M: Annotated[int | None, typer.Option("-M", help="Gradients an update. (default the method's)")] = None
+    weights: Annotated[str | None, typer.Option(help="stash, hybrid or replay. (default the method's)")] = None
+    window: Annotated[str | None, typer.Option(help="count or aligned. (default count)")] = None
+    corrector: Annotated[str | None, typer.Option(help="Against staleness, such as sc, or lwp+sc.")] = None
+    m: Annotated[int | None, typer.Option("--micro-batches", help="Parts of a batch, m.")] = None
+    beta: Annotated[float | None, typer.Option(help="What a gradient is multiplied by on its way down.")] = None
+    N: Annotated[int | None, typer.Option("--workers", help="Workers of a data-parallel method, N.")] = None
+    recompute: Annotated[bool | None, typer.Option(help="Hold inputs, and repeat forwards.")] = None
+    barrier: Annotated[bool | None, typer.Option(help="Wait for all stages in each iteration.")] = None
+    conditional: Annotated[bool | None, typer.Option("--conditional", help="Tell synthesisers the labels.")] = None
+    buffer: Annotated[int | None, typer.Option(help="Batches between stages that run freely.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """Where the network is cut, and what runs its parts."""
+
+    K: Annotated[int | None, typer.Option("-K", help="Stages. (default 1)")] = None
+    engine: Annotated[str | None, typer.Option(help="simulate or processes. (default processes for K > 1)")] = None
+    cuts: Annotated[str | None, typer.Option(help="Cut before these units: 5,9,14. (default equal FLOPs)")] = None
+    units: Annotated[str | None, typer.Option(help="Cut between blocks, or layers (also inside blocks).")] = None
+    partition: Annotated[str | None, typer.Option(help="Balance flops, or measured time. (default flops)")] = None
+    speeds: Annotated[str | None, typer.Option(help="Speeds of the K workers, such as 1,1,0.5.")] = None
+    threads_per_stage: Annotated[int | None, typer.Option(help="(default cores / K)")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long and at which rate."""
+
+    epochs: Annotated[int | None, typer.Option(help="(default 300; image folders 90)")] = None
+    batch_size: Annotated[int | None, typer.Option(help="Samples a batch, b. (default 32)")] = None
+    lr: Annotated[float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256)")] = None
+    momentum: Annotated[float | None, typer.Option(help="(default 0.9)")] = None
+    weight_decay: Annotated[float | None, typer.Option(help="(default 5e-4; image folders 1e-4)")] = None
+    warmup: Annotated[float | None, typer.Option(help="Epochs of warm-up from 1 % of the rate. (default 3)")] = None
+    milestones: Annotated[
+        str | None,
+        typer.Option(
+            help="A tenth of the rate at these fractions of the epochs. "
+            "(default 1/2, 3/4, 11/12; image folders 1/3, 2/3, 8/9)"
+        ),
+    ] = None
+    clip_norm: Annotated[float | None, typer.Option(help="Largest gradient norm, stage by stage.")] = None
+
+
+LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options that hold several numbers, and what divides them
+    "shape": (int, ",x"),
+    "cuts": (int, ","),
+    "speeds": (float, ","),
+    "milestones": (float, ","),
+}
+
+
+def chosen(*groups: Data | OneMethod | Stages | Schedule) -> dict[str, Any]:
+    """The settings that were given, in the recipe's names and types."""
+    values = {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
+    for name, (kind, separators) in LISTS.items():
+        if values.get(name) is not None:
+            values[name] = numbers(values[name], kind, f"--{name}", separators)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def numbers(text: str | None, kind: type[int] | type[float], option: str, separators: str = ",") -> Any:
+    """'5,9,14' as a tuple; None stays None."""
+    if text is None:
+        return None
+    for separator in separators[1:]:
+        text = text.replace(separator, separators[0])
+    try:
+        return tuple(kind(part) for part in text.split(separators[0]) if part.strip())
+    except ValueError:
+        raise UserError(f"{option} {text!r}: give numbers with {separators[0]!r} between them") from None
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with every parameter that is a dataclass of options replaced by the options that are its fields."""
+    own = inspect.signature(command, eval_str=True)
+    annotations: dict[str, Any] = {name: parameter.annotation for name, parameter in own.parameters.items()}
+    groups: dict[str, Any] = {name: annotation for name, annotation in annotations.items() if is_dataclass(annotation)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in own.parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(groups[name], include_extras=True)
+        for field in fields(groups[name]):
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+                )
+            )
+
+    @wraps(command)
+    def gathered(**given: Any) -> None:
+        made = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**made, **given)
+
+    vars(gathered)["__signature__"] = own.replace(parameters=parameters)  # what typer reads
+    gathered.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return gathered

@@ -1,0 +1,249 @@
+"""A comparison of methods as a table: what its runs have recorded, and nothing else. Its columns:
+
+    error          test error % at the last epoch; the median over the seeds, and their range
+    samples/s      the median over the seeds of each run's own median epoch
+    x BP           ratio of these medians, against the first method that keeps all locks
+    staleness      measured, a stage, in updates
+
+Runs that failed are in none of the medians; their row says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from offbeat.recipe import Recipe, complete, settings
+from offbeat.record import lines
+
+ALL_LOCKS = {"forward", "backward", "update"}
+STAGES_IN_FULL = 4  # more are told by the first and the last; the JSON has all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A method over its seeds. Figures are of the runs that finished, None where none did.
+
+    batchnorm_batch   samples that BatchNorm normalises together: the batch, or the mean micro-batch
+    memory            peak bytes of each stage, the largest of the runs
+    staleness         of each stage; where forwards are replayed it is the age of the input
+    jacobian          staleness of the local Jacobian, where it is not that of the input: 0 by construction of replay
+    curves            test error after each epoch, a list a seed
+    failed            seed -> why there is no result
+    """
+
+    label: str
+    method: str
+    K: int
+    M: int
+    weights: str
+    batch_size: int
+    batchnorm_batch: float
+    lr: float
+    errors: dict[int, float]
+    error: float | None
+    error_range: tuple[float, float] | None
+    samples_per_second: float | None
+    speed_up: float | None = None
+    memory: list[int] | None
+    staleness: list[float] | None
+    jacobian: list[float] | None
+    curves: list[list[float]]
+    failed: dict[int, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All rows, what they have in common, and what must be known to read them."""
+
+    title: str
+    match: str
+    baseline: str | None  # the row that speed-ups are over
+    notes: list[str]
+    rows: list[Row]
+    provenance: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read(folder: Path) -> Comparison:
+    """The comparison in a folder, as far as it has come."""
+    path = folder / "config.json"
+    written = json.loads(path.read_text())
+    asked, runs = written["comparison"]["asked"], written["comparison"]["runs"]
+    rows: list[Row] = []
+    recipes: list[Recipe] = []
+    for label in dict.fromkeys(run["label"] for run in runs):
+        mine = [run for run in runs if run["label"] == label]
+        recipes.append(complete(**settings(mine[0]["recipe"], path)))
+        rows.append(_row(label, recipes[-1], {run["seed"]: lines(folder / run["folder"]) for run in mine}))
+    baseline = next((row for row, recipe in zip(rows, recipes, strict=True)
+                     if set(recipe.make_method().locks) == ALL_LOCKS and row.samples_per_second), None)  # fmt: skip
+    if baseline and baseline.samples_per_second:
+        speed = baseline.samples_per_second
+        rows = [replace(row, speed_up=row.samples_per_second and row.samples_per_second / speed) for row in rows]
+    return Comparison(
+        title=_title(asked, recipes), match=asked["match"], baseline=baseline.label if baseline else None, rows=rows,
+        notes=list(_notes(asked, written["comparison"]["jobs"], rows, recipes, baseline)),
+        provenance=written["provenance"],
+    )  # fmt: skip
+
+
+def _row(label: str, recipe: Recipe, records: dict[int, list[dict[str, Any]]]) -> Row:
+    method = recipe.make_method()
+    results = {seed: line for seed, record in records.items() for line in record
+               if line["kind"] == "result" and isfinite(line["loss"])}  # fmt: skip
+    errors = {seed: result["error"] for seed, result in results.items()}
+    ages = _by_stage([result["staleness"] for result in results.values()], median)
+    peaks = [line["memory"] for record in records.values() for line in record
+             if line["kind"] in ("epoch", "result") and line.get("memory")]  # fmt: skip
+    return Row(
+        label=label, method=recipe.method, K=recipe.K, M=recipe.M, weights=recipe.weights,
+        batch_size=recipe.batch_size, batchnorm_batch=recipe.batch_size / method.m, lr=recipe.lr,
+        errors=errors, error=median(errors.values()) if errors else None,
+        error_range=(min(errors.values()), max(errors.values())) if errors else None,
+        samples_per_second=median(run["samples_per_second"] for run in results.values()) if results else None,
+        memory=_by_stage(peaks, max), staleness=ages,
+        jacobian=[0.0] * len(ages) if ages and method.weights == "replay" else None,
+        curves=[[line["test_error"] for line in record if line["kind"] == "epoch"] for record in records.values()],
+        failed={seed: _reason(record) for seed, record in records.items() if seed not in results},
+    )  # fmt: skip
+
+
+def _by_stage(runs: Sequence[Sequence[Any]], how: Any) -> list[Any] | None:
+    return [how(stage) for stage in zip(*runs, strict=True)] if runs else None
+
+
+def _reason(record: list[dict[str, Any]]) -> str:
+    last = record[-1] if record else {"kind": "nothing"}
+    if last["kind"] == "result":
+        return f"the test loss is {last['loss']} at the end: lower the learning rate"
+    return str(last["reason"]) if last["kind"] == "failed" else "not finished"
+
+
+# ---- words
+
+
+def _title(asked: dict[str, Any], recipes: list[Recipe]) -> str:
+    first, seeds = recipes[0], asked["seeds"]
+    runs = f"{seeds} seeds" if seeds > 1 else "1 seed"
+    K = max(recipe.K for recipe in recipes)
+    epochs = f"{first.epochs} epochs" if first.epochs > 1 else "1 epoch"
+    return f"{first.model} on {first.data}, K={K}, {epochs}, {runs}, --match {asked['match']}"
+
+
+def _rule(asked: dict[str, Any]) -> str:
+    """What is the same for all, and what is not."""
+    b, M = asked["batch_size"], asked["M"]
+    rate = f"lr = {asked['lr']:g} for all" if asked["lr"] is not None else "lr = 0.1 b M / 256"
+    if asked["match"] == "batch":
+        return f"match batch: b = {b} for all, each method at its own M; {rate}"
+    return f"match effective: {b * M} samples an update for all, b = {b * M} where M = 1; {rate}"
+
+
+def _notes(
+    asked: dict[str, Any], jobs: int, rows: list[Row], recipes: list[Recipe], baseline: Row | None
+) -> Iterator[str]:
+    """What must be known to read the figures."""
+    yield _rule(asked)
+    yield "error: test error at the last epoch, median over the seeds (lowest-highest)"
+    if baseline:
+        cut = f" cut into the same {baseline.K} stages" if baseline.K > 1 else ""
+        yield f"x BP: ratio of the medians of samples/s, over {baseline.label}{cut}"
+    if any(row.memory for row in rows):
+        yield (
+            "peak MB: counted, at the fullest: parameters and their versions, gradients, optimizer state, batches in "
+            "flight; not the temporaries of an operation"
+        )
+    if any(row.jacobian for row in rows):
+        yield (
+            "staleness in updates; a/0: age a of the input, and 0 of the local Jacobian, by construction of replay, "
+            "which repeats the forward on the current weights"
+        )
+    elif any(row.staleness for row in rows):
+        yield "staleness in updates, measured, stage 1 first"
+    if len({row.batchnorm_batch for row in rows}) > 1:
+        yield "BN batch: samples that BatchNorm normalises together; it differs, and so do the networks' functions"
+    most = max(row.K for row in rows)
+    alone = [row.label for row in rows if most > row.K]
+    if alone:
+        yield f"{', '.join(alone)}: K=1, the whole network in one stage"
+    if {recipe.engine for recipe in recipes} == {"simulate"} and most > 1:
+        yield "engine simulate: the stages take turns in one process, so samples/s tells their work, not a speed-up"
+    if jobs > 1:
+        yield f"{jobs} runs at a time shared the cores: samples/s is only roughly comparable"
+    for row in rows:
+        for seed, reason in row.failed.items():
+            yield f"{row.label}, seed {seed}: no result ({reason})"
+
+
+def cells(row: Row) -> list[str]:
+    """The figures of a row as text."""
+    total = len(row.errors) + len(row.failed)
+    if row.error is None or row.error_range is None:
+        error = "failed"
+    else:
+        lowest, highest = row.error_range
+        error = f"{row.error:.2f}" + (f" ({lowest:.2f}-{highest:.2f})" if len(row.errors) > 1 else "")
+        error += f" {len(row.failed)} of {total} failed" if row.failed else ""
+    ages = [f"{age:.2f}" for age in row.staleness or ()]
+    if row.jacobian:
+        ages = [f"{age}/{jacobian:g}" for age, jacobian in zip(ages, row.jacobian, strict=True)]
+    return [
+        row.label,
+        str(row.M),
+        f"{row.batchnorm_batch:g}",
+        error,
+        "-" if row.samples_per_second is None else f"{row.samples_per_second:,.0f}",
+        "-" if row.speed_up is None else f"{row.speed_up:.2f}",
+        _short([f"{peak / 1e6:,.0f}" if peak >= 1e7 else f"{peak / 1e6:.1f}" for peak in row.memory or ()]),
+        _short(ages),
+    ]
+
+
+def _short(stages: list[str]) -> str:
+    if not stages:
+        return "-"
+    return " ".join(stages) if len(stages) <= STAGES_IN_FULL else f"{stages[0]} .. {stages[-1]}"
+
+
+COLUMNS = ("method", "M", "BN batch", "error %", "samples/s", "x BP", "peak MB a stage", "staleness a stage")
+
+
+def table(comparison: Comparison) -> Table:
+    """For a terminal of 80 columns and more: long names and the figures of stages go over several lines.
+
+    A column that no row has a figure for is left out.
+    """
+    rows = [cells(row) for row in comparison.rows]
+    shown = [place for place in range(len(COLUMNS)) if any(row[place] != "-" for row in rows)]
+    made = Table(title=comparison.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
+    for name in (COLUMNS[place] for place in shown):
+        heading = name.replace(" a stage", "\na stage").replace("BN batch", "BN\nbatch")
+        breaks = name == "method" or name.endswith("a stage")
+        made.add_column(
+            heading, justify="left" if name == "method" else "right", no_wrap=not breaks,
+            min_width=max(map(len, heading.split("\n"))), overflow="fold",
+        )  # fmt: skip
+    for row in rows:
+        made.add_row(row[0].replace(":", " "), *(row[place] for place in shown[1:]))
+    return made
+
+
+def markdown(comparison: Comparison) -> str:
+    """The same for documents."""
+    head = [f"| {' | '.join(COLUMNS)} |", f"|---|{'---:|' * (len(COLUMNS) - 1)}"]
+    rows = [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in comparison.rows]
+    ran = comparison.provenance
+    source = f"`{' '.join(ran['command'])}`, commit {ran['commit'] or 'unknown'}, {ran['machine']}, {ran['started']}"
+    notes = [f"- {note}" for note in comparison.notes]
+    return "\n".join([f"### {comparison.title}", "", *head, *rows, "", *notes, f"- {source}", ""])
