@@ -19,6 +19,7 @@ from offbeat.errors import Interrupted, StageLost, UserError
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # set for workers that were started here: the folder for their last words
 LAUNCHER = "OFFBEAT_LAUNCHER"  # and the process that started them
 STOP_SECONDS = 10  # from the first failure or Ctrl-C until what still runs is killed (older torch: 30)
+LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
 
 def is_worker() -> bool:
@@ -31,25 +32,30 @@ def joined_group() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(K: int, arguments: list[str]) -> None:
-    """Run `offbeat ARGUMENTS` in K processes on this machine; raises UserError or Interrupted if they fail."""
+def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
+    """Run `offbeat ARGUMENTS` in K processes on this machine; raises UserError or Interrupted if they fail.
+
+    When one fails, all are stopped; they are started again as a group up to `max_restarts` times.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from offbeat import rendezvous
 
     logging.disable(logging.CRITICAL)  # torch's own account of a failure; ours is one line
     with tempfile.TemporaryDirectory(prefix="offbeat-") as words:
         surroundings = {ERRORS: words, LAUNCHER: str(os.getpid())}
         surroundings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        if sys.platform == "linux":
-            surroundings["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: nothing needs to leave it
+        if sys.platform in LOOPBACK_INTERFACE:
+            surroundings["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE[sys.platform]  # nothing needs to leave the machine
         os.environ.update(surroundings)
         later: dict[str, Any] = {}
         if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
             later["shutdown_timeout"] = STOP_SECONDS
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=K, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.1,
+            min_nodes=1, max_nodes=1, nproc_per_node=K, run_id=uuid.uuid4().hex, rdzv_backend=rendezvous.register(),
+            local_addr=rendezvous.LOOPBACK, max_restarts=max_restarts, monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=words), **later,
         )  # fmt: skip
         try:
@@ -71,19 +77,21 @@ def launch(K: int, arguments: list[str]) -> None:
 
 def last_words(error: BaseException) -> None:
     """Leave for the launcher why this worker stops."""
-    rank = os.environ.get("RANK", "0")
-    told = {"kind": type(error).__name__, "text": str(error), "time": time.time(), "rank": int(rank)}
-    (Path(os.environ[ERRORS]) / f"{rank}.json").write_text(json.dumps(told))
+    rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    told = {"kind": type(error).__name__, "text": str(error), "time": time.time(), "rank": rank, "attempt": attempt}
+    (Path(os.environ[ERRORS]) / f"{attempt}-{rank}.json").write_text(json.dumps(told))
 
 
 def told(words: str) -> list[dict[str, Any]]:
+    """What the workers of the last attempt left, in order of time."""
     found = []
     for file in Path(words).glob("*.json"):
         try:
             found.append(json.loads(file.read_text()))
         except ValueError:  # killed while writing
             continue
-    return sorted(found, key=lambda entry: entry["time"])
+    last = max((entry["attempt"] for entry in found), default=0)
+    return sorted((entry for entry in found if entry["attempt"] == last), key=lambda entry: entry["time"])
 
 
 def interrupted(words: str) -> bool:

@@ -17,7 +17,8 @@ PACKAGE = ROOT / "offbeat"
 ORDER = [
     "errors", "seeds", "ops", "theory", "method", "methods", "clock", "timeline", "recipe",
     "metrics", "stage", "links", "worker", "engines", "cutting", "pipeline",
-    "models", "data", "record", "telemetry", "progress", "report", "plan", "planning", "train", "launch", "demo", "cli",
+    "models", "data", "record", "checkpoint", "telemetry", "progress", "report", "plan", "planning", "train",
+    "rendezvous", "launch", "demo", "cli",
     "__main__",
 ]  # fmt: skip
 TORCH_FREE = [
