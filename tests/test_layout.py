@@ -22,7 +22,8 @@ ORDER = [
     "__main__",
 ]  # fmt: skip
 TORCH_FREE = [
-    "errors", "seeds", "ops", "theory", "method", "methods", "clock", "timeline", "recipe", "report", "launch", "cli",
+    "errors", "seeds", "ops", "theory", "method", "methods", "clock", "timeline", "recipe", "report", "checkpoint",
+    "launch", "cli",
 ]  # fmt: skip
 
 

@@ -1,0 +1,66 @@
+"""Checkpoints: folders that are complete or absent, checked before anything in them is used, and free of code.
+
+    <run>/checkpoints/000000500/         batch index 500: the batches 0 to 499 have entered the first stage
+        stage-01.safetensors             the tensors of stage 1
+        stage-01.json                    the tree that they belong to
+        stage-02.safetensors ...
+        run.json                         what belongs to the run and to no stage
+        manifest.json                    written last: name, size and SHA-256 of every file, and of itself
+
+All is written into `000000500.part`, synced, read back, and renamed: a folder without the suffix is complete. Stages
+may write their own parts from different processes or machines into a shared folder; one process finishes:
+
+    folder = begin(run, t)                                # any process, or all
+    facts = write_part(folder, part_name(k), tree)        # each stage
+    finish(folder, facts, t=t, mode=..., K=..., ...)      # one process, with the facts of all parts
+
+Writing raises CheckpointFailed where the disk is full or broken: training can go on. Reading raises CheckpointDamaged.
+
+    checkpoint, notes = newest(run)                       # the newest sound one; notes say which were not, and why
+    tree = checkpoint.stage(k)
+
+A tree (see `flatten`) is made of dicts, lists, tuples, None, bool, int, float, str, torch.dtype, torch.device and
+tensors. Tensors come back with their bits and their memory layout, which is part of the numbers; the same tensor in
+two places is stored once and comes back as one. Parameters come back as plain tensors, on the CPU or where asked for.
+
+The part of stage k holds, by the names of the unsplit model, so that another K can read it:
+
+    model       {name: tensor}           parameters and buffers of the stage, as they are now
+    optimizer   {name: {...}}            per-parameter state (momentum_buffer, exp_avg, step, ...)
+    groups      [{options, "names"}]     the optimizer's groups: options, and which parameters each holds
+    scheduler   {...} | None             the learning-rate schedule
+    random      [tensor, ...]            generator states of the stage's stream (and of its evaluation stream)
+    in_flight   [{t, input, target, version, random, level, ...}]
+                                         batches forwarded and not yet backwarded, in order; `version` is a key of
+                                         `versions`. Graphs are rebuilt from the input on that version.
+    versions    {update index: {name: tensor}}   what batches in flight ran on, beside `model`
+    window      {levels, gradients: {name: tensor}}   the open accumulation window
+    counters    {t, updates, samples, staleness, ...}
+    messages    {link: [{t, kind, content}]}     received and not yet used, in order
+
+Drained checkpoints have the same keys with in_flight, versions, messages and the window's gradients empty. A missing
+key means that a stage has no such state; readers ignore keys that they do not know.
+"""
+
+from offbeat.checkpoint.files import CheckpointDamaged, CheckpointFailed, FileFacts
+from offbeat.checkpoint.folder import (
+    Checkpoint,
+    Listed,
+    abandon,
+    begin,
+    clean,
+    finish,
+    ls,
+    newest,
+    part_name,
+    prune,
+    read,
+    verify,
+)
+from offbeat.checkpoint.parts import write_flat, write_part
+from offbeat.checkpoint.tree import flatten, unflatten
+
+__all__ = [
+    "Checkpoint", "CheckpointDamaged", "CheckpointFailed", "FileFacts", "Listed", "abandon", "begin", "clean", "finish",
+    "flatten", "ls", "newest", "part_name", "prune", "read", "unflatten", "verify", "write_flat", "write_part",
+]  # fmt: skip
