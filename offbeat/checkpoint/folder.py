@@ -272,7 +272,10 @@ def verify(path: Path) -> list[str]:
     problems = []
     if set(checkpoint.facts) != expected or len(checkpoint.files) != len(expected):
         problems.append(f"{path / MANIFEST} does not list the files of {checkpoint.K} stages")
-    there = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
+    try:
+        there = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
+    except OSError as error:
+        return [f"{path} cannot be read ({error.strerror or first_line(error)})"]
     problems += [f"{path / name} is in no manifest" for name in sorted(there - expected - {MANIFEST})]
     for facts in checkpoint.files:
         problems += _file_problems(path, facts)
