@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import Interrupted, StageLost, UserError
+from offbeat.links import LOOPBACK_INTERFACE
 
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # set for workers that were started here: the folder for their last words
 LAUNCHER = "OFFBEAT_LAUNCHER"  # and the process that started them
 STOP_SECONDS = 10  # from the first failure or Ctrl-C until what still runs is killed (older torch: 30)
-LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
 
 def is_worker() -> bool:
@@ -58,6 +59,8 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
             local_addr=rendezvous.LOOPBACK, max_restarts=max_restarts, monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=words), **later,
         )  # fmt: skip
+        over = threading.Event()
+        threading.Thread(target=wake_the_stopped, args=(words, over), name="offbeat-wake", daemon=True).start()
         try:
             elastic_launch(config, sys.executable)("-m", "offbeat", *arguments)
         except SignalException as error:
@@ -69,6 +72,7 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
                 raise Interrupted from None
             raise UserError(reason(words, error.failures)) from None
         finally:
+            over.set()
             os.environ.pop(ERRORS, None)
             logging.disable(logging.NOTSET)
             if sys.stderr.isatty():
@@ -110,6 +114,29 @@ def reason(words: str, failures: dict[int, Any]) -> str:
         how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         return f"stage {rank + 1} has died ({how}, process {failure.pid}); the other stages were stopped"
     return str(said[0]["text"]) if said else "the workers stopped without a word"
+
+
+def wake_the_stopped(words: str, over: threading.Event) -> None:
+    """Once a worker has told why it stops, let those that are stopped (SIGSTOP) go on, so that they hear of it.
+
+    A stopped process does not take the launcher's SIGTERM; it would be waited for until it is killed.
+    """
+    while not over.wait(0.5):
+        if any(Path(words).glob("*.json")):
+            for pid in stopped_children():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)
+
+
+def stopped_children() -> list[int]:
+    """Stopped processes that this one has started, where the system tells."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, parent = file.read_text().rpartition(")")[2].split()[:2]
+            if state == "T" and int(parent) == os.getpid():
+                found.append(int(file.parent.name))
+    return found
 
 
 def die_with_parent() -> None:

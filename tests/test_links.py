@@ -137,7 +137,7 @@ def test_2000_mutated_messages_are_the_same_or_refused():
             assert (received.t, received.kind) == (message.t, message.kind)
             assert same(message.content, received.content)
             continue
-        with pytest.raises(MalformedMessage, match="^malformed message: .+$") as told:
+        with pytest.raises(MalformedMessage, match=r"^malformed message: .+$") as told:
             unpack(damaged)
         assert "\n" not in str(told.value)
         refused += 1
@@ -209,7 +209,7 @@ def test_a_well_formed_forgery_is_a_message():
 )
 def test_headers_that_lie_with_the_right_sums_are_refused(told):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UserError, match="^malformed message: .+$") as refused:
+    with pytest.raises(UserError, match=r"^malformed message: .+$") as refused:
         unpack(forged(told, bytes(16)))
     assert "\n" not in str(refused.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
