@@ -6,6 +6,8 @@ import json
 import random
 import resource
 import struct
+import subprocess
+import sys
 import zlib
 
 import pytest
@@ -231,6 +233,60 @@ def test_too_long_a_message_is_refused_where_it_is_sent(monkeypatch):
     monkeypatch.setattr("offbeat.links.wire.LIMIT", 1000)
     with pytest.raises(UserError, match="smaller batches"):
         pack(Message(0, torch.ones(1000)))
+
+
+STRANGER = """
+import os, resource, sys
+import torch
+import torch.distributed as dist
+from offbeat.errors import StageLost
+from offbeat.links import Message
+from offbeat.links.distributed import Receiver
+from offbeat.links.wire import LIMIT, pack
+
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+sound = pack(Message(1, torch.ones(3)))
+announced = sound.clone()
+announced[:8].view(torch.int64).fill_(1 << 62)
+damaged = sound.clone()
+damaged[-1] ^= 1
+huge = sound.clone()
+huge[:8].view(torch.int64).fill_(LIMIT + 1)
+bad = [torch.zeros(5, dtype=torch.uint8), torch.randint(256, (500,), dtype=torch.uint8), announced, damaged, huge,
+       torch.full((100,), 255, dtype=torch.uint8)]
+rank = 0 if os.fork() else 1
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+if rank == 1:
+    for tag, buffer in enumerate(bad):
+        for each in (sound, buffer):
+            dist.isend(each, 0, tag=2 * tag).wait()
+    dist.barrier()
+    os._exit(0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for tag in range(len(bad)):
+    lost = lambda reason: StageLost("stage 2 is gone: " + reason)
+    link = Receiver(1, 2 * tag, dist.group.WORLD, capacity=4, lost=lost)
+    assert link.receive().content.tolist() == [1, 1, 1]
+    for _ in range(2):  # for ever
+        try:
+            link.receive()
+        except StageLost as error:
+            print(error, flush=True)
+dist.barrier()
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+assert grown < 100_000, grown
+os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names the loopback interface")
+def test_a_link_refuses_what_no_stage_sends_and_takes_no_memory_for_it(tmp_path):
+    command = [sys.executable, "-c", STRANGER, tmp_path / "store"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert len(told) == 12
+    assert all(line.startswith("stage 2 is gone: malformed message: ") for line in told), told
 
 
 # ---- links

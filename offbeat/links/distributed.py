@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offbeat.errors import StageLost, UserError, first_line
 from offbeat.links import Message
-from offbeat.links.wire import pack, size, unpack
+from offbeat.links.wire import PREFIX, pack, size, unpack
 
 FIRST_CAPACITY = 1 << 16
 GOODBYE = Message(-1, kind="close")
@@ -96,6 +96,7 @@ class Receiver:
         try:
             while True:
                 head = torch.empty(capacity, dtype=torch.uint8)
+                head[:PREFIX].zero_()  # a message that is too short must not be completed by what was there before
                 self._receive(head, self.tag)
                 length = size(head)
                 if length > capacity:
