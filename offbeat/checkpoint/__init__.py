@@ -14,7 +14,9 @@ may write their own parts from different processes or machines into a shared fol
     facts = write_part(folder, part_name(k), tree)        # each stage
     finish(folder, facts, t=t, mode=..., K=..., ...)      # one process, with the facts of all parts
 
-Writing raises CheckpointFailed where the disk is full or broken: training can go on. Reading raises CheckpointDamaged.
+Writing raises CheckpointFailed where the disk is full or broken: `abandon(folder)` in place of `finish`, and training
+can go on. Reading raises CheckpointDamaged. To write while training goes on, take `flatten(tree, copy=True)` at once and
+hand it to `write_flat` in a thread. `clean(run)` once, before a run begins to write.
 
     checkpoint, notes = newest(run)                       # the newest sound one; notes say which were not, and why
     tree = checkpoint.stage(k)
