@@ -8,28 +8,62 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from offbeat.correctors import (
+        DelayCompensation,
+        Discrepancy,
+        LookAhead,
+        Rescheduling,
+        Shrink,
+        Speculation,
+        SpikeCompensation,
+        WeightPrediction,
+    )
     from offbeat.cutting import partition
     from offbeat.errors import NotFinite, StageLost, UserError
     from offbeat.method import Method
-    from offbeat.methods import ADL, BP
+    from offbeat.methods import (
+        ADL,
+        ADL1F1B,
+        ASGD,
+        BP,
+        DCASGD,
+        DDG,
+        DGL,
+        DNI,
+        DSP,
+        FDG,
+        FR,
+        PB,
+        AsyncDGL,
+        GPipe,
+        Mostafa,
+        NAGAsync,
+        PipeDream,
+        PipeMare,
+        Pred,
+        PredSim,
+        Sim,
+        SpecTrain,
+        TwoBW,
+    )
     from offbeat.pipeline import Pipeline
 
-# Names load when they are used, so that drawing a program does not wait for torch.
-_HOME = {
-    "ADL": "offbeat.methods",
-    "BP": "offbeat.methods",
-    "Method": "offbeat.method",
-    "NotFinite": "offbeat.errors",
-    "Pipeline": "offbeat.pipeline",
-    "StageLost": "offbeat.errors",
-    "partition": "offbeat.cutting",
-    "UserError": "offbeat.errors",
-}
+__all__ = [
+    "ADL", "ADL1F1B", "ASGD", "BP", "DCASGD", "DDG", "DGL", "DNI", "DSP", "FDG", "FR", "PB", "AsyncDGL",
+    "DelayCompensation", "Discrepancy", "GPipe", "LookAhead", "Method", "Mostafa", "NAGAsync", "NotFinite",
+    "PipeDream", "PipeMare", "Pipeline", "Pred", "PredSim", "Rescheduling", "Shrink", "Sim", "SpecTrain",
+    "Speculation", "SpikeCompensation", "StageLost", "TwoBW", "UserError", "WeightPrediction", "__version__",
+    "partition",
+]  # fmt: skip
 
-__all__ = ["ADL", "BP", "Method", "NotFinite", "Pipeline", "StageLost", "UserError", "__version__", "partition"]
+# Names load when they are used, so that drawing a program does not wait for torch.
+_HOMES = ("errors", "correctors", "method", "methods", "cutting", "pipeline")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    if name in __all__:
+        for home in _HOMES:
+            module = importlib.import_module(f"offbeat.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

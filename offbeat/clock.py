@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from offbeat.method import Method
-from offbeat.ops import Backward, Forward, Operation, Program, Update
+from offbeat.ops import Backward, Barrier, Forward, Operation, Program, Take, Teach, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class Event:
     def __str__(self) -> str:
         if isinstance(self.operation, Update):
             return f"U->v{self.version}"
+        if not isinstance(self.operation, Forward | Backward):
+            return str(self.operation)
         late = f" (LoS {self.staleness})" if self.staleness else ""
         return f"{self.operation}@v{self.version}{late}"
 
@@ -40,6 +42,7 @@ def ticks(method: Method, K: int, batches: Iterable[int]) -> Iterator[list[Event
     programs = [method.program(k, K, indices) for k in range(1, K + 1)]
     waiting: list[list[Operation] | None] = [_operations(program) for program in programs]  # None: drained
     version = [0] * K
+    forwards = [0] * K
     forwarded_by: list[dict[int, int]] = [{} for _ in range(K)]
     outputs: list[set[int]] = [set() for _ in range(K)]  # batches that stage k has forwarded in an earlier tick
     gradients: list[set[int]] = [set() for _ in range(K)]  # and backwarded
@@ -50,18 +53,23 @@ def ticks(method: Method, K: int, batches: Iterable[int]) -> Iterator[list[Event
             here = k - 1
             while operations:
                 operation = operations[0]
+                if isinstance(operation, Forward | Take) and k > 1 and operation.t not in outputs[here - 1]:
+                    break
+                waits = isinstance(operation, Teach) or (isinstance(operation, Backward) and method.waits(k, K))
+                if waits and operation.t not in gradients[here + 1]:  # type: ignore[union-attr]
+                    break
                 if isinstance(operation, Forward):
-                    if k > 1 and operation.t not in outputs[here - 1]:
-                        break
-                    forwarded_by[here][operation.t] = version[here]
-                    events.append(Event(tick, k, operation, version[here]))
+                    used = method.version_used(forwards[here], version[here])
+                    forwarded_by[here][operation.t] = used
+                    forwards[here] += 1
+                    events.append(Event(tick, k, operation, used))
                 elif isinstance(operation, Backward):
-                    if k < K and operation.t not in gradients[here + 1]:
-                        break
                     used = forwarded_by[here].pop(operation.t)
                     events.append(Event(tick, k, operation, used, version[here] - used))
                 elif isinstance(operation, Update):
                     version[here] += 1
+                    events.append(Event(tick, k, operation, version[here]))
+                elif not isinstance(operation, Barrier):
                     events.append(Event(tick, k, operation, version[here]))
                 operations.pop(0)
         if not events and [] not in waiting:

@@ -57,7 +57,37 @@ class Barrier:
         return "|"
 
 
-Operation = Forward | Backward | Update | Barrier
+@dataclass(frozen=True, slots=True)
+class Teach:
+    """Compare what was synthesised for batch t with the gradient that the stage above reports for it."""
+
+    t: int
+
+    def __str__(self) -> str:
+        return f"T{self.t}"
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Receive batch t from below into the buffer that later forwards draw from."""
+
+    t: int
+
+    def __str__(self) -> str:
+        return f"+{self.t}"
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Remove batch t from the buffer."""
+
+    t: int
+
+    def __str__(self) -> str:
+        return f"-{self.t}"
+
+
+Operation = Forward | Backward | Update | Barrier | Teach | Take | Drop
 Iteration = tuple[Operation, ...]
 Program = Iterator[Iteration]
 
@@ -103,14 +133,30 @@ def lagged(batches: Iterable[int], *, lag: int, M: int = 1, window: Window = "co
 
 
 def locked(program: Program) -> Program:
-    """The program with a barrier between the forward and the backward of every local iteration.
+    """The program with a barrier behind the forward of every local iteration that has one.
 
     So a backward starts only when its iteration's batch has gone through all stages, as papers with a forward lock have
-    it: an iteration takes all forwards one after the other, then the slowest backward.
+    it: an iteration takes all forwards one after the other, then the slowest backward. The drain has no forwards, and
+    is longer in lower stages: no barrier there, so that every stage meets as many as there are batches.
     """
     for iteration in program:
         forwards = sum(isinstance(operation, Forward) for operation in iteration)
-        yield (*iteration[:forwards], Barrier(), *iteration[forwards:])
+        yield (*iteration[:forwards], Barrier(), *iteration[forwards:]) if forwards else iteration
+
+
+def taught(program: Program, *, after: int) -> Program:
+    """The program with a lesson at the end of each local iteration: on the batch of so many iterations before.
+
+    >>> [" ".join(map(str, iteration)) for iteration in taught(lagged(range(3), lag=0), after=2)]
+    ['F0 B0 U', 'F1 B1 U', 'F2 B2 U T0', 'T1', 'T2']
+    """
+    waiting: deque[int] = deque()
+    for iteration in program:
+        waiting.extend(operation.t for operation in iteration if isinstance(operation, Backward))
+        due = (Teach(waiting.popleft()),) if len(waiting) > after else ()
+        yield (*iteration, *due)
+    while waiting:
+        yield (Teach(waiting.popleft()),)
 
 
 def fill_drain(batches: Iterable[int], *, m: int) -> Program:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -19,10 +19,11 @@ from offbeat.engines.simulate import Simulate
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.links import Link, Message
 from offbeat.links.local import Entrance
-from offbeat.method import Method
-from offbeat.metrics import Meter, Metric
+from offbeat.method import LESSON, Method
+from offbeat.metrics import Meter, Metric, batch_size
 from offbeat.stage import Report, Stage, Staleness
-from offbeat.stage.stage import Loss, MakeOptimizer, MakeScheduler
+from offbeat.stage import state as stage_state
+from offbeat.stage.stage import USERS_CODE, Loss, MakeOptimizer, MakeScheduler
 from offbeat.worker import Links, Worker
 
 EPOCH_END = Message(-1, kind="epoch")
@@ -82,6 +83,7 @@ class Pipeline:
             K = len(self.model)
         self.K = 1 if K is None else K
         self.method = _method(method, M)
+        self.method.check(self.K)
         self.device = _device(device)
         _check_loss(loss)
         if clip_norm is not None and not clip_norm > 0:
@@ -104,7 +106,7 @@ class Pipeline:
         )  # fmt: skip
         self._loss = loss
         self._elsewhere: dict[int, Staleness] = {}
-        if self.cuts is not None or self.K == 1 or sample is not None:
+        if sample is not None or (self.method.head is None and (self.cuts is not None or self.K == 1)):
             self._build(sample)
 
     # ---- building
@@ -116,10 +118,24 @@ class Pipeline:
             self.parts = self._agree_on_cuts(sample)
             self._same_model()
             self.engine.share_tensors(list(_tensors(self.model)), 1)
+            outputs = self._outputs(sample) if self.method.head else [None] * self.K
             for k in self.engine.here:
-                loss = self._loss if k == self.K else None
-                self.stages[k] = self._make_stage(k, self.K, self.parts[k - 1], loss=loss)
+                loss = self._loss if k == self.K or self.method.feedback == "local" else None
+                self.stages[k] = self._make_stage(k, self.K, self.parts[k - 1], loss=loss, output=outputs[k - 1])
             self._connect()
+
+    def _outputs(self, sample: Any) -> list[Any]:
+        """Shape of one sample's output of every stage, and the number of classes, found by the first process."""
+        found: dict[str, Any] = {}
+        if self.first:
+            try:
+                found = shapes_and_classes(self.model, self.parts, sample, self.device, self.method.name)
+            except UserError as error:
+                found = {"refused": str(error)}
+        found = self.engine.share(found, 1)
+        if "refused" in found:
+            raise UserError(found["refused"])
+        return [(tuple(shape), found["classes"]) for shape in found["shapes"]]
 
     def _agree_on_cuts(self, sample: Any) -> list[nn.Module]:
         """The stages by the first process's cuts, or its refusal in all of them, so that none is left waiting."""
@@ -163,16 +179,18 @@ class Pipeline:
         up: dict[int, Link | None] = {0: self.entrance, self.K: None}
         down: dict[int, Link | None] = {0: None, self.K: None}
         self._evaluate_links: dict[int, Link | None] = {}
+        free = self.method.feedback == "local"  # nothing comes back, so a full link is what holds the lower stage
         for k in range(1, self.K):
-            bound = 2 * (self.method.lag(k, self.K) + 2)
-            up[k] = self.engine.link("activations", k, k + 1, capacity=bound)
-            down[k] = self.engine.link("gradients", k + 1, k, capacity=bound)
+            bound = 2 * (self.method.held(k, self.K) + LESSON) + (8 * self.K if self.method.order else 0)
+            up[k] = self.engine.link("activations", k, k + 1, capacity=bound, patient=free)
+            hears = self.method.hears(k, self.K)
+            down[k] = self.engine.link("gradients", k + 1, k, capacity=bound) if hears else None
             self._evaluate_links[k] = self.engine.link("evaluate", k, k + 1, capacity=4, patient=True)
         for k, stage in self.stages.items():
             inputs = up[k - 1]
             assert inputs is not None
             links = Links(inputs, outputs=up[k], gradients=down[k], feedback=down[k - 1])
-            self.workers.append(Worker(stage, self.method, links))
+            self.workers.append(Worker(stage, self.method, links, barrier=self.engine.barrier))
 
     @property
     def first(self) -> bool:
@@ -200,7 +218,8 @@ class Pipeline:
                     raise UserError(f"step() without a batch in the first stage's process: pass x and y for batch {t}")
                 if self.method.lag(1, self.K):  # it stays in flight, and the caller may use its memory again
                     x = pytree.tree_map_only(Tensor, Tensor.clone, x)
-                self.entrance.send(Message(t, (x, y)))
+                for message in micro_batches(t, x, y, self.method.m):
+                    self.entrance.send(message)
             self.engine.run([worker.iteration(t, wait=self.engine.waits) for worker in self.workers])
         self.batches += 1
         return self.workers[-1].loss if self.last else None
@@ -274,6 +293,35 @@ class Pipeline:
                     self.engine.share_tensors(list(_tensors(part)), k)
                 self._share_staleness()
         return self.model
+
+    # ---- saving
+
+    def keep(self) -> None:
+        """From the next batch on, keep what is needed to save this process's stages with their batches in flight; all
+        of it is there after `lag` batches more."""
+        for stage in self.stages.values():
+            stage.keep()
+
+    def state(self) -> dict[int, Any]:
+        """The state of each stage of this process between batches: a tree of its own tensors, to be written at once.
+
+        With weights="hybrid" and batches in flight, `keep` must have been called far enough ahead.
+        """
+        found = {
+            worker.stage.k: {"stage": stage_state.save(worker.stage), "worker": worker.save()}
+            for worker in self.workers
+        }
+        for stage in self.stages.values():
+            stage.keep(False)
+        return found
+
+    def load(self, trees: Mapping[int, Any], batches: int) -> None:
+        """Go on from saved states of the same method, K and cuts, behind so many batches."""
+        with self._guard():
+            for worker in self.workers:
+                stage_state.load(worker.stage, trees[worker.stage.k]["stage"])
+                worker.load(trees[worker.stage.k]["worker"])
+            self.batches = batches
 
     # ---- looking
 
@@ -357,11 +405,54 @@ def _method(method: Method | str, M: int | None) -> Method:
         return methods.named(method, M=M)
     if not isinstance(method, Method):
         raise UserError(f"method {method!r}: use offbeat.ADL(M=4) and the like, or a name")
-    if method.m > 1:
-        raise UserError(f"{method.name} splits batches, which can be planned but not trained with yet: use adl or bp")
     if M is not None:
         raise UserError(f"M={M} beside a method that has its own: say offbeat.{method.name.upper()}(M={M})")
     return method
+
+
+def micro_batches(t: int, x: Any, y: Any, m: int) -> Iterator[Message]:
+    """Batch t as m messages with the share of the samples in each; short batches leave some empty."""
+    if m == 1:
+        yield Message(t, (x, y, 1.0))
+        return
+    samples = batch_size(y, x)
+
+    def part(content: Any, i: int) -> Any:
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf.tensor_split(m)[i] if leaf.dim() else leaf, content)
+
+    for i in range(m):
+        inputs, targets = part(x, i), part(y, i)
+        yield Message(t * m + i, (inputs, targets, batch_size(targets, inputs) / samples))
+
+
+def shapes_and_classes(
+    model: nn.Module, parts: Sequence[nn.Module], sample: Any, device: torch.device, method: str
+) -> dict[str, Any]:
+    """Output shapes of all stages for one sample, and the classes that the last one scores; changes nothing."""
+    if sample is None:
+        raise UserError(f"{method} builds a head for each stage's output: give sample=, a batch")
+    training = [module for module in model.modules() if module.training]
+    x, shapes = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone().to(device), sample), []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            for k, part in enumerate(parts, start=1):
+                x = part(x)
+                if not isinstance(x, Tensor) or x.dim() not in (2, 4):
+                    raise UserError(f"{method} needs vectors or images between stages, but stage {k} gives something "
+                                    'else: cut between blocks (units="blocks", or other cuts)')  # fmt: skip
+                shapes.append(list(x.shape[1:]))
+    except USERS_CODE as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"the model cannot take the sample: {first_line(error)}") from error
+    finally:
+        for module in training:
+            module.training = True
+    if len(shapes[-1]) != 1:
+        raise UserError(f"{method} needs class scores from the model, but it gives {shapes[-1]} for a sample: use a "
+                        "method with feedback from above, such as adl")  # fmt: skip
+    return {"shapes": shapes, "classes": shapes[-1][0]}
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from offbeat.errors import UserError
 from offbeat.method import Method
-from offbeat.ops import Backward, Barrier, Forward, Operation, Update
+from offbeat.ops import Backward, Barrier, Forward, Operation, Take, Teach, Update
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def timeline(method: Method, batches: int, costs: Costs) -> list[Span]:
                 operation = todo[here][place[here]]
                 if isinstance(operation, Barrier):
                     break
-                start = _start(operation, k, K, free[here], arrived)
+                start = _start(operation, k, K, free[here], arrived, method)
                 if start is None:
                     break
                 end = start + costs.of(operation, k, method)
@@ -91,12 +91,12 @@ def timeline(method: Method, batches: int, costs: Costs) -> list[Span]:
 
 
 def _start(
-    operation: Operation, k: int, K: int, free: float, arrived: dict[tuple[str, int, int], float]
+    operation: Operation, k: int, K: int, free: float, arrived: dict[tuple[str, int, int], float], method: Method
 ) -> float | None:
     """When the operation can begin; None while its message is not known to be under way."""
-    if isinstance(operation, Forward) and k > 1:
+    if isinstance(operation, Forward | Take) and k > 1:
         when = arrived.get(("up", k, operation.t))
-    elif isinstance(operation, Backward) and k < K:
+    elif isinstance(operation, Teach) or (isinstance(operation, Backward) and method.waits(k, K)):
         when = arrived.get(("down", k, operation.t))
     else:
         return free
@@ -124,15 +124,21 @@ def _pass_barrier(todo: list[list[Operation]], place: list[int], free: list[floa
 
 
 def period(method: Method, costs: Costs) -> float:
-    """Seconds a batch in steady state."""
+    """Seconds a batch in steady state: of the stage that is slowest, from a batch after the fill to one much later."""
     K = costs.K
-    first, last = 4 * K + 4 * method.M, 8 * K + 12 * method.M
-    ends: dict[int, float] = {}
-    for span in timeline(method, last + 4 * K, costs):
-        if span.k == 1 and isinstance(span.operation, Backward):
-            t = span.operation.t // method.m
-            ends[t] = max(span.end, ends.get(t, 0.0))
-    return (ends[last - 1] - ends[first - 1]) / (last - first)
+    if method.order:  # batches may be skipped or repeated: what the slowest stage takes for many
+        many = 40 * K
+        return max(span.end for span in timeline(method, many, costs)) / many / method.workers
+    lag = max(method.lag(k, K) for k in range(1, K + 1))
+    first = 4 * K + 4 * method.M + lag
+    last = first + 4 * K + 8 * method.M
+    ends: dict[tuple[int, int], float] = {}
+    for span in timeline(method, last + 4 * K + lag, costs):
+        if isinstance(span.operation, Backward):
+            place = span.k, span.operation.t // method.m
+            ends[place] = max(span.end, ends.get(place, 0.0))
+    slowest = max(ends[k, last - 1] - ends[k, first - 1] for k in range(1, K + 1))
+    return slowest / (last - first) / method.workers
 
 
 def speed_up(method: Method, costs: Costs, *, batches: int | None = None) -> float:

@@ -24,7 +24,6 @@ from offbeat.record import RunFolder
 from offbeat.seeds import derive
 from offbeat.stage import Report, Staleness
 from offbeat.telemetry import Telemetry
-from offbeat.theory import mean_staleness
 
 REPORTS_AN_EPOCH = 20
 
@@ -141,6 +140,7 @@ class Run:
         self.told = time.perf_counter()
         self.speeds: list[float] = []
         self.test: dict[str, Any] = {}
+        self.memory: list[int] = []  # bytes of every stage, at its fullest
 
     def fit(self) -> dict[str, Any] | None:
         began = time.perf_counter()
@@ -155,6 +155,7 @@ class Run:
                 "seconds": time.perf_counter() - began,
                 "staleness": [stage.mean for stage in self.pipe.staleness],
                 "staleness_formula": self._formula(),
+                "memory": self.memory,
                 "out": str(self.folder.path),
             }
             self.folder.line("result", **result)
@@ -163,7 +164,7 @@ class Run:
 
     def _formula(self) -> list[float]:
         method, K = self.pipe.method, self.pipe.K
-        return [mean_staleness(method.lag(k, K), method.M) for k in range(1, K + 1)]
+        return [method.staleness(k, K) for k in range(1, K + 1)]
 
     def _batches(self, epoch: int) -> Iterable[tuple[Any, Any]]:
         assert self.data_set is not None
@@ -201,6 +202,7 @@ class Run:
                 "train", batch=bottom.t, epoch=bottom.t // self.known.batches, loss=top.loss, error=top.error,
                 samples_per_second=speed, lr=bottom.lr, staleness=staleness,
                 in_flight=[report.in_flight for report in reports], versions=[report.versions for report in reports],
+                memory=[report.memory for report in reports],
             )  # fmt: skip
             self.folder.scalars(bottom.t, train__loss=top.loss, train__error=top.error, train__lr=bottom.lr)
             self.progress.tell(top.loss, top.error, speed, staleness)
@@ -219,9 +221,10 @@ class Run:
             "test_loss": self.test["loss"], "test_error": self.test["error"], "test_top5": self.test["top5"],
         }  # fmt: skip
         staleness = [stage.mean for stage in self.pipe.staleness]
+        self.memory = [report.memory for report in self.reports[-1]]
         self.folder.line(
             "epoch", epoch=epoch, batches=self.pipe.batches, seconds=seconds, samples_per_second=speed,
-            staleness=staleness, **values,
+            staleness=staleness, memory=self.memory, **values,
         )  # fmt: skip
         self.folder.scalars(
             self.pipe.batches, test__loss=values["test_loss"], test__error=values["test_error"],

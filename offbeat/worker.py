@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from offbeat.errors import UserError
 from offbeat.links import Link, Message
-from offbeat.method import Method
-from offbeat.ops import Backward, Forward, Iteration, Operation, Program, Update
+from offbeat.method import LESSON, Method
+from offbeat.ops import Backward, Barrier, Drop, Forward, Iteration, Operation, Program, Take, Teach, Update
 from offbeat.stage import Stage
 
 
@@ -46,22 +46,61 @@ class Links:
 class Worker:
     """Runs one stage. Numbers depend on the order of its program alone, never on when messages arrive."""
 
-    def __init__(self, stage: Stage, method: Method, links: Links) -> None:
-        self.stage, self.method, self.links = stage, method, links
+    def __init__(
+        self, stage: Stage, method: Method, links: Links, *, barrier: Callable[[], None] = lambda: None
+    ) -> None:
+        self.stage, self.method, self.links, self.barrier = stage, method, links, barrier
         self.loss: Tensor | None = None  # of the newest batch, at the last stage
         self._restart()
 
     def _restart(self) -> None:
         self.feed = Feed()
         self.program: Program = self.method.program(self.stage.k, self.stage.K, self.feed)
+        self.buffer: dict[int, Any] = {}  # batches taken ahead, to draw from
+        self.empty: set[int] = set()  # micro-batches without samples
+        self.entered: list[int] = []  # first and next batch of this program
+        self.sent: deque[Message] = deque(maxlen=self._unused())  # gradients that the stage below has not used yet
+        self.stage.restart()
 
     def iteration(self, t: int, *, wait: bool) -> Iterator[bool]:
         """The local iteration that batch t sets off; yields True after an operation.
 
         With wait=False it yields False instead of waiting where a message is not there yet.
         """
+        return self._perform(self._enter(t), wait=wait)
+
+    def _enter(self, t: int) -> Iteration:
         self.feed.indices.append(t)
-        return self._perform(next(self.program), wait=wait)
+        self.entered = [self.entered[0] if self.entered else t, t + 1]
+        return next(self.program)
+
+    def _unused(self) -> int:
+        """Most gradients that are still to be used below when this stage and that one have done the same iteration."""
+        k, K = self.stage.k, self.stage.K
+        if k == 1 or not self.method.hears(k - 1, K):
+            return 0
+        return LESSON if not self.method.waits(k - 1, K) else self.method.lag(k - 1, K) - self.method.lag(k, K)
+
+    def save(self) -> dict[str, Any]:
+        """Where the program is, and what is under way to the stage below or lies in the buffer."""
+        return {
+            "entered": list(self.entered),
+            "messages": [[message.t, message.content] for message in self.sent],
+            "buffer": [[t, list(content)] for t, content in self.buffer.items()],
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on from there: the program up to its place, the messages sent again."""
+        for t in range(*saved["entered"]):
+            self._enter(t)
+        self.buffer = {t: tuple(content) for t, content in saved["buffer"]}
+        for t, content in saved["messages"]:
+            self._feed_back(Message(t, content))
+
+    def _feed_back(self, message: Message) -> None:
+        if self.links.feedback:
+            self.links.feedback.send(message)
+            self.sent.append(message)
 
     def drain(self, *, wait: bool) -> Iterator[bool]:
         """What is left of the program once no batch will enter; the next iteration starts it afresh."""
@@ -78,15 +117,22 @@ class Worker:
             yield True
 
     def _source(self, operation: Operation) -> Link | None:
-        if isinstance(operation, Forward):
+        """The link that the operation takes a message from."""
+        if isinstance(operation, Take) or (isinstance(operation, Forward) and operation.t not in self.buffer):
             return self.links.inputs
-        return self.links.gradients if isinstance(operation, Backward) else None
+        if isinstance(operation, Teach) or (isinstance(operation, Backward) and self._waits):
+            return self.links.gradients
+        return None
+
+    @property
+    def _waits(self) -> bool:
+        return self.method.waits(self.stage.k, self.stage.K)
 
     def _possible(self, operation: Operation) -> bool:
         source = self._source(operation)
         return source is None or source.ready()
 
-    def _receive(self, operation: Forward | Backward) -> Any:
+    def _receive(self, operation: Forward | Backward | Take | Teach) -> Any:
         source = self._source(operation)
         if source is None:
             return None
@@ -100,15 +146,40 @@ class Worker:
 
     def _do(self, operation: Operation) -> None:
         if isinstance(operation, Forward):
-            x, target = self._receive(operation)
-            output = self.stage.forward(operation.t, x, target)
-            if self.links.outputs:
-                self.links.outputs.send(Message(operation.t, (output, target)))
-            else:
-                self.loss = output
+            self._forward(operation)
         elif isinstance(operation, Backward):
-            gradients = self.stage.backward(operation.t, self._receive(operation))
-            if self.links.feedback:
-                self.links.feedback.send(Message(operation.t, gradients))
+            self._backward(operation)
         elif isinstance(operation, Update):
             self.stage.update(operation.over)
+        elif isinstance(operation, Barrier):
+            self.barrier()
+        elif isinstance(operation, Teach):
+            self.stage.teach(operation.t, self._receive(operation))
+        elif isinstance(operation, Take):
+            self.buffer[operation.t] = self._receive(operation)
+        elif isinstance(operation, Drop):
+            del self.buffer[operation.t]
+
+    def _forward(self, operation: Forward) -> None:
+        t = operation.t
+        x, target, share = self.buffer[t] if t in self.buffer else self._receive(operation)
+        if share:
+            output = self.stage.forward(t, x, target, share)
+        else:  # more micro-batches than samples: nothing to compute, but the stages above count on a message
+            output = None
+            self.empty.add(t)
+        if self.links.outputs:
+            self.links.outputs.send(Message(t, (output, target, share)))
+        elif output is not None:
+            part = output if share == 1 else share * output
+            self.loss = part if self.loss is None or t % self.method.m == 0 else self.loss + part
+
+    def _backward(self, operation: Backward) -> None:
+        t = operation.t
+        incoming = self._receive(operation)
+        if t in self.empty:
+            self.empty.remove(t)
+            gradients = None
+        else:
+            gradients = self.stage.backward(t, incoming)
+        self._feed_back(Message(t, gradients))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
+from offbeat.methods import METHODS
 
 
 class Transposed(nn.Module):
@@ -123,6 +124,11 @@ CASES: dict[str, Case] = {
     "three-replay": Case(**nets(torch.float64), method=offbeat.ADL(M=1, weights="replay"), K=3, cuts=(1, 3)),
     "three-bp": Case(**nets(torch.float32), method=offbeat.BP(), K=3, cuts=(1, 4)),
 }  # fmt: skip
+CASES |= {
+    f"method-{name}": Case(**nets(torch.float32), method=make(), K=3, cuts=(1, 3), pauses=(5,))
+    for name, make in METHODS.items()
+    if not make().limit or not make().limit(3)
+}
 
 
 def train(case: Case, *, mine: bool = True, **options: Any) -> dict[str, Any]:
@@ -132,7 +138,7 @@ def train(case: Case, *, mine: bool = True, **options: Any) -> dict[str, Any]:
         case.model(), case.K, method=case.method, loss=nn.functional.cross_entropy, optimizer=case.optimizer,
         scheduler=case.scheduler, clip_norm=case.clip_norm, cuts=case.cuts, seed=3, **options,
     )  # fmt: skip
-    losses = []
+    losses: list[float | None] = []
     batches = case.batches()
     middle: dict[str, Any] = {}
     for t, (x, y) in enumerate(batches):

@@ -410,7 +410,7 @@ def test_stages_as_far_apart_as_messages_allow_give_the_same_bits(weights):
     for seed in range(5):
         pipe = make(linears(6, 5, 5, 5, 4), K=4, cuts=[1, 2, 3], method=method)
         for t, batch in enumerate(vectors(30)):
-            pipe.entrance.send(Message(t, batch))
+            pipe.entrance.send(Message(t, (*batch, 1.0)))
 
         def everything(worker):
             for t in range(30):

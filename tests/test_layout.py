@@ -15,15 +15,15 @@ PACKAGE = ROOT / "offbeat"
 
 # Each may import what stands above it, never what stands below.
 ORDER = [
-    "errors", "seeds", "ops", "theory", "method", "methods", "clock", "timeline", "recipe",
+    "errors", "seeds", "ops", "theory", "correctors", "method", "heads", "methods", "clock", "timeline", "recipe",
     "metrics", "stage", "links", "worker", "engines", "cutting", "pipeline",
     "models", "data", "record", "checkpoint", "telemetry", "progress", "report", "plan", "planning", "train",
     "rendezvous", "launch", "demo", "cli",
     "__main__",
 ]  # fmt: skip
 TORCH_FREE = [
-    "errors", "seeds", "ops", "theory", "method", "methods", "clock", "timeline", "recipe", "report", "checkpoint",
-    "launch", "cli",
+    "errors", "seeds", "ops", "theory", "correctors", "method", "methods", "clock", "timeline", "recipe", "report",
+    "checkpoint", "launch", "cli",
 ]  # fmt: skip
 
 
@@ -85,8 +85,9 @@ def test_examples_run(example):
     assert done.stdout
 
 
-def test_the_documents_examples_are_true():
-    failures, tests = doctest.testfile(str(ROOT / "docs/architecture.md"), module_relative=False)
+@pytest.mark.parametrize("document", ["architecture.md", "adding-a-method.md"])
+def test_the_documents_examples_are_true(document):
+    failures, tests = doctest.testfile(str(ROOT / "docs" / document), module_relative=False)
     assert tests > 0
     assert failures == 0
 

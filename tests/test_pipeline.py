@@ -297,7 +297,7 @@ def test_any_optimizer_of_torch_trains_every_stage(optimizer):
     ({"K": 3}, "3 stages but only 2 units"),
     ({"K": 2, "cuts": [2]}, "cuts \\[2\\] of 2 units"),
     ({"K": 2, "cuts": [1, 1]}, "2 cuts"),
-    ({"K": 2, "method": "add"}, "did you mean 'adl'"),
+    ({"K": 2, "method": "adll"}, "did you mean 'adl'"),
     ({"K": 2, "method": "adl", "M": 0}, "M = 0"),
     ({"K": 2, "M": 3}, "M=3 beside a method"),
     ({"K": 2, "engine": "simulat"}, "did you mean 'simulate'"),

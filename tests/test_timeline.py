@@ -67,9 +67,11 @@ def test_spans_of_a_stage_never_overlap_and_messages_never_come_early(name):
         assert [span.operation for span in own] == [
             op for iteration in method.program(k, 3, range(9)) for op in iteration if not isinstance(op, Barrier)
         ]
-    when = {(span.k, span.operation): span for span in spans}
+    when: dict = {}
+    for span in spans:
+        when.setdefault((span.k, span.operation), span)  # the first: a method with buffers repeats batches
     for (k, operation), span in when.items():
         if isinstance(operation, Forward) and k > 1:
             assert span.start >= when[k - 1, operation].end
-        if isinstance(operation, Backward) and k < 3:
+        if isinstance(operation, Backward) and method.waits(k, 3):
             assert span.start >= when[k + 1, operation].end

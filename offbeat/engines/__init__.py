@@ -40,6 +40,9 @@ class Engine(Protocol):
     def exchange(self, value: Any) -> list[Any]:
         """The values of all processes, in the order of their stages."""
 
+    def barrier(self) -> None:
+        """Wait until the workers of all processes have come here."""
+
     def guard(self) -> AbstractContextManager[None]:
         """Around whatever may fail: tells the other processes why."""
 

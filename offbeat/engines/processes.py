@@ -133,6 +133,10 @@ class Processes:
     def exchange(self, value: Any) -> list[Any]:
         return [self.share(value, source) for source in range(1, self.K + 1)]
 
+    def barrier(self) -> None:
+        with self._collective():
+            dist.barrier(group=self.collectives)
+
     @contextmanager
     def guard(self) -> Iterator[None]:
         """When this process fails, leave word for the others and part from them, whatever its user does next."""

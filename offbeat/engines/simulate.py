@@ -53,6 +53,9 @@ class Simulate:
     def exchange(self, value: Any) -> list[Any]:
         return [value]
 
+    def barrier(self) -> None:
+        """Orders time, of which there is none here."""
+
     def guard(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -104,6 +104,14 @@ def unpack(buffer: Tensor) -> Message:
         raise MalformedMessage(f"malformed message: {first_line(error)}") from error
 
 
+def copied(message: Message) -> Message:
+    """The message as the far end of a link sees it, without leaving the tensors' device."""
+    tensors: list[Tensor] = []
+    tree = _skeleton(message.content, tensors)
+    copies = [torch.empty_strided(t.shape, _strides(t), dtype=t.dtype, device=t.device).copy_(t) for t in tensors]
+    return Message(message.t, _content(tree, copies), message.kind)
+
+
 def _up(length: int, unit: int) -> int:
     return -(-length // unit) * unit
 

@@ -18,15 +18,21 @@ A message has a whole tick to arrive, so a latency below the time of a stage cos
 
 from __future__ import annotations
 
+from offbeat.correctors import Corrections, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
 from offbeat.ops import Window
 
 
-def ADL(M: int = 4, *, window: Window = "count", weights: Weights = "stash") -> Method:  # noqa: N802
+def ADL(  # noqa: N802
+    M: int = 4, *, window: Window = "count", weights: Weights = "stash", corrector: Corrections = None
+) -> Method:
     """Accumulated Decoupled Learning with M gradients an update.
 
     >>> [" ".join(map(str, iteration)) for iteration in ADL(M=2).program(1, 2, range(4))]
     ['F0', 'F1', 'F2 B0', 'F3 B1 U', 'B2', 'B3 U']
     """
-    return Method(name="adl", lag=lags.round_trip, M=M, window=window, weights=weights)
+    return Method(
+        name="adl", title="accumulated decoupled learning", reference="Zhuang, Lin, Toh 2021",
+        lag=lags.round_trip, M=M, window=window, weights=weights, correctors=correctors(corrector),
+    )  # fmt: skip

@@ -8,6 +8,7 @@ eq. (11)-(12) of the ADL paper: theta^(s+1) = theta^s - gamma_s (1/M) sum_j g^(M
     stage 2             | -   F0B0U -   -   F1B1U -
 
 Locks: forward, backward and update; all stages but one idle. Staleness 0. One graph, one version.
+Time a batch: K(F + B).
 """
 
 from __future__ import annotations
@@ -25,4 +26,7 @@ def BP(M: int = 1, *, window: Window = "count", weights: Weights = "stash") -> M
     >>> [" ".join(map(str, iteration)) for iteration in BP(M=2).program(1, 1, range(3))]
     ['F0 B0', 'F1 B1 U', 'F2 B2', 'U']
     """
-    return Method(name="bp", lag=lags.none, M=M, window=window, weights=weights)
+    return Method(
+        name="bp", title="back-propagation", reference="Rumelhart et al. 1986", locks=("forward", "backward", "update"),
+        lag=lags.none, M=M, window=window, weights=weights,
+    )  # fmt: skip

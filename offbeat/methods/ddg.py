@@ -16,14 +16,21 @@ Staleness K-k. Held by stage k: K-k+1 graphs and versions. Time a batch: KF + B 
 
 from __future__ import annotations
 
+from offbeat.correctors import Corrections, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
 
 
-def DDG(*, barrier: bool = True, weights: Weights = "stash") -> Method:  # noqa: N802
+def DDG(  # noqa: N802
+    *, barrier: bool = True, weights: Weights = "stash", corrector: Corrections = None
+) -> Method:
     """Delayed gradients behind a forward lock; the released code ran "hybrid" weights.
 
     >>> [" ".join(map(str, iteration)) for iteration in DDG().program(1, 2, range(2))]
-    ['F0 |', 'F1 | B0 U', '| B1 U']
+    ['F0 |', 'F1 | B0 U', 'B1 U']
     """
-    return Method(name="ddg" if barrier else "ddg-dataflow", lag=lags.one_way, weights=weights, barrier=barrier)
+    return Method(
+        name="ddg", title="delayed gradients", reference="Huo et al. 2018 (ICML)",
+        locks=("forward",) if barrier else (), lag=lags.one_way, weights=weights, barrier=barrier,
+        correctors=correctors(corrector),
+    )  # fmt: skip

@@ -5,15 +5,25 @@ only its inputs: at the backward of batch t-(K-k) it repeats the forward on its 
 gradient that stage k+1 produced one iteration earlier. So the local Jacobian is fresh; the input and the incoming
 gradient are K-k iterations old. The last stage does an ordinary forward and backward.
 
-Lock: forward. Held by stage k: K-k+1 inputs, one version. Time a batch: KF + F + B with the barrier, 2F + B without.
+    K=2             iteration 0        iteration 1
+    stage 1             | F0  .  .       F1  .  F0B0U      (F0 again, on the weights of then)
+    stage 2             | .   F0 B0U     .   F1 B1U
+
+Lock: forward. Staleness of the input K-k, of the Jacobian 0. Held by stage k: K-k+1 inputs, one version. Time a
+batch: KF + F + B with the barrier, 2F + B without.
 """
 
 from __future__ import annotations
 
+from offbeat.correctors import Corrections, correctors
 from offbeat.method import Method
 from offbeat.methods import lags
 
 
-def FR(*, barrier: bool = True) -> Method:  # noqa: N802
+def FR(*, barrier: bool = True, corrector: Corrections = None) -> Method:  # noqa: N802
     """Features replay behind a forward lock."""
-    return Method(name="fr" if barrier else "fr-dataflow", lag=lags.one_way, weights="replay", barrier=barrier)
+    return Method(
+        name="fr", title="features replay", reference="Huo et al. 2018 (NeurIPS)",
+        locks=("forward",) if barrier else (), lag=lags.one_way, weights="replay", barrier=barrier,
+        correctors=correctors(corrector),
+    )  # fmt: skip

@@ -7,8 +7,8 @@ split into m micro-batches; all are forwarded, then all are backwarded, then one
     stage 1             | F0 F1 .  .  .  B1 B1 B0 B0 U
     stage 2             | .  F0 F1 B1 B1 B0 B0 U
 
-Lock: update. Staleness 0. Held: m micro-graphs (or inputs, with recompute). Time a batch: (m+K-1)/m (F + B), and
-(m+K-1)/m F more with recompute.
+Lock: update. Staleness 0. Held: m micro-graphs (or inputs, with recompute), one version. Time a batch:
+(m+K-1)/m (F + B), and (m+K-1)/m F more with recompute.
 """
 
 from __future__ import annotations
@@ -18,5 +18,12 @@ from offbeat.methods import lags
 
 
 def GPipe(m: int = 4, *, recompute: bool = False) -> Method:  # noqa: N802
-    """Fill and drain over m micro-batches of each batch."""
-    return Method(name="gpipe", lag=lags.none, m=m, recompute=recompute)
+    """Fill and drain over m micro-batches of each batch; one update a batch.
+
+    BatchNorm normalises each micro-batch by itself, and its running statistics move once a batch, by the statistics of
+    the whole batch.
+    """
+    return Method(
+        name="gpipe", title="synchronous pipeline over micro-batches", reference="Huang et al. 2019",
+        locks=("update",), lag=lags.none, m=m, recompute=recompute,
+    )  # fmt: skip

@@ -34,6 +34,7 @@ class Report:
     loss: float | None
     error: float | None
     staleness: dict[int, int]
+    memory: int = 0  # bytes
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

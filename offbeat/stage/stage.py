@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +17,14 @@ from torch.utils import _pytree as pytree
 from offbeat.errors import NotFinite, UserError, first_line
 from offbeat.method import Method
 from offbeat.metrics import Meter, batch_size
+from offbeat.seeds import derive
+from offbeat.stage.correct import Corrections
+from offbeat.stage.deferred import DeferredStatistics
+from offbeat.stage.memory import Saved, size
 from offbeat.stage.random import RandomStream
 from offbeat.stage.report import Report, Staleness
-from offbeat.stage.weights import POLICIES, Live, Version, WeightPolicy, call, substituted
+from offbeat.stage.weights import Answers, Version, WeightPolicy, call, make_policy, substituted
 from offbeat.stage.window import Window
-from offbeat.theory import versions_held
 
 Loss = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
@@ -39,13 +43,17 @@ class InFlight:
     update: int  # index of that version
     steady: bool  # forwarded when the stage was full, so that its staleness is the formula's
     random: list[Tensor]
+    share: float = 1.0  # of its batch's samples, for a micro-batch
+    kept: Version | None = None  # what the forward used, where the policy itself forgets it
     roots: list[Any] = field(default_factory=list)  # leaves of the output tree, or the loss
 
 
 class Stage:
     """Stage k of K: forward, backward, update.
 
-    `module` is the stage's part of the model, under the names of the whole; `loss` is given to the last stage alone.
+    `module` is the stage's part of the model, under the names of the whole. `loss` is given to the last stage, and to
+    all that learn from a local loss; `output` is the shape of one sample's output and the number of classes, for stages
+    that have a head of their own.
     """
 
     def __init__(
@@ -57,24 +65,40 @@ class Stage:
         method: Method,
         optimizer: MakeOptimizer,
         loss: Loss | None = None,
+        output: tuple[tuple[int, ...], int] | None = None,
         scheduler: MakeScheduler | None = None,
         clip_norm: float | None = None,
         device: torch.device | None = None,
         seed: int = 0,
     ) -> None:
-        self.k, self.K, self.module, self.loss = k, K, module, loss
+        self.k, self.K, self.module, self.loss, self.method = k, K, module, loss, method
+        self.last = k == K
         self.clip_norm = clip_norm
         self.device = device or torch.device("cpu")
         self.lag, self.M = method.lag(k, K), method.M
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        policy = POLICIES[method.weights] if self.lag else Live
-        self.weights: WeightPolicy = policy(dict(self.parameters))
-        self.most_versions = versions_held(self.lag, self.M)
+        self.parameters: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.head = self._make_head(method, output, seed) if method.head and not self.last else None
+        own = dict(self.parameters)
+        if self.head is not None and method.head_lr is None:
+            self.parameters |= {f"head.{name}": p for name, p in self.head.named_parameters() if p.requires_grad}
+        self.teacher = self._make_teacher(method.head_lr)
         self.optimizer = _checked_optimizer(optimizer(list(self.parameters.items()))) if self.parameters else None
         self.scheduler = _checked_scheduler(scheduler(self.optimizer)) if scheduler and self.optimizer else None
+        self.corrections = Corrections(method, k, K, self.optimizer)
+        answers = Answers(
+            own, self.corrections.forward_weights(own), self.corrections.backward_weights(own),
+            method.version_used if method.forward == "before" else None, method.M,
+        )  # fmt: skip
+        self.weights: WeightPolicy = make_policy(method.weights, answers, lag=self.lag, recompute=method.recompute)
+        self.most_versions, self.most_in_flight = method.versions(k, K), method.held(k, K)
+        self.deferred = DeferredStatistics(module) if method.m > 1 else None
         self.random = RandomStream(self.device, seed, "stage", k)
         self.evaluation_random = RandomStream(self.device, seed, "evaluation", k)
         self.in_flight: dict[int, InFlight] = {}
+        self.lessons: dict[int, tuple[Tensor, Any]] = {}  # outputs whose true gradient has not been reported yet
+        self.held_bytes: int | None = None  # for one batch in flight
+        self.keeping = False
+        self.most_held = 0  # batches in flight at once, so far
         self.window = Window(self.parameters)
         self.update_index = 0  # s: windows closed
         self.samples = 0
@@ -83,29 +107,76 @@ class Stage:
         self.meter = Meter()
         self.backwards = 0
 
+    def _make_head(self, method: Method, output: tuple[tuple[int, ...], int] | None, seed: int) -> nn.Module:
+        """The auxiliary network of this stage, from its own random stream, in the precision of the stage."""
+        assert method.head is not None
+        if output is None:
+            raise UserError(f"{method.name} builds a head for each stage's output: give sample=, a batch")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(seed, "head", self.k))
+            head: nn.Module = method.head(*output)
+        dtype = next((p.dtype for p in self.parameters.values()), torch.float32)
+        return head.to(device=self.device, dtype=dtype)
+
+    def _make_teacher(self, lr: float | None) -> torch.optim.Optimizer | None:
+        trained = [p for p in self.head.parameters() if p.requires_grad] if self.head is not None else []
+        return torch.optim.Adam(trained, lr=lr) if trained and lr is not None else None
+
     # ---- forward
 
-    def forward(self, t: int, x: Any, target: Any) -> Any:
-        """Forward batch t on the newest weights; the output without its graph, or the loss at the last stage."""
+    def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
+        """Forward batch t on the weights that the method says; the output without its graph, or the loss at the last
+        stage. `share` is that of a micro-batch in its batch: its weight in the gradient."""
         leaves, structure = pytree.tree_flatten(self._here(x))
-        if self.k > 1:  # below the first stage nobody waits for a gradient
-            leaves = [leaf.requires_grad_() if _differentiable(leaf) else leaf for leaf in leaves]
-        steady = len(self.in_flight) >= self.lag
+        leaves = self.wanting(leaves)
+        steady = len(self.in_flight) >= self.lag and self.weights.settled()
+        version = self.weights.current()
         batch = InFlight(
-            leaves, structure, self._here(target), self.weights.current(), self.update_index, steady, self.random.state
-        )
-        with self.random.drawing(), torch.set_grad_enabled(not self.weights.replays):
-            output = self._run(t, batch)
+            leaves, structure, self._here(target), version, self.update_index - version.age, steady, self.random.state,
+            share, self.weights.remember() if self.keeping else None,
+        )  # fmt: skip
+        with self.random.drawing(), torch.set_grad_enabled(not self.weights.replays), self._watched(version, leaves):
+            output = self._run(t, batch, version)
+            root = self._local_loss(t, output, batch.target) if self.head is not None else output
         if not self.weights.replays:
-            batch.roots = pytree.tree_leaves(output)
+            batch.roots = pytree.tree_leaves(root)
         self.in_flight[t] = batch
+        self.most_held = max(self.most_held, len(self.in_flight))
         self.samples += batch_size(target, x)
         self.last_batch = t
-        assert len(self.in_flight) <= self.lag + 1, "more batches in flight than the lag allows"
+        assert len(self.in_flight) <= self.most_in_flight, "more batches in flight than the lag allows"
         assert self.weights.versions() <= self.most_versions, "more weight versions than the window allows"
         return pytree.tree_map_only(Tensor, Tensor.detach, output)
 
-    def _run(self, t: int, batch: InFlight, *, again: bool = False) -> Any:
+    def wanting(self, leaves: list[Any]) -> list[Any]:
+        """Leaves of an input, marked where the stage below waits for their gradients."""
+        if self.k == 1 or self.method.feedback == "local":
+            return leaves
+        return [leaf.requires_grad_() if _differentiable(leaf) else leaf for leaf in leaves]
+
+    def keep(self, wanted: bool = True) -> None:
+        """From now on remember the weights of every forward, so that the batches in flight can be saved."""
+        self.keeping = wanted
+        if not wanted:
+            self.weights.forget()
+            for batch in self.in_flight.values():
+                batch.kept = None
+
+    @contextmanager
+    def _watched(self, version: Version, inputs: list[Any]) -> Iterator[None]:
+        """Around a forward: the first one is measured, micro-batches leave BatchNorm's statistics to the update."""
+        with ExitStack() as stack:
+            if self.deferred:
+                stack.enter_context(self.deferred.collecting())
+            if self.held_bytes is None:
+                own = [*self.module.parameters(), *self.module.buffers(), *self.parameters.values()]
+                saved = Saved([*own, *(version.tensors or {}).values()])
+                stack.enter_context(saved.watching())
+            yield
+        if self.held_bytes is None:
+            self.held_bytes = max(saved.bytes, size(inputs))
+
+    def _run(self, t: int, batch: InFlight, version: Version, *, again: bool = False) -> Any:
         """The stage's part of the network on one batch, and at the last stage the loss."""
         leaves = batch.inputs
         if self.k > 1 or self.weights.replays:
@@ -113,10 +184,23 @@ class Stage:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         x = pytree.tree_unflatten(leaves, batch.structure)
         try:
-            output = call(self.module, batch.version.tensors, (x,), buffers=not again)
+            output = call(self.module, version.tensors, (x,), buffers=not again)
         except USERS_CODE as error:
             raise UserError(f"stage {self.k} cannot take batch {t} of {_shapes(x)}: {first_line(error)}") from error
-        return output if self.loss is None else self._loss(t, output, batch.target, again=again)
+        return self._loss(t, output, batch.target, again=again) if self.last else output
+
+    def _local_loss(self, t: int, output: Any, target: Any) -> Any:
+        """What a stage with a head backwards from: its local loss, or the output that gets a synthetic gradient."""
+        assert self.head is not None
+        if not isinstance(target, Tensor) or target.dtype != torch.int64 or target.dim() != 1:
+            raise UserError(
+                f"{self.method.name} trains every stage on class labels, but the targets of batch {t} are "
+                f"{_shapes(target)}: give a tensor of int64 class indices, or use a method with feedback from above"
+            )
+        if self.method.feedback == "synthesiser":
+            self.lessons[t] = output.detach(), target
+            return output
+        return self.head(output, target, self.loss)
 
     def _loss(self, t: int, output: Any, target: Any, *, again: bool) -> Tensor:
         assert self.loss is not None
@@ -145,25 +229,50 @@ class Stage:
         Adds to the open window and returns the gradients of the leaves of the input.
         """
         batch = self.in_flight.pop(t)
+        version = self.weights.returning(batch.version)
         if self.weights.replays:
             with self.random.drawing(replay=batch.random):
-                batch.roots = pytree.tree_leaves(self._run(t, batch, again=True))
+                batch.roots = pytree.tree_leaves(self._run(t, batch, version, again=True))
         if gradients is None:
-            gradients = [torch.ones_like(root) for root in batch.roots]
+            gradients = self._own_gradients(t, batch)
         pairs = [
-            (root, gradient.to(root.device))
+            (root, self.corrections.incoming(gradient.to(root.device)))
             for root, gradient in zip(batch.roots, gradients, strict=True)
             if isinstance(root, Tensor) and root.requires_grad and gradient is not None
         ]
-        parameters = list((batch.version.tensors or self.parameters).values())
+        parameters = list((version.tensors or self.parameters).values())
         wanted = [leaf for leaf in batch.inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
-        taken = self._gradients(t, batch.version, pairs, [*parameters, *wanted])
+        taken = self._gradients(t, version, pairs, [*parameters, *wanted])
+        taken[: len(parameters)] = self.corrections.gradients(
+            taken[: len(parameters)], list(self.parameters.values()), parameters
+        )
         to_inputs = iter(taken[len(parameters) :])
         below = [next(to_inputs) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in batch.inputs]
         level = self.update_index - batch.update if batch.steady else None
         self.window.add(taken[: len(parameters)], level, foreign=[*below, *(pair[1] for pair in pairs)])
         self.backwards += 1
         return below
+
+    def _own_gradients(self, t: int, batch: InFlight) -> list[Tensor | None]:
+        """Where a backward starts when nothing comes from above: at a loss, or at a synthetic gradient."""
+        if self.method.feedback == "synthesiser" and not self.last:
+            assert self.head is not None
+            h, target = self.lessons[t]
+            with torch.no_grad(), self.random.drawing():
+                return [self.head(h, target) / len(h)]
+        scale = batch.share * (self.method.top if self.last else 1.0)
+        return [torch.full_like(root, scale) for root in batch.roots]
+
+    def teach(self, t: int, gradients: list[Tensor | None]) -> None:
+        """Train the synthesiser on the gradient that the stage above reports for batch t."""
+        h, target = self.lessons.pop(t)
+        if self.teacher is None or gradients[0] is None:
+            return
+        assert self.head is not None
+        self.teacher.zero_grad()
+        with self.random.drawing():
+            self.head.lesson(h, target, gradients[0].to(h.device)).backward()  # type: ignore[operator]
+        self.teacher.step()
 
     def _gradients(
         self, t: int, version: Version, pairs: list[tuple[Tensor, Tensor]], targets: list[Tensor]
@@ -199,14 +308,21 @@ class Stage:
         if self.window.levels and self.optimizer:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             self.window.mean(over, clip_norm=self.clip_norm, of=trained)
-            self.optimizer.step()
+            self.corrections.step(self.update_index)
             self.weights.changed()
+        if self.deferred:
+            self.deferred.commit()
         if self.scheduler:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
                 self.scheduler.step()
         self.update_index += 1
         self.window.clear()
+
+    def restart(self) -> None:
+        """All batches are through; the program starts afresh."""
+        self.weights.restart()
+        self.lessons.clear()
 
     def catch_up(self, update_index: int) -> None:
         """Close empty windows until that many are closed: after a drain on aligned windows lower stages are ahead."""
@@ -228,7 +344,7 @@ class Stage:
 
     def report(self) -> Report:
         """Figures since the last report."""
-        seen = self.meter.read() if self.loss else {"loss": None, "error": None}
+        seen = self.meter.read() if self.last else {"loss": None, "error": None}
         samples, self.samples = self.samples, 0
         self.meter.empty()
         return Report(
@@ -242,7 +358,17 @@ class Stage:
             loss=seen["loss"],
             error=seen["error"],
             staleness=dict(self.staleness),
+            memory=self.memory(),
         )
+
+    def memory(self) -> int:
+        """Bytes at the fullest so far: parameters, gradients, optimizer state, versions, what the batches in flight
+        hold. Counted from the first batch; temporaries of a single operation are not."""
+        own = [*self.module.parameters(), *self.module.buffers(), *self.parameters.values()]
+        state = self.optimizer.state if self.optimizer else {}
+        kept = size(own, [dict(values) for values in state.values()], self.corrections.kept())
+        copies = self.most_versions * size(list(self.parameters.values()))  # older versions, and gradients
+        return kept + copies + (self.held_bytes or 0) * self.most_held
 
     def _here(self, content: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)

@@ -5,8 +5,11 @@ parameters changed. So a graph never holds the parameters themselves unless no u
 
     live      no lag: the module's own parameters, plain PyTorch
     stash     a snapshot an update, shared by the batches forwarded until the next one: backward is exact
+    before    snapshots of the last two versions: every batch of a window on the version of the window before
     hybrid    aliases of the storage with a version counter of their own: old activations, current parameters
     replay    no graph: the forward is repeated on the current parameters when the gradient is there
+
+A forward, and in hybrid and replay a backward, may run on predicted values instead of the parameters.
 
 Buffers (BatchNorm statistics) stay live in all of them; a replay runs on copies of what they are by then, so that each
 batch counts once. (A module that computes with a buffer it writes, unlike BatchNorm, is replayed with a later value.)
@@ -15,10 +18,12 @@ batch counts once. (A module that computes with a buffer it writes, unlike Batch
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
@@ -27,10 +32,38 @@ Tensors = dict[str, Tensor]
 
 
 class Version:
-    """The parameters of one forward, by name in the stage; None stands for the module's own."""
+    """The parameters of one forward, by name in the stage; None stands for the module's own.
 
-    def __init__(self, tensors: Tensors | None) -> None:
-        self.tensors = tensors
+    age: by how many updates they are older than the newest.
+    """
+
+    def __init__(self, tensors: Tensors | None, age: int = 0) -> None:
+        self.tensors, self.age = tensors, age
+
+
+Prediction = Callable[[], list[Tensor]]  # values to use instead of the parameters, in their order
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a policy is made of: the parameters, and what stands in for them in forwards and backwards (None: they do).
+
+    version_used   (forwards, newest) -> version, for policies that do not use the newest
+    M              forwards of a window
+    """
+
+    parameters: Tensors
+    forward: Prediction | None = None
+    backward: Prediction | None = None
+    version_used: Callable[[int, int], int] | None = None
+    M: int = 1
+
+    def named(self, values: list[Tensor]) -> Tensors:
+        return {name: value.requires_grad_() for name, value in zip(self.parameters, values, strict=True)}
+
+    def snapshot(self) -> Tensors:
+        """A copy of what forwards use now."""
+        return self.named(self.forward() if self.forward else [p.detach().clone() for p in self.parameters.values()])
 
 
 class WeightPolicy(Protocol):
@@ -41,11 +74,35 @@ class WeightPolicy(Protocol):
     def current(self) -> Version:
         """What a forward uses now."""
 
+    def settled(self) -> bool:
+        """Whether the next forward uses what it would in steady state."""
+
+    def returning(self, version: Version) -> Version:
+        """What the backward of a batch uses whose forward used that version."""
+
     def changed(self) -> None:
         """The optimizer has made a new version."""
 
+    def restart(self) -> None:
+        """All batches are done; the program starts afresh."""
+
     def versions(self) -> int:
         """Versions that are held, for batches in flight or as the newest."""
+
+    def remember(self) -> Version | None:
+        """A lasting copy of what the last forward used, where the policy keeps none; shared until the next update."""
+
+    def forget(self) -> None:
+        """Drop the lasting copy."""
+
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        """What else the policy holds; versions that are not yet in the list are added to it."""
+
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        """Take up what was saved."""
+
+    def again(self, version: Version) -> AbstractContextManager[Version]:
+        """Around a repeated forward of a batch in flight: the version to run it on."""
 
 
 class Live:
@@ -53,48 +110,130 @@ class Live:
 
     replays = False
 
-    def __init__(self, parameters: Tensors) -> None:
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
         self.own = Version(None)
 
     def current(self) -> Version:
         return self.own
 
+    def settled(self) -> bool:
+        return True
+
+    def returning(self, version: Version) -> Version:
+        return version
+
     def changed(self) -> None:
+        pass
+
+    def restart(self) -> None:
         pass
 
     def versions(self) -> int:
         return 1
 
+    def remember(self) -> Version | None:
+        return None
+
+    def forget(self) -> None:
+        pass
+
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        return {}
+
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        pass
+
+    @contextmanager
+    def again(self, version: Version) -> Iterator[Version]:
+        yield version
+
 
 class Replay(Live):
-    """The module's own parameters, at the forward without a graph and again at the backward."""
+    """The module's own parameters (or predicted ones), at the forward without a graph and again at the backward."""
 
     replays = True
+
+    def current(self) -> Version:
+        return Version(self.answers.snapshot()) if self.answers.forward else self.own
+
+    def returning(self, version: Version) -> Version:
+        return Version(self.answers.named(self.answers.backward())) if self.answers.backward else self.own
 
 
 class Hybrid(Live):
     """Aliases of the parameters: `.data` shares storage but not the version counter, so a stored graph stays usable
     while the optimizer changes what its backward will read."""
 
-    def __init__(self, parameters: Tensors) -> None:
-        self.own = Version({name: parameter.data.requires_grad_() for name, parameter in parameters.items()})
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
+        self.storage: list[Tensor] = [parameter.data for parameter in answers.parameters.values()]
+        self.own = Version(answers.named([tensor.data for tensor in self.storage]))
+        self.lasting: Version | None = None
+
+    def changed(self) -> None:
+        self.lasting = None
+
+    def remember(self) -> Version | None:
+        if self.lasting is None:
+            self.lasting = Version(self.answers.named([tensor.clone() for tensor in self.storage]))
+        return self.lasting
+
+    def forget(self) -> None:
+        self.lasting = None
+
+    @contextmanager
+    def again(self, version: Version) -> Iterator[Version]:
+        """The old values under the aliases while the graph is made, then the present ones."""
+        present = [tensor.clone() for tensor in self.storage]
+        if version.tensors:
+            torch._foreach_copy_(self.storage, [tensor.detach() for tensor in version.tensors.values()])
+        try:
+            yield self.own
+        finally:
+            if present:
+                torch._foreach_copy_(self.storage, present)
 
 
-class Stash:
+class PredictedHybrid(Hybrid):
+    """Aliases of a second set of parameters, which is filled with what is due before each forward and each backward."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers)
+        self.storage = [parameter.detach().clone() for parameter in answers.parameters.values()]
+        self.own = Version(answers.named([tensor.data for tensor in self.storage]))
+
+    def _fill(self, prediction: Prediction | None) -> None:
+        values = prediction() if prediction else [p.detach() for p in self.answers.parameters.values()]
+        if values:
+            torch._foreach_copy_(self.storage, values)
+
+    def current(self) -> Version:
+        self._fill(self.answers.forward)
+        return self.own
+
+    def returning(self, version: Version) -> Version:
+        self._fill(self.answers.backward)
+        return version
+
+
+class Stash(Live):
     """Snapshots, made at the first forward after an update and dropped with the last batch that needs them."""
 
-    replays = False
-
-    def __init__(self, parameters: Tensors) -> None:
-        self.parameters = parameters
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
         self.newest: Version | None = None
         self.alive: weakref.WeakSet[Version] = weakref.WeakSet()
 
     def current(self) -> Version:
         if self.newest is None:
-            self.newest = Version({name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()})
-            self.alive.add(self.newest)
+            self.newest = self._make()
         return self.newest
+
+    def _make(self) -> Version:
+        version = Version(self.answers.snapshot())
+        self.alive.add(version)
+        return version
 
     def changed(self) -> None:
         self.newest = None
@@ -102,8 +241,67 @@ class Stash:
     def versions(self) -> int:
         return len(self.alive) + (self.newest is None)  # the parameters themselves are the newest version
 
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        return {"newest": versions.index(self.newest) if self.newest in versions else None}
 
-POLICIES: dict[str, Callable[[Tensors], WeightPolicy]] = {"stash": Stash, "hybrid": Hybrid, "replay": Replay}
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        self.alive.update(versions)
+        self.newest = None if saved["newest"] is None else versions[saved["newest"]]
+
+
+class Before(Stash):
+    """Snapshots of the last two versions, of which a forward uses the one that its place in the program asks for."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers)
+        self.kept = [self._make()]
+        self.forwards = self.made = 0
+
+    def current(self) -> Version:
+        assert self.answers.version_used is not None
+        age = self.made - self.answers.version_used(self.forwards, self.made)
+        self.forwards += 1
+        version = self.kept[-1 - age]
+        version.age = age
+        return version
+
+    def settled(self) -> bool:
+        return self.forwards >= self.answers.M  # the first window has none before it
+
+    def changed(self) -> None:
+        self.made += 1
+        self.kept = [self.kept[-1], self._make()]
+
+    def restart(self) -> None:
+        self.kept = self.kept[-1:]
+        self.forwards = self.made = 0
+
+    def versions(self) -> int:
+        return len(self.alive)
+
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        versions += [version for version in self.kept if version not in versions]
+        return {"kept": [versions.index(version) for version in self.kept], "forwards": self.forwards,
+                "made": self.made}  # fmt: skip
+
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        self.alive.clear()
+        self.alive.update(versions)
+        self.kept = [versions[number] for number in saved["kept"]]
+        self.forwards, self.made = saved["forwards"], saved["made"]
+
+
+def make_policy(weights: str, answers: Answers, *, lag: int, recompute: bool) -> WeightPolicy:
+    """The policy for a stage of that lag; `recompute` repeats forwards although their weights have not changed."""
+    if answers.version_used:
+        return Before(answers)
+    if recompute or (weights == "replay" and (lag or answers.forward or answers.backward)):
+        return Replay(answers)
+    if weights == "hybrid" and (answers.forward or answers.backward):
+        return PredictedHybrid(answers)
+    if not lag and not answers.forward:
+        return Live(answers)
+    return Hybrid(answers) if weights == "hybrid" else Stash(answers)
 
 
 def substituted(module: nn.Module, version: Version) -> AbstractContextManager[object]:

@@ -1,0 +1,124 @@
+"""Auxiliary networks of stages that do not learn from above: local losses, and synthesisers of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Classifier(nn.Module):
+    """The loss of a classifier on top of the stage."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, z: Tensor, target: Tensor, loss: Loss) -> Tensor:
+        return loss(self.net(z), target)
+
+
+class FixedClassifier(nn.Module):
+    """The loss of a random linear classifier, never trained; `signs`: feedback through a matrix S with its signs.
+
+    The scores are z W^T in value; with signs their gradient flows through z S^T alone.
+    """
+
+    W: Tensor
+    S: Tensor
+
+    def __init__(self, shape: tuple[int, ...], classes: int, *, signs: bool) -> None:
+        super().__init__()
+        features = int(torch.Size(shape).numel())
+        self.register_buffer("W", torch.empty(classes, features).uniform_(-1, 1) / features**0.5)
+        self.register_buffer("S", torch.rand(classes, features) / features**0.5 * self.W.sign() if signs else None)
+
+    def forward(self, z: Tensor, target: Tensor, loss: Loss) -> Tensor:
+        z = z.flatten(1)
+        if self.S is None:
+            return loss(functional.linear(z, self.W), target)
+        through = functional.linear(z, self.S)
+        return loss(through + functional.linear(z.detach(), self.W - self.S), target)
+
+
+class LocalErrors(nn.Module):
+    """pred * CE(net(z), y) + sim * MSE(S(project(z)), S(y))."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int, *, pred: float, sim: float, most: int) -> None:
+        super().__init__()
+        self.classes, self.pred, self.sim = classes, pred, sim
+        C = shape[0]
+        if pred:
+            side = _pooled_side(shape, most)
+            features = C * side**2 if side else C
+            last = nn.Linear(features, classes)
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+            self.net = nn.Sequential(*([nn.AdaptiveAvgPool2d(side), nn.Flatten()] if side else []), last)
+        if sim:
+            self.project = nn.Linear(C, C, bias=False) if len(shape) == 1 else nn.Conv2d(C, C, 3, padding=1, bias=False)
+
+    def forward(self, z: Tensor, target: Tensor, loss: Loss) -> Tensor:
+        total = z.new_zeros(())
+        if self.pred:
+            total = total + self.pred * loss(self.net(z), target)
+        if self.sim:
+            labels = functional.one_hot(target, self.classes).to(z.dtype)
+            difference = functional.mse_loss(similarity(self.project(z)), similarity(labels).detach())
+            total = total + self.sim * difference
+        return total
+
+
+def _pooled_side(shape: tuple[int, ...], most: int) -> int:
+    """Side of the largest square map whose features are at most so many; 0 for vectors."""
+    if len(shape) == 1:
+        return 0
+    side = min(shape[1:])
+    while side > 1 and shape[0] * side**2 > most:
+        side -= 1
+    return side
+
+
+def similarity(x: Tensor) -> Tensor:
+    """Adjusted cosine similarities of the samples of a batch; images by the standard deviations of their channels."""
+    if x.dim() == 4:
+        x = x.flatten(2).std(dim=2) if x.shape[1] > 3 and x.shape[2] > 1 else x.flatten(1)
+    centred = x - x.mean(dim=1, keepdim=True)
+    unit = centred / (centred.square().sum(dim=1, keepdim=True).sqrt() + 1e-8)
+    return (unit @ unit.T).clamp(-1, 1)
+
+
+class Synthesiser(nn.Module):
+    """A network for the gradient of h; the embedding of the labels, if there is one, is added to its first layer."""
+
+    def __init__(self, first: nn.Module, rest: nn.Module, embedding: nn.Module | None) -> None:
+        super().__init__()
+        self.first, self.rest, self.embedding = first, rest, embedding
+
+    def forward(self, h: Tensor, labels: Tensor | None = None) -> Tensor:
+        z = self.first(h)
+        if self.embedding is not None and labels is not None:
+            added = self.embedding(labels)
+            z = z + added.reshape(*added.shape, *([1] * (z.dim() - 2)))
+        return self.rest(z)
+
+
+class Synthesised(nn.Module):
+    """Guesses b times the gradient of the mean loss for each of a batch of b outputs."""
+
+    def __init__(self, net: nn.Module, classes: int | None) -> None:
+        super().__init__()
+        self.net, self.classes = net, classes
+
+    def forward(self, h: Tensor, target: Tensor) -> Tensor:
+        labels = None if self.classes is None else functional.one_hot(target, self.classes).to(h.dtype)
+        return self.net(h, labels)
+
+    def lesson(self, h: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
+        """Squared distance from the reported gradient: mean over the batch, sum over features."""
+        return (self(h, target) - len(h) * gradient).square().sum() / len(h)

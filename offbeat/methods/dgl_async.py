@@ -1,0 +1,97 @@
+"""DGL-async: decoupled greedy learning with a replay buffer between stages.
+
+Belilovsky, Eickenberg, Oyallon, "Decoupled Greedy Learning of CNNs" (ICML 2020), Algorithm 2. A stage does not wait for
+the one below: it draws from a buffer of the last batches it was sent, the least used, of those the newest; a new batch
+takes the place of the oldest. Which worker is free next is random, so a batch may be learnt from twice, or never.
+
+    K=2, buffer 2 (+t received, -t dropped)
+    stage 1             | F0B0U    F1B1U          F2B2U
+    stage 2             | +0       F0B0U +1       F1B1U F1B1U -0 +2
+
+Order and draws come from a seeded pure program, the same in every process. Locks: none. Staleness 0; the age of the
+input is random. Held: the buffer, one graph, one version. Time a batch: F + B + A.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from offbeat.errors import UserError
+from offbeat.method import Method
+from offbeat.methods import lags
+from offbeat.methods.dgl import head
+from offbeat.ops import Backward, Drop, Forward, Iteration, Operation, Program, Take, Update
+from offbeat.seeds import derive
+
+MOST_TURNS = 8  # of all workers, for each batch that enters
+
+
+class Buffer:
+    """What a stage may draw from: batches with how often they were used, oldest first."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.uses: dict[int, int] = {}
+
+    def add(self, t: int) -> tuple[Operation, ...]:
+        """Receive batch t (again): what makes room, then it."""
+        self.uses.pop(t, None)
+        oldest = next(iter(self.uses), None)
+        dropped: tuple[Operation, ...] = ()
+        if oldest is not None and len(self.uses) == self.size:
+            del self.uses[oldest]
+            dropped = (Drop(oldest),)
+        self.uses[t] = 0
+        return (*dropped, Take(t))
+
+    def draw(self) -> int | None:
+        """The least used batch, of those the newest; None while there is none."""
+        if not self.uses:
+            return None
+        fewest = min(self.uses.values())
+        t = next(t for t, uses in reversed(self.uses.items()) if uses == fewest)
+        self.uses[t] += 1
+        return t
+
+
+def free_running(k: int, K: int, batches: Iterable[int], *, size: int, seed: int) -> Program:
+    """The program of stage k: every stage follows the draws of all, and yields its own part.
+
+    Between two batches workers are drawn at random until it is the first one's turn.
+    """
+    buffers = {stage: Buffer(size) for stage in range(2, K + 1)}
+    for t in batches:
+        rng = random.Random(derive(seed, "turns", t))
+        turns = [rng.randint(1, K) for _ in range(MOST_TURNS * K)]
+        turns = turns[: turns.index(1)] if 1 in turns else turns
+        mine: list[Operation] = []
+        for stage in [*turns, 1]:
+            drawn = t if stage == 1 else buffers[stage].draw()
+            if drawn is None:
+                continue
+            if stage == k:
+                mine += learn(drawn)
+            if stage < K:
+                received = buffers[stage + 1].add(drawn)
+                mine += received if stage + 1 == k else ()
+        yield tuple(mine)
+
+
+def learn(t: int) -> Iteration:
+    """Forward, backward on the local loss, update."""
+    return Forward(t), Backward(t), Update(1)
+
+
+def AsyncDGL(buffer: int = 2, *, seed: int = 0) -> Method:  # noqa: N802
+    """Greedy learning from buffers of so many batches."""
+    if isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1:
+        raise UserError(f"a buffer of {buffer!r} batches: use a whole number from 1 up")
+
+    def order(k: int, K: int, batches: Iterable[int]) -> Program:
+        return free_running(k, K, batches, size=buffer, seed=seed)
+
+    return Method(
+        name="dgl-async", title="greedy learning from buffers", reference="Belilovsky et al. 2020",
+        lag=lags.none, feedback="local", head=head, order=order,
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""DNI: decoupled neural interfaces, learning from synthetic gradients.
+
+Jaderberg et al., "Decoupled Neural Interfaces using Synthetic Gradients" (ICML 2017). A synthesiser S_k guesses the
+gradient of the stage's output from that output (conditional: and the labels); the stage learns from the guess at once,
+and sends the gradient of its input down, which teaches the synthesiser of the stage below (here two ticks later):
+
+    h_k = f_k(h_(k-1));   theta_k <- theta_k - gamma dh_k/dtheta_k . S_k(h_k)/b;   min ||S_k(h_k) - b g_(k+1)||^2 / b
+
+    K=2             tick  0      1      2       3
+    stage 1             | F0B0U  F1B1U  F2B2UT0 F3B3UT1      T: the synthesiser is taught
+    stage 2             | -      F0B0U  F1B1U   F2B2U
+
+The gradient of a mean loss is of order 1/b, so the synthesiser works on b times it. Its last layer starts at zero; Adam
+trains it. Locks: forward. Staleness 0, of a gradient that is a guess. One graph, one version. Time a batch: F + B + A.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offbeat.errors import UserError
+from offbeat.method import Head, Method
+from offbeat.methods import lags
+
+HIDDEN = 128  # filters, in their CIFAR networks
+
+
+def network(shape: tuple[int, ...], classes: int, conditional: bool) -> Any:
+    """Two hidden 5x5 convolutions of 128 filters with BatchNorm (linear layers for vectors), the last layer zero."""
+    from torch import nn
+
+    from offbeat.heads import Synthesiser
+
+    C = shape[0]
+    if len(shape) == 1:
+        hidden = max(HIDDEN, C)
+        first: nn.Module = nn.Linear(C, hidden)
+        middle = [nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU()]
+        last: Any = nn.Linear(hidden, C)
+    else:
+        hidden = HIDDEN
+        first = nn.Conv2d(C, hidden, 5, padding=2)
+        middle = [nn.BatchNorm2d(hidden), nn.ReLU(), nn.Conv2d(hidden, hidden, 5, padding=2), nn.BatchNorm2d(hidden),
+                  nn.ReLU()]  # fmt: skip
+        last = nn.Conv2d(hidden, C, 5, padding=2)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    embedding = nn.Linear(classes, hidden, bias=False) if conditional else None
+    return Synthesiser(first, nn.Sequential(*middle, last), embedding)
+
+
+def DNI(  # noqa: N802
+    conditional: bool = False, *, lr: float = 3e-5, synthesiser: Head | None = None
+) -> Method:
+    """Synthetic gradients; `synthesiser(shape, classes)` builds another network of (h, one-hot labels or None)."""
+    if not 0 <= lr < float("inf"):
+        raise UserError(f"lr = {lr} of the synthesisers: use a number from 0 up")
+
+    def head(shape: tuple[int, ...], classes: int) -> Any:
+        from offbeat.heads import Synthesised
+
+        net = synthesiser(shape, classes) if synthesiser else network(shape, classes, conditional)
+        return Synthesised(net, classes if conditional else None)
+
+    return Method(
+        name="dni", title="synthetic gradients", reference="Jaderberg et al. 2017", locks=("forward",),
+        lag=lags.none, feedback="synthesiser", head=head, head_lr=lr,
+    )  # fmt: skip

@@ -1,0 +1,38 @@
+"""Local errors: every stage learns from a fixed random classifier.
+
+Mostafa, Ramesh, Cauwenberghs, "Deep Supervised Learning Using Local Errors" (Frontiers in Neuroscience 2018). The
+scores of a stage are W z with W random and never trained; their cross-entropy trains the stage alone. Feedback through
+the transpose of W, or through a random matrix of the same signs:
+
+    g_z = W^T g_scores    or    S^T g_scores,   S = |r| sign(W)
+
+    K=2             tick  0      1      2
+    stage 1             | F0B0U  F1B1U  F2B2U
+    stage 2             | -      F0B0U  F1B1U
+
+Locks: forward. Staleness 0. One graph, one version. Time a batch: F + B + A, A the classifier's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from offbeat.errors import unknown
+from offbeat.method import Method
+from offbeat.methods import lags
+
+
+def Mostafa(feedback: Literal["transpose", "sign"] = "transpose") -> Method:  # noqa: N802
+    """Local errors of fixed random classifiers."""
+    if feedback not in ("transpose", "sign"):
+        raise unknown("feedback of mostafa", str(feedback), ("transpose", "sign"))
+
+    def head(shape: tuple[int, ...], classes: int) -> Any:
+        from offbeat.heads import FixedClassifier
+
+        return FixedClassifier(shape, classes, signs=feedback == "sign")
+
+    return Method(
+        name="mostafa", title="fixed local classifiers", reference="Mostafa et al. 2018", locks=("forward",),
+        lag=lags.none, feedback="local", head=head,
+    )  # fmt: skip

@@ -1,0 +1,33 @@
+"""PipeMare: asynchronous pipeline without stashing, with rescheduled rates and corrected weights.
+
+Yang, Zhang, Li, Re, Aberger, De Sa, "PipeMare: Asynchronous Pipeline Parallel DNN Training" (MLSys 2021). The forward
+of stage k is tau = 2(K-k)/M updates old when its gradient comes; the backward runs on stored activations and
+
+    T1   lr_k(s) = lr(s) / max(tau, 1)^p,   p = 1 - min(s/S1, 1)               (only with `anneal`, S1 updates)
+    T2   theta - tau delta,   delta <- g delta + (1-g)(theta^(s+1) - theta^s),  g = C^(1/tau)
+
+    K=2, M=1        tick  0   1      2      3
+    stage 1             | F0  F1     F2B0U  F3B1U
+    stage 2             | -   F0B0U  F1B1U  F2B2U
+
+Locks: none. Staleness 2(K-k)/M (the paper counts the tick of the stage itself too: one more batch). Held by stage k:
+2(K-k)+1 graphs, one version and delta. Time a batch: F + B.
+"""
+
+from __future__ import annotations
+
+from offbeat.correctors import Corrections, Discrepancy, Rescheduling, correctors
+from offbeat.method import Method
+from offbeat.methods import lags
+
+
+def PipeMare(  # noqa: N802
+    M: int = 1, *, anneal: int | None = None, C: float = 0.135, corrector: Corrections = None
+) -> Method:
+    """The tick schedule on current weights with T2, and T1 over the first `anneal` updates."""
+    first = () if anneal is None else (Rescheduling(anneal),)
+    return Method(
+        name="pipemare", title="asynchronous without stash, corrected", reference="Yang et al. 2021",
+        lag=lags.round_trip, M=M, weights="hybrid",
+        correctors=correctors((*first, Discrepancy(C), *correctors(corrector))),
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""pred, sim, pred-sim: local classification and similarity matching.
+
+Nøkland, Eidnes, "Training Neural Networks with Local Error Signals" (ICML 2019). Each stage minimises
+
+    pred      CE(A z, y)                               A linear, from zero
+    sim       ||S(h) - S(y)||^2 (mean)                 h = a 3x3 convolution (or linear layer) of z
+    predsim   (1-beta) pred + beta sim                 beta = 0.99; the last stage's loss is scaled by 1-beta too
+
+where S is the matrix of cosine similarities between the samples of a batch, after subtracting each one's mean over its
+features (for images: over the standard deviations of its channels). It passes on the output of before its update.
+
+    K=2             tick  0      1      2
+    stage 1             | F0B0U  F1B1U  F2B2U
+    stage 2             | -      F0B0U  F1B1U
+
+Locks: forward. Staleness 0. One graph, one version. Time a batch: F + B + A, A the heads'. The similarity depends on
+which samples share a batch: another b is another objective.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offbeat.errors import UserError
+from offbeat.method import Method
+from offbeat.methods import lags
+
+MOST_FEATURES = 2048  # of the pooled output that is classified
+
+
+def _local(name: str, title: str, *, pred: float, sim: float, top: float = 1.0) -> Method:
+    def head(shape: tuple[int, ...], classes: int) -> Any:
+        from offbeat.heads import LocalErrors
+
+        return LocalErrors(shape, classes, pred=pred, sim=sim, most=MOST_FEATURES)
+
+    return Method(
+        name=name, title=title, reference="Nøkland, Eidnes 2019", locks=("forward",),
+        lag=lags.none, feedback="local", head=head, top=top,
+    )  # fmt: skip
+
+
+def Pred() -> Method:  # noqa: N802
+    """Local classification."""
+    return _local("pred", "local classifiers", pred=1.0, sim=0.0)
+
+
+def Sim() -> Method:  # noqa: N802
+    """Local similarity matching."""
+    return _local("sim", "local similarity matching", pred=0.0, sim=1.0)
+
+
+def PredSim(beta: float = 0.99) -> Method:  # noqa: N802
+    """Both, weighted by beta."""
+    if not 0 < beta < 1:
+        raise UserError(f"beta = {beta} of predsim: use a number between 0 and 1")
+    return _local("predsim", "local classifiers and similarity", pred=1 - beta, sim=beta, top=1 - beta)

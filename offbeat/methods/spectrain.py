@@ -1,0 +1,35 @@
+"""SpecTrain: 1F1B on speculated weights.
+
+Chen, Yang, Cheng, "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform" (2018).
+Each stage runs a batch on the weights it expects at the moment when all of it is done, from SGD's momentum v:
+
+    What = W - s gamma v,   s = floor(r/2) + K - r - 1 in the forward, floor(r/2) in the backward,   r = k-1
+
+    K=2
+    stage 1             | F0 F1 B0 U F2 B1 U F3
+    stage 2             | .  F0 B0 U F1 B1 U
+
+Version 1 predicts forward and backward apart (stored activations, newly predicted weights), version 2 keeps the
+forward's prediction. Locks: none. Staleness K-k, if the prediction were exact 0. Held by stage k: K-k+1 graphs, one
+version (version 2: K-k+1). Time a batch: F + B and two latencies. Needs SGD with momentum.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from offbeat.correctors import Corrections, Speculation, correctors
+from offbeat.errors import unknown
+from offbeat.method import Method
+from offbeat.methods import lags
+
+
+def SpecTrain(version: Literal[1, 2] = 1, *, corrector: Corrections = None) -> Method:  # noqa: N802
+    """1F1B with predicted weights."""
+    if version not in (1, 2):
+        raise unknown("version of spectrain", str(version), ("1", "2"))
+    return Method(
+        name="spectrain", title="1F1B on predicted weights", reference="Chen et al. 2018",
+        lag=lags.one_way, weights="hybrid" if version == 1 else "stash",
+        correctors=correctors((Speculation(), *correctors(corrector))),
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""The correctors of one stage: those that do something there, asked at the right moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.correctors import Corrector
+from offbeat.errors import UserError
+from offbeat.method import Method
+
+
+class Corrections:
+    """The method's correctors at stage k, without those that change nothing there."""
+
+    def __init__(self, method: Method, k: int, K: int, optimizer: torch.optim.Optimizer | None) -> None:
+        self.place = method.place(k, K)
+        self.place.optimizer = optimizer
+        self.active = [c for c in method.correctors if optimizer is not None and c.active(self.place)]
+        for corrector in method.correctors:
+            if corrector.reads_momentum and optimizer is not None:
+                _check_momentum(corrector, optimizer)
+
+    def _answering(self, question: str) -> list[Corrector]:
+        return [corrector for corrector in self.active if question in corrector.answers]
+
+    def forward_weights(self, parameters: dict[str, Tensor]) -> Callable[[], list[Tensor]] | None:
+        """What forwards use instead of the parameters, if anything."""
+        for corrector in self._answering("forward weights"):
+            return lambda: corrector.forward_weights(list(parameters.values()), self.place)
+        return None
+
+    def backward_weights(self, parameters: dict[str, Tensor]) -> Callable[[], list[Tensor]] | None:
+        """What backwards use instead of the parameters, if anything."""
+        for corrector in self._answering("backward weights"):
+            return lambda: corrector.backward_weights(list(parameters.values()), self.place)
+        return None
+
+    def incoming(self, gradient: Tensor) -> Tensor:
+        """The gradient from above."""
+        for corrector in self._answering("incoming gradient"):
+            gradient = corrector.incoming(gradient)
+        return gradient
+
+    def gradients(
+        self, gradients: list[Tensor | None], parameters: list[Tensor], forwarded: list[Tensor]
+    ) -> list[Tensor | None]:
+        """The gradients of one batch, whose forward ran on `forwarded`."""
+        for corrector in self._answering("gradient"):
+            gradients = [
+                None if g is None else corrector.gradient(g, p, old, self.place)
+                for g, p, old in zip(gradients, parameters, forwarded, strict=True)
+            ]
+        return gradients
+
+    def step(self, s: int) -> None:
+        """The optimizer's step for update s, with what is done around it: the last to come is the first to go."""
+        kept = [(corrector, corrector.before_step(self.place, s)) for corrector in self.active]
+        self.place.optimizer.step()
+        for corrector, told in reversed(kept):
+            corrector.after_step(self.place, told)
+
+    def kept(self) -> Any:
+        """The tensors that correctors remember."""
+        return [dict(memory) for memory in self.place.memory.values()]
+
+
+def _check_momentum(corrector: Corrector, optimizer: torch.optim.Optimizer) -> None:
+    plain = isinstance(optimizer, torch.optim.SGD) and all(
+        group["momentum"] > 0 and not group["dampening"] and not group["nesterov"] and not group["maximize"]
+        for group in optimizer.param_groups
+    )
+    if not plain:
+        given = type(optimizer).__name__
+        raise UserError(
+            f"corrector {corrector.name} reads SGD's momentum, but the optimizer is {given} with other settings: "
+            "use torch.optim.SGD with momentum above 0, and neither dampening, nesterov nor maximize"
+        )

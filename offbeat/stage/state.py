@@ -1,0 +1,167 @@
+"""The whole state of a stage as a tree of tensors and plain values, and back.
+
+Graphs cannot be written down. A batch in flight is kept as what made its graph: its input, the weights of its forward
+and the random state before it; loading repeats the forward, which leaves BatchNorm's statistics alone. Stash has those
+weights anyway; hybrid does not, and remembers them from `stage.keep()` on until they are saved.
+
+Parameters, gradients and optimizer state go by their names in the unsplit model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from offbeat.errors import UserError
+from offbeat.stage.stage import InFlight, Stage
+from offbeat.stage.weights import Version
+
+Tree = dict[str, Any]
+COUNTERS = ("update_index", "samples", "last_batch", "backwards", "most_held", "held_bytes")
+
+
+def save(stage: Stage) -> Tree:
+    """Everything that decides how this stage goes on; its tensors are the stage's own, so write them at once."""
+    versions: list[Version] = []
+    in_flight = [_save_batch(t, batch, versions) for t, batch in stage.in_flight.items()]
+    policy = stage.weights.save(versions)
+    gradients = {name: p.grad for name, p in stage.parameters.items() if p.grad is not None}
+    return {
+        "k": stage.k,
+        "K": stage.K,
+        "model": dict(_tensors(stage)),
+        "head": None if stage.head is None else dict(stage.head.state_dict()),
+        "teacher": None if stage.teacher is None else stage.teacher.state_dict(),
+        **_optimizer(stage),
+        "scheduler": stage.scheduler.state_dict() if stage.scheduler else None,
+        "corrections": {name: dict(stage.corrections.place.memory.get(p, {})) for name, p in stage.parameters.items()},
+        "random": stage.random.state,
+        "evaluation_random": stage.evaluation_random.state,
+        "window": {"levels": list(stage.window.levels), "gradients": gradients if stage.window.levels else {}},
+        "versions": [version.tensors for version in versions],
+        "policy": policy,
+        "in_flight": in_flight,
+        "lessons": [[t, h, target] for t, (h, target) in stage.lessons.items()],
+        "counters": {name: getattr(stage, name) for name in COUNTERS},
+        "staleness": [[level, count] for level, count in stage.staleness.items()],
+        "meter": {"samples": stage.meter.samples, "sums": dict(stage.meter.sums)},
+    }
+
+
+def _tensors(stage: Stage) -> dict[str, Tensor]:
+    """Parameters (also frozen ones) and buffers, by name."""
+    return {**dict(stage.module.named_parameters()), **dict(stage.module.named_buffers())}
+
+
+def _optimizer(stage: Stage) -> Tree:
+    if stage.optimizer is None:
+        return {"optimizer": {}, "groups": []}
+    names = {id(parameter): name for name, parameter in stage.parameters.items()}
+    state = {names[id(p)]: dict(values) for p, values in stage.optimizer.state.items() if values}
+    groups = [
+        {**{option: value for option, value in group.items() if option not in ("params", "param_names")},
+         "names": [names[id(p)] for p in group["params"]]}
+        for group in stage.optimizer.param_groups
+    ]  # fmt: skip
+    return {"optimizer": state, "groups": groups}
+
+
+def _save_batch(t: int, batch: InFlight, versions: list[Version]) -> Tree:
+    used = batch.kept or batch.version
+    if used.tensors is not None and used not in versions:
+        versions.append(used)
+    return {
+        "t": t,
+        "x": pytree.tree_unflatten([_plain(leaf) for leaf in batch.inputs], batch.structure),
+        "target": batch.target,
+        "version": versions.index(used) if used.tensors is not None else None,
+        "update": batch.update,
+        "steady": batch.steady,
+        "random": batch.random,
+        "share": batch.share,
+    }
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def load(stage: Stage, tree: Tree) -> None:
+    """Put a stage of the same k, K, method and cuts into the state that `save` saw."""
+    load_model(stage, tree["model"], tree["optimizer"], tree["corrections"])
+    if stage.head is not None:
+        stage.head.load_state_dict(tree["head"])
+    if stage.teacher is not None:
+        stage.teacher.load_state_dict(_as_torch(tree["teacher"]))
+    _load_groups(stage, tree["groups"])
+    if stage.scheduler:
+        stage.scheduler.load_state_dict(tree["scheduler"])
+    stage.random.state = list(tree["random"])
+    stage.evaluation_random.state = list(tree["evaluation_random"])
+    for name in COUNTERS:
+        setattr(stage, name, tree["counters"][name])
+    stage.staleness.clear()
+    stage.staleness.update(dict(tree["staleness"]))
+    stage.meter.samples, stage.meter.sums = tree["meter"]["samples"], dict(tree["meter"]["sums"])
+    stage.lessons = {t: (stage._here(h), stage._here(target)) for t, h, target in tree["lessons"]}
+    stage.window.levels = list(tree["window"]["levels"])
+    for name, gradient in tree["window"]["gradients"].items():
+        stage.parameters[name].grad = gradient.to(stage.parameters[name].device)
+    versions = [Version({name: tensor.to(stage.device).requires_grad_() for name, tensor in tensors.items()})
+                for tensors in tree["versions"]]  # fmt: skip
+    stage.weights.load(tree["policy"], versions)
+    stage.in_flight = {entry["t"]: _load_batch(stage, entry, versions) for entry in tree["in_flight"]}
+
+
+def load_model(
+    stage: Stage, model: Mapping[str, Tensor], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]
+) -> None:
+    """Parameters, buffers and per-parameter state by name, from one stage or from all of another cut."""
+    with torch.no_grad():
+        for name, tensor in _tensors(stage).items():
+            if name not in model or model[name].shape != tensor.shape:
+                there = f"of shape {list(model[name].shape)}" if name in model else "not there"
+                raise UserError(f"{name} of shape {list(tensor.shape)} is {there} in the checkpoint: use its model")
+            tensor.copy_(model[name])
+    for name, parameter in stage.parameters.items():
+        if stage.optimizer is not None and name in optimizer:
+            stage.optimizer.state[parameter] = {
+                key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in optimizer[name].items()
+            }
+        for key, value in corrections.get(name, {}).items():
+            stage.corrections.place.memory[parameter][key] = value.to(parameter.device)
+
+
+def _load_groups(stage: Stage, groups: list[Tree]) -> None:
+    if stage.optimizer is None:
+        return
+    for group, saved in zip(stage.optimizer.param_groups, groups, strict=True):
+        group.update({option: value for option, value in saved.items() if option != "names"})
+
+
+def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
+    """The batch with its graph, made again."""
+    forwarded = versions[entry["version"]] if entry["version"] is not None else Version(None)
+    leaves, structure = pytree.tree_flatten(stage._here(entry["x"]))
+    batch = InFlight(
+        stage.wanting(leaves), structure, stage._here(entry["target"]), forwarded, entry["update"], entry["steady"],
+        list(entry["random"]), entry["share"],
+    )  # fmt: skip
+    if stage.weights.replays:
+        return batch
+    with stage.weights.again(forwarded) as version:
+        batch.version = version
+        with stage.random.drawing(replay=batch.random):
+            batch.roots = pytree.tree_leaves(stage._run(entry["t"], batch, version, again=True))
+    return batch
+
+
+def _as_torch(saved: Tree) -> Tree:
+    """An optimizer's state_dict, whose keys are parameter numbers."""
+    return {"state": {int(number): values for number, values in saved["state"].items()},
+            "param_groups": saved["param_groups"]}  # fmt: skip
