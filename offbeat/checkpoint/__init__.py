@@ -15,8 +15,8 @@ may write their own parts from different processes or machines into a shared fol
     finish(folder, facts, t=t, mode=..., K=..., ...)      # one process, with the facts of all parts
 
 Writing raises CheckpointFailed where the disk is full or broken: `abandon(folder)` in place of `finish`, and training
-can go on. Reading raises CheckpointDamaged. To write while training goes on, take `flatten(tree, copy=True)` at once and
-hand it to `write_flat` in a thread. `clean(run)` once, before a run begins to write.
+can go on. Reading raises CheckpointDamaged. To write while training goes on, take `flatten(tree, copy=True)` at once
+and hand it to `write_flat` in a thread. `clean(run)` once, before a run begins to write.
 
     checkpoint, notes = newest(run)                       # the newest sound one; notes say which were not, and why
     tree = checkpoint.stage(k)
@@ -25,23 +25,25 @@ A tree (see `flatten`) is made of dicts, lists, tuples, None, bool, int, float, 
 tensors. Tensors come back with their bits and their memory layout, which is part of the numbers; the same tensor in
 two places is stored once and comes back as one. Parameters come back as plain tensors, on the CPU or where asked for.
 
-The part of stage k holds, by the names of the unsplit model, so that another K can read it:
+The part of stage k holds what `Pipeline.state` gives for it (see stage/state.py and worker.py, which own the contents):
 
-    model       {name: tensor}           parameters and buffers of the stage, as they are now
-    optimizer   {name: {...}}            per-parameter state (momentum_buffer, exp_avg, step, ...)
-    groups      [{options, "names"}]     the optimizer's groups: options, and which parameters each holds
-    scheduler   {...} | None             the learning-rate schedule
-    random      [tensor, ...]            generator states of the stage's stream (and of its evaluation stream)
-    in_flight   [{t, input, target, version, random, level, ...}]
-                                         batches forwarded and not yet backwarded, in order; `version` is a key of
-                                         `versions`. Graphs are rebuilt from the input on that version.
-    versions    {update index: {name: tensor}}   what batches in flight ran on, beside `model`
-    window      {levels, gradients: {name: tensor}}   the open accumulation window
-    counters    {t, updates, samples, staleness, ...}
-    messages    {link: [{t, kind, content}]}     received and not yet used, in order
+    stage
+        model       {name: tensor}       parameters and buffers, by the names of the unsplit model, as they are now
+        optimizer   {name: {...}}        per-parameter state (momentum_buffer, exp_avg, step, ...), by the same names
+        groups      [{option, "names"}]  the optimizer's groups: options, and which parameters each holds
+        scheduler   {...} | None         the learning-rate schedule
+        random, evaluation_random        states of the stage's generators
+        in_flight   [{t, x, target, version, random, ...}]   batches forwarded and not yet backwarded, in order; graphs
+                                         are made again from the input, on the weights that `version` counts to
+        versions    [{name: tensor}]     weights that batches in flight ran on
+        window      {levels, gradients}  the open accumulation window
+        counters, staleness, meter       figures
+    worker
+        entered     [first, next]        where the program is
+        messages    [[t, content]]       under way to the stage below, in order
 
-Drained checkpoints have the same keys with in_flight, versions, messages and the window's gradients empty. A missing
-key means that a stage has no such state; readers ignore keys that they do not know.
+`model`, `optimizer` and `groups` are what a run with another K, and `offbeat export`, read; they may also stand at the
+top of the tree. A drained checkpoint has the same keys, with nothing in flight. What no reader knows is ignored.
 """
 
 from offbeat.checkpoint.files import CheckpointDamaged, CheckpointFailed, FileFacts

@@ -57,9 +57,10 @@ def model_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for k in range(1, checkpoint.K + 1):
         part = checkpoint.stage(k)
-        if not isinstance(part, dict) or not isinstance(part.get("model"), dict):
+        state = part.get("stage", part) if isinstance(part, dict) else None
+        if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
             raise UserError(f"stage {k} of {checkpoint.path} holds no model")
-        for name, tensor in part["model"].items():
+        for name, tensor in state["model"].items():
             if not isinstance(tensor, torch.Tensor):
                 raise UserError(f"{name} in stage {k} of {checkpoint.path} is no tensor")
             if name in tensors and not torch.equal(tensors[name], tensor):
