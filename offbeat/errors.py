@@ -18,6 +18,10 @@ class StageLost(UserError):
     """The process of another stage is gone; names the stage."""
 
 
+class StageSilent(StageLost):
+    """Another stage is there, as far as one can tell, but has not answered for too long; names the stage."""
+
+
 class Interrupted(Exception):
     """Ctrl-C, with what there is to say about it; the command line exits with 130."""
 

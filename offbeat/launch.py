@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import Interrupted, StageLost, UserError
+from offbeat.links import LOOPBACK_INTERFACE
 
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # set for workers that were started here: the folder for their last words
 LAUNCHER = "OFFBEAT_LAUNCHER"  # and the process that started them
@@ -31,27 +33,34 @@ def joined_group() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(K: int, arguments: list[str]) -> None:
-    """Run `offbeat ARGUMENTS` in K processes on this machine; raises UserError or Interrupted if they fail."""
+def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
+    """Run `offbeat ARGUMENTS` in K processes on this machine; raises UserError or Interrupted if they fail.
+
+    When one fails, all are stopped; they are started again as a group up to `max_restarts` times.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from offbeat import rendezvous
 
     logging.disable(logging.CRITICAL)  # torch's own account of a failure; ours is one line
     with tempfile.TemporaryDirectory(prefix="offbeat-") as words:
         surroundings = {ERRORS: words, LAUNCHER: str(os.getpid())}
         surroundings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        if sys.platform == "linux":
-            surroundings["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: nothing needs to leave it
+        if sys.platform in LOOPBACK_INTERFACE:
+            surroundings["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE[sys.platform]  # nothing needs to leave the machine
         os.environ.update(surroundings)
         later: dict[str, Any] = {}
         if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
             later["shutdown_timeout"] = STOP_SECONDS
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=K, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.1,
+            min_nodes=1, max_nodes=1, nproc_per_node=K, run_id=uuid.uuid4().hex, rdzv_backend=rendezvous.register(),
+            local_addr=rendezvous.LOOPBACK, max_restarts=max_restarts, monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=words), **later,
         )  # fmt: skip
+        over = threading.Event()
+        threading.Thread(target=wake_the_stopped, args=(words, over), name="offbeat-wake", daemon=True).start()
         try:
             elastic_launch(config, sys.executable)("-m", "offbeat", *arguments)
         except SignalException as error:
@@ -63,6 +72,7 @@ def launch(K: int, arguments: list[str]) -> None:
                 raise Interrupted from None
             raise UserError(reason(words, error.failures)) from None
         finally:
+            over.set()
             os.environ.pop(ERRORS, None)
             logging.disable(logging.NOTSET)
             if sys.stderr.isatty():
@@ -71,19 +81,21 @@ def launch(K: int, arguments: list[str]) -> None:
 
 def last_words(error: BaseException) -> None:
     """Leave for the launcher why this worker stops."""
-    rank = os.environ.get("RANK", "0")
-    told = {"kind": type(error).__name__, "text": str(error), "time": time.time(), "rank": int(rank)}
-    (Path(os.environ[ERRORS]) / f"{rank}.json").write_text(json.dumps(told))
+    rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    told = {"kind": type(error).__name__, "text": str(error), "time": time.time(), "rank": rank, "attempt": attempt}
+    (Path(os.environ[ERRORS]) / f"{attempt}-{rank}.json").write_text(json.dumps(told))
 
 
 def told(words: str) -> list[dict[str, Any]]:
+    """What the workers of the last attempt left, in order of time."""
     found = []
     for file in Path(words).glob("*.json"):
         try:
             found.append(json.loads(file.read_text()))
         except ValueError:  # killed while writing
             continue
-    return sorted(found, key=lambda entry: entry["time"])
+    last = max((entry["attempt"] for entry in found), default=0)
+    return sorted((entry for entry in found if entry["attempt"] == last), key=lambda entry: entry["time"])
 
 
 def interrupted(words: str) -> bool:
@@ -102,6 +114,29 @@ def reason(words: str, failures: dict[int, Any]) -> str:
         how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         return f"stage {rank + 1} has died ({how}, process {failure.pid}); the other stages were stopped"
     return str(said[0]["text"]) if said else "the workers stopped without a word"
+
+
+def wake_the_stopped(words: str, over: threading.Event) -> None:
+    """Once a worker has told why it stops, let those that are stopped (SIGSTOP) go on, so that they hear of it.
+
+    A stopped process does not take the launcher's SIGTERM; it would be waited for until it is killed.
+    """
+    while not over.wait(0.5):
+        if any(Path(words).glob("*.json")):
+            for pid in stopped_children():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)
+
+
+def stopped_children() -> list[int]:
+    """Stopped processes that this one has started, where the system tells."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, parent = file.read_text().rpartition(")")[2].split()[:2]
+            if state == "T" and int(parent) == os.getpid():
+                found.append(int(file.parent.name))
+    return found
 
 
 def die_with_parent() -> None:

@@ -50,6 +50,7 @@ class Recipe:
     conditional: bool | None = None
     buffer: int | None = None
     engine: str
+    device: Literal["cpu", "cuda"] = "cpu"
     cuts: tuple[int, ...] | None = None
     units: Literal["blocks", "layers"] | None = None
     partition: Literal["flops", "measured"] = "flops"
@@ -130,7 +131,8 @@ def _check(values: Mapping[str, Any]) -> None:
     """What can be wrong without looking at data or model."""
     if values.get("engine", ENGINES[0]) not in ENGINES:
         raise unknown("engine", values["engine"], ENGINES)
-    for name, allowed in (("units", ("blocks", "layers")), ("partition", ("flops", "measured"))):
+    for name, allowed in (("units", ("blocks", "layers")), ("partition", ("flops", "measured")),
+                          ("device", ("cpu", "cuda"))):  # fmt: skip
         if values.get(name, allowed[0]) not in allowed:
             raise unknown(name, values[name], allowed)
     least = {"K": 1, "epochs": 1, "batch_size": 1, "threads_per_stage": 1, "data_workers": 0, "seed": 0, "m": 1, "N": 1,

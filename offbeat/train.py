@@ -67,6 +67,9 @@ def check(recipe: Recipe) -> tuple[Recipe, Facts]:
     """Everything that can be wrong before training: data, model, K, cuts. Returns the recipe with its cuts."""
     if recipe.model not in models.names():
         models.build(recipe.model)  # tells what is allowed before any data is read
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no CUDA device here: use --device cpu")
+    recipe.make_method().check(recipe.K)
     known = facts(recipe, open_data(recipe))
     return replace(recipe, **choose_cuts(recipe, known)), known
 
@@ -123,6 +126,7 @@ def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
         build_model(recipe, known), recipe.K, method=recipe.make_method(), loss=nn.functional.cross_entropy,
         optimizer=optimizer, scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),
         cuts=recipe.cuts, units=recipe.units, clip_norm=recipe.clip_norm, engine=engine, seed=recipe.seed,
+        device=recipe.device, sample=torch.zeros(1, *known.shape),
     )  # fmt: skip
 
 

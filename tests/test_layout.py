@@ -17,12 +17,12 @@ PACKAGE = ROOT / "offbeat"
 ORDER = [
     "errors", "seeds", "ops", "theory", "correctors", "method", "heads", "methods", "clock", "timeline", "recipe",
     "options", "metrics", "stage", "links", "worker", "engines", "cutting", "pipeline",
-    "models", "data", "record", "telemetry", "progress", "report", "describe", "plan", "planning", "train", "launch",
-    "demo", "compare", "cli", "__main__",
+    "models", "data", "record", "checkpoint", "telemetry", "progress", "report", "describe", "plan", "planning",
+    "train", "rendezvous", "launch", "demo", "compare", "cli", "__main__",
 ]  # fmt: skip
 TORCH_FREE = [
     "errors", "seeds", "ops", "theory", "correctors", "method", "methods", "clock", "timeline", "recipe", "options",
-    "report", "describe", "launch", "compare", "cli",
+    "report", "describe", "checkpoint", "launch", "compare", "cli",
 ]  # fmt: skip
 
 

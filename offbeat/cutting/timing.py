@@ -33,6 +33,7 @@ from offbeat.method import Method
 from offbeat.stage import Stage
 
 LEAST, SHORTEST = 3, 0.1  # laps, and seconds of laps: the quicker a stage, the more of them a median needs
+RUNS = 3  # of which the shortest counts
 CHILD = "from offbeat.cutting.timing import serve; serve()"
 
 
@@ -86,6 +87,15 @@ class Runner:
         while min(len(self.laps[1]), LEAST * len(self.laps[2])) < LEAST or time.perf_counter() - began < seconds:
             self._lap()
         return StageTime(*(statistics.median(laps) for laps in self.laps))
+
+    def best(self, seconds: float) -> StageTime:
+        """The shortest of a few runs: what else the machine does only ever adds."""
+        found = []
+        for _ in range(RUNS):
+            for laps in self.laps:
+                laps.clear()
+            found.append(self.run(seconds / RUNS))
+        return min(found, key=lambda taken: taken.batch(self.M))
 
     def _lap(self) -> None:
         began = self._now()
@@ -277,7 +287,7 @@ def serve() -> None:
             runner.warm_up()
             print("{}", file=replies)
             seconds = json.loads(sys.stdin.readline())["seconds"]
-            print(json.dumps(asdict(runner.run(seconds))), file=replies)
+            print(json.dumps(asdict(runner.best(seconds))), file=replies)
         except Exception as error:
             print(json.dumps({"failed": first_line(error)}), file=replies)
             return

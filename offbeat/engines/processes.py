@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,14 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.errors import StageLost, UserError, first_line
-from offbeat.links import Link, Message
+from offbeat.errors import StageLost, StageSilent, UserError, first_line
+from offbeat.links import LOOPBACK_INTERFACE, Link, Message
 from offbeat.links.distributed import Receiver, Sender
-from offbeat.links.wire import pack, unpack
+from offbeat.links.pulse import Pulse
+from offbeat.links.wire import LIMIT, MalformedMessage, pack, unpack
 
-CHANNELS = ("activations", "gradients", "evaluate", "report")
+CHANNELS = ("activations", "gradients", "evaluate", "report", "pulse", "abort")
+JOINING = timedelta(minutes=10)  # for all processes to come
 PARTING = 5.0  # seconds to wait for goodbyes
-PATIENCE = timedelta(days=365)  # an idle link is no failure; a dead process closes its connections at once
+PATIENCE = timedelta(days=365)  # an idle link is no failure: death closes a connection, and pulses tell of silence
+SILENCE = 30.0  # seconds without a sign of life from a neighbour
+STORE_SECONDS = 2.0  # for the store to answer, which may be beyond a link that is cut
 
 
 def available() -> int:
@@ -31,12 +38,29 @@ def available() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
+def silence_allowed(silence: float | None) -> float:
+    """Seconds that a neighbour may be silent: as given, by OFFBEAT_SILENCE, or 30; `inf` for ever."""
+    given = os.environ.get("OFFBEAT_SILENCE", SILENCE) if silence is None else silence
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not seconds > 0:
+        raise UserError(f"silence {given!r}: give seconds above 0, or inf for a stage that may be silent for ever")
+    return seconds
+
+
 class Processes:
-    """Stage k lives in the process of rank k-1."""
+    """Stage k lives in the process of rank k-1.
+
+    A neighbour that dies is noticed at once, one that is frozen or cut off after `silence` seconds (see
+    `silence_allowed`); then every wait of this process ends, and the next call raises.
+    """
 
     waits = True
 
-    def __init__(self, K: int) -> None:
+    def __init__(self, K: int, *, silence: float | None = None) -> None:
+        self.silence = silence_allowed(silence)
         if available() != K:
             raise UserError(
                 f"{K} stage{'s' * (K > 1)} but {available()} process{'es' * (available() > 1)}: start with "
@@ -44,19 +68,29 @@ class Processes:
             )
         self.joined = not dist.is_initialized()
         if self.joined:
-            dist.init_process_group("gloo", timeout=PATIENCE)
+            _join(K)
         self.K = K
         self.rank = dist.get_rank()
         self.here: Sequence[int] = [self.rank + 1]
         self.collectives = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.messages = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.store = dist.distributed_c10d._get_default_store()
+        self.store_answers = True
         self.links: list[Sender | Receiver] = []
+        self.silent: str | None = None  # what was told of a neighbour that does not answer
         self.open = True
+        neighbours = {rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < K}
+        self.pulse = Pulse(
+            neighbours if math.isfinite(self.silence) else (), lambda rank: self._tag("pulse", min(rank, self.rank)),
+            self.messages, silence=self.silence, silent=self._on_silence, broken=self._on_break,
+        )  # fmt: skip
         atexit.register(self.close)
 
+    def _tag(self, channel: str, lower: int) -> int:
+        return 2 * (CHANNELS.index(channel) * (self.K + 1) + lower)
+
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
-        tag = 2 * (CHANNELS.index(channel) * self.K + min(source, target))
+        tag = self._tag(channel, min(source, target))
         link: Sender | Receiver
         if source - 1 == self.rank:
             lost = self._lost(target)
@@ -79,6 +113,8 @@ class Processes:
         length = torch.tensor([buffer.numel()])
         with self._collective():
             dist.broadcast(length, source - 1, group=self.collectives)
+            if not 0 < int(length) <= LIMIT:
+                raise MalformedMessage(f"malformed message: {int(length)} bytes announced")
             if not sends:
                 buffer = torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(buffer, source - 1, group=self.collectives)
@@ -119,17 +155,58 @@ class Processes:
             yield
         except RuntimeError as error:
             time.sleep(0.5)  # a neighbour of the lost one knows more and is about to say so
-            raise StageLost(self._first_story(f"another stage is gone: {first_line(error)}")) from error
+            raise self._loss(f"another stage is gone: {first_line(error)}") from error
 
     def _lost(self, stage: int) -> Callable[[str], StageLost]:
-        return lambda reason: StageLost(self._first_story(f"stage {stage} is gone: {reason}"))
+        return lambda reason: self._loss(f"stage {stage} is gone: {reason}")
+
+    def _loss(self, story: str) -> StageLost:
+        """The error for a stage that is lost; the first story is the cause, later ones are consequences."""
+        return StageSilent(self.silent) if self.silent else StageLost(self._first_story(story))
 
     def _first_story(self, story: str) -> str:
-        """What the first process to notice told; later ones see only the consequences."""
-        try:
-            return self.store.compare_set("offbeat/failed", "", story).decode() or story
-        except RuntimeError:  # the store is gone with its process
-            return story
+        """What the first process to notice told, if the store can be asked."""
+        answer: list[str] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # gone with its process
+                answer.append(self.store.compare_set("offbeat/failed", "", story).decode())
+
+        if self.store_answers:
+            asking = threading.Thread(target=ask, name="offbeat-store", daemon=True)
+            asking.start()
+            asking.join(STORE_SECONDS)
+            self.store_answers = bool(answer)
+        return (answer[0] if answer else "") or story
+
+    def _on_silence(self, rank: int) -> None:
+        heard = [link.last_batch for link in self.links if isinstance(link, Receiver) and link.from_rank == rank]
+        batches = [t for t in heard if t is not None]
+        last = f" (its last message was of batch {max(batches)})" if batches else ""
+        story = f"stage {rank + 1} has not answered for {self.silence:g} s{last}"
+        self.silent = story
+        self.silent = self._first_story(story)
+        self._end_all_waits(self.silent)
+
+    def _on_break(self, rank: int) -> None:
+        time.sleep(0.5)  # the one that ends may have more to say of it on its links
+        if self.open:
+            self._end_all_waits(self._first_story(f"stage {rank + 1} is gone: its process has died"))
+
+    def _end_all_waits(self, reason: str) -> None:
+        """Make every thread of this process that waits for another process raise.
+
+        A receive that times out makes gloo fail whatever else waits in its group, and close the connections, which the
+        other processes notice.
+        """
+        for link in list(self.links):
+            link.failure = link.failure or reason
+        other = 1 if self.rank == 0 else 0
+        for group in (self.messages, self.collectives):
+            with suppress(RuntimeError, ValueError):
+                work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Say goodbye on every link and wait for the neighbours' goodbyes.
@@ -140,9 +217,10 @@ class Processes:
         links, self.links = self.links, []
         for link in links:
             link.close()
+        self.pulse.close()
         deadline = time.monotonic() + PARTING
-        for link in links:
-            link.thread.join(max(0.0, deadline - time.monotonic()))
+        for thread in [*(link.thread for link in links), *self.pulse.threads]:
+            thread.join(max(0.0, deadline - time.monotonic()))
         if not self.open or not dist.is_initialized():
             return
         self.open = False
@@ -150,3 +228,14 @@ class Processes:
             dist.destroy_process_group(group)
         if self.joined:
             dist.destroy_process_group()
+
+
+def _join(K: int) -> None:
+    """Join the group that torchrun (or the launcher) has described."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if alone and sys.platform in LOOPBACK_INTERFACE:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE[sys.platform])  # one machine: nothing leaves it
+    try:
+        dist.init_process_group("gloo", timeout=JOINING)
+    except RuntimeError as error:
+        raise StageLost(f"the {K} processes did not find each other: {first_line(error)}") from error

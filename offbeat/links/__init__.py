@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}  # for links that need not leave the machine
+
 
 @dataclass(frozen=True, slots=True)
 class Message:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.errors import StageLost, first_line
+from offbeat.errors import StageLost, UserError, first_line
 from offbeat.links import Message
-from offbeat.links.wire import pack, size, unpack
+from offbeat.links.wire import PREFIX, pack, size, unpack
 
 FIRST_CAPACITY = 1 << 16
 GOODBYE = Message(-1, kind="close")
@@ -32,7 +32,7 @@ class Sender:
                  lost: Callable[[str], StageLost]) -> None:  # fmt: skip
         self.to_rank, self.tag, self.group, self.patient, self.lost = to_rank, tag, group, patient, lost
         self.outbox: queue.Queue[Tensor | None] = queue.Queue(capacity)
-        self.failure: str | None = None
+        self.failure: str | None = None  # why nothing more can be sent
         self.thread = threading.Thread(target=self._post, name=f"offbeat-send-{tag}", daemon=True)
         self.thread.start()
 
@@ -85,7 +85,9 @@ class Receiver:
                  lost: Callable[[str], StageLost]) -> None:  # fmt: skip
         self.from_rank, self.tag, self.group, self.lost = from_rank, tag, group, lost
         self.inbox: queue.Queue[Tensor | str] = queue.Queue(capacity)  # a text tells why no more will come
+        self.failure: str | None = None  # why nothing more will be waited for
         self.next: Message | None = None
+        self.last_batch: int | None = None  # of what was received
         self.thread = threading.Thread(target=self._listen, name=f"offbeat-receive-{tag}", daemon=True)
         self.thread.start()
 
@@ -94,6 +96,7 @@ class Receiver:
         try:
             while True:
                 head = torch.empty(capacity, dtype=torch.uint8)
+                head[:PREFIX].zero_()  # a message that is too short must not be completed by what was there before
                 self._receive(head, self.tag)
                 length = size(head)
                 if length > capacity:
@@ -104,7 +107,7 @@ class Receiver:
                 self.inbox.put(head[:length])
                 if length <= 256 and unpack(head[:length]).kind == GOODBYE.kind:
                     return
-        except RuntimeError as error:
+        except (RuntimeError, UserError) as error:  # lost, or something that no stage sends
             self.inbox.put(cause(error))
 
     def _receive(self, buffer: Tensor, tag: int) -> None:
@@ -118,11 +121,16 @@ class Receiver:
             if isinstance(arrived, str):
                 self.inbox.put(arrived)  # every later call must hear it too
                 raise self.lost(arrived)
-            message = unpack(arrived)
+            try:
+                message = unpack(arrived)
+            except UserError as error:
+                self.inbox.put(str(error))
+                raise self.lost(str(error)) from error
             if message.kind == GOODBYE.kind:
                 self.inbox.put("it has stopped")
                 raise self.lost("it has stopped")
             self.next = message
+            self.last_batch = message.t if message.kind == "batch" else self.last_batch
         return self.next
 
     def _wait(self) -> Tensor | str:
@@ -130,7 +138,8 @@ class Receiver:
             try:
                 return self.inbox.get(timeout=0.5)
             except queue.Empty:
-                continue
+                if self.failure is not None:
+                    return self.failure
 
     def receive(self) -> Message:
         message = self.peek()
@@ -147,7 +156,7 @@ class Receiver:
         """The other end's goodbye ends this one."""
 
 
-def cause(error: RuntimeError) -> str:
+def cause(error: Exception) -> str:
     """Gloo's words for a lost connection, without its file names."""
     text = first_line(error)
     return "its process has died" if "onnection" in text and "gloo" in text else text

@@ -1,27 +1,36 @@
 """The form of a message: one flat buffer with a checked header, raw tensor bytes behind it.
 
-    8 bytes length | 8 bytes header length | header (JSON) | padding | tensor | padding | tensor ...
+    length | header length | CRC of the header | sum of all behind this | header (JSON) | tensor | tensor ...
+    (8 bytes each, zeros between the parts)
 
 Every link packs and unpacks this way, also within a process, because memory layout is part of the numbers: BatchNorm on
 channels-last or convolution on a transposed input give other bits. Dense layouts keep their strides, all others (such
 as expanded gradients) become contiguous, and each tensor starts on a 64-byte boundary as torch allocates them.
-The header is data, never code: a stranger's bytes can at worst be refused.
+The header is data, never code, and nothing in it is believed: whatever is not the very message that was packed (a
+damaged byte, a length beyond the limits, a shape that does not fit its bytes) is refused before memory is taken for it.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections import OrderedDict
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offbeat.errors import UserError
+from offbeat.errors import UserError, first_line
 from offbeat.links import Message
 
 ALIGNMENT = 64
-PREFIX = 16
+WORD = 8
+COLUMNS = 64  # of the table that is summed
+PREFIX = 4 * WORD
+LIMIT = 1 << 34  # bytes of a message
+HEADER_LIMIT = 1 << 26
+DIMENSIONS = 64  # as many as torch can iterate over
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -31,7 +40,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-class MalformedMessage(RuntimeError):
+class MalformedMessage(UserError):
     """Bytes that no link of ours sent."""
 
 
@@ -42,39 +51,57 @@ def pack(message: Message) -> Tensor:
     entries: list[tuple[str, list[int], list[int], int]] = []
     end = 0
     for tensor in tensors:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
+        start = _up(end, ALIGNMENT)
         end = start + tensor.numel() * tensor.element_size()
         entries.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _strides(tensor), start))
     header["tensors"] = entries
     text = json.dumps(header, separators=(",", ":")).encode()
-    base = -(-(PREFIX + len(text)) // ALIGNMENT) * ALIGNMENT
-    buffer = torch.empty(base + end, dtype=torch.uint8)
-    buffer[:PREFIX].view(torch.int64).copy_(torch.tensor([base + end, len(text)]))
+    base = _up(PREFIX + len(text), ALIGNMENT)
+    total = base + _up(end, WORD)
+    if total > LIMIT or len(text) > HEADER_LIMIT:
+        raise UserError(f"a message of {total:,} bytes ({len(text):,} of them header) is too long: use smaller batches")
+    buffer = torch.empty(total, dtype=torch.uint8)
     buffer[PREFIX : PREFIX + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    written = PREFIX + len(text)
     for tensor, (dtype, shape, strides, start) in zip(tensors, entries, strict=True):
+        buffer[written : base + start].zero_()
+        written = base + start + tensor.numel() * tensor.element_size()
         if tensor.numel():
-            _view(buffer, dtype, shape, strides, base + start).copy_(tensor)
+            buffer[base + start : written].view(DTYPES[dtype]).as_strided(shape, strides).copy_(tensor)
+    buffer[written:].zero_()
+    prefix = torch.tensor([total, len(text), zlib.crc32(text), _sum(buffer)])
+    buffer[:PREFIX].view(torch.int64).copy_(prefix)
     return buffer
 
 
 def size(buffer: Tensor) -> int:
     """Length of the message whose first bytes are in the buffer."""
-    return int(buffer[:8].view(torch.int64))
+    total = int(buffer[:WORD].view(torch.int64)) if buffer.numel() >= WORD else 0
+    if not PREFIX < total <= LIMIT:
+        raise MalformedMessage(f"malformed message: {total} bytes announced, from {PREFIX + 1} to {LIMIT} are allowed")
+    return total
 
 
 def unpack(buffer: Tensor) -> Message:
     """The message in a buffer; its tensors are views of it."""
     try:
-        total, length = buffer[:PREFIX].view(torch.int64).tolist()
-        if total != buffer.numel() or not 0 < length <= total - PREFIX:
-            raise ValueError(f"{total} bytes announced, {buffer.numel()} there")
-        header = json.loads(bytes(buffer[PREFIX : PREFIX + length].numpy()))
-        base = -(-(PREFIX + length) // ALIGNMENT) * ALIGNMENT
-        tensors = [_view(buffer, dtype, shape, strides, base + start)
-                   for dtype, shape, strides, start in header["tensors"]]  # fmt: skip
+        if size(buffer) != buffer.numel() or buffer.numel() % WORD:
+            raise ValueError(f"{size(buffer)} bytes announced, {buffer.numel()} there")
+        _, length, checksum, whole = buffer[:PREFIX].view(torch.int64).tolist()
+        if not 0 < length <= min(buffer.numel() - PREFIX, HEADER_LIMIT):
+            raise ValueError(f"a header of {length} bytes in a message of {buffer.numel()}")
+        text = bytes(buffer[PREFIX : PREFIX + length].numpy())
+        if zlib.crc32(text) != checksum or _sum(buffer) != whole:
+            raise ValueError("its bytes are not those that were sent")
+        header = json.loads(text)
+        if type(header["t"]) is not int or type(header["kind"]) is not str:
+            raise ValueError("no batch index or no kind")
+        tensors = _tensors(buffer, _up(PREFIX + length, ALIGNMENT), header["tensors"])
         return Message(header["t"], _content(header["tree"], tensors), header["kind"])
-    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        raise MalformedMessage(f"malformed message: {error}") from error
+    except MalformedMessage:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
+        raise MalformedMessage(f"malformed message: {first_line(error)}") from error
 
 
 def copied(message: Message) -> Message:
@@ -85,17 +112,48 @@ def copied(message: Message) -> Message:
     return Message(message.t, _content(tree, copies), message.kind)
 
 
-def _view(buffer: Tensor, dtype: str, shape: list[int], strides: list[int], start: int) -> Tensor:
-    kind = DTYPES[dtype]
-    count = 1
-    for length in shape:
-        count *= length
-    if count == 0:
-        return torch.empty(shape, dtype=kind)
-    flat = buffer[start : start + count * kind.itemsize].view(kind)
-    if flat.numel() != count or 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) != count:
-        raise ValueError(f"a tensor of shape {shape} and strides {strides} does not fit its bytes")
-    return flat.as_strided(shape, strides)
+def _up(length: int, unit: int) -> int:
+    return -(-length // unit) * unit
+
+
+def _sum(buffer: Tensor) -> int:
+    """A sum that no damaged, lost or exchanged byte behind the prefix leaves as it was, at a fraction of a copy's time.
+
+    The words form a table; the CRC is that of the sums of its rows and columns, and of the rest. (A CRC of it all would
+    take longer than some stages.)
+    """
+    words = buffer[PREFIX:].view(torch.int64)
+    rest = words.numel() % COLUMNS
+    table = words[: words.numel() - rest].view(-1, COLUMNS)
+    check = zlib.crc32(words[words.numel() - rest :].numpy().data)
+    for sums in (table.sum(0), table.sum(1)) if len(table) else ():
+        check = zlib.crc32(sums.numpy().data, check)
+    return check
+
+
+def _tensors(buffer: Tensor, base: int, entries: list[Any]) -> list[Tensor]:
+    """Views of the payload: in order, apart from each other, of dense layouts."""
+    tensors, end = [], base
+    for dtype, shape, strides, start in entries:
+        kind = DTYPES[dtype]
+        whole = all(type(number) is int and 0 <= number <= LIMIT for number in (*shape, *strides, start))
+        if not whole or len(shape) > DIMENSIONS:
+            raise ValueError(f"shape {shape}, strides {strides}, start {start}")
+        count = prod(shape)
+        begin, before = base + start, end
+        end = begin + count * kind.itemsize
+        if begin < before or start % ALIGNMENT or end > buffer.numel():
+            raise ValueError(f"a tensor of {count} elements from {begin} to {end} of {buffer.numel()} bytes")
+        if not count:
+            tensors.append(torch.empty(shape, dtype=kind))
+            continue
+        if 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) != count:
+            raise ValueError(f"a tensor of shape {shape} and strides {strides} does not fit its bytes")
+        view = buffer[begin:end].view(kind).as_strided(shape, strides)
+        if not torch.ops.aten.is_non_overlapping_and_dense(view):
+            raise ValueError(f"a tensor of shape {shape} and strides {strides} overlaps itself")
+        tensors.append(view)
+    return tensors
 
 
 def _strides(tensor: Tensor) -> list[int]:
@@ -128,12 +186,14 @@ def _skeleton(content: Any, tensors: list[Tensor]) -> Any:
 
 
 def _content(skeleton: Any, tensors: list[Tensor]) -> Any:
-    if not isinstance(skeleton, list):
+    if skeleton is None or isinstance(skeleton, bool | int | float | str):
         return skeleton
     tag, value = skeleton
-    if tag == "tensor":
+    if tag == "tensor" and type(value) is int and 0 <= value < len(tensors):
         return tensors[value]
-    if tag == "dict":
+    if tag == "dict" and isinstance(value, list) and all(isinstance(key, str | int) for key, _ in value):
         return {key: _content(item, tensors) for key, item in value}
-    items = [_content(item, tensors) for item in value]
-    return tuple(items) if tag == "tuple" else items
+    if tag in ("list", "tuple") and isinstance(value, list):
+        items = [_content(item, tensors) for item in value]
+        return tuple(items) if tag == "tuple" else items
+    raise ValueError(f"a {str(tag)[:20]} in its content")

@@ -12,13 +12,16 @@ from torch.utils import _pytree as pytree
 
 
 def size(*contents: Any) -> int:
-    """Bytes of the storages behind all tensors of some pytrees, each counted once."""
-    storages = {}
+    """Bytes of all tensors of some pytrees, each place in memory counted once.
+
+    By where tensors begin and not by their storages: what came over a link shares one with its whole message.
+    """
+    places: dict[tuple[int, torch.device], int] = {}
     for leaf in pytree.tree_leaves(contents):
         if isinstance(leaf, Tensor):
-            storage = leaf.untyped_storage()
-            storages[storage.data_ptr(), leaf.device] = storage.nbytes()
-    return sum(storages.values())
+            place = leaf.data_ptr(), leaf.device
+            places[place] = max(places.get(place, 0), leaf.nbytes)
+    return sum(places.values())
 
 
 class Saved:
@@ -26,7 +29,7 @@ class Saved:
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self.storages: dict[int, int] = {}
+        self.places: dict[int, int] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -34,11 +37,10 @@ class Saved:
             yield
 
     def _see(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.known:
-            self.storages[storage.data_ptr()] = storage.nbytes()
+        if tensor.untyped_storage().data_ptr() not in self.known:
+            self.places[tensor.data_ptr()] = max(self.places.get(tensor.data_ptr(), 0), tensor.nbytes)
         return tensor
 
     @property
     def bytes(self) -> int:
-        return sum(self.storages.values())
+        return sum(self.places.values())

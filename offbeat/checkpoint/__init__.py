@@ -1,0 +1,70 @@
+"""Checkpoints: folders that are complete or absent, checked before anything in them is used, and free of code.
+
+    <run>/checkpoints/000000500/         batch index 500: the batches 0 to 499 have entered the first stage
+        stage-01.safetensors             the tensors of stage 1
+        stage-01.json                    the tree that they belong to
+        stage-02.safetensors ...
+        run.json                         what belongs to the run and to no stage
+        manifest.json                    written last: name, size and SHA-256 of every file, and of itself
+
+All is written into `000000500.part`, synced, read back, and renamed: a folder without the suffix is complete. Stages
+may write their own parts from different processes or machines into a shared folder; one process finishes:
+
+    folder = begin(run, t)                                # any process, or all
+    facts = write_part(folder, part_name(k), tree)        # each stage
+    finish(folder, facts, t=t, mode=..., K=..., ...)      # one process, with the facts of all parts
+
+Writing raises CheckpointFailed where the disk is full or broken: `abandon(folder)` in place of `finish`, and training
+can go on. Reading raises CheckpointDamaged. To write while training goes on, take `flatten(tree, copy=True)` at once
+and hand it to `write_flat` in a thread. `clean(run)` once, before a run begins to write.
+
+    checkpoint, notes = newest(run)                       # the newest sound one; notes say which were not, and why
+    tree = checkpoint.stage(k)
+
+A tree (see `flatten`) is made of dicts, lists, tuples, None, bool, int, float, str, torch.dtype, torch.device and
+tensors. Tensors come back with their bits and their memory layout, which is part of the numbers; the same tensor in
+two places is stored once and comes back as one. Parameters come back as plain tensors, on the CPU or where asked for.
+
+The part of stage k holds what `Pipeline.state` gives for it (see stage/state.py and worker.py, which own the contents):
+
+    stage
+        model       {name: tensor}       parameters and buffers, by the names of the unsplit model, as they are now
+        optimizer   {name: {...}}        per-parameter state (momentum_buffer, exp_avg, step, ...), by the same names
+        groups      [{option, "names"}]  the optimizer's groups: options, and which parameters each holds
+        scheduler   {...} | None         the learning-rate schedule
+        random, evaluation_random        states of the stage's generators
+        in_flight   [{t, x, target, version, random, ...}]   batches forwarded and not yet backwarded, in order; graphs
+                                         are made again from the input, on the weights that `version` counts to
+        versions    [{name: tensor}]     weights that batches in flight ran on
+        window      {levels, gradients}  the open accumulation window
+        counters, staleness, meter       figures
+    worker
+        entered     [first, next]        where the program is
+        messages    [[t, content]]       under way to the stage below, in order
+
+`model`, `optimizer` and `groups` are what a run with another K, and `offbeat export`, read; they may also stand at the
+top of the tree. A drained checkpoint has the same keys, with nothing in flight. What no reader knows is ignored.
+"""
+
+from offbeat.checkpoint.files import CheckpointDamaged, CheckpointFailed, FileFacts
+from offbeat.checkpoint.folder import (
+    Checkpoint,
+    Listed,
+    abandon,
+    begin,
+    clean,
+    finish,
+    ls,
+    newest,
+    part_name,
+    prune,
+    read,
+    verify,
+)
+from offbeat.checkpoint.parts import write_flat, write_part
+from offbeat.checkpoint.tree import flatten, unflatten
+
+__all__ = [
+    "Checkpoint", "CheckpointDamaged", "CheckpointFailed", "FileFacts", "Listed", "abandon", "begin", "clean", "finish",
+    "flatten", "ls", "newest", "part_name", "prune", "read", "unflatten", "verify", "write_flat", "write_part",
+]  # fmt: skip
