@@ -69,10 +69,10 @@ def worker(options: argparse.Namespace) -> None:
     for number in range(options.rounds):
         for name, pipe in pipes.items():
             dist.barrier()
-            times[name].append(max(everywhere(timed(lambda: pipe.step(x, y), 2 * K, options.timed))))  # noqa: B023
+            times[name].append(max(everywhere(timed(lambda: pipe.step(x, y), 2 * K, options.timed)[0])))  # noqa: B023
         dist.barrier()
         if rank == 0:
-            times["one core"].append(timed(bp, 1, max(2, options.timed // 2)))
+            times["one core"].append(timed(bp, 1, max(2, options.timed // 2))[0])
             print(f"round {number + 1}/{options.rounds}: " + ", ".join(
                 f"{name} {1000 * values[-1]:.0f} ms" for name, values in times.items()), flush=True)  # fmt: skip
         dist.barrier()

@@ -50,7 +50,9 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the source tree, with + where it was changed; OFFBEAT_COMMIT names it where git cannot."""
+    """The commit of the source tree, with + where it was changed; OFFBEAT_COMMIT, where set, knows better."""
+    if os.environ.get("OFFBEAT_COMMIT"):
+        return os.environ["OFFBEAT_COMMIT"]
     here = Path(__file__).resolve().parent
     try:
         head = subprocess.run(
@@ -60,7 +62,7 @@ def commit() -> str | None:
             ["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, check=True, timeout=10
         )
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("OFFBEAT_COMMIT")
+        return None
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
