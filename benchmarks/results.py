@@ -213,9 +213,9 @@ def balance_section(plans: Records, engine: Records, counted: Record) -> list[st
         "## How well the cuts balance", "",
         prose(
             "Balance: mean over slowest stage. `Measured by the plan`: the cuts of `offbeat plan`, whose stages it",
-            "times all at once, a process each; `measured in the run`: the same cuts, timed without messages in the run that",
-            "followed, where there was one. `By the deterministic cost`: other cuts, those that FLOPs and bytes moved",
-            "give on any machine, weighed by that same cost. ADL, M=4.",
+            "times all at once, a process each; `measured in the run`: the same cuts, timed without messages in the",
+            "run that followed, where there was one. `By the deterministic cost`: other cuts, those that FLOPs and",
+            "bytes moved give on any machine, weighed by that same cost. ADL, M=4.",
         ), "",
         markdown(head, rows), "",
         point(
@@ -255,8 +255,8 @@ def times_section(found: Records) -> list[str]:
             prose(
                 f"{setting_of(record)}; {settings['rounds']} round of {settings['timed']} batches a method, one pinned",
                 "core a stage, the same cuts between blocks for all; speed-up over a hand-written loop on one core.",
-                "The law is that of equal stages, a backward of two forwards and no communication. The paper's figures are",
-                "of ResNet-101, on GPUs.",
+                "The law is that of equal stages, a backward of two forwards and no communication. The paper's",
+                "figures are of ResNet-101, on GPUs.",
             ), "",
             markdown(["method", "measured", "law", "measured / law", "the paper, ResNet-101"], cells), "",
             point(
@@ -275,8 +275,9 @@ def times_section(found: Records) -> list[str]:
             ),
             point(
                 f"ADL is as far from its law as GPipe is ({share['adl']} and {share['gpipe']} of it). The law knows no",
-                "unequal stages, and these are the default cuts between blocks, not those of `offbeat plan`; the stages'",
-                f"times were not recorded. The baseline was timed over {max(2, settings['timed'] // 2)} batches only.",
+                "unequal stages, and these are the default cuts between blocks, not those of `offbeat plan`; the",
+                "stages' times were not recorded. The baseline was timed over",
+                f"{max(2, settings['timed'] // 2)} batches only.",
             ), "",
             source(name, record), "",
         ]  # fmt: skip
@@ -330,11 +331,11 @@ def errors_section(compared: Records) -> list[str]:
         ),
         point(
             "The gradients of stage 1 are up to 7 updates old at K=8, at the full rate after one epoch. That this",
-            "early staleness is what hurts is our reading; no run here separates it from the rate, the short schedule or the",
-            "BatchNorm batch (128 for ADL, 256 for the others). Two seeds give a range, not a test.",
+            "early staleness is what hurts is our reading; no run here separates it from the rate, the short schedule",
+            "or the BatchNorm batch (128 for ADL, 256 for the others). Two seeds give a range, not a test.",
         ),
         point(
-            "At the paper's schedule (300 epochs, 3 of warm-up, b=32) there is no record yet; it is to be repeated there.",
+            "At the paper's schedule (300 epochs, 3 of warm-up, b=32) there is no record yet: to be repeated there.",
         ), "",
         *(source(name, record) for name, record in compared.items()), "",
     ]  # fmt: skip
