@@ -16,11 +16,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat import launch, options
-from offbeat.errors import Interrupted, UserError
+from offbeat.errors import Interrupted, NotFinite, UserError
 from offbeat.options import numbers, spread
 from offbeat.recipe import ANSWERS, Recipe, complete, load
 
 INTERRUPTED = 130
+MOST_ROLLBACKS = 5  # of one run
 
 app = typer.Typer(
     name="offbeat",
@@ -155,14 +156,22 @@ def execute(
     recipe, known = check(recipe)
     if dry_run:
         return {"recipe": recipe.as_dict(), "batches_an_epoch": known.batches, "out": str(out)}
-    record.RunFolder.create(out, recipe, again=resumed)
-    with kept(out):
-        if recipe.engine == "simulate":
-            return run(recipe, out, show=show, folder_ready=True)
-        arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
-        launch.launch(recipe.K, arguments + ([] if show else ["--json"]), max_restarts=max_restarts)
-        results = [line for line in record.lines(out) if line["kind"] == "result"]
-        return results[-1] if results else None
+    for rollback in range(MOST_ROLLBACKS + 1):
+        record.RunFolder.create(out, recipe, again=resumed or rollback > 0)
+        try:
+            with kept(out):
+                if recipe.engine == "simulate":
+                    return run(recipe, out, show=show, folder_ready=True)
+                arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
+                launch.launch(recipe.K, arguments + ([] if show else ["--json"]), max_restarts=max_restarts)
+                results = [line for line in record.lines(out) if line["kind"] == "result"]
+                return results[-1] if results else None
+        except NotFinite as error:
+            if recipe.on_nan != "rollback" or rollback == MOST_ROLLBACKS:
+                raise
+            recipe = replace(recipe, left_out=tuple(sorted({*(recipe.left_out or ()), *error.batches})))
+            print(f"offbeat: {error}; going back to the last checkpoint, without its batches", file=sys.stderr)
+    raise AssertionError("unreachable")
 
 
 @contextmanager
@@ -179,9 +188,20 @@ def kept(out: Path, *, told_here: bool = True) -> Iterator[None]:
     except (KeyboardInterrupt, Interrupted) as error:
         last_line("interrupted")
         raise Interrupted(f"{str(error) or 'stopped by Ctrl-C'}; the records so far are in {out}") from None
+    except NotFinite as error:
+        last_line("failed", reason=str(error))
+        raise NotFinite(f"{error} ({last_good(out)}; records so far: {out})", error.batches) from None
     except UserError as error:
         last_line("failed", reason=str(error))
         raise type(error)(f"{error} (records so far: {out})") from None
+
+
+def last_good(out: Path) -> str:
+    """Which checkpoint a run can go on from."""
+    from offbeat.checkpoint import ls
+
+    found = [listed.path for listed in ls(out) if listed.checkpoint]
+    return f"last good checkpoint: {found[-1]}" if found else "no checkpoint"
 
 
 def free_folder(recipe: Recipe) -> Path:

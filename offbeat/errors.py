@@ -11,7 +11,11 @@ class UserError(ValueError):
 
 
 class NotFinite(UserError):
-    """The loss became NaN or infinite; names the batch and the stage."""
+    """A loss or a gradient became NaN or infinite; names the stage and the batches."""
+
+    def __init__(self, text: str, batches: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self.batches = tuple(batches)
 
 
 class StageLost(UserError):

@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from offbeat.errors import Interrupted, StageLost, UserError
+from offbeat.errors import Interrupted, NotFinite, StageLost, UserError
 from offbeat.links import LOOPBACK_INTERFACE
 
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # set for workers that were started here: the folder for their last words
@@ -69,6 +69,9 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
         except ChildFailedError as error:
             if interrupted(words) is not None:
                 raise Interrupted(interrupted(words)) from None
+            for entry in told(words):
+                if entry["kind"] == NotFinite.__name__:
+                    raise NotFinite(str(entry["text"]), entry["batches"]) from None
             raise UserError(reason(words, error.failures)) from None
         finally:
             over.set()
@@ -81,7 +84,8 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
 def last_words(error: BaseException) -> None:
     """Leave for the launcher why this worker stops."""
     rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    told = {"kind": type(error).__name__, "text": str(error), "time": time.time(), "rank": rank, "attempt": attempt}
+    told = {"kind": type(error).__name__, "text": str(error), "time": time.time(), "rank": rank, "attempt": attempt,
+            "batches": list(getattr(error, "batches", ()))}  # fmt: skip
     (Path(os.environ[ERRORS]) / f"{attempt}-{rank}.json").write_text(json.dumps(told))
 
 

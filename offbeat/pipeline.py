@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from offbeat.method import LESSON, Method
 from offbeat.metrics import Meter, Metric, batch_size
 from offbeat.stage import Report, Stage, Staleness
 from offbeat.stage import state as stage_state
-from offbeat.stage.stage import USERS_CODE, Loss, MakeOptimizer, MakeScheduler
+from offbeat.stage.stage import USERS_CODE, Loss, MakeOptimizer, MakeScheduler, OnNan
 from offbeat.worker import SAVE, Links, Worker
 
 EPOCH_END = Message(-1, kind="epoch")
@@ -42,6 +42,8 @@ class Pipeline:
     cuts        optional: cut before these units, instead of by equal forward FLOPs of the first batch (or of `sample`)
     units       "blocks" (entries of an nn.Sequential) or "layers" (also inside blocks); default: the first that will do
     clip_norm   optional: largest norm of an update's gradient, stage by stage
+    on_nan      a loss or gradient that is not finite: "stop" with NotFinite, or "skip" it
+    left_out    batches whose gradients are not used
     engine      "simulate" (all stages here) or "processes" (one each, under torchrun); by default as it was started
 
     In several processes every one makes the same calls. Batches come from the first stage's process alone; what the
@@ -74,6 +76,8 @@ class Pipeline:
         device: torch.device | str | None = None,
         engine: Engine | str | None = None,
         seed: int = 0,
+        on_nan: OnNan = "stop",
+        left_out: Sequence[int] = (),
     ) -> None:
         self.parts: list[nn.Module] = []
         if isinstance(model, nn.Module):
@@ -102,7 +106,7 @@ class Pipeline:
         self.entrance: Link = Entrance()
         self._make_stage = partial(
             Stage, method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm,
-            device=self.device, seed=seed,
+            device=self.device, seed=seed, on_nan=_on_nan(on_nan), left_out=left_out,
         )  # fmt: skip
         self._loss = loss
         self._elsewhere: dict[int, Staleness] = {}
@@ -307,8 +311,8 @@ class Pipeline:
         for stage in self.stages.values():
             stage.keep()
 
-    def mark(self, batches: int, *, stop: bool = False) -> None:
-        """In the first process, ahead of a batch: have all stages save (and stop) behind so many batches."""
+    def mark(self, batches: int, *, stop: str = "") -> None:
+        """In the first process, ahead of a batch: have all stages save behind so many batches, and stop if told why."""
         if len(self.workers) == self.K:
             for worker in self.workers:
                 worker.marks[batches] = stop
@@ -317,8 +321,8 @@ class Pipeline:
             self.entrance.send(Message(batches, stop, SAVE))
 
     @property
-    def marks(self) -> dict[int, bool]:
-        """Where the first stage has asked this process to save, and whether to stop there."""
+    def marks(self) -> dict[int, str]:
+        """Where the first stage has asked this process to save, and why to stop there, if so."""
         return self.workers[-1].marks
 
     def state(self) -> dict[int, Any]:
@@ -472,6 +476,12 @@ def shapes_and_classes(
         raise UserError(f"{method} needs class scores from the model, but it gives {shapes[-1]} for a sample: use a "
                         "method with feedback from above, such as adl")  # fmt: skip
     return {"shapes": shapes, "classes": shapes[-1][0]}
+
+
+def _on_nan(given: OnNan) -> OnNan:
+    if given not in get_args(OnNan):
+        raise unknown("on_nan", str(given), get_args(OnNan))
+    return given
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -90,7 +90,7 @@ class Saver:
         self.last = pipe.batches
         self.began = time.monotonic()
         self.requested: int | None = None  # a mark is under way for this batch
-        self.stop_wanted = False
+        self.stop_wanted = ""  # why
         self.pending: dict[int, Pending] = {}
         self.links: dict[int, Link] = {}
         for k in range(2, pipe.K + 1):
@@ -106,9 +106,9 @@ class Saver:
     def _counted(self, batches: int) -> bool:
         return self.every.batches is not None and batches % self.every.batches == 0
 
-    def stop(self) -> None:
+    def stop(self, why: str) -> None:
         """Save as soon as may be, then end the run."""
-        self.stop_wanted = True
+        self.stop_wanted = why
 
     def before(self, t: int) -> None:
         """Ahead of batch t: start to keep what the next checkpoint needs, or ask all stages for one."""
@@ -118,7 +118,7 @@ class Saver:
         if self.pipe.first and self.requested is None and (overdue or self.stop_wanted):
             self.requested = t + self.ahead
             self.pipe.mark(self.requested, stop=self.stop_wanted)
-            self.stop_wanted = False
+            self.stop_wanted = ""
 
     def due(self, batches: int) -> bool:
         """Whether to save behind that many batches."""
@@ -127,7 +127,7 @@ class Saver:
     def save(self, run: dict[str, Any]) -> None:
         """Write this process's parts, and what belongs to the run; raises Interrupted where the run stops here."""
         t, began = self.pipe.batches, time.perf_counter()
-        stop = self.pipe.marks.pop(t, False)
+        stop = self.pipe.marks.pop(t, "")
         drained = self.recipe.checkpoint_mode == "drained" and self._counted(t)
         if drained:
             self.pipe.drain()
@@ -151,7 +151,7 @@ class Saver:
         self.last = t
         if stop:
             self.close()
-            raise Interrupted(f"stopped behind batch {t - 1}, with a checkpoint: go on with "
+            raise Interrupted(f"stopped by {stop} behind batch {t - 1}, with a checkpoint: go on with "
                               f"'offbeat train --resume {self.folder}'")  # fmt: skip
 
     def collect(self, *, wait: bool = False) -> None:

@@ -118,7 +118,7 @@ def train(recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = 
         before = resume(recipe, pipe, out, folder) if folder_ready else {}
         run = Run(recipe, known, pipe, folder, data_set, show, out, before)
     try:
-        with stopping(run.saver.stop if pipe.first else lambda: None):
+        with stopping(run.saver.stop if pipe.first else lambda why: None):
             return run.fit()
     finally:
         run.close()
@@ -141,7 +141,7 @@ def resume(recipe: Recipe, pipe: Pipeline, out: Path, folder: RunFolder | None) 
 
 
 @contextmanager
-def stopping(stop: Callable[[], None]) -> Iterator[None]:
+def stopping(stop: Callable[[str], None]) -> Iterator[None]:
     """Ctrl-C or SIGTERM once asks for a checkpoint and the end; a second one, a second later or more, ends at once.
 
     (A terminal's Ctrl-C reaches a worker twice: from the terminal, and from its launcher.)
@@ -157,7 +157,7 @@ def stopping(stop: Callable[[], None]) -> Iterator[None]:
             raise KeyboardInterrupt
         if not first:
             first.append(now)
-            stop()
+            stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -177,7 +177,8 @@ def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
         build_model(recipe, known), recipe.K, method=recipe.make_method(), loss=nn.functional.cross_entropy,
         optimizer=optimizer, scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),
         cuts=recipe.cuts, units=recipe.units, clip_norm=recipe.clip_norm, engine=engine, seed=recipe.seed,
-        device=recipe.device, sample=torch.zeros(1, *known.shape),
+        device=recipe.device, sample=torch.zeros(1, *known.shape), left_out=recipe.left_out or (),
+        on_nan="skip" if recipe.on_nan == "skip" else "stop",
     )  # fmt: skip
 
 
@@ -290,7 +291,7 @@ class Run:
                 "train", batch=bottom.t, epoch=bottom.t // self.known.batches, loss=top.loss, error=top.error,
                 samples_per_second=speed, lr=bottom.lr, staleness=staleness,
                 in_flight=[report.in_flight for report in reports], versions=[report.versions for report in reports],
-                memory=[report.memory for report in reports],
+                memory=[report.memory for report in reports], skipped=max(report.skipped for report in reports),
             )  # fmt: skip
             self.folder.scalars(bottom.t, train__loss=top.loss, train__error=top.error, train__lr=bottom.lr)
             self.progress.tell(top.loss, top.error, speed, staleness)

@@ -53,7 +53,7 @@ class Worker:
     ) -> None:
         self.stage, self.method, self.links, self.barrier = stage, method, links, barrier
         self.loss: Tensor | None = None  # of the newest batch, at the last stage
-        self.marks: dict[int, bool] = {}  # batches behind which to save -> whether to stop there
+        self.marks: dict[int, str] = {}  # batches behind which to save -> why to stop there, or nothing
         self._restart()
 
     def _restart(self) -> None:
@@ -154,7 +154,7 @@ class Worker:
         """A checkpoint is wanted behind so many batches: prepare for it, and let the stage above know."""
         if self.entered and message.t < self.entered[1]:
             raise UserError(f"stage {self.stage.k} was asked too late to save behind {message.t} batches")
-        self.marks[message.t] = bool(message.content)
+        self.marks[message.t] = str(message.content)
         self.stage.keep()
         if self.links.outputs:
             self.links.outputs.send(message)

@@ -42,12 +42,11 @@ def spy(pipe: offbeat.Pipeline):
         gradients[k], levels[k] = {}, {}
         versions[k] = [[p.detach().clone() for p in stage.parameters.values()]]
 
-        def add(found, level, foreign, stage=stage, k=k, original=stage.window.add):
-            gradients[k][stage.spied] = [g.detach().clone() for g in found]
-            original(found, level, foreign)
+        def add(t, found, level, foreign, stage=stage, k=k, original=stage.window.add):
+            gradients[k][t] = [g.detach().clone() for g in found]
+            original(t, found, level, foreign)
 
         def backward(t, incoming, stage=stage, k=k, original=stage.backward):
-            stage.spied = t
             levels[k][t] = stage.update_index - stage.in_flight[t].update
             return original(t, incoming)
 

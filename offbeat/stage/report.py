@@ -35,6 +35,7 @@ class Report:
     error: float | None
     staleness: dict[int, int]
     memory: int = 0  # bytes
+    skipped: int = 0  # batches left out since the start
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

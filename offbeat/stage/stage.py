@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from offbeat.stage.weights import Answers, Version, WeightPolicy, call, make_pol
 from offbeat.stage.window import Window
 
 Loss = Callable[[Any, Any], Tensor]
+OnNan = Literal["stop", "skip"]
 MakeOptimizer = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 USERS_CODE = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)  # what a model may raise
@@ -53,7 +54,8 @@ class Stage:
 
     `module` is the stage's part of the model, under the names of the whole. `loss` is given to the last stage, and to
     all that learn from a local loss; `output` is the shape of one sample's output and the number of classes, for stages
-    that have a head of their own.
+    that have a head of their own. `on_nan` says what a loss or gradient that is not finite does; the gradients of the
+    batches `left_out` are not used.
     """
 
     def __init__(
@@ -70,7 +72,12 @@ class Stage:
         clip_norm: float | None = None,
         device: torch.device | None = None,
         seed: int = 0,
+        on_nan: OnNan = "stop",
+        left_out: Iterable[int] = (),
     ) -> None:
+        self.on_nan, self.left_out = on_nan, frozenset(left_out)
+        self.bad: set[int] = set()  # batches whose loss is not finite
+        self.skipped = 0
         self.k, self.K, self.module, self.loss, self.method = k, K, module, loss, method
         self.last = k == K
         self.clip_norm = clip_norm
@@ -184,7 +191,9 @@ class Stage:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         x = pytree.tree_unflatten(leaves, batch.structure)
         try:
-            output = call(self.module, version.tensors, (x,), buffers=not again)
+            # A batch that is left out leaves no trace in BatchNorm's statistics either.
+            counted = not again and t // self.method.m not in self.left_out
+            output = call(self.module, version.tensors, (x,), buffers=counted)
         except USERS_CODE as error:
             raise UserError(f"stage {self.k} cannot take batch {t} of {_shapes(x)}: {first_line(error)}") from error
         return self._loss(t, output, batch.target, again=again) if self.last else output
@@ -200,7 +209,9 @@ class Stage:
         if self.method.feedback == "synthesiser":
             self.lessons[t] = output.detach(), target
             return output
-        return self.head(output, target, self.loss)
+        loss = self.head(output, target, self.loss)
+        self._sound(t, loss.item())
+        return loss
 
     def _loss(self, t: int, output: Any, target: Any, *, again: bool) -> Tensor:
         assert self.loss is not None
@@ -213,13 +224,22 @@ class Stage:
             raise UserError(f"the loss of batch {t} is {_shapes(loss)}: return the mean, a tensor with a single number")
         if not again:
             value = loss.item()
-            if not math.isfinite(value):
-                raise NotFinite(
-                    f"the loss of batch {t} is {value} (seen at stage {self.k} of {self.K}, after {self.update_index} "
-                    "updates): lower the learning rate, or look at this batch"
-                )
-            self.meter.add(value, output, target)
+            if self._sound(t, value):
+                self.meter.add(value, output, target)
         return loss
+
+    def _sound(self, t: int, value: float) -> bool:
+        """Whether the loss of batch t is finite; where it is not, either stop or remember to leave the batch out."""
+        batch = t // self.method.m
+        if math.isfinite(value) or batch in self.left_out:
+            return math.isfinite(value)
+        if self.on_nan == "stop":
+            raise NotFinite(
+                f"the loss of batch {batch} is {value} (seen at stage {self.k} of {self.K}, after {self.update_index} "
+                "updates): lower the learning rate, or look at this batch", [batch],
+            )  # fmt: skip
+        self.bad.add(t)
+        return False
 
     # ---- backward
 
@@ -249,7 +269,7 @@ class Stage:
         to_inputs = iter(taken[len(parameters) :])
         below = [next(to_inputs) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in batch.inputs]
         level = self.update_index - batch.update if batch.steady else None
-        self.window.add(taken[: len(parameters)], level, foreign=[*below, *(pair[1] for pair in pairs)])
+        self.window.add(t, taken[: len(parameters)], level, foreign=[*below, *(pair[1] for pair in pairs)])
         self.backwards += 1
         return below
 
@@ -260,6 +280,10 @@ class Stage:
             h, target = self.lessons[t]
             with torch.no_grad(), self.random.drawing():
                 return [self.head(h, target) / len(h)]
+        if t in self.bad or t // self.method.m in self.left_out:
+            self.bad.discard(t)
+            self.skipped += 1
+            return [None for _ in batch.roots]
         scale = batch.share * (self.method.top if self.last else 1.0)
         return [torch.full_like(root, scale) for root in batch.roots]
 
@@ -305,7 +329,7 @@ class Stage:
         levels = [level for level in self.window.levels if level is not None]
         if len(levels) == self.M:
             self.staleness.update(levels)
-        if self.window.levels and self.optimizer:
+        if self.window.levels and self.optimizer and self._usable():
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             self.window.mean(over, clip_norm=self.clip_norm, of=trained)
             self.corrections.step(self.update_index)
@@ -318,6 +342,20 @@ class Stage:
                 self.scheduler.step()
         self.update_index += 1
         self.window.clear()
+
+    def _usable(self) -> bool:
+        """Whether the window's gradients are finite; where they are not, either stop or do without this update."""
+        if self.window.finite():
+            return True
+        batches = sorted({t // self.method.m for t in self.window.batches})
+        if self.on_nan == "stop":
+            raise NotFinite(
+                f"the gradient of stage {self.k} of {self.K} is not finite in update {self.update_index} (batches "
+                f"{batches[0]} to {batches[-1]}): lower the learning rate, clip its norm, or look at these batches",
+                batches,
+            )
+        self.skipped += len(batches)
+        return False
 
     def resume_schedule(self, updates: int) -> None:
         """Go on as if so many updates had been made, at the rate of the next; for a learning-rate schedule that is a
@@ -369,6 +407,7 @@ class Stage:
             error=seen["error"],
             staleness=dict(self.staleness),
             memory=self.memory(),
+            skipped=self.skipped,
         )
 
     def memory(self) -> int:

@@ -21,7 +21,7 @@ from offbeat.stage.stage import InFlight, Stage
 from offbeat.stage.weights import Version
 
 Tree = dict[str, Any]
-COUNTERS = ("update_index", "samples", "last_batch", "backwards", "most_held", "held_bytes")
+COUNTERS = ("update_index", "samples", "last_batch", "backwards", "most_held", "held_bytes", "skipped")
 
 
 def save(stage: Stage) -> Tree:
@@ -41,7 +41,9 @@ def save(stage: Stage) -> Tree:
         "corrections": {name: dict(stage.corrections.place.memory.get(p, {})) for name, p in stage.parameters.items()},
         "random": stage.random.state,
         "evaluation_random": stage.evaluation_random.state,
-        "window": {"levels": list(stage.window.levels), "gradients": gradients if stage.window.levels else {}},
+        "window": {"levels": list(stage.window.levels), "batches": list(stage.window.batches),
+                   "gradients": gradients if stage.window.levels else {}},
+        "bad": sorted(stage.bad),
         "versions": [version.tensors for version in versions],
         "policy": policy,
         "in_flight": in_flight,
@@ -49,7 +51,7 @@ def save(stage: Stage) -> Tree:
         "counters": {name: getattr(stage, name) for name in COUNTERS},
         "staleness": [[level, count] for level, count in stage.staleness.items()],
         "meter": {"samples": stage.meter.samples, "sums": dict(stage.meter.sums)},
-    }
+    }  # fmt: skip
 
 
 def _tensors(stage: Stage) -> dict[str, Tensor]:
@@ -108,7 +110,8 @@ def load(stage: Stage, tree: Tree) -> None:
     stage.staleness.update(dict(tree["staleness"]))
     stage.meter.samples, stage.meter.sums = tree["meter"]["samples"], dict(tree["meter"]["sums"])
     stage.lessons = {t: (stage._here(h), stage._here(target)) for t, h, target in tree["lessons"]}
-    stage.window.levels = list(tree["window"]["levels"])
+    stage.window.levels, stage.window.batches = list(tree["window"]["levels"]), list(tree["window"]["batches"])
+    stage.bad = set(tree["bad"])
     for name, gradient in tree["window"]["gradients"].items():
         stage.parameters[name].grad = gradient.to(stage.parameters[name].device)
     versions = [Version({name: tensor.to(stage.device).requires_grad_() for name, tensor in tensors.items()})

@@ -16,9 +16,12 @@ class Window:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = parameters
         self.levels: list[int | None] = []  # None for a gradient from while the stage was filling
+        self.batches: list[int] = []
 
-    def add(self, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None]) -> None:
-        """Add the gradients of one batch; `foreign` are tensors that others hold and whose memory is not ours."""
+    def add(
+        self, t: int, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None]
+    ) -> None:
+        """Add the gradients of batch t; `foreign` are tensors that others hold and whose memory is not ours."""
         if not self.levels:
             # Not right after the step: with the gradients gone, malloc gives the memory of a whole graph back to the
             # system before the next forward takes it again, and page faults cost 7 % of the time (ResNet-56, b=64).
@@ -42,6 +45,12 @@ class Window:
         if sums:
             torch._foreach_add_(sums, terms)
         self.levels.append(level)
+        self.batches.append(t)
+
+    def finite(self) -> bool:
+        """Whether all gradients are."""
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        return not gradients or bool(torch.stack(torch._foreach_norm(gradients)).isfinite().all())
 
     def mean(self, over: int, *, clip_norm: float | None, of: Iterable[Tensor]) -> None:
         """Divide the sum by `over`, then clip the norm over the parameters `of` the optimizer."""
@@ -54,3 +63,4 @@ class Window:
     def clear(self) -> None:
         """Open the next window; the gradients go when it gets its first."""
         self.levels.clear()
+        self.batches.clear()
