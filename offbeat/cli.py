@@ -88,6 +88,9 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with this run folder from its newest checkpoint; options change it.")
     ] = None,
+    silence: Annotated[
+        float | None, typer.Option(help="Seconds of silence after which a stage counts as lost. (default 30)")
+    ] = None,
     max_restarts: Annotated[int, typer.Option(help="Start the K processes again so often after a failure.")] = 0,
     config: Annotated[Path | None, typer.Option(help="config.json of a run to repeat; options change it.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder. (default runs/DATA-MODEL-METHOD-K-M-SEED)")] = None,
@@ -98,6 +101,10 @@ def train(
     chosen = options.chosen(data, method, stages, schedule, saved)
     if seed is not None:
         chosen["seed"] = seed
+    if silence is not None:
+        if not silence > 0:
+            raise UserError(f"--silence {silence:g}: use a number of seconds above 0, or inf")
+        os.environ["OFFBEAT_SILENCE"] = str(silence)
     if max_restarts < 0:
         raise UserError(f"--max-restarts {max_restarts}: use a whole number from 0 up")
     if resume is not None:

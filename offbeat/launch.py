@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -116,7 +117,9 @@ def reason(words: str, failures: dict[int, Any]) -> str:
     killed = {rank: f for rank, f in silent.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
     for rank, failure in (killed or silent).items():
         how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        return f"stage {rank + 1} has died ({how}, process {failure.pid}); the other stages were stopped"
+        found = [match[1] for entry in said if (match := re.search(r"message was of batch (\d+)", entry["text"]))]
+        where = f", its last message was of batch {found[0]}" if found else ""
+        return f"stage {rank + 1} has died ({how}, process {failure.pid}{where}); the other stages were stopped"
     return str(said[0]["text"]) if said else "the workers stopped without a word"
 
 

@@ -158,7 +158,13 @@ class Processes:
             raise self._loss(f"another stage is gone: {first_line(error)}") from error
 
     def _lost(self, stage: int) -> Callable[[str], StageLost]:
-        return lambda reason: self._loss(f"stage {stage} is gone: {reason}")
+        return lambda reason: self._loss(f"stage {stage} is gone: {reason}{self._heard_of(stage - 1)}")
+
+    def _heard_of(self, rank: int) -> str:
+        """Where a process was, as far as its messages tell."""
+        heard = [link.last_batch for link in self.links if isinstance(link, Receiver) and link.from_rank == rank]
+        batches = [t for t in heard if t is not None]
+        return f" (its last message was of batch {max(batches)})" if batches else ""
 
     def _loss(self, story: str) -> StageLost:
         """The error for a stage that is lost; the first story is the cause, later ones are consequences."""
@@ -180,10 +186,7 @@ class Processes:
         return (answer[0] if answer else "") or story
 
     def _on_silence(self, rank: int) -> None:
-        heard = [link.last_batch for link in self.links if isinstance(link, Receiver) and link.from_rank == rank]
-        batches = [t for t in heard if t is not None]
-        last = f" (its last message was of batch {max(batches)})" if batches else ""
-        story = f"stage {rank + 1} has not answered for {self.silence:g} s{last}"
+        story = f"stage {rank + 1} has not answered for {self.silence:g} s{self._heard_of(rank)}"
         self.silent = story
         self.silent = self._first_story(story)
         self._end_all_waits(self.silent)
@@ -191,7 +194,8 @@ class Processes:
     def _on_break(self, rank: int) -> None:
         time.sleep(0.5)  # the one that ends may have more to say of it on its links
         if self.open:
-            self._end_all_waits(self._first_story(f"stage {rank + 1} is gone: its process has died"))
+            story = f"stage {rank + 1} is gone: its process has died{self._heard_of(rank)}"
+            self._end_all_waits(self._first_story(story))
 
     def _end_all_waits(self, reason: str) -> None:
         """Make every thread of this process that waits for another process raise.
