@@ -77,7 +77,12 @@ def resumed(run: Path, *arguments: str, code: int = 0) -> str:
     return done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), code)
 
 
-@pytest.mark.parametrize("name", METHODS)
+def some(values, quick):
+    """All of them, of which those that are not quick run with the slow tests."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize("name", some(METHODS, ("adl-hybrid", "gpipe", "drained")))
 def test_a_killed_run_goes_on_bit_for_bit(name, tmp_path):
     settings = [*RUN, "-K", "3", "--engine", "simulate", "--checkpoint-every", "7b", *METHODS[name]]
     done(start(tmp_path / "whole", *settings))
@@ -104,8 +109,8 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path):
     assert any(line["kind"] == "resumed" and line["batch"] > 0 for line in lines(tmp_path / "broken"))
 
 
-@pytest.mark.parametrize("engine", ["simulate", "processes"])
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("engine", some(["simulate", "processes"], ("processes",)))
 def test_one_signal_saves_and_stops(engine, sent, tmp_path):
     settings = [*RUN, "-K", "2", "--engine", engine, "-M", "2"]
     done(start(tmp_path / "whole", *settings))
@@ -121,7 +126,7 @@ def test_one_signal_saves_and_stops(engine, sent, tmp_path):
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("engine", ["simulate", "processes"])
+@pytest.mark.parametrize("engine", some(["simulate", "processes"], ("processes",)))
 def test_checkpoints_by_the_clock_are_agreed_upon(engine, tmp_path):
     settings = [*RUN, "-K", "2", "--engine", engine, "-M", "2", "--weights", "hybrid"]
     done(start(tmp_path / "whole", *settings))
@@ -133,8 +138,9 @@ def test_checkpoints_by_the_clock_are_agreed_upon(engine, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [["-K", "3"], ["-K", "1"], ["-M", "4"], ["--method", "fr"], ["--engine", "processes"]], ids="".join
-)
+    "change", some([("-K", "3"), ("-K", "1"), ("-M", "4"), ("--method", "fr"), ("--engine", "processes")],
+                   (("-K", "3"), ("--engine", "processes"))),
+)  # fmt: skip
 def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_path):
     run = tmp_path / "run"
     broken = start(run, *RUN, "-K", "2", "--engine", "simulate", "-M", "2", "--checkpoint-every", "9b")
