@@ -18,7 +18,7 @@ import typer
 from offbeat import launch, options
 from offbeat.errors import Interrupted, UserError
 from offbeat.options import numbers, spread
-from offbeat.recipe import Recipe, complete, load
+from offbeat.recipe import ANSWERS, Recipe, complete, load
 
 INTERRUPTED = 130
 
@@ -44,7 +44,7 @@ def main() -> NoReturn:
         fail(error, str(error), 2)
     except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough
-        fail(Interrupted(), str(error) or "stopped by Ctrl-C", INTERRUPTED)
+        fail(Interrupted(str(error)), str(error) or "stopped by Ctrl-C", INTERRUPTED)
     except Exception as error:
         if not hasattr(error, "format_message"):
             if launch.is_worker():
@@ -82,18 +82,31 @@ def train(
     method: options.OneMethod,
     stages: options.Stages,
     schedule: options.Schedule,
+    saved: options.Saving,
     seed: Annotated[int | None, typer.Option(help="(default 0)")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with this run folder from its newest checkpoint; options change it.")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(help="Start the K processes again so often after a failure.")] = 0,
     config: Annotated[Path | None, typer.Option(help="config.json of a run to repeat; options change it.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder. (default runs/DATA-MODEL-METHOD-K-M-SEED)")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="No progress; print the result as JSON.")] = False,
 ) -> None:
     """Train a network; the defaults are the paper's recipe."""
-    chosen = options.chosen(data, method, stages, schedule)
+    chosen = options.chosen(data, method, stages, schedule, saved)
     if seed is not None:
         chosen["seed"] = seed
-    recipe = complete(**{**(load(config) if config else {}), **chosen})
-    result = execute(recipe, out or free_folder(recipe), dry_run=dry_run, show=not as_json)
+    if max_restarts < 0:
+        raise UserError(f"--max-restarts {max_restarts}: use a whole number from 0 up")
+    if resume is not None:
+        if config is not None or out is not None:
+            raise UserError("--resume names the run folder: leave out --config and --out")
+        recipe, out = going_on(resume, chosen), resume
+    else:
+        recipe = complete(**{**(load(config) if config else {}), **chosen})
+    result = execute(recipe, out or free_folder(recipe), dry_run=dry_run, show=not as_json,
+                     resumed=resume is not None, max_restarts=max_restarts)  # fmt: skip
     if result is None or launch.is_worker():
         return  # another process says it
     if as_json:
@@ -102,7 +115,30 @@ def train(
         report_result(result, dry_run=dry_run)
 
 
-def execute(recipe: Recipe, out: Path, *, dry_run: bool = False, show: bool = True) -> dict[str, Any] | None:
+def going_on(run: Path, chosen: dict[str, Any]) -> Recipe:
+    """The recipe of a run that goes on, with what is to change; cuts and threads follow a new K."""
+    from offbeat import record, saving
+
+    before = load(run / "config.json")
+    finished = any(line["kind"] == "result" for line in record.lines(run))
+    if finished and chosen.get("epochs", 0) <= before["epochs"]:
+        raise UserError(f"{run} is finished, after {before['epochs']} epochs: give more --epochs to go on")
+    if saving.find(run)[0] is None:
+        raise UserError(f"{run} has no sound checkpoint to go on from: start it anew, with --checkpoint-every")
+    if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:
+        for name in ("cuts", "units", "threads_per_stage", "speeds", "engine"):
+            before.pop(name, None)
+    if any(name in chosen for name in ("M", "batch_size", "method")) and "lr" not in chosen:
+        before.pop("lr", None)
+    if chosen.get("method", before["method"]) != before["method"]:
+        for name in ANSWERS:
+            before.pop(name, None)
+    return complete(**{**before, **chosen})
+
+
+def execute(
+    recipe: Recipe, out: Path, *, dry_run: bool = False, show: bool = True, resumed: bool = False, max_restarts: int = 0
+) -> dict[str, Any] | None:
     """Check and run a recipe here, in workers started here, or as a member of the group that torchrun started."""
     from offbeat import record
     from offbeat.train import check
@@ -112,17 +148,19 @@ def execute(recipe: Recipe, out: Path, *, dry_run: bool = False, show: bool = Tr
         if dry_run:
             raise UserError("--dry-run under torchrun: run it once, without torchrun")
         with kept(out, told_here=not launch.is_worker()):
-            return run(replace(recipe, engine="processes"), out, show=show, folder_ready=launch.is_worker())
-    record.check_free(out)
+            ready = resumed or launch.is_worker()
+            return run(replace(recipe, engine="processes"), out, show=show, folder_ready=ready)
+    if not resumed:
+        record.check_free(out)
     recipe, known = check(recipe)
     if dry_run:
         return {"recipe": recipe.as_dict(), "batches_an_epoch": known.batches, "out": str(out)}
-    record.RunFolder.create(out, recipe)
+    record.RunFolder.create(out, recipe, again=resumed)
     with kept(out):
         if recipe.engine == "simulate":
             return run(recipe, out, show=show, folder_ready=True)
         arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
-        launch.launch(recipe.K, arguments + ([] if show else ["--json"]))
+        launch.launch(recipe.K, arguments + ([] if show else ["--json"]), max_restarts=max_restarts)
         results = [line for line in record.lines(out) if line["kind"] == "result"]
         return results[-1] if results else None
 
@@ -138,9 +176,9 @@ def kept(out: Path, *, told_here: bool = True) -> Iterator[None]:
 
     try:
         yield
-    except (KeyboardInterrupt, Interrupted):
+    except (KeyboardInterrupt, Interrupted) as error:
         last_line("interrupted")
-        raise Interrupted(f"stopped by Ctrl-C; the records so far are in {out}") from None
+        raise Interrupted(f"{str(error) or 'stopped by Ctrl-C'}; the records so far are in {out}") from None
     except UserError as error:
         last_line("failed", reason=str(error))
         raise type(error)(f"{error} (records so far: {out})") from None

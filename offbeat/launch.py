@@ -20,7 +20,7 @@ from offbeat.links import LOOPBACK_INTERFACE
 
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # set for workers that were started here: the folder for their last words
 LAUNCHER = "OFFBEAT_LAUNCHER"  # and the process that started them
-STOP_SECONDS = 10  # from the first failure or Ctrl-C until what still runs is killed (older torch: 30)
+STOP_SECONDS = 30  # from the first failure or Ctrl-C until what still runs is killed: time for a checkpoint
 
 
 def is_worker() -> bool:
@@ -64,12 +64,11 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
         try:
             elastic_launch(config, sys.executable)("-m", "offbeat", *arguments)
         except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise Interrupted from None
-            raise UserError(f"stopped by signal {error.sigval.name}") from None
+            plain = "" if error.sigval == signal.SIGINT else f"stopped by {error.sigval.name}"
+            raise Interrupted(interrupted(words) or plain) from None
         except ChildFailedError as error:
-            if interrupted(words):
-                raise Interrupted from None
+            if interrupted(words) is not None:
+                raise Interrupted(interrupted(words)) from None
             raise UserError(reason(words, error.failures)) from None
         finally:
             over.set()
@@ -98,8 +97,9 @@ def told(words: str) -> list[dict[str, Any]]:
     return sorted((entry for entry in found if entry["attempt"] == last), key=lambda entry: entry["time"])
 
 
-def interrupted(words: str) -> bool:
-    return any(entry["kind"] == Interrupted.__name__ for entry in told(words))
+def interrupted(words: str) -> str | None:
+    """What a worker said that was stopped by a signal, if one was."""
+    return next((str(entry["text"]) for entry in told(words) if entry["kind"] == Interrupted.__name__), None)
 
 
 def reason(words: str, failures: dict[int, Any]) -> str:

@@ -81,6 +81,22 @@ class Schedule:
     clip_norm: Annotated[float | None, typer.Option(help="Largest gradient norm, stage by stage.")] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What is kept of a run against its end."""
+
+    checkpoint_every: Annotated[
+        str | None, typer.Option(help="Save so often: 500b (batches), 1e (epochs), 10min. (default at Ctrl-C only)")
+    ] = None
+    checkpoint_mode: Annotated[
+        str | None, typer.Option(help="in-flight, or drained: finish batches first. (default in-flight)")
+    ] = None
+    keep: Annotated[int | None, typer.Option(help="Checkpoints that are kept. (default 3)")] = None
+    on_nan: Annotated[
+        str | None, typer.Option(help="A loss or gradient that is not finite: stop, skip or rollback. (default stop)")
+    ] = None
+
+
 LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options that hold several numbers, and what divides them
     "shape": (int, ",x"),
     "cuts": (int, ","),
@@ -89,7 +105,7 @@ LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options that hold s
 }
 
 
-def chosen(*groups: Data | OneMethod | Stages | Schedule) -> dict[str, Any]:
+def chosen(*groups: Data | OneMethod | Stages | Schedule | Saving) -> dict[str, Any]:
     """The settings that were given, in the recipe's names and types."""
     values = {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
     for name, (kind, separators) in LISTS.items():

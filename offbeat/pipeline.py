@@ -24,7 +24,7 @@ from offbeat.metrics import Meter, Metric, batch_size
 from offbeat.stage import Report, Stage, Staleness
 from offbeat.stage import state as stage_state
 from offbeat.stage.stage import USERS_CODE, Loss, MakeOptimizer, MakeScheduler
-from offbeat.worker import Links, Worker
+from offbeat.worker import SAVE, Links, Worker
 
 EPOCH_END = Message(-1, kind="epoch")
 END = Message(-1, kind="end")
@@ -229,6 +229,8 @@ class Pipeline:
         loader: Loader | Callable[[int], Loader] | None = None,
         epochs: int = 1,
         *,
+        first_epoch: int = 0,
+        before_step: Callable[[int], None] | None = None,
         after_step: Callable[[int], None] | None = None,
         after_epoch: Callable[[int], None] | None = None,
         drain: bool = True,
@@ -237,11 +239,14 @@ class Pipeline:
 
         `loader` is an iterable of (x, y), or a function of the epoch that returns one. Epochs do not flush the
         pipeline; `drain` finishes what is in flight at the very end. The callbacks run in every process, at the same
-        cut: `after_step(t)`, `after_epoch(epoch)`.
+        cut: `before_step(t)`, `after_step(t)`, `after_epoch(epoch)`. Epochs are counted from 0 to `epochs`; a run that
+        goes on begins with `first_epoch`, of which the loader gives what is left.
         """
         with self._guard():
-            for epoch in range(epochs):
+            for epoch in range(first_epoch, epochs):
                 for batch in self._epoch(loader, epoch):
+                    if before_step:
+                        before_step(self.batches)
                     self.step(*batch)
                     if after_step:
                         after_step(self.batches - 1)
@@ -263,7 +268,7 @@ class Pipeline:
         else:
             if not self.workers:
                 self._build(None)
-            while self.workers[0].links.inputs.peek().kind == "batch":
+            while self.workers[0].links.inputs.peek().kind in ("batch", SAVE):
                 yield None, None
         self._pass_on(EPOCH_END)
 
@@ -301,6 +306,20 @@ class Pipeline:
         of it is there after `lag` batches more."""
         for stage in self.stages.values():
             stage.keep()
+
+    def mark(self, batches: int, *, stop: bool = False) -> None:
+        """In the first process, ahead of a batch: have all stages save (and stop) behind so many batches."""
+        if len(self.workers) == self.K:
+            for worker in self.workers:
+                worker.marks[batches] = stop
+                worker.stage.keep()
+        else:
+            self.entrance.send(Message(batches, stop, SAVE))
+
+    @property
+    def marks(self) -> dict[int, bool]:
+        """Where the first stage has asked this process to save, and whether to stop there."""
+        return self.workers[-1].marks
 
     def state(self) -> dict[int, Any]:
         """The state of each stage of this process between batches: a tree of its own tensors, to be written at once.

@@ -11,7 +11,9 @@ from rich.console import Console
 class Progress:
     """Batches done, loss, error, samples/s, time left and staleness a stage."""
 
-    def __init__(self, epochs: int, batches: int, *, show: bool, console: Console | None = None) -> None:
+    def __init__(
+        self, epochs: int, batches: int, *, show: bool, console: Console | None = None, done: int = 0
+    ) -> None:
         self.epochs, self.batches, self.show = epochs, batches, show
         self.console = console or Console(stderr=True, highlight=False)
         self.bar = bars.Progress(
@@ -23,7 +25,7 @@ class Progress:
             transient=True,
             disable=not show or not self.console.is_terminal,
         )
-        self.task = self.bar.add_task("train", total=epochs * batches, epoch=f"1/{epochs}", told="")
+        self.task = self.bar.add_task("train", total=epochs * batches, completed=done, epoch=f"1/{epochs}", told="")
 
     def __enter__(self) -> Progress:
         self.bar.start()
@@ -43,6 +45,11 @@ class Progress:
         told.append(f"{speed:,.0f} samples/s")
         told.append("staleness " + _short(staleness))
         self.bar.update(self.task, told="  ".join(told))
+
+    def say(self, text: str) -> None:
+        """A line of its own above the bar."""
+        if self.show:
+            self.console.print(text, markup=False)
 
     def epoch(self, epoch: int, values: dict[str, Any], speed: float, staleness: list[float]) -> None:
         """A lasting line for an epoch that is over."""

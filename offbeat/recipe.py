@@ -65,6 +65,11 @@ class Recipe:
     clip_norm: float | None = None
     seed: int
     threads_per_stage: int
+    checkpoint_every: str | None = None
+    checkpoint_mode: Literal["in-flight", "drained"] = "in-flight"
+    keep: int = 3
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    left_out: tuple[int, ...] | None = None  # batches whose gradients are not used
 
     def make_method(self) -> Method:
         return named(self.method, **{answer: getattr(self, answer) for answer in ANSWERS})
@@ -132,11 +137,12 @@ def _check(values: Mapping[str, Any]) -> None:
     if values.get("engine", ENGINES[0]) not in ENGINES:
         raise unknown("engine", values["engine"], ENGINES)
     for name, allowed in (("units", ("blocks", "layers")), ("partition", ("flops", "measured")),
-                          ("device", ("cpu", "cuda"))):  # fmt: skip
+                          ("device", ("cpu", "cuda")), ("checkpoint_mode", ("in-flight", "drained")),
+                          ("on_nan", ("stop", "skip", "rollback"))):  # fmt: skip
         if values.get(name, allowed[0]) not in allowed:
             raise unknown(name, values[name], allowed)
     least = {"K": 1, "epochs": 1, "batch_size": 1, "threads_per_stage": 1, "data_workers": 0, "seed": 0, "m": 1, "N": 1,
-             "buffer": 1}  # fmt: skip
+             "buffer": 1, "keep": 1}  # fmt: skip
     for name, smallest in least.items():
         if name in values and values[name] < smallest:
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -74,16 +75,35 @@ class RunFolder:
         self._events: Any = None
 
     @classmethod
-    def create(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """Make the folder and write its config.json."""
-        check_free(path)
+    def create(cls, path: Path, recipe: Recipe, *, again: bool = False) -> RunFolder:
+        """Make the folder and write its config.json; `again`: a run that goes on, whose old one is kept beside it."""
+        if not again:
+            check_free(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
+            if again:
+                number = len(list(path.glob("config-*.json"))) + 1
+                os.replace(path / "config.json", path / f"config-{number}.json")
             text = json.dumps({"recipe": recipe.as_dict(), "provenance": provenance()}, indent=2)
             (path / "config.json").write_text(text + "\n")
         except OSError as error:
             raise UserError(f"cannot write to {path} ({first_line(error)}): choose another --out") from error
         return cls(path)
+
+    def go_on(self, batch: int, notes: list[str], *, exact: bool) -> None:
+        """The run goes on behind that many batches: what the records say of later ones is no longer true of it.
+
+        Nothing is taken back; `lines` leaves it out. Only a last line that was cut off goes.
+        """
+        file = self.path / "metrics.jsonl"
+        text = file.read_bytes() if file.exists() else b""
+        if text and not text.endswith(b"\n"):
+            with file.open("r+b") as open_file:
+                open_file.truncate(text.rfind(b"\n") + 1)
+        for note in notes:
+            self.line("note", text=note)
+        if text or batch:
+            self.line("resumed", batch=batch, exact=exact)
 
     def line(self, kind: str, **values: Any) -> None:
         """Add one line to metrics.jsonl."""
@@ -132,6 +152,22 @@ def check_free(path: Path) -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; one that was being written when the run was killed is not there yet."""
+    """The lines of a run's metrics.jsonl, as far as the run that goes on has taken them over.
+
+    One that was being written when the run was killed is not there yet; what came after a checkpoint from which the run
+    was taken up again happened twice, and the second time counts.
+    """
     file = path / "metrics.jsonl"
-    return [json.loads(text) for text in file.read_text().split("\n")[:-1]] if file.exists() else []
+    found: list[dict[str, Any]] = []
+    for text in file.read_text().split("\n")[:-1] if file.exists() else ():
+        line = json.loads(text)
+        if line["kind"] == "resumed":
+            found = [earlier for earlier in found if not _undone(earlier, line["batch"])]
+        found.append(line)
+    return found
+
+
+def _undone(line: dict[str, Any], batches: int) -> bool:
+    """Whether a line tells of something behind that many batches."""
+    ends = {"train": line.get("batch", -1) + 1, "epoch": line.get("batches", 0), "result": math.inf}
+    return ends.get(line["kind"], 0) > batches

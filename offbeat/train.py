@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat import cutting, data, models
+from offbeat import cutting, data, models, saving
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes
 from offbeat.engines.simulate import Simulate
@@ -21,6 +24,7 @@ from offbeat.pipeline import Pipeline
 from offbeat.progress import Progress
 from offbeat.recipe import Recipe
 from offbeat.record import RunFolder
+from offbeat.saving import Saver
 from offbeat.seeds import derive
 from offbeat.stage import Report, Staleness
 from offbeat.telemetry import Telemetry
@@ -71,6 +75,7 @@ def check(recipe: Recipe) -> tuple[Recipe, Facts]:
         raise UserError("--device cuda, but torch sees no CUDA device here: use --device cpu")
     recipe.make_method().check(recipe.K)
     known = facts(recipe, open_data(recipe))
+    saving.check(recipe, known.batches)
     return replace(recipe, **choose_cuts(recipe, known)), known
 
 
@@ -93,7 +98,8 @@ def choose_cuts(recipe: Recipe, known: Facts) -> dict[str, Any]:
 def train(recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = False) -> dict[str, Any] | None:
     """Run the recipe in this process, or in this process's share of a group; the result where the first stage is.
 
-    folder_ready: the run folder is there already, made by whoever started this process.
+    folder_ready: the run folder is there already, made by whoever started this process. Where it holds a checkpoint,
+    the run goes on from there.
     """
     torch.set_num_threads(recipe.threads_per_stage)
     engine: Engine = Processes(recipe.K) if recipe.engine == "processes" else Simulate(recipe.K)
@@ -109,11 +115,56 @@ def train(recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = 
         known = Facts(*shared[:3])
         recipe = replace(recipe, cuts=tuple(shared[3]), units=shared[4])
         pipe = make_pipeline(recipe, known, engine)
-        run = Run(recipe, known, pipe, folder, data_set, show)
+        before = resume(recipe, pipe, out, folder) if folder_ready else {}
+        run = Run(recipe, known, pipe, folder, data_set, show, out, before)
     try:
-        return run.fit()
+        with stopping(run.saver.stop if pipe.first else lambda: None):
+            return run.fit()
     finally:
         run.close()
+
+
+def resume(recipe: Recipe, pipe: Pipeline, out: Path, folder: RunFolder | None) -> dict[str, Any]:
+    """Put the pipeline into the state of the newest checkpoint, if there is one; what it says of the run."""
+    told: dict[str, Any] = {}
+    if folder:
+        found, notes = saving.find(out)
+        told = {"notes": notes, "path": str(found.path) if found else None, "run": found.run() if found else {}}
+        told["same"] = saving.exact(recipe, told["run"]["recipe"]) if found else True
+    told = pipe.engine.share(told if folder else None, 1)
+    notes = list(told["notes"])
+    if told["path"] is not None:
+        notes += saving.restore(pipe, recipe, told["path"], same=told["same"])
+    if folder:
+        folder.go_on(pipe.batches, notes, exact=told["same"])
+    return {**told["run"], "notes": notes}
+
+
+@contextmanager
+def stopping(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C or SIGTERM once asks for a checkpoint and the end; a second one, a second later or more, ends at once.
+
+    (A terminal's Ctrl-C reaches a worker twice: from the terminal, and from its launcher.)
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    first: list[float] = []
+
+    def handle(number: int, frame: object) -> None:
+        now = time.monotonic()
+        if first and now - first[0] >= 1.0:
+            raise KeyboardInterrupt
+        if not first:
+            first.append(now)
+            stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
@@ -134,29 +185,40 @@ class Run:
     """The epochs of a run: training, reports, evaluation, records. Each process has one; the first writes."""
 
     def __init__(self, recipe: Recipe, known: Facts, pipe: Pipeline, folder: RunFolder | None,
-                 data_set: data.DataSet | None, show: bool) -> None:  # fmt: skip
+                 data_set: data.DataSet | None, show: bool, out: Path, before: dict[str, Any]) -> None:  # fmt: skip
         self.recipe, self.known, self.pipe, self.folder, self.data_set = recipe, known, pipe, folder, data_set
         self.telemetry = Telemetry(pipe)
         self.every = max(1, known.batches // REPORTS_AN_EPOCH)
-        self.progress = Progress(recipe.epochs, known.batches, show=show and folder is not None)
-        self.reports: list[list[Report]] = []  # of the epoch
+        visible = show and folder is not None
+        self.progress = Progress(recipe.epochs, known.batches, show=visible, done=pipe.batches)
         self.epoch_began = time.perf_counter()
-        self.told = time.perf_counter()
-        self.speeds: list[float] = []
-        self.test: dict[str, Any] = {}
+        self.told = self.began = time.perf_counter()
+        self.entered = 0
+        # What an earlier process has done of this run: training lines of the epoch, speeds of epochs, all its time.
+        self.rows: list[dict[str, Any]] = list(before.get("rows", []))
+        self.speeds: list[float] = list(before.get("speeds", []))
+        self.seconds: float = before.get("seconds", 0.0)
+        self.test: dict[str, Any] = before.get("test", {})
         self.memory: list[int] = []  # bytes of every stage, at its fullest
+        self.saver = Saver(recipe, known.batches, pipe, out, self._note)
+        for note in before.get("notes", []):
+            self.progress.say(note)
 
     def fit(self) -> dict[str, Any] | None:
-        began = time.perf_counter()
+        self.began = time.perf_counter()
         with self.progress:
-            self.pipe.fit(self._batches, self.recipe.epochs, after_step=self._after_step, after_epoch=self._after_epoch)
+            self.pipe.fit(
+                self._batches, self.recipe.epochs, first_epoch=self.pipe.batches // self.known.batches,
+                before_step=self.saver.before, after_step=self._after_step, after_epoch=self._after_epoch,
+            )  # fmt: skip
+            self.saver.collect(wait=True)
         result = None
         if self.folder:
             self.folder.model(self.pipe.model.state_dict())
             result = {
                 **{name: self.test[name] for name in ("loss", "error", "top5")},
-                "samples_per_second": median(self.speeds[1:] or self.speeds),
-                "seconds": time.perf_counter() - began,
+                "samples_per_second": median(self.speeds[1:] or self.speeds or [0.0]),
+                "seconds": self.seconds + time.perf_counter() - self.began,
                 "staleness": [stage.mean for stage in self.pipe.staleness],
                 "staleness_formula": self._formula(),
                 "memory": self.memory,
@@ -173,13 +235,31 @@ class Run:
     def _batches(self, epoch: int) -> Iterable[tuple[Any, Any]]:
         assert self.data_set is not None
         self.epoch_began = self.told = time.perf_counter()
-        return self.data_set.train(batch_size=self.recipe.batch_size, seed=self.recipe.seed, epoch=epoch)
+        self.entered = 0  # samples of the epoch, in this process's time
+        start = self.pipe.batches - epoch * self.known.batches  # above 0 where a run goes on
+        return self.data_set.train(batch_size=self.recipe.batch_size, seed=self.recipe.seed, epoch=epoch, start=start)
 
     def _after_step(self, t: int) -> None:
         self.progress.step()
         if (t % self.known.batches + 1) % self.every == 0:
             self.telemetry.tell()
             self._write(self.telemetry.collect())
+        if (t + 1) % self.known.batches and self.saver.due(t + 1):  # at its end an epoch is evaluated first
+            self._save()
+        self.saver.collect()
+
+    def _save(self) -> None:
+        self.saver.save({
+            "rows": self.rows, "speeds": self.speeds, "test": self.test,
+            "seconds": self.seconds + time.perf_counter() - self.began,
+        })  # fmt: skip
+
+    def _note(self, kind: str, **values: Any) -> None:
+        """What became of a checkpoint: a line of the records, and of the screen where it failed."""
+        if self.folder:
+            self.folder.line(kind, **values)
+        if "reason" in values:
+            self.progress.say(f"{kind} (training goes on): {values['reason']}")
 
     def _after_epoch(self, epoch: int) -> None:
         self.telemetry.tell()
@@ -189,14 +269,18 @@ class Run:
         self.test = self.pipe.evaluate(test_batches)
         if self.folder:
             self._write_epoch(epoch, seconds)
-        self.reports.clear()
+        self.rows.clear()
+        if self.saver.due(self.pipe.batches):
+            self._save()
 
     def _write(self, sets: list[list[Report]]) -> None:
         """A training line for each complete set of reports."""
         for reports in sets:
-            self.reports.append(reports)
             top, bottom = reports[-1], reports[0]
+            self.memory = [report.memory for report in reports]
+            self.rows.append({"loss": top.loss, "error": top.error, "samples": top.samples, "entered": bottom.samples})
             now = time.perf_counter()
+            self.entered += bottom.samples
             if not bottom.samples or not self.folder:
                 continue
             staleness = [Staleness(report.staleness).mean for report in reports]
@@ -213,19 +297,17 @@ class Run:
 
     def _write_epoch(self, epoch: int, seconds: float) -> None:
         assert self.folder is not None
-        tops = [reports[-1] for reports in self.reports if reports[-1].samples and reports[-1].loss is not None]
-        samples = sum(report.samples for report in tops)
-        trained = sum(reports[0].samples for reports in self.reports)
-        train = {name: sum(getattr(report, name) * report.samples for report in tops) / samples
+        tops = [row for row in self.rows if row["samples"] and row["loss"] is not None]
+        samples = sum(row["samples"] for row in tops)
+        train = {name: sum(row[name] * row["samples"] for row in tops) / samples if samples else None
                  for name in ("loss", "error")}  # fmt: skip
-        speed = trained / seconds
+        speed = self.entered / seconds
         self.speeds.append(speed)
         values = {
             "train_loss": train["loss"], "train_error": train["error"],
             "test_loss": self.test["loss"], "test_error": self.test["error"], "test_top5": self.test["top5"],
         }  # fmt: skip
         staleness = [stage.mean for stage in self.pipe.staleness]
-        self.memory = [report.memory for report in self.reports[-1]]
         self.folder.line(
             "epoch", epoch=epoch, batches=self.pipe.batches, seconds=seconds, samples_per_second=speed,
             staleness=staleness, memory=self.memory, **values,

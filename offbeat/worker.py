@@ -15,6 +15,8 @@ from offbeat.method import LESSON, Method
 from offbeat.ops import Backward, Barrier, Drop, Forward, Iteration, Operation, Program, Take, Teach, Update
 from offbeat.stage import Stage
 
+SAVE = "save"  # the kind of a mark that asks for a checkpoint
+
 
 class Feed:
     """Batch indices as they become known; closing it makes the program drain."""
@@ -51,6 +53,7 @@ class Worker:
     ) -> None:
         self.stage, self.method, self.links, self.barrier = stage, method, links, barrier
         self.loss: Tensor | None = None  # of the newest batch, at the last stage
+        self.marks: dict[int, bool] = {}  # batches behind which to save -> whether to stop there
         self._restart()
 
     def _restart(self) -> None:
@@ -137,12 +140,24 @@ class Worker:
         if source is None:
             return None
         message = source.receive()
+        while message.kind == SAVE:
+            self._mark(message)
+            message = source.receive()
         if message.kind != "batch" or message.t != operation.t:
             raise UserError(
                 f"stage {self.stage.k} is at {operation} but was sent {message.kind} {message.t}: "
                 "call step() and drain() equally often in every process"
             )
         return message.content
+
+    def _mark(self, message: Message) -> None:
+        """A checkpoint is wanted behind so many batches: prepare for it, and let the stage above know."""
+        if self.entered and message.t < self.entered[1]:
+            raise UserError(f"stage {self.stage.k} was asked too late to save behind {message.t} batches")
+        self.marks[message.t] = bool(message.content)
+        self.stage.keep()
+        if self.links.outputs:
+            self.links.outputs.send(message)
 
     def _do(self, operation: Operation) -> None:
         if isinstance(operation, Forward):

@@ -319,6 +319,16 @@ class Stage:
         self.update_index += 1
         self.window.clear()
 
+    def resume_schedule(self, updates: int) -> None:
+        """Go on as if so many updates had been made, at the rate of the next; for a learning-rate schedule that is a
+        function of the update (LambdaLR)."""
+        self.update_index = updates
+        if self.scheduler and updates:
+            self.scheduler.last_epoch = updates - 1
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.scheduler.step()
+
     def restart(self) -> None:
         """All batches are through; the program starts afresh."""
         self.weights.restart()
@@ -349,7 +359,7 @@ class Stage:
         self.meter.empty()
         return Report(
             k=self.k,
-            t=self.last_batch,
+            t=self.last_batch // self.method.m,  # micro-batches have numbers of their own
             updates=self.update_index,
             samples=samples,
             in_flight=len(self.in_flight),

@@ -1,0 +1,228 @@
+"""Checkpoints of a run: when they are due, how all stages take one at the same batch, and how a run goes on from one.
+
+Counts of batches and epochs are known to every process. Clock time and Ctrl-C are not: there the first stage decides,
+and sends a mark ahead of a batch, far enough before the one to save at that every stage can keep what it needs.
+
+    first stage   ... F6 [save at 12] F7 ...            F11 | save |  F12
+    last stage    ...          F6 [save at 12] F7 ...       F11 | save |  F12
+
+Each process writes its own parts and tells the first, which finishes the checkpoint once it has heard of all. Nobody
+waits for anybody, unless the run stops there.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offbeat import checkpoint
+from offbeat.checkpoint import Checkpoint, CheckpointFailed
+from offbeat.errors import Interrupted, UserError
+from offbeat.links import Link, Message
+from offbeat.pipeline import Pipeline
+from offbeat.recipe import ANSWERS, Recipe
+from offbeat.stage import state as stage_state
+
+UNITS = {"b": "batches", "e": "epochs", "s": "seconds", "min": "minutes"}
+SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", *ANSWERS)  # what batches in flight depend on
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often: after so many batches, or after so many seconds."""
+
+    batches: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def of(cls, text: str | None, batches_an_epoch: int) -> Every:
+        """
+        >>> Every.of("500b", 100), Every.of("0.5e", 100), Every.of("10min", 100)
+        (Every(batches=500, seconds=None), Every(batches=50, seconds=None), Every(batches=None, seconds=600.0))
+        """
+        if text is None:
+            return cls()
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)(b|e|s|min)", text.strip())
+        amount = float(found[1]) if found else 0.0
+        if not found or amount <= 0 or (found[2] == "b" and not amount.is_integer()):
+            raise UserError(f"--checkpoint-every {text}: give a number above 0 and b (whole batches), e (epochs), s or "
+                            "min, such as 500b, 1e or 10min")  # fmt: skip
+        if found[2] in ("b", "e"):
+            return cls(batches=max(1, round(amount * (batches_an_epoch if found[2] == "e" else 1))))
+        return cls(seconds=amount * (60 if found[2] == "min" else 1))
+
+
+def check(recipe: Recipe, batches_an_epoch: int) -> None:
+    """Refuse a schedule that makes no sense."""
+    every = Every.of(recipe.checkpoint_every, batches_an_epoch)
+    if every.seconds is not None and recipe.checkpoint_mode == "drained":
+        raise UserError(
+            f"--checkpoint-every {recipe.checkpoint_every} with --checkpoint-mode drained, which changes the numbers "
+            "and must be repeatable: count in batches or epochs"
+        )
+
+
+@dataclass
+class Pending:
+    """A checkpoint whose parts are being written."""
+
+    folder: Path
+    mode: str
+    run: dict[str, Any]
+    facts: list[Any] = field(default_factory=list)
+    told: int = 0  # stages that have told
+    heard: list[Link] = field(default_factory=list)  # their links
+    failed: str | None = None
+    pause: float = 0.0
+
+
+class Saver:
+    """The checkpoints of one run, in one process."""
+
+    def __init__(self, recipe: Recipe, batches_an_epoch: int, pipe: Pipeline, folder: Path,
+                 note: Callable[..., None]) -> None:  # fmt: skip
+        self.recipe, self.pipe, self.folder, self.note = recipe, pipe, folder, note
+        self.every = Every.of(recipe.checkpoint_every, batches_an_epoch)
+        self.last = pipe.batches
+        self.began = time.monotonic()
+        self.requested: int | None = None  # a mark is under way for this batch
+        self.stop_wanted = False
+        self.pending: dict[int, Pending] = {}
+        self.links: dict[int, Link] = {}
+        for k in range(2, pipe.K + 1):
+            link = pipe.engine.link("checkpoint", k, 1, capacity=16, patient=True)
+            if link is not None:
+                self.links[k] = link
+        self.ahead = max(pipe.method.lag(k, pipe.K) for k in range(1, pipe.K + 1)) + 2
+        if pipe.method.order:  # stages that run freely may be long without a message from below
+            self.ahead += 16 * pipe.K
+        if any(self._counted(batches) for batches in range(pipe.batches + 1, pipe.batches + self.ahead + 1)):
+            pipe.keep()
+
+    def _counted(self, batches: int) -> bool:
+        return self.every.batches is not None and batches % self.every.batches == 0
+
+    def stop(self) -> None:
+        """Save as soon as may be, then end the run."""
+        self.stop_wanted = True
+
+    def before(self, t: int) -> None:
+        """Ahead of batch t: start to keep what the next checkpoint needs, or ask all stages for one."""
+        if self._counted(t + self.ahead):
+            self.pipe.keep()
+        overdue = self.every.seconds is not None and time.monotonic() - self.began >= self.every.seconds
+        if self.pipe.first and self.requested is None and (overdue or self.stop_wanted):
+            self.requested = t + self.ahead
+            self.pipe.mark(self.requested, stop=self.stop_wanted)
+            self.stop_wanted = False
+
+    def due(self, batches: int) -> bool:
+        """Whether to save behind that many batches."""
+        return self._counted(batches) or batches in self.pipe.marks
+
+    def save(self, run: dict[str, Any]) -> None:
+        """Write this process's parts, and what belongs to the run; raises Interrupted where the run stops here."""
+        t, began = self.pipe.batches, time.perf_counter()
+        stop = self.pipe.marks.pop(t, False)
+        drained = self.recipe.checkpoint_mode == "drained" and self._counted(t)
+        if drained:
+            self.pipe.drain()
+        self.requested, self.began = None if t == self.requested else self.requested, time.monotonic()
+        told: dict[str, Any] = {"facts": [], "failed": None}
+        try:
+            folder = checkpoint.begin(self.folder, t)
+            for k, tree in self.pipe.state().items():
+                told["facts"] += [f.as_dict() for f in checkpoint.write_part(folder, checkpoint.part_name(k), tree)]
+        except CheckpointFailed as error:
+            told["failed"] = str(error)
+        told["pause"] = time.perf_counter() - began
+        if self.pipe.first:
+            in_flight = not drained and any(stage.in_flight for stage in self.pipe.stages.values())
+            mode = "in-flight" if in_flight else "drained"
+            self.pending[t] = Pending(folder, mode, {**run, "batches": t, "recipe": self.recipe.as_dict()})
+            self._hear(t, told, stages=len(self.pipe.stages))
+        else:
+            for k in self.pipe.stages:
+                self.links[k].send(Message(t, told))
+        self.last = t
+        self.collect(wait=stop)
+        if stop:
+            raise Interrupted(f"stopped behind batch {t - 1}, with a checkpoint: go on with "
+                              f"'offbeat train --resume {self.folder}'")  # fmt: skip
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Finish the checkpoints of which all stages have told; with wait=True all that are pending."""
+        if not self.pipe.first:
+            return
+        for link in self.links.values():  # each stage tells once of each checkpoint, in order
+            while any(link not in pending.heard for pending in self.pending.values()) and (wait or link.ready()):
+                message = link.receive()
+                self.pending[message.t].heard.append(link)
+                self._hear(message.t, message.content, stages=1)
+
+    def _hear(self, t: int, told: dict[str, Any], *, stages: int) -> None:
+        pending = self.pending[t]
+        pending.facts += told["facts"]
+        pending.failed = pending.failed or told["failed"]
+        pending.pause = max(pending.pause, told["pause"])
+        pending.told += stages
+        if pending.told == self.pipe.K:
+            self._finish(t, self.pending.pop(t))
+
+    def _finish(self, t: int, pending: Pending) -> None:
+        """Give it its name, or say why there is none; training goes on either way."""
+        try:
+            if pending.failed:
+                checkpoint.abandon(pending.folder)
+                raise CheckpointFailed(pending.failed)
+            made = checkpoint.finish(
+                pending.folder, pending.facts, t=t, mode=pending.mode, K=self.pipe.K,
+                method=self.pipe.method.name, run=pending.run,
+            )  # fmt: skip
+            checkpoint.prune(self.folder, self.recipe.keep)
+        except CheckpointFailed as error:
+            self.note("checkpoint failed", batch=t, reason=str(error))
+        else:
+            self.note("checkpoint", batch=t, bytes=made.size, pause=pending.pause, mode=made.mode)
+
+
+def exact(recipe: Recipe, saved: dict[str, Any]) -> bool:
+    """Whether a run of this recipe can go on with the batches that were in flight."""
+    now = recipe.as_dict()
+    return all(_listed(now[name]) == _listed(saved.get(name)) for name in SAME)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def restore(pipe: Pipeline, recipe: Recipe, path: str, *, same: bool) -> list[str]:
+    """Put this process's stages into the state of a checkpoint; what was lost on the way, in words."""
+    made = checkpoint.read(Path(path))
+    if same:
+        pipe.load({k: made.stage(k) for k in pipe.stages}, batches=made.t)
+        return []
+    parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
+    merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "corrections": {}}
+    for part in parts:
+        for kind, values in merged.items():
+            values.update(part[kind])
+    for stage in pipe.stages.values():
+        stage_state.load_model(stage, merged["model"], merged["optimizer"], merged["corrections"])
+        stage.resume_schedule(made.t // recipe.M)
+    pipe.batches = made.t
+    lost = sorted({entry["t"] for part in parts for entry in part["in_flight"]})
+    if not lost:
+        return []
+    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost to the change"]
+
+
+def find(run: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest sound checkpoint of a run, after clearing away what was left unfinished."""
+    checkpoint.clean(run)
+    return checkpoint.newest(run)
+

@@ -1,0 +1,213 @@
+"""Runs that were stopped in any way go on to the very weights of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command import Command, check_refused
+from safetensors.torch import load_file
+
+from offbeat.checkpoint import ls
+from offbeat.record import lines
+
+RUN = ["--model", "resnet8", "--data", "synthetic", "--samples", "512", "--batch-size", "16", "--epochs", "2",
+       "--threads-per-stage", "1", "--json"]  # fmt: skip
+METHODS = {
+    "adl": ["--method", "adl", "-M", "2"],
+    "adl-hybrid": ["--method", "adl", "-M", "2", "--weights", "hybrid"],
+    "adl-replay": ["--method", "adl", "-M", "3", "--weights", "replay"],
+    "fr": ["--method", "fr"],
+    "gpipe": ["--method", "gpipe"],
+    "dgl": ["--method", "dgl"],
+    "dgl-async": ["--method", "dgl-async"],
+    "pb": ["--method", "pb"],
+    "drained": ["--method", "adl", "-M", "2", "--checkpoint-mode", "drained"],
+}  # fmt: skip
+
+
+def start(out: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "offbeat", "train", *map(str, arguments), "--out", str(out)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def done(process: subprocess.Popen, code: int = 0) -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, (process.returncode, out, err)
+    assert "Traceback" not in err
+    return err
+
+
+def until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.02)
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}
+
+
+def told(run: Path) -> list[tuple]:
+    return [(line["kind"], line.get("batch"), line.get("loss"), line.get("test_loss")) for line in lines(run)
+            if line["kind"] in ("train", "epoch")]  # fmt: skip
+
+
+def workers(launcher: int) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            continue
+        if parent == launcher:
+            found.append(int(status.parent.name))
+    return found
+
+
+def resumed(run: Path, *arguments: str, code: int = 0) -> str:
+    command = [sys.executable, "-m", "offbeat", "train", "--resume", str(run), "--json", *arguments]
+    return done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), code)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_killed_run_goes_on_bit_for_bit(name, tmp_path):
+    settings = [*RUN, "-K", "3", "--engine", "simulate", "--checkpoint-every", "7b", *METHODS[name]]
+    done(start(tmp_path / "whole", *settings))
+    broken = start(tmp_path / "broken", *settings)
+    until(lambda: len(ls(tmp_path / "broken")) >= 2)
+    broken.kill()
+    broken.communicate()
+    if (tmp_path / "broken/model.safetensors").exists():
+        pytest.skip("it was done before it could be killed")
+    resumed(tmp_path / "broken")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+    assert told(tmp_path / "broken") == told(tmp_path / "whole"), "the records are those of one run"
+
+
+def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path):
+    settings = [*RUN, "-K", "2", "--engine", "processes", "--checkpoint-every", "5b", "-M", "2", "--weights", "hybrid"]
+    done(start(tmp_path / "whole", *settings))
+    broken = start(tmp_path / "broken", *settings, "--max-restarts", "2")
+    until(lambda: len(ls(tmp_path / "broken")) >= 1)
+    victim = workers(broken.pid)[-1]
+    os.kill(victim, signal.SIGKILL)
+    done(broken)
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+    assert any(line["kind"] == "resumed" and line["batch"] > 0 for line in lines(tmp_path / "broken"))
+
+
+@pytest.mark.parametrize("engine", ["simulate", "processes"])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_saves_and_stops(engine, sent, tmp_path):
+    settings = [*RUN, "-K", "2", "--engine", engine, "-M", "2"]
+    done(start(tmp_path / "whole", *settings))
+    broken = start(tmp_path / "broken", *settings)
+    until(lambda: any(line["kind"] == "train" for line in lines(tmp_path / "broken")))
+    broken.send_signal(sent)
+    said = done(broken, 130)
+    assert "with a checkpoint: go on with 'offbeat train --resume" in said, said
+    assert said.count("\n") == 1
+    assert len(ls(tmp_path / "broken")) == 1
+    assert not workers(broken.pid)
+    resumed(tmp_path / "broken")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("engine", ["simulate", "processes"])
+def test_checkpoints_by_the_clock_are_agreed_upon(engine, tmp_path):
+    settings = [*RUN, "-K", "2", "--engine", engine, "-M", "2", "--weights", "hybrid"]
+    done(start(tmp_path / "whole", *settings))
+    done(start(tmp_path / "timed", *settings, "--checkpoint-every", "0.3s", "--keep", "20"))
+    made = ls(tmp_path / "timed")
+    assert made
+    assert all(each.checkpoint for each in made)
+    assert weights(tmp_path / "timed") == weights(tmp_path / "whole"), "saving changes no bit"
+
+
+@pytest.mark.parametrize(
+    "change", [["-K", "3"], ["-K", "1"], ["-M", "4"], ["--method", "fr"], ["--engine", "processes"]], ids="".join
+)
+def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_path):
+    run = tmp_path / "run"
+    broken = start(run, *RUN, "-K", "2", "--engine", "simulate", "-M", "2", "--checkpoint-every", "9b")
+    until(lambda: len(ls(run)) >= 1)
+    broken.kill()
+    broken.communicate()
+    if (run / "model.safetensors").exists():
+        pytest.skip("it was done before it could be killed")
+    resumed(run, *change)
+    kept = [line for line in lines(run) if line["kind"] in ("note", "resumed")]
+    lost = [line["text"] for line in kept if line["kind"] == "note"]
+    if change[0] == "--engine":
+        assert not lost
+    else:
+        assert "in flight" in lost[0]
+        assert "lost to the change" in lost[0]
+    assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1]
+    recipe = json.loads((run / "config.json").read_text())["recipe"]
+    assert str(recipe[change[0].lstrip("-")]) == change[1]
+    assert (run / "config-1.json").exists()
+
+
+def test_a_finished_run_goes_on_for_more_epochs(tmp_path, offbeat: Command):
+    run = tmp_path / "run"
+    done(start(run, *RUN, "-K", "2", "--engine", "simulate", "--checkpoint-every", "1e"))
+    check_refused(offbeat, ("train", "--resume", run), "is finished, after 2 epochs")
+    resumed(run, "--epochs", "3")
+    assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1, 2]
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
+    run = tmp_path / "run"
+    settings = [*RUN, "-K", "2", "--engine", "simulate", "--checkpoint-every", "7b"]
+    done(start(tmp_path / "whole", *settings))
+    broken = start(run, *settings)
+    until(lambda: len(ls(run)) >= 3)
+    broken.kill()
+    broken.communicate()
+    newest = ls(run)[-1].path / "stage-02.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    resumed(run)
+    assert any("is damaged and not used" in line.get("text", "") for line in lines(run))
+    assert weights(run) == weights(tmp_path / "whole")
+
+
+def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
+    run = tmp_path / "run"
+    settings = [*RUN, "-K", "2", "--engine", "simulate", "--checkpoint-every", "7b"]
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000)); "
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "sys.argv = ['offbeat', *sys.argv[1:]]; from offbeat.cli import main; main()"
+    )
+    command = [sys.executable, "-c", limited, "train", *settings, "--out", str(run)]
+    done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    assert any(line["kind"] == "checkpoint failed" and "reason" in line for line in lines(run))
+    assert any(line["kind"] == "result" for line in lines(run))
+    assert not ls(run)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--checkpoint-every", "7"], "give a number above 0 and b"),
+    (["--checkpoint-every", "0e"], "give a number above 0 and b"),
+    (["--checkpoint-every", "1.5b"], "whole batches"),
+    (["--checkpoint-every", "1min", "--checkpoint-mode", "drained"], "count in batches or epochs"),
+    (["--checkpoint-mode", "drain"], "did you mean 'drained'"),
+    (["--keep", "0"], "keep = 0"),
+    (["--on-nan", "stp"], "did you mean 'stop'"),
+    (["--max-restarts", "-1"], "--max-restarts -1"),
+    (["--resume", "nowhere"], "does not exist"),
+])  # fmt: skip
+def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path):
+    extra = [] if "--resume" in arguments else ["--dry-run", "--out", tmp_path / "x"]
+    check_refused(offbeat, ("train", "--data", "digits", "--model", "resnet8", *arguments, *extra), said)
