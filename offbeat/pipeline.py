@@ -436,6 +436,11 @@ def micro_batches(t: int, x: Any, y: Any, m: int) -> Iterator[Message]:
         return
     samples = batch_size(y, x)
 
+    for leaf in pytree.tree_leaves((x, y)):
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != samples:
+            raise UserError(f"batch {t} of {samples} samples cannot be split into micro-batches, one of its tensors is "
+                            f"of shape {tuple(leaf.shape)}: give a row a sample, or single numbers")  # fmt: skip
+
     def part(content: Any, i: int) -> Any:
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.tensor_split(m)[i] if leaf.dim() else leaf, content)
 
