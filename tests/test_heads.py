@@ -89,6 +89,13 @@ def test_similarity_compares_standard_deviations_over_space_from_four_channels_o
     torch.testing.assert_close(similarity(x), cosine(features), rtol=0, atol=1e-12)
 
 
+def test_no_similarity_is_beyond_one_by_rounding():
+    x = torch.randn(200, 9, generator=generator())
+    unit = nn.functional.normalize(x - x.mean(1, keepdim=True))
+    assert (unit @ unit.T).max() > 1, "rounding alone"
+    assert similarity(x).abs().max() <= 1
+
+
 def test_the_local_error_of_images_is_its_formula():
     head, z, y = make(offbeat.PredSim(beta=0.7), (6, 4, 4)), random(5, 6, 4, 4), torch.tensor([0, 1, 1, 4, 2])
     with torch.no_grad():
@@ -128,6 +135,15 @@ def test_fixed_classifiers_score_by_w_and_feed_back_by_w_or_its_signs(feedback):
     (found,) = torch.autograd.grad(loss, [z])
     torch.testing.assert_close(found.flatten(1), expected)
     assert not list(head.parameters()), "never trained"
+
+
+def test_fixed_classifiers_are_uniform_in_both_signs_within_the_root_of_their_features():
+    head = make(offbeat.Mostafa("sign"), (8, 10, 10), classes=20)
+    for matrix in (head.W, head.S):
+        scaled = matrix * 800**0.5
+        assert scaled.abs().max() <= 1
+        assert abs(float(scaled.mean())) < 0.02
+        assert abs(float(scaled.square().mean()) - 1 / 3) < 0.01
 
 
 # ---- DNI
