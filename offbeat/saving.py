@@ -149,8 +149,8 @@ class Saver:
             for k in self.pipe.stages:
                 self.links[k].send(Message(t, told))
         self.last = t
-        self.collect(wait=stop)
         if stop:
+            self.close()
             raise Interrupted(f"stopped behind batch {t - 1}, with a checkpoint: go on with "
                               f"'offbeat train --resume {self.folder}'")  # fmt: skip
 
@@ -163,6 +163,12 @@ class Saver:
                 message = link.receive()
                 self.pending[message.t].heard.append(link)
                 self._hear(message.t, message.content, stages=1)
+
+    def close(self) -> None:
+        """Finish what is pending; nobody leaves before all have saved."""
+        self.pipe.engine.barrier()
+        self.collect(wait=True)
+        self.pipe.engine.barrier()
 
     def _hear(self, t: int, told: dict[str, Any], *, stages: int) -> None:
         pending = self.pending[t]

@@ -211,7 +211,7 @@ class Run:
                 self._batches, self.recipe.epochs, first_epoch=self.pipe.batches // self.known.batches,
                 before_step=self.saver.before, after_step=self._after_step, after_epoch=self._after_epoch,
             )  # fmt: skip
-            self.saver.collect(wait=True)
+            self.saver.close()
         result = None
         if self.folder:
             self.folder.model(self.pipe.model.state_dict())
