@@ -435,6 +435,8 @@ def micro_batches(t: int, x: Any, y: Any, m: int) -> Iterator[Message]:
         yield Message(t, (x, y, 1.0))
         return
     samples = batch_size(y, x)
+    if not samples:
+        raise UserError(f"batch {t} holds no samples: give some, or leave it out")
 
     for leaf in pytree.tree_leaves((x, y)):
         if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != samples:

@@ -124,6 +124,10 @@ def test_micro_batches_are_named_as_parts_of_their_batch():
     assert [report.t for report in pipe.reports()] == [2, 2, 2]
 
 
+def test_a_batch_without_samples_is_told():
+    assert "batch 1 holds no samples" in refusal(network(), [images(), images(0)], offbeat.GPipe(4))
+
+
 def test_what_has_no_row_a_sample_is_not_split_into_micro_batches():
     def weighted(output: Tensor, target: dict[str, Any]) -> Tensor:
         return cross_entropy(output, target["y"]) * target["scale"]
