@@ -186,3 +186,14 @@ def test_a_declaration_that_no_engine_could_carry_out_is_refused():
     ):
         with pytest.raises(offbeat.UserError, match=f"method toy: .*{said}"):
             Method(name="toy", **answers)
+
+
+def test_what_correctors_remember_counts_as_memory():
+    def memory(corrector: str | None) -> int:
+        pipe = pipeline(offbeat.ADL(M=1, weights="hybrid", corrector=corrector))
+        for x, y in batches():
+            pipe.step(x, y)
+        return pipe.stages[1].memory()
+
+    drift = sum(parameter.nbytes for parameter in network()[:2].parameters())
+    assert memory("t2") == memory(None) + drift
