@@ -1,8 +1,8 @@
 """Correctors: what a lagged method may do against the age of its gradients.
 
 Each is a frozen declaration that answers one of the questions a lagged method leaves open, and the few lines that carry
-the answer out. Delay is counted in updates: lag / M. A corrector that would do nothing (horizon 0, lambda 0, beta 1,
-no delay) is left out of a stage altogether, so it changes no bit.
+the answer out. Delay is counted in updates: lag / M, or 1 where forwards use the window before. A corrector that would
+do nothing (horizon 0, lambda 0, beta 1, no delay) is left out of a stage altogether, so it changes no bit.
 
 What a corrector remembers of a parameter lies in the memory of its place, one dict a parameter.
 """
@@ -10,11 +10,11 @@ What a corrector remembers of a parameter lies in the memory of its place, one d
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from offbeat.errors import UserError, unknown
+from offbeat.errors import UserError, number, unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,19 +24,17 @@ Tensors = Sequence["Tensor"]
 
 @dataclass
 class Place:
-    """The stage that correctors work in; `memory` is theirs, by parameter."""
+    """The stage that correctors work in.
+
+    delay    mean updates between a forward and the use of its gradient
+    memory   is theirs, by parameter
+    """
 
     k: int
     K: int
-    lag: int
-    M: int
+    delay: float
     optimizer: Any = None
     memory: defaultdict[Tensor, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-
-    @property
-    def delay(self) -> float:
-        """Mean updates between a forward and the use of its gradient."""
-        return self.lag / self.M
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,10 @@ class Corrector:
     def active(self, place: Place) -> bool:
         """Whether it does anything in this stage."""
         return True
+
+    def unfit(self, lag: Callable[[int, int], int], M: int) -> str | None:
+        """Why it cannot work on a method of that lag and M, or None."""
+        return None
 
     def forward_weights(self, parameters: Tensors, place: Place) -> list[Tensor]:
         """Parameters for the next forwards ("forward weights")."""
@@ -73,6 +75,10 @@ class Corrector:
 
     def after_step(self, place: Place, kept: Any) -> None:
         """Behind the optimizer's step."""
+
+
+def _from_zero(value: float) -> bool:
+    return 0 <= value < float("inf")
 
 
 def _trained(place: Place) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -105,13 +111,18 @@ class WeightPrediction(Corrector):
 
     name: ClassVar[str] = "lwp"
     answers: ClassVar[tuple[str, ...]] = ("forward weights",)
-    reads_momentum: ClassVar[bool] = True
     horizon: float | None = None
     form: Literal["velocity", "weight"] = "velocity"
 
     def __post_init__(self) -> None:
+        if self.horizon is not None:
+            number(self.horizon, "horizon of the weight prediction", "use a number of updates from 0 up", _from_zero)
         if self.form not in ("velocity", "weight"):
             raise unknown("form", str(self.form), ("velocity", "weight"))
+
+    @property
+    def reads_momentum(self) -> bool:  # type: ignore[override]
+        return self.form == "velocity"
 
     def _T(self, place: Place) -> float:  # noqa: N802
         return place.delay if self.horizon is None else self.horizon
@@ -145,13 +156,18 @@ class Speculation(Corrector):
 
     Chen et al., "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform" (2018).
     theta - s lr v with s = floor(r/2) + K - r - 1 in the forward and floor(r/2) in the backward, r = k - 1; with
-    stashed weights the backward uses those of its forward.
+    stashed weights the backward uses those of its forward. These s count the updates of 1F1B, one a batch.
     """
 
     name: ClassVar[str] = "spec"
     answers: ClassVar[tuple[str, ...]] = ("forward weights", "backward weights")
     reads_momentum: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("hybrid", "stash")
+
+    def unfit(self, lag: Callable[[int, int], int], M: int) -> str | None:
+        if M == 1 and all(lag(k, K) == K - k for K in range(1, 5) for k in range(1, K + 1)):
+            return None
+        return "it counts the updates of 1F1B, one a batch: use lwp, which predicts over any delay"
 
     def forward_weights(self, parameters: Tensors, place: Place) -> list[Tensor]:
         r = place.k - 1
@@ -175,8 +191,7 @@ class Discrepancy(Corrector):
     C: float = 0.135
 
     def __post_init__(self) -> None:
-        if not 0 < self.C < 1:
-            raise UserError(f"C = {self.C} of the discrepancy correction: use a number between 0 and 1")
+        number(self.C, "C of the discrepancy correction", "use a number between 0 and 1", lambda C: 0 < C < 1)
 
     def active(self, place: Place) -> bool:
         return place.delay > 0
@@ -212,8 +227,7 @@ class Shrink(Corrector):
     beta: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta <= 1:
-            raise UserError(f"beta = {self.beta}: use a factor above 0 and at most 1")
+        number(self.beta, "beta", "use a factor above 0 and at most 1", lambda beta: 0 < beta <= 1)
 
     def active(self, place: Place) -> bool:
         return self.beta != 1 and place.k < place.K
@@ -238,11 +252,10 @@ class DelayCompensation(Corrector):
     adaptive: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lambda_ < float("inf"):
-            raise UserError(f"lambda = {self.lambda_} of the delay compensation: use a number from 0 up")
+        number(self.lambda_, "lambda of the delay compensation", "use a number from 0 up", _from_zero)
 
     def active(self, place: Place) -> bool:
-        return self.lambda_ != 0 and place.lag > 0
+        return self.lambda_ != 0 and place.delay > 0
 
     def gradient(self, gradient: Tensor, parameter: Tensor, forwarded: Tensor, place: Place) -> Tensor:
         square = gradient * gradient
@@ -267,8 +280,7 @@ class Rescheduling(Corrector):
     updates: int = 1000
 
     def __post_init__(self) -> None:
-        if self.updates < 1:
-            raise UserError(f"{self.updates} updates of rescheduling: use a whole number from 1 up")
+        number(self.updates, "updates of rescheduling", "use a whole number from 1 up", lambda n: n >= 1, whole=True)
 
     def active(self, place: Place) -> bool:
         return place.delay > 1
@@ -295,8 +307,8 @@ class SpikeCompensation(Corrector):
     delay: float | None = None
 
     def __post_init__(self) -> None:
-        if self.delay is not None and not 0 <= self.delay < float("inf"):
-            raise UserError(f"delay = {self.delay} of the spike compensation: use a number from 0 up")
+        if self.delay is not None:
+            number(self.delay, "delay of the spike compensation", "use a number from 0 up", _from_zero)
 
     def _D(self, place: Place) -> float:  # noqa: N802
         return place.delay if self.delay is None else self.delay
@@ -337,8 +349,7 @@ class LookAhead(Corrector):
     gamma: float = 0.99
 
     def __post_init__(self) -> None:
-        if not 0 < self.gamma < 1:
-            raise UserError(f"gamma = {self.gamma} of the look-ahead: use a number between 0 and 1")
+        number(self.gamma, "gamma of the look-ahead", "use a number between 0 and 1", lambda gamma: 0 < gamma < 1)
 
     def before_step(self, place: Place, s: int) -> Any:
         own = [(group["momentum"], group["nesterov"]) for group in place.optimizer.param_groups]
@@ -387,9 +398,9 @@ def correctors(given: Corrections) -> tuple[Corrector, ...]:
     if given is None:
         return ()
     if isinstance(given, str):
-        found = [_parse(part.strip()) for part in given.split("+") if part.strip()]
+        found = [_parse(part.strip(), given) for part in given.split("+")] if given.strip() else []
     else:
-        found = [given] if isinstance(given, Corrector) else list(given)
+        found = list(given) if isinstance(given, Iterable) else [given]
     for corrector in found:
         if not isinstance(corrector, Corrector):
             raise UserError(f"corrector {corrector!r}: use offbeat.SpikeCompensation() and the like, or a name")
@@ -400,12 +411,14 @@ def correctors(given: Corrections) -> tuple[Corrector, ...]:
     return tuple(sorted(found, key=lambda corrector: ORDER.index(corrector.answers[0])))
 
 
-def _parse(text: str) -> Corrector:
-    name, _, value = text.partition(":")
+def _parse(text: str, whole: str) -> Corrector:
+    name, colon, value = text.partition(":")
+    if not name:
+        raise UserError(f"corrector {whole!r}: a name is missing, write it as in lwp+sc")
     if name not in CORRECTORS:
         raise unknown("corrector", name, CORRECTORS)
     kind = CORRECTORS[name]
-    if not value:
+    if not colon:
         return kind()
     if not fields(kind):
         raise UserError(f"corrector {text!r}: {name} takes no number")

@@ -23,7 +23,7 @@ from offbeat.timeline import balanced, speed_up
 LOCKS = ("forward", "backward", "update")
 K_SHOWN = 4  # of the staleness and versions in the table
 SPEEDS = (4, 8)  # K of the ideal speed-ups
-DRAWN_K, DRAWN_BATCHES = 3, (6, 5, 4, 3)  # as many as fit
+DRAWN_K, DRAWN_BATCHES = 3, (6, 5, 4, 3, 2, 1)  # as many as fit
 LONGEST_LINE = 118
 LEGEND = f"""locks: F forward, B backward, U update
 LoS: mean staleness in updates; it and the versions held are of stage 1 of {K_SHOWN}

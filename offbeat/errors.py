@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -40,6 +41,18 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? (one of " if nearest else "use one of ("
     return UserError(f"unknown {kind} {name!r}: {hint}{', '.join(names)})")
+
+
+def number(value: Any, meaning: str, allowed: str, fits: Callable[[float], bool], *, whole: bool = False) -> None:
+    """Refuse what is no number, or not one of the allowed.
+
+    >>> number(2, "beta", "use a factor from 0 to 1", lambda beta: 0 <= beta <= 1)
+    Traceback (most recent call last):
+    offbeat.errors.UserError: beta = 2: use a factor from 0 to 1
+    """
+    kind = int if whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+        raise UserError(f"{meaning} = {value!r}: {allowed}")
 
 
 def first_line(error: BaseException) -> str:

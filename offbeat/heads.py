@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -54,12 +55,11 @@ class LocalErrors(nn.Module):
         self.classes, self.pred, self.sim = classes, pred, sim
         C = shape[0]
         if pred:
-            side = _pooled_side(shape, most)
-            features = C * side**2 if side else C
-            last = nn.Linear(features, classes)
+            sides = pooled_sides(shape, most)
+            last = nn.Linear(C * prod(sides), classes)
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
-            self.net = nn.Sequential(*([nn.AdaptiveAvgPool2d(side), nn.Flatten()] if side else []), last)
+            self.net = nn.Sequential(*([nn.AdaptiveAvgPool2d(sides), nn.Flatten()] if sides else []), last)
         if sim:
             self.project = nn.Linear(C, C, bias=False) if len(shape) == 1 else nn.Conv2d(C, C, 3, padding=1, bias=False)
 
@@ -74,14 +74,18 @@ class LocalErrors(nn.Module):
         return total
 
 
-def _pooled_side(shape: tuple[int, ...], most: int) -> int:
-    """Side of the largest square map whose features are at most so many; 0 for vectors."""
-    if len(shape) == 1:
-        return 0
-    side = min(shape[1:])
-    while side > 1 and shape[0] * side**2 > most:
-        side -= 1
-    return side
+def pooled_sides(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Sides of the largest map in the proportions of the image whose features are at most so many; none for vectors.
+
+    >>> pooled_sides((128, 8, 8), 2048), pooled_sides((128, 16, 4), 2048), pooled_sides((16, 8, 8), 2048)
+    ((4, 4), (8, 2), (8, 8))
+    """
+    longest = max(shape[1:], default=0)
+    for side in range(longest, 0, -1):
+        sides = tuple(-(-length * side // longest) for length in shape[1:])  # rounded up: no side is lost
+        if side == 1 or shape[0] * prod(sides) <= most:
+            return sides
+    return ()
 
 
 def similarity(x: Tensor) -> Tensor:
@@ -89,7 +93,10 @@ def similarity(x: Tensor) -> Tensor:
     if x.dim() == 4:
         x = x.flatten(2).std(dim=2) if x.shape[1] > 3 and x.shape[2] > 1 else x.flatten(1)
     centred = x - x.mean(dim=1, keepdim=True)
-    unit = centred / (centred.square().sum(dim=1, keepdim=True).sqrt() + 1e-8)
+    length = torch.linalg.vector_norm(centred, dim=1, keepdim=True)
+    # A sample without features to compare (all channels dead) is like no other, and learns as if its length were 1:
+    # divided by 1e-8 its gradient would be the only one left in the batch, and that of a root at 0 is NaN.
+    unit = centred / (length + 1e-8).masked_fill(length == 0, 1)
     return (unit @ unit.T).clamp(-1, 1)
 
 

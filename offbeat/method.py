@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from offbeat.correctors import Corrector, Place, correctors
+from offbeat.correctors import Corrections, Corrector, Place, correctors
 from offbeat.errors import UserError, unknown
 from offbeat.ops import Program, Window, fill_drain, lagged, locked, taught
 from offbeat.theory import mean_staleness, versions_held
@@ -83,8 +83,21 @@ class Method:
         for kind, value, allowed in (("weights", self.weights, Weights), ("window", self.window, Window)):
             if value not in get_args(allowed):
                 raise unknown(kind, str(value), get_args(allowed))
+        self._check_declaration()
         for corrector in self.correctors:
             self._check(corrector)
+
+    def _check_declaration(self) -> None:
+        """Refuse answers that no engine could carry out together."""
+        late = self.lag(1, 2) > 0
+        for wrong, reason in (
+            (self.feedback != "above" and self.head is None, f"feedback {self.feedback} needs a head"),
+            (self.feedback == "above" and self.head is not None, 'a head needs feedback "local" or "synthesiser"'),
+            (self.head is not None and (late or self.m > 1), "a stage with a head has no lag and no micro-batches"),
+            (self.m > 1 and (late or self.M > 1), "micro-batches make one update a batch, without a lag"),
+        ):
+            if wrong:
+                raise UserError(f"method {self.name}: {reason}")
 
     def _check(self, corrector: Corrector) -> None:
         if self.feedback != "above" or self.m > 1:
@@ -93,11 +106,22 @@ class Method:
             needed = " or ".join(corrector.needs)
             raise UserError(f"corrector {corrector.name} with weights {self.weights} ({self.name}): it needs {needed}")
         if self.forward != "newest" and "forward weights" in corrector.answers:
-            raise UserError(f"corrector {corrector.name} with {self.name}, which sets the forward weights itself")
+            raise UserError(
+                f"corrector {corrector.name} with {self.name}, which sets the forward weights itself: leave it out"
+            )
+        reason = corrector.unfit(self.lag, self.M)
+        if reason:
+            raise UserError(f"corrector {corrector.name} with {self.name}: {reason}")
 
-    def corrected(self, given: str | Corrector | Iterable[Corrector] | None) -> Method:
+    def corrected(self, given: Corrections) -> Method:
         """The method with more correctors: objects, or text such as "lwp+sc"."""
-        more = correctors(given if isinstance(given, str | Corrector | None) else tuple(given))
+        more = correctors(given)
+        for corrector in more:
+            late = [self.staleness(k, 2) for k in (1, 2)]
+            if not any(late) and corrector.active(Place(1, 2, 8.0)) and not corrector.active(Place(1, 2, 0.0)):
+                raise UserError(
+                    f"corrector {corrector.name} with {self.name}, whose gradients are not late: leave it out"
+                )
         return replace(self, correctors=correctors((*self.correctors, *more)))
 
     def check(self, K: int) -> None:
@@ -119,7 +143,7 @@ class Method:
 
     def place(self, k: int, K: int) -> Place:
         """Where the correctors of stage k work."""
-        return Place(k, K, self.lag(k, K), self.M)
+        return Place(k, K, self.staleness(k, K))
 
     def version_used(self, forwards: int, newest: int) -> int:
         """Version of a stage's weights that its next forward uses, after so many forwards and updates of a program."""

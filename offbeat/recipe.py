@@ -117,6 +117,10 @@ def complete(**given: Any) -> Recipe:
     values = {**paper, **{name: value for name, value in given.items() if value is not None}}
     _check(values)
     method = named(values["method"], **{answer: values.get(answer) for answer in ANSWERS})
+    for corrector in method.correctors:
+        if corrector.reads_momentum and not 0 < values["momentum"] < 1:
+            raise UserError(f"corrector {corrector.name} with momentum = {values['momentum']:g}: it reads the momentum "
+                            "of SGD, use one between 0 and 1")  # fmt: skip
     image_folder = values["data"] == "imagefolder"
     defaults = {
         "M": method.M,

@@ -312,3 +312,63 @@ def test_a_link_holds_its_own_copy_and_its_bound():
     link.send(Message(2))
     with pytest.raises(AssertionError):
         link.send(Message(3))
+
+
+GOODBYE_BEHIND_A_FULL_LINK = """
+import sys, time
+import torch, torch.distributed as dist
+from offbeat.errors import StageLost
+from offbeat.links import Message
+from offbeat.links.distributed import Receiver, Sender
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+group = dist.new_group(backend="gloo")
+if rank == 0:
+    sender = Sender(1, 2, group, capacity=2, patient=False, lost=StageLost)
+    sent = 0
+    try:
+        while sent < 100:
+            sender.send(Message(sent, torch.ones(3)))
+            sent += 1
+            time.sleep(0.02)
+    except AssertionError:
+        assert sender.outbox.full()
+    sender.close()
+    dist.barrier()  # the process lives on: nothing but a goodbye can tell the other one
+    sender.thread.join(20)
+    print(sent, sender.thread.is_alive(), flush=True)
+    dist.barrier()
+else:
+    receiver = Receiver(0, 2, group, capacity=2, lost=StageLost)
+    dist.barrier()  # takes nothing until the link is closed
+    got = 0
+    try:
+        while True:
+            assert receiver.receive().t == got
+            got += 1
+    except StageLost as lost:
+        receiver.thread.join(20)
+        print(got, receiver.thread.is_alive(), lost, flush=True)
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_link_that_is_closed_while_it_is_full_gives_all_of_it_and_a_goodbye(tmp_path):
+    both = [
+        subprocess.Popen([sys.executable, "-c", GOODBYE_BEHIND_A_FULL_LINK, str(rank), str(tmp_path / "store")],
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=60) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    (sender, _), (receiver, _) = said
+    sent, alive = sender.split()
+    assert alive == "False", said
+    assert 2 < int(sent) < 100, "it was full"
+    assert receiver.split(maxsplit=2) == [sent, "False", "it has stopped\n"], said

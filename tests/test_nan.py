@@ -50,7 +50,7 @@ def test_a_loss_that_is_not_finite_stops_and_is_named():
 
 
 def test_micro_batches_are_named_by_their_batch():
-    with pytest.raises(NotFinite, match="the loss of batch 6"):
+    with pytest.raises(NotFinite, match="the loss of micro-batch 1 of 2 of batch 6"):
         run(pipeline(offbeat.GPipe(m=2)), batches(12, poisoned=(6,)))
 
 

@@ -33,6 +33,7 @@ class Sender:
         self.to_rank, self.tag, self.group, self.patient, self.lost = to_rank, tag, group, patient, lost
         self.outbox: queue.Queue[Tensor | None] = queue.Queue(capacity)
         self.failure: str | None = None  # why nothing more can be sent
+        self.closing = False
         self.thread = threading.Thread(target=self._post, name=f"offbeat-send-{tag}", daemon=True)
         self.thread.start()
 
@@ -49,7 +50,11 @@ class Sender:
     def _post(self) -> None:
         capacity = FIRST_CAPACITY
         try:
-            while (buffer := self.outbox.get()) is not None:
+            while True:
+                buffer = None if self.closing and self.outbox.empty() else self.outbox.get()
+                if buffer is None:
+                    self._send(pack(GOODBYE), self.tag)
+                    return
                 head, tail = buffer[:capacity], buffer[capacity:]
                 self._send(head, self.tag)
                 if tail.numel():
@@ -64,9 +69,9 @@ class Sender:
         work.wait()
 
     def close(self) -> None:
-        """Say goodbye, which ends the thread at the other end."""
-        with contextlib.suppress(queue.Full):
-            self.outbox.put_nowait(pack(GOODBYE))
+        """Say goodbye behind all that is sent, which ends the thread at the other end."""
+        self.closing = True
+        with contextlib.suppress(queue.Full):  # then the thread is not waiting, and sees that it is the end
             self.outbox.put_nowait(None)
 
     def receive(self) -> Message:

@@ -77,7 +77,7 @@ def named(name: str, **answers: Any) -> Method:
     (2, 'replay')
     """
     if name not in METHODS:
-        raise unknown("method", name, METHODS)
+        raise unknown("method", str(name), METHODS)
     make = METHODS[name]
     given = {answer: value for answer, value in answers.items() if value is not None}
     takes = inspect.signature(make).parameters

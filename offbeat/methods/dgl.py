@@ -33,8 +33,8 @@ def head(shape: tuple[int, ...], classes: int) -> Any:
     if len(shape) == 1:
         size, layers = shape[0], list[nn.Module]()
     else:
-        C, H = shape[0], -(-shape[1] // 4)
-        layers = [nn.AdaptiveAvgPool2d(H)]
+        C, *sides = shape
+        layers = [nn.AdaptiveAvgPool2d(tuple(-(-side // 4) for side in sides))]
         for _ in range(3):
             layers += [nn.Conv2d(C, C, 1, bias=False), nn.BatchNorm2d(C), nn.ReLU()]
         layers += [nn.AdaptiveAvgPool2d(2), nn.Flatten()]

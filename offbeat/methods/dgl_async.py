@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from offbeat.errors import UserError
+from offbeat.errors import number
 from offbeat.method import Method
 from offbeat.methods import lags
 from offbeat.methods.dgl import head
@@ -85,8 +85,7 @@ def learn(t: int) -> Iteration:
 
 def AsyncDGL(buffer: int = 2, *, seed: int = 0) -> Method:  # noqa: N802
     """Greedy learning from buffers of so many batches."""
-    if isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1:
-        raise UserError(f"a buffer of {buffer!r} batches: use a whole number from 1 up")
+    number(buffer, "batches in the buffer", "use a whole number from 1 up", lambda size: size >= 1, whole=True)
 
     def order(k: int, K: int, batches: Iterable[int]) -> Program:
         return free_running(k, K, batches, size=buffer, seed=seed)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offbeat.errors import UserError
+from offbeat.errors import number
 from offbeat.method import Head, Method
 from offbeat.methods import lags
 
@@ -53,8 +53,7 @@ def DNI(  # noqa: N802
     conditional: bool = False, *, lr: float = 3e-5, synthesiser: Head | None = None
 ) -> Method:
     """Synthetic gradients; `synthesiser(shape, classes)` builds another network of (h, one-hot labels or None)."""
-    if not 0 <= lr < float("inf"):
-        raise UserError(f"lr = {lr} of the synthesisers: use a number from 0 up")
+    number(lr, "lr of the synthesisers", "use a number from 0 up", lambda lr: 0 <= lr < float("inf"))
 
     def head(shape: tuple[int, ...], classes: int) -> Any:
         from offbeat.heads import Synthesised

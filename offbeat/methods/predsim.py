@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offbeat.errors import UserError
+from offbeat.errors import number
 from offbeat.method import Method
 from offbeat.methods import lags
 
@@ -52,6 +52,5 @@ def Sim() -> Method:  # noqa: N802
 
 def PredSim(beta: float = 0.99) -> Method:  # noqa: N802
     """Both, weighted by beta."""
-    if not 0 < beta < 1:
-        raise UserError(f"beta = {beta} of predsim: use a number between 0 and 1")
+    number(beta, "beta of predsim", "use a number between 0 and 1", lambda beta: 0 < beta < 1)
     return _local("predsim", "local classifiers and similarity", pred=1 - beta, sim=beta, top=1 - beta)

@@ -70,12 +70,15 @@ class Corrections:
 
 def _check_momentum(corrector: Corrector, optimizer: torch.optim.Optimizer) -> None:
     plain = isinstance(optimizer, torch.optim.SGD) and all(
-        group["momentum"] > 0 and not group["dampening"] and not group["nesterov"] and not group["maximize"]
+        0 < group["momentum"] < 1 and not group["dampening"] and not group["nesterov"] and not group["maximize"]
         for group in optimizer.param_groups
     )
     if not plain:
         given = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.SGD):
+            options = ("momentum", "dampening", "nesterov", "maximize")
+            given += " with " + ", ".join(f"{name}={optimizer.param_groups[0][name]}" for name in options)
         raise UserError(
-            f"corrector {corrector.name} reads SGD's momentum, but the optimizer is {given} with other settings: "
-            "use torch.optim.SGD with momentum above 0, and neither dampening, nesterov nor maximize"
+            f"corrector {corrector.name} reads SGD's momentum, but the optimizer is {given}: use torch.optim.SGD with "
+            "momentum between 0 and 1, and neither dampening, nesterov nor maximize"
         )

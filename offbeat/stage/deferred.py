@@ -22,7 +22,7 @@ class DeferredStatistics:
     def __init__(self, module: nn.Module) -> None:
         self.layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)
                        and layer.track_running_stats and layer.running_mean is not None]  # fmt: skip
-        self.sums: dict[int, tuple[int, Tensor, Tensor]] = {}  # layer -> samples, sum, sum of squares
+        self.seen: dict[int, tuple[int, Tensor, Tensor]] = {}  # layer -> samples, mean, squared distances from it
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -46,15 +46,25 @@ class DeferredStatistics:
                     layer.num_batches_tracked.copy_(counter)
 
     def _see(self, number: int, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Join what this micro-batch holds to what came before: around the means, since the difference of large sums of
+        squares would leave nothing of a small variance."""
         x = inputs[0].detach()
+        if x.dtype in (torch.float16, torch.bfloat16):
+            x = x.float()
         dims = [dim for dim in range(x.dim()) if dim != 1]
-        n, total, squares = self.sums.get(number, (0, 0.0, 0.0))
-        self.sums[number] = n + x.numel() // x.shape[1], total + x.sum(dims), squares + x.square().sum(dims)
+        n, mean = x.numel() // x.shape[1], x.mean(dims)
+        apart = x.var(dims, correction=0) * n
+        if number in self.seen:
+            before, mean_before, apart_before = self.seen[number]
+            total, step = before + n, mean - mean_before
+            apart = apart_before + apart + step.square() * (before * n / total)
+            n, mean = total, mean_before + step * (n / total)
+        self.seen[number] = n, mean, apart
 
     @torch.no_grad()
     def commit(self) -> None:
         """Move the running statistics by the whole batch, as one forward of it would have."""
-        for number, (n, total, squares) in self.sums.items():
+        for number, (n, mean, apart) in self.seen.items():
             layer = self.layers[number]
             assert layer.running_mean is not None
             assert layer.running_var is not None
@@ -63,8 +73,7 @@ class DeferredStatistics:
             factor = layer.momentum
             if factor is None:  # cumulative average
                 factor = 1.0 / float(layer.num_batches_tracked)  # type: ignore[arg-type]
-            mean = total / n
-            variance = (squares / n - mean.square()).clamp_min_(0) * (n / max(1, n - 1))  # unbiased, as torch keeps it
+            variance = apart / max(1, n - 1)  # unbiased, as torch keeps it
             layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), factor)
             layer.running_var.lerp_(variance.to(layer.running_var.dtype), factor)
-        self.sums.clear()
+        self.seen.clear()

@@ -122,7 +122,8 @@ class Stage:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(seed, "head", self.k))
             head: nn.Module = method.head(*output)
-        dtype = next((p.dtype for p in self.parameters.values()), torch.float32)
+        tensors = (t for t in (*self.module.parameters(), *self.module.buffers()) if t.is_floating_point())
+        dtype = next((tensor.dtype for tensor in tensors), torch.float32)  # also of frozen ones
         return head.to(device=self.device, dtype=dtype)
 
     def _make_teacher(self, lr: float | None) -> torch.optim.Optimizer | None:
@@ -195,7 +196,8 @@ class Stage:
             counted = not again and t // self.method.m not in self.left_out
             output = call(self.module, version.tensors, (x,), buffers=counted)
         except USERS_CODE as error:
-            raise UserError(f"stage {self.k} cannot take batch {t} of {_shapes(x)}: {first_line(error)}") from error
+            given = f"{self._batch(t)} of {_shapes(x)}"
+            raise UserError(f"stage {self.k} cannot take {given}: {first_line(error)}") from error
         return self._loss(t, output, batch.target, again=again) if self.last else output
 
     def _local_loss(self, t: int, output: Any, target: Any) -> Any:
@@ -209,9 +211,19 @@ class Stage:
         if self.method.feedback == "synthesiser":
             self.lessons[t] = output.detach(), target
             return output
-        loss = self.head(output, target, self.loss)
+        try:
+            loss = self.head(output, target, self.loss)
+        except USERS_CODE as error:
+            given = f"outputs of {_shapes(output)} and targets of {_shapes(target)}"
+            raise UserError(f"the head of stage {self.k} cannot take {self._batch(t)}, {given}: {first_line(error)}"
+                            ) from error  # fmt: skip
         self._sound(t, loss.item())
         return loss
+
+    def _batch(self, t: int) -> str:
+        """What t is called, where operations index micro-batches."""
+        m = self.method.m
+        return f"batch {t}" if m == 1 else f"micro-batch {t % m + 1} of {m} of batch {t // m}"
 
     def _loss(self, t: int, output: Any, target: Any, *, again: bool) -> Tensor:
         assert self.loss is not None
@@ -219,9 +231,10 @@ class Stage:
             loss = self.loss(output, target)
         except USERS_CODE as error:
             given = f"outputs of {_shapes(output)} and targets of {_shapes(target)}"
-            raise UserError(f"the loss cannot take batch {t}, {given}: {first_line(error)}") from error
+            raise UserError(f"the loss cannot take {self._batch(t)}, {given}: {first_line(error)}") from error
         if not isinstance(loss, Tensor) or loss.dim():
-            raise UserError(f"the loss of batch {t} is {_shapes(loss)}: return the mean, a tensor with a single number")
+            told = f"the loss of {self._batch(t)} is {_shapes(loss)}"
+            raise UserError(f"{told}: return the mean, a tensor with a single number")
         if not again:
             value = loss.item()
             if self._sound(t, value):
@@ -235,8 +248,8 @@ class Stage:
             return math.isfinite(value)
         if self.on_nan == "stop":
             raise NotFinite(
-                f"the loss of batch {batch} is {value} (seen at stage {self.k} of {self.K}, after {self.update_index} "
-                "updates): lower the learning rate, or look at this batch", [batch],
+                f"the loss of {self._batch(t)} is {value} (seen at stage {self.k} of {self.K}, after "
+                f"{self.update_index} updates): lower the learning rate, or look at this batch", [batch],
             )  # fmt: skip
         self.bad.add(t)
         return False
@@ -278,8 +291,12 @@ class Stage:
         if self.method.feedback == "synthesiser" and not self.last:
             assert self.head is not None
             h, target = self.lessons[t]
-            with torch.no_grad(), self.random.drawing():
-                return [self.head(h, target) / len(h)]
+            try:
+                with torch.no_grad(), self.random.drawing():
+                    return [self.head(h, target) / len(h)]
+            except USERS_CODE as error:
+                raise UserError(f"the synthesiser of stage {self.k} cannot take batch {t} of {_shapes(h)}: "
+                                f"{first_line(error)}") from error  # fmt: skip
         if t in self.bad or t // self.method.m in self.left_out:
             self.bad.discard(t)
             self.skipped += 1
@@ -310,7 +327,7 @@ class Stage:
             with substituted(self.module, version):
                 found = torch.autograd.grad(roots, [*targets, *hidden.values()], incoming, allow_unused=True)
         except RuntimeError as error:
-            raise UserError(f"stage {self.k} cannot backward batch {t}: {first_line(error)}") from error
+            raise UserError(f"stage {self.k} cannot backward {self._batch(t)}: {first_line(error)}") from error
         for name, gradient in zip(hidden, found[len(targets) :], strict=True):
             if gradient is not None:
                 raise UserError(
@@ -414,8 +431,11 @@ class Stage:
         """Bytes at the fullest so far: parameters, gradients, optimizer state, versions, what the batches in flight
         hold. Counted from the first batch; temporaries of a single operation are not."""
         own = [*self.module.parameters(), *self.module.buffers(), *self.parameters.values()]
-        state = self.optimizer.state if self.optimizer else {}
-        kept = size(own, [dict(values) for values in state.values()], self.corrections.kept())
+        head = [*self.head.parameters(), *self.head.buffers()] if self.head is not None else []
+        optimizers = [optimizer for optimizer in (self.optimizer, self.teacher) if optimizer is not None]
+        state = [dict(values) for optimizer in optimizers for values in optimizer.state.values()]
+        taught = [p for group in self.teacher.param_groups for p in group["params"]] if self.teacher else []
+        kept = size(own, head, state, self.corrections.kept(), list(self.lessons.values())) + size(taught)
         copies = self.most_versions * size(list(self.parameters.values()))  # older versions, and gradients
         return kept + copies + (self.held_bytes or 0) * self.most_held
 

@@ -130,8 +130,8 @@ class Stage:
 
     @property
     def delay(self) -> float:
-        """Of a gradient, in updates."""
-        return self.lag / self.rules.M
+        """Of a gradient, in updates; whole windows run on the version before in 2BW."""
+        return 1 if self.rules.window_before else self.lag / self.rules.M
 
     @property
     def live(self) -> Theta:

@@ -105,6 +105,16 @@ LAGGED: dict[str, tuple[Callable[[int], Any], Callable[[int], Rules], tuple[int,
         lambda M: replace(serial.two_bw(M), spike=True, spike_delay=1),
         (3, 4),
     ),
+    "sc on 2bw, its own delay": (
+        lambda M: offbeat.TwoBW(M=M, corrector=spike()),
+        lambda M: replace(serial.two_bw(M), spike=True),
+        (3, 4),
+    ),
+    "dc on 2bw": (
+        lambda M: offbeat.TwoBW(M=M, corrector=compensate(lambda_=3.0)),
+        lambda M: replace(serial.two_bw(M), compensate=3.0),
+        (3, 4),
+    ),
     "sc on fr": (
         lambda M: replace(offbeat.FR(), correctors=(spike(),)),
         lambda M: replace(serial.fr(), spike=True),

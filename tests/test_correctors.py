@@ -1,0 +1,199 @@
+"""Correctors as users meet them: what is refused, and what the optimizer and its scheduler see of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.methods import named
+
+LATE = ("lwp", "sc", "dc", "t1")  # do nothing without a delay
+
+
+def batches(n: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(5, 4, generator=generator), torch.randint(3, (5,), generator=generator)) for _ in range(n)]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def sgd(parameters, **options):
+    return torch.optim.SGD(parameters, **{"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3} | options)
+
+
+def pipeline(method: offbeat.Method, *, optimizer=sgd, model: nn.Sequential | None = None, **options):
+    return offbeat.Pipeline(
+        model or network(), 3, method=method, loss=nn.functional.cross_entropy, optimizer=optimizer, cuts=[2, 4],
+        **options,
+    )  # fmt: skip
+
+
+def trained(method: offbeat.Method, **options) -> dict[str, torch.Tensor]:
+    pipe = pipeline(method, **options)
+    for x, y in batches():
+        pipe.step(x, y)
+    return dict(pipe.drain().state_dict())
+
+
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("method", ["bp", "gpipe", "dgl", "dni", "predsim"])
+def test_a_corrector_of_delay_is_refused_by_methods_that_are_never_late(method, name):
+    with pytest.raises(offbeat.UserError, match=f"corrector {name} with {method}, whose gradients are not late"):
+        named(method, corrector=name)
+
+
+def test_on_back_propagation_a_look_ahead_is_allowed_since_it_does_something():
+    plain, ahead = trained(named("bp")), trained(named("bp", corrector="nag:0.5"))
+    assert not torch.equal(plain["0.weight"], ahead["0.weight"])
+
+
+@pytest.mark.parametrize("method", ["adl", "adl-1f1b", "dsp", "asgd", "bp"])
+def test_speculation_is_refused_off_its_own_schedule(method):
+    with pytest.raises(offbeat.UserError, match=f"spec with .*{method}"):
+        named(method, corrector="spec")
+    assert named("pipedream", corrector="spec").correctors
+
+
+BAD = {
+    "a sign too much": ("lwp+", "corrector 'lwp+': a name is missing"),
+    "only a sign": ("+", "a name is missing"),
+    "no number behind the colon": ("sc:", "behind the colon goes a number, the delay of sc"),
+    "not a number": ("lwp:nan", "horizon of the weight prediction = nan: use a number of updates from 0 up"),
+    "a horizon of the past": ("lwp:-3", "horizon"),
+    "endless": ("sc:inf", "delay of the spike compensation = inf"),
+    "a number that it has no use for": ("spec:2", "spec takes no number"),
+    "part of an update": ("t1:2.5", "behind the colon goes a number, the updates of t1"),
+    "nearly a name": ("lpw", "did you mean 'lwp'"),
+    "two of a kind": ("sc+nag", "both set the step"),
+    "weights that it cannot work with": ("t2", "it needs hybrid"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_a_corrector_cannot_be_is_told_in_one_line(case):
+    given, said = BAD[case]
+    with pytest.raises(offbeat.UserError) as told:
+        named("adl", corrector=given)
+    assert said in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: offbeat.Shrink("a"), lambda: offbeat.SpikeCompensation(delay="2"), lambda: offbeat.WeightPrediction("x"),
+    lambda: offbeat.Rescheduling(2.5), lambda: offbeat.Rescheduling(True), lambda: offbeat.LookAhead(None),
+    lambda: offbeat.DelayCompensation("x"), lambda: offbeat.Discrepancy(None), lambda: offbeat.ADL(corrector=3),
+    lambda: offbeat.ADL(corrector=[offbeat.SpikeCompensation]), lambda: offbeat.PredSim("x"),
+    lambda: offbeat.DNI(lr="x"), lambda: offbeat.AsyncDGL(2.0), lambda: named(3),
+])  # fmt: skip
+def test_settings_of_a_wrong_type_are_refused_as_wrong_numbers_are(make):
+    with pytest.raises(offbeat.UserError):
+        make()
+
+
+@pytest.mark.parametrize("options", [
+    {"momentum": 0.0}, {"momentum": 1.0}, {"dampening": 0.5}, {"nesterov": True}, {"maximize": True},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["lwp", "sc", "nag"])
+def test_momentum_is_read_of_plain_sgd_alone_and_the_refusal_says_what_was_given(name, options):
+    (option, value), = options.items()
+    with pytest.raises(offbeat.UserError, match=f"{name} reads SGD's momentum.*{option}={value}"):
+        pipeline(named("adl", corrector=name), optimizer=lambda p: sgd(p, **options))
+
+
+def test_other_optimizers_are_refused_where_momentum_is_read_and_taken_where_it_is_not():
+    adam = {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-3)}
+    with pytest.raises(offbeat.UserError, match="reads SGD's momentum, but the optimizer is Adam: use"):
+        pipeline(offbeat.ADL(M=1, corrector="lwp"), **adam)
+    plain = trained(offbeat.ADL(M=1), **adam)
+    weight_form = offbeat.WeightPrediction(form="weight")
+    for corrector in (weight_form, "t1:3", "dc", "shrink"):
+        found = trained(offbeat.ADL(M=1, corrector=corrector), **adam)
+        assert not torch.equal(found["0.weight"], plain["0.weight"]), corrector
+
+
+@pytest.mark.parametrize("corrector", ["t1:50", "nag", "sc", "lwp+sc", "t1:50+nag"])
+def test_the_scheduler_and_its_optimizer_keep_their_own_rate_and_momentum(corrector):
+    """Steps are made at other rates, but what the schedule sees between them is what it set itself."""
+
+    def rates(method: offbeat.Method) -> list:
+        pipe = pipeline(method, scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9))
+        seen = []
+        for x, y in batches():
+            pipe.step(x, y)
+            groups = [stage.optimizer.param_groups[0] for stage in pipe.stages.values()]
+            seen.append([(group["lr"], group["momentum"], group["nesterov"]) for group in groups])
+        return seen
+
+    assert rates(offbeat.ADL(M=1, corrector=corrector)) == rates(offbeat.ADL(M=1))
+
+
+@pytest.mark.parametrize("corrector", ["lwp", "sc", "lwp+sc", "nag", "dc:2", "t1:5", "shrink"])
+def test_groups_of_parameters_are_corrected_at_their_own_settings(corrector):
+    """Two groups alike are one group; a group at rate 0 stays put whatever is done to the step."""
+
+    def halves(first: dict):
+        return lambda named: sgd([
+            {"params": [p for n, p in named if n.endswith("weight")], **first},
+            {"params": [p for n, p in named if n.endswith("bias")]},
+        ])  # fmt: skip
+
+    method = offbeat.ADL(M=1, corrector=corrector)
+    whole = trained(method, optimizer=lambda named: sgd([p for _, p in named]))
+    alike = trained(method, optimizer=halves({}))
+    assert all(torch.equal(alike[name], whole[name]) for name in whole)
+    still = trained(method, optimizer=halves({"lr": 0.0}))
+    start = network().state_dict()
+    for name in whole:
+        assert torch.equal(still[name], start[name]) == name.endswith("weight"), name
+
+
+@pytest.mark.parametrize(("corrector", "weights"), [
+    *((name, weights) for name in ("lwp", "sc", "nag", "t1:5", "shrink") for weights in ("stash", "hybrid", "replay")),
+    ("dc:2", "stash"), ("t2", "hybrid"),
+])  # fmt: skip
+def test_frozen_and_unused_parameters_stay_as_they_are(corrector, weights):
+    class Partly(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.idle = nn.Parameter(torch.ones(3))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Partly(), nn.Tanh(), Partly(), nn.Tanh(), nn.Linear(4, 3))
+    model[0].bias.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = trained(offbeat.ADL(M=1, weights=weights, corrector=corrector), model=model)
+    for name, value in found.items():
+        assert torch.equal(value, before[name]) == (name in ("0.bias", "0.idle", "2.idle")), name
+
+
+def test_a_declaration_that_no_engine_could_carry_out_is_refused():
+    from offbeat.method import Method
+    from offbeat.methods import lags
+
+    head = offbeat.DGL().head
+    for answers, said in (
+        ({"lag": lags.none, "feedback": "local"}, "feedback local needs a head"),
+        ({"lag": lags.none, "head": head}, "a head needs feedback"),
+        ({"lag": lags.one_way, "feedback": "local", "head": head}, "no lag"),
+        ({"lag": lags.none, "feedback": "local", "head": head, "m": 2}, "no micro-batches"),
+        ({"lag": lags.one_way, "m": 2}, "micro-batches make one update a batch"),
+        ({"lag": lags.none, "m": 2, "M": 2}, "micro-batches make one update a batch"),
+    ):
+        with pytest.raises(offbeat.UserError, match=f"method toy: .*{said}"):
+            Method(name="toy", **answers)
+
+
+def test_what_correctors_remember_counts_as_memory():
+    def memory(corrector: str | None) -> int:
+        pipe = pipeline(offbeat.ADL(M=1, weights="hybrid", corrector=corrector))
+        for x, y in batches():
+            pipe.step(x, y)
+        return pipe.stages[1].memory()
+
+    drift = sum(parameter.nbytes for parameter in network()[:2].parameters())
+    assert memory("t2") == memory(None) + drift

@@ -1,0 +1,143 @@
+"""Methods with heads or micro-batches, misused: one line that names the batch, the stage and what was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import offbeat
+from offbeat.methods import METHODS, named
+
+LOCAL = [name for name in METHODS if named(name).feedback == "local"]
+HEADS = [name for name in METHODS if named(name).head is not None]
+
+
+def images(samples: int = 6, *, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    x = torch.randn(samples, 3, 6, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.randint(4, (samples,), generator=generator)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
+    return nn.Sequential(nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU()), nn.Conv2d(6, 6, 3, padding=1), head)
+
+
+def train(model: nn.Module, batches: list, method: Any, *, loss: Any = cross_entropy, cuts: tuple[int, ...] = (1, 2)):
+    pipe = offbeat.Pipeline(
+        model, len(cuts) + 1, method=method, loss=loss, cuts=list(cuts),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    )  # fmt: skip
+    for x, y in batches:
+        pipe.step(x, y)
+    pipe.drain()
+    return pipe
+
+
+def refusal(*args: Any, **options: Any) -> str:
+    with pytest.raises(offbeat.UserError) as told:
+        train(*args, **options)
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_label_beyond_the_classes_is_told_with_stage_and_batch(name):
+    said = refusal(network(), [images(), (images()[0], torch.full((6,), 9))], name)
+    assert "the head of stage 1 cannot take batch 1, outputs of shape (6, 6, 6, 6) float32 and targets of" in said
+
+
+@pytest.mark.parametrize("name", ["dgl", "dgl-async"])
+def test_a_batch_too_small_for_the_heads_own_batchnorm_is_told(name):
+    said = refusal(network(), [images(), images(1)], name)
+    assert "the head of stage 1 cannot take batch 1, outputs of shape (1, 6, 6, 6)" in said
+    assert "more than 1 value per channel" in said
+
+
+@pytest.mark.parametrize("name", [name for name in LOCAL if name != "sim"])  # which classifies at the last stage only
+def test_a_loss_that_is_not_of_class_labels_is_told(name):
+    def distance(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    assert "the head of stage 1 cannot take batch 0" in refusal(network(), [images()], name, loss=distance)
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+def test_a_batch_that_a_synthesiser_cannot_take_is_told(conditional):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    batch = torch.randn(1, 4), torch.zeros(1, dtype=torch.int64)
+    said = refusal(model, [batch], offbeat.DNI(conditional=conditional), cuts=(1,))
+    assert "the synthesiser of stage 1 cannot take batch 0 of shape (1, 4)" in said
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_regression_is_refused(name):
+    batch = torch.randn(5, 4), torch.randn(5, 1)
+    said = refusal(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), [batch], name, loss=mse_loss, cuts=(1,))
+    assert f"{name} trains every stage on class labels" in said
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_sequences_between_stages_are_refused(name):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(12, 3))
+    said = refusal(model, [(torch.randn(5, 3, 4), torch.zeros(5, dtype=torch.int64))], name, cuts=(1,))
+    assert f"{name} needs vectors or images between stages, but stage 1 gives something else" in said
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("frozen", ["0", "1"])
+def test_heads_are_in_the_precision_of_their_stage_also_where_it_is_frozen(name, frozen):
+    model = network().double()
+    model.get_submodule(frozen).requires_grad_(False)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    train(model, [images(dtype=torch.float64)] * 9, name)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]) == key.startswith(frozen), key
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_memory_counts_all_of_a_head(name):
+    """Its parameters, buffers, gradients and optimizer state, whoever trains it."""
+    pipe = train(network(), [images()] * 8, name)
+    for stage in (pipe.stages[1], pipe.stages[2]):
+        weights = sum(p.nbytes for p in stage.head.parameters())
+        fixed = sum(b.nbytes for b in stage.head.buffers())
+        states = 2 if stage.teacher is not None else 1  # Adam's, or SGD's
+        own = sum(p.nbytes for p in stage.module.parameters())
+        assert stage.memory() >= 3 * own + (2 + states) * weights + fixed + stage.held_bytes, f"stage {stage.k}"
+
+
+def test_micro_batches_are_named_as_parts_of_their_batch():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 4))
+    said = refusal(model, [images(8), images(6)], offbeat.GPipe(4), cuts=(1,))
+    assert "stage 2 cannot take micro-batch 3 of 4 of batch 1 of shape (1, 4, 4, 4) float32: Expected more" in said
+    spoilt = images(8)
+    spoilt[0][5] = float("nan")
+    said = refusal(network(), [images(8), spoilt], offbeat.GPipe(4))
+    assert "the loss of micro-batch 3 of 4 of batch 1 is nan" in said
+    pipe = train(network(), [images(8)] * 3, offbeat.GPipe(4))
+    assert [report.t for report in pipe.reports()] == [2, 2, 2]
+
+
+def test_a_batch_without_samples_is_told():
+    assert "batch 1 holds no samples" in refusal(network(), [images(), images(0)], offbeat.GPipe(4))
+
+
+def test_what_has_no_row_a_sample_is_not_split_into_micro_batches():
+    def weighted(output: Tensor, target: dict[str, Any]) -> Tensor:
+        return cross_entropy(output, target["y"]) * target["scale"]
+
+    x, y = images(8)
+    found, plain = (
+        train(network(), [(x, {"y": y, "scale": torch.tensor(2.0), "note": "kept"})], method, loss=weighted).model
+        for method in (offbeat.GPipe(4), offbeat.BP())
+    )
+    for a, b in zip(found.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    said = refusal(network(), [(x, {"y": y, "scale": torch.ones(4)})], offbeat.GPipe(4), loss=weighted)
+    assert "batch 0 of 8 samples cannot be split into micro-batches, one of its tensors is of shape (4,)" in said
