@@ -121,6 +121,7 @@ class Synthesised(nn.Module):
     def __init__(self, net: nn.Module, classes: int | None) -> None:
         super().__init__()
         self.net, self.classes = net, classes
+        self.needs_labels = classes is not None
 
     def forward(self, h: Tensor, target: Tensor) -> Tensor:
         labels = None if self.classes is None else functional.one_hot(target, self.classes).to(h.dtype)

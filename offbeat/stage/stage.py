@@ -203,7 +203,8 @@ class Stage:
     def _local_loss(self, t: int, output: Any, target: Any) -> Any:
         """What a stage with a head backwards from: its local loss, or the output that gets a synthetic gradient."""
         assert self.head is not None
-        if not isinstance(target, Tensor) or target.dtype != torch.int64 or target.dim() != 1:
+        labels = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
+        if not labels and getattr(self.head, "needs_labels", True):
             raise UserError(
                 f"{self.method.name} trains every stage on class labels, but the targets of batch {t} are "
                 f"{_shapes(target)}: give a tensor of int64 class indices, or use a method with feedback from above"
@@ -436,8 +437,8 @@ class Stage:
         state = [dict(values) for optimizer in optimizers for values in optimizer.state.values()]
         taught = [p for group in self.teacher.param_groups for p in group["params"]] if self.teacher else []
         kept = size(own, head, state, self.corrections.kept(), list(self.lessons.values())) + size(taught)
-        copies = self.most_versions * size(list(self.parameters.values()))  # older versions, and gradients
-        return kept + copies + (self.held_bytes or 0) * self.most_held
+        sets = self.most_versions + self.weights.copies  # older versions and gradients, and what the policy copies
+        return kept + sets * size(list(self.parameters.values())) + (self.held_bytes or 0) * self.most_held
 
     def _here(self, content: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)

@@ -70,6 +70,7 @@ class WeightPolicy(Protocol):
     """The parameters that forwards run on, and whether their backwards repeat them."""
 
     replays: bool
+    copies: int  # sets of parameters of its own beside the optimizer's and the older versions
 
     def current(self) -> Version:
         """What a forward uses now."""
@@ -109,6 +110,7 @@ class Live:
     """The module's own parameters; sound when no update comes between a forward and its backward."""
 
     replays = False
+    copies = 0
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
@@ -198,6 +200,8 @@ class Hybrid(Live):
 class PredictedHybrid(Hybrid):
     """Aliases of a second set of parameters, which is filled with what is due before each forward and each backward."""
 
+    copies = 1
+
     def __init__(self, answers: Answers) -> None:
         super().__init__(answers)
         self.storage = [parameter.detach().clone() for parameter in answers.parameters.values()]
@@ -219,6 +223,8 @@ class PredictedHybrid(Hybrid):
 
 class Stash(Live):
     """Snapshots, made at the first forward after an update and dropped with the last batch that needs them."""
+
+    copies = 1  # of the newest version
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
