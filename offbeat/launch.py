@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from offbeat.links import LOOPBACK_INTERFACE
 
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # set for workers that were started here: the folder for their last words
 LAUNCHER = "OFFBEAT_LAUNCHER"  # and the process that started them
+WORDS = "offbeat-launch-"  # temporary folders: behind it goes the launcher's process
 STOP_SECONDS = 30  # from the first failure or Ctrl-C until what still runs is killed: time for a checkpoint
 
 
@@ -46,7 +48,8 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
     from offbeat import rendezvous
 
     logging.disable(logging.CRITICAL)  # torch's own account of a failure; ours is one line
-    with tempfile.TemporaryDirectory(prefix="offbeat-") as words:
+    sweep()
+    with tempfile.TemporaryDirectory(prefix=f"{WORDS}{os.getpid()}-") as words:
         surroundings = {ERRORS: words, LAUNCHER: str(os.getpid())}
         surroundings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if sys.platform in LOOPBACK_INTERFACE:
@@ -80,6 +83,15 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
             logging.disable(logging.NOTSET)
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # a killed worker cannot show the cursor that its progress bar hid
+
+
+def sweep() -> None:
+    """Remove what launchers that were killed could not."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{WORDS}*-*"):
+        with contextlib.suppress(OSError, ValueError):
+            launcher = int(folder.name.removeprefix(WORDS).partition("-")[0])
+            if folder.stat().st_uid == os.getuid() and not Path(f"/proc/{launcher}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def last_words(error: BaseException) -> None:
@@ -153,6 +165,8 @@ def die_with_parent() -> None:
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(0.5)
+        if is_worker():  # the launcher would have done it
+            shutil.rmtree(os.environ[ERRORS], ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="offbeat-parent", daemon=True).start()

@@ -325,17 +325,18 @@ class Pipeline:
         """Where the first stage has asked this process to save, and why to stop there, if so."""
         return self.workers[-1].marks
 
-    def state(self) -> dict[int, Any]:
+    def state(self, *, keep_on: bool = False) -> dict[int, Any]:
         """The state of each stage of this process between batches: a tree of its own tensors, to be written at once.
 
-        With weights="hybrid" and batches in flight, `keep` must have been called far enough ahead.
+        With weights="hybrid" and batches in flight, `keep` must have been called far enough ahead; `keep_on` says that
+        the next time is near enough to need what is kept now.
         """
         found = {
             worker.stage.k: {"stage": stage_state.save(worker.stage), "worker": worker.save()}
             for worker in self.workers
         }
         for stage in self.stages.values():
-            stage.keep(False)
+            stage.keep(keep_on)
         return found
 
     def load(self, trees: Mapping[int, Any], batches: int) -> None:

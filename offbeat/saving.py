@@ -25,10 +25,12 @@ from offbeat.errors import Interrupted, UserError
 from offbeat.links import Link, Message
 from offbeat.pipeline import Pipeline
 from offbeat.recipe import ANSWERS, Recipe
+from offbeat.stage import Stage
 from offbeat.stage import state as stage_state
 
 UNITS = {"b": "batches", "e": "epochs", "s": "seconds", "min": "minutes"}
 SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", *ANSWERS)  # what batches in flight depend on
+RATES = ("lr", "momentum", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,13 @@ class Saver:
             self.pipe.drain()
         self.requested, self.began = None if t == self.requested else self.requested, time.monotonic()
         told: dict[str, Any] = {"facts": [], "failed": None}
+        folder = self.folder
         try:
             folder = checkpoint.begin(self.folder, t)
-            for k, tree in self.pipe.state().items():
+            near = any(self.due(batches) for batches in range(t + 1, t + self.ahead + 1))
+            for k, tree in self.pipe.state(keep_on=near).items():
                 told["facts"] += [f.as_dict() for f in checkpoint.write_part(folder, checkpoint.part_name(k), tree)]
-        except CheckpointFailed as error:
+        except UserError as error:  # CheckpointFailed, or a state that cannot be written down
             told["failed"] = str(error)
         told["pause"] = time.perf_counter() - began
         if self.pipe.first:
@@ -206,11 +210,13 @@ def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def restore(pipe: Pipeline, recipe: Recipe, path: str, *, same: bool) -> list[str]:
-    """Put this process's stages into the state of a checkpoint; what was lost on the way, in words."""
+def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *, same: bool) -> list[str]:
+    """Put this process's stages into the state of a checkpoint of the recipe `saved`; what was lost on the way."""
     made = checkpoint.read(Path(path))
     if same:
         pipe.load({k: made.stage(k) for k in pipe.stages}, batches=made.t)
+        for stage in pipe.stages.values():
+            change_rates(stage, recipe, saved)
         return []
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
     merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "corrections": {}}
@@ -225,6 +231,17 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, *, same: bool) -> list[st
     if not lost:
         return []
     return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost to the change"]
+
+
+def change_rates(stage: Stage, recipe: Recipe, saved: dict[str, Any]) -> None:
+    """Rate, momentum and weight decay of the recipe, where they are not those that were saved."""
+    if stage.optimizer is None or all(getattr(recipe, name) == saved[name] for name in RATES):
+        return
+    for group in stage.optimizer.param_groups:
+        group["lr"] = recipe.lr * (group["lr"] / saved["lr"]) if saved["lr"] else recipe.lr
+        group.update(initial_lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+    if stage.scheduler:
+        stage.scheduler.base_lrs = [recipe.lr for _ in stage.scheduler.base_lrs]
 
 
 def find(run: Path) -> tuple[Checkpoint | None, list[str]]:

@@ -134,7 +134,7 @@ def resume(recipe: Recipe, pipe: Pipeline, out: Path, folder: RunFolder | None) 
     told = pipe.engine.share(told if folder else None, 1)
     notes = list(told["notes"])
     if told["path"] is not None:
-        notes += saving.restore(pipe, recipe, told["path"], same=told["same"])
+        notes += saving.restore(pipe, recipe, told["path"], told["run"]["recipe"], same=told["same"])
     if folder:
         folder.go_on(pipe.batches, notes, exact=told["same"])
     return {**told["run"], "notes": notes}

@@ -26,6 +26,9 @@ COUNTERS = ("update_index", "samples", "last_batch", "backwards", "most_held", "
 
 def save(stage: Stage) -> Tree:
     """Everything that decides how this stage goes on; its tensors are the stage's own, so write them at once."""
+    if stage.weights.forgets and any(batch.kept is None for batch in stage.in_flight.values()):
+        raise UserError(f"stage {stage.k} has not kept the weights of its batches in flight: call keep() "
+                        f"{stage.lag + 1} batches before saving")  # fmt: skip
     versions: list[Version] = []
     in_flight = [_save_batch(t, batch, versions) for t, batch in stage.in_flight.items()]
     policy = stage.weights.save(versions)

@@ -70,6 +70,7 @@ class WeightPolicy(Protocol):
     """The parameters that forwards run on, and whether their backwards repeat them."""
 
     replays: bool
+    forgets: bool  # whether what a forward used is gone with the next update
     copies: int  # sets of parameters of its own beside the optimizer's and the older versions
 
     def current(self) -> Version:
@@ -110,6 +111,7 @@ class Live:
     """The module's own parameters; sound when no update comes between a forward and its backward."""
 
     replays = False
+    forgets = False
     copies = 0
 
     def __init__(self, answers: Answers) -> None:
@@ -166,6 +168,8 @@ class Replay(Live):
 class Hybrid(Live):
     """Aliases of the parameters: `.data` shares storage but not the version counter, so a stored graph stays usable
     while the optimizer changes what its backward will read."""
+
+    forgets = True
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
