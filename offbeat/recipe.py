@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -148,6 +149,9 @@ def _check(values: Mapping[str, Any]) -> None:
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")
         if name in values and name != "K" and values[name] > MOST:  # the model says what K can be
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number up to {MOST}")
+    every = re.match(r"\s*(\d+)", values.get("checkpoint_every", ""))
+    if every and float(every[1]) > MOST:
+        raise UserError(f"checkpoint-every = {values['checkpoint_every']}: use a number up to {MOST}")
     for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm", "beta"):
         if name in values and not 0 <= values[name] < float("inf"):
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a number from 0 up")
@@ -162,7 +166,7 @@ def load(path: Path) -> dict[str, Any]:
         values = dict(json.loads(path.read_text())["recipe"])
     except FileNotFoundError:
         raise UserError(f"config {path} does not exist: give the config.json of a run") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"config {path} cannot be read ({first_line(error)}): give the config.json of a run") from None
     return settings(values, path)
 
