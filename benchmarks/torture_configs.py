@@ -128,7 +128,8 @@ EXTREME = (("--checkpoint-every", LONG + "e"), ("--checkpoint-every", LONG + "mi
            ("-K", LONG), ("--lr", "1e400"), ("--classes", "1" + "0" * 30), ("--batch-size", "1" + "0" * 25),
            ("--config", "huge.json"), ("--shape", f"3,{LONG[:30]},8"), ("--seed", LONG), ("--epochs", LONG),
            ("--milestones", ""), ("--cuts", ""), ("--speeds", ""), ("--config", "nan.json"),
-           ("--corrector", ""), ("--keep", LONG), ("--micro-batches", LONG), ("-M", LONG))  # fmt: skip
+           ("--corrector", ""), ("--keep", LONG), ("--micro-batches", LONG), ("-M", LONG),
+           ("--classes", "1000000000"), ("--shape", "3,100000,100000"))  # fmt: skip
 
 
 @dataclass
@@ -362,8 +363,8 @@ def _answers(name: str, K: int, given: dict[str, str], flags: list[str]) -> tupl
         if not flag.startswith("--no-") and flag.removeprefix("--") not in takes:
             return INVALID, f"{name} takes no {flag}"
     beta = float(given["--beta"]) if "--beta" in given else 0.5
-    if beta > 1 or (name == "fdg" and beta == 0):
-        return INVALID, "beta beyond 1"
+    if beta > 1 or (name == "fdg" and beta == 0) or (name == "predsim" and beta in (0, 1)):
+        return INVALID, "beta beyond 1, or of predsim one that leaves out one of its two losses"
     if name in ("asgd", "dc-asgd") and K > 1:
         return INVALID, "workers hold the whole model"
     if name == "2bw" and int(given.get("-M", "8")) < K - 1:

@@ -149,6 +149,10 @@ def _check(values: Mapping[str, Any]) -> None:
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")
         if name in values and name != "K" and values[name] > MOST:  # the model says what K can be
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number up to {MOST}")
+    for name in ("classes", "samples", "shape", "M"):  # what they can be at least, data set and method say
+        sizes = values.get(name, ())
+        if max(sizes if isinstance(sizes, tuple) else (sizes,), default=0) > MOST:
+            raise UserError(f"{name} = {sizes}: use whole numbers up to {MOST}")
     every = re.match(r"\s*(\d+)", values.get("checkpoint_every", ""))
     if every and float(every[1]) > MOST:
         raise UserError(f"checkpoint-every = {values['checkpoint_every']}: use a number up to {MOST}")

@@ -42,9 +42,9 @@ def test_the_statement_of_what_is_valid_can_be_contradicted(configs):
     assert configs.fault("valid", 0, "{}", "") is None
 
 
-@pytest.mark.parametrize(("option", "value"), [("--checkpoint-every", "9" * 400 + "e"), ("--config", "deep.json")])
-def test_what_no_number_or_file_should_be_is_told_in_one_line(configs, option, value, tmp_path, monkeypatch):
+def test_numbers_and_files_beyond_all_measure_are_told_in_one_line_or_taken(configs, tmp_path, monkeypatch):
     configs.folder(tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
-    arguments = ["train", "--model", "mlp", "--data", "digits", option, value, "--dry-run", "--json"]
-    assert configs.fault("invalid", *configs.tried(arguments)) is None
+    for option, value in (*configs.EXTREME, ("--config", "deep.json")):
+        arguments = ["train", "--model", "mlp", "--data", "synthetic", option, value, "--dry-run", "--json"]
+        assert configs.fault("unclear", *configs.tried(arguments)) is None, (option, value[:40])
