@@ -159,6 +159,8 @@ def _check(values: Mapping[str, Any]) -> None:
     for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm", "beta"):
         if name in values and not 0 <= values[name] < float("inf"):
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a number from 0 up")
+    if any(not 0 < speed < float("inf") for speed in values.get("speeds", ())):
+        raise UserError(f"speeds {list(values['speeds'])}: use numbers above 0, one for each stage")
     fractions = list(values.get("milestones", ()))
     if fractions != sorted(fractions) or any(not 0 < fraction < float("inf") for fraction in fractions):
         raise UserError(f"milestones {fractions}: give increasing fractions of the epochs")
