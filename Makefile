@@ -1,6 +1,7 @@
 # make demo    train a small ResNet two ways and compare (sets everything up first)
 # make test    everything that must hold before a change lands
 # make bench   what the engine costs, as ratios in one run
+# make torture kills, bad input, slow links, checkpoints, long runs: an hour or more
 # make slow    tests that take minutes;  make gpu: tests for a machine with a CUDA device
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench slow gpu clean
+.PHONY: demo test lint bench torture slow gpu clean
 .DEFAULT_GOAL := demo
 
 # constraints.txt pins every version; torch first, so that nothing asks for a newer one
@@ -37,6 +38,12 @@ gpu: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/core.py
+
+TORTURES := configs latency overhead soak kills
+torture: $(READY)
+	@failed=; for each in $(TORTURES); do \
+	    $(BIN)/python benchmarks/torture.py $$each --out docs/results/torture-$$each.json || failed="$$failed $$each"; \
+	done; if [ -n "$$failed" ]; then echo "not as wanted:$$failed"; exit 1; fi
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -160,7 +160,12 @@ def execute(
             return run(replace(recipe, engine="processes"), out, show=show, folder_ready=ready)
     if not resumed:
         record.check_free(out)
-    recipe, known = check(recipe)
+    try:
+        recipe, known = check(recipe)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise UserError("there is not enough memory here: use smaller --shape, --classes or --batch-size") from error
     if dry_run:
         return {"recipe": recipe.as_dict(), "batches_an_epoch": known.batches, "out": str(out)}
     for rollback in range(MOST_ROLLBACKS + 1):

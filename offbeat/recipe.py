@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -152,9 +153,18 @@ def _check(values: Mapping[str, Any]) -> None:
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")
         if name in values and name != "K" and values[name] > MOST:  # the model says what K can be
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number up to {MOST}")
+    for name in ("classes", "samples", "shape", "M"):  # what they can be at least, data set and method say
+        sizes = values.get(name, ())
+        if max(sizes if isinstance(sizes, tuple) else (sizes,), default=0) > MOST:
+            raise UserError(f"{name} = {sizes}: use whole numbers up to {MOST}")
+    every = re.match(r"\s*(\d+)", values.get("checkpoint_every", ""))
+    if every and float(every[1]) > MOST:
+        raise UserError(f"checkpoint-every = {values['checkpoint_every']}: use a number up to {MOST}")
     for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm", "beta"):
         if name in values and not 0 <= values[name] < float("inf"):
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a number from 0 up")
+    if any(not 0 < speed < float("inf") for speed in values.get("speeds", ())):
+        raise UserError(f"speeds {list(values['speeds'])}: use numbers above 0, one for each stage")
     fractions = list(values.get("milestones", ()))
     if fractions != sorted(fractions) or any(not 0 < fraction < float("inf") for fraction in fractions):
         raise UserError(f"milestones {fractions}: give increasing fractions of the epochs")
@@ -166,7 +176,7 @@ def load(path: Path) -> dict[str, Any]:
         values = dict(json.loads(path.read_text())["recipe"])
     except FileNotFoundError:
         raise UserError(f"config {path} does not exist: give the config.json of a run") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"config {path} cannot be read ({first_line(error)}): give the config.json of a run") from None
     return settings(values, path)
 
