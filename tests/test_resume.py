@@ -217,3 +217,13 @@ def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
 def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path):
     extra = [] if "--resume" in arguments else ["--dry-run", "--out", tmp_path / "x"]
     check_refused(offbeat, ("train", "--data", "digits", "--model", "resnet8", *arguments, *extra), said)
+
+
+def test_rates_can_be_changed_when_a_run_goes_on(tmp_path):
+    run = tmp_path / "run"
+    done(start(run, *RUN, "-K", "2", "--engine", "simulate", "--checkpoint-every", "1e", "--warmup", "0"))
+    before = [line["lr"] for line in lines(run) if line["kind"] == "train"][-1]
+    resumed(run, "--epochs", "3", "--lr", "0.001", "--milestones", "0.9")
+    after = [line["lr"] for line in lines(run) if line["kind"] == "train"][-10:]
+    assert before != 0.001
+    assert 0.001 in after
