@@ -94,7 +94,7 @@ class Worker:
 
     def load(self, saved: dict[str, Any]) -> None:
         """Go on from there: the program up to its place, the messages sent again."""
-        for t in range(*saved["entered"]):
+        for t in range(*saved["entered"]) if saved["entered"] else ():  # none right behind a drain
             self._enter(t)
         self.buffer = {t: tuple(content) for t, content in saved["buffer"]}
         for t, content in saved["messages"]:

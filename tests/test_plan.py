@@ -102,6 +102,7 @@ def test_slow_links_slow_every_method_that_waits_for_them(offbeat):
     assert all(speed < 0.5 for name, speed in plan["methods"].items() if name in ("bp", "ddg", "gpipe"))
 
 
+@pytest.mark.slow
 def test_a_slow_worker_gets_less_and_the_speed_up_is_over_one_fast_worker(offbeat):
     plan = planned(offbeat, "-K", 2, "--partition", "flops", "--speeds", "1,0.1")
     equal = planned(offbeat, "-K", 2, "--partition", "flops")
@@ -159,6 +160,7 @@ def test_a_profile_of_something_else_is_refused(offbeat, options, words):
     check_refused(offbeat, (*SMALL, "-K", 2, "--profile", "p.json", *options), "does not fit", *words)
 
 
+@pytest.mark.slow
 def test_links_are_measured_and_given_values_win(offbeat, monkeypatch):
     calls = []
     monkeypatch.setattr("offbeat.planning.measure_links", lambda: calls.append(1) or (0.002, 3e9))
@@ -326,7 +328,7 @@ TRAIN_OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "too many speeds for one stage": (("-K", "1", "--speeds", "1,1"), ("2 speeds for 1",)),
     "too few speeds beside cuts": (("--cuts", "1,2", "--speeds", "1,1"), ("2 speeds for 3 stages",)),
     "no speeds": (("--speeds", ""), ("speeds",)),
-    "negative speed": (("--speeds", "1,1,-1"), ("speeds[2] = -1",)),
+    "negative speed": (("--speeds", "1,1,-1"), ("speeds", "-1")),
     "speeds in words": (("--speeds", "a,b,c"), ("--speeds",)),
     "too many stages": (("--units", "layers", "-K", "500"), ("500 stages", "K <= ")),
     "more stages than blocks": (("--units", "blocks", "-K", "8"), ("8 stages", "K <= 5")),

@@ -158,6 +158,7 @@ def test_all_that_wait_for_a_stopped_process_are_told_also_those_who_are_not_its
         assert seconds < SECONDS + 8
 
 
+@pytest.mark.slow
 def test_a_slow_stage_is_no_silent_one(tmp_path):
     for code, out, err, _ in members(tmp_path, "slow", 2):
         assert code == 0, err

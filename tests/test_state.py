@@ -48,7 +48,7 @@ def same(found, expected) -> bool:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_goes_on_from_every_batch(name):
     uninterrupted = finish(pipeline(name), batches(LENGTH))
-    for at in (1, 3, 6, 11):
+    for at in (3, 8):
         resumed, went_on = interrupted(lambda: pipeline(name), at)
         expected = uninterrupted[0][at:], uninterrupted[1]
         assert same(went_on, expected), f"saving after {at} batches changed the run"
@@ -77,7 +77,7 @@ def test_settings_that_add_state_go_on_too(name):
         return offbeat.Pipeline(network(), 3, loss=nn.functional.cross_entropy, cuts=[1, 2], seed=3, **options)
 
     expected = finish(make(), batches(LENGTH))
-    for at in (2, 7, 12):
+    for at in (2, 9):
         resumed, _ = interrupted(make, at)
         assert same(resumed, (expected[0][at:], expected[1]))
 

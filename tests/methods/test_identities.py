@@ -293,7 +293,7 @@ def test_serial_dni_with_the_true_gradient_is_torch():
     {"spike": True}, {"predict": "velocity"}, {"predict": "weight"}, {"look_ahead": 0.9}, {"compensate": 0.04},
     {"compensate": 2.0, "adaptive": True}, {"anneal": 3}, {"weights": "hybrid", "discrepancy": 0.135},
     {"weights": "hybrid", "spectrain": 1}, {"spectrain": 2}, {"window_before": True},
-], ids=str)  # fmt: skip
+], ids=lambda change: "-".join(change))  # fmt: skip
 def test_every_rule_makes_a_difference(change):
     """So that a comparison of rules with an engine that ignores one of them fails."""
     rules = replace(adl(2), **({"M": 6} if "window_before" in change else {}))
