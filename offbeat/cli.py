@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -155,8 +155,8 @@ def execute(
     if launch.joined_group():
         if dry_run:
             raise UserError("--dry-run under torchrun: run it once, without torchrun")
-        with kept(out, told_here=not launch.is_worker()):
-            ready = resumed or launch.is_worker()
+        ready = resumed or launch.is_worker()
+        with nullcontext() if launch.is_worker() else kept(out):  # what ends a worker early, its launcher tells
             return run(replace(recipe, engine="processes"), out, show=show, folder_ready=ready)
     if not resumed:
         record.check_free(out)
@@ -187,12 +187,12 @@ def execute(
 
 
 @contextmanager
-def kept(out: Path, *, told_here: bool = True) -> Iterator[None]:
+def kept(out: Path) -> Iterator[None]:
     """Whatever ends a run early is the last line of its records, and the message says where they are."""
     from offbeat.record import RunFolder
 
     def last_line(kind: str, **values: str) -> None:
-        if told_here and os.environ.get("RANK", "0") == "0" and (out / "config.json").exists():
+        if os.environ.get("RANK", "0") == "0" and (out / "config.json").exists():
             RunFolder(out).line(kind, **values)
 
     try:

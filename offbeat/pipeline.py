@@ -26,7 +26,7 @@ from offbeat.stage import state as stage_state
 from offbeat.stage.stage import USERS_CODE, Loss, MakeOptimizer, MakeScheduler, OnNan
 from offbeat.worker import SAVE, Links, Worker
 
-EPOCH_END = Message(-1, kind="epoch")
+EPOCH_END = "epoch"  # the kind of a mark behind the last batch of an epoch; its number is that of batches so far
 END = Message(-1, kind="end")
 Loader = Iterable[tuple[Any, Any]]
 
@@ -272,16 +272,18 @@ class Pipeline:
         else:
             if not self.workers:
                 self._build(None)
-            while self.workers[0].links.inputs.peek().kind in ("batch", SAVE):
+            # Not every stage gets a message in every iteration (see dgl_async.py): the mark says how many there are.
+            while (ahead := self.workers[0].ahead()).kind != EPOCH_END or self.batches < ahead.t:
                 yield None, None
-        self._pass_on(EPOCH_END)
+        self._pass_on(Message(self.batches, kind=EPOCH_END))
 
     def _pass_on(self, mark: Message) -> None:
         """Send a mark through the stages of this process, behind the batches."""
         for worker in self.workers:
             if worker.stage.k > 1:
+                worker.ahead()
                 received = worker.links.inputs.receive()
-                assert received.kind == mark.kind, f"expected the mark {mark.kind}, got {received.kind}"
+                assert received == mark, f"expected {mark}, got {received}"
             if worker.links.outputs:
                 worker.links.outputs.send(mark)
 

@@ -28,7 +28,6 @@ from offbeat.recipe import ANSWERS, Recipe
 from offbeat.stage import Stage
 from offbeat.stage import state as stage_state
 
-UNITS = {"b": "batches", "e": "epochs", "s": "seconds", "min": "minutes"}
 SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", *ANSWERS)  # what batches in flight depend on
 RATES = ("lr", "momentum", "weight_decay")
 
@@ -72,12 +71,11 @@ def check(recipe: Recipe, batches_an_epoch: int) -> None:
 class Pending:
     """A checkpoint whose parts are being written."""
 
-    folder: Path
+    folder: Path | None  # None where not even that could be made
     mode: str
     run: dict[str, Any]
     facts: list[Any] = field(default_factory=list)
-    told: int = 0  # stages that have told
-    heard: list[Link] = field(default_factory=list)  # their links
+    heard: list[Link] = field(default_factory=list)  # of the stages elsewhere that have told
     failed: str | None = None
     pause: float = 0.0
 
@@ -89,13 +87,14 @@ class Saver:
                  note: Callable[..., None]) -> None:  # fmt: skip
         self.recipe, self.pipe, self.folder, self.note = recipe, pipe, folder, note
         self.every = Every.of(recipe.checkpoint_every, batches_an_epoch)
-        self.last = pipe.batches
         self.began = time.monotonic()
         self.requested: int | None = None  # a mark is under way for this batch
         self.stop_wanted = ""  # why
         self.pending: dict[int, Pending] = {}
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, Link] = {}  # from stages to the first process, where they are not in it
         for k in range(2, pipe.K + 1):
+            if pipe.first and k in pipe.stages:
+                continue
             link = pipe.engine.link("checkpoint", k, 1, capacity=16, patient=True)
             if link is not None:
                 self.links[k] = link
@@ -130,12 +129,11 @@ class Saver:
         """Write this process's parts, and what belongs to the run; raises Interrupted where the run stops here."""
         t, began = self.pipe.batches, time.perf_counter()
         stop = self.pipe.marks.pop(t, "")
-        drained = self.recipe.checkpoint_mode == "drained" and self._counted(t)
-        if drained:
+        if self.recipe.checkpoint_mode == "drained" and self._counted(t):
             self.pipe.drain()
         self.requested, self.began = None if t == self.requested else self.requested, time.monotonic()
         told: dict[str, Any] = {"facts": [], "failed": None}
-        folder = self.folder
+        folder = None
         try:
             folder = checkpoint.begin(self.folder, t)
             near = any(self.due(batches) for batches in range(t + 1, t + self.ahead + 1))
@@ -145,14 +143,12 @@ class Saver:
             told["failed"] = str(error)
         told["pause"] = time.perf_counter() - began
         if self.pipe.first:
-            in_flight = not drained and any(stage.in_flight for stage in self.pipe.stages.values())
-            mode = "in-flight" if in_flight else "drained"
+            mode = "in-flight" if any(stage.in_flight for stage in self.pipe.stages.values()) else "drained"
             self.pending[t] = Pending(folder, mode, {**run, "batches": t, "recipe": self.recipe.as_dict()})
-            self._hear(t, told, stages=len(self.pipe.stages))
+            self._hear(t, told)
         else:
             for k in self.pipe.stages:
                 self.links[k].send(Message(t, told))
-        self.last = t
         if stop:
             self.close()
             raise Interrupted(f"stopped by {stop} behind batch {t - 1}, with a checkpoint: go on with "
@@ -166,7 +162,7 @@ class Saver:
             while any(link not in pending.heard for pending in self.pending.values()) and (wait or link.ready()):
                 message = link.receive()
                 self.pending[message.t].heard.append(link)
-                self._hear(message.t, message.content, stages=1)
+                self._hear(message.t, message.content)
 
     def close(self) -> None:
         """Finish what is pending; nobody leaves before all have saved."""
@@ -174,21 +170,21 @@ class Saver:
         self.collect(wait=True)
         self.pipe.engine.barrier()
 
-    def _hear(self, t: int, told: dict[str, Any], *, stages: int) -> None:
+    def _hear(self, t: int, told: dict[str, Any]) -> None:
         pending = self.pending[t]
         pending.facts += told["facts"]
         pending.failed = pending.failed or told["failed"]
         pending.pause = max(pending.pause, told["pause"])
-        pending.told += stages
-        if pending.told == self.pipe.K:
+        if len(pending.heard) == len(self.links):
             self._finish(t, self.pending.pop(t))
 
     def _finish(self, t: int, pending: Pending) -> None:
         """Give it its name, or say why there is none; training goes on either way."""
         try:
-            if pending.failed:
-                checkpoint.abandon(pending.folder)
-                raise CheckpointFailed(pending.failed)
+            if pending.folder is None or pending.failed:
+                if pending.folder is not None:
+                    checkpoint.abandon(pending.folder)
+                raise CheckpointFailed(pending.failed or "no folder for it could be made")
             made = checkpoint.finish(
                 pending.folder, pending.facts, t=t, mode=pending.mode, K=self.pipe.K,
                 method=self.pipe.method.name, run=pending.run,

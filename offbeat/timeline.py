@@ -131,7 +131,7 @@ def period(method: Method, costs: Costs) -> float:
         return max(span.end for span in timeline(method, many, costs)) / many / method.workers
     lag = max(method.lag(k, K) for k in range(1, K + 1))
     first = 4 * K + 4 * method.M + lag
-    last = first + 4 * K + 8 * method.M
+    last = first + method.M * (8 + -(-4 * K // method.M))  # whole windows, or updates would be counted unevenly
     ends: dict[tuple[int, int], float] = {}
     for span in timeline(method, last + 4 * K + lag, costs):
         if isinstance(span.operation, Backward):

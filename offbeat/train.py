@@ -200,7 +200,7 @@ class Run:
         self.speeds: list[float] = list(before.get("speeds", []))
         self.seconds: float = before.get("seconds", 0.0)
         self.test: dict[str, Any] = before.get("test", {})
-        self.memory: list[int] = []  # bytes of every stage, at its fullest
+        self.memory: list[int] = list(before.get("memory", []))  # bytes of every stage, at its fullest
         self.saver = Saver(recipe, known.batches, pipe, out, self._note)
         for note in before.get("notes", []):
             self.progress.say(note)
@@ -218,7 +218,7 @@ class Run:
             self.folder.model(self.pipe.model.state_dict())
             result = {
                 **{name: self.test[name] for name in ("loss", "error", "top5")},
-                "samples_per_second": median(self.speeds[1:] or self.speeds or [0.0]),
+                "samples_per_second": median(self.speeds[1:] or self.speeds),
                 "seconds": self.seconds + time.perf_counter() - self.began,
                 "staleness": [stage.mean for stage in self.pipe.staleness],
                 "staleness_formula": self._formula(),
@@ -251,7 +251,7 @@ class Run:
 
     def _save(self) -> None:
         self.saver.save({
-            "rows": self.rows, "speeds": self.speeds, "test": self.test,
+            "rows": self.rows, "speeds": self.speeds, "test": self.test, "memory": self.memory,
             "seconds": self.seconds + time.perf_counter() - self.began,
         })  # fmt: skip
 
@@ -279,7 +279,7 @@ class Run:
         for reports in sets:
             top, bottom = reports[-1], reports[0]
             self.memory = [report.memory for report in reports]
-            self.rows.append({"loss": top.loss, "error": top.error, "samples": top.samples, "entered": bottom.samples})
+            self.rows.append({"loss": top.loss, "error": top.error, "samples": top.samples})
             now = time.perf_counter()
             self.entered += bottom.samples
             if not bottom.samples or not self.folder:

@@ -139,16 +139,21 @@ class Worker:
         source = self._source(operation)
         if source is None:
             return None
+        if source is self.links.inputs:
+            self.ahead()
         message = source.receive()
-        while message.kind == SAVE:
-            self._mark(message)
-            message = source.receive()
         if message.kind != "batch" or message.t != operation.t:
             raise UserError(
                 f"stage {self.stage.k} is at {operation} but was sent {message.kind} {message.t}: "
                 "call step() and drain() equally often in every process"
             )
         return message.content
+
+    def ahead(self) -> Message:
+        """The next message from below, left in place; marks that ask for a checkpoint before it are taken up."""
+        while (message := self.links.inputs.peek()).kind == SAVE:
+            self._mark(self.links.inputs.receive())
+        return message
 
     def _mark(self, message: Message) -> None:
         """A checkpoint is wanted behind so many batches: prepare for it, and let the stage above know."""

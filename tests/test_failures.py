@@ -123,6 +123,7 @@ def check_stopped(ended: Ended, *words: str, code: int = 2, kind: str = "failed"
     assert ended.stdout == ""
     assert ended.stderr.startswith("offbeat: ")
     assert ended.stderr.count("\n") == 1
+    assert ended.stderr.count("records so far") == 1
     for word in (*words, str(ended.out)):
         assert word in ended.stderr
     assert ended.left == {}
@@ -169,7 +170,7 @@ def interrupt(out: Path, K: int) -> Ended:
 
 
 def diverge(out: Path) -> Ended:
-    arguments = ("--data", "synthetic", "--model", "mlp", "-M", "1", "-K", 2, "--lr", "1e6", "--warmup", "0", "--json")
+    arguments = ("--data", "synthetic", "--model", "mlp", "-M", "1", "-K", 2, "--lr", "1e38", "--warmup", "0", "--json")
     run = Run(out, *arguments)
     wait_for(lambda: run.process.poll() is not None, START)
     return run.end()
@@ -177,7 +178,7 @@ def diverge(out: Path) -> Ended:
 
 def diverge_in_group(out: Path) -> list[subprocess.CompletedProcess]:
     """The command in two processes that it did not start itself, as under torchrun."""
-    arguments = ("--data", "synthetic", "--model", "mlp", "-M", "1", "-K", "2", "--lr", "1e6", "--warmup", "0")
+    arguments = ("--data", "synthetic", "--model", "mlp", "-M", "1", "-K", "2", "--lr", "1e38", "--warmup", "0")
     command = [sys.executable, "-m", "offbeat", "train", *arguments, "--json", "--out", str(out)]
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
 
@@ -378,7 +379,7 @@ def test_a_loss_that_is_not_finite_under_torchrun_is_told_in_every_process_and_i
 
 @pytest.mark.parametrize("how", [("-K", "1"), ("-K", "3", "--engine", "simulate")])
 def test_a_loss_that_is_not_finite_names_batch_and_stage_in_one_process(monkeypatch, capsys, tmp_path, how):
-    arguments = ("--data", "synthetic", "--samples", "640", "--model", "mlp", "-M", "1", "--lr", "1e6", "--warmup", "0")
+    arguments = ("--data", "synthetic", "--samples", "640", "--model", "mlp", "-M", "1", "--lr=1e38", "--warmup", "0")
     out = tmp_path / "run"
     monkeypatch.setattr(sys, "argv", ["offbeat", "train", *arguments, *how, "--out", str(out), "--json"])
     with pytest.raises(SystemExit) as exit:

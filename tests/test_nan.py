@@ -103,6 +103,31 @@ def test_a_batch_that_is_left_out_leaves_no_trace_in_batch_norm():
     assert int(pipe.model[0][1].num_batches_tracked) == 7
 
 
+def test_a_synthesiser_learns_nothing_from_a_batch_that_is_not_finite():
+    pipe = pipeline(offbeat.DNI(), on_nan="skip")
+    trained = run(pipe, batches(14, poisoned=(6,)))
+    heads = [p for stage in pipe.stages.values() if stage.head is not None for p in stage.head.parameters()]
+    assert all(torch.isfinite(p).all() for p in (*trained, *heads))
+    assert [report.skipped for report in pipe.reports()] == [1, 1, 1], "that batch alone"
+
+
+def test_a_batch_that_is_left_out_teaches_no_synthesiser():
+    twice = [run(pipeline(offbeat.DNI(), left_out=[6]), batches(14, poisoned=poisoned)) for poisoned in ((), (6,))]
+    assert all(map(torch.equal, *twice))
+
+
+def test_micro_batches_that_are_left_out_leave_no_trace_in_deferred_statistics():
+    torch.manual_seed(0)
+    net = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.Sequential(nn.Tanh(), nn.Linear(6, 3))]
+    pipe = offbeat.Pipeline(net, method=offbeat.GPipe(m=2), loss=nn.functional.cross_entropy, left_out=[3],
+                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1))  # fmt: skip
+    for t, (x, y) in enumerate(batches(8)):
+        pipe.step(x.float() if t != 3 else torch.full((5, 4), 1e6), y)
+    pipe.drain()
+    assert pipe.model[0][1].running_mean.abs().max() < 100
+    assert int(pipe.model[0][1].num_batches_tracked) == 7
+
+
 @pytest.fixture
 def poisoned(monkeypatch):
     """The eighth batch of the first epoch of real digits holds NaN."""

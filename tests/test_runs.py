@@ -34,6 +34,9 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
+UNEVEN = ("--data", "digits", "--model", "mlp", "--method", "dgl-async", "-K", "3", "--epochs", "2",
+          "--checkpoint-every", "20b", "--threads-per-stage", "1")  # fmt: skip
+
 Completed = subprocess.CompletedProcess
 
 
@@ -87,6 +90,7 @@ def commands(folder) -> Iterator[dict[str, Future]]:
             "bp": pool.submit(
                 python, "-m", "offbeat", "train", *SMALL, "--method", "bp", "-K", 2, "--out", folder / "bp"
             ),
+            "uneven": pool.submit(python, "-m", "offbeat", "train", *UNEVEN, "--out", folder / "uneven"),
         }
 
 
@@ -353,3 +357,11 @@ def test_the_demo_ends_with_one_table_and_the_folder_of_three_runs(tmp_path):
     assert (recipe_of(adl)["K"], recipe_of(adl)["engine"]) == (2, "processes")
     same = [{**recipe_of(path), "method": 0, "K": 0, "engine": 0, "cuts": 0, "threads_per_stage": 0} for path in runs]
     assert same[0] == same[1] == same[2], "the same recipe"
+
+
+def test_stages_that_do_not_get_a_message_in_every_iteration_end_their_epochs_together(commands, folder, here, capsys):
+    done = commands["uneven"].result()
+    assert done.returncode == 0, done.stderr
+    here("uneven-simulated", *UNEVEN, "--engine", "simulate", capsys=capsys)
+    one, other = (load_file(folder / name / "model.safetensors") for name in ("uneven", "uneven-simulated"))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from command import check_refused
 from test_failures import ENDLESS, ENVIRONMENT, Run, check_stopped, free_ports, processes_of, wait_for
 
 from offbeat.engines.processes import SILENCE, silence_allowed
@@ -32,6 +33,10 @@ def test_nonsense_for_the_silence_is_refused(monkeypatch, given):
     monkeypatch.setenv("OFFBEAT_SILENCE", given)
     with pytest.raises(UserError, match="give seconds above 0"):
         silence_allowed(None)
+
+
+def test_nonsense_for_the_silence_on_the_command_line_is_one_line(offbeat):
+    check_refused(offbeat, ("train", "--data", "digits", "-K", 2, "--silence", 0), "--silence 0", "seconds above 0")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")

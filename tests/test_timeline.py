@@ -75,3 +75,8 @@ def test_spans_of_a_stage_never_overlap_and_messages_never_come_early(name):
             assert span.start >= when[k - 1, operation].end
         if isinstance(operation, Backward) and method.waits(k, 3):
             assert span.start >= when[k + 1, operation].end
+
+
+def test_updates_are_counted_evenly_whatever_k_and_m():
+    costs = Costs((1.0,) * 5, (2.0,) * 5, (0.9,) * 5)
+    assert speed_up(ADL(M=3), costs) == pytest.approx(costs.alone / 3.3, rel=1e-12)

@@ -3,7 +3,7 @@
     length | header length | CRC of the header | sum of all behind this | header (JSON) | tensor | tensor ...
     (8 bytes each, zeros between the parts)
 
-Every link packs and unpacks this way, also within a process, because memory layout is part of the numbers: BatchNorm on
+Links within a process copy tensors into the same layout (`copied`), because layout is part of the numbers: BatchNorm on
 channels-last or convolution on a transposed input give other bits. Dense layouts keep their strides, all others (such
 as expanded gradients) become contiguous, and each tensor starts on a 64-byte boundary as torch allocates them.
 The header is data, never code, and nothing in it is believed: whatever is not the very message that was packed (a

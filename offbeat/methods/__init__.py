@@ -57,11 +57,10 @@ METHODS: dict[str, Callable[..., Method]] = {
     "nag-async": NAGAsync,
 }
 
-WHOLE = ("asgd", "dc-asgd")  # workers hold the whole model: no stages to plan
 
 # Those whose time the clock foretells, also without the barriers that data flow does not need.
 DECLARED: dict[str, Callable[..., Method]] = {
-    **{name: make for name, make in METHODS.items() if name not in WHOLE},
+    **{name: make for name, make in METHODS.items() if make().workers == 1},  # others keep the model whole
     "ddg-dataflow": lambda: replace(DDG(barrier=False), name="ddg-dataflow"),
     "fr-dataflow": lambda: replace(FR(barrier=False), name="fr-dataflow"),
 }

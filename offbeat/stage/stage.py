@@ -143,7 +143,7 @@ class Stage:
             leaves, structure, self._here(target), version, self.update_index - version.age, steady, self.random.state,
             share, self.weights.remember() if self.keeping else None,
         )  # fmt: skip
-        with self.random.drawing(), torch.set_grad_enabled(not self.weights.replays), self._watched(version, leaves):
+        with self.random.drawing(), torch.set_grad_enabled(not self.weights.replays), self._watched(t, version, leaves):
             output = self._run(t, batch, version)
             root = self._local_loss(t, output, batch.target) if self.head is not None else output
         if not self.weights.replays:
@@ -171,10 +171,10 @@ class Stage:
                 batch.kept = None
 
     @contextmanager
-    def _watched(self, version: Version, inputs: list[Any]) -> Iterator[None]:
+    def _watched(self, t: int, version: Version, inputs: list[Any]) -> Iterator[None]:
         """Around a forward: the first one is measured, micro-batches leave BatchNorm's statistics to the update."""
         with ExitStack() as stack:
-            if self.deferred:
+            if self.deferred and not self._left_out(t):
                 stack.enter_context(self.deferred.collecting())
             if self.held_bytes is None:
                 own = [*self.module.parameters(), *self.module.buffers(), *self.parameters.values()]
@@ -192,9 +192,7 @@ class Stage:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         x = pytree.tree_unflatten(leaves, batch.structure)
         try:
-            # A batch that is left out leaves no trace in BatchNorm's statistics either.
-            counted = not again and t // self.method.m not in self.left_out
-            output = call(self.module, version.tensors, (x,), buffers=counted)
+            output = call(self.module, version.tensors, (x,), buffers=not again and not self._left_out(t))
         except USERS_CODE as error:
             given = f"{self._batch(t)} of {_shapes(x)}"
             raise UserError(f"stage {self.k} cannot take {given}: {first_line(error)}") from error
@@ -221,6 +219,10 @@ class Stage:
         self._sound(t, loss.item())
         return loss
 
+    def _left_out(self, t: int) -> bool:
+        """Whether batch t gives no gradient, and leaves no trace in BatchNorm's statistics."""
+        return t // self.method.m in self.left_out
+
     def _batch(self, t: int) -> str:
         """What t is called, where operations index micro-batches."""
         m = self.method.m
@@ -245,7 +247,7 @@ class Stage:
     def _sound(self, t: int, value: float) -> bool:
         """Whether the loss of batch t is finite; where it is not, either stop or remember to leave the batch out."""
         batch = t // self.method.m
-        if math.isfinite(value) or batch in self.left_out:
+        if math.isfinite(value) or self._left_out(t):
             return math.isfinite(value)
         if self.on_nan == "stop":
             raise NotFinite(
@@ -289,6 +291,10 @@ class Stage:
 
     def _own_gradients(self, t: int, batch: InFlight) -> list[Tensor | None]:
         """Where a backward starts when nothing comes from above: at a loss, or at a synthetic gradient."""
+        if t in self.bad or self._left_out(t):
+            self.bad.discard(t)
+            self.skipped += 1
+            return [None for _ in batch.roots]
         if self.method.feedback == "synthesiser" and not self.last:
             assert self.head is not None
             h, target = self.lessons[t]
@@ -298,23 +304,24 @@ class Stage:
             except USERS_CODE as error:
                 raise UserError(f"the synthesiser of stage {self.k} cannot take batch {t} of {_shapes(h)}: "
                                 f"{first_line(error)}") from error  # fmt: skip
-        if t in self.bad or t // self.method.m in self.left_out:
-            self.bad.discard(t)
-            self.skipped += 1
-            return [None for _ in batch.roots]
         scale = batch.share * (self.method.top if self.last else 1.0)
         return [torch.full_like(root, scale) for root in batch.roots]
 
     def teach(self, t: int, gradients: list[Tensor | None]) -> None:
         """Train the synthesiser on the gradient that the stage above reports for batch t."""
         h, target = self.lessons.pop(t)
-        if self.teacher is None or gradients[0] is None:
+        if self.teacher is None or gradients[0] is None or self._left_out(t):
             return
         assert self.head is not None
         self.teacher.zero_grad()
         with self.random.drawing():
-            self.head.lesson(h, target, gradients[0].to(h.device)).backward()  # type: ignore[operator]
-        self.teacher.step()
+            lesson = self.head.lesson(h, target, gradients[0].to(h.device))  # type: ignore[operator]
+        if math.isfinite(lesson.item()):
+            lesson.backward()
+            self.teacher.step()
+        elif self.on_nan == "stop":
+            raise NotFinite(f"what batch {t} teaches the synthesiser of stage {self.k} of {self.K} is not finite: "
+                            "lower the learning rate, or look at this batch", [t])  # fmt: skip
 
     def _gradients(
         self, t: int, version: Version, pairs: list[tuple[Tensor, Tensor]], targets: list[Tensor]
