@@ -28,7 +28,12 @@ def records(kind: str) -> Records:
 
 
 def made(record: Record) -> Record:
-    return (record.get("comparison") or record)["provenance"]
+    """Where a record comes from; a plan tells it among its other keys."""
+    found = record.get("comparison") or record
+    if "provenance" not in found and "hardware" in found:
+        told = {key: found[key] for key in ("commit", "command")}
+        return {**told, "machine": found["hardware"], "versions": {"torch": found["torch"]}}
+    return found["provenance"]
 
 
 def shown(values: list[float], rounds: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_failures import ENDLESS, Run, processes_of
+from processes import ENDLESS, Run, processes_of
 
 from offbeat import launch
 from offbeat.data import cifar_files

@@ -9,131 +9,30 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from processes import (
+    ENDLESS,
+    ENVIRONMENT,
+    START,
+    STOP,
+    Ended,
+    Run,
+    check_stopped,
+    free_ports,
+    processes_of,
+    wait_for,
+)  # fmt: skip
 
 from offbeat import cli
 
 AT_ONCE = 2
-START = 90  # seconds until a run must have begun to train, on a busy machine
-STOP = 20  # seconds for "within seconds", on a busy machine
-ENDLESS = ("--data", "synthetic", "--model", "resnet8", "--shape", "3,8,8", "--epochs", "100000", "-M", "2")
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
-
-
-def processes_of(out: Path) -> dict[int, str]:
-    """Live processes of a run, told by its folder on their command line, with their rank ('' for the launcher)."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if os.fsencode(out) not in (entry / "cmdline").read_bytes().split(b"\0"):
-                continue
-            surroundings = dict(pair.partition(b"=")[::2] for pair in (entry / "environ").read_bytes().split(b"\0"))
-            if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found[int(entry.name)] = surroundings.get(b"RANK", b"").decode()
-        except OSError:  # gone meanwhile
-            continue
-    return found
-
-
-def wait_for(condition: Callable[[], object], seconds: float, *, every: float = 0.1) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(every)
-    return True
-
-
-class Run:
-    """A run by the real command, in a session of its own."""
-
-    def __init__(self, out: Path, *arguments: object) -> None:
-        self.out = out
-        self.streams = [out.with_suffix(suffix) for suffix in (".stdout", ".stderr")]
-        command = [sys.executable, "-m", "offbeat", "train", *arguments, "--out", out]
-        with self.streams[0].open("w") as stdout, self.streams[1].open("w") as stderr:
-            self.process = subprocess.Popen(
-                [str(part) for part in command], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                env={**ENVIRONMENT, "TMPDIR": str(out.parent)}, start_new_session=True,
-            )  # fmt: skip
-
-    def begin(self) -> None:
-        """Wait until it trains."""
-        trains = self.out / "metrics.jsonl"
-        begun = wait_for(lambda: trains.exists() or self.process.poll() is not None, START)
-        assert begun, "the run did not begin"
-        assert self.process.poll() is None, self.stderr
-
-    def worker(self, rank: int) -> int:
-        (pid,) = (pid for pid, its in processes_of(self.out).items() if its == str(rank))
-        return pid
-
-    @property
-    def stderr(self) -> str:
-        return self.streams[1].read_text()
-
-    def end(self) -> Ended:
-        """How it ends from now on, by itself within the time allowed; then nothing of it is left in any case."""
-        began = time.monotonic()
-        try:
-            code = self.process.wait(STOP + 10)
-        except subprocess.TimeoutExpired:
-            code = None
-        seconds = time.monotonic() - began
-        wait_for(lambda: not processes_of(self.out), 5)
-        left = processes_of(self.out)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait(10)
-        metrics = self.out / "metrics.jsonl"
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        return Ended(code, seconds, self.streams[0].read_text(), self.stderr, lines, left, self.out)
-
-
-@dataclass(frozen=True)
-class Ended:
-    code: int | None
-    seconds: float
-    stdout: str
-    stderr: str
-    lines: list[dict]
-    left: dict[int, str]
-    out: Path
-
-
-def check_stopped(ended: Ended, *words: str, code: int = 2, kind: str = "failed") -> None:
-    """One line with these words, that exit code, in time, the folder kept with a line about it, nobody left."""
-    assert ended.code == code, ended
-    assert ended.seconds < STOP
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("offbeat: ")
-    assert ended.stderr.count("\n") == 1
-    assert ended.stderr.count("records so far") == 1
-    for word in (*words, str(ended.out)):
-        assert word in ended.stderr
-    assert ended.left == {}
-    assert (ended.out / "config.json").exists()
-    assert not (ended.out / "model.safetensors").exists()
-    assert any(line["kind"] == "train" for line in ended.lines) or kind == "failed"
-    assert ended.lines[-1]["kind"] == kind
-    if kind == "failed":
-        assert all(word in ended.lines[-1]["reason"] for word in words)
-
 
 # ---- what goes wrong
 
@@ -285,16 +184,6 @@ class Last:
     def line(self) -> str:
         """Without the rank that torch puts before every line of an uncaught exception."""
         return self.stderr.strip().splitlines()[-1].split("]: ")[-1] if self.stderr.strip() else ""
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def script(out: Path) -> dict[str, tuple[Last, Last]]:

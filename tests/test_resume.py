@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from command import Command, check_refused
+from processes import processes_of, wait_for
 from safetensors.torch import load_file
 
 from offbeat.checkpoint import ls
@@ -44,11 +44,8 @@ def done(process: subprocess.Popen, code: int = 0) -> str:
     return err
 
 
-def until(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.02)
+def until(condition) -> None:
+    assert wait_for(condition, 60, every=0.02), "it does not come"
 
 
 def weights(run: Path) -> dict[str, bytes]:
@@ -58,18 +55,6 @@ def weights(run: Path) -> dict[str, bytes]:
 def told(run: Path) -> list[tuple]:
     return [(line["kind"], line.get("batch"), line.get("loss"), line.get("test_loss")) for line in lines(run)
             if line["kind"] in ("train", "epoch")]  # fmt: skip
-
-
-def workers(launcher: int) -> list[int]:
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(status.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
-            continue
-        if parent == launcher:
-            found.append(int(status.parent.name))
-    return found
 
 
 def resumed(run: Path, *arguments: str, code: int = 0) -> str:
@@ -102,8 +87,8 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path):
     done(start(tmp_path / "whole", *settings))
     broken = start(tmp_path / "broken", *settings, "--max-restarts", "2")
     until(lambda: len(ls(tmp_path / "broken")) >= 1)
-    victim = workers(broken.pid)[-1]
-    os.kill(victim, signal.SIGKILL)
+    victims = [pid for pid, rank in processes_of(tmp_path / "broken").items() if rank == "1"]
+    os.kill(victims[0], signal.SIGKILL)
     done(broken)
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert any(line["kind"] == "resumed" and line["batch"] > 0 for line in lines(tmp_path / "broken"))
@@ -121,7 +106,7 @@ def test_one_signal_saves_and_stops(engine, sent, tmp_path):
     assert "with a checkpoint: go on with 'offbeat train --resume" in said, said
     assert said.count("\n") == 1
     assert len(ls(tmp_path / "broken")) == 1
-    assert not workers(broken.pid)
+    assert processes_of(tmp_path / "broken") == {}
     resumed(tmp_path / "broken")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
