@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from offbeat import models
-from offbeat.cutting import profile, solve
+from offbeat.cutting import Profile, profile, solve
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = sorted((ROOT / "docs/results").glob("*.json"))
@@ -135,13 +136,18 @@ def test_the_errors_of_a_comparison_are_those_of_its_epochs(path):
         assert not row["failed"]
 
 
+@cache
+def costs(model: str, pixels: int, batch_size: int) -> Profile:
+    """The deterministic ones, which are the same for every K."""
+    with torch.device("meta"):
+        network = models.build(model, shape=(3, pixels, pixels))
+        return profile(network, torch.empty(batch_size, 3, pixels, pixels), timed=False)
+
+
 @pytest.mark.parametrize("row", [row for row in COUNTED if row["model"] != "resnet1202"],
                          ids=lambda row: f"{row['model']}-{row['K']}")  # fmt: skip
 def test_the_balance_by_the_deterministic_cost_is_what_it_was(row):
-    pixels = row["pixels"]
-    with torch.device("meta"):
-        model = models.build(row["model"], shape=(3, pixels, pixels))
-        found = profile(model, torch.empty(row["batch_size"], 3, pixels, pixels), timed=False)
+    found = costs(row["model"], row["pixels"], row["batch_size"])
     solution = solve(found.costs(), row["K"], legal=found.legal_cuts)
     assert (solution.balance, list(solution.cuts)) == (pytest.approx(row["balance"]), row["cuts"])
 
