@@ -40,6 +40,36 @@ def processes_of(out: Path) -> dict[int, str]:
     return found
 
 
+LISTENING = "0A"
+
+
+def readable(text: str) -> str:
+    """An address from the kernel's hexadecimal words in the machine's byte order."""
+    words = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
+    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, b"".join(words))
+
+
+def listeners(pids: set[int]) -> dict[str, set[str]]:
+    """Addresses on which processes listen, by the kernel's tables: tcp, tcp6."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(descriptor)
+            except OSError:  # closed meanwhile
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    found: dict[str, set[str]] = {"tcp": set(), "tcp6": set()}
+    for table, addresses in found.items():
+        file = Path("/proc/net") / table
+        for line in file.read_text().splitlines()[1:] if file.exists() else ():
+            fields = line.split()
+            if fields[3] == LISTENING and fields[9] in inodes:
+                addresses.add(readable(fields[1].partition(":")[0]))
+    return found
+
+
 def wait_for(condition: Callable[[], object], seconds: float, *, every: float = 0.1) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():

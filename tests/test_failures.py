@@ -26,6 +26,7 @@ from processes import (
     Run,
     check_stopped,
     free_ports,
+    listeners,
     processes_of,
     wait_for,
 )  # fmt: skip
@@ -61,11 +62,15 @@ def kill_launcher_at_once(out: Path) -> Ended:
     return run.end()
 
 
-def interrupt(out: Path, K: int) -> Ended:
+def interrupt(out: Path, K: int) -> tuple[Ended, dict[str, set[str]]]:
+    """How it ends, and on which addresses it listened before."""
     run = Run(out, *ENDLESS, "-K", K, "--json")
     run.begin()
+    pids = set(processes_of(run.out))
+    assert len(pids) == (K + 1 if K > 1 else 1)
+    found = listeners(pids)
     os.killpg(run.process.pid, signal.SIGINT)
-    return run.end()
+    return run.end(), found
 
 
 def diverge(out: Path) -> Ended:
@@ -212,7 +217,6 @@ def scenarios(tmp_path_factory) -> Iterator[dict[str, Future]]:
     folder = tmp_path_factory.mktemp("failures")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {
-            "worker 1": pool.submit(kill_worker, folder / "worker-1", 1),
             "worker 2": pool.submit(kill_worker, folder / "worker-2", 2),
             "launcher": pool.submit(kill_launcher, folder / "launcher"),
             "launcher at once": pool.submit(kill_launcher_at_once, folder / "launcher-at-once"),
@@ -227,9 +231,13 @@ def scenarios(tmp_path_factory) -> Iterator[dict[str, Future]]:
 # ---- the command
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_killed_worker_ends_the_run_in_a_line_that_names_its_stage(scenarios, stage):
-    check_stopped(scenarios[f"worker {stage}"].result(), f"stage {stage}", "SIGKILL")
+def test_a_killed_worker_ends_the_run_in_a_line_that_names_its_stage(scenarios):
+    check_stopped(scenarios["worker 2"].result(), "stage 2", "SIGKILL")
+
+
+@pytest.mark.slow
+def test_a_killed_first_worker_ends_the_run_too(tmp_path):
+    check_stopped(kill_worker(tmp_path / "run", 1), "stage 1", "SIGKILL")
 
 
 def test_workers_do_not_outlive_their_launcher(scenarios):
@@ -244,7 +252,15 @@ def test_workers_do_not_outlive_a_launcher_that_dies_while_they_start(scenarios)
 
 @pytest.mark.parametrize("K", [1, 2])
 def test_ctrl_c_stops_cleanly_and_keeps_the_records(scenarios, K):
-    check_stopped(scenarios[f"Ctrl-C, K={K}"].result(), "Ctrl-C", code=130, kind="interrupted")
+    ended, _ = scenarios[f"Ctrl-C, K={K}"].result()
+    check_stopped(ended, "Ctrl-C", code=130, kind="interrupted")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's socket tables")
+def test_a_run_on_one_machine_listens_on_the_loopback_address_alone(scenarios):
+    _, found = scenarios["Ctrl-C, K=2"].result()
+    assert found["tcp"] == {"127.0.0.1"}  # the store and the links
+    assert found["tcp6"] <= {"::1"}
 
 
 def test_a_loss_that_is_not_finite_names_batch_and_stage_in_two_processes(scenarios):

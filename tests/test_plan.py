@@ -107,6 +107,7 @@ def test_the_json_says_where_it_comes_from_as_run_records_do(offbeat, monkeypatc
     assert plan["command"] == ["offbeat", *SMALL, "-K", "1", "--json"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two stages")
 def test_where_there_are_cores_the_stages_are_timed_all_at_once(offbeat, few_laps_here):
     few_laps_here.undo()

@@ -132,7 +132,7 @@ def test_one_signal_saves_and_stops(engine, sent, tmp_path, offbeat: Command):
     assert said.count("\n") == 1
     assert len(ls(tmp_path / "broken")) == 1
     assert processes_of(tmp_path / "broken") == {}
-    resumed(tmp_path / "broken")
+    here(offbeat, "--resume", tmp_path / "broken", "--engine", "simulate", "--json")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 

@@ -162,7 +162,7 @@ def test_pinned_cuts_are_among_the_chosen():
 
 
 def test_a_slow_worker_gets_less():
-    model, x = on_meta("resnet56", 32)
+    model, x = on_meta("resnet20", 32)
     flops = profile(model, x, timed=False).costs()
 
     def loads(**options: object) -> list[float]:
