@@ -14,9 +14,9 @@ from command import offbeat  # noqa: F401  a fixture for all
 
 # Files that take longest, first: a worker takes whole files, and one that is left at the end leaves the others idle.
 LONG = (
-    "test_failures", "test_resume", "test_runs", "test_plan", "test_engines", "test_compare", "test_trace",
-    "test_partition_api", "test_contract", "test_layout", "test_timing", "test_silence", "test_serial",
-    "test_identities", "test_links", "test_closed", "test_results",
+    "test_failures", "test_runs", "test_resume", "test_compare", "test_engines", "test_plan", "test_silence",
+    "test_partition_api", "test_trace", "test_timing", "test_results", "test_contract", "test_closed", "test_serial",
+    "test_identities", "test_layout", "test_links",
 )  # fmt: skip
 
 # A busy machine is no failure, and neither is luck: the same examples every time.

@@ -163,7 +163,7 @@ def main(out, rank, cases):
             os.environ["MASTER_PORT"] = str(port)
             os.dup2(os.open(f"{out}/{case}-{rank}.stderr", os.O_CREAT | os.O_WRONLY), 2)
             return run(case, rank)
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 90
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
             time.sleep(0.05)
         hung = not ended[0]
@@ -203,7 +203,7 @@ def script(out: Path) -> dict[str, tuple[Last, Last]]:
         )
         for rank in range(2)
     ]
-    told = [process.communicate(timeout=START + 50 * len(CASES))[0] for process in started]
+    told = [process.communicate(timeout=START + 100 * len(CASES))[0] for process in started]
     ended: dict[str, list[Last]] = {case: [] for case in CASES}
     for rank, text in enumerate(told):
         for line in text.splitlines():

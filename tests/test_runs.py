@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import free_ports
 from safetensors.torch import load_file
 
 from offbeat import cli, models
@@ -47,14 +47,8 @@ def python(*arguments: object) -> Completed:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def two_agents(out: Path) -> list[Completed]:
-    port = free_port()
+    (port,) = free_ports(1)
     train = ("-m", "offbeat", "train", *SMALL, "-K", "2", "--out", out, "--json")
 
     def agent(node: int) -> Completed:
