@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from offbeat.data import DataSet
 
 PIECE = 64 * 2**20  # bytes of finished images that are made at once
-WORK = 6  # pieces' worth of memory at the fullest: one in use, one waiting, one being made with its indices
+WORK = 6  # pieces' worth of memory at the fullest: one in use, one waiting, one being made with what it is made of
 SHARE = 0.25  # of the device's free memory that data may take: the network in training needs the rest
 ALIGNMENT = 64  # bytes; kernels choose their way, and with it their last bits, by where a tensor begins
 
@@ -80,8 +80,7 @@ class Resident:
         if not parts:
             return
         make = begin()
-        sample = int(np.prod(self.shape)) * self.dtype.itemsize
-        together = max(1, self.piece // (sample * (parts[0].stop - parts[0].start)))
+        together = max(1, self.piece // (_finished_bytes(self.shape, self.dtype) * (parts[0].stop - parts[0].start)))
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         for at in range(0, len(parts), together):
             batches = parts[at : at + together]
@@ -112,8 +111,7 @@ def on_device(
         return data, None
     device = torch.device(device)
     samples = max(data.train_samples, data.test_samples)
-    finished = samples * int(np.prod(data.shape)) * max(4, dtype.itemsize)
-    needed = _kept(data) + WORK * min(piece, finished)
+    needed = _kept(data) + WORK * min(piece, samples * _finished_bytes(data.shape, dtype))
     if limit is None and device.type == "cuda":
         limit = int(SHARE * torch.cuda.mem_get_info(device)[0])
     if limit is not None and needed > limit:
@@ -127,6 +125,11 @@ def on_device(
     ), None  # fmt: skip
 
 
+def _finished_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """Of one image; at least those of float32, since a shorter type is made by way of int32."""
+    return int(np.prod(shape)) * max(4, dtype.itemsize)
+
+
 def _kept(data: InMemory | Synthetic) -> int:
     """Bytes on the device from the first epoch to the last."""
     if isinstance(data, Synthetic):
@@ -135,7 +138,7 @@ def _kept(data: InMemory | Synthetic) -> int:
 
 
 class _Images:
-    """Images as bytes; crop, flip and enlargement are one indexing, normalisation another."""
+    """Images as bytes; crop, flip and enlargement gather rows and columns, normalisation looks up values."""
 
     def __init__(self, data: InMemory, device: torch.device, dtype: torch.dtype) -> None:
         self.data, self.device = data, device
@@ -173,8 +176,10 @@ class _Images:
 
     def _finished(self, pixels: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Rows (b or 1, H) and columns (b or 1, W) of each image, as numbers."""
-        each = torch.arange(len(pixels), device=self.device)[:, None, None, None]
-        cut = pixels[each, self.channels, rows[:, None, :, None], columns[:, None, None, :]]  # b,C,H,W
+        count, channels, _, across = pixels.shape
+        # Gathered twice by expanded views: indexing by several tensors at once would write them out in full on a GPU.
+        strips = pixels.gather(2, rows[:, None, :, None].expand(count, channels, -1, across))
+        cut = strips.gather(3, columns[:, None, None, :].expand(*strips.shape[:3], -1))  # b,C,H,W
         places = cut.int().add_(256 * self.channels)
         return self.table.index_select(0, places.flatten()).view(cut.shape)
 
