@@ -145,7 +145,8 @@ def _check(values: Mapping[str, Any]) -> None:
         raise unknown("engine", values["engine"], ENGINES)
     for name, allowed in (("units", ("blocks", "layers")), ("partition", ("flops", "measured")),
                           ("device", ("cpu", "cuda")), ("precision", ("fp32", "tf32", "bf16")),
-                          ("checkpoint_mode", ("in-flight", "drained")), ("on_nan", ("stop", "skip", "rollback"))):  # fmt: skip
+                          ("checkpoint_mode", ("in-flight", "drained")),
+                          ("on_nan", ("stop", "skip", "rollback"))):  # fmt: skip
         if values.get(name, allowed[0]) not in allowed:
             raise unknown(name, values[name], allowed)
     least = {"K": 1, "epochs": 1, "batch_size": 1, "threads_per_stage": 1, "data_workers": 0, "seed": 0, "m": 1, "N": 1,

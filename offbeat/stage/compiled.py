@@ -23,50 +23,47 @@ Run = Callable[[Tensors, tuple[Any, ...]], Any]
 
 
 class Compiled:
-    """Called like `weights.call` for the module of stage k; `run` is None where it is not compiled."""
+    """Called like `weights.call` for the module of stage k; `refused` says why it is not compiled, if so."""
 
-    def __init__(self, k: int, module: nn.Module) -> None:
+    def __init__(self, k: int, module: nn.Module, *, refused: str | None = None) -> None:
         self.k, self.module = k, module
-        self.run: Run | None = _compile(_function(k, module))
-        self.proven = False
+        self.refused: str | None = None
+        self.run: Run | None = None
+        if refused is not None:
+            self._refuse(refused)
 
     def __call__(self, parameters: Tensors | None, arguments: tuple[Any, ...], *, buffers: bool = True) -> Any:
         replaced = replacements(self.module, parameters, buffers=buffers)
         failure = None
-        if self.run is not None:
+        if self.refused is None:
             try:
-                return self._first(replaced, arguments) if not self.proven else self.run(replaced, arguments)
+                return self._compiled(replaced, arguments)
             except Exception as error:  # of the compiler or of the model: those of the model come again
                 failure = error
         output = functional_call(self.module, replaced, arguments)
         if failure is not None:
-            self.give_up(first_line(failure))
+            self._refuse(first_line(getattr(failure, "inner_exception", failure)))
         return output
 
-    def _first(self, replaced: Tensors, arguments: tuple[Any, ...]) -> Any:
-        """The call that compiles, without what the compiler warns of in its own parts."""
-        assert self.run is not None
+    def _compiled(self, replaced: Tensors, arguments: tuple[Any, ...]) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            output = self.run(replaced, arguments)
-        self.proven = True
-        return output
+            warnings.simplefilter("ignore")  # what the compiler warns of in its own parts, whenever it compiles anew
+            if self.run is None:
+                self.run = _compile(_function(self.k, self.module))
+            return self.run(replaced, arguments)
 
-    def give_up(self, why: str) -> None:
-        """Go on as it is, and say why."""
-        self.run = None
-        warnings.warn(f"stage {self.k} is not compiled and goes on as it is: {why}", NotCompiled, stacklevel=2)
+    def _refuse(self, why: str) -> None:
+        self.refused, self.run = why, None
+        warnings.warn(f"stage {self.k} is not compiled and goes on as it is: {why}", NotCompiled, stacklevel=3)
 
 
 def _compile(function: Callable[..., Any]) -> Run:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated names inside torch
-        import torch._functorch.config as functorch
+    import torch._functorch.config as functorch  # here, since it is slow to load
 
-        functorch.donated_buffer = False  # or a backward with retain_graph=True would be refused
-        # The random numbers of torch itself: dropout draws what it draws without compiling.
-        options: dict[str, Any] = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
-        return torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False, **options)
+    functorch.donated_buffer = False  # or a backward with retain_graph=True would be refused
+    # The random numbers of torch itself: dropout draws what it draws without compiling.
+    options: dict[str, Any] = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
+    return torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False, **options)
 
 
 def _function(k: int, module: nn.Module) -> Callable[..., Any]:

@@ -139,12 +139,12 @@ class Stage:
         return torch.optim.Adam(trained, lr=lr) if trained and lr is not None else None
 
     def _compiled(self) -> Callable[..., Any]:
-        made = Compiled(self.k, self.module)
+        why = None
         if self.weights.forgets:
-            made.give_up("hybrid weights want the activations of the forward, which a compiled backward computes again")
+            why = "hybrid weights need the activations of the forward, some of which a compiled backward computes again"
         elif self.deferred and self.deferred.layers:
-            made.give_up("its BatchNorm looks at all micro-batches of a batch, from outside of the graph")
-        return made
+            why = "its BatchNorm sums up micro-batches, outside of the graph"
+        return Compiled(self.k, self.module, refused=why)
 
     # ---- forward
 
