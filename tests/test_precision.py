@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import get_args, get_type_hints
 
 import pytest
@@ -53,9 +54,15 @@ def pipeline(method: offbeat.Method, model: nn.Module | None = None, K: int = 2,
 
 
 def finish(pipe: offbeat.Pipeline, data: list) -> tuple[list[float], dict[str, torch.Tensor]]:
-    losses = [float(pipe.step(x, y)) for x, y in data]
+    losses = [pipe.step(x, y) for x, y in data]
+    losses = [None if loss is None else float(loss) for loss in losses]
     pipe.drain()
     return losses, {name: tensor.clone() for name, tensor in pipe.model.state_dict().items()}
+
+
+def spy(seen: list, send, message: Message) -> None:
+    seen.append(message.content[0])
+    send(message)
 
 
 def same(found: tuple, expected: tuple) -> bool:
@@ -82,7 +89,7 @@ def test_bf16_is_the_literal_loop_on_copies_with_float32_sums():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             scores = functional_call(model, copies, (x.to(torch.bfloat16),))
         loss = nn.functional.cross_entropy(scores.float(), y)
-        losses.append(float(loss))
+        losses.append(loss.item())
         gradients = torch.autograd.grad(loss, [copies[name] for name in names])
         assert {g.dtype for g in gradients} == {torch.bfloat16, torch.float32}
         for total, gradient in zip(sums, gradients):
@@ -98,9 +105,10 @@ def test_bf16_is_the_literal_loop_on_copies_with_float32_sums():
 def test_every_method_trains_in_bf16_near_float32(name):
     K = 1 if METHODS[name]().limit and METHODS[name]().limit(2) else 2
     data = batches(7)
-    pipe = pipeline(METHODS[name](), K=K)
+    options = {"K": K, "optimizer": lambda p: torch.optim.SGD(p, lr=0.005, momentum=0.9)}  # not yet chaotic
+    pipe = pipeline(METHODS[name](), **options)
     low, weights = finish(pipe, data)
-    full, expected = finish(pipeline(METHODS[name](), K=K, precision="fp32"), data)
+    full, expected = finish(pipeline(METHODS[name](), precision="fp32", **options), data)
     assert low != full
     assert low[:2] == pytest.approx(full[:2], abs=0.05)
     for key, tensor in weights.items():
@@ -140,10 +148,7 @@ def test_what_crosses_a_cut_is_bf16_and_halves_the_message():
         pipe = pipeline(offbeat.ADL(M=2), precision=kind)
         sent = []
         for link in (pipe.workers[0].links.outputs, pipe.workers[1].links.feedback):
-            def send(message, link=link, original=link.send):
-                sent.append(message.content[0])
-                original(message)
-            link.send = send  # fmt: skip
+            link.send = partial(spy, sent, link.send)
         finish(pipe, batches(3))
         assert {tensor.dtype for tensor in sent} == {torch.bfloat16 if kind == "bf16" else torch.float32}
         sizes[kind] = sum(tensor.nbytes for tensor in sent)
@@ -185,12 +190,12 @@ def test_copies_are_made_once_an_update(weights, monkeypatch):
 
 def test_whole_numbers_enter_as_they_are():
     model = nn.Sequential(nn.Embedding(300, 6), nn.Flatten(), nn.Linear(12, 4))
-    pipe = offbeat.Pipeline(model, 2, method=offbeat.ADL(M=1), loss=nn.functional.cross_entropy, optimizer=sgd,
-                            cuts=(1,), precision="bf16")  # fmt: skip
-    x = torch.tensor([[257, 259], [299, 1]])  # which bfloat16 cannot tell apart
+    pipe = offbeat.Pipeline(model, 2, method=offbeat.ADL(M=1), loss=nn.functional.cross_entropy, cuts=(1,),
+                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1), precision="bf16")  # fmt: skip
+    x = torch.tensor([[257, 259], [299, 1]])  # of which bfloat16 has but the last
     before = model[0].weight.detach().clone()
     finish(pipe, [(x, torch.tensor([0, 1]))] * 3)
-    moved = (model[0].weight.detach() - (1 - 0.05 * 0.01) * before).abs().sum(1) > 1e-4
+    moved = (model[0].weight.detach() != before).any(1)
     assert set(torch.nonzero(moved).flatten().tolist()) == {257, 259, 299, 1}
 
 
@@ -252,7 +257,7 @@ def test_channels_last_lays_out_filters_inputs_and_messages(monkeypatch):
     pipe = pipeline(offbeat.ADL(M=2))
     seen = []
     send = pipe.workers[0].links.outputs.send
-    pipe.workers[0].links.outputs.send = lambda message: (seen.append(message.content[0]), send(message))
+    pipe.workers[0].links.outputs.send = partial(spy, seen, send)
     pipe.step(*batches(1)[0])
     (kept,) = pipe.stages[1].in_flight.values()
     laid = [pipe.model[0][0].weight, kept.version.tensors["0.0.weight"], kept.inputs[0], *seen,
@@ -268,7 +273,7 @@ class Undecided(nn.Module):
     """Looks at a number to decide: no single graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if float(x.sum()) > 0 else -x
+        return x if x.sum().item() > 0 else -x
 
 
 def test_a_stage_that_cannot_be_compiled_goes_on_with_one_message(monkeypatch):
@@ -290,8 +295,10 @@ def test_a_stage_that_cannot_be_compiled_goes_on_with_one_message(monkeypatch):
     (offbeat.ADL(M=2, weights="hybrid"), "hybrid weights"), (offbeat.GPipe(m=2), "sums up micro-batches"),
 ])  # fmt: skip
 def test_what_a_compiled_stage_would_compute_otherwise_is_not_compiled(method, why):
-    with pytest.warns(offbeat.NotCompiled, match=f"stage 1 is not compiled and goes on as it is: .*{why}"):
+    with pytest.warns(offbeat.NotCompiled) as told:
         pipeline(method, compile=True)
+    assert str(told[0].message).startswith("stage 1 is not compiled and goes on as it is: ")
+    assert all(why in str(each.message) for each in told)
 
 
 def test_an_error_of_the_model_is_told_as_without_compiling(monkeypatch):
