@@ -301,11 +301,12 @@ class Before(Stash):
 
     def __init__(self, answers: Answers) -> None:
         super().__init__(answers)
-        self.kept = [self._make()]
+        self.kept: list[Version] = []  # none before the first forward: the parameters may yet be loaded
         self.forwards = self.made = 0
 
     def current(self) -> Version:
         assert self.answers.version_used is not None
+        self.kept = self.kept or [self._make()]
         age = self.made - self.answers.version_used(self.forwards, self.made)
         self.forwards += 1
         version = self.kept[-1 - age]
@@ -317,14 +318,14 @@ class Before(Stash):
 
     def changed(self) -> None:
         self.made += 1
-        self.kept = [self.kept[-1], self._make()]
+        self.kept = [*self.kept[-1:], self._make()]
 
     def restart(self) -> None:
         self.kept = self.kept[-1:]
         self.forwards = self.made = 0
 
     def versions(self) -> int:
-        return len(self.alive)
+        return max(1, len(self.alive))
 
     def save(self, versions: list[Version]) -> dict[str, Any]:
         versions += [version for version in self.kept if version not in versions]
