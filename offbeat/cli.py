@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat import launch, options
-from offbeat.errors import Interrupted, NotFinite, UserError
+from offbeat.errors import Interrupted, NotCompiled, NotFinite, UserError
 from offbeat.options import numbers, spread
 from offbeat.recipe import ANSWERS, Recipe, complete, load
 
@@ -36,6 +37,7 @@ def main() -> NoReturn:
     """The console command. Exit codes: 0 done, 1 nothing to compare, 2 told in one line, 130 stopped by Ctrl-C."""
     if launch.is_worker() or os.environ.get(launch.LAUNCHER) == str(os.getppid()):  # the latter: of a comparison
         launch.die_with_parent()
+    warnings.showwarning = told_or(warnings.showwarning)
     try:
         code = app(standalone_mode=False)
         if code == INTERRUPTED:  # typer's own answer to Ctrl-C
@@ -55,6 +57,18 @@ def main() -> NoReturn:
         where = context.command_path if context else "offbeat"
         said = error.format_message().rstrip(".") or "no command was given"
         fail(error, f"{said}; see '{where} --help'", 2)
+
+
+def told_or(show: Callable[..., None]) -> Callable[..., None]:
+    """Warnings of ours in one line, all others as they are shown anyway."""
+
+    def tell(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, NotCompiled):
+            print("offbeat: " + " ".join(str(message).split()), file=sys.stderr)
+        else:
+            show(message, category, *place, **more)
+
+    return tell
 
 
 def fail(error: BaseException, line: str, code: int) -> NoReturn:
@@ -229,9 +243,10 @@ def free_folder(recipe: Recipe) -> Path:
 def report_result(result: dict[str, Any], *, dry_run: bool) -> None:
     if dry_run:
         recipe = result["recipe"]
+        how = f"{recipe['engine']}, {recipe['precision']}{', compiled' * recipe['compile']}"
         print(
             f"ready: {recipe['model']} on {recipe['data']}, {recipe['method']} K={recipe['K']} M={recipe['M']} "
-            f"({recipe['engine']}), cuts {list(recipe['cuts'])}, {result['batches_an_epoch']} batches an epoch, "
+            f"({how}), cuts {list(recipe['cuts'])}, {result['batches_an_epoch']} batches an epoch, "
             f"lr {recipe['lr']:g}; nothing was trained"
         )
         return

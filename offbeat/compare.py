@@ -32,7 +32,7 @@ from offbeat import launch, record
 from offbeat.errors import Interrupted, UserError, first_line, unknown
 from offbeat.method import Method
 from offbeat.methods import METHODS, named
-from offbeat.recipe import Recipe, answer, complete, cores, settings
+from offbeat.recipe import Recipe, answer, complete, cores, load, settings
 from offbeat.report import draw_curves
 from offbeat.report.comparison import Comparison, markdown, read, table
 
@@ -235,8 +235,7 @@ def finished(path: Path, recipe: Recipe) -> bool:
     if not path.exists():
         return False
     if any(line["kind"] == "result" for line in record.lines(path)):
-        there = json.loads((path / "config.json").read_text())["recipe"]
-        if there != json.loads(json.dumps(recipe.as_dict())):
+        if complete(**load(path / "config.json")) != recipe:
             raise UserError(f"{path} was run with another recipe than this comparison's: move it away")
         return True
     aside = path.parent / ASIDE

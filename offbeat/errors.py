@@ -27,6 +27,10 @@ class StageSilent(StageLost):
     """Another stage is there, as far as one can tell, but has not answered for too long; names the stage."""
 
 
+class NotCompiled(UserWarning):
+    """A stage runs without torch.compile; names the stage and why."""
+
+
 class Interrupted(Exception):
     """Ctrl-C, with what there is to say about it; the command line exits with 130."""
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from offbeat.precision import raised
+
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -69,7 +71,9 @@ class LocalErrors(nn.Module):
             total = total + self.pred * loss(self.net(z), target)
         if self.sim:
             labels = functional.one_hot(target, self.classes).to(z.dtype)
-            difference = functional.mse_loss(similarity(self.project(z)), similarity(labels).detach())
+            projected = self.project(z)
+            with torch.autocast(z.device.type, enabled=False):
+                difference = functional.mse_loss(similarity(raised(projected)), similarity(raised(labels)).detach())
             total = total + self.sim * difference
         return total
 
@@ -129,4 +133,4 @@ class Synthesised(nn.Module):
 
     def lesson(self, h: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
         """Squared distance from the reported gradient: mean over the batch, sum over features."""
-        return (self(h, target) - len(h) * gradient).square().sum() / len(h)
+        return (raised(self(h, target)) - len(h) * raised(gradient)).square().sum() / len(h)

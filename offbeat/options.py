@@ -54,6 +54,10 @@ class Stages:
     K: Annotated[int | None, typer.Option("-K", help="Stages. (default 1)")] = None
     engine: Annotated[str | None, typer.Option(help="simulate or processes. (default processes for K > 1)")] = None
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default cpu)")] = None
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, tf32 (cuda) or bf16; weights and sums stay fp32. (default fp32)")
+    ] = None
+    compile: Annotated[bool | None, typer.Option(help="Compile each stage (torch.compile).")] = None
     cuts: Annotated[str | None, typer.Option(help="Cut before these units: 5,9,14. (default equal FLOPs)")] = None
     units: Annotated[str | None, typer.Option(help="Cut between blocks, or layers (also inside blocks).")] = None
     partition: Annotated[str | None, typer.Option(help="Balance flops, or measured time. (default flops)")] = None

@@ -23,6 +23,7 @@ from offbeat.method import LESSON, Method
 from offbeat.metrics import Meter, Metric
 from offbeat.micro import micro_batches
 from offbeat.outputs import shapes_and_classes
+from offbeat.precision import Numbers, Precision
 from offbeat.stage import Report, Stage, Staleness
 from offbeat.stage import state as stage_state
 from offbeat.stage.stage import Loss, MakeOptimizer, MakeScheduler, OnNan
@@ -46,6 +47,8 @@ class Pipeline:
     clip_norm   optional: largest norm of an update's gradient, stage by stage
     on_nan      a loss or gradient that is not finite: "stop" with NotFinite, or "skip" it
     left_out    batches whose gradients are not used
+    precision   "fp32", "tf32" (CUDA) or "bf16"; master weights, sums of gradients and optimizer are float32 in all
+    compile     whether torch.compile makes a graph of each stage; one that it cannot compile runs as it is
     engine      "simulate" (all stages here) or "processes" (one each, under torchrun); by default as it was started
 
     In several processes every one makes the same calls. Batches come from the first stage's process alone; what the
@@ -80,6 +83,8 @@ class Pipeline:
         seed: int = 0,
         on_nan: OnNan = "stop",
         left_out: Sequence[int] = (),
+        precision: Precision = "fp32",
+        compile: bool = False,
     ) -> None:
         self.parts: list[nn.Module] = []
         if isinstance(model, nn.Module):
@@ -91,6 +96,7 @@ class Pipeline:
         self.method = _method(method, M)
         self.method.check(self.K)
         self.device = _device(device)
+        self.numbers = Numbers.of(precision, self.device)
         _check_loss(loss)
         if clip_norm is not None and not clip_norm > 0:
             raise UserError(f"clip_norm = {clip_norm}: use a number above 0, or None for no clipping")
@@ -108,7 +114,8 @@ class Pipeline:
         self.entrance: Link = Entrance()
         self._make_stage = partial(
             Stage, method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm,
-            device=self.device, seed=seed, on_nan=_on_nan(on_nan), left_out=left_out,
+            device=self.device, seed=seed, on_nan=_on_nan(on_nan), left_out=left_out, numbers=self.numbers,
+            compile=compile,
         )  # fmt: skip
         self._loss = loss
         self._elsewhere: dict[int, Staleness] = {}
@@ -121,6 +128,7 @@ class Pipeline:
         """Cut, agree on cuts and initial weights, make this process's stages. The first stage's process decides."""
         with self._guard():
             self.model.to(self.device)
+            self.numbers.lay_out(self.model)
             self.parts = self._agree_on_cuts(sample)
             self._same_model()
             self.engine.share_tensors(list(_tensors(self.model)), 1)
@@ -167,7 +175,7 @@ class Pipeline:
         if self.failure is not None:
             raise UserError(f"this pipeline has stopped, make a new one: {self.failure}")
         try:
-            with self.engine.guard():
+            with self.engine.guard(), self.numbers.switched():
                 yield
         except Exception as error:
             self.failure = self.failure or first_line(error)

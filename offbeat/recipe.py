@@ -52,6 +52,8 @@ class Recipe:
     buffer: int | None = None
     engine: str
     device: Literal["cpu", "cuda"] = "cpu"
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    compile: bool = False
     cuts: tuple[int, ...] | None = None
     units: Literal["blocks", "layers"] | None = None
     partition: Literal["flops", "measured"] = "flops"
@@ -142,7 +144,8 @@ def _check(values: Mapping[str, Any]) -> None:
     if values.get("engine", ENGINES[0]) not in ENGINES:
         raise unknown("engine", values["engine"], ENGINES)
     for name, allowed in (("units", ("blocks", "layers")), ("partition", ("flops", "measured")),
-                          ("device", ("cpu", "cuda")), ("checkpoint_mode", ("in-flight", "drained")),
+                          ("device", ("cpu", "cuda")), ("precision", ("fp32", "tf32", "bf16")),
+                          ("checkpoint_mode", ("in-flight", "drained")),
                           ("on_nan", ("stop", "skip", "rollback"))):  # fmt: skip
         if values.get(name, allowed[0]) not in allowed:
             raise unknown(name, values[name], allowed)

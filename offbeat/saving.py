@@ -28,7 +28,7 @@ from offbeat.recipe import ANSWERS, Recipe
 from offbeat.stage import Stage
 from offbeat.stage import state as stage_state
 
-SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", *ANSWERS)  # what batches in flight depend on
+SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "precision", *ANSWERS)  # batches in flight do
 RATES = ("lr", "momentum", "weight_decay")
 
 
@@ -199,7 +199,8 @@ class Saver:
 def exact(recipe: Recipe, saved: dict[str, Any]) -> bool:
     """Whether a run of this recipe can go on with the batches that were in flight."""
     now = recipe.as_dict()
-    return all(_listed(now[name]) == _listed(saved.get(name)) for name in SAME)
+    before = {"precision": "fp32", **saved}  # there was no other once
+    return all(_listed(now[name]) == _listed(before.get(name)) for name in SAME)
 
 
 def _listed(value: Any) -> Any:

@@ -21,6 +21,7 @@ from offbeat.engines.processes import Processes
 from offbeat.engines.simulate import Simulate
 from offbeat.errors import UserError
 from offbeat.pipeline import Pipeline
+from offbeat.precision import Numbers
 from offbeat.progress import Progress
 from offbeat.recipe import Recipe
 from offbeat.record import RunFolder
@@ -81,6 +82,7 @@ def check(recipe: Recipe) -> tuple[Recipe, Facts]:
         models.build(recipe.model)  # tells what is allowed before any data is read
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but torch sees no CUDA device here: use --device cpu")
+    Numbers.of(recipe.precision, torch.device(recipe.device))
     recipe.make_method().check(recipe.K)
     known = facts(recipe, open_data(recipe))
     saving.check(recipe, known.batches)
@@ -188,7 +190,7 @@ def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
         optimizer=optimizer, scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),
         cuts=recipe.cuts, units=recipe.units, clip_norm=recipe.clip_norm, engine=engine, seed=recipe.seed,
         device=recipe.device, sample=torch.zeros(1, *known.shape), left_out=recipe.left_out or (),
-        on_nan="skip" if recipe.on_nan == "skip" else "stop",
+        on_nan="skip" if recipe.on_nan == "skip" else "stop", precision=recipe.precision, compile=recipe.compile,
     )  # fmt: skip
 
 

@@ -91,6 +91,7 @@ class Case:
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
     scheduler: Callable[[Any], Any] | None = None
     clip_norm: float | None = None
+    precision: str = "fp32"
     pauses: tuple[int, ...] = ()  # drain before these batches and go on
 
 
@@ -120,6 +121,14 @@ CASES: dict[str, Case] = {
         lambda: vectors(9, (3, 6)), method=offbeat.ADL(M=2), K=2, cuts=(2,),
     ),
     "tree": Case(lambda: [Pair(), Join()], lambda: vectors(9), method=offbeat.ADL(M=2), K=2),
+    "bf16": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=2, cuts=(2,), precision="bf16"),
+    "bf16-hybrid": Case(
+        **nets(torch.float32), method=offbeat.ADL(M=2, weights="hybrid"), K=2, cuts=(3,), precision="bf16"
+    ),
+    "bf16-replay": Case(
+        **nets(torch.float32), method=offbeat.ADL(M=2, weights="replay"), K=2, cuts=(1,), precision="bf16"
+    ),
+    "bf16-bp": Case(**nets(torch.float32), method=offbeat.BP(M=2), K=2, cuts=(4,), precision="bf16"),
     "three": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=3, cuts=(1, 4)),
     "three-replay": Case(**nets(torch.float64), method=offbeat.ADL(M=1, weights="replay"), K=3, cuts=(1, 3)),
     "three-bp": Case(**nets(torch.float32), method=offbeat.BP(), K=3, cuts=(1, 4)),
@@ -136,7 +145,8 @@ def train(case: Case, *, mine: bool = True, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0 if mine else 1)  # other processes start from other weights: the first one's must win
     pipe = offbeat.Pipeline(
         case.model(), case.K, method=case.method, loss=nn.functional.cross_entropy, optimizer=case.optimizer,
-        scheduler=case.scheduler, clip_norm=case.clip_norm, cuts=case.cuts, seed=3, **options,
+        scheduler=case.scheduler, clip_norm=case.clip_norm, cuts=case.cuts, seed=3,
+        **{"precision": case.precision, **options},
     )  # fmt: skip
     losses: list[float | None] = []
     batches = case.batches()

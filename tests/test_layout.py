@@ -15,8 +15,8 @@ PACKAGE = ROOT / "offbeat"
 
 # Each may import what stands above it, never what stands below.
 ORDER = [
-    "errors", "seeds", "ops", "theory", "correctors", "method", "heads", "methods", "clock", "timeline", "recipe",
-    "options", "metrics", "stage", "outputs", "links", "micro", "worker", "engines", "cutting", "pipeline",
+    "errors", "seeds", "ops", "theory", "correctors", "method", "precision", "heads", "methods", "clock", "timeline",
+    "recipe", "options", "metrics", "links", "stage", "outputs", "micro", "worker", "engines", "cutting", "pipeline",
     "models", "data", "record", "checkpoint", "telemetry", "progress", "report", "describe", "plan", "planning",
     "saving", "train", "rendezvous", "launch", "demo", "compare", "cli", "__main__",
 ]  # fmt: skip

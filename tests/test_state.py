@@ -11,6 +11,7 @@ from torch import nn
 
 import offbeat
 from offbeat.methods import METHODS
+from offbeat.stage import state as stage_state
 
 LENGTH = 17
 
@@ -103,3 +104,13 @@ def test_stages_of_other_shapes_are_refused():
     with pytest.raises(offbeat.UserError, match="not there in the checkpoint"):
         pipeline("adl").load(saved, batches=4)
     assert stages_of("adl") == 3
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_forwards_run_on_weights_that_were_loaded_without_batches(name):
+    """As when a run goes on with another K, M or precision."""
+    for stage in pipeline(name).stages.values():
+        model = {key: tensor.detach() + 1 for key, tensor in stage_state._tensors(stage).items()}
+        stage_state.load_model(stage, model, {}, {})
+        used = stage.weights.current().tensors or stage.parameters
+        assert all(torch.equal(tensor, model[key]) for key, tensor in used.items() if key in model)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,9 @@ from torch.utils import _pytree as pytree
 from offbeat.errors import NotFinite, UserError, first_line
 from offbeat.method import Method
 from offbeat.metrics import Meter, batch_size
+from offbeat.precision import FULL, Numbers
 from offbeat.seeds import derive
+from offbeat.stage.compiled import Compiled
 from offbeat.stage.correct import Corrections
 from offbeat.stage.deferred import DeferredStatistics
 from offbeat.stage.memory import Saved, size
@@ -55,7 +58,7 @@ class Stage:
     `module` is the stage's part of the model, under the names of the whole. `loss` is given to the last stage, and to
     all that learn from a local loss; `output` is the shape of one sample's output and the number of classes, for stages
     that have a head of their own. `on_nan` says what a loss or gradient that is not finite does; the gradients of the
-    batches `left_out` are not used.
+    batches `left_out` are not used. `numbers` are those that it computes with; `compile` has torch.compile do it.
     """
 
     def __init__(
@@ -74,14 +77,18 @@ class Stage:
         seed: int = 0,
         on_nan: OnNan = "stop",
         left_out: Iterable[int] = (),
+        numbers: Numbers = FULL,
+        compile: bool = False,
     ) -> None:
         self.on_nan, self.left_out = on_nan, frozenset(left_out)
         self.bad: set[int] = set()  # batches whose loss is not finite
         self.skipped = 0
-        self.k, self.K, self.module, self.loss, self.method = k, K, module, loss, method
+        self.k, self.K, self.module, self.method = k, K, module, method
         self.last = k == K
         self.clip_norm = clip_norm
         self.device = device or torch.device("cpu")
+        self.numbers = numbers
+        self.loss = None if loss is None else self.numbers.in_full(loss)
         self.lag, self.M = method.lag(k, K), method.M
         self.parameters: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.head = self._make_head(method, output, seed) if method.head and not self.last else None
@@ -94,11 +101,12 @@ class Stage:
         self.corrections = Corrections(method, k, K, self.optimizer)
         answers = Answers(
             own, self.corrections.forward_weights(own), self.corrections.backward_weights(own),
-            method.version_used if method.forward == "before" else None, method.M,
+            method.version_used if method.forward == "before" else None, method.M, self.numbers,
         )  # fmt: skip
         self.weights: WeightPolicy = make_policy(method.weights, answers, lag=self.lag, recompute=method.recompute)
         self.most_versions, self.most_in_flight = method.versions(k, K), method.held(k, K)
         self.deferred = DeferredStatistics(module) if method.m > 1 else None
+        self._call = self._compiled() if compile else partial(call, module)
         self.random = RandomStream(self.device, seed, "stage", k)
         self.evaluation_random = RandomStream(self.device, seed, "evaluation", k)
         self.in_flight: dict[int, InFlight] = {}
@@ -130,12 +138,20 @@ class Stage:
         trained = [p for p in self.head.parameters() if p.requires_grad] if self.head is not None else []
         return torch.optim.Adam(trained, lr=lr) if trained and lr is not None else None
 
+    def _compiled(self) -> Callable[..., Any]:
+        why = None
+        if self.weights.forgets:
+            why = "hybrid weights need the activations of the forward, some of which a compiled backward computes again"
+        elif self.deferred and self.deferred.layers:
+            why = "its BatchNorm sums up micro-batches, outside of the graph"
+        return Compiled(self.k, self.module, refused=why)
+
     # ---- forward
 
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
         """Forward batch t on the weights that the method says; the output without its graph, or the loss at the last
         stage. `share` is that of a micro-batch in its batch: its weight in the gradient."""
-        leaves, structure = pytree.tree_flatten(self._here(x))
+        leaves, structure = pytree.tree_flatten(self._entering(x))
         leaves = self.wanting(leaves)
         steady = len(self.in_flight) >= self.lag and self.weights.settled()
         version = self.weights.current()
@@ -192,11 +208,12 @@ class Stage:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         x = pytree.tree_unflatten(leaves, batch.structure)
         try:
-            output = call(self.module, version.tensors, (x,), buffers=not again and not self._left_out(t))
+            with self.numbers.computing():
+                output = self._call(version.tensors, (x,), buffers=not again and not self._left_out(t))
         except USERS_CODE as error:
             given = f"{self._batch(t)} of {_shapes(x)}"
             raise UserError(f"stage {self.k} cannot take {given}: {first_line(error)}") from error
-        return self._loss(t, output, batch.target, again=again) if self.last else output
+        return self._loss(t, self.numbers.scoring(output), batch.target, again=again) if self.last else output
 
     def _local_loss(self, t: int, output: Any, target: Any) -> Any:
         """What a stage with a head backwards from: its local loss, or the output that gets a synthetic gradient."""
@@ -211,7 +228,8 @@ class Stage:
             self.lessons[t] = output.detach(), target
             return output
         try:
-            loss = self.head(output, target, self.loss)
+            with self.numbers.computing():
+                loss = self.head(output, target, self.loss)
         except USERS_CODE as error:
             given = f"outputs of {_shapes(output)} and targets of {_shapes(target)}"
             raise UserError(f"the head of stage {self.k} cannot take {self._batch(t)}, {given}: {first_line(error)}"
@@ -276,11 +294,12 @@ class Stage:
             for root, gradient in zip(batch.roots, gradients, strict=True)
             if isinstance(root, Tensor) and root.requires_grad and gradient is not None
         ]
-        parameters = list((version.tensors or self.parameters).values())
+        masters = list(self.parameters.values())
+        parameters = list({**self.parameters, **(version.tensors or {})}.values())  # a head's have no versions
         wanted = [leaf for leaf in batch.inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
         taken = self._gradients(t, version, pairs, [*parameters, *wanted])
         taken[: len(parameters)] = self.corrections.gradients(
-            taken[: len(parameters)], list(self.parameters.values()), parameters
+            self.numbers.summable(taken[: len(parameters)], masters), masters, parameters
         )
         to_inputs = iter(taken[len(parameters) :])
         below = [next(to_inputs) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in batch.inputs]
@@ -299,8 +318,8 @@ class Stage:
             assert self.head is not None
             h, target = self.lessons[t]
             try:
-                with torch.no_grad(), self.random.drawing():
-                    return [self.head(h, target) / len(h)]
+                with torch.no_grad(), self.random.drawing(), self.numbers.computing():
+                    return [(self.head(h, target) / len(h)).to(h.dtype)]
             except USERS_CODE as error:
                 raise UserError(f"the synthesiser of stage {self.k} cannot take batch {t} of {_shapes(h)}: "
                                 f"{first_line(error)}") from error  # fmt: skip
@@ -314,7 +333,7 @@ class Stage:
             return
         assert self.head is not None
         self.teacher.zero_grad()
-        with self.random.drawing():
+        with self.random.drawing(), self.numbers.computing():
             lesson = self.head.lesson(h, target, gradients[0].to(h.device))  # type: ignore[operator]
         if math.isfinite(lesson.item()):
             lesson.backward()
@@ -330,7 +349,7 @@ class Stage:
         if not pairs or not targets:
             return [None] * len(targets)
         roots, incoming = zip(*pairs, strict=True)
-        hidden = {} if self.backwards or version.tensors is None else self.parameters
+        hidden = {} if self.backwards else {name: self.parameters[name] for name in version.tensors or {}}
         try:
             with substituted(self.module, version):
                 found = torch.autograd.grad(roots, [*targets, *hidden.values()], incoming, allow_unused=True)
@@ -340,7 +359,7 @@ class Stage:
             if gradient is not None:
                 raise UserError(
                     f"stage {self.k} reaches {name} other than as a parameter of a module (through a list, say), where "
-                    "no version can stand in for it: register it, or use weights='replay'"
+                    "no version can stand in for it: register it, or use weights='replay' with precision fp32 or tf32"
                 )
         return list(found[: len(targets)])
 
@@ -410,7 +429,9 @@ class Stage:
         self.module.eval()
         try:
             with torch.no_grad(), self.evaluation_random.drawing():
-                return self.module(pytree.tree_map_only(Tensor, Tensor.clone, self._here(x)))
+                with self.numbers.computing():
+                    output = self.module(pytree.tree_map_only(Tensor, Tensor.clone, self._entering(x)))
+                return self.numbers.scoring(output) if self.last else output
         finally:
             for module in training:
                 module.training = True
@@ -444,8 +465,15 @@ class Stage:
         state = [dict(values) for optimizer in optimizers for values in optimizer.state.values()]
         taught = [p for group in self.teacher.param_groups for p in group["params"]] if self.teacher else []
         kept = size(own, head, state, self.corrections.kept(), list(self.lessons.values())) + size(taught)
-        sets = self.most_versions + self.weights.copies  # older versions and gradients, and what the policy copies
-        return kept + sets * size(list(self.parameters.values())) + (self.held_bytes or 0) * self.most_held
+        parameters = list(self.parameters.values())
+        gradients = size(parameters)
+        sets = self.most_versions - 1 + self.weights.copies  # older versions, and what the policy copies
+        versions = sets * self.numbers.version_bytes(parameters, gradients)
+        return kept + gradients + versions + (self.held_bytes or 0) * self.most_held
+
+    def _entering(self, x: Any) -> Any:
+        """An input, on this device; batches in the first stage's type."""
+        return self.numbers.entering(self._here(x)) if self.k == 1 else self._here(x)
 
     def _here(self, content: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)

@@ -30,7 +30,8 @@ def save(stage: Stage) -> Tree:
         raise UserError(f"stage {stage.k} has not kept the weights of its batches in flight: call keep() "
                         f"{stage.lag + 1} batches before saving")  # fmt: skip
     versions: list[Version] = []
-    in_flight = [_save_batch(t, batch, versions) for t, batch in stage.in_flight.items()]
+    in_flight = [_save_batch(t, batch, versions, replays=stage.weights.replays)
+                 for t, batch in stage.in_flight.items()]  # fmt: skip
     policy = stage.weights.save(versions)
     gradients = {name: p.grad for name, p in stage.parameters.items() if p.grad is not None}
     return {
@@ -75,8 +76,8 @@ def _optimizer(stage: Stage) -> Tree:
     return {"optimizer": state, "groups": groups}
 
 
-def _save_batch(t: int, batch: InFlight, versions: list[Version]) -> Tree:
-    used = batch.kept or batch.version
+def _save_batch(t: int, batch: InFlight, versions: list[Version], *, replays: bool) -> Tree:
+    used = Version(None) if replays else batch.kept or batch.version  # a replay takes what there is by then
     if used.tensors is not None and used not in versions:
         versions.append(used)
     return {
@@ -153,7 +154,7 @@ def _load_groups(stage: Stage, groups: list[Tree]) -> None:
 def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
     """The batch with its graph, made again."""
     forwarded = versions[entry["version"]] if entry["version"] is not None else Version(None)
-    leaves, structure = pytree.tree_flatten(stage._here(entry["x"]))
+    leaves, structure = pytree.tree_flatten(stage._here(entry["x"]))  # entered before
     batch = InFlight(
         stage.wanting(leaves), structure, stage._here(entry["target"]), forwarded, entry["update"], entry["steady"],
         list(entry["random"]), entry["share"],

@@ -11,6 +11,9 @@ parameters changed. So a graph never holds the parameters themselves unless no u
 
 A forward, and in hybrid and replay a backward, may run on predicted values instead of the parameters.
 
+Where forwards compute in another type than the parameters', snapshots are in that type, and live, hybrid and replay
+have one set of such copies, which is refreshed once an update.
+
 Buffers (BatchNorm statistics) stay live in all of them; a replay runs on copies of what they are by then, so that each
 batch counts once. (A module that computes with a buffer it writes, unlike BatchNorm, is replayed with a later value.)
 """
@@ -27,6 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
+
+from offbeat.precision import FULL, Numbers
 
 Tensors = dict[str, Tensor]
 
@@ -50,6 +55,7 @@ class Answers:
 
     version_used   (forwards, newest) -> version, for policies that do not use the newest
     M              forwards of a window
+    numbers        the types in which forwards use the values
     """
 
     parameters: Tensors
@@ -57,13 +63,19 @@ class Answers:
     backward: Prediction | None = None
     version_used: Callable[[int, int], int] | None = None
     M: int = 1
+    numbers: Numbers = FULL
 
     def named(self, values: list[Tensor]) -> Tensors:
         return {name: value.requires_grad_() for name, value in zip(self.parameters, values, strict=True)}
 
     def snapshot(self) -> Tensors:
         """A copy of what forwards use now."""
-        return self.named(self.forward() if self.forward else [p.detach().clone() for p in self.parameters.values()])
+        return self.named([self.numbers.lower(value) for value in self.forward()] if self.forward else self.copies())
+
+    def copies(self) -> list[Tensor]:
+        """New tensors with the parameters as forwards use them."""
+        return [self.numbers.lower(p.detach()) if self.numbers.lowered(p) else p.detach().clone()
+                for p in self.parameters.values()]  # fmt: skip
 
 
 class WeightPolicy(Protocol):
@@ -108,27 +120,49 @@ class WeightPolicy(Protocol):
 
 
 class Live:
-    """The module's own parameters; sound when no update comes between a forward and its backward."""
+    """The module's own parameters; sound when no update comes between a forward and its backward.
+
+    In another type: copies of those that have it, refreshed in place, so that forwards and graphs can go on using them.
+    """
 
     replays = False
     forgets = False
     copies = 0
+    behind = False  # the parameters
 
     def __init__(self, answers: Answers) -> None:
-        self.answers = answers
-        self.own = Version(None)
+        self.answers, numbers = answers, answers.numbers
+        self.storage: list[Tensor] = [numbers.lower(parameter.data) for parameter in answers.parameters.values()]
+        if numbers.lowers:
+            self.copies, self.behind = 1, True
+        self.own = self._aliases() if numbers.lowers else Version(None)
+
+    def _aliases(self) -> Version:
+        """`.data` shares storage but not the version counter."""
+        return Version(self.answers.named([tensor.data for tensor in self.storage]))
+
+    def _refresh(self) -> None:
+        if self.behind:
+            pairs = [(copy, parameter.detach()) for copy, parameter in
+                     zip(self.storage, self.answers.parameters.values(), strict=True)
+                     if self.answers.numbers.lowered(parameter)]  # fmt: skip
+            if pairs:
+                torch._foreach_copy_([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
+            self.behind = False
 
     def current(self) -> Version:
+        self._refresh()
         return self.own
 
     def settled(self) -> bool:
         return True
 
     def returning(self, version: Version) -> Version:
+        self._refresh()
         return version
 
     def changed(self) -> None:
-        pass
+        self.behind = self.answers.numbers.lowers
 
     def restart(self) -> None:
         pass
@@ -146,7 +180,7 @@ class Live:
         return {}
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
-        pass
+        self.changed()
 
     @contextmanager
     def again(self, version: Version) -> Iterator[Version]:
@@ -159,25 +193,27 @@ class Replay(Live):
     replays = True
 
     def current(self) -> Version:
-        return Version(self.answers.snapshot()) if self.answers.forward else self.own
+        return Version(self.answers.snapshot()) if self.answers.forward else super().current()
 
     def returning(self, version: Version) -> Version:
-        return Version(self.answers.named(self.answers.backward())) if self.answers.backward else self.own
+        if not self.answers.backward:
+            return super().returning(self.own)
+        return Version(self.answers.named([self.answers.numbers.lower(value) for value in self.answers.backward()]))
 
 
 class Hybrid(Live):
-    """Aliases of the parameters: `.data` shares storage but not the version counter, so a stored graph stays usable
+    """Aliases of the parameters (or of the copies), whose version counter is their own: a stored graph stays usable
     while the optimizer changes what its backward will read."""
 
     forgets = True
 
     def __init__(self, answers: Answers) -> None:
-        self.answers = answers
-        self.storage: list[Tensor] = [parameter.data for parameter in answers.parameters.values()]
-        self.own = Version(answers.named([tensor.data for tensor in self.storage]))
+        super().__init__(answers)
+        self.own = self._aliases()
         self.lasting: Version | None = None
 
     def changed(self) -> None:
+        super().changed()
         self.lasting = None
 
     def remember(self) -> Version | None:
@@ -191,6 +227,7 @@ class Hybrid(Live):
     @contextmanager
     def again(self, version: Version) -> Iterator[Version]:
         """The old values under the aliases while the graph is made, then the present ones."""
+        self._refresh()
         present = [tensor.clone() for tensor in self.storage]
         if version.tensors:
             torch._foreach_copy_(self.storage, [tensor.detach() for tensor in version.tensors.values()])
@@ -208,8 +245,8 @@ class PredictedHybrid(Hybrid):
 
     def __init__(self, answers: Answers) -> None:
         super().__init__(answers)
-        self.storage = [parameter.detach().clone() for parameter in answers.parameters.values()]
-        self.own = Version(answers.named([tensor.data for tensor in self.storage]))
+        self.storage, self.copies = answers.copies(), 1
+        self.own = self._aliases()
 
     def _fill(self, prediction: Prediction | None) -> None:
         values = prediction() if prediction else [p.detach() for p in self.answers.parameters.values()]
@@ -264,11 +301,12 @@ class Before(Stash):
 
     def __init__(self, answers: Answers) -> None:
         super().__init__(answers)
-        self.kept = [self._make()]
+        self.kept: list[Version] = []  # none before the first forward: the parameters may yet be loaded
         self.forwards = self.made = 0
 
     def current(self) -> Version:
         assert self.answers.version_used is not None
+        self.kept = self.kept or [self._make()]
         age = self.made - self.answers.version_used(self.forwards, self.made)
         self.forwards += 1
         version = self.kept[-1 - age]
@@ -280,14 +318,14 @@ class Before(Stash):
 
     def changed(self) -> None:
         self.made += 1
-        self.kept = [self.kept[-1], self._make()]
+        self.kept = [*self.kept[-1:], self._make()]
 
     def restart(self) -> None:
         self.kept = self.kept[-1:]
         self.forwards = self.made = 0
 
     def versions(self) -> int:
-        return len(self.alive)
+        return max(1, len(self.alive))
 
     def save(self, versions: list[Version]) -> dict[str, Any]:
         versions += [version for version in self.kept if version not in versions]
@@ -324,7 +362,13 @@ def substituted(module: nn.Module, version: Version) -> AbstractContextManager[o
 
 def call(module: nn.Module, parameters: Tensors | None, arguments: tuple[Any, ...], *, buffers: bool = True) -> Any:
     """The module's output on those parameters; with buffers=False its buffers are left as they were."""
+    replaced = replacements(module, parameters, buffers=buffers)
+    return functional_call(module, replaced, arguments) if replaced else module(*arguments)
+
+
+def replacements(module: nn.Module, parameters: Tensors | None, *, buffers: bool) -> Tensors:
+    """What takes the place of the module's own tensors: those parameters, and copies of buffers that are to stay."""
     replaced = dict(parameters or {})
     if not buffers:
         replaced.update({name: buffer.clone() for name, buffer in module.named_buffers()})
-    return functional_call(module, replaced, arguments) if replaced else module(*arguments)
+    return replaced
