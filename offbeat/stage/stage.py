@@ -148,13 +148,17 @@ class Stage:
             root = self._local_loss(t, output, batch.target) if self.head is not None else output
         if not self.weights.replays:
             batch.roots = pytree.tree_leaves(root)
+        self._forwarded(t, batch, batch_size(target, x))
+        return pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+    def _forwarded(self, t: int, batch: InFlight, samples: int) -> None:
+        """Batch t is in flight from now on."""
         self.in_flight[t] = batch
         self.most_held = max(self.most_held, len(self.in_flight))
-        self.samples += batch_size(target, x)
+        self.samples += samples
         self.last_batch = t
         assert len(self.in_flight) <= self.most_in_flight, "more batches in flight than the lag allows"
         assert self.weights.versions() <= self.most_versions, "more weight versions than the window allows"
-        return pytree.tree_map_only(Tensor, Tensor.detach, output)
 
     def wanting(self, leaves: list[Any]) -> list[Any]:
         """Leaves of an input, marked where the stage below waits for their gradients."""
@@ -239,10 +243,14 @@ class Stage:
             told = f"the loss of {self._batch(t)} is {_shapes(loss)}"
             raise UserError(f"{told}: return the mean, a tensor with a single number")
         if not again:
-            value = loss.item()
-            if self._sound(t, value):
-                self.meter.add(value, output, target)
+            self._observe(t, loss, output, target)
         return loss
+
+    def _observe(self, t: int, loss: Tensor, output: Any, target: Any) -> None:
+        """Count a training loss, if it can be."""
+        value = loss.item()
+        if self._sound(t, value):
+            self.meter.add(value, output, target)
 
     def _sound(self, t: int, value: float) -> bool:
         """Whether the loss of batch t is finite; where it is not, either stop or remember to leave the batch out."""
@@ -265,7 +273,19 @@ class Stage:
         Adds to the open window and returns the gradients of the leaves of the input.
         """
         batch = self.in_flight.pop(t)
-        version = self.weights.returning(batch.version)
+        taken, below, incoming = self._differentiate(t, batch, self.weights.returning(batch.version), gradients)
+        self.window.add(t, taken, self._level(batch), foreign=[*below, *incoming])
+        self.backwards += 1
+        return below
+
+    def _level(self, batch: InFlight) -> int | None:
+        """Staleness of its gradient, if the stage was full at its forward."""
+        return self.update_index - batch.update if batch.steady else None
+
+    def _differentiate(
+        self, t: int, batch: InFlight, version: Version, gradients: list[Tensor | None] | None
+    ) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor]]:
+        """Gradients of batch t for the parameters and for the leaves of its input, and those that they come from."""
         if self.weights.replays:
             with self.random.drawing(replay=batch.random):
                 batch.roots = pytree.tree_leaves(self._run(t, batch, version, again=True))
@@ -278,16 +298,12 @@ class Stage:
         ]
         parameters = list((version.tensors or self.parameters).values())
         wanted = [leaf for leaf in batch.inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
-        taken = self._gradients(t, version, pairs, [*parameters, *wanted])
-        taken[: len(parameters)] = self.corrections.gradients(
-            taken[: len(parameters)], list(self.parameters.values()), parameters
-        )
-        to_inputs = iter(taken[len(parameters) :])
+        found = self._gradients(t, version, pairs, [*parameters, *wanted])
+        own = found[: len(parameters)]
+        taken = self.corrections.gradients(own, list(self.parameters.values()), parameters)
+        to_inputs = iter(found[len(parameters) :])
         below = [next(to_inputs) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in batch.inputs]
-        level = self.update_index - batch.update if batch.steady else None
-        self.window.add(t, taken[: len(parameters)], level, foreign=[*below, *(pair[1] for pair in pairs)])
-        self.backwards += 1
-        return below
+        return taken, below, [gradient for _, gradient in pairs]
 
     def _own_gradients(self, t: int, batch: InFlight) -> list[Tensor | None]:
         """Where a backward starts when nothing comes from above: at a loss, or at a synthetic gradient."""
