@@ -58,6 +58,8 @@ class Stage:
     batches `left_out` are not used.
     """
 
+    retains = False  # whether graphs are kept after their backward
+
     def __init__(
         self,
         k: int,
@@ -135,10 +137,16 @@ class Stage:
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
         """Forward batch t on the weights that the method says; the output without its graph, or the loss at the last
         stage. `share` is that of a micro-batch in its batch: its weight in the gradient."""
+        steady = self._full()
+        return self._forward(t, x, target, share, steady, self.weights.current())
+
+    def _full(self) -> bool:
+        """Whether the next forward is one of steady state, so that its staleness is the formula's."""
+        return len(self.in_flight) >= self.lag and self.weights.settled()
+
+    def _forward(self, t: int, x: Any, target: Any, share: float, steady: bool, version: Version) -> Any:
         leaves, structure = pytree.tree_flatten(self._here(x))
         leaves = self.wanting(leaves)
-        steady = len(self.in_flight) >= self.lag and self.weights.settled()
-        version = self.weights.current()
         batch = InFlight(
             leaves, structure, self._here(target), version, self.update_index - version.age, steady, self.random.state,
             share, self.weights.remember() if self.keeping else None,
@@ -195,11 +203,16 @@ class Stage:
             # A copy, since a first operation in place would raise on a leaf, and spoil the input of a replay.
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         x = pytree.tree_unflatten(leaves, batch.structure)
+        counted = not again and not self._left_out(t)
+        before = [b.clone() for b in self.module.buffers()] if counted and self.on_nan == "skip" else []
         try:
-            output = call(self.module, version.tensors, (x,), buffers=not again and not self._left_out(t))
+            output = call(self.module, version.tensors, (x,), buffers=counted)
         except USERS_CODE as error:
             given = f"{self._batch(t)} of {_shapes(x)}"
             raise UserError(f"stage {self.k} cannot take {given}: {first_line(error)}") from error
+        if before and not _finite(output):  # such a batch leaves no trace in BatchNorm's statistics
+            for buffer, old in zip(self.module.buffers(), before, strict=True):
+                buffer.data.copy_(old)  # its graphs may hold it
         return self._loss(t, output, batch.target, again=again) if self.last else output
 
     def _local_loss(self, t: int, output: Any, target: Any) -> Any:
@@ -349,7 +362,8 @@ class Stage:
         hidden = {} if self.backwards or version.tensors is None else self.parameters
         try:
             with substituted(self.module, version):
-                found = torch.autograd.grad(roots, [*targets, *hidden.values()], incoming, allow_unused=True)
+                found = torch.autograd.grad(roots, [*targets, *hidden.values()], incoming, allow_unused=True,
+                                            retain_graph=self.retains or None)  # fmt: skip
         except RuntimeError as error:
             raise UserError(f"stage {self.k} cannot backward {self._batch(t)}: {first_line(error)}") from error
         for name, gradient in zip(hidden, found[len(targets) :], strict=True):
@@ -371,9 +385,7 @@ class Stage:
         if len(levels) == self.M:
             self.staleness.update(levels)
         if self.window.levels and self.optimizer and self._usable():
-            trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-            self.window.mean(over, clip_norm=self.clip_norm, of=trained)
-            self.corrections.step(self.update_index)
+            self._apply(over)
             self.weights.changed()
         if self.deferred:
             self.deferred.commit()
@@ -384,19 +396,28 @@ class Stage:
         self.update_index += 1
         self.window.clear()
 
+    def _apply(self, over: int) -> None:
+        assert self.optimizer is not None
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.window.mean(over, clip_norm=self.clip_norm, of=trained)
+        self.corrections.step(self.update_index)
+
     def _usable(self) -> bool:
         """Whether the window's gradients are finite; where they are not, either stop or do without this update."""
         if self.window.finite():
             return True
-        batches = sorted({t // self.method.m for t in self.window.batches})
         if self.on_nan == "stop":
-            raise NotFinite(
-                f"the gradient of stage {self.k} of {self.K} is not finite in update {self.update_index} (batches "
-                f"{batches[0]} to {batches[-1]}): lower the learning rate, clip its norm, or look at these batches",
-                batches,
-            )
-        self.skipped += len(batches)
+            raise self._not_finite(self.update_index, self.window.batches)
+        self.skipped += len({t // self.method.m for t in self.window.batches})
         return False
+
+    def _not_finite(self, update: int, window: Iterable[int]) -> NotFinite:
+        batches = sorted({t // self.method.m for t in window})
+        return NotFinite(
+            f"the gradient of stage {self.k} of {self.K} is not finite in update {update} (batches "
+            f"{batches[0]} to {batches[-1]}): lower the learning rate, clip its norm, or look at these batches",
+            batches,
+        )
 
     def resume_schedule(self, updates: int) -> None:
         """Go on as if so many updates had been made, at the rate of the next; for a learning-rate schedule that is a
@@ -419,6 +440,12 @@ class Stage:
             self.update(over=self.M)
 
     # ---- what it tells
+
+    def reset(self) -> None:
+        """Tensors are about to be exchanged: forget what relies on where they are."""
+
+    def settle(self) -> None:
+        """Bring the figures up to date, where a device keeps them; raises NotFinite for what it has noted."""
 
     def evaluate(self, x: Any) -> Any:
         """The output on the newest weights in evaluation mode; training state stays as it is."""
@@ -443,7 +470,7 @@ class Stage:
             samples=samples,
             in_flight=len(self.in_flight),
             versions=self.weights.versions(),
-            lr=self.optimizer.param_groups[0]["lr"] if self.optimizer else None,
+            lr=float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else None,
             loss=seen["loss"],
             error=seen["error"],
             staleness=dict(self.staleness),
@@ -483,6 +510,10 @@ def _checked_scheduler(scheduler: Any) -> Any:
 
 def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _finite(content: Any) -> bool:
+    return all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(content) if isinstance(leaf, Tensor))
 
 
 def _shapes(content: Any) -> str:
