@@ -56,7 +56,7 @@ def number(value: Any, meaning: str, allowed: str, fits: Callable[[float], bool]
 
 
 def earliest(found: Iterable[NotFinite]) -> NotFinite:
-    """Of several things that are not finite, the one from which the others came: with the earliest last batch, then as given."""
+    """Of several things that are not finite, the one the others came from: with the earliest last batch, or as given."""
     return min(found, key=lambda error: max(error.batches))
 
 
