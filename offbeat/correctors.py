@@ -45,6 +45,7 @@ class Corrector:
     answers: ClassVar[tuple[str, ...]]
     reads_momentum: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ("stash", "hybrid", "replay")  # backward weights it can work with
+    recordable: ClassVar[bool] = True  # whether what it does to a step is the same tensor work every time
 
     def active(self, place: Place) -> bool:
         """Whether it does anything in this stage."""
@@ -277,6 +278,7 @@ class Rescheduling(Corrector):
 
     name: ClassVar[str] = "t1"
     answers: ClassVar[tuple[str, ...]] = ("rate",)
+    recordable: ClassVar[bool] = False  # its factor changes with s
     updates: int = 1000
 
     def __post_init__(self) -> None:
@@ -331,7 +333,10 @@ class SpikeCompensation(Corrector):
                 m, lr = group["momentum"], group["lr"]
                 a, b = m**D, (1 - m**D) / (1 - m)
                 v = place.optimizer.state[parameter]["momentum_buffer"]
-                parameter.add_(v, alpha=lr * (1 - a)).add_(g, alpha=-lr * b)
+                if isinstance(lr, torch.Tensor):  # on a device, where it must stay
+                    parameter.add_(v * (lr * (1 - a))).sub_(g * (lr * b))
+                else:
+                    parameter.add_(v, alpha=lr * (1 - a)).add_(g, alpha=-lr * b)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,11 @@ def number(value: Any, meaning: str, allowed: str, fits: Callable[[float], bool]
         raise UserError(f"{meaning} = {value!r}: {allowed}")
 
 
+def earliest(found: Iterable[NotFinite]) -> NotFinite:
+    """Of several things that are not finite, the one they came from: with the earliest last batch, else the first."""
+    return min(found, key=lambda error: max(error.batches))
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where it has none."""
     text = str(error).strip()

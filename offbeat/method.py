@@ -124,6 +124,14 @@ class Method:
                 )
         return replace(self, correctors=correctors((*self.correctors, *more)))
 
+    def not_alike(self) -> str | None:
+        """Why the iterations of a stage are not all alike, so that they cannot be recorded; None where they are."""
+        if self.order:
+            return "draws the batches of its stages"
+        if self.m > 1:
+            return "splits batches into micro-batches"
+        return "trains heads of its own" if self.head else None
+
     def check(self, K: int) -> None:
         """Refuse a number of stages that the method cannot have."""
         reason = self.limit(K) if self.limit else None

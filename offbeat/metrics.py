@@ -29,12 +29,17 @@ def wrong(output: Any, target: Any, *, top: int = 1) -> float | None:
     >>> wrong(scores, torch.tensor([1, 2])), wrong(scores, torch.tensor([1, 2]), top=3)
     (50.0, 0.0)
     """
-    if not (isinstance(output, Tensor) and isinstance(target, Tensor)) or output.dim() < 2 or not target.numel():
-        return None
-    if target.dtype not in (torch.int64, torch.int32) or output.shape[:1] + output.shape[2:] != target.shape:
+    if not scores_classes(output, target):
         return None
     best = output.detach().topk(min(top, output.shape[1]), dim=1).indices
     return 100.0 * (1.0 - (best == target.unsqueeze(1)).any(dim=1).double().mean().item())
+
+
+def scores_classes(output: Any, target: Any) -> bool:
+    """Whether these are scores and class indices; classes are dimension 1, as for torch's cross_entropy."""
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)) or output.dim() < 2 or not target.numel():
+        return False
+    return target.dtype in (torch.int64, torch.int32) and output.shape[:1] + output.shape[2:] == target.shape
 
 
 class Meter:

@@ -16,9 +16,11 @@ from offbeat import cutting, methods
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes, available
 from offbeat.engines.simulate import Simulate
-from offbeat.errors import UserError, first_line, unknown
+from offbeat.engines.streams import Streams
+from offbeat.errors import NotFinite, UserError, earliest, first_line, unknown
 from offbeat.links import Link, Message
 from offbeat.links.local import Entrance
+from offbeat.links.streams import StreamLink
 from offbeat.method import LESSON, Method
 from offbeat.metrics import Meter, Metric
 from offbeat.micro import micro_batches
@@ -26,6 +28,7 @@ from offbeat.outputs import shapes_and_classes
 from offbeat.precision import Numbers, Precision
 from offbeat.stage import Report, Stage, Staleness
 from offbeat.stage import state as stage_state
+from offbeat.stage.graphed import GraphedStage
 from offbeat.stage.stage import Loss, MakeOptimizer, MakeScheduler, OnNan
 from offbeat.worker import SAVE, Links, Worker
 
@@ -49,7 +52,8 @@ class Pipeline:
     left_out    batches whose gradients are not used
     precision   "fp32", "tf32" (CUDA) or "bf16"; master weights, sums of gradients and optimizer are float32 in all
     compile     whether torch.compile makes a graph of each stage; one that it cannot compile runs as it is
-    engine      "simulate" (all stages here) or "processes" (one each, under torchrun); by default as it was started
+    engine      "simulate" (all stages here, one after the other), "processes" (one each, under torchrun) or "streams"
+                (all stages here, at once, on one GPU); by default as it was started and where the device is
 
     In several processes every one makes the same calls. Batches come from the first stage's process alone; what the
     others pass is ignored. `drain`, `gather`, `evaluate`, `fit` and the first `step` are collective.
@@ -106,16 +110,16 @@ class Pipeline:
         if self.cuts is not None and self.units == "blocks":
             cutting.cut(self.model, self.K, cuts=self.cuts)  # refuses wrong ones before anything starts
         self.notes: list[str] = []  # what could not be traced
-        self.engine = engine if not isinstance(engine, str | None) else _engine(engine, self.K)
+        self.engine = engine if not isinstance(engine, str | None) else self._engine(engine)
         self.batches = 0  # t of the next batch
         self.failure: str | None = None  # why it cannot go on
         self.stages: dict[int, Stage] = {}
         self.workers: list[Worker] = []
-        self.entrance: Link = Entrance()
+        self.entrance: Link = StreamLink(self.device) if self.engine.records else Entrance()
         self._make_stage = partial(
-            Stage, method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm,
-            device=self.device, seed=seed, on_nan=_on_nan(on_nan), left_out=left_out, numbers=self.numbers,
-            compile=compile,
+            GraphedStage if self.engine.records else Stage,
+            method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm, device=self.device,
+            seed=seed, on_nan=_on_nan(on_nan), left_out=left_out, numbers=self.numbers, compile=compile,
         )  # fmt: skip
         self._loss = loss
         self._elsewhere: dict[int, Staleness] = {}
@@ -123,6 +127,24 @@ class Pipeline:
             self._build(sample)
 
     # ---- building
+
+    def _engine(self, name: str | None) -> Engine:
+        if name is None:
+            name = "processes" if available() > 1 else "streams" if self.device.type == "cuda" else "simulate"
+        if name == "processes":
+            return Processes(self.K)
+        if name == "streams":
+            if self.device.type != "cuda":
+                raise UserError(f"engine streams on {self.device.type}: it runs the stages on streams of one GPU: give "
+                                "device='cuda', or use simulate or processes")  # fmt: skip
+            reason = self.method.not_alike()
+            if reason is None:
+                return Streams(self.K, self.device)
+            self.notes.append(f"{self.method.name} {reason}: its stages run one after the other, unrecorded")
+            name = "simulate"
+        if name == "simulate":
+            return Simulate(self.K)
+        raise unknown("engine", name, ["simulate", "processes", "streams"])
 
     def _build(self, sample: Any) -> None:
         """Cut, agree on cuts and initial weights, make this process's stages. The first stage's process decides."""
@@ -223,6 +245,11 @@ class Pipeline:
 
         Returns the loss of batch t in the process that holds the last stage, None elsewhere.
         """
+        self._step(x, y)
+        loss = self.workers[-1].loss if self.last else None
+        return self.engine.later(loss, self.K) if isinstance(self.engine, Streams) and loss is not None else loss
+
+    def _step(self, x: Any, y: Any) -> None:
         if not self.workers:
             self._build(x)
         t = self.batches
@@ -230,13 +257,19 @@ class Pipeline:
             if self.first:
                 if x is None:
                     raise UserError(f"step() without a batch in the first stage's process: pass x and y for batch {t}")
-                if self.method.lag(1, self.K):  # it stays in flight, and the caller may use its memory again
+                if self.method.lag(1, self.K) or self.engine.records:
+                    # It stays in flight, and the caller may use its memory again.
                     x = pytree.tree_map_only(Tensor, Tensor.clone, x)
+                if self.engine.records:
+                    y = pytree.tree_map_only(Tensor, Tensor.clone, y)
                 for message in micro_batches(t, x, y, self.method.m):
                     self.entrance.send(message)
-            self.engine.run([worker.iteration(t, wait=self.engine.waits) for worker in self.workers])
+            try:
+                self.engine.run([worker.iteration(t, wait=self.engine.waits) for worker in self.workers])
+            except NotFinite:
+                self._settle()  # another stage may have noted what it came from
+                raise
         self.batches += 1
-        return self.workers[-1].loss if self.last else None
 
     def fit(
         self,
@@ -261,7 +294,7 @@ class Pipeline:
                 for batch in self._epoch(loader, epoch):
                     if before_step:
                         before_step(self.batches)
-                    self.step(*batch)
+                    self._step(*batch)
                     if after_step:
                         after_step(self.batches - 1)
                 if after_epoch:
@@ -301,6 +334,7 @@ class Pipeline:
         """Finish every batch in flight and the open window; then the newest weights are in `model` in every process."""
         with self._guard():
             self.engine.run([worker.drain(wait=self.engine.waits) for worker in self.workers])
+            self._settle()
             done = self.engine.exchange([stage.update_index for stage in self.stages.values()])
             for stage in self.stages.values():
                 stage.catch_up(max(chain.from_iterable(done)))
@@ -310,10 +344,24 @@ class Pipeline:
         """The newest weights of all stages, in `model`, in every process; training goes on as if nothing happened."""
         if self.workers:
             with self._guard():
+                self._settle()
                 for k, part in enumerate(self.parts, start=1):
                     self.engine.share_tensors(list(_tensors(part)), k)
                 self._share_staleness()
         return self.model
+
+    def _settle(self) -> None:
+        """Have all done that was asked for; raises for what was first found to be not finite, from above: gradients
+        come from the loss."""
+        self.engine.settle()
+        found = []
+        for stage in reversed(self.stages.values()):
+            try:
+                stage.settle()
+            except NotFinite as error:
+                found.append(error)
+        if found:
+            raise earliest(found)
 
     # ---- saving
 
@@ -343,6 +391,7 @@ class Pipeline:
         With weights="hybrid" and batches in flight, `keep` must have been called far enough ahead; `keep_on` says that
         the next time is near enough to need what is kept now.
         """
+        self._settle()
         found = {
             worker.stage.k: {"stage": stage_state.save(worker.stage), "worker": worker.save()}
             for worker in self.workers
@@ -354,6 +403,7 @@ class Pipeline:
     def load(self, trees: Mapping[int, Any], batches: int) -> None:
         """Go on from saved states of the same method, K and cuts, behind so many batches."""
         with self._guard():
+            self._settle()
             for worker in self.workers:
                 stage_state.load(worker.stage, trees[worker.stage.k]["stage"])
                 worker.load(trees[worker.stage.k]["worker"])
@@ -374,6 +424,7 @@ class Pipeline:
             batches = chain([ahead] if ahead else [], batches)
         meter = Meter(metric)
         with self._guard():
+            self._settle()
             while self._evaluate_next(batches, meter).kind == "batch":
                 pass
             result = self.engine.share(meter.read() if self.last else None, self.K)
@@ -405,6 +456,7 @@ class Pipeline:
 
     def reports(self) -> list[Report]:
         """What the stages of this process tell about themselves since they were last asked."""
+        self._settle()
         return [stage.report() for stage in self.stages.values()]
 
     @property
@@ -464,16 +516,6 @@ def _check_loss(loss: Loss) -> None:
         raise UserError(f"loss {loss!r}: give a function of (output, target) that returns the mean")
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         raise UserError("the loss has parameters of its own, which no stage would train: make them part of the model")
-
-
-def _engine(name: str | None, K: int) -> Engine:
-    if name is None:
-        name = "processes" if available() > 1 else "simulate"
-    if name == "simulate":
-        return Simulate(K)
-    if name == "processes":
-        return Processes(K)
-    raise unknown("engine", name, ["simulate", "processes"])
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -89,6 +89,21 @@ def test_skipping_leaves_out_that_batch_and_nothing_else(method):
     assert not all(map(torch.equal, clean, plain))
 
 
+@pytest.mark.parametrize("method", [offbeat.ADL(M=2), offbeat.FR(), offbeat.BP()], ids=lambda m: m.name)
+def test_a_batch_that_is_skipped_leaves_no_trace_in_batch_norm(method):
+    torch.manual_seed(0)
+    net = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))]
+    pipe = offbeat.Pipeline(net, method=method, loss=nn.functional.cross_entropy, on_nan="skip",
+                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1))  # fmt: skip
+    for x, y in batches(8, poisoned=(3,)):
+        pipe.step(x.float(), y)
+    pipe.drain()
+    for part in pipe.model:
+        assert part[1].running_mean.isfinite().all()
+        assert part[1].running_var.isfinite().all()
+        assert int(part[1].num_batches_tracked) == 7
+
+
 def test_a_batch_that_is_left_out_leaves_no_trace_in_batch_norm():
     def net() -> list[nn.Module]:
         torch.manual_seed(0)

@@ -20,6 +20,7 @@ class Engine(Protocol):
 
     K: int
     here: Sequence[int]  # stages of this process, from 1, in order
+    records: bool  # whether stages record their operations, and nothing waits for the device
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
         """The end, or both ends, of a link that this process holds; None where it holds neither."""
@@ -42,6 +43,9 @@ class Engine(Protocol):
 
     def barrier(self) -> None:
         """Wait until the workers of all processes have come here."""
+
+    def settle(self) -> None:
+        """What the stages were asked for is done before what the caller does next; that, before what they do next."""
 
     def guard(self) -> AbstractContextManager[None]:
         """Around whatever may fail: tells the other processes why."""

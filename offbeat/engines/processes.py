@@ -58,6 +58,7 @@ class Processes:
     """
 
     waits = True
+    records = False
 
     def __init__(self, K: int, *, silence: float | None = None) -> None:
         self.silence = silence_allowed(silence)
@@ -136,6 +137,9 @@ class Processes:
     def barrier(self) -> None:
         with self._collective():
             dist.barrier(group=self.collectives)
+
+    def settle(self) -> None:
+        """Nothing to wait for: whatever was asked for is done."""
 
     @contextmanager
     def guard(self) -> Iterator[None]:

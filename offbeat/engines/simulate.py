@@ -17,6 +17,7 @@ class Simulate:
     """All stages here. `shuffle` interleaves their operations at random, which must change no number."""
 
     waits = False
+    records = False
 
     def __init__(self, K: int, *, shuffle: int | None = None) -> None:
         self.K = K
@@ -55,6 +56,9 @@ class Simulate:
 
     def barrier(self) -> None:
         """Orders time, of which there is none here."""
+
+    def settle(self) -> None:
+        """Nothing to wait for: whatever was asked for is done."""
 
     def guard(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -108,8 +108,12 @@ def copied(message: Message) -> Message:
     """The message as the far end of a link sees it, without leaving the tensors' device."""
     tensors: list[Tensor] = []
     tree = _skeleton(message.content, tensors)
-    copies = [torch.empty_strided(t.shape, _strides(t), dtype=t.dtype, device=t.device).copy_(t) for t in tensors]
-    return Message(message.t, _content(tree, copies), message.kind)
+    return Message(message.t, _content(tree, [copied_tensor(tensor) for tensor in tensors]), message.kind)
+
+
+def copied_tensor(tensor: Tensor) -> Tensor:
+    """A tensor as the far end of a link sees it."""
+    return torch.empty_strided(tensor.shape, _strides(tensor), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _up(length: int, unit: int) -> int:

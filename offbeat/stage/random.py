@@ -19,6 +19,7 @@ class RandomStream:
     def __init__(self, device: torch.device, *name: object) -> None:
         own = derive(*name)
         self.device = device
+        self.still = False  # while nothing may be drawn, nor asked
         self.state = [torch.Generator(where).manual_seed(own).get_state() for where in self._generators()]
 
     def _generators(self) -> list[torch.device]:
@@ -35,6 +36,9 @@ class RandomStream:
     @contextmanager
     def drawing(self, replay: list[torch.Tensor] | None = None) -> Iterator[None]:
         """Draw from this stream; with `replay`, repeat the draws that followed that state instead."""
+        if self.still:
+            yield
+            return
         outside = self._get()
         self._set(self.state if replay is None else replay)
         try:
@@ -43,3 +47,7 @@ class RandomStream:
             if replay is None:
                 self.state = self._get()
             self._set(outside)
+
+    def drawn(self, since: list[torch.Tensor]) -> bool:
+        """Whether anything was drawn since that state; to be asked while drawing."""
+        return not all(map(torch.equal, self._get(), since))

@@ -61,6 +61,8 @@ class Stage:
     batches `left_out` are not used. `numbers` are those that it computes with; `compile` has torch.compile do it.
     """
 
+    retains = False  # whether graphs are kept after their backward
+
     def __init__(
         self,
         k: int,
@@ -151,10 +153,16 @@ class Stage:
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
         """Forward batch t on the weights that the method says; the output without its graph, or the loss at the last
         stage. `share` is that of a micro-batch in its batch: its weight in the gradient."""
+        steady = self._full()
+        return self._forward(t, x, target, share, steady, self.weights.current())
+
+    def _full(self) -> bool:
+        """Whether the next forward is one of steady state, so that its staleness is the formula's."""
+        return len(self.in_flight) >= self.lag and self.weights.settled()
+
+    def _forward(self, t: int, x: Any, target: Any, share: float, steady: bool, version: Version) -> Any:
         leaves, structure = pytree.tree_flatten(self._entering(x))
         leaves = self.wanting(leaves)
-        steady = len(self.in_flight) >= self.lag and self.weights.settled()
-        version = self.weights.current()
         batch = InFlight(
             leaves, structure, self._here(target), version, self.update_index - version.age, steady, self.random.state,
             share, self.weights.remember() if self.keeping else None,
@@ -164,13 +172,17 @@ class Stage:
             root = self._local_loss(t, output, batch.target) if self.head is not None else output
         if not self.weights.replays:
             batch.roots = pytree.tree_leaves(root)
+        self._forwarded(t, batch, batch_size(target, x))
+        return pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+    def _forwarded(self, t: int, batch: InFlight, samples: int) -> None:
+        """Batch t is in flight from now on."""
         self.in_flight[t] = batch
         self.most_held = max(self.most_held, len(self.in_flight))
-        self.samples += batch_size(target, x)
+        self.samples += samples
         self.last_batch = t
         assert len(self.in_flight) <= self.most_in_flight, "more batches in flight than the lag allows"
         assert self.weights.versions() <= self.most_versions, "more weight versions than the window allows"
-        return pytree.tree_map_only(Tensor, Tensor.detach, output)
 
     def wanting(self, leaves: list[Any]) -> list[Any]:
         """Leaves of an input, marked where the stage below waits for their gradients."""
@@ -207,12 +219,17 @@ class Stage:
             # A copy, since a first operation in place would raise on a leaf, and spoil the input of a replay.
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         x = pytree.tree_unflatten(leaves, batch.structure)
+        counted = not again and not self._left_out(t)
+        before = [b.clone() for b in self.module.buffers()] if counted and self.on_nan == "skip" else []
         try:
             with self.numbers.computing():
-                output = self._call(version.tensors, (x,), buffers=not again and not self._left_out(t))
+                output = self._call(version.tensors, (x,), buffers=counted)
         except USERS_CODE as error:
             given = f"{self._batch(t)} of {_shapes(x)}"
             raise UserError(f"stage {self.k} cannot take {given}: {first_line(error)}") from error
+        if before and not _finite(output):  # such a batch leaves no trace in BatchNorm's statistics
+            for buffer, old in zip(self.module.buffers(), before, strict=True):
+                buffer.data.copy_(old)  # its graphs may hold it
         return self._loss(t, self.numbers.scoring(output), batch.target, again=again) if self.last else output
 
     def _local_loss(self, t: int, output: Any, target: Any) -> Any:
@@ -257,10 +274,14 @@ class Stage:
             told = f"the loss of {self._batch(t)} is {_shapes(loss)}"
             raise UserError(f"{told}: return the mean, a tensor with a single number")
         if not again:
-            value = loss.item()
-            if self._sound(t, value):
-                self.meter.add(value, output, target)
+            self._observe(t, loss, output, target)
         return loss
+
+    def _observe(self, t: int, loss: Tensor, output: Any, target: Any) -> None:
+        """Count a training loss, if it can be."""
+        value = loss.item()
+        if self._sound(t, value):
+            self.meter.add(value, output, target)
 
     def _sound(self, t: int, value: float) -> bool:
         """Whether the loss of batch t is finite; where it is not, either stop or remember to leave the batch out."""
@@ -283,7 +304,19 @@ class Stage:
         Adds to the open window and returns the gradients of the leaves of the input.
         """
         batch = self.in_flight.pop(t)
-        version = self.weights.returning(batch.version)
+        taken, below, incoming = self._differentiate(t, batch, self.weights.returning(batch.version), gradients)
+        self.window.add(t, taken, self._level(batch), foreign=[*below, *incoming])
+        self.backwards += 1
+        return below
+
+    def _level(self, batch: InFlight) -> int | None:
+        """Staleness of its gradient, if the stage was full at its forward."""
+        return self.update_index - batch.update if batch.steady else None
+
+    def _differentiate(
+        self, t: int, batch: InFlight, version: Version, gradients: list[Tensor | None] | None
+    ) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor]]:
+        """Gradients of batch t for the parameters and for the leaves of its input, and those that they come from."""
         if self.weights.replays:
             with self.random.drawing(replay=batch.random):
                 batch.roots = pytree.tree_leaves(self._run(t, batch, version, again=True))
@@ -297,16 +330,12 @@ class Stage:
         masters = list(self.parameters.values())
         parameters = list({**self.parameters, **(version.tensors or {})}.values())  # a head's have no versions
         wanted = [leaf for leaf in batch.inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
-        taken = self._gradients(t, version, pairs, [*parameters, *wanted])
-        taken[: len(parameters)] = self.corrections.gradients(
-            self.numbers.summable(taken[: len(parameters)], masters), masters, parameters
-        )
-        to_inputs = iter(taken[len(parameters) :])
+        found = self._gradients(t, version, pairs, [*parameters, *wanted])
+        own = self.numbers.summable(found[: len(parameters)], masters)
+        taken = self.corrections.gradients(own, masters, parameters)
+        to_inputs = iter(found[len(parameters) :])
         below = [next(to_inputs) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in batch.inputs]
-        level = self.update_index - batch.update if batch.steady else None
-        self.window.add(t, taken[: len(parameters)], level, foreign=[*below, *(pair[1] for pair in pairs)])
-        self.backwards += 1
-        return below
+        return taken, below, [gradient for _, gradient in pairs]
 
     def _own_gradients(self, t: int, batch: InFlight) -> list[Tensor | None]:
         """Where a backward starts when nothing comes from above: at a loss, or at a synthetic gradient."""
@@ -352,7 +381,8 @@ class Stage:
         hidden = {} if self.backwards else {name: self.parameters[name] for name in version.tensors or {}}
         try:
             with substituted(self.module, version):
-                found = torch.autograd.grad(roots, [*targets, *hidden.values()], incoming, allow_unused=True)
+                found = torch.autograd.grad(roots, [*targets, *hidden.values()], incoming, allow_unused=True,
+                                            retain_graph=self.retains or None)  # fmt: skip
         except RuntimeError as error:
             raise UserError(f"stage {self.k} cannot backward {self._batch(t)}: {first_line(error)}") from error
         for name, gradient in zip(hidden, found[len(targets) :], strict=True):
@@ -374,9 +404,7 @@ class Stage:
         if len(levels) == self.M:
             self.staleness.update(levels)
         if self.window.levels and self.optimizer and self._usable():
-            trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-            self.window.mean(over, clip_norm=self.clip_norm, of=trained)
-            self.corrections.step(self.update_index)
+            self._apply(over)
             self.weights.changed()
         if self.deferred:
             self.deferred.commit()
@@ -387,19 +415,28 @@ class Stage:
         self.update_index += 1
         self.window.clear()
 
+    def _apply(self, over: int) -> None:
+        assert self.optimizer is not None
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.window.mean(over, clip_norm=self.clip_norm, of=trained)
+        self.corrections.step(self.update_index)
+
     def _usable(self) -> bool:
         """Whether the window's gradients are finite; where they are not, either stop or do without this update."""
         if self.window.finite():
             return True
-        batches = sorted({t // self.method.m for t in self.window.batches})
         if self.on_nan == "stop":
-            raise NotFinite(
-                f"the gradient of stage {self.k} of {self.K} is not finite in update {self.update_index} (batches "
-                f"{batches[0]} to {batches[-1]}): lower the learning rate, clip its norm, or look at these batches",
-                batches,
-            )
-        self.skipped += len(batches)
+            raise self._not_finite(self.update_index, self.window.batches)
+        self.skipped += len({t // self.method.m for t in self.window.batches})
         return False
+
+    def _not_finite(self, update: int, window: Iterable[int]) -> NotFinite:
+        batches = sorted({t // self.method.m for t in window})
+        return NotFinite(
+            f"the gradient of stage {self.k} of {self.K} is not finite in update {update} (batches "
+            f"{batches[0]} to {batches[-1]}): lower the learning rate, clip its norm, or look at these batches",
+            batches,
+        )
 
     def resume_schedule(self, updates: int) -> None:
         """Go on as if so many updates had been made, at the rate of the next; for a learning-rate schedule that is a
@@ -422,6 +459,12 @@ class Stage:
             self.update(over=self.M)
 
     # ---- what it tells
+
+    def reset(self) -> None:
+        """Tensors are about to be exchanged: forget what relies on where they are."""
+
+    def settle(self) -> None:
+        """Bring the figures up to date, where a device keeps them; raises NotFinite for what it has noted."""
 
     def evaluate(self, x: Any) -> Any:
         """The output on the newest weights in evaluation mode; training state stays as it is."""
@@ -448,7 +491,7 @@ class Stage:
             samples=samples,
             in_flight=len(self.in_flight),
             versions=self.weights.versions(),
-            lr=self.optimizer.param_groups[0]["lr"] if self.optimizer else None,
+            lr=float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else None,
             loss=seen["loss"],
             error=seen["error"],
             staleness=dict(self.staleness),
@@ -495,6 +538,10 @@ def _checked_scheduler(scheduler: Any) -> Any:
 
 def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _finite(content: Any) -> bool:
+    return all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(content) if isinstance(leaf, Tensor))
 
 
 def _shapes(content: Any) -> str:

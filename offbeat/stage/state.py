@@ -26,6 +26,7 @@ COUNTERS = ("update_index", "samples", "last_batch", "backwards", "most_held", "
 
 def save(stage: Stage) -> Tree:
     """Everything that decides how this stage goes on; its tensors are the stage's own, so write them at once."""
+    stage.settle()
     if stage.weights.forgets and any(batch.kept is None for batch in stage.in_flight.values()):
         raise UserError(f"stage {stage.k} has not kept the weights of its batches in flight: call keep() "
                         f"{stage.lag + 1} batches before saving")  # fmt: skip
@@ -69,11 +70,16 @@ def _optimizer(stage: Stage) -> Tree:
     names = {id(parameter): name for name, parameter in stage.parameters.items()}
     state = {names[id(p)]: dict(values) for p, values in stage.optimizer.state.items() if values}
     groups = [
-        {**{option: value for option, value in group.items() if option not in ("params", "param_names")},
+        {**{option: _number(value) for option, value in group.items() if option not in ("params", "param_names")},
          "names": [names[id(p)] for p in group["params"]]}
         for group in stage.optimizer.param_groups
     ]  # fmt: skip
     return {"optimizer": state, "groups": groups}
+
+
+def _number(value: Any) -> Any:
+    """An option of an optimizer, which may be a number on the device."""
+    return value.item() if isinstance(value, Tensor) and not value.dim() else value
 
 
 def _save_batch(t: int, batch: InFlight, versions: list[Version], *, replays: bool) -> Tree:
@@ -128,6 +134,7 @@ def load_model(
     stage: Stage, model: Mapping[str, Tensor], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]
 ) -> None:
     """Parameters, buffers and per-parameter state by name, from one stage or from all of another cut."""
+    stage.reset()
     with torch.no_grad():
         for name, tensor in _tensors(stage).items():
             if name not in model or model[name].shape != tensor.shape:
@@ -148,7 +155,11 @@ def _load_groups(stage: Stage, groups: list[Tree]) -> None:
     if stage.optimizer is None:
         return
     for group, saved in zip(stage.optimizer.param_groups, groups, strict=True):
-        group.update({option: value for option, value in saved.items() if option != "names"})
+        for option, value in saved.items():
+            if isinstance(group.get(option), Tensor) and not isinstance(value, Tensor):
+                group[option].fill_(value)
+            elif option != "names":
+                group[option] = value
 
 
 def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:

@@ -39,11 +39,11 @@ Tensors = dict[str, Tensor]
 class Version:
     """The parameters of one forward, by name in the stage; None stands for the module's own.
 
-    age: by how many updates they are older than the newest.
+    age: by how many updates they are older than the newest; number: of which version they are a copy, if anybody counts
     """
 
-    def __init__(self, tensors: Tensors | None, age: int = 0) -> None:
-        self.tensors, self.age = tensors, age
+    def __init__(self, tensors: Tensors | None, age: int = 0, number: int = 0) -> None:
+        self.tensors, self.age, self.number = tensors, age, number
 
 
 Prediction = Callable[[], list[Tensor]]  # values to use instead of the parameters, in their order
@@ -68,9 +68,14 @@ class Answers:
     def named(self, values: list[Tensor]) -> Tensors:
         return {name: value.requires_grad_() for name, value in zip(self.parameters, values, strict=True)}
 
-    def snapshot(self) -> Tensors:
-        """A copy of what forwards use now."""
-        return self.named([self.numbers.lower(value) for value in self.forward()] if self.forward else self.copies())
+    def snapshot(self, place: Tensors | None = None) -> Tensors:
+        """A copy of what forwards use now, in new memory or in that of `place`."""
+        if place is None:
+            return self.named([self.numbers.lower(v) for v in self.forward()] if self.forward else self.copies())
+        if place:
+            values = self.forward() if self.forward else [parameter.detach() for parameter in self.parameters.values()]
+            torch._foreach_copy_([tensor.detach() for tensor in place.values()], values)
+        return place
 
     def copies(self) -> list[Tensor]:
         """New tensors with the parameters as forwards use them."""
@@ -81,6 +86,7 @@ class Answers:
 class WeightPolicy(Protocol):
     """The parameters that forwards run on, and whether their backwards repeat them."""
 
+    answers: Answers
     replays: bool
     forgets: bool  # whether what a forward used is gone with the next update
     copies: int  # sets of parameters of its own beside the optimizer's and the older versions
@@ -263,7 +269,10 @@ class PredictedHybrid(Hybrid):
 
 
 class Stash(Live):
-    """Snapshots, made at the first forward after an update and dropped with the last batch that needs them."""
+    """Snapshots, made at the first forward after an update and dropped with the last batch that needs them.
+
+    `memory` may hold places for them, which are used again when nobody needs what lies there.
+    """
 
     copies = 1  # of the newest version
 
@@ -271,6 +280,8 @@ class Stash(Live):
         self.answers = answers
         self.newest: Version | None = None
         self.alive: weakref.WeakSet[Version] = weakref.WeakSet()
+        self.memory: list[Tensors] = []
+        self.made = 0  # versions so far
 
     def current(self) -> Version:
         if self.newest is None:
@@ -278,15 +289,29 @@ class Stash(Live):
         return self.newest
 
     def _make(self) -> Version:
-        version = Version(self.answers.snapshot())
+        place = self.room()
+        if place is not None:  # the next one goes where nobody has been for longest
+            self.memory.append(self.memory.pop(next(i for i, other in enumerate(self.memory) if other is place)))
+        version = Version(self.answers.snapshot(place), number=self.made)
         self.alive.add(version)
         return version
 
+    def room(self) -> Tensors | None:
+        """Memory for another version, if there is some."""
+        used = {id(version.tensors) for version in self.alive}
+        return next((place for place in self.memory if id(place) not in used), None)
+
+    def again_elsewhere(self) -> Version:
+        """The newest version once more, in memory of its own."""
+        self.newest = None
+        return self.current()
+
     def changed(self) -> None:
         self.newest = None
+        self.made += 1
 
     def versions(self) -> int:
-        return len(self.alive) + (self.newest is None)  # the parameters themselves are the newest version
+        return len({version.number for version in self.alive} | {self.made})  # the parameters themselves are the newest
 
     def save(self, versions: list[Version]) -> dict[str, Any]:
         return {"newest": versions.index(self.newest) if self.newest in versions else None}
@@ -294,6 +319,8 @@ class Stash(Live):
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
         self.alive.update(versions)
         self.newest = None if saved["newest"] is None else versions[saved["newest"]]
+        for number, version in enumerate(versions):
+            version.number = self.made if version is self.newest else -1 - number
 
 
 class Before(Stash):
@@ -302,7 +329,7 @@ class Before(Stash):
     def __init__(self, answers: Answers) -> None:
         super().__init__(answers)
         self.kept: list[Version] = []  # none before the first forward: the parameters may yet be loaded
-        self.forwards = self.made = 0
+        self.forwards = 0
 
     def current(self) -> Version:
         assert self.answers.version_used is not None

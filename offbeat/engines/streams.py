@@ -1,0 +1,105 @@
+"""Engine `streams`: all K stages in this process, a stream of one GPU each, so that they compute at the same time.
+
+The host goes through the programs as `simulate` does, but only asks for the work; the device does it as soon as what it
+needs is there. In every turn (one local iteration of every stage) a stream waits
+
+    for each message      until the sender's stream has made it (links/streams.py)
+    before its first work until both neighbours are through with the turn before the last one (stage/ring.py), so that
+                          nobody writes where a neighbour still reads
+
+and for nothing else. Numbers depend on the order within each stream alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from offbeat.engines.simulate import Simulate
+from offbeat.links import Link
+from offbeat.links.streams import Later, StreamLink
+from offbeat.stage.ring import BEHIND
+
+
+class Streams(Simulate):
+    """All stages here, at once. `sleeps` lets streams sleep at random, which must change no number.
+
+    On a device that has no streams the stages run one after the other; nothing else is different.
+    """
+
+    records = True
+
+    def __init__(self, K: int, device: torch.device, *, sleeps: int | None = None) -> None:
+        super().__init__(K)
+        self.device = device
+        self.sleeps = None if sleeps is None else random.Random(sleeps)
+        on_gpu = device.type == "cuda"
+        self.streams = [torch.cuda.Stream(device) for _ in self.here] if on_gpu else []
+        self.through: deque[list[torch.cuda.Event]] = deque(maxlen=BEHIND)  # of the last turns, a stage each
+        self.apart = False  # whether the stages have work that the caller's stream has not waited for
+
+    def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
+        return StreamLink(self.device)
+
+    def run(self, work: list[Iterator[bool]]) -> None:
+        """One turn of every stage, or what is left of all programs."""
+        self._begin()
+        through = [torch.cuda.Event() for _ in self.streams]
+        unfinished = deque(enumerate(work))
+        stuck = 0
+        while unfinished:
+            here, generator = unfinished.popleft()
+            with self._on(here):
+                for progress in generator:
+                    stuck = 0 if progress else stuck + 1
+                    if not progress:
+                        unfinished.append((here, generator))
+                        break
+                else:
+                    stuck = 0
+                    if through:
+                        through[here].record()
+            if stuck > len(unfinished):
+                raise RuntimeError("no stage can go on: the programs wait for each other")
+        self.through.append(through)
+
+    def _on(self, here: int) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.streams[here]) if self.streams else nullcontext()
+
+    def _begin(self) -> None:
+        """Let every stream wait for what it must not overtake."""
+        if self.streams and not self.apart:
+            given = torch.cuda.Event()
+            given.record()
+            for stream in self.streams:
+                stream.wait_event(given)
+        elif self.streams and len(self.through) == BEHIND:
+            before = self.through[0]
+            for here, stream in enumerate(self.streams):
+                for neighbour in (here - 1, here + 1):
+                    if 0 <= neighbour < len(before):
+                        stream.wait_event(before[neighbour])
+        if self.sleeps:
+            for stream in self.streams:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(self.sleeps.choice((0, 0, 10_000, 1_000_000)))
+        self.apart = True
+
+    def later(self, tensor: Tensor, k: int) -> Tensor:
+        """A copy of what stage k is making, for a caller who does not wait."""
+        with self._on(k - 1):
+            copy = tensor.detach().clone()
+            return Later.of(copy) if self.streams else copy
+
+    def settle(self) -> None:
+        if self.streams and self.apart:
+            here = torch.cuda.current_stream(self.device)
+            for stream in self.streams:
+                here.wait_stream(stream)
+        self.through.clear()
+        self.apart = False

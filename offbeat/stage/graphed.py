@@ -1,0 +1,401 @@
+"""A stage whose operations are recorded over a ring of slots (see ring.py) and repeated, each with a single launch.
+
+Exactly the stage that it stands in for: the same policies choose the weights, the same code is recorded. A batch that
+fits no slot (another shape, such as a short last one; one that is left out; a model that cannot be recorded) runs
+eagerly beside the others, on the same weights and into the same window.
+
+Nothing here waits for the device. So a loss or gradient that is not finite is noted there, with its number, and looked
+at from time to time; `settle` waits and looks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from offbeat.errors import NotFinite, UserError, earliest, first_line
+from offbeat.links.wire import copied_tensor
+from offbeat.metrics import batch_size
+from offbeat.stage.memory import size
+from offbeat.stage.notes import Notes
+from offbeat.stage.recorded import Recorded
+from offbeat.stage.report import Report
+from offbeat.stage.ring import BEHIND, Ring
+from offbeat.stage.stage import USERS_CODE, InFlight, Stage
+from offbeat.stage.weights import Stash, Version
+from offbeat.stage.window import Window
+
+LOOK = 64  # forwards between two looks at what the device has noted
+LONG_AGO = -(10**9)
+NO_BATCH = -1  # the number of the batch in a recording: none that is left out
+
+
+class FixedSums(Window):
+    """A window whose sums stay where they are, so that recorded backwards can add to them."""
+
+    def open(self) -> None:
+        """Ahead of a gradient: the first one of a window finds zeros."""
+        sums = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if sums and not self.levels:
+            torch._foreach_zero_(sums)
+
+    def fix(self, gradients: Iterable[Tensor | None]) -> None:
+        """Make room for the sum of every parameter that gets gradients such as those."""
+        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise UserError(f"the gradient of {name} is sparse: use sparse=False, windows add dense gradients")
+            if gradient is not None and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def sum(self, gradients: Iterable[Tensor | None]) -> None:
+        """Add to the sums; nothing but tensor work."""
+        pairs = [(p.grad, g) for p, g in zip(self.parameters.values(), gradients, strict=True) if g is not None]
+        if pairs:
+            sums, terms = zip(*pairs, strict=True)
+            torch._foreach_add_(sums, terms)
+
+    def count(self, t: int, level: int | None) -> None:
+        """Batch t has been added."""
+        self.levels.append(level)
+        self.batches.append(t)
+
+    def add(
+        self, t: int, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None]
+    ) -> None:
+        gradients = list(gradients)
+        self.open()
+        self.fix(gradients)
+        self.sum(gradients)
+        self.count(t, level)
+
+
+@dataclass(eq=False)
+class Slot:
+    """The memory of one batch, and the work that was recorded on it with the weights in one place."""
+
+    batch: InFlight
+    weights: Version
+    output: Any = None  # at the last stage the loss
+    below: list[Tensor | None] = field(default_factory=list)  # gradients of the input
+    forward: Recorded | None = None
+    backward: Recorded | None = None
+    forwarded: int = LONG_AGO  # turn of its last forward
+    backwarded: int = LONG_AGO  # and of its last backward
+
+
+NOTHING = Version(None)
+
+
+class GraphedStage(Stage):
+    """A stage for an engine that runs all of them at once; see the module and engines/streams.py."""
+
+    window: FixedSums
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        make = options.pop("optimizer")
+        super().__init__(*arguments, optimizer=lambda named: rates_on_device(make(named), self.device), **options)
+        self.window = FixedSums(self.parameters)
+        self.notes = Notes(self.device)
+        self.eager = _unfit(self)  # why nothing is recorded
+        self.ring = Ring.of(self.method, self.k, self.K, copies=self._copies)
+        self.seen: deque[int] = deque(maxlen=4 * LOOK)  # batches of the last recorded losses
+        self.applied: deque[list[int]] = deque(maxlen=4 * LOOK)  # and of the last updates
+        self.turn = self.irregular = 0  # forwards so far, and those of them that were not recorded
+        self.recording = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was recorded, since tensors have moved; the batches in flight go on eagerly."""
+        self.kind: Any = None  # of the batches that were recorded
+        self.free: dict[int, deque[Slot]] = {}  # slots by the memory of the weights
+        self.slots: dict[int, Slot] = {}  # of the batches in flight that have one
+        self.given: list[Tensor] = []  # where a recorded backward finds the gradients from above
+        self.steps: dict[int, Recorded] = {}  # recorded updates, by how many gradients they divide by
+        self.stepped = False
+        if isinstance(self.weights, Stash):
+            self.weights.memory = []
+
+    @property
+    def _copies(self) -> bool:
+        return isinstance(self.weights, Stash)
+
+    # ---- forward and backward
+
+    def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
+        x, target = self._entering(x), self._here(target)
+        regular = self.eager is None and not self._left_out(t)
+        if regular and self.kind is None:
+            self._record(x, target)
+        self.turn += 1
+        steady, version = self._full(), self.weights.current()
+        slot = self._slot(version) if regular and self.kind == self._kind(x, target) else None
+        if slot is None:
+            self.irregular += 1
+            x = pytree.tree_map_only(Tensor, copied_tensor, x)  # what was given is the memory of somebody's slot
+            output = self._forward(t, x, target, share, steady, version)
+            return pytree.tree_map_only(Tensor, copied_tensor, output)
+        self._fill(slot, x, target)
+        batch = slot.batch
+        batch.update, batch.steady, batch.random = self.update_index - batch.version.age, steady, self.random.state
+        batch.kept = self.weights.remember() if self.keeping else None
+        assert slot.forward is not None
+        slot.forward()
+        slot.forwarded, self.slots[t] = self.turn, slot
+        self._forwarded(t, batch, batch_size(target, x))
+        if self.last:
+            self.seen.append(t)
+        if self.turn % LOOK == 0:
+            self._check(self.notes.look())
+        return slot.output
+
+    def backward(self, t: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
+        slot = self.slots.get(t)
+        if slot is None:
+            below = super().backward(t, gradients)
+            return [None if gradient is None else copied_tensor(gradient) for gradient in below]
+        batch = self.in_flight.pop(t)
+        self.weights.returning(batch.version)
+        if slot.backward is None:
+            self._record_backwards(gradients)
+        if self.given:
+            assert gradients is not None
+            torch._foreach_copy_(self.given, [gradient for gradient in gradients if gradient is not None])
+        self.window.open()
+        assert slot.backward is not None
+        slot.backward()
+        self.window.count(t, self._level(batch))
+        self.backwards += 1
+        slot.backwarded = self.turn
+        del self.slots[t]
+        self.free[id(slot.weights.tensors)].append(slot)
+        batch.version, batch.kept = NOTHING, None  # so that the version can go
+        return slot.below
+
+    def _kind(self, x: Any, target: Any) -> Any:
+        """What must be alike in all batches of one recording."""
+        return (_looks(x), _looks(target)) if self.last else _looks(x)
+
+    def _slot(self, version: Version) -> Slot | None:
+        """A slot with the memory of that version, in which nobody reads any more."""
+        slots = self.free.get(id(version.tensors))
+        stash = self.weights if type(self.weights) is Stash else None
+        if stash and not self._rested(slots) and stash.room() is not None:
+            version = stash.again_elsewhere()  # while a stage fills, a version serves more than M batches
+            slots = self.free.get(id(version.tensors))
+        if slots is None or not self._rested(slots):
+            return None
+        slot = slots.popleft()
+        slot.batch.version = version
+        return slot
+
+    def _rested(self, slots: deque[Slot] | None) -> bool:
+        """Whether the neighbours will have read what the first slot last gave them when it gives them something new."""
+        if not slots:
+            return False
+        slot = slots[0]
+        return (self.turn - slot.forwarded >= BEHIND
+                and self.turn + self.lag - slot.backwarded >= self.ring.below + BEHIND)  # fmt: skip
+
+    def _fill(self, slot: Slot, x: Any, target: Any) -> None:
+        """Copy a batch into its slot; stages below the last only pass the target on."""
+        places, given = [leaf.detach() for leaf in _only_tensors(slot.batch.inputs)], _only_tensors(x)
+        if self.last:
+            places, given = places + _only_tensors(slot.batch.target), given + _only_tensors(target)
+        else:
+            slot.batch.target = target
+        torch._foreach_copy_(places, given)
+
+    # ---- recording
+
+    def _record(self, x: Any, target: Any) -> None:
+        """Record the forward of every slot, or note why that cannot be."""
+        try:
+            self._warm_up(x, target)
+            if self.eager is None:
+                self._record_forwards(x, target)
+                self.kind = self._kind(x, target)
+        except USERS_CODE as error:
+            self.eager = first_line(error)
+            self.reset()
+
+    def _new_batch(self, x: Any, target: Any, version: Version) -> InFlight:
+        """A batch in memory of its own."""
+        leaves, structure = pytree.tree_flatten(pytree.tree_map_only(Tensor, copied_tensor, x))
+        if self.last:
+            target = pytree.tree_map_only(Tensor, copied_tensor, target)
+        return InFlight(self.wanting(leaves), structure, target, version, 0, False, self.random.state)
+
+    def _new_version(self) -> Version:
+        return Version(self.weights.answers.snapshot()) if self._copies else self.weights.current()
+
+    def _warm_up(self, x: Any, target: Any) -> None:
+        """A forward and a backward that leave no trace: libraries choose their ways, sums get their places."""
+        version, memory = self._new_version(), self.corrections.place.memory
+        batch = self._new_batch(x, target, version)
+        before = {p: {key: tensor.clone() for key, tensor in kept.items()} for p, kept in memory.items()}
+        with self.random.drawing(replay=batch.random):
+            with self._watched(NO_BATCH, version, batch.inputs):
+                batch.roots = pytree.tree_leaves(self._run(NO_BATCH, batch, version, again=True))
+            ones = None if self.last else [torch.ones_like(root) if isinstance(root, Tensor) else None
+                                           for root in batch.roots]  # fmt: skip
+            taken, _, _ = self._differentiate(NO_BATCH, batch, version, ones)
+            if self.random.drawn(batch.random):
+                self.eager = "it draws random numbers"
+        for parameter, kept in memory.items():
+            for key, tensor in kept.items():
+                old = before.get(parameter, {})
+                tensor.copy_(old[key]) if key in old else tensor.zero_()
+        self.window.fix(taken)
+
+    def _record_forwards(self, x: Any, target: Any) -> None:
+        pool = _pool(self.device)
+        for _ in range(self.ring.groups):
+            version = self._new_version()
+            slots = [Slot(self._new_batch(x, target, version), version) for _ in range(self.ring.each)]
+            for slot in slots:
+                slot.forward = self._recorded(partial(self._work_forward, slot), pool)
+            self.free[id(version.tensors)] = deque(slots)
+            if isinstance(self.weights, Stash) and version.tensors is not None:
+                self.weights.memory.append(version.tensors)
+
+    def _record_backwards(self, gradients: list[Tensor | None] | None) -> None:
+        """Record the backward of every slot, for gradients from above such as these."""
+        into = gradients
+        if gradients is not None:
+            into = [None if gradient is None else copied_tensor(gradient) for gradient in gradients]
+            self.given = _only_tensors(into)
+        pool = _pool(self.device)
+        for slot in chain(self.slots.values(), *self.free.values()):
+            slot.backward = self._recorded(partial(self._work_backward, slot, into), pool)
+
+    def _recorded(self, work: Callable[[], None], pool: Any = None) -> Recorded:
+        """The work as a recording: nothing in it may ask the device, and graphs are kept for all its repetitions."""
+
+        def quietly() -> None:
+            self.recording = self.random.still = True
+            self.retains = self.device.type == "cuda"
+            try:
+                work()
+            finally:
+                self.recording = self.random.still = self.retains = False
+
+        return Recorded(quietly, device=self.device, pool=pool)
+
+    def _work_forward(self, slot: Slot) -> None:
+        with torch.set_grad_enabled(not self.weights.replays):
+            output = self._run(NO_BATCH, slot.batch, slot.weights)
+        if not self.weights.replays:
+            slot.batch.roots = pytree.tree_leaves(output)
+        slot.output = pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+    def _work_backward(self, slot: Slot, gradients: list[Tensor | None] | None) -> None:
+        taken, slot.below, _ = self._differentiate(NO_BATCH, slot.batch, slot.weights, gradients)
+        self.window.sum(taken)
+
+    def _observe(self, t: int, loss: Tensor, output: Any, target: Any) -> None:
+        if self.recording:
+            self.notes.loss(loss, output, target)
+        else:
+            super()._observe(t, loss, output, target)
+
+    # ---- update
+
+    def _usable(self) -> bool:
+        return True if self.on_nan == "stop" else super()._usable()  # what is not finite is noted, and found later
+
+    def _apply(self, over: int) -> None:
+        self.applied.append(list(self.window.batches))
+        if over not in self.steps and self.stepped and self._steps_alike():
+            self.steps[over] = self._recorded(partial(self._work_update, over))
+        self.steps.get(over, partial(self._work_update, over))()
+        self.stepped = True  # so that the optimizer's state has its place
+
+    def _steps_alike(self) -> bool:
+        """Whether the update is the same tensor work every time: the rate is on the device, or never changes."""
+        assert self.optimizer is not None
+        own = all(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+        return own and self.eager is None and all(corrector.recordable for corrector in self.corrections.active)
+
+    def _work_update(self, over: int) -> None:
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if gradients and self.on_nan == "stop":
+            self.notes.gradients(gradients)
+        super()._apply(over)
+
+    def restart(self) -> None:
+        super().restart()
+        for slot in chain(*self.free.values()):  # everybody has read everything
+            slot.forwarded = slot.backwarded = LONG_AGO
+
+    # ---- what it tells
+
+    def settle(self) -> None:
+        self._check(self.notes.bad.tolist())
+        self.notes.read(self.meter)
+
+    def _check(self, bad: list[int]) -> None:
+        """Raise for what the device has noted."""
+        if not any(bad):
+            return
+        losses, updates = self.notes.counts.tolist()
+        found = []
+        if bad[0]:
+            t = self.seen[bad[0] - losses - 1]
+            found.append(NotFinite(f"the loss of {self._batch(t)} is not finite (seen at stage {self.k} of {self.K}): "
+                                   "lower the learning rate, or look at this batch", [t]))  # fmt: skip
+        if bad[1]:
+            behind = updates - bad[1]
+            found.append(self._not_finite(self.update_index - 1 - behind, self.applied[-1 - behind]))
+        raise earliest(found)
+
+    def report(self) -> Report:
+        self.settle()
+        return super().report()
+
+    def memory(self) -> int:
+        if self.kind is None:
+            return super().memory()
+        spare = self.ring.slots - self.most_held, self.ring.groups - self.most_versions
+        return super().memory() + spare[0] * (self.held_bytes or 0) + spare[1] * size(list(self.parameters.values()))
+
+
+def rates_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer with learning rates as tensors, where it can read them there; schedules go on from the numbers."""
+    for group in optimizer.param_groups:
+        if device.type == "cuda" and (group.get("fused") or group.get("capturable")):
+            group.setdefault("initial_lr", float(group["lr"]))
+            group["lr"] = torch.tensor(float(group["lr"]), device=device)
+    return optimizer
+
+
+def _unfit(stage: Stage) -> str | None:
+    """Why the operations of a stage cannot be recorded."""
+    answers = stage.weights.answers
+    if stage.on_nan != "stop":
+        return f"on_nan={stage.on_nan!r} looks at every loss before it goes on"
+    if stage.weights.replays and (answers.forward or answers.backward):
+        return "its forwards are repeated on predicted weights"
+    return None
+
+
+def _pool(device: torch.device) -> Any:
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def _only_tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _looks(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.shape, tree.dtype, tree.stride()
+    leaves, structure = pytree.tree_flatten(tree)
+    return structure, [_looks(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -1,0 +1,243 @@
+"""Engine `streams` without a GPU: the ring, the versions and the recordings, which there run anew at every call.
+
+What only a GPU can show (that captured graphs do the same, and that nothing races) is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.engines.streams import Streams
+from offbeat.errors import NotFinite, UserError
+from offbeat.methods import METHODS, named
+from offbeat.stage.graphed import LOOK
+from offbeat.stage.ring import BEHIND, Ring
+
+K, N, CPU = 4, 23, torch.device("cpu")
+ALIKE = [name for name in METHODS if not named(name).not_alike()]
+
+
+def network(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(wide, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for wide in (2, 4, 4)]
+    end = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout) if dropout else nn.Identity())
+    return nn.Sequential(*blocks, nn.Sequential(end, nn.Linear(4, 3)))
+
+
+def batches(n: int = N, poisoned: tuple[int, ...] = (), short: bool = True) -> list:
+    generator = torch.Generator().manual_seed(7)
+    sizes = [5] * (n - 1) + [3 if short else 5]
+    made = [(torch.randn(b, 2, 4, 4, generator=generator), torch.randint(3, (b,), generator=generator)) for b in sizes]
+    return [(x * math.nan if t in poisoned else x, y) for t, (x, y) in enumerate(made)]
+
+
+def sgd(parameters, **options) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3, **options)
+
+
+def pipeline(method: offbeat.Method, engine: str = "streams", *, model: nn.Module | None = None, **options):
+    stages = 1 if method.workers > 1 else K
+    made = Streams(stages, CPU) if engine == "streams" else engine
+    return offbeat.Pipeline(
+        model or network(), stages, method=method, cuts=[1, 2, 3][: stages - 1], loss=nn.functional.cross_entropy,
+        engine=made, seed=3, **{"optimizer": sgd, **options},
+    )  # fmt: skip
+
+
+def train(pipe: offbeat.Pipeline, data: list, drains: tuple[int, ...] = ()) -> list[str]:
+    losses = []
+    for t, (x, y) in enumerate(data):
+        losses.append(pipe.step(x, y).item().hex())
+        x.fill_(7.0)  # the caller may use its memory again
+        if t in drains:
+            pipe.drain()
+    pipe.drain()
+    return losses
+
+
+def check_same(method: offbeat.Method, *, drains: tuple[int, ...] = (), data=batches, **options) -> offbeat.Pipeline:
+    """Streams and simulate end in the same bits, and have told the same on the way."""
+    one, other = pipeline(method, "simulate", **options), pipeline(method, **options)
+    assert train(one, data(), drains) == train(other, data(), drains)
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+    assert one.staleness == other.staleness
+    told = [[(r.updates, r.samples, r.versions, r.lr, r.loss, r.error) for r in p.reports()] for p in (one, other)]
+    for (*here, loss, error), (*there, loss_there, error_there) in zip(*told, strict=True):
+        assert here == there
+        assert loss is None or (loss, error) == pytest.approx((loss_there, error_there), rel=1e-6)
+    return other
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_every_lagged_method_gives_the_bits_of_simulate(name):
+    check_same(named(name), drains=(8,))
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+@pytest.mark.parametrize("M", [1, 2, 3])
+@pytest.mark.parametrize("window", ["count", "aligned"])
+def test_adl_gives_the_bits_of_simulate(M, weights, window):
+    pipe = check_same(offbeat.ADL(M=M, weights=weights, window=window), drains=(5, 12))
+    if window == "count":
+        assert [stage.irregular for stage in pipe.stages.values()] == [1] * K, "the short batch alone"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("corrector", ["sc", "lwp+sc", "dc"])
+def test_correctors_and_recorded_updates_give_the_bits_of_simulate(corrector, fused):
+    pipe = check_same(offbeat.ADL(M=2, corrector=corrector), optimizer=lambda p: sgd(p, fused=fused))
+    assert all(bool(stage.steps) == fused for stage in pipe.stages.values())
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+def test_bfloat16_gives_the_bits_of_simulate(weights):
+    check_same(offbeat.ADL(M=2, weights=weights), precision="bf16", drains=(8,))
+
+
+def test_schedules_and_clipping_give_the_bits_of_simulate():
+    check_same(offbeat.ADL(M=2), clip_norm=0.3, optimizer=lambda p: sgd(p, fused=True),
+               scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (s + 1)))  # fmt: skip
+
+
+def test_training_goes_on_beside_an_evaluation():
+    pipes = [pipeline(offbeat.ADL(M=2), engine) for engine in ("simulate", "streams")]
+    seen = []
+    for pipe in pipes:
+        for t, (x, y) in enumerate(batches()):
+            if t == 9:
+                seen.append(pipe.evaluate(batches(4)))
+            pipe.step(x, y)
+        pipe.drain()
+    assert seen[0] == seen[1]
+    assert all(map(torch.equal, pipes[0].model.parameters(), pipes[1].model.parameters()))
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+@pytest.mark.parametrize("into", ["streams", "simulate"])
+def test_saved_in_flight_it_goes_on_bit_for_bit_in_either_engine(weights, into):
+    method = offbeat.ADL(M=2, weights=weights)
+    whole, saved, again = pipeline(method), pipeline(method), pipeline(method, into)
+    train(whole, batches())
+    for t, (x, y) in enumerate(batches()[:14]):
+        if t == 14 - 2 * K:
+            saved.keep()
+        saved.step(x, y)
+    again.load(saved.state(), batches=14)
+    train(again, batches()[14:])
+    assert all(map(torch.equal, whole.model.state_dict().values(), again.model.state_dict().values()))
+
+
+def test_a_pipeline_that_has_trained_can_be_loaded_too():
+    whole, other = pipeline(offbeat.ADL(M=2)), pipeline(offbeat.ADL(M=2))
+    train(whole, batches())
+    for x, y in batches()[:10]:
+        other.step(x, y)
+    early = {k: {part: _copied(tree) for part, tree in trees.items()} for k, trees in other.state().items()}
+    for x, y in batches()[10:14]:
+        other.step(x, y)
+    other.drain()
+    other.load(early, batches=10)
+    train(other, batches()[10:])
+    assert all(map(torch.equal, whole.model.state_dict().values(), other.model.state_dict().values()))
+
+
+def _copied(tree):
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, tree)
+
+
+@pytest.mark.parametrize("far", [3, LOOK + 7])
+def test_a_loss_that_is_not_finite_is_named_although_nobody_waited(far):
+    pipe = pipeline(offbeat.ADL(M=2))
+    data = batches(3 * LOOK, poisoned=(far,))
+    with pytest.raises(NotFinite, match=f"the loss of batch {far} is not finite .seen at stage 4 of 4") as told:
+        train(pipe, data)
+    assert told.value.batches == (far,)
+    assert pipe.batches <= far + 2 * LOOK
+    with pytest.raises(UserError, match="this pipeline has stopped"):
+        pipe.step(*batches(1)[0])
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_its_update():
+    class Cliff(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * math.inf
+
+    class Steep(nn.Module):
+        def forward(self, x):
+            return Cliff.apply(x)
+
+    model = network()
+    model[1].append(Steep())
+    with pytest.raises(NotFinite, match=r"gradient of stage [12] of 4 is not finite in update 0 \(batches 0 to 1\)"):
+        train(pipeline(offbeat.ADL(M=2), model=model), batches())
+
+
+def test_a_batch_that_is_left_out_gives_the_bits_of_simulate():
+    check_same(offbeat.ADL(M=2), left_out=[6], data=lambda: batches(poisoned=(6,)))
+
+
+def test_skipping_looks_at_every_loss_and_so_records_nothing():
+    pipe = check_same(offbeat.ADL(M=2), on_nan="skip", data=lambda: batches(poisoned=(6,)))
+    assert all("on_nan" in stage.eager for stage in pipe.stages.values())
+
+
+def test_a_stage_that_draws_random_numbers_runs_eagerly_and_says_why():
+    torch.manual_seed(5)
+    pipe = pipeline(offbeat.ADL(M=2), model=network(dropout=0.5))
+    one = pipeline(offbeat.ADL(M=2), "simulate", model=network(dropout=0.5))
+    assert train(pipe, batches()) == train(one, batches())
+    assert [stage.eager for stage in pipe.stages.values()] == [None, None, None, "it draws random numbers"]
+    assert pipe.stages[4].irregular == N
+
+
+def test_a_model_that_cannot_take_the_batch_says_so_as_ever():
+    with pytest.raises(UserError, match="stage 1 cannot take batch 0 of shape"):
+        pipeline(offbeat.ADL(M=2)).step(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
+
+
+def test_streams_need_a_gpu_and_methods_whose_iterations_are_alike():
+    with pytest.raises(UserError, match="engine streams on cpu: it runs the stages on streams of one GPU"):
+        offbeat.Pipeline(network(), 2, loss=nn.CrossEntropyLoss(), optimizer=sgd, engine="streams")
+    assert {name for name in METHODS if named(name).not_alike()} == {
+        "gpipe", "dgl", "dgl-async", "dni", "mostafa", "pred", "sim", "predsim"}  # fmt: skip
+
+
+# ---- the ring
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+@pytest.mark.parametrize("M", [1, 2, 4, 5])
+def test_a_ring_has_room_for_the_batches_in_flight_and_their_versions_and_little_more(M, weights):
+    method = offbeat.ADL(M=M, weights=weights)
+    for stages in (1, 2, 3, 8, 28):
+        for k in range(1, stages + 1):
+            lag, copies = method.lag(k, stages), weights == "stash" and k < stages
+            ring = Ring.of(method, k, stages, copies=copies)
+            assert ring.slots >= method.held(k, stages) + 1
+            assert ring.groups >= method.versions(k, stages) if copies else ring.groups == 1
+            assert ring.groups <= max(method.versions(k, stages), -(-(lag + BEHIND) // M))
+            assert ring.slots <= max(lag, 2) + BEHIND + 2 * M
+
+
+@pytest.mark.parametrize("M", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("name", ["adl", "adl-1f1b"])
+def test_slots_go_round_so_that_no_batch_runs_eagerly(name, M):
+    pipe = pipeline(named(name, M=M))
+    train(pipe, batches(50, short=False), drains=(20, 33))
+    assert [stage.irregular for stage in pipe.stages.values()] == [0] * K
+    for stage in pipe.stages.values():
+        slots = [slot for slots in stage.free.values() for slot in slots]
+        assert len(slots) == stage.ring.slots
+        assert not stage.slots
+        assert stage.weights.versions() <= stage.most_versions
