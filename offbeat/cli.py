@@ -177,7 +177,7 @@ def execute(
                 arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
                 launch.launch(recipe.K, arguments + ([] if show else ["--json"]), max_restarts=max_restarts)
                 results = [line for line in record.lines(out) if line["kind"] == "result"]
-                return results[-1] if results else None
+                return {**results[-1], "out": str(out)} if results else None
         except NotFinite as error:
             if recipe.on_nan != "rollback" or rollback == MOST_ROLLBACKS:
                 raise
@@ -254,6 +254,7 @@ def compare(
     ),
     seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
     jobs: Annotated[int, typer.Option(help="Runs at a time, where one process simulates all stages.")] = 1,
+    side_by_side: Annotated[int, typer.Option(help="Runs at a time by turns in this one process.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of all runs. (default runs/compare-DATA-MODEL-K-M)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="No progress; print the table as JSON.")] = False,
 ) -> None:
@@ -262,7 +263,7 @@ def compare(
 
     comparison, folder = comparing.compare(
         methods=methods, match=match, seeds=seeds, M=M, chosen=options.chosen(data, stages, schedule), out=out,
-        jobs=jobs, execute=execute, show=not as_json,
+        jobs=jobs, execute=execute, show=not as_json, together=side_by_side,
     )  # fmt: skip
     if as_json:
         print(json.dumps(comparison.as_dict()))

@@ -18,7 +18,7 @@ ORDER = [
     "errors", "seeds", "ops", "theory", "correctors", "method", "heads", "methods", "clock", "timeline", "recipe",
     "options", "metrics", "stage", "links", "worker", "engines", "cutting", "pipeline",
     "models", "data", "record", "checkpoint", "telemetry", "progress", "report", "describe", "plan", "planning",
-    "saving", "train", "rendezvous", "launch", "demo", "compare", "cli", "__main__",
+    "saving", "train", "turns", "rendezvous", "launch", "demo", "compare", "cli", "__main__",
 ]  # fmt: skip
 TORCH_FREE = [
     "errors", "seeds", "ops", "theory", "correctors", "method", "methods", "clock", "timeline", "recipe", "options",
