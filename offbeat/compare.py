@@ -135,7 +135,7 @@ def _check(
     if jobs > 1 and chosen.get("engine", "simulate") != "simulate":
         raise UserError(f"--jobs {jobs} with --engine {chosen['engine']}: runs at the same time take --engine simulate")
     if jobs > 1 and together > 1:
-        raise UserError(f"--jobs {jobs} with --side-by-side {together}: runs at the same time are in processes of their "
+        raise UserError(f"--jobs {jobs} with --side-by-side {together}: runs at a time are in processes of their "
                         "own or in one, choose one of the two")  # fmt: skip
     if together > 1 and chosen.get("engine") == "processes":
         raise UserError(f"--side-by-side {together} with --engine processes: runs by turns take an engine that keeps "
