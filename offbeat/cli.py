@@ -274,6 +274,43 @@ def compare(
 
 
 @app.command()
+@spread
+def reproduce(
+    table: Annotated[str, typer.Argument(help="cifar10-table, ablation, curves or imagenet-table.")],
+    running: options.Running,
+    only: Annotated[
+        str | None, typer.Option(help="Rows of these names, or that begin so: resnet56, or a,b; * stands for anything.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Drops of the rate stay in proportion. (default the paper's, 300 or 90)")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each row.")] = 3,
+    budget_minutes: Annotated[
+        float | None, typer.Option(help="Stop in time; the same command goes on, here or elsewhere. (default no end)")
+    ] = None,
+    side_by_side: Annotated[int, typer.Option(help="Runs at a time by turns in this one process.")] = 1,
+    data: Annotated[Path | None, typer.Option(help="Folder or archive that holds the data.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of all runs; it can be moved. (default runs/TABLE)")] = None,
+    list_rows: Annotated[bool, typer.Option("--list", help="Show the rows, run nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="No progress; print the table as JSON.")] = False,
+) -> None:
+    """Run the paper's experiments again, row by row by worth, and print its values beside ours; can be stopped."""
+    from offbeat import reproduce as reproducing
+
+    request = reproducing.Request(
+        table=table, only=only, epochs=epochs, seeds=seeds, minutes=budget_minutes, together=side_by_side,
+        data=data, out=out, running=options.chosen(running),
+    )  # fmt: skip
+    if list_rows:
+        reproducing.show_rows(request, as_json=as_json)
+    elif dry_run:
+        reproducing.show_ready(request, as_json=as_json)
+    else:
+        reproducing.show(*reproducing.reproduce(request, show=not as_json), as_json=as_json)
+
+
+@app.command()
 def plan(
     model: Annotated[str, typer.Option(help="Network; see 'offbeat models'.")] = "resnet56",
     method: Annotated[str, typer.Option(help="A declared method, or all.")] = "adl",

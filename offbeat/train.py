@@ -223,6 +223,11 @@ class Run:
         for note in before.get("notes", []):
             self.progress.say(note)
 
+    @property
+    def first_epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self.pipe.batches // self.known.batches
+
     def stop(self, why: str) -> None:
         """Save as soon as may be, then end, in all processes: the first one decides."""
         if self.pipe.first:
@@ -244,7 +249,7 @@ class Run:
         self.began = time.perf_counter()
         with self.progress:
             yield from self.pipe.steps(
-                self._batches, self.recipe.epochs, first_epoch=self.pipe.batches // self.known.batches,
+                self._batches, self.recipe.epochs, first_epoch=self.first_epoch,
                 before_step=self.saver.before, after_step=self._after_step, after_epoch=self._after_epoch,
             )  # fmt: skip
             self.saver.close()
