@@ -293,7 +293,8 @@ class Work:
                 turns.all(group)
                 self.safe += len(turns.intervals)
         if self.broken_off:
-            self.say(f"stopped by the budget: {self.broken_off} runs go on with the same command")
+            runs = f"{self.broken_off} runs go" if self.broken_off > 1 else "1 run goes"
+            self.say(f"stopped by the budget: {runs} on with the same command")
         if self.broken_off and not self.safe:
             self.say(f"no run came to a checkpoint within {self.request.minutes:g} minutes, and none would the next "
                      "time: give more --budget-minutes, or fewer --side-by-side")  # fmt: skip
