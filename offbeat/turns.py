@@ -1,7 +1,9 @@
 """Several runs side by side in one process: each does a batch, then it is the next one's turn.
 
-    run 1  | batch 0     . | batch 1     . | ...        on a GPU the kernels of all overlap
+    run 1  | batch 0     . | batch 1     . | ...
     run 2  |     batch 0 . |     batch 1 . | ...
+
+On a GPU a turn only hands out work: where an engine has streams of its own, the kernels of all runs overlap.
 
 Each run has its own model, random streams, data order and records, so its bits are those it would have alone; what a
 process has only once (threads, signals, the screen) is handled here. A run that fails ends alone. Ctrl-C saves and
@@ -141,5 +143,7 @@ class Turns(Generic[Name]):
         seat.steps.close()
         seat.run.pipe.close()
         seat.run.close()
+        on_gpu = seat.run.recipe.device == "cuda"
         del seat
-        gc.collect()  # stages and graphs know each other; the next run needs their memory
+        if on_gpu:
+            gc.collect()  # stages and graphs know each other; the next run needs their memory

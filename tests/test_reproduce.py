@@ -25,7 +25,7 @@ from offbeat.report.reproduction import read_run
 
 def small(method: str, **given: object) -> Recipe:
     """A stand-in for the paper's setting that takes a fraction of a second."""
-    fixed = {"model": "resnet8", "data": "synthetic", "samples": 40, "classes": 3, "shape": (3, 8, 8), "batch_size": 4,
+    fixed = {"model": "resnet8", "data": "synthetic", "samples": 24, "classes": 3, "shape": (3, 8, 8), "batch_size": 4,
              "threads_per_stage": 1, "engine": "simulate", "epochs": 4}  # fmt: skip
     return complete(method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}})
 
@@ -262,8 +262,9 @@ def test_each_run_has_its_own_number_of_threads_in_its_turns(tmp_path):
 
 
 def test_compare_takes_turns_too_and_says_that_speeds_are_shared(offbeat):
-    common = ("compare", "--methods", "bp,adl", "--model", "mlp", "--data", "synthetic", "--samples", 40, "--classes", 3,
-              "--batch-size", 4, "-K", 2, "-M", 2, "--epochs", 2, "--seeds", 2, "--threads-per-stage", 1)  # fmt: skip
+    common = ("compare", "--methods", "bp,adl", "--model", "mlp", "--data", "synthetic", "--samples", 40, "--classes",
+              3, "--batch-size", 4, "-K", 2, "-M", 2, "--epochs", 2, "--seeds", 2)  # fmt: skip
+    common = (*common, "--threads-per-stage", 1)
     assert offbeat(*common, "--engine", "simulate", "--out", "alone").code == 0
     outcome = offbeat(*common, "--side-by-side", 3, "--out", "together")
     assert outcome.code == 0, outcome.err
@@ -314,7 +315,7 @@ def test_the_budget_takes_runs_back_to_their_checkpoints_and_they_go_on_bit_for_
 ):
     reproduce(offbeat, "--only", "net-adl,other", out="whole")
     with monkeypatch.context() as patched:
-        spend_budget_after(patched, 2 * 11 * 2 + 7)  # both in the middle of the third epoch
+        spend_budget_after(patched, 2 * 7 * 2 + 7)  # both in the middle of the third epoch
         common = ("--only", "net-adl,other", "--budget-minutes", 60)
         outcome = reproduce(offbeat, *common, "--side-by-side", 2, out="first")
     assert outcome.code == 0
@@ -322,7 +323,7 @@ def test_the_budget_takes_runs_back_to_their_checkpoints_and_they_go_on_bit_for_
     assert "2 under way of 2 runs" in outcome.out
     assert Path("first/table.md").read_text().count("1 at epoch 2 |") == 2
     for found in checkpoint.ls(Path("first/runs/net-adl-seed0")):
-        assert (found.checkpoint.t, found.checkpoint.mode) == (20, "drained")
+        assert (found.checkpoint.t, found.checkpoint.mode) == (12, "drained")
     here = str(Path.cwd())
     for file in Path("first").rglob("*"):
         assert not file.is_file() or here.encode() not in file.read_bytes(), file
@@ -343,17 +344,17 @@ def test_a_run_stops_at_a_checkpoint_when_it_would_not_come_to_the_next(tmp_path
 
     class Slow(turns.Turns):
         def _turn(self, name):
-            clock[0] += 1.0  # a second a turn: 11 from one checkpoint to the next
+            clock[0] += 1.0  # a second a turn: 7 from one checkpoint to the next
             super()._turn(name)
 
     def start(name: str) -> train.Run:
         return train.begin(net_adl.recipe(), tmp_path / name, show=False)
 
-    work = Slow(start, lambda name, ending: endings.append((name, ending.by_budget)), until=30.0)
+    work = Slow(start, lambda name, ending: endings.append((name, ending.by_budget)), until=18.0)
     work.all(["one", "two"])
     assert endings == [("one", True)], "the second is not even begun"
-    assert 22 <= clock[0] < 30, "stopped behind the second checkpoint, with nothing lost"
-    assert [found.checkpoint.t for found in checkpoint.ls(tmp_path / "one")] == [20]
+    assert 14 <= clock[0] < 18, "stopped behind the second checkpoint, with nothing lost"
+    assert [found.checkpoint.t for found in checkpoint.ls(tmp_path / "one")] == [12]
 
 
 def test_a_budget_that_no_run_can_use_is_told(offbeat, table, monkeypatch):
