@@ -237,7 +237,12 @@ def reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
     if crowd and request.together > 1:
         raise UserError(f"--side-by-side {request.together} with --engine processes: runs by turns take an engine that "
                         "keeps all stages in one process, such as --engine simulate")  # fmt: skip
-    todo = [run for run in runs if not report.read_run(folder / "runs" / run.name, run.seed).over]
+    todo = []
+    for run in runs:
+        path = folder / "runs" / run.name
+        if (path / "config.json").exists():
+            kept_recipe(path, run)
+        todo += [] if report.read_run(path, run.seed).over else [run]
     data_set = open_data(request, runs[0].recipe) if todo else None
     provenance = record.provenance(request.command)
     content["invocations"].append(provenance)
@@ -293,8 +298,8 @@ class Work:
                 turns.all(group)
                 self.safe += len(turns.intervals)
         if self.broken_off:
-            runs = f"{self.broken_off} runs go" if self.broken_off > 1 else "1 run goes"
-            self.say(f"stopped by the budget: {runs} on with the same command")
+            which = f"{self.broken_off} runs go" if self.broken_off > 1 else "1 run goes"
+            self.say(f"stopped by the budget: {which} on with the same command")
         if self.broken_off and not self.safe:
             self.say(f"no run came to a checkpoint within {self.request.minutes:g} minutes, and none would the next "
                      "time: give more --budget-minutes, or fewer --side-by-side")  # fmt: skip

@@ -182,6 +182,8 @@ def test_runs_are_run_folders_and_the_table_is_what_they_recorded(offbeat, table
     assert first["difference"] == pytest.approx(first["error"] - 6.18)
     assert "4 done, 2 diverged of 6 runs" in outcome.out
     assert "a remark" in outcome.out
+    lowest, highest = first["error_range"]
+    assert re.search(rf"net-adl +6.18 +{first['error']:.2f} \({lowest:.2f}-{highest:.2f}\) +2 +\+", outcome.out)
     assert "took turns in one process" in outcome.out
     page = Path("x/table.md").read_text()
     assert "| net-adl | 6.18 |" in page
@@ -454,8 +456,7 @@ def test_a_folder_of_something_else_is_refused(offbeat, table):
     content = json.loads((config / "config.json").read_text())
     content["recipe"]["lr"] = 0.5
     (config / "config.json").write_text(json.dumps(content))
-    outcome = reproduce(offbeat, "--only", "net-adl")
-    assert "another recipe (lr: 0.5 there" in outcome.out
+    check_refused(offbeat, ("reproduce", "small", "--out", "x"), "net-adl-seed0", "another recipe (lr: 0.5 there")
 
 
 def test_a_dry_run_checks_everything_and_trains_nothing(offbeat, table):

@@ -180,6 +180,7 @@ def _notes(table: Table, rows: list[Result], epochs: int | None) -> Iterable[str
 
 
 COLUMNS = ("row", "paper", "ours", "lowest", "highest", "n", "difference", "samples/s", "state")
+SHORT = ("row", "paper", "ours", "n", "diff.", "paper top-5", "ours top-5", "samples/s", "state")
 TOP5 = (*COLUMNS[:7], "paper top-5", "ours top-5", *COLUMNS[7:])
 
 
@@ -223,14 +224,17 @@ def _state(runs: list[Run]) -> str:
 
 
 def grid(reproduction: Reproduction) -> Grid:
-    """For a terminal."""
-    columns = TOP5 if reproduction.top5 else COLUMNS
+    """For a terminal: the range stands beside the median."""
+    columns = [name for name in SHORT if reproduction.top5 or "top-5" not in name]
     made = Grid(title=reproduction.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
     for name in columns:
-        breaks = name in ("row", "state")
-        made.add_column(name, justify="left" if breaks else "right", no_wrap=not breaks, overflow="fold")
+        left = name in ("row", "state")
+        heading = name.replace(" top-5", "\ntop-5")
+        made.add_column(heading, justify="left" if left else "right", no_wrap=name != "state", overflow="fold")
     for row in reproduction.rows:
         told = cells(row)
+        told["diff."] = told["difference"]
+        told["ours"] += f" ({told['lowest']}-{told['highest']})" if row.n > 1 else ""
         made.add_row(*(told[name] for name in columns))
     return made
 
