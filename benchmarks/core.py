@@ -21,7 +21,6 @@ import argparse
 import copy
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from start import arguments, in_processes
 from torch import nn
 
 import offbeat
@@ -246,15 +246,6 @@ def summary(
         Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
 
 
-def arguments() -> list[str]:
-    """The command's arguments, without where the record goes."""
-    given = [part for part in sys.argv[1:] if part != "--worker"]
-    if "--out" in given:
-        at = given.index("--out")
-        del given[at : at + 2]
-    return given
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet56")
@@ -272,9 +263,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         return worker(options)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.K}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    sys.exit(subprocess.run([*command, *sys.argv, "--worker"], env=environment, check=False).returncode)
+    sys.exit(in_processes(options.K, sys.argv[1:]))
 
 
 if __name__ == "__main__":

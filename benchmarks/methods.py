@@ -13,7 +13,6 @@ import argparse
 import copy
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
@@ -21,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from core import arguments, everywhere, ratio, sgd, timed
+from core import everywhere, ratio, sgd, timed
+from start import arguments, in_processes
 from torch import nn
 
 import offbeat
@@ -119,9 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         return worker(options)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.K}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    sys.exit(subprocess.run([*command, *sys.argv, "--worker"], env=environment, check=False).returncode)
+    sys.exit(in_processes(options.K, sys.argv[1:]))
 
 
 if __name__ == "__main__":

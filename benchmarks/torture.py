@@ -15,28 +15,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from start import arguments, in_processes
+
 from offbeat import record
 
 BEGUN = time.monotonic()
 MADE = record.provenance()  # of what was there at the beginning
 COMMANDS = ("kills", "configs", "latency", "overhead", "soak")
-
-
-def arguments() -> list[str]:
-    """The command's arguments, without where the record goes."""
-    given = [part for part in sys.argv[1:] if part != "--worker"]
-    if "--out" in given:
-        at = given.index("--out")
-        del given[at : at + 2]
-    return given
 
 
 def write(out: str | None, found: dict[str, Any]) -> None:
@@ -49,15 +40,12 @@ def write(out: str | None, found: dict[str, Any]) -> None:
     part.replace(out)
 
 
-def in_processes(options: argparse.Namespace, K: int) -> bool:
-    """Run this very command as a worker in K processes; whether its record says that all was good."""
+def as_workers(options: argparse.Namespace, K: int) -> bool:
+    """Run this very command in K processes; whether its record says that all was good."""
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or f"{folder}/record.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={K}", sys.argv[0]]
-        given = [*arguments(), "--out", out, "--worker"]
-        surroundings = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, *given], env=surroundings, check=False)
-        return done.returncode == 0 and bool(json.loads(Path(out).read_text())["good"])
+        code = in_processes(K, [*arguments(), "--out", out])
+        return code == 0 and bool(json.loads(Path(out).read_text())["good"])
 
 
 def say(line: str) -> None:

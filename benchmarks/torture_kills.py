@@ -71,12 +71,6 @@ def drawn(seed: int, number: int) -> dict[str, Any]:
 # ---- looking from outside
 
 
-def state(pid: int) -> tuple[str, int]:
-    """State letter and parent of a process."""
-    letter, parent = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[:2]
-    return letter, int(parent)
-
-
 def processes(folder: Path) -> dict[int, str]:
     """Live processes that name the folder on their command line, with their rank ('' for the launcher)."""
     found = {}
@@ -87,7 +81,7 @@ def processes(folder: Path) -> dict[int, str]:
             if os.fsencode(folder) not in (entry / "cmdline").read_bytes().split(b"\0"):
                 continue
             pairs = (pair.partition(b"=")[::2] for pair in (entry / "environ").read_bytes().split(b"\0"))
-            if state(int(entry.name))[0] != "Z":
+            if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 found[int(entry.name)] = dict(pairs).get(b"RANK", b"").decode()
         except OSError:  # gone meanwhile
             continue

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from core import everywhere, timed
 from torch import Tensor, nn
-from torture import in_processes, say, write
+from torture import as_workers, say, write
 
 import offbeat
 from offbeat.links import Link, Message
@@ -147,4 +147,4 @@ def run(options: argparse.Namespace) -> bool:
     if options.worker:
         worker(options)
         return True
-    return in_processes(options, K)
+    return as_workers(options, K)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from core import everywhere, pin, sgd
 from torch import nn
-from torture import in_processes, say, write
+from torture import as_workers, say, write
 
 import offbeat
 from offbeat import models
@@ -106,4 +106,4 @@ def run(options: argparse.Namespace) -> bool:
     if options.worker:
         worker(options)
         return True
-    return in_processes(options, K)
+    return as_workers(options, K)

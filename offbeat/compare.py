@@ -314,7 +314,12 @@ def side_by_side(together: int, runs: Iterable[Run], folder: Path, teller: Conso
     from offbeat.turns import Ending, Turns
 
     todo = list(runs)
-    data_set = train.open_data(todo[0].recipe) if todo else None  # one for all
+    data_set = None
+    if todo:  # one for all
+        first = todo[0].recipe
+        data_set = train.open_data(first)
+        train.check(first, data_set)
+        data_set, _ = train.move_data(first, data_set)
 
     def start(run: Run) -> train.Run:
         path = folder / run.folder

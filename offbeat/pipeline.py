@@ -20,10 +20,12 @@ from offbeat.errors import UserError, first_line, unknown
 from offbeat.links import Link, Message
 from offbeat.links.local import Entrance
 from offbeat.method import LESSON, Method
-from offbeat.metrics import Meter, Metric, batch_size
+from offbeat.metrics import Meter, Metric
+from offbeat.micro import micro_batches
+from offbeat.outputs import shapes_and_classes
 from offbeat.stage import Report, Stage, Staleness
 from offbeat.stage import state as stage_state
-from offbeat.stage.stage import USERS_CODE, Loss, MakeOptimizer, MakeScheduler, OnNan
+from offbeat.stage.stage import Loss, MakeOptimizer, MakeScheduler, OnNan
 from offbeat.worker import SAVE, Links, Worker
 
 EPOCH_END = "epoch"  # the kind of a mark behind the last batch of an epoch; its number is that of batches so far
@@ -455,58 +457,6 @@ def _method(method: Method | str, M: int | None) -> Method:
     if M is not None:
         raise UserError(f"M={M} beside a method that has its own: say offbeat.{method.name.upper()}(M={M})")
     return method
-
-
-def micro_batches(t: int, x: Any, y: Any, m: int) -> Iterator[Message]:
-    """Batch t as m messages with the share of the samples in each; short batches leave some empty."""
-    if m == 1:
-        yield Message(t, (x, y, 1.0))
-        return
-    samples = batch_size(y, x)
-    if not samples:
-        raise UserError(f"batch {t} holds no samples: give some, or leave it out")
-
-    for leaf in pytree.tree_leaves((x, y)):
-        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != samples:
-            raise UserError(f"batch {t} of {samples} samples cannot be split into micro-batches, one of its tensors is "
-                            f"of shape {tuple(leaf.shape)}: give a row a sample, or single numbers")  # fmt: skip
-
-    def part(content: Any, i: int) -> Any:
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf.tensor_split(m)[i] if leaf.dim() else leaf, content)
-
-    for i in range(m):
-        inputs, targets = part(x, i), part(y, i)
-        yield Message(t * m + i, (inputs, targets, batch_size(targets, inputs) / samples))
-
-
-def shapes_and_classes(
-    model: nn.Module, parts: Sequence[nn.Module], sample: Any, device: torch.device, method: str
-) -> dict[str, Any]:
-    """Output shapes of all stages for one sample, and the classes that the last one scores; changes nothing."""
-    if sample is None:
-        raise UserError(f"{method} builds a head for each stage's output: give sample=, a batch")
-    training = [module for module in model.modules() if module.training]
-    x, shapes = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone().to(device), sample), []
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            for k, part in enumerate(parts, start=1):
-                x = part(x)
-                if not isinstance(x, Tensor) or x.dim() not in (2, 4):
-                    raise UserError(f"{method} needs vectors or images between stages, but stage {k} gives something "
-                                    'else: cut between blocks (units="blocks", or other cuts)')  # fmt: skip
-                shapes.append(list(x.shape[1:]))
-    except USERS_CODE as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"the model cannot take the sample: {first_line(error)}") from error
-    finally:
-        for module in training:
-            module.training = True
-    if len(shapes[-1]) != 1:
-        raise UserError(f"{method} needs class scores from the model, but it gives {shapes[-1]} for a sample: use a "
-                        "method with feedback from above, such as adl")  # fmt: skip
-    return {"shapes": shapes, "classes": shapes[-1][0]}
 
 
 def _on_nan(given: OnNan) -> OnNan:

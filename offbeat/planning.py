@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from offbeat import models
+from offbeat import models, record
 from offbeat.cutting import Profile
 from offbeat.cutting.loopback import measure_links
 from offbeat.errors import UserError, first_line, unknown
@@ -96,7 +96,7 @@ def show_plan(
     if staleness_picture:
         draw_staleness(lambda length: replace(wanted, M=length), K, staleness_picture)
     if as_json:
-        print(json.dumps(plan.as_dict()))
+        print(json.dumps({**plan.as_dict(), **origin()}))
         return
     console = Console(highlight=False)
     console.print(stage_table(plan))
@@ -106,6 +106,13 @@ def show_plan(
         console.print(f"- {line}", soft_wrap=True)
     if theory:
         console.print(theory_table(plan))
+
+
+def origin() -> dict[str, Any]:
+    """Where a plan comes from, in the terms of run records: its times hold for this hardware and these versions."""
+    made = record.provenance()
+    return {"commit": made["commit"], "torch": made["versions"]["torch"], "hardware": made["machine"],
+            "command": made["command"]}  # fmt: skip
 
 
 def network_of(latency: float | None, bandwidth: float | None, *, measure: bool) -> Network:

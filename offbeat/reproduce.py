@@ -205,7 +205,9 @@ def open_data(request: Request, recipe: Recipe) -> DataSet:
         if not layout:
             raise UserError(f"--data {request.data}: {recipe.data} takes no folder, leave it out")
         os.environ[training.DATA_DIR] = str(request.data.absolute())
-    return training.open_data(recipe)
+    data_set = training.open_data(recipe)
+    training.check(recipe, data_set)
+    return training.move_data(recipe, data_set)[0] or data_set  # one for all runs, also on a GPU
 
 
 def kept_recipe(path: Path, run: Run) -> Recipe:

@@ -53,6 +53,14 @@ def open_data(recipe: Recipe) -> data.DataSet:
     )  # fmt: skip
 
 
+def move_data(recipe: Recipe, data_set: data.DataSet | None) -> tuple[data.DataSet | None, list[str]]:
+    """The data where the first stage takes it from: on its device, if that is no CPU and has room. Else a note."""
+    if data_set is None or recipe.device == "cpu":
+        return data_set, []
+    moved, note = data.on_device(data_set, recipe.device)
+    return moved, [note] if note else []
+
+
 def shape_of(sizes: tuple[int, ...] | None) -> tuple[int, int, int] | None:
     if sizes is None:
         return None
@@ -138,6 +146,8 @@ def begin(
         recipe = replace(recipe, cuts=tuple(shared[3]), units=shared[4])
         pipe = make_pipeline(recipe, known, engine)
         before = resume(recipe, pipe, out, folder) if folder_ready else {}
+        data_set, notes = move_data(recipe, data_set)
+        before["notes"] = [*before.get("notes", []), *notes]
         return Run(recipe, known, pipe, folder, data_set, show, out, before, name=name, reports=reports)
 
 

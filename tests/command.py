@@ -28,7 +28,7 @@ def offbeat(monkeypatch, capsys, tmp_path) -> Command:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", launch.ERRORS):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("started workers"))
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("started workers"))
 
     def run(*arguments: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["offbeat", *map(str, arguments)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import socket
 import sys
 import tarfile
@@ -12,40 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_failures import ENDLESS, Run, processes_of
+from processes import listeners
 
 from offbeat import launch
 from offbeat.data import cifar_files
 from offbeat.errors import UserError
-
-LISTENING = "0A"
-
-
-def listeners(pids: set[int]) -> dict[str, set[str]]:
-    """Addresses on which processes listen, by the kernel's tables: tcp, tcp6."""
-    inodes = set()
-    for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                target = os.readlink(descriptor)
-            except OSError:  # closed meanwhile
-                continue
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    found: dict[str, set[str]] = {"tcp": set(), "tcp6": set()}
-    for table, addresses in found.items():
-        file = Path("/proc/net") / table
-        for line in file.read_text().splitlines()[1:] if file.exists() else ():
-            fields = line.split()
-            if fields[3] == LISTENING and fields[9] in inodes:
-                addresses.add(readable(fields[1].partition(":")[0]))
-    return found
-
-
-def readable(text: str) -> str:
-    """An address from the kernel's hexadecimal words in the machine's byte order."""
-    words = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
-    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, b"".join(words))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's socket tables")
@@ -60,22 +30,6 @@ def test_the_look_at_the_socket_tables_sees_who_listens_where():
         sixth.bind(("::", 0))
         sixth.listen()
         assert "::" in listeners({os.getpid()})["tcp6"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's socket tables")
-def test_a_run_on_one_machine_listens_on_the_loopback_address_alone(tmp_path):
-    run = Run(tmp_path / "run", *ENDLESS, "-K", 2, "--json")
-    try:
-        run.begin()
-        pids = set(processes_of(run.out))
-        assert len(pids) == 3
-        found = listeners(pids)
-    finally:
-        os.killpg(run.process.pid, signal.SIGINT)
-        ended = run.end()
-    assert found["tcp"] == {"127.0.0.1"}  # the store and the links
-    assert found["tcp6"] <= {"::1"}
-    assert ended.left == {}
 
 
 PROGRAM = """

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,25 @@ SMALL = (*TINY, "-K", 2, "-M", 2, "--epochs", 2, "--engine", "simulate", "--thre
 
 def compare(offbeat: Command, methods: str, *arguments: object, seeds: int = 1) -> Outcome:
     return offbeat("compare", "--methods", methods, *SMALL, "--seeds", seeds, "--out", "x", *arguments)
+
+
+MADE: dict[int, tuple[Outcome, Path]] = {}
+
+
+@pytest.fixture
+def compared(offbeat, tmp_path_factory) -> Callable[[int], Outcome]:
+    """A finished comparison of bp and adl over so many seeds, in x: made once, then copied."""
+
+    def make(seeds: int) -> Outcome:
+        if seeds not in MADE:
+            outcome, kept = compare(offbeat, "bp,adl", seeds=seeds), tmp_path_factory.mktemp("made") / "x"
+            assert outcome.code == 0, outcome
+            shutil.move("x", kept)
+            MADE[seeds] = outcome, kept
+        shutil.copytree(MADE[seeds][1], "x")
+        return MADE[seeds][0]
+
+    return make
 
 
 def told(outcome: Outcome) -> dict[str, dict]:
@@ -78,8 +97,8 @@ def test_every_run_is_a_run_folder_and_the_table_is_what_they_recorded(offbeat):
     assert json.loads(Path("x/comparison.json").read_text())["rows"] == list(rows.values())
 
 
-def test_a_run_of_a_comparison_is_the_run_that_train_makes(offbeat):
-    compare(offbeat, "bp,adl")
+def test_a_run_of_a_comparison_is_the_run_that_train_makes(offbeat, compared):
+    compared(1)
     assert offbeat("train", *SMALL, "--method", "adl", "--out", "x/alone").code == 0
     assert model_bytes("alone") == model_bytes("adl-seed0")
     assert recipe("alone") == recipe("adl-seed0")
@@ -132,8 +151,8 @@ def test_a_method_that_trains_whole_networks_runs_with_one_stage_which_is_stated
 # ---- the table
 
 
-def test_the_table_says_which_match_it_is_and_how_many_samples_batchnorm_saw(offbeat):
-    batch = compare(offbeat, "bp,adl", seeds=2)
+def test_the_table_says_which_match_it_is_and_how_many_samples_batchnorm_saw(offbeat, compared):
+    batch = compared(2)
     assert "--match batch" in batch.out.splitlines()[0]
     assert "b = 4 for all" in batch.out
     shutil.rmtree("x")
@@ -164,8 +183,8 @@ def test_staleness_of_replayed_forwards_is_that_of_the_input_and_of_the_jacobian
     assert (row["staleness"], row["jacobian"]) == ([1, 0], [0, 0])
 
 
-def test_the_peak_memory_of_each_stage_is_the_largest_of_its_runs(offbeat):
-    compare(offbeat, "bp,adl", seeds=2)
+def test_the_peak_memory_of_each_stage_is_the_largest_of_its_runs(offbeat, compared):
+    compared(2)
     peaks = {"adl-seed0": [3_000_000, 19_000_000], "adl-seed1": [5_000_000, 7_000_000]}
     for run, memory in peaks.items():
         file = Path("x") / run / "metrics.jsonl"
@@ -178,8 +197,8 @@ def test_the_peak_memory_of_each_stage_is_the_largest_of_its_runs(offbeat):
     assert "| 5.0 19 |" in Path("x/comparison.md").read_text()
 
 
-def test_the_curves_are_pictures_of_every_methods_errors(offbeat):
-    compare(offbeat, "bp,adl", seeds=2)
+def test_the_curves_are_pictures_of_every_methods_errors(compared):
+    compared(2)
     assert Path("x/curves.png").read_bytes().startswith(b"\x89PNG")
     svg = Path("x/curves.svg").read_text()
     assert all(f'id="{gid}"' in svg for gid in ("bp", "bp-band", "adl", "adl-band"))
@@ -242,8 +261,8 @@ def test_a_defect_in_one_run_is_told_in_its_row_and_kept_in_its_folder(offbeat, 
 # ---- going on
 
 
-def test_what_is_finished_is_not_run_again(offbeat, monkeypatch):
-    first = compare(offbeat, "bp,adl", seeds=2)
+def test_what_is_finished_is_not_run_again(offbeat, compared, monkeypatch):
+    first = compared(2)
     no_training(monkeypatch)
     again = compare(offbeat, "bp,adl", seeds=2)
     assert again.code == 0
@@ -251,8 +270,8 @@ def test_what_is_finished_is_not_run_again(offbeat, monkeypatch):
     assert "4 of 4 runs are finished" in again.err
 
 
-def test_a_run_that_was_stopped_is_moved_aside_and_run_again_to_the_same_bits(offbeat):
-    compare(offbeat, "bp,adl", seeds=2)
+def test_a_run_that_was_stopped_is_moved_aside_and_run_again_to_the_same_bits(offbeat, compared):
+    compared(2)
     before = {run: model_bytes(run) for run in ("bp-seed0", "bp-seed1", "adl-seed0", "adl-seed1")}
     file = Path("x/adl-seed1/metrics.jsonl")
     file.write_text(file.read_text().split('{"kind": "result"')[0] + '{"kind": "epo')  # killed while it wrote
@@ -297,8 +316,8 @@ DIFFERENT = {
 }
 
 
-def test_another_configuration_in_the_folder_is_refused_in_one_line(offbeat, monkeypatch):
-    compare(offbeat, "bp,adl")
+def test_another_configuration_in_the_folder_is_refused_in_one_line(offbeat, compared, monkeypatch):
+    compared(1)
     no_training(monkeypatch)
     base = ("compare", "--methods", "bp,adl", *SMALL, "--seeds", 1, "--out", "x")
     for arguments, words in DIFFERENT.values():
@@ -313,8 +332,8 @@ def test_a_folder_that_holds_something_else_is_refused(offbeat):
     check_refused(offbeat, (*base, "file"), "file", "choose")
 
 
-def test_a_finished_run_of_another_recipe_is_refused(offbeat):
-    compare(offbeat, "bp,adl")
+def test_a_finished_run_of_another_recipe_is_refused(offbeat, compared):
+    compared(1)
     file = Path("x/adl-seed0/config.json")
     file.write_text(file.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
     check_refused(offbeat, ("compare", "--methods", "bp,adl", *SMALL, "--seeds", 1, "--out", "x"),
@@ -324,13 +343,13 @@ def test_a_finished_run_of_another_recipe_is_refused(offbeat):
 # ---- several at a time
 
 
-def test_runs_at_a_time_are_processes_that_give_the_same_bits(offbeat):
+def test_runs_at_a_time_are_processes_that_give_the_same_bits(offbeat, compared):
     outcome = compare(offbeat, "bp,adl", "--jobs", 2)
     assert outcome.code == 0, outcome.err
     together = {run: model_bytes(run) for run in ("bp-seed0", "adl-seed0")}
     assert "2 runs at a time shared the cores" in outcome.out
     shutil.rmtree("x")
-    compare(offbeat, "bp,adl")
+    compared(1)
     assert {run: model_bytes(run) for run in together} == together
 
 

@@ -9,131 +9,31 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from processes import (
+    ENDLESS,
+    ENVIRONMENT,
+    START,
+    STOP,
+    Ended,
+    Run,
+    check_stopped,
+    free_ports,
+    listeners,
+    processes_of,
+    wait_for,
+)  # fmt: skip
 
 from offbeat import cli
 
 AT_ONCE = 2
-START = 90  # seconds until a run must have begun to train, on a busy machine
-STOP = 20  # seconds for "within seconds", on a busy machine
-ENDLESS = ("--data", "synthetic", "--model", "resnet8", "--shape", "3,8,8", "--epochs", "100000", "-M", "2")
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
-
-
-def processes_of(out: Path) -> dict[int, str]:
-    """Live processes of a run, told by its folder on their command line, with their rank ('' for the launcher)."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if os.fsencode(out) not in (entry / "cmdline").read_bytes().split(b"\0"):
-                continue
-            surroundings = dict(pair.partition(b"=")[::2] for pair in (entry / "environ").read_bytes().split(b"\0"))
-            if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found[int(entry.name)] = surroundings.get(b"RANK", b"").decode()
-        except OSError:  # gone meanwhile
-            continue
-    return found
-
-
-def wait_for(condition: Callable[[], object], seconds: float, *, every: float = 0.1) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(every)
-    return True
-
-
-class Run:
-    """A run by the real command, in a session of its own."""
-
-    def __init__(self, out: Path, *arguments: object) -> None:
-        self.out = out
-        self.streams = [out.with_suffix(suffix) for suffix in (".stdout", ".stderr")]
-        command = [sys.executable, "-m", "offbeat", "train", *arguments, "--out", out]
-        with self.streams[0].open("w") as stdout, self.streams[1].open("w") as stderr:
-            self.process = subprocess.Popen(
-                [str(part) for part in command], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                env={**ENVIRONMENT, "TMPDIR": str(out.parent)}, start_new_session=True,
-            )  # fmt: skip
-
-    def begin(self) -> None:
-        """Wait until it trains."""
-        trains = self.out / "metrics.jsonl"
-        begun = wait_for(lambda: trains.exists() or self.process.poll() is not None, START)
-        assert begun, "the run did not begin"
-        assert self.process.poll() is None, self.stderr
-
-    def worker(self, rank: int) -> int:
-        (pid,) = (pid for pid, its in processes_of(self.out).items() if its == str(rank))
-        return pid
-
-    @property
-    def stderr(self) -> str:
-        return self.streams[1].read_text()
-
-    def end(self) -> Ended:
-        """How it ends from now on, by itself within the time allowed; then nothing of it is left in any case."""
-        began = time.monotonic()
-        try:
-            code = self.process.wait(STOP + 10)
-        except subprocess.TimeoutExpired:
-            code = None
-        seconds = time.monotonic() - began
-        wait_for(lambda: not processes_of(self.out), 5)
-        left = processes_of(self.out)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait(10)
-        metrics = self.out / "metrics.jsonl"
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        return Ended(code, seconds, self.streams[0].read_text(), self.stderr, lines, left, self.out)
-
-
-@dataclass(frozen=True)
-class Ended:
-    code: int | None
-    seconds: float
-    stdout: str
-    stderr: str
-    lines: list[dict]
-    left: dict[int, str]
-    out: Path
-
-
-def check_stopped(ended: Ended, *words: str, code: int = 2, kind: str = "failed") -> None:
-    """One line with these words, that exit code, in time, the folder kept with a line about it, nobody left."""
-    assert ended.code == code, ended
-    assert ended.seconds < STOP
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("offbeat: ")
-    assert ended.stderr.count("\n") == 1
-    assert ended.stderr.count("records so far") == 1
-    for word in (*words, str(ended.out)):
-        assert word in ended.stderr
-    assert ended.left == {}
-    assert (ended.out / "config.json").exists()
-    assert not (ended.out / "model.safetensors").exists()
-    assert any(line["kind"] == "train" for line in ended.lines) or kind == "failed"
-    assert ended.lines[-1]["kind"] == kind
-    if kind == "failed":
-        assert all(word in ended.lines[-1]["reason"] for word in words)
-
 
 # ---- what goes wrong
 
@@ -162,11 +62,15 @@ def kill_launcher_at_once(out: Path) -> Ended:
     return run.end()
 
 
-def interrupt(out: Path, K: int) -> Ended:
+def interrupt(out: Path, K: int) -> tuple[Ended, dict[str, set[str]]]:
+    """How it ends, and on which addresses it listened before."""
     run = Run(out, *ENDLESS, "-K", K, "--json")
     run.begin()
+    pids = set(processes_of(run.out))
+    assert len(pids) == (K + 1 if K > 1 else 1)
+    found = listeners(pids)
     os.killpg(run.process.pid, signal.SIGINT)
-    return run.end()
+    return run.end(), found
 
 
 def diverge(out: Path) -> Ended:
@@ -259,7 +163,7 @@ def main(out, rank, cases):
             os.environ["MASTER_PORT"] = str(port)
             os.dup2(os.open(f"{out}/{case}-{rank}.stderr", os.O_CREAT | os.O_WRONLY), 2)
             return run(case, rank)
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 90
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
             time.sleep(0.05)
         hung = not ended[0]
@@ -287,16 +191,6 @@ class Last:
         return self.stderr.strip().splitlines()[-1].split("]: ")[-1] if self.stderr.strip() else ""
 
 
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 def script(out: Path) -> dict[str, tuple[Last, Last]]:
     """How each process of each case ended."""
     out.mkdir()
@@ -309,7 +203,7 @@ def script(out: Path) -> dict[str, tuple[Last, Last]]:
         )
         for rank in range(2)
     ]
-    told = [process.communicate(timeout=START + 50 * len(CASES))[0] for process in started]
+    told = [process.communicate(timeout=START + 100 * len(CASES))[0] for process in started]
     ended: dict[str, list[Last]] = {case: [] for case in CASES}
     for rank, text in enumerate(told):
         for line in text.splitlines():
@@ -323,7 +217,6 @@ def scenarios(tmp_path_factory) -> Iterator[dict[str, Future]]:
     folder = tmp_path_factory.mktemp("failures")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {
-            "worker 1": pool.submit(kill_worker, folder / "worker-1", 1),
             "worker 2": pool.submit(kill_worker, folder / "worker-2", 2),
             "launcher": pool.submit(kill_launcher, folder / "launcher"),
             "launcher at once": pool.submit(kill_launcher_at_once, folder / "launcher-at-once"),
@@ -338,9 +231,13 @@ def scenarios(tmp_path_factory) -> Iterator[dict[str, Future]]:
 # ---- the command
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_killed_worker_ends_the_run_in_a_line_that_names_its_stage(scenarios, stage):
-    check_stopped(scenarios[f"worker {stage}"].result(), f"stage {stage}", "SIGKILL")
+def test_a_killed_worker_ends_the_run_in_a_line_that_names_its_stage(scenarios):
+    check_stopped(scenarios["worker 2"].result(), "stage 2", "SIGKILL")
+
+
+@pytest.mark.slow
+def test_a_killed_first_worker_ends_the_run_too(tmp_path):
+    check_stopped(kill_worker(tmp_path / "run", 1), "stage 1", "SIGKILL")
 
 
 def test_workers_do_not_outlive_their_launcher(scenarios):
@@ -355,7 +252,15 @@ def test_workers_do_not_outlive_a_launcher_that_dies_while_they_start(scenarios)
 
 @pytest.mark.parametrize("K", [1, 2])
 def test_ctrl_c_stops_cleanly_and_keeps_the_records(scenarios, K):
-    check_stopped(scenarios[f"Ctrl-C, K={K}"].result(), "Ctrl-C", code=130, kind="interrupted")
+    ended, _ = scenarios[f"Ctrl-C, K={K}"].result()
+    check_stopped(ended, "Ctrl-C", code=130, kind="interrupted")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's socket tables")
+def test_a_run_on_one_machine_listens_on_the_loopback_address_alone(scenarios):
+    _, found = scenarios["Ctrl-C, K=2"].result()
+    assert found["tcp"] == {"127.0.0.1"}  # the store and the links
+    assert found["tcp6"] <= {"::1"}
 
 
 def test_a_loss_that_is_not_finite_names_batch_and_stage_in_two_processes(scenarios):

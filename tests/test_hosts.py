@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from test_failures import ENDLESS, ENVIRONMENT, START, free_ports, processes_of, wait_for
+from processes import ENDLESS, ENVIRONMENT, START, free_ports, processes_of, wait_for
 
 SILENCE = 6.0  # seconds
 SHORT = ("--data", "synthetic", "--samples", "256", "--model", "resnet8", "--shape", "3,8,8", "--epochs", "1")

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "offbeat"
 # Each may import what stands above it, never what stands below.
 ORDER = [
     "errors", "seeds", "ops", "theory", "correctors", "method", "heads", "methods", "clock", "timeline", "recipe",
-    "recipes", "options", "metrics", "stage", "links", "worker", "engines", "cutting", "pipeline",
+    "recipes", "options", "metrics", "stage", "outputs", "links", "micro", "worker", "engines", "cutting", "pipeline",
     "models", "data", "record", "checkpoint", "telemetry", "progress", "report", "describe", "plan", "planning",
     "saving", "train", "turns", "rendezvous", "launch", "demo", "compare", "reproduce", "cli", "__main__",
 ]  # fmt: skip

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from command import Command, Outcome, check_refused
 
-from offbeat import models
+from offbeat import models, record
+from offbeat.cutting import timing
 from offbeat.methods import DECLARED
 
 SMALL = ("plan", "--model", "resnet8", "--batch-size", "4", "--shape", "3,8,8")
@@ -19,9 +22,32 @@ STAGE = {"k", "units", "params", "forward_ms", "backward_ms", "boundary_bytes", 
 PLAN = {"bp_ms", "model", "method", "K", "M", "batch_size", "balance", "predicted_speedup", "stages", "methods"}
 
 
+PROFILE: list[bytes] = []  # what the command writes, made once
+
+
 @pytest.fixture(autouse=True)
 def _wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture(autouse=True)
+def few_laps_here(monkeypatch):
+    """The stages are timed in this process however many cores there are, with no more laps than a median needs."""
+    with monkeypatch.context() as patch:
+        patch.setattr(timing.Crew, "possible", staticmethod(lambda twin, K: False))
+        patch.setattr(timing, "SHORTEST", 0.0)
+        yield patch
+
+
+@pytest.fixture
+def profile(offbeat) -> Path:
+    """A profile of SMALL, as the command writes it."""
+    file = Path("p.json")
+    if not PROFILE:
+        planned(offbeat, "-K", 2, "--profile", file)
+        PROFILE.append(file.read_bytes())
+    file.write_bytes(PROFILE[0])
+    return file
 
 
 def done(outcome: Outcome) -> str:
@@ -71,6 +97,23 @@ def test_the_json_has_the_promised_keys_and_sane_values(offbeat, K, M, model):
     edges = [stage["units"][:2] for stage in stages]
     assert edges[0][0] == 0
     assert all(end + 1 == start for (_, end), (start, _) in pairwise(edges))
+
+
+def test_the_json_says_where_it_comes_from_as_run_records_do(offbeat, monkeypatch):
+    monkeypatch.setenv("OFFBEAT_COMMIT", 40 * "a")
+    plan, made = planned(offbeat, "-K", 1), record.provenance()
+    assert plan["commit"] == made["commit"] == 40 * "a"
+    assert (plan["torch"], plan["hardware"]) == (torch.__version__, made["machine"])
+    assert plan["command"] == ["offbeat", *SMALL, "-K", "1", "--json"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two stages")
+def test_where_there_are_cores_the_stages_are_timed_all_at_once(offbeat, few_laps_here):
+    few_laps_here.undo()
+    plan = planned(offbeat, "-K", 2)
+    assert not any("one after the other" in note for note in plan["notes"])
+    assert all(min(stage["forward_ms"], stage["backward_ms"], stage["update_ms"]) > 0 for stage in plan["stages"])
 
 
 @pytest.mark.parametrize("method", [*DECLARED, "all"])
@@ -155,9 +198,8 @@ def test_a_profile_is_written_and_used_again(offbeat):
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
-def test_a_profile_of_something_else_is_refused(offbeat, options, words):
-    planned(offbeat, "-K", 2, "--profile", "p.json")
-    check_refused(offbeat, (*SMALL, "-K", 2, "--profile", "p.json", *options), "does not fit", *words)
+def test_a_profile_of_something_else_is_refused(offbeat, profile, options, words):
+    check_refused(offbeat, (*SMALL, "-K", 2, "--profile", profile, *options), "does not fit", *words)
 
 
 @pytest.mark.slow

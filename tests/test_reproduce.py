@@ -443,6 +443,11 @@ def test_misuse_is_one_line_and_nothing_is_written(offbeat, table, name):
     check_refused(offbeat, ("reproduce", *arguments, "--out", "x"), *words)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_written(offbeat, table):
+    check_refused(offbeat, ("reproduce", "small", "--device", "cuda", "--out", "x"), "torch sees no CUDA device here")
+
+
 def test_a_folder_of_something_else_is_refused(offbeat, table):
     assert reproduce(offbeat, "--only", "net-adl", "--epochs", 1).code == 0
     check_refused(offbeat, ("reproduce", "smaller", "--out", "x"), "reproduction of small, not of smaller")

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from offbeat import models
-from offbeat.cutting import profile, solve
+from offbeat.cutting import Profile, profile, solve
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = sorted((ROOT / "docs/results").glob("*.json"))
@@ -35,6 +36,17 @@ def copied(tmp_path):
 def checked(root: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, root / "benchmarks/results.py", "--check"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def made(root: Path) -> str:
+    """The page of results, made of the records that are there."""
+    subprocess.run([sys.executable, root / "benchmarks/results.py"], check=True, timeout=60)
+    return (root / "docs/results.md").read_text()
+
+
+def row(root: Path, torture: str) -> str:
+    """The line of a record in the table of what was wanted and seen."""
+    return next(line for line in made(root).splitlines() if line.startswith(f"| torture-{torture}.json |"))
 
 
 def changed(path: Path, change) -> None:
@@ -70,6 +82,44 @@ def test_a_table_typed_by_hand_is_not_current(copied):
     assert "README.md" in checked(copied).stderr
 
 
+def test_an_aim_that_was_missed_is_shown_as_missed(copied):
+    def failed(record):
+        record["good"] = False
+
+    changed(copied / "docs/results/torture-latency.json", failed)
+    assert row(copied, "latency").endswith("| **missed** |")
+
+
+def test_kills_that_were_not_done_or_not_as_wanted_are_missed(copied):
+    kills = copied / "docs/results/torture-kills.json"
+
+    def done(record, trials, good):
+        record["summary"] |= {"trials": trials, "good": good}
+        record["provenance"]["command"] = ["python", "benchmarks/torture.py", "kills", "--count", "100"]
+
+    for trials, good, verdict in ((100, 100, "yes"), (99, 99, "**missed**"), (100, 99, "**missed**")):
+        changed(kills, lambda record, trials=trials, good=good: done(record, trials, good))
+        assert row(copied, "kills").endswith(f"| {verdict} |")
+
+
+def test_the_page_is_made_of_the_torture_records_that_are_there(copied):
+    for path in (copied / "docs/results").glob("torture-*.json"):
+        if path.stem != "torture-soak":
+            path.unlink()
+    page = made(copied)
+    assert "results/torture-soak.json" in page
+    assert "torture-kills" not in page
+
+
+def test_what_is_said_of_reliability_holds_no_figures_of_its_own():
+    tried = (ROOT / "docs/reliability.md").read_text().split("## How it is tried")[1]
+    told = [line for line in tried.splitlines() if not line.startswith("    ")]
+    assert not re.search(r"\d", " ".join(told))
+    anchor = re.search(r"results\.md#([\w-]+)", tried)[1]
+    titles = re.findall(r"^## (.*)$", (ROOT / "docs/results.md").read_text(), re.MULTILINE)
+    assert anchor in [title.lower().replace(" ", "-") for title in titles]
+
+
 @pytest.mark.parametrize("path", COMPARED, ids=lambda path: path.stem)
 def test_the_errors_of_a_comparison_are_those_of_its_epochs(path):
     record = json.loads(path.read_text())
@@ -86,13 +136,18 @@ def test_the_errors_of_a_comparison_are_those_of_its_epochs(path):
         assert not row["failed"]
 
 
+@cache
+def costs(model: str, pixels: int, batch_size: int) -> Profile:
+    """The deterministic ones, which are the same for every K."""
+    with torch.device("meta"):
+        network = models.build(model, shape=(3, pixels, pixels))
+        return profile(network, torch.empty(batch_size, 3, pixels, pixels), timed=False)
+
+
 @pytest.mark.parametrize("row", [row for row in COUNTED if row["model"] != "resnet1202"],
                          ids=lambda row: f"{row['model']}-{row['K']}")  # fmt: skip
 def test_the_balance_by_the_deterministic_cost_is_what_it_was(row):
-    pixels = row["pixels"]
-    with torch.device("meta"):
-        model = models.build(row["model"], shape=(3, pixels, pixels))
-        found = profile(model, torch.empty(row["batch_size"], 3, pixels, pixels), timed=False)
+    found = costs(row["model"], row["pixels"], row["batch_size"])
     solution = solve(found.costs(), row["K"], legal=found.legal_cuts)
     assert (solution.balance, list(solution.cuts)) == (pytest.approx(row["balance"]), row["cuts"])
 
@@ -100,20 +155,20 @@ def test_the_balance_by_the_deterministic_cost_is_what_it_was(row):
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_record_says_where_it_comes_from_and_names_nobodys_folders(path):
     record = json.loads(path.read_text())
-    made = (record.get("comparison") or record)["provenance"]
-    assert re.fullmatch(r"[0-9a-f]{40}\+?", made["commit"])
-    assert made["machine"]
-    assert made["versions"]["torch"]
-    assert "command" in made or made["set"]  # where it was not recorded, that is said
+    source = (record.get("comparison") or record)["provenance"]
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", source["commit"])
+    assert source["machine"]
+    assert source["versions"]["torch"]
+    assert "command" in source or source["set"]  # where it was not recorded, that is said
     assert not re.search(r'"/(tmp|home|root|data|work)\b', path.read_text())
 
 
 def test_a_single_round_is_shown_without_a_spread():
-    spec = importlib.util.spec_from_file_location("results", ROOT / "benchmarks/results.py")
-    results = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(results)
-    assert results.shown([1.5, 1.5, 1.5], 1) == "1.50"
-    assert results.shown([1.5, 1.25, 2.0], 3) == "1.50 (1.25-2.00)"
+    spec = importlib.util.spec_from_file_location("page", ROOT / "benchmarks/page.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    assert page.shown([1.5, 1.5, 1.5], 1) == "1.50"
+    assert page.shown([1.5, 1.25, 2.0], 3) == "1.50 (1.25-2.00)"
 
 
 def test_the_readmes_tree_names_what_there_is():

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from command import Command, check_refused
+from processes import processes_of, wait_for
 from safetensors.torch import load_file
 
 from offbeat.checkpoint import ls
@@ -19,6 +19,23 @@ from offbeat.record import lines
 
 RUN = ["--model", "resnet8", "--data", "synthetic", "--samples", "512", "--batch-size", "16", "--epochs", "2",
        "--threads-per-stage", "1", "--json"]  # fmt: skip
+SMALL = [*RUN, "--shape", "3,8,8", "--engine", "simulate"]
+KILLED = """
+import os, signal, sys
+from offbeat import cli, pipeline
+
+batch, step = int(sys.argv.pop(1)), pipeline.Pipeline.step
+
+
+def last(self, *given):
+    if self.batches == batch:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *given)
+
+
+pipeline.Pipeline.step = last
+cli.main()
+"""
 METHODS = {
     "adl": ["--method", "adl", "-M", "2"],
     "adl-hybrid": ["--method", "adl", "-M", "2", "--weights", "hybrid"],
@@ -44,11 +61,20 @@ def done(process: subprocess.Popen, code: int = 0) -> str:
     return err
 
 
-def until(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.02)
+def until(condition) -> None:
+    assert wait_for(condition, 60, every=0.02), "it does not come"
+
+
+def killed(out: Path, before: int, *arguments: str) -> None:
+    """A run in one process that is killed before that batch, as by SIGKILL from outside."""
+    command = [sys.executable, "-c", KILLED, str(before), "train", *arguments, "--out", str(out)]
+    done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), -signal.SIGKILL)
+
+
+def here(offbeat: Command, *arguments: object) -> None:
+    """The command in this process: no time for starting another."""
+    outcome = offbeat("train", *arguments)
+    assert outcome.code == 0, outcome
 
 
 def weights(run: Path) -> dict[str, bytes]:
@@ -58,18 +84,6 @@ def weights(run: Path) -> dict[str, bytes]:
 def told(run: Path) -> list[tuple]:
     return [(line["kind"], line.get("batch"), line.get("loss"), line.get("test_loss")) for line in lines(run)
             if line["kind"] in ("train", "epoch")]  # fmt: skip
-
-
-def workers(launcher: int) -> list[int]:
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(status.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
-            continue
-        if parent == launcher:
-            found.append(int(status.parent.name))
-    return found
 
 
 def resumed(run: Path, *arguments: str, code: int = 0) -> str:
@@ -83,27 +97,23 @@ def some(values, quick):
 
 
 @pytest.mark.parametrize("name", some(METHODS, ("adl-hybrid",)))
-def test_a_killed_run_goes_on_bit_for_bit(name, tmp_path):
-    settings = [*RUN, "-K", "3", "--engine", "simulate", "--checkpoint-every", "7b", *METHODS[name]]
-    done(start(tmp_path / "whole", *settings))
-    broken = start(tmp_path / "broken", *settings)
-    until(lambda: len(ls(tmp_path / "broken")) >= 2)
-    broken.kill()
-    broken.communicate()
-    if (tmp_path / "broken/model.safetensors").exists():
-        pytest.skip("it was done before it could be killed")
-    resumed(tmp_path / "broken")
+def test_a_killed_run_goes_on_bit_for_bit(name, tmp_path, offbeat: Command):
+    settings = [*SMALL, "-K", "3", "--checkpoint-every", "7b", *METHODS[name]]
+    here(offbeat, *settings, "--out", tmp_path / "whole")
+    killed(tmp_path / "broken", 19, *settings)
+    assert [each.checkpoint.t for each in ls(tmp_path / "broken")] == [7, 14]
+    here(offbeat, "--resume", tmp_path / "broken", "--json")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert told(tmp_path / "broken") == told(tmp_path / "whole"), "the records are those of one run"
 
 
-def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path):
-    settings = [*RUN, "-K", "2", "--engine", "processes", "--checkpoint-every", "5b", "-M", "2", "--weights", "hybrid"]
-    done(start(tmp_path / "whole", *settings))
-    broken = start(tmp_path / "broken", *settings, "--max-restarts", "2")
+def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path, offbeat: Command):
+    settings = [*RUN, "-K", "2", "--checkpoint-every", "5b", "-M", "2", "--weights", "hybrid"]
+    here(offbeat, *settings, "--engine", "simulate", "--out", tmp_path / "whole")
+    broken = start(tmp_path / "broken", *settings, "--engine", "processes", "--max-restarts", "2")
     until(lambda: len(ls(tmp_path / "broken")) >= 1)
-    victim = workers(broken.pid)[-1]
-    os.kill(victim, signal.SIGKILL)
+    victims = [pid for pid, rank in processes_of(tmp_path / "broken").items() if rank == "1"]
+    os.kill(victims[0], signal.SIGKILL)
     done(broken)
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert any(line["kind"] == "resumed" and line["batch"] > 0 for line in lines(tmp_path / "broken"))
@@ -111,18 +121,18 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path):
 
 @pytest.mark.parametrize("sent", some([signal.SIGINT, signal.SIGTERM], (signal.SIGTERM,)))
 @pytest.mark.parametrize("engine", some(["simulate", "processes"], ("processes",)))
-def test_one_signal_saves_and_stops(engine, sent, tmp_path):
-    settings = [*RUN, "-K", "2", "--engine", engine, "-M", "2"]
-    done(start(tmp_path / "whole", *settings))
-    broken = start(tmp_path / "broken", *settings)
+def test_one_signal_saves_and_stops(engine, sent, tmp_path, offbeat: Command):
+    settings = [*RUN, "-K", "2", "-M", "2"]
+    here(offbeat, *settings, "--engine", "simulate", "--out", tmp_path / "whole")
+    broken = start(tmp_path / "broken", *settings, "--engine", engine)
     until(lambda: any(line["kind"] == "train" for line in lines(tmp_path / "broken")))
     broken.send_signal(sent)
     said = done(broken, 130)
     assert "with a checkpoint: go on with 'offbeat train --resume" in said, said
     assert said.count("\n") == 1
     assert len(ls(tmp_path / "broken")) == 1
-    assert not workers(broken.pid)
-    resumed(tmp_path / "broken")
+    assert processes_of(tmp_path / "broken") == {}
+    here(offbeat, "--resume", tmp_path / "broken", "--engine", "simulate", "--json")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 
@@ -142,15 +152,13 @@ def test_checkpoints_by_the_clock_are_agreed_upon(engine, tmp_path):
     "change", some([("-K", "3"), ("-K", "1"), ("-M", "4"), ("--method", "fr"), ("--engine", "processes")],
                    (("-K", "3"),)),
 )  # fmt: skip
-def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_path):
+def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_path, offbeat: Command):
     run = tmp_path / "run"
-    broken = start(run, *RUN, "-K", "2", "--engine", "simulate", "-M", "2", "--checkpoint-every", "9b")
-    until(lambda: len(ls(run)) >= 1)
-    broken.kill()
-    broken.communicate()
-    if (run / "model.safetensors").exists():
-        pytest.skip("it was done before it could be killed")
-    resumed(run, *change)
+    killed(run, 12, *SMALL, "-K", "2", "-M", "2", "--checkpoint-every", "9b")
+    if change[0] == "--engine":
+        resumed(run, *change)
+    else:
+        here(offbeat, "--resume", run, "--json", "--engine", "simulate", *change)
     kept = [line for line in lines(run) if line["kind"] in ("note", "resumed")]
     lost = [line["text"] for line in kept if line["kind"] == "note"]
     if change[0] == "--engine":
@@ -167,25 +175,22 @@ def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_
 @pytest.mark.slow
 def test_a_finished_run_goes_on_for_more_epochs(tmp_path, offbeat: Command):
     run = tmp_path / "run"
-    done(start(run, *RUN, "-K", "2", "--engine", "simulate", "--checkpoint-every", "1e"))
+    here(offbeat, *SMALL, "-K", "2", "--checkpoint-every", "1e", "--out", run)
     check_refused(offbeat, ("train", "--resume", run), "is finished, after 2 epochs")
-    resumed(run, "--epochs", "3")
+    here(offbeat, "--resume", run, "--json", "--epochs", "3")
     assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1, 2]
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, offbeat: Command):
     run = tmp_path / "run"
-    settings = [*RUN, "-K", "2", "--engine", "simulate", "--checkpoint-every", "7b"]
-    done(start(tmp_path / "whole", *settings))
-    broken = start(run, *settings)
-    until(lambda: len(ls(run)) >= 3)
-    broken.kill()
-    broken.communicate()
+    settings = [*SMALL, "-K", "2", "--checkpoint-every", "7b"]
+    here(offbeat, *settings, "--out", tmp_path / "whole")
+    killed(run, 23, *settings)
     newest = ls(run)[-1].path / "stage-02.safetensors"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    resumed(run)
+    here(offbeat, "--resume", run, "--json")
     assert any("is damaged and not used" in line.get("text", "") for line in lines(run))
     assert weights(run) == weights(tmp_path / "whole")
 
@@ -221,11 +226,11 @@ def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path)
     check_refused(offbeat, ("train", "--data", "digits", "--model", "resnet8", *arguments, *extra), said)
 
 
-def test_rates_can_be_changed_when_a_run_goes_on(tmp_path):
+def test_rates_can_be_changed_when_a_run_goes_on(tmp_path, offbeat: Command):
     run = tmp_path / "run"
-    done(start(run, *RUN, "-K", "2", "--engine", "simulate", "--checkpoint-every", "1e", "--warmup", "0"))
+    here(offbeat, *SMALL, "-K", "2", "--checkpoint-every", "1e", "--warmup", "0", "--out", run)
     before = [line["lr"] for line in lines(run) if line["kind"] == "train"][-1]
-    resumed(run, "--epochs", "3", "--lr", "0.001", "--milestones", "0.9")
+    here(offbeat, "--resume", run, "--json", "--epochs", "3", "--lr", "0.001", "--milestones", "0.9")
     after = [line["lr"] for line in lines(run) if line["kind"] == "train"][-10:]
     assert before != 0.001
     assert 0.001 in after

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import free_ports
 from safetensors.torch import load_file
 
 from offbeat import cli, models
@@ -47,14 +47,8 @@ def python(*arguments: object) -> Completed:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def two_agents(out: Path) -> list[Completed]:
-    port = free_port()
+    (port,) = free_ports(1)
     train = ("-m", "offbeat", "train", *SMALL, "-K", "2", "--out", out, "--json")
 
     def agent(node: int) -> Completed:
@@ -87,9 +81,6 @@ def commands(folder) -> Iterator[dict[str, Future]]:
             "processes": first,
             "agents": pool.submit(two_agents, folder / "agents"),
             "repeated": pool.submit(repeated),
-            "bp": pool.submit(
-                python, "-m", "offbeat", "train", *SMALL, "--method", "bp", "-K", 2, "--out", folder / "bp"
-            ),
             "uneven": pool.submit(python, "-m", "offbeat", "train", *UNEVEN, "--out", folder / "uneven"),
         }
 
@@ -179,8 +170,9 @@ def test_a_config_repeats_its_run_bit_for_bit_in_processes_and_here(commands, he
     assert model_bytes(folder / "other seed") != model_bytes(simulated)
 
 
-def test_back_propagation_on_two_processes_writes_the_same_model_as_on_one_stage(commands, here, folder, capsys):
-    succeeded(commands["bp"].result())
+@pytest.mark.slow
+def test_back_propagation_on_two_processes_writes_the_same_model_as_on_one_stage(here, folder, capsys):
+    succeeded(python("-m", "offbeat", "train", *SMALL, "--method", "bp", "-K", 2, "--out", folder / "bp"))
     here("bp 1", *SMALL, "--method", "bp", capsys=capsys)
     assert model_bytes(folder / "bp") == model_bytes(folder / "bp 1")
     assert lines(folder / "bp", "result")[0]["staleness"] == [0, 0]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import check_refused
-from test_failures import ENDLESS, ENVIRONMENT, Run, check_stopped, free_ports, processes_of, wait_for
+from processes import ENDLESS, ENVIRONMENT, Run, check_stopped, free_ports, processes_of, wait_for
 
 from offbeat.engines.processes import SILENCE, silence_allowed
 from offbeat.errors import UserError

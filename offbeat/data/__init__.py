@@ -20,10 +20,11 @@ from torch import Tensor
 from offbeat.data.cifar import open_cifar10, open_cifar100
 from offbeat.data.digits import open_digits
 from offbeat.data.imagefolder import LAYOUT, open_imagefolder
+from offbeat.data.resident import on_device
 from offbeat.data.synthetic import open_synthetic
 from offbeat.errors import UserError, unknown
 
-__all__ = ["DataSet", "names", "open", "open_data"]
+__all__ = ["DataSet", "names", "on_device", "open", "open_data"]
 
 
 class DataSet(Protocol):

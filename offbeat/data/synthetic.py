@@ -21,6 +21,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 GRID = 4  # a class pattern has GRID x GRID patches: coarse enough to survive convolution and pooling
 OFFSETS = 2**20
+NOISE_STEP = 2_654_435_761  # odd, so that each of OFFSETS samples has an offset of its own, far from its neighbours'
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,9 +52,9 @@ class Synthetic:
         _, height, width = self.shape
         labels = samples % self.classes
         # Fresh normal numbers for every sample would take longer than many a training step. Windows of one long noise
-        # are a plain copy; the odd factor gives each of 2^20 samples an offset of its own, far from its neighbours'.
+        # are a plain copy.
         windows = np.lib.stride_tricks.sliding_window_view(self.noise, int(np.prod(self.shape)))
-        images = windows[samples * 2_654_435_761 % OFFSETS].reshape(-1, *self.shape)
+        images = windows[samples * NOISE_STEP % OFFSETS].reshape(-1, *self.shape)
         patterns = self.patterns[labels]  # b,C,h,w
         high, wide = patterns.shape[2:]
         for row, column in np.ndindex(high, wide):  # a patch at a time: the images are passed over once, in place
@@ -61,6 +62,16 @@ class Synthetic:
             columns = slice(column * width // wide, (column + 1) * width // wide)
             images[:, :, rows, columns] += patterns[:, :, row, column, None, None]
         return torch.from_numpy(images), torch.from_numpy(labels)
+
+
+def patch_of(length: int, patches: int) -> NDArray[np.int64]:
+    """The patch in which each of `length` rows or columns lies.
+
+    >>> patch_of(6, 4).tolist()
+    [0, 1, 1, 2, 3, 3]
+    """
+    edges = np.arange(patches + 1) * length // patches
+    return np.repeat(np.arange(patches), np.diff(edges))
 
 
 def open_synthetic(*, shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10, samples: int = 2048) -> Synthetic:

@@ -1,0 +1,72 @@
+"""What the sections of docs/results.md share: records, where they come from, and markdown."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "docs/results"
+
+Record = dict[str, Any]
+Records = dict[str, Record]
+
+
+def records(kind: str) -> Records:
+    """The records whose name begins so: by setting, then by the time they were made."""
+    found = {path.name: json.loads(path.read_text()) for path in RECORDS.glob(f"{kind}-*.json")}
+
+    def order(name: str) -> tuple[int, int, int, str]:
+        """The larger machine first, then the smaller network and K."""
+        first, second, third, *_ = [int(number) for number in re.findall(r"\d+", name)] + [0, 0]
+        return -first, second, third, made(found[name]).get("started", "") + name
+
+    return {name: found[name] for name in sorted(found, key=order)}
+
+
+def made(record: Record) -> Record:
+    """Where a record comes from; a plan tells it among its other keys."""
+    found = record.get("comparison") or record
+    if "provenance" not in found and "hardware" in found:
+        told = {key: found[key] for key in ("commit", "command")}
+        return {**told, "machine": found["hardware"], "versions": {"torch": found["torch"]}}
+    return found["provenance"]
+
+
+def shown(values: list[float], rounds: int) -> str:
+    """Median (least-most); of a single round there is only one."""
+    middle, least, most = values
+    return f"{middle:.2f} ({least:.2f}-{most:.2f})" if rounds > 1 else f"{middle:.2f}"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows])
+
+
+def source(name: str, record: Record) -> str:
+    """Where a record is, and where it comes from."""
+    found = made(record)
+    parts = [f"`{' '.join(found['command'])}`"] if "command" in found else []
+    if "cuts" in record:
+        parts.append(f"cuts {record['cuts']}")
+    commit = found["commit"] or "unknown"
+    note = " (set afterwards, see the [log](LOG.md))" if "commit_set" in found or "set" in found else ""
+    parts.append(f"commit {commit[:12]}{'+' * commit.endswith('+')}{note}")
+    parts.append(f"torch {found['versions']['torch']}, {found['machine']}")
+    return f"- [{name}](results/{name}): {', '.join(parts)}"
+
+
+def prose(*parts: str) -> str:
+    return textwrap.fill(" ".join(parts), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def point(*parts: str) -> str:
+    return textwrap.fill("- " + " ".join(parts), 120, subsequent_indent="  ", break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
+
+
+def listed(items: list[str]) -> str:
+    return "; ".join(items) if items else "none"

@@ -1,0 +1,235 @@
+"""Small data sets on the device that trains: put there once as bytes, every epoch made there in large pieces.
+
+    piece    | 0: b0 b1 .. bn | 1: bn+1 ..      | 2: ...       a batch is a slice of its piece
+    made     | with the first | with the first of 0 | of 1     one piece ahead, a few large operations each
+
+What is random is drawn on the CPU by the calls of the path through host memory, and pixels become floats by a table of
+all 256 values that its own `normalise` fills: the batches are the same bit for bit, whatever the device computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat.data import augment
+from offbeat.data.memory import InMemory
+from offbeat.data.order import epoch_order, generator, slices
+from offbeat.data.synthetic import NOISE_STEP, OFFSETS, Synthetic, patch_of
+
+if TYPE_CHECKING:
+    from offbeat.data import DataSet
+
+PIECE = 64 * 2**20  # bytes of finished images that are made at once
+WORK = 6  # pieces' worth of memory at the fullest: one in use, one waiting, one being made with what it is made of
+SHARE = 0.25  # of the device's free memory that data may take: the network in training needs the rest
+ALIGNMENT = 64  # bytes; kernels choose their way, and with it their last bits, by where a tensor begins
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+Making = Callable[[slice], tuple[Tensor, Tensor]]  # positions of an epoch -> their images and labels
+
+
+class Stock(Protocol):
+    """What of a data set lies on a device, and how samples are made of it there."""
+
+    def epoch(self, seed: int, epoch: int) -> Making: ...
+    def tests(self) -> Making: ...
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Resident:
+    """A data set whose batches are made on the device where its samples lie.
+
+    Batches are views of pieces that live as long as one of their batches does. A piece is made on the CUDA stream that
+    is current when a batch is asked for: ask for a whole epoch on one stream.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    classes: int
+    train_samples: int
+    test_samples: int
+    stock: Stock
+    device: torch.device
+    dtype: torch.dtype
+    channels_last: bool
+    piece: int
+
+    def train(self, *, batch_size: int, seed: int, epoch: int, start: int = 0) -> Batches:
+        """One shuffled and augmented epoch from batch `start` on."""
+        parts = slices(self.train_samples, batch_size=batch_size, start=start)
+        return self._batches(lambda: self.stock.epoch(seed, epoch), parts)
+
+    def test(self, *, batch_size: int) -> Batches:
+        """The test samples once, in order, normalised only."""
+        return self._batches(self.stock.tests, slices(self.test_samples, batch_size=batch_size))
+
+    def _batches(self, begin: Callable[[], Making], parts: list[slice]) -> Batches:
+        for batches, images, labels in _one_ahead(self._pieces(begin, parts)):
+            first = batches[0].start
+            for part in batches:
+                inside = slice(part.start - first, part.stop - first)
+                yield _own(images[inside]), _own(labels[inside])
+
+    def _pieces(self, begin: Callable[[], Making], parts: list[slice]) -> Iterator[tuple[list[slice], Tensor, Tensor]]:
+        if not parts:
+            return
+        make = begin()
+        together = max(1, self.piece // (_finished_bytes(self.shape, self.dtype) * (parts[0].stop - parts[0].start)))
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        for at in range(0, len(parts), together):
+            batches = parts[at : at + together]
+            images, labels = make(slice(batches[0].start, batches[-1].stop))
+            yield batches, images.to(self.dtype).contiguous(memory_format=layout), labels
+
+
+def on_device(
+    data: DataSet,
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+    limit: int | None = None,
+    piece: int = PIECE,
+) -> tuple[DataSet, str | None]:
+    """The data set with its samples on the device; or the set as it was, and a note if it does not fit there.
+
+    Only sets that lie in memory as a whole can move; an image folder is returned as it is. `limit` is how many bytes of
+    the device the data may take, left at None a quarter of those of a CUDA device that are free.
+
+    >>> from offbeat import data
+    >>> digits, note = on_device(data.open("digits"), "cpu")
+    >>> [len(labels) for _, labels in digits.test(batch_size=250)]
+    [250, 110]
+    """
+    if not isinstance(data, InMemory | Synthetic):
+        return data, None
+    device = torch.device(device)
+    samples = max(data.train_samples, data.test_samples)
+    needed = _kept(data) + WORK * min(piece, samples * _finished_bytes(data.shape, dtype))
+    if limit is None and device.type == "cuda":
+        limit = int(SHARE * torch.cuda.mem_get_info(device)[0])
+    if limit is not None and needed > limit:
+        mib = [-(-needed // 2**20), limit // 2**20]
+        return data, (f"{data.name} needs {mib[0]} MiB on {device}, where data may take {mib[1]} MiB: "
+                      "it stays in host memory, and every batch is copied")  # fmt: skip
+    stock = _Images(data, device, dtype) if isinstance(data, InMemory) else _Noise(data, device)
+    return Resident(
+        data.name, data.shape, data.classes, data.train_samples, data.test_samples, stock, device, dtype,
+        channels_last, piece,
+    ), None  # fmt: skip
+
+
+def _finished_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """Of one image; at least those of float32, since a shorter type is made by way of int32."""
+    return int(np.prod(shape)) * max(4, dtype.itemsize)
+
+
+def _kept(data: InMemory | Synthetic) -> int:
+    """Bytes on the device from the first epoch to the last."""
+    if isinstance(data, Synthetic):
+        return data.noise.nbytes + data.patterns.nbytes
+    return sum(t.nbytes for t in (data.train_images, data.train_labels, data.test_images, data.test_labels))
+
+
+class _Images:
+    """Images as bytes; crop, flip and enlargement gather rows and columns, normalisation looks up values."""
+
+    def __init__(self, data: InMemory, device: torch.device, dtype: torch.dtype) -> None:
+        self.data, self.device = data, device
+        self.train = data.train_images.to(device), data.train_labels.to(device)
+        self.test = data.test_images.to(device), data.test_labels.to(device)
+        channels, height, width = data.train_images.shape[1:]
+        values = np.broadcast_to(np.arange(256, dtype=np.uint8), (channels, 1, 256))
+        table = augment.normalise(values, white=data.white, mean=data.mean, std=data.std)
+        self.table = table.flatten().to(device, dtype)  # value v of channel c stands at 256 c + v
+        self.channels = torch.arange(channels, device=device)[:, None, None]
+        # Which row and column of the image itself each one of a finished image shows.
+        self.rows = torch.arange(height * data.zoom[0], device=device) // data.zoom[0]
+        self.columns = torch.arange(width * data.zoom[1], device=device) // data.zoom[1]
+        self.last = width - 1
+
+    def epoch(self, seed: int, epoch: int) -> Making:
+        data, (images, labels) = self.data, self.train
+        order = _moved(epoch_order(data.train_samples, seed=seed, epoch=epoch), self.device)
+        stream = generator("augment", seed, epoch)
+        draws = augment.draw(data.train_samples, pad=data.pad, flip=data.flip, generator=stream)
+        top, left, flip = (
+            _moved(torch.from_numpy(drawn), self.device)[:, None] for drawn in (draws.top, draws.left, draws.flip)
+        )
+
+        def make(part: slice) -> tuple[Tensor, Tensor]:
+            padded = torch.nn.functional.pad(images[order[part]], (data.pad,) * 4)
+            columns = left[part] + torch.where(flip[part], self.last - self.columns, self.columns)
+            return self._finished(padded, top[part] + self.rows, columns), labels[order[part]]
+
+        return make
+
+    def tests(self) -> Making:
+        images, labels = self.test
+        return lambda part: (self._finished(images[part], self.rows[None], self.columns[None]), labels[part].clone())
+
+    def _finished(self, pixels: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Rows (b or 1, H) and columns (b or 1, W) of each image, as numbers."""
+        count, channels, _, across = pixels.shape
+        # Gathered twice by expanded views: indexing by several tensors at once would write them out in full on a GPU.
+        strips = pixels.gather(2, rows[:, None, :, None].expand(count, channels, -1, across))
+        cut = strips.gather(3, columns[:, None, None, :].expand(*strips.shape[:3], -1))  # b,C,H,W
+        places = cut.int().add_(256 * self.channels)
+        return self.table.index_select(0, places.flatten()).view(cut.shape)
+
+
+class _Noise:
+    """The noise and the patterns of synthetic samples, which are made when they are needed here too."""
+
+    def __init__(self, data: Synthetic, device: torch.device) -> None:
+        self.data, self.device = data, device
+        self.windows = torch.from_numpy(data.noise).to(device).unfold(0, int(np.prod(data.shape)), 1)  # a view
+        self.patterns = torch.from_numpy(data.patterns).to(device)
+        high, wide = data.patterns.shape[2:]
+        self.rows = torch.from_numpy(patch_of(data.shape[1], high)).to(device)[:, None]
+        self.columns = torch.from_numpy(patch_of(data.shape[2], wide)).to(device)
+
+    def epoch(self, seed: int, epoch: int) -> Making:
+        order = _moved(epoch_order(self.data.train_samples, seed=seed, epoch=epoch), self.device)
+        return lambda part: self._made(order[part])
+
+    def tests(self) -> Making:
+        first = self.data.train_samples
+        return lambda part: self._made(torch.arange(first + part.start, first + part.stop, device=self.device))
+
+    def _made(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        labels = samples % self.data.classes
+        images = self.windows[samples * NOISE_STEP % OFFSETS].view(-1, *self.data.shape)
+        images += self.patterns[labels][:, :, self.rows, self.columns]
+        return images, labels
+
+
+def _moved(drawn: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for what is under way there."""
+    if device.type == "cuda":
+        return drawn.pin_memory().to(device, non_blocking=True)
+    return drawn.to(device)
+
+
+def _own(batch: Tensor) -> Tensor:
+    """A slice as a tensor for itself, in the piece's memory unless it would begin at an odd place there.
+
+    `.data`, since the slices of a piece would else share a version counter: a network that changes its input in place
+    would seem to have changed the batches in flight, too.
+    """
+    return batch.data if batch.data_ptr() % ALIGNMENT == 0 else batch.clone()
+
+
+def _one_ahead(source: Iterator[tuple[list[slice], Tensor, Tensor]]) -> Iterator[tuple[list[slice], Tensor, Tensor]]:
+    """Each item once the next one is made: on a GPU that is launched long before it is waited for."""
+    held = next(source, None)
+    while held is not None:
+        following = next(source, None)
+        yield held
+        held = following
