@@ -191,7 +191,7 @@ def execute(
                 arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
                 launch.launch(recipe.K, arguments + ([] if show else ["--json"]), max_restarts=max_restarts)
                 results = [line for line in record.lines(out) if line["kind"] == "result"]
-                return results[-1] if results else None
+                return {**results[-1], "out": str(out)} if results else None
         except NotFinite as error:
             if recipe.on_nan != "rollback" or rollback == MOST_ROLLBACKS:
                 raise
@@ -269,6 +269,7 @@ def compare(
     ),
     seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
     jobs: Annotated[int, typer.Option(help="Runs at a time, where one process simulates all stages.")] = 1,
+    side_by_side: Annotated[int, typer.Option(help="Runs at a time by turns in this one process.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of all runs. (default runs/compare-DATA-MODEL-K-M)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="No progress; print the table as JSON.")] = False,
 ) -> None:
@@ -277,7 +278,7 @@ def compare(
 
     comparison, folder = comparing.compare(
         methods=methods, match=match, seeds=seeds, M=M, chosen=options.chosen(data, stages, schedule), out=out,
-        jobs=jobs, execute=execute, show=not as_json,
+        jobs=jobs, execute=execute, show=not as_json, together=side_by_side,
     )  # fmt: skip
     if as_json:
         print(json.dumps(comparison.as_dict()))
@@ -285,6 +286,43 @@ def compare(
         comparing.show_comparison(comparison, folder)
     if not any(row.errors for row in comparison.rows):
         raise typer.Exit(1)
+
+
+@app.command()
+@spread
+def reproduce(
+    table: Annotated[str, typer.Argument(help="cifar10-table, ablation, curves or imagenet-table.")],
+    running: options.Running,
+    only: Annotated[
+        str | None, typer.Option(help="Rows of these names, or that begin so: resnet56, or a,b; * stands for anything.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Drops of the rate stay in proportion. (default the paper's, 300 or 90)")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each row.")] = 3,
+    budget_minutes: Annotated[
+        float | None, typer.Option(help="Stop in time; the same command goes on, here or elsewhere. (default no end)")
+    ] = None,
+    side_by_side: Annotated[int, typer.Option(help="Runs at a time by turns in this one process.")] = 1,
+    data: Annotated[Path | None, typer.Option(help="Folder or archive that holds the data.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of all runs; it can be moved. (default runs/TABLE)")] = None,
+    list_rows: Annotated[bool, typer.Option("--list", help="Show the rows, run nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="No progress; print the table as JSON.")] = False,
+) -> None:
+    """Run the paper's experiments again, row by row by worth, and print its values beside ours; can be stopped."""
+    from offbeat import reproduce as reproducing
+
+    request = reproducing.Request(
+        table=table, only=only, epochs=epochs, seeds=seeds, minutes=budget_minutes, together=side_by_side,
+        data=data, out=out, running=options.chosen(running),
+    )  # fmt: skip
+    if list_rows:
+        reproducing.show_rows(request, as_json=as_json)
+    elif dry_run:
+        reproducing.show_ready(request, as_json=as_json)
+    else:
+        reproducing.show(*reproducing.reproduce(request, show=not as_json), as_json=as_json)
 
 
 @app.command()

@@ -84,20 +84,24 @@ class Run:
 
 def compare(
     *, methods: str, match: str, seeds: int, M: int, chosen: dict[str, Any], out: Path | None, jobs: int,
-    execute: Execute, show: bool,
+    execute: Execute, show: bool, together: int = 1,
 ) -> tuple[Comparison, Path]:  # fmt: skip
-    """Run what is not finished yet, then read all records and write the table and the curves."""
+    """Run what is not finished yet, then read all records and write the table and the curves.
+
+    jobs, together   runs at a time: in processes of their own, or by turns in this one
+    """
     entries = [Entry.of(text.strip()) for text in methods.split(",") if text.strip()]
-    _check(entries, match, seeds, M, jobs, chosen)
+    _check(entries, match, seeds, M, jobs, together, chosen)
     K = chosen.get("K", 1)
     if "engine" not in chosen:
-        chosen["engine"] = "simulate" if K == 1 or jobs > 1 else "processes"
+        chosen["engine"] = "simulate" if K == 1 or jobs > 1 or together > 1 else "processes"
     asked = {"methods": [entry.label for entry in entries], "match": match, "seeds": seeds, "M": M, "batch_size": 32,
              "lr": None, **chosen}  # fmt: skip
     recipes = {entry.label: recipe_of(entry, asked) for entry in entries}
     first = next(iter(recipes.values()))
     folder = out or Path("runs") / f"compare-{first.data}-{first.model}-K{K}-M{M}"
-    runs = _resumed(folder, asked, jobs) or _begun(folder, asked, jobs, recipes)
+    crowd = max(jobs, together)
+    runs = _resumed(folder, asked, crowd) or _begun(folder, asked, crowd, recipes)
     todo = [run for run in runs if not finished(folder / run.folder, run.recipe)]
     teller = Console(stderr=True, highlight=False, quiet=not show)
     if show and len(todo) < len(runs):
@@ -105,6 +109,8 @@ def compare(
     try:
         if jobs > 1:
             at_a_time(jobs, todo, folder, teller)
+        elif together > 1:
+            side_by_side(together, todo, folder, teller, show=show)
         else:
             in_turn(todo, folder, execute, teller, show=show)
     except (Interrupted, KeyboardInterrupt):
@@ -112,7 +118,9 @@ def compare(
     return written(folder), folder
 
 
-def _check(entries: list[Entry], match: str, seeds: int, M: int, jobs: int, chosen: Mapping[str, Any]) -> None:
+def _check(
+    entries: list[Entry], match: str, seeds: int, M: int, jobs: int, together: int, chosen: Mapping[str, Any]
+) -> None:
     labels = [entry.label for entry in entries]
     twice = [label for label in labels if labels.count(label) > 1]
     if not entries or twice:
@@ -120,11 +128,18 @@ def _check(entries: list[Entry], match: str, seeds: int, M: int, jobs: int, chos
                         "--methods names none: give some, such as bp,adl")  # fmt: skip
     if match not in MATCHES:
         raise unknown("match", match, MATCHES)
-    for name, number in (("seeds", seeds), ("M", M), ("jobs", jobs), ("K", chosen.get("K", 1))):
+    for name, number in (("seeds", seeds), ("M", M), ("jobs", jobs), ("side-by-side", together),
+                         ("K", chosen.get("K", 1))):  # fmt: skip
         if number < 1:
             raise UserError(f"{name} = {number}: use a whole number from 1 up")
     if jobs > 1 and chosen.get("engine", "simulate") != "simulate":
         raise UserError(f"--jobs {jobs} with --engine {chosen['engine']}: runs at the same time take --engine simulate")
+    if jobs > 1 and together > 1:
+        raise UserError(f"--jobs {jobs} with --side-by-side {together}: runs at a time are in processes of their "
+                        "own or in one, choose one of the two")  # fmt: skip
+    if together > 1 and chosen.get("engine") == "processes":
+        raise UserError(f"--side-by-side {together} with --engine processes: runs by turns take an engine that keeps "
+                        "all stages in one process, such as --engine simulate")  # fmt: skip
     if launch.joined_group():
         raise UserError("compare under torchrun: it starts its own processes, run it without")
 
@@ -290,6 +305,34 @@ def in_turn(runs: Iterable[Run], folder: Path, execute: Execute, teller: Console
         except Exception as error:  # a defect of one method must not take the results of the others
             failed(path, run, f"{type(error).__name__}: {first_line(error)}", account=traceback.format_exc())
         _tell(run, path, teller)
+
+
+def side_by_side(together: int, runs: Iterable[Run], folder: Path, teller: Console, *, show: bool) -> None:
+    """So many runs at once in this process, by turns."""
+    from offbeat import train
+    from offbeat.turns import Ending, Turns
+
+    todo = list(runs)
+    data_set = None
+    if todo:  # one for all
+        first = todo[0].recipe
+        data_set = train.open_data(first)
+        train.check(first, data_set)
+        data_set, _ = train.move_data(first, data_set)
+
+    def start(run: Run) -> train.Run:
+        path = folder / run.folder
+        record.RunFolder.create(path, run.recipe)
+        return train.begin(run.recipe, path, show=show, folder_ready=True, data_set=data_set, name=run.folder)
+
+    def ended(run: Run, ending: Ending) -> None:
+        if ending.error is not None:
+            reason = str(ending.error) if ending.account is None else (
+                f"{type(ending.error).__name__}: {first_line(ending.error)}")  # fmt: skip
+            failed(folder / run.folder, run, reason, account=ending.account)
+        _tell(run, folder / run.folder, teller)
+
+    Turns(start, ended, together=together).all(todo)
 
 
 def at_a_time(jobs: int, runs: Iterable[Run], folder: Path, teller: Console) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from functools import wraps
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -63,6 +63,19 @@ class Stages:
     partition: Annotated[str | None, typer.Option(help="Balance flops, or measured time. (default flops)")] = None
     speeds: Annotated[str | None, typer.Option(help="Speeds of the K workers, such as 1,1,0.5.")] = None
     threads_per_stage: Annotated[int | None, typer.Option(help="(default cores / K)")] = None
+
+
+OF_A_ROW = ("K", "cuts", "units", "partition", "speeds")  # what a published experiment has decided already
+
+if TYPE_CHECKING:
+    Running = Stages
+else:  # made from Stages, so that an option that is new there is one of published experiments too
+    hints = get_type_hints(Stages, include_extras=True)
+    Running = make_dataclass(
+        "Running",
+        [(field.name, hints[field.name], None) for field in fields(Stages) if field.name not in OF_A_ROW],
+        frozen=True, kw_only=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -289,6 +289,25 @@ class Pipeline:
         cut: `before_step(t)`, `after_step(t)`, `after_epoch(epoch)`. Epochs are counted from 0 to `epochs`; a run that
         goes on begins with `first_epoch`, of which the loader gives what is left.
         """
+        for _ in self.steps(
+            loader, epochs, first_epoch=first_epoch, before_step=before_step, after_step=after_step,
+            after_epoch=after_epoch, drain=drain,
+        ):  # fmt: skip
+            pass
+
+    def steps(
+        self,
+        loader: Loader | Callable[[int], Loader] | None = None,
+        epochs: int = 1,
+        *,
+        first_epoch: int = 0,
+        before_step: Callable[[int], None] | None = None,
+        after_step: Callable[[int], None] | None = None,
+        after_epoch: Callable[[int], None] | None = None,
+        drain: bool = True,
+    ) -> Iterator[None]:
+        """`fit` a little at a time: yields behind every batch and every epoch, so that several pipelines of one process
+        can take turns. Left before its end, it leaves what is in flight where it is."""
         with self._guard():
             for epoch in range(first_epoch, epochs):
                 for batch in self._epoch(loader, epoch):
@@ -297,8 +316,10 @@ class Pipeline:
                     self._step(*batch)
                     if after_step:
                         after_step(self.batches - 1)
+                    yield
                 if after_epoch:
                     after_epoch(epoch)
+                yield
         if drain:
             self.drain()
 

@@ -12,8 +12,10 @@ class Progress:
     """Batches done, loss, error, samples/s, time left and staleness a stage."""
 
     def __init__(
-        self, epochs: int, batches: int, *, show: bool, console: Console | None = None, done: int = 0
+        self, epochs: int, batches: int, *, show: bool, console: Console | None = None, done: int = 0, name: str = ""
     ) -> None:
+        """name: of a run that is not alone on the screen; its lines begin with it, and it has no bar."""
+        self.name = f"{name}: " if name else ""
         self.epochs, self.batches, self.show = epochs, batches, show
         self.console = console or Console(stderr=True, highlight=False)
         self.bar = bars.Progress(
@@ -23,7 +25,7 @@ class Progress:
             bars.TimeRemainingColumn(),
             console=self.console,
             transient=True,
-            disable=not show or not self.console.is_terminal,
+            disable=not show or bool(name) or not self.console.is_terminal,
         )
         self.task = self.bar.add_task("train", total=epochs * batches, completed=done, epoch=f"1/{epochs}", told="")
 
@@ -49,7 +51,7 @@ class Progress:
     def say(self, text: str) -> None:
         """A line of its own above the bar."""
         if self.show:
-            self.console.print(text, markup=False)
+            self.console.print(self.name + text, markup=False)
 
     def epoch(self, epoch: int, values: dict[str, Any], speed: float, staleness: list[float]) -> None:
         """A lasting line for an epoch that is over."""
@@ -58,7 +60,7 @@ class Progress:
             width = len(str(self.epochs))
             test = "" if values["test_error"] is None else f"  test error {values['test_error']:5.2f}%"
             self.console.print(
-                f"epoch {epoch + 1:>{width}}/{self.epochs}  train loss {values['train_loss']:.4f}"
+                f"{self.name}epoch {epoch + 1:>{width}}/{self.epochs}  train loss {values['train_loss']:.4f}"
                 f"  test loss {values['test_loss']:.4f}{test}  {speed:,.0f} samples/s  staleness {_short(staleness)}",
                 soft_wrap=True,
             )

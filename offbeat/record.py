@@ -25,8 +25,8 @@ from offbeat.recipe import Recipe
 PACKAGES = ("torch", "numpy", "safetensors")
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, commit, host and command of this process."""
+def provenance(command: list[str] | None = None) -> dict[str, Any]:
+    """Versions, commit, host and command of this process; `command` tells it otherwise, without paths for instance."""
     from offbeat import __version__
 
     versions = {"offbeat": __version__, "python": platform.python_version()}
@@ -36,7 +36,7 @@ def provenance() -> dict[str, Any]:
         "commit": commit(),
         "host": platform.node(),
         "machine": f"{processor()}, {os.cpu_count()} cores",
-        "command": ["offbeat", *sys.argv[1:]],
+        "command": command or ["offbeat", *sys.argv[1:]],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
@@ -75,7 +75,9 @@ class RunFolder:
         self._events: Any = None
 
     @classmethod
-    def create(cls, path: Path, recipe: Recipe, *, again: bool = False) -> RunFolder:
+    def create(
+        cls, path: Path, recipe: Recipe, *, again: bool = False, command: list[str] | None = None
+    ) -> RunFolder:
         """Make the folder and write its config.json; `again`: a run that goes on, whose old one is kept beside it."""
         if not again:
             check_free(path)
@@ -84,7 +86,7 @@ class RunFolder:
             if again:
                 number = len(list(path.glob("config-*.json"))) + 1
                 os.replace(path / "config.json", path / f"config-{number}.json")
-            text = json.dumps({"recipe": recipe.as_dict(), "provenance": provenance()}, indent=2)
+            text = json.dumps({"recipe": recipe.as_dict(), "provenance": provenance(command)}, indent=2)
             (path / "config.json").write_text(text + "\n")
         except OSError as error:
             raise UserError(f"cannot write to {path} ({first_line(error)}): choose another --out") from error

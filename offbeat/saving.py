@@ -90,6 +90,7 @@ class Saver:
         self.began = time.monotonic()
         self.requested: int | None = None  # a mark is under way for this batch
         self.stop_wanted = ""  # why
+        self.saved: int | None = None  # batches behind which the newest checkpoint of this process was made
         self.pending: dict[int, Pending] = {}
         self.links: dict[int, Link] = {}  # from stages to the first process, where they are not in it
         for k in range(2, pipe.K + 1):
@@ -193,6 +194,7 @@ class Saver:
         except CheckpointFailed as error:
             self.note("checkpoint failed", batch=t, reason=str(error))
         else:
+            self.saved = t
             self.note("checkpoint", batch=t, bytes=made.size, pause=pending.pause, mode=made.mode)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from offbeat.stage import Report, Staleness
 from offbeat.telemetry import Telemetry
 
 REPORTS_AN_EPOCH = 20
+DATA_DIR = "OFFBEAT_DATA_DIR"  # where the data of recipes lie that do not say it
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,11 @@ class Facts:
 
 
 def open_data(recipe: Recipe) -> data.DataSet:
+    """The recipe's data; a recipe that names no folder takes that of OFFBEAT_DATA_DIR, which no record repeats."""
+    kind = data.KINDS.get(recipe.data)
+    outside = os.environ.get(DATA_DIR) if kind and kind.layout else None
     return data.open(
-        recipe.data, folder=recipe.data_dir, shape=shape_of(recipe.shape), classes=recipe.classes,
+        recipe.data, folder=recipe.data_dir or outside, shape=shape_of(recipe.shape), classes=recipe.classes,
         samples=recipe.samples, workers=recipe.data_workers,
     )  # fmt: skip
 
@@ -76,7 +81,7 @@ def build_model(recipe: Recipe, known: Facts) -> nn.Sequential:
         return models.build(recipe.model, shape=known.shape, classes=known.classes)
 
 
-def check(recipe: Recipe) -> tuple[Recipe, Facts]:
+def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe, Facts]:
     """Everything that can be wrong before training: data, model, K, cuts. Returns the recipe with its cuts."""
     if recipe.model not in models.names():
         models.build(recipe.model)  # tells what is allowed before any data is read
@@ -84,7 +89,7 @@ def check(recipe: Recipe) -> tuple[Recipe, Facts]:
         raise UserError("--device cuda, but torch sees no CUDA device here: use --device cpu")
     Numbers.of(recipe.precision, torch.device(recipe.device))
     recipe.make_method().check(recipe.K)
-    known = facts(recipe, open_data(recipe))
+    known = facts(recipe, data_set or open_data(recipe))
     saving.check(recipe, known.batches)
     return replace(recipe, **choose_cuts(recipe, known)), known
 
@@ -111,12 +116,29 @@ def train(recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = 
     folder_ready: the run folder is there already, made by whoever started this process. Where it holds a checkpoint,
     the run goes on from there.
     """
+    run = begin(recipe, out, show=show, folder_ready=folder_ready)
+    try:
+        with stopping(run.stop):
+            return run.fit()
+    finally:
+        run.close()
+
+
+def begin(
+    recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = False, data_set: data.DataSet | None = None,
+    name: str = "", reports: int = REPORTS_AN_EPOCH,
+) -> Run:  # fmt: skip
+    """A run that is ready to train, see `train`; it trains by `fit`, or a little at a time by `steps`.
+
+    data_set   the recipe's, where it is open already; runs of one process can share it
+    name       what the run is called on the screen, where it is not alone there
+    """
     torch.set_num_threads(recipe.threads_per_stage)
     engine: Engine = Processes(recipe.K) if recipe.engine == "processes" else Simulate(recipe.K)
     with engine.guard():
-        data_set, known, folder = None, None, None
+        known, folder = None, None
         if 1 in engine.here:
-            data_set = open_data(recipe)
+            data_set = data_set or open_data(recipe)
             known = facts(recipe, data_set)
             if recipe.cuts is None:
                 recipe = replace(recipe, **choose_cuts(recipe, known))
@@ -128,12 +150,7 @@ def train(recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = 
         before = resume(recipe, pipe, out, folder) if folder_ready else {}
         data_set, notes = move_data(recipe, data_set)
         before["notes"] = [*before.get("notes", []), *notes]
-        run = Run(recipe, known, pipe, folder, data_set, show, out, before)
-    try:
-        with stopping(run.saver.stop if pipe.first else lambda why: None):
-            return run.fit()
-    finally:
-        run.close()
+        return Run(recipe, known, pipe, folder, data_set, show, out, before, name=name, reports=reports)
 
 
 def resume(recipe: Recipe, pipe: Pipeline, out: Path, folder: RunFolder | None) -> dict[str, Any]:
@@ -198,12 +215,13 @@ class Run:
     """The epochs of a run: training, reports, evaluation, records. Each process has one; the first writes."""
 
     def __init__(self, recipe: Recipe, known: Facts, pipe: Pipeline, folder: RunFolder | None,
-                 data_set: data.DataSet | None, show: bool, out: Path, before: dict[str, Any]) -> None:  # fmt: skip
+                 data_set: data.DataSet | None, show: bool, out: Path, before: dict[str, Any], *, name: str = "",
+                 reports: int = REPORTS_AN_EPOCH) -> None:  # fmt: skip
         self.recipe, self.known, self.pipe, self.folder, self.data_set = recipe, known, pipe, folder, data_set
         self.telemetry = Telemetry(pipe)
-        self.every = max(1, known.batches // REPORTS_AN_EPOCH)
+        self.every = max(1, known.batches // reports)
         visible = show and folder is not None
-        self.progress = Progress(recipe.epochs, known.batches, show=visible, done=pipe.batches)
+        self.progress = Progress(recipe.epochs, known.batches, show=visible, done=pipe.batches, name=name)
         self.epoch_began = time.perf_counter()
         self.told = self.began = time.perf_counter()
         self.entered = 0
@@ -217,11 +235,33 @@ class Run:
         for note in before.get("notes", []):
             self.progress.say(note)
 
+    @property
+    def first_epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self.pipe.batches // self.known.batches
+
+    def stop(self, why: str) -> None:
+        """Save as soon as may be, then end, in all processes: the first one decides."""
+        if self.pipe.first:
+            self.saver.stop(why)
+
     def fit(self) -> dict[str, Any] | None:
+        """Train to the end; the result where the first stage is."""
+        steps = self.steps()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: dict[str, Any] | None = end.value
+                return result
+
+    def steps(self) -> Generator[None, None, dict[str, Any] | None]:
+        """`fit`, yielding behind every batch and every epoch; closed before its end, the run goes on from its newest
+        checkpoint another time."""
         self.began = time.perf_counter()
         with self.progress:
-            self.pipe.fit(
-                self._batches, self.recipe.epochs, first_epoch=self.pipe.batches // self.known.batches,
+            yield from self.pipe.steps(
+                self._batches, self.recipe.epochs, first_epoch=self.first_epoch,
                 before_step=self.saver.before, after_step=self._after_step, after_epoch=self._after_epoch,
             )  # fmt: skip
             self.saver.close()
@@ -235,9 +275,9 @@ class Run:
                 "staleness": [stage.mean for stage in self.pipe.staleness],
                 "staleness_formula": self._formula(),
                 "memory": self.memory,
-                "out": str(self.folder.path),
             }
-            self.folder.line("result", **result)
+            self.folder.line("result", **result)  # without the folder's name, which may change
+            result["out"] = str(self.folder.path)
         self.pipe.close()
         return result
 

@@ -16,13 +16,14 @@ PACKAGE = ROOT / "offbeat"
 # Each may import what stands above it, never what stands below.
 ORDER = [
     "errors", "seeds", "ops", "theory", "correctors", "method", "precision", "heads", "methods", "clock", "timeline",
-    "recipe", "options", "metrics", "links", "stage", "outputs", "micro", "worker", "engines", "cutting", "pipeline",
+    "recipe", "recipes", "options", "metrics", "links", "stage", "outputs", "micro", "worker", "engines", "cutting",
+    "pipeline",
     "models", "data", "record", "checkpoint", "telemetry", "progress", "report", "describe", "plan", "planning",
-    "saving", "train", "rendezvous", "launch", "demo", "compare", "cli", "__main__",
+    "saving", "train", "turns", "rendezvous", "launch", "demo", "compare", "reproduce", "cli", "__main__",
 ]  # fmt: skip
 TORCH_FREE = [
-    "errors", "seeds", "ops", "theory", "correctors", "method", "methods", "clock", "timeline", "recipe", "options",
-    "report", "describe", "checkpoint", "launch", "compare", "cli",
+    "errors", "seeds", "ops", "theory", "correctors", "method", "methods", "clock", "timeline", "recipe", "recipes",
+    "options", "report", "describe", "checkpoint", "launch", "compare", "reproduce", "cli",
 ]  # fmt: skip
 
 

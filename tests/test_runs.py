@@ -320,7 +320,7 @@ def test_json_is_one_object_on_stdout_and_nothing_else(commands, folder):
     done = succeeded(commands["repeated"].result())
     assert done.stderr == ""
     told = json.loads(done.stdout)
-    assert told == lines(folder / "repeated", "result")[0]
+    assert told == {**lines(folder / "repeated", "result")[0], "out": str(folder / "repeated")}
     assert done.stdout.count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""Learning curves: test error against the epoch, a line a method, the median of its runs in a band of all of them."""
+"""Learning curves: test error against epoch or time, a line a method, the median of its runs in a band of all."""
 
 from __future__ import annotations
 
@@ -39,8 +39,23 @@ def points(runs: Sequence[Sequence[float]]) -> list[Point]:
     return found
 
 
-def curves_figure(runs: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> Figure:
-    """A line with the gid of its method, and a band "METHOD-band" where there are several runs."""
+def clock(times: Sequence[Sequence[float]]) -> list[float]:
+    """When the runs of a method were behind each epoch: the median, in minutes.
+
+    >>> clock([[60, 120], [120, 180], [180]])
+    [2.0, 2.5]
+    """
+    return [point.middle / 60 for point in points(times)]
+
+
+def curves_figure(
+    runs: Mapping[str, Sequence[Sequence[float]]], *, title: str,
+    times: Mapping[str, Sequence[Sequence[float]]] | None = None,
+) -> Figure:  # fmt: skip
+    """A line with the gid of its method, and a band "METHOD-band" where there are several runs.
+
+    times   seconds of training behind each epoch, as the errors are in `runs`: draws against them, not the epoch
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
@@ -53,7 +68,7 @@ def curves_figure(runs: Mapping[str, Sequence[Sequence[float]]], *, title: str) 
         if not drawn:
             continue
         colour, style = COLOURS[place % len(COLOURS)], STYLES[place // len(COLOURS) % len(STYLES)]
-        epochs = [point.epoch for point in drawn]
+        epochs = [point.epoch for point in drawn] if times is None else clock(times[name])
         axes.plot(epochs, [point.middle for point in drawn], color=colour, linestyle=style, linewidth=1.8, gid=name,
                   marker="o" if len(drawn) == 1 else "", label=f"{name}  {drawn[-1].middle:.2f} %")  # fmt: skip
         if len(curves) > 1:
@@ -66,10 +81,11 @@ def curves_figure(runs: Mapping[str, Sequence[Sequence[float]]], *, title: str) 
         axes.tick_params(axis="y", which="minor", labelsize=8)
     else:
         axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if times is None:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(which="both", axis="y", color="#EEEEEE")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("epoch")
+    axes.set_xlabel("epoch" if times is None else "minutes of training")
     axes.set_ylabel("test error (%)")
     axes.set_title(title, loc="left", fontsize=12)
     if axes.lines:

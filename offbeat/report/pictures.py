@@ -51,13 +51,17 @@ def draw_staleness(method_of_M: Callable[[int], Method], K: int, path: Path, *, 
     )
 
 
-def draw_curves(runs: Mapping[str, Sequence[Sequence[float]]], path: Path, *, title: str) -> None:
-    """Draw the test error of several runs a method against the epoch; .svg, .png or .txt by the suffix."""
+def draw_curves(
+    runs: Mapping[str, Sequence[Sequence[float]]], path: Path, *, title: str,
+    times: Mapping[str, Sequence[Sequence[float]]] | None = None,
+) -> None:  # fmt: skip
+    """Draw the test error of several runs a method against the epoch, or against the seconds of training behind each
+    (not in text); .svg, .png or .txt by the suffix."""
     _check(path)
     _draw(
         path,
         text=lambda: curves_text(runs, title=title),
-        figure=lambda: curves_figure(runs, title=title),
+        figure=lambda: curves_figure(runs, title=title, times=times),
     )
 
 

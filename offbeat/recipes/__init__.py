@@ -1,0 +1,13 @@
+"""The published experiments: a function for each row of the paper's tables that returns its complete recipe."""
+
+from __future__ import annotations
+
+from offbeat.recipes.ablation import ABLATION
+from offbeat.recipes.cifar10 import CIFAR10_TABLE
+from offbeat.recipes.curves import CURVES
+from offbeat.recipes.imagenet import IMAGENET_TABLE
+from offbeat.recipes.row import Paper, Row, Table
+
+TABLES: dict[str, Table] = {table.name: table for table in (CIFAR10_TABLE, ABLATION, CURVES, IMAGENET_TABLE)}
+
+__all__ = ["TABLES", "Paper", "Row", "Table"]

@@ -1,0 +1,253 @@
+"""A reproduction as a table: the paper's value beside what our runs have recorded, and what is still missing.
+
+    paper        test error % at the last epoch, median of 3 runs; div. where it says that training diverged
+    ours         the median over the seeds that are finished; lowest, highest, and how many they are
+    difference   ours - paper
+    samples/s    the median over the seeds of each run's own median epoch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.table import Table as Grid
+
+from offbeat.recipe import Recipe
+from offbeat.recipes import Paper, Row, Table
+from offbeat.record import lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One seed of a row, as far as it is.
+
+    state   "done", "diverged" or "failed" (reason says why), "under way" (it goes on), "missing"
+    """
+
+    seed: int
+    state: str
+    epochs: int = 0  # behind it
+    error: float | None = None
+    top5: float | None = None
+    samples_per_second: float | None = None
+    together: int = 1  # runs that shared its machine by turns, at most
+    reason: str | None = None
+    errors: list[float] = field(default_factory=list)  # test error after each epoch
+    times: list[float] = field(default_factory=list)  # seconds of training until then
+
+    @property
+    def over(self) -> bool:
+        """Whether it need not be run again."""
+        return self.state in ("done", "diverged")
+
+
+def read_run(path: Path, seed: int) -> Run:
+    """What the records of a run folder tell."""
+    record = lines(path)
+    epochs = [line for line in record if line["kind"] == "epoch"]
+    ends = [line for line in record if line["kind"] in ("result", "failed", "resumed")]
+    told: dict[str, Any] = {
+        "epochs": epochs[-1]["epoch"] + 1 if epochs else 0,
+        "errors": [line["test_error"] for line in epochs],
+        "times": list(accumulate(line["seconds"] for line in epochs)),
+        "together": max((line["runs"] for line in record if line["kind"] == "together"), default=1),
+    }
+    last: dict[str, Any] = ends[-1] if ends else {"kind": "nothing"}
+    if last["kind"] == "result" and not isfinite(last["loss"]):
+        return Run(seed=seed, state="diverged", reason=f"the test loss is {last['loss']} at the end", **told)
+    if last["kind"] == "result":
+        values = {name: last[name] for name in ("error", "top5", "samples_per_second")}
+        return Run(seed=seed, state="done", **values, **told)
+    if last["kind"] == "failed":
+        state = "diverged" if last.get("diverged") else "failed"
+        return Run(seed=seed, state=state, reason=last["reason"], **told)
+    return Run(seed=seed, state="under way" if (path / "config.json").exists() else "missing", **told)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A row over its seeds; figures are of the runs that are done, None where none is."""
+
+    name: str
+    title: str
+    paper: Paper | None
+    setting: str
+    error: float | None
+    error_range: tuple[float, float] | None
+    top5: float | None
+    n: int
+    difference: float | None
+    samples_per_second: float | None
+    runs: list[Run]
+
+    @property
+    def curves(self) -> list[list[float]]:
+        return [run.errors for run in self.runs if run.errors]
+
+    @property
+    def times(self) -> list[list[float]]:
+        return [run.times for run in self.runs if run.errors]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduction:
+    """All rows, and what must be known to read them."""
+
+    table: str
+    title: str
+    settings: dict[str, Any]
+    top5: bool
+    rows: list[Result]
+    notes: list[str]
+    provenance: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def count(self, *states: str) -> int:
+        return sum(run.state in states for row in self.rows for run in row.runs)
+
+
+def run_name(row: str, seed: int) -> str:
+    return f"{row}-seed{seed}"
+
+
+def read(
+    folder: Path, table: Table, recipes: dict[str, Recipe], seeds: int, settings: dict[str, Any],
+    provenance: dict[str, Any],
+) -> Reproduction:  # fmt: skip
+    """What the folder holds of these rows (those in `recipes`), and of others of the table that were run in it."""
+    rows = []
+    for row in table.rows:
+        there = {int(path.name.rpartition("-seed")[2]) for path in (folder / "runs").glob(f"{row.name}-seed[0-9]*")}
+        wanted = set(range(seeds)) if row.name in recipes else set()
+        if runs := [read_run(folder / "runs" / run_name(row.name, seed), seed) for seed in sorted(wanted | there)]:
+            rows.append(_result(row, recipes.get(row.name), runs))
+    epochs = settings["epochs"]
+    title = f"{table.title}, {epochs} epochs" if epochs else table.title
+    return Reproduction(table=table.name, title=title, settings=settings, top5=table.top5, rows=rows,
+                        notes=list(_notes(table, rows, epochs)), provenance=provenance)  # fmt: skip
+
+
+def _result(row: Row, recipe: Recipe | None, runs: list[Run]) -> Result:
+    done = [run for run in runs if run.state == "done"]
+    errors = [run.error for run in done if run.error is not None]
+    tops = [run.top5 for run in done if run.top5 is not None]
+    middle = median(errors) if errors else None
+    paper = row.paper.error if row.paper else None
+    return Result(
+        name=row.name, title=row.title, paper=row.paper, setting=setting(recipe) if recipe else "", error=middle,
+        error_range=(min(errors), max(errors)) if errors else None, top5=median(tops) if tops else None, n=len(errors),
+        difference=None if middle is None or paper is None else middle - paper,
+        samples_per_second=median(run.samples_per_second or 0.0 for run in done) if done else None, runs=runs,
+    )  # fmt: skip
+
+
+def setting(recipe: Recipe) -> str:
+    """What tells a row's recipe from the others'."""
+    return f"K={recipe.K}, M={recipe.M}, b={recipe.batch_size}, lr={recipe.lr:g}"
+
+
+def _notes(table: Table, rows: list[Result], epochs: int | None) -> Iterable[str]:
+    yield "error: test error in % at the last epoch, median over the seeds; the paper's are medians of 3 runs"
+    usual = next(iter(table.rows)).recipe().epochs
+    if epochs is not None and epochs != usual:
+        yield f"{epochs} epochs instead of {usual}: the paper's values are of longer training" if epochs < usual else (
+            f"{epochs} epochs instead of {usual}")  # fmt: skip
+    remarks: dict[str, list[str]] = {}
+    for row in rows:
+        if row.paper and row.paper.remark:
+            remarks.setdefault(row.paper.remark, []).append(row.name)
+    for remark, names in remarks.items():
+        yield f"{', '.join(names)}: {remark}"
+    most = max((run.together for row in rows for run in row.runs), default=1)
+    if most > 1:
+        yield f"up to {most} runs took turns in one process: samples/s and times are those of a run among them"
+    for row in rows:
+        for run in row.runs:
+            if run.reason:
+                yield f"{row.name}, seed {run.seed}: {run.state} in epoch {run.epochs + 1} ({run.reason})"
+
+
+# ---- words
+
+
+COLUMNS = ("row", "paper", "ours", "lowest", "highest", "n", "difference", "samples/s", "state")
+SHORT = ("row", "paper", "ours", "n", "diff.", "paper top-5", "ours top-5", "samples/s", "state")
+TOP5 = (*COLUMNS[:7], "paper top-5", "ours top-5", *COLUMNS[7:])
+
+
+def cells(row: Result) -> dict[str, str]:
+    """The figures of a row as text, by column."""
+
+    def shown(value: float | None, form: str = ".2f") -> str:
+        return "-" if value is None else f"{value:{form}}"
+
+    lowest, highest = row.error_range or (None, None)
+    return {
+        "row": row.name,
+        "paper": "-" if row.paper is None else "div." if row.paper.error is None else f"{row.paper.error:.2f}",
+        "ours": "div." if row.error is None and any(run.state == "diverged" for run in row.runs) else shown(row.error),
+        "lowest": shown(lowest),
+        "highest": shown(highest),
+        "n": str(row.n),
+        "difference": shown(row.difference, "+.2f"),
+        "paper top-5": shown(row.paper.top5 if row.paper else None),
+        "ours top-5": shown(row.top5),
+        "samples/s": shown(row.samples_per_second, ",.0f"),
+        "state": _state(row.runs),
+    }
+
+
+def _state(runs: list[Run]) -> str:
+    """Where the seeds are, in a few words.
+
+    >>> _state([Run(seed=0, state="done"), Run(seed=1, state="under way", epochs=20), Run(seed=2, state="missing")])
+    '1 done, 1 at epoch 20, 1 missing'
+    """
+    if all(run.state == "done" for run in runs):
+        return "done"
+    words = []
+    for state in ("done", "diverged", "failed"):
+        count = sum(run.state == state for run in runs)
+        words += [f"{count} {state}"] if count else []
+    words += [f"1 at epoch {run.epochs}" for run in runs if run.state == "under way"]
+    missing = sum(run.state == "missing" for run in runs)
+    return ", ".join(words + ([f"{missing} missing"] if missing else []))
+
+
+def grid(reproduction: Reproduction) -> Grid:
+    """For a terminal: the range stands beside the median."""
+    columns = [name for name in SHORT if reproduction.top5 or "top-5" not in name]
+    made = Grid(title=reproduction.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
+    for name in columns:
+        left = name in ("row", "state")
+        heading = name.replace(" top-5", "\ntop-5")
+        made.add_column(heading, justify="left" if left else "right", no_wrap=name != "state", overflow="fold")
+    for row in reproduction.rows:
+        told = cells(row)
+        told["diff."] = told["difference"]
+        told["ours"] += f" ({told['lowest']}-{told['highest']})" if row.n > 1 else ""
+        made.add_row(*(told[name] for name in columns))
+    return made
+
+
+def markdown(reproduction: Reproduction) -> str:
+    """The same for documents, with each row's setting and where the paper's value stands."""
+    columns = (*(TOP5 if reproduction.top5 else COLUMNS), "setting", "in the paper")
+    head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    rows = []
+    for row in reproduction.rows:
+        told = {**cells(row), "setting": row.setting, "in the paper": row.paper.place if row.paper else "(ours)"}
+        rows.append(f"| {' | '.join(told[name] for name in columns)} |")
+    ran = reproduction.provenance
+    source = f"`{' '.join(ran['command'])}`, commit {ran['commit'] or 'unknown'}, {ran['machine']}, {ran['started']}"
+    notes = [f"- {note}" for note in reproduction.notes]
+    return "\n".join([f"### {reproduction.title}", "", *head, *rows, "", *notes, f"- {source}", ""])
