@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         WeightPrediction,
     )
     from offbeat.cutting import partition
-    from offbeat.errors import NotCompiled, NotFinite, StageLost, UserError
+    from offbeat.errors import NotCompiled, NotFinite, NotRecorded, StageLost, UserError
     from offbeat.method import Method
     from offbeat.methods import (
         ADL,
@@ -49,10 +49,45 @@ if TYPE_CHECKING:
     from offbeat.pipeline import Pipeline
 
 __all__ = [
-    "ADL", "ADL1F1B", "ASGD", "BP", "DCASGD", "DDG", "DGL", "DNI", "DSP", "FDG", "FR", "PB", "AsyncDGL",
-    "DelayCompensation", "Discrepancy", "GPipe", "LookAhead", "Method", "Mostafa", "NAGAsync", "NotCompiled",
-    "NotFinite", "PipeDream", "PipeMare", "Pipeline", "Pred", "PredSim", "Rescheduling", "Shrink", "Sim", "SpecTrain",
-    "Speculation", "SpikeCompensation", "StageLost", "TwoBW", "UserError", "WeightPrediction", "__version__",
+    "ADL",
+    "ADL1F1B",
+    "ASGD",
+    "BP",
+    "DCASGD",
+    "DDG",
+    "DGL",
+    "DNI",
+    "DSP",
+    "FDG",
+    "FR",
+    "PB",
+    "AsyncDGL",
+    "DelayCompensation",
+    "Discrepancy",
+    "GPipe",
+    "LookAhead",
+    "Method",
+    "Mostafa",
+    "NAGAsync",
+    "NotCompiled",
+    "NotFinite",
+    "NotRecorded",
+    "PipeDream",
+    "PipeMare",
+    "Pipeline",
+    "Pred",
+    "PredSim",
+    "Rescheduling",
+    "Shrink",
+    "Sim",
+    "SpecTrain",
+    "Speculation",
+    "SpikeCompensation",
+    "StageLost",
+    "TwoBW",
+    "UserError",
+    "WeightPrediction",
+    "__version__",
     "partition",
 ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat import launch, options
-from offbeat.errors import Interrupted, NotCompiled, NotFinite, UserError
+from offbeat.errors import Interrupted, NotCompiled, NotFinite, NotRecorded, UserError
 from offbeat.options import numbers, spread
 from offbeat.recipe import ANSWERS, Recipe, complete, load
 
@@ -63,7 +63,7 @@ def told_or(show: Callable[..., None]) -> Callable[..., None]:
     """Warnings of ours in one line, all others as they are shown anyway."""
 
     def tell(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, NotCompiled):
+        if issubclass(category, NotCompiled | NotRecorded):
             print("offbeat: " + " ".join(str(message).split()), file=sys.stderr)
         else:
             show(message, category, *place, **more)
@@ -186,7 +186,7 @@ def execute(
         record.RunFolder.create(out, recipe, again=resumed or rollback > 0)
         try:
             with kept(out):
-                if recipe.engine == "simulate":
+                if recipe.engine != "processes":
                     return run(recipe, out, show=show, folder_ready=True)
                 arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
                 launch.launch(recipe.K, arguments + ([] if show else ["--json"]), max_restarts=max_restarts)

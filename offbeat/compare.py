@@ -93,7 +93,7 @@ def compare(
     entries = [Entry.of(text.strip()) for text in methods.split(",") if text.strip()]
     _check(entries, match, seeds, M, jobs, together, chosen)
     K = chosen.get("K", 1)
-    if "engine" not in chosen:
+    if "engine" not in chosen and chosen.get("device") != "cuda":
         chosen["engine"] = "simulate" if K == 1 or jobs > 1 or together > 1 else "processes"
     asked = {"methods": [entry.label for entry in entries], "match": match, "seeds": seeds, "M": M, "batch_size": 32,
              "lr": None, **chosen}  # fmt: skip
@@ -132,8 +132,8 @@ def _check(
                          ("K", chosen.get("K", 1))):  # fmt: skip
         if number < 1:
             raise UserError(f"{name} = {number}: use a whole number from 1 up")
-    if jobs > 1 and chosen.get("engine", "simulate") != "simulate":
-        raise UserError(f"--jobs {jobs} with --engine {chosen['engine']}: runs at the same time take --engine simulate")
+    if jobs > 1 and chosen.get("engine") == "processes":
+        raise UserError(f"--jobs {jobs} with --engine processes: runs at the same time take --engine simulate")
     if jobs > 1 and together > 1:
         raise UserError(f"--jobs {jobs} with --side-by-side {together}: runs at a time are in processes of their "
                         "own or in one, choose one of the two")  # fmt: skip
@@ -167,7 +167,7 @@ def recipe_of(entry: Entry, asked: Mapping[str, Any]) -> Recipe:
     given |= {"threads_per_stage": asked.get("threads_per_stage") or max(1, cores() // asked.get("K", 1))}
     method.check(1 if one_stage(method) else asked.get("K", 1))
     if one_stage(method):
-        given |= {"K": 1, "engine": "simulate", "cuts": None, "speeds": None, "partition": "flops"}
+        given |= {"K": 1, "engine": None, "cuts": None, "speeds": None, "partition": "flops"}
     return complete(**{**given, "method": entry.method, "batch_size": b, **answers})
 
 

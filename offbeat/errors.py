@@ -27,6 +27,10 @@ class StageSilent(StageLost):
     """Another stage is there, as far as one can tell, but has not answered for too long; names the stage."""
 
 
+class NotRecorded(UserWarning):
+    """A stage whose operations are launched one by one, on a GPU that could repeat a recording; says which and why."""
+
+
 class NotCompiled(UserWarning):
     """A stage runs without torch.compile; names the stage and why."""
 

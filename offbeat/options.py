@@ -47,12 +47,15 @@ class OneMethod:
     buffer: Annotated[int | None, typer.Option(help="Batches between stages that run freely.")] = None
 
 
+ENGINE = "simulate, processes or streams (one GPU). (default on a GPU streams, else processes for K > 1)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stages:
     """Where the network is cut, and what runs its parts."""
 
     K: Annotated[int | None, typer.Option("-K", help="Stages. (default 1)")] = None
-    engine: Annotated[str | None, typer.Option(help="simulate or processes. (default processes for K > 1)")] = None
+    engine: Annotated[str | None, typer.Option(help=ENGINE)] = None
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default cpu)")] = None
     precision: Annotated[
         str | None, typer.Option(help="fp32, tf32 (cuda) or bf16; weights and sums stay fp32. (default fp32)")

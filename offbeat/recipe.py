@@ -16,7 +16,7 @@ from offbeat.method import Method, Weights
 from offbeat.methods import named
 from offbeat.ops import Window
 
-ENGINES = ("simulate", "processes")
+ENGINES = ("simulate", "processes", "streams")
 MOST = 2**31  # for whole numbers
 ANSWERS = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
 WARMUP_START = 0.01  # the released code ramps up from 1 % of the learning rate
@@ -129,7 +129,7 @@ def complete(**given: Any) -> Recipe:
         "M": method.M,
         "weights": method.weights,
         "window": method.window,
-        "engine": "simulate" if values["K"] == 1 else "processes",
+        "engine": _engine(values, method),
         "epochs": 90 if image_folder else 300,
         "lr": 0.1 * values["batch_size"] * method.M / 256,
         "weight_decay": 1e-4 if image_folder else 5e-4,
@@ -137,6 +137,18 @@ def complete(**given: Any) -> Recipe:
         "threads_per_stage": max(1, cores() // values["K"]),
     }
     return Recipe(**{**defaults, **values})
+
+
+def _engine(values: Mapping[str, Any], method: Method) -> str:
+    """What runs the stages by default; refuses streams where there can be none."""
+    on_gpu, reason = values.get("device") == "cuda", method.not_alike()
+    if values.get("engine") == "streams" and not on_gpu:
+        raise UserError("engine streams without a GPU: it runs the stages on streams of one, add --device cuda")
+    if values.get("engine") == "streams" and reason:
+        raise UserError(f"engine streams with {method.name}, which {reason}: use simulate or processes")
+    if on_gpu:
+        return "simulate" if reason else "streams"
+    return "simulate" if values["K"] == 1 else "processes"
 
 
 def _check(values: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from offbeat import cutting, data, models, saving
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes
 from offbeat.engines.simulate import Simulate
+from offbeat.engines.streams import Streams
 from offbeat.errors import UserError
 from offbeat.pipeline import Pipeline
 from offbeat.precision import Numbers
@@ -134,7 +135,7 @@ def begin(
     name       what the run is called on the screen, where it is not alone there
     """
     torch.set_num_threads(recipe.threads_per_stage)
-    engine: Engine = Processes(recipe.K) if recipe.engine == "processes" else Simulate(recipe.K)
+    engine = make_engine(recipe)
     with engine.guard():
         known, folder = None, None
         if 1 in engine.here:
@@ -151,6 +152,12 @@ def begin(
         data_set, notes = move_data(recipe, data_set)
         before["notes"] = [*before.get("notes", []), *notes]
         return Run(recipe, known, pipe, folder, data_set, show, out, before, name=name, reports=reports)
+
+
+def make_engine(recipe: Recipe) -> Engine:
+    if recipe.engine == "streams":
+        return Streams(recipe.K, torch.device(recipe.device))
+    return Processes(recipe.K) if recipe.engine == "processes" else Simulate(recipe.K)
 
 
 def resume(recipe: Recipe, pipe: Pipeline, out: Path, folder: RunFolder | None) -> dict[str, Any]:
@@ -200,7 +207,10 @@ def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
     factor = recipe.learning_rate(known.batches)
 
     def optimizer(parameters: Iterable[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+        return torch.optim.SGD(
+            parameters, lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay,
+            fused=recipe.device == "cuda" or None,  # which can read its rate on the device
+        )  # fmt: skip
 
     return Pipeline(
         build_model(recipe, known), recipe.K, method=recipe.make_method(), loss=nn.functional.cross_entropy,

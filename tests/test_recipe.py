@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command import check_refused
 
+from offbeat.errors import UserError
 from offbeat.recipe import ANSWERS, complete, load
 
 DRY = ("train", "--data", "synthetic", "--samples", 8, "--model", "mlp", "-K", 2, "--dry-run", "--json")
@@ -90,3 +91,13 @@ def test_the_help_names_every_method_and_every_answer(offbeat, monkeypatch):
     for option in ("--corrector", "--micro-batches", "--beta", "--workers", "--recompute", "--no-recompute",
                    "--barrier", "--no-barrier", "--conditional", "--buffer"):  # fmt: skip
         assert option in told
+
+
+def test_a_gpu_runs_the_stages_on_streams_unless_the_method_cannot():
+    assert complete(K=4, device="cuda").engine == complete(device="cuda").engine == "streams"
+    assert complete(K=4, device="cuda", method="gpipe").engine == "simulate"
+    assert complete(K=4).engine == "processes"
+    with pytest.raises(UserError, match="engine streams without a GPU"):
+        complete(K=4, engine="streams")
+    with pytest.raises(UserError, match="engine streams with dgl, which trains heads of its own: use simulate"):
+        complete(K=4, engine="streams", device="cuda", method="dgl")

@@ -10,6 +10,7 @@ at from time to time; `settle` waits and looks.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offbeat.errors import NotFinite, UserError, earliest, first_line
+from offbeat.errors import NotFinite, NotRecorded, UserError, earliest, first_line
 from offbeat.links.wire import copied_tensor
 from offbeat.metrics import batch_size
 from offbeat.stage.memory import size
@@ -104,13 +105,16 @@ class GraphedStage(Stage):
         super().__init__(*arguments, optimizer=lambda named: rates_on_device(make(named), self.device), **options)
         self.window = FixedSums(self.parameters)
         self.notes = Notes(self.device)
-        self.eager = _unfit(self)  # why nothing is recorded
+        self.eager: str | None = None  # why nothing is recorded
         self.ring = Ring.of(self.method, self.k, self.K, copies=self._copies)
         self.seen: deque[int] = deque(maxlen=4 * LOOK)  # batches of the last recorded losses
         self.applied: deque[list[int]] = deque(maxlen=4 * LOOK)  # and of the last updates
         self.turn = self.irregular = 0  # forwards so far, and those of them that were not recorded
         self.recording = False
         self.reset()
+        unfit = _unfit(self)
+        if unfit:
+            self._refuse(unfit)
 
     def reset(self) -> None:
         """Forget what was recorded, since tensors have moved; the batches in flight go on eagerly."""
@@ -223,8 +227,13 @@ class GraphedStage(Stage):
                 self._record_forwards(x, target)
                 self.kind = self._kind(x, target)
         except USERS_CODE as error:
-            self.eager = first_line(error)
-            self.reset()
+            self._refuse(first_line(error))
+
+    def _refuse(self, why: str) -> None:
+        """Go on eagerly."""
+        self.eager = why
+        self.reset()
+        warnings.warn(f"stage {self.k} is not recorded and runs eagerly: {why}", NotRecorded, stacklevel=3)
 
     def _new_batch(self, x: Any, target: Any, version: Version) -> InFlight:
         """A batch in memory of its own."""
@@ -248,7 +257,7 @@ class GraphedStage(Stage):
                                            for root in batch.roots]  # fmt: skip
             taken, _, _ = self._differentiate(NO_BATCH, batch, version, ones)
             if self.random.drawn(batch.random):
-                self.eager = "it draws random numbers"
+                self._refuse("it draws random numbers")
         for parameter, kept in memory.items():
             for key, tensor in kept.items():
                 old = before.get(parameter, {})
