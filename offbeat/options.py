@@ -47,7 +47,7 @@ class OneMethod:
     buffer: Annotated[int | None, typer.Option(help="Batches between stages that run freely.")] = None
 
 
-ENGINE = "simulate, processes or streams (one GPU). (default on a GPU streams, else processes for K > 1)"
+ENGINE = "simulate, processes or, for one GPU, streams. (default processes for K > 1 without a GPU)"
 
 
 @dataclass(frozen=True, kw_only=True)

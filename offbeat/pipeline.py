@@ -53,7 +53,7 @@ class Pipeline:
     precision   "fp32", "tf32" (CUDA) or "bf16"; master weights, sums of gradients and optimizer are float32 in all
     compile     whether torch.compile makes a graph of each stage; one that it cannot compile runs as it is
     engine      "simulate" (all stages here, one after the other), "processes" (one each, under torchrun) or "streams"
-                (all stages here, at once, on one GPU); by default as it was started and where the device is
+                (all stages here, at once, on one GPU; new); by default as it was started
 
     In several processes every one makes the same calls. Batches come from the first stage's process alone; what the
     others pass is ignored. `drain`, `gather`, `evaluate`, `fit` and the first `step` are collective.
@@ -130,7 +130,7 @@ class Pipeline:
 
     def _engine(self, name: str | None) -> Engine:
         if name is None:
-            name = "processes" if available() > 1 else "streams" if self.device.type == "cuda" else "simulate"
+            name = "processes" if available() > 1 else "simulate"
         if name == "processes":
             return Processes(self.K)
         if name == "streams":

@@ -141,14 +141,12 @@ def complete(**given: Any) -> Recipe:
 
 def _engine(values: Mapping[str, Any], method: Method) -> str:
     """What runs the stages by default; refuses streams where there can be none."""
-    on_gpu, reason = values.get("device") == "cuda", method.not_alike()
+    on_gpu, reason = values.get("device") == "cuda", method.not_alike()  # streams will be its default once tried there
     if values.get("engine") == "streams" and not on_gpu:
         raise UserError("engine streams without a GPU: it runs the stages on streams of one, add --device cuda")
     if values.get("engine") == "streams" and reason:
         raise UserError(f"engine streams with {method.name}, which {reason}: use simulate or processes")
-    if on_gpu:
-        return "simulate" if reason else "streams"
-    return "simulate" if values["K"] == 1 else "processes"
+    return "simulate" if on_gpu or values["K"] == 1 else "processes"
 
 
 def _check(values: Mapping[str, Any]) -> None:

@@ -1,0 +1,138 @@
+"""Engine `streams` on a GPU: captured graphs give the bits of simulate, and nothing races."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.engines.streams import Streams
+from offbeat.errors import NotFinite
+from offbeat.methods import METHODS, named
+from offbeat.stage.graphed import LOOK
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+K, N, GPU = 4, 41, torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    before = torch.backends.cudnn.allow_tf32
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def network(wide: int = 16) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(given, wide, 3, padding=1, bias=False), nn.BatchNorm2d(wide), nn.ReLU())
+              for given in (3, wide, wide)]  # fmt: skip
+    return nn.Sequential(*blocks, nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(wide * 16, 10)))
+
+
+def batches(n: int = N, poisoned: tuple[int, ...] = (), short: bool = True) -> list:
+    generator = torch.Generator().manual_seed(7)
+    sizes = [32] * (n - 1) + [19 if short else 32]
+    made = [(torch.randn(b, 3, 8, 8, generator=generator).to(GPU), torch.randint(10, (b,), generator=generator).to(GPU))
+            for b in sizes]  # fmt: skip
+    return [(x * math.nan if t in poisoned else x, y) for t, (x, y) in enumerate(made)]
+
+
+def sgd(parameters) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3, fused=True)
+
+
+def pipeline(method: offbeat.Method, engine="streams", **options) -> offbeat.Pipeline:
+    stages = 1 if method.workers > 1 else K
+    return offbeat.Pipeline(
+        network(), stages, method=method, cuts=[1, 2, 3][: stages - 1], loss=nn.functional.cross_entropy,
+        optimizer=sgd, device=GPU, engine=engine, seed=3,
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)), **options,
+    )  # fmt: skip
+
+
+def train(pipe: offbeat.Pipeline, data: list, drains: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    losses = []
+    for t, (x, y) in enumerate(data):
+        losses.append(pipe.step(x, y))
+        x.fill_(7.0)
+        if t in drains:
+            pipe.drain()
+    pipe.drain()
+    return losses
+
+
+def check_same(method: offbeat.Method, engine="streams", drains: tuple[int, ...] = (), **options) -> offbeat.Pipeline:
+    one, other = pipeline(method, "simulate", **options), pipeline(method, engine, **options)
+    losses = [list(map(float, train(pipe, batches(), drains))) for pipe in (one, other)]
+    assert losses[0] == losses[1]
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+    assert one.staleness == other.staleness
+    return other
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not named(name).not_alike()])
+def test_every_lagged_method_gives_the_bits_of_simulate(name):
+    check_same(named(name), drains=(14,))
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+@pytest.mark.parametrize("M", [1, 2, 4])
+def test_adl_gives_the_bits_of_simulate_and_records_all_but_the_short_batch(M, weights):
+    pipe = check_same(offbeat.ADL(M=M, weights=weights), drains=(20,))
+    assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
+    assert all(stage.steps for stage in pipe.stages.values())
+
+
+@pytest.mark.parametrize("M", [1, 4])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_streams_that_sleep_at_random_change_no_bit(M, seed):
+    check_same(offbeat.ADL(M=M, corrector="sc"), Streams(K, GPU, sleeps=seed), drains=(20,))
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+def test_bfloat16_gives_the_bits_of_simulate(weights):
+    check_same(offbeat.ADL(M=2, weights=weights), precision="bf16")
+
+
+@pytest.mark.parametrize("far", [3, LOOK + 7])
+def test_a_loss_that_is_not_finite_is_named(far):
+    pipe = pipeline(offbeat.ADL(M=2))
+    with pytest.raises(NotFinite, match=f"the loss of batch {far} is not finite .seen at stage 4 of 4"):
+        train(pipe, batches(4 * LOOK, poisoned=(far,)))
+    assert pipe.batches <= far + 3 * LOOK
+
+
+def test_saved_in_flight_it_goes_on_bit_for_bit():
+    method = offbeat.ADL(M=2)
+    whole, saved, again = (pipeline(method) for _ in range(3))
+    train(whole, batches())
+    for x, y in batches()[:14]:
+        saved.step(x, y)
+    again.load(saved.state(), batches=14)
+    train(again, batches()[14:])
+    assert all(map(torch.equal, whole.model.state_dict().values(), again.model.state_dict().values()))
+
+
+def test_10_000_turns_leak_no_memory():
+    pipe = pipeline(offbeat.ADL(M=4))
+    data = batches(16, short=False)
+
+    def turns(n: int) -> int:
+        for t in range(n):
+            pipe._step(*data[t % len(data)])
+        pipe.reports()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = turns(500)
+    assert turns(10_000) <= before + 2**20
