@@ -152,8 +152,8 @@ def test_each_stage_draws_from_its_own_stream_and_none_from_the_users():
 
 def test_a_snapshot_is_made_once_an_update_and_nothing_is_recomputed(monkeypatch):
     made, forwards = [], []
-    monkeypatch.setattr(weights, "Version", lambda tensors, original=weights.Version: made.append(tensors is not None)
-                        or original(tensors))  # fmt: skip
+    monkeypatch.setattr(weights, "Version", lambda tensors, original=weights.Version, **more:
+                        made.append(tensors is not None) or original(tensors, **more))  # fmt: skip
     pipe = make(linears(6, 5, 5, 4), K=3, cuts=[1, 2], method=offbeat.ADL(M=2))
     for stage in pipe.stages.values():
         stage.module.register_forward_hook(lambda *_, k=stage.k: forwards.append(k))

@@ -24,7 +24,7 @@ KILLED = """
 import os, signal, sys
 from offbeat import cli, pipeline
 
-batch, step = int(sys.argv.pop(1)), pipeline.Pipeline.step
+batch, step = int(sys.argv.pop(1)), pipeline.Pipeline._step
 
 
 def last(self, *given):
@@ -33,7 +33,7 @@ def last(self, *given):
     return step(self, *given)
 
 
-pipeline.Pipeline.step = last
+pipeline.Pipeline._step = last
 cli.main()
 """
 METHODS = {
