@@ -148,7 +148,8 @@ class WeightPrediction(Corrector):
 
     def after_step(self, place: Place, kept: Any) -> None:
         for parameter, before in kept:
-            place.memory[parameter]["last_step"] = parameter.detach() - before
+            step, memory = parameter.detach() - before, place.memory[parameter]
+            memory["last_step"] = memory["last_step"].copy_(step) if "last_step" in memory else step
 
 
 @dataclass(frozen=True)

@@ -257,11 +257,11 @@ class Pipeline:
             if self.first:
                 if x is None:
                     raise UserError(f"step() without a batch in the first stage's process: pass x and y for batch {t}")
-                if self.method.lag(1, self.K) or self.engine.records:
-                    # It stays in flight, and the caller may use its memory again.
-                    x = pytree.tree_map_only(Tensor, Tensor.clone, x)
+                # What stays in flight is copied, since the caller may use its memory again.
                 if self.engine.records:
-                    y = pytree.tree_map_only(Tensor, Tensor.clone, y)
+                    x, y = pytree.tree_map_only(Tensor, self._moved, (x, y))
+                elif self.method.lag(1, self.K):
+                    x = pytree.tree_map_only(Tensor, Tensor.clone, x)
                 for message in micro_batches(t, x, y, self.method.m):
                     self.entrance.send(message)
             try:
@@ -270,6 +270,12 @@ class Pipeline:
                 self._settle()  # another stage may have noted what it came from
                 raise
         self.batches += 1
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """A copy on the device, for which nobody waits."""
+        if tensor.device == self.device or self.device.type != "cuda":
+            return tensor.clone()
+        return tensor.pin_memory().to(self.device, non_blocking=True) if not tensor.is_cuda else tensor.to(self.device)
 
     def fit(
         self,
@@ -354,6 +360,7 @@ class Pipeline:
     def drain(self) -> nn.Module:
         """Finish every batch in flight and the open window; then the newest weights are in `model` in every process."""
         with self._guard():
+            self.engine.settle()  # a drain is many turns in one
             self.engine.run([worker.drain(wait=self.engine.waits) for worker in self.workers])
             self._settle()
             done = self.engine.exchange([stage.update_index for stage in self.stages.values()])
@@ -426,8 +433,9 @@ class Pipeline:
         with self._guard():
             self._settle()
             for worker in self.workers:
-                stage_state.load(worker.stage, trees[worker.stage.k]["stage"])
-                worker.load(trees[worker.stage.k]["worker"])
+                with self.engine.beside(worker.stage.k):
+                    stage_state.load(worker.stage, trees[worker.stage.k]["stage"])
+                    worker.load(trees[worker.stage.k]["worker"])
             self.batches = batches
 
     # ---- looking

@@ -15,6 +15,7 @@ import offbeat
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, UserError
 from offbeat.methods import METHODS, named
+from offbeat.stage import graphed
 from offbeat.stage.graphed import LOOK
 from offbeat.stage.ring import BEHIND, Ring
 
@@ -213,6 +214,32 @@ def test_streams_need_a_gpu_and_methods_whose_iterations_are_alike():
         offbeat.Pipeline(network(), 2, loss=nn.CrossEntropyLoss(), optimizer=sgd, engine="streams")
     assert {name for name in METHODS if named(name).not_alike()} == {
         "gpipe", "dgl", "dgl-async", "dni", "mostafa", "pred", "sim", "predsim"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in ALIKE if name not in ("asgd", "dc-asgd")])
+def test_work_that_is_done_only_when_it_is_recorded_raises_nowhere(monkeypatch, name):
+    """As on a GPU, where autograd sees the capture and nothing else: forwards of all slots at the first batch,
+    backwards of all slots at the first gradient, when weights and inputs of some have been written again."""
+
+    class Captured(graphed.Recorded):
+        def __init__(self, work, **_: object) -> None:
+            work()
+            self.repeat = lambda: None
+
+    monkeypatch.setattr(graphed, "Recorded", Captured)
+    monkeypatch.setattr(graphed, "captures", lambda device: True)
+    pipe = pipeline(named(name), optimizer=lambda p: sgd(p, fused=True))
+    train(pipe, batches(40, short=False), drains=(20,))
+    assert all(stage.eager is None for stage in pipe.stages.values())
+
+
+def test_a_stage_that_changes_nothing_sends_gradients_of_its_own():
+    models = [network(), network()]
+    for model in models:
+        model[2] = nn.Identity()
+    one, other = pipeline(offbeat.ADL(M=2), "simulate", model=models[0]), pipeline(offbeat.ADL(M=2), model=models[1])
+    assert train(one, batches()) == train(other, batches())
+    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
 
 
 # ---- the ring

@@ -44,6 +44,9 @@ class Engine(Protocol):
     def barrier(self) -> None:
         """Wait until the workers of all processes have come here."""
 
+    def beside(self, k: int) -> AbstractContextManager[object]:
+        """Around work of the caller on stage k that must be done where the stage does its own."""
+
     def settle(self) -> None:
         """What the stages were asked for is done before what the caller does next; that, before what they do next."""
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -137,6 +137,9 @@ class Processes:
     def barrier(self) -> None:
         with self._collective():
             dist.barrier(group=self.collectives)
+
+    def beside(self, k: int) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def settle(self) -> None:
         """Nothing to wait for: whatever was asked for is done."""

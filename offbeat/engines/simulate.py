@@ -57,6 +57,9 @@ class Simulate:
     def barrier(self) -> None:
         """Orders time, of which there is none here."""
 
+    def beside(self, k: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def settle(self) -> None:
         """Nothing to wait for: whatever was asked for is done."""
 

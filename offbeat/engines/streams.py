@@ -12,10 +12,11 @@ and for nothing else. Numbers depend on the order within each stream alone.
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from offbeat.engines.simulate import Simulate
 from offbeat.links import Link
 from offbeat.links.streams import Later, StreamLink
 from offbeat.stage.ring import BEHIND
+
+AHEAD = 32  # turns by which the host may be ahead of the device
 
 
 class Streams(Simulate):
@@ -39,8 +42,11 @@ class Streams(Simulate):
         self.device = device
         self.sleeps = None if sleeps is None else random.Random(sleeps)
         on_gpu = device.type == "cuda"
+        if on_gpu and not torch.cuda.is_initialized():
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else streams share eight queues
         self.streams = [torch.cuda.Stream(device) for _ in self.here] if on_gpu else []
         self.through: deque[list[torch.cuda.Event]] = deque(maxlen=BEHIND)  # of the last turns, a stage each
+        self.ahead: deque[list[torch.cuda.Event]] = deque()  # turns that the host has asked for
         self.apart = False  # whether the stages have work that the caller's stream has not waited for
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
@@ -67,6 +73,10 @@ class Streams(Simulate):
             if stuck > len(unfinished):
                 raise RuntimeError("no stage can go on: the programs wait for each other")
         self.through.append(through)
+        self.ahead.append(through)
+        if len(self.ahead) > AHEAD:  # every turn holds its batch
+            for event in self.ahead.popleft():
+                event.synchronize()
 
     def _on(self, here: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.streams[here]) if self.streams else nullcontext()
@@ -74,10 +84,9 @@ class Streams(Simulate):
     def _begin(self) -> None:
         """Let every stream wait for what it must not overtake."""
         if self.streams and not self.apart:
-            given = torch.cuda.Event()
-            given.record()
+            caller = torch.cuda.current_stream(self.device)
             for stream in self.streams:
-                stream.wait_event(given)
+                stream.wait_stream(caller)
         elif self.streams and len(self.through) == BEHIND:
             before = self.through[0]
             for here, stream in enumerate(self.streams):
@@ -95,6 +104,17 @@ class Streams(Simulate):
         with self._on(k - 1):
             copy = tensor.detach().clone()
             return Later.of(copy) if self.streams else copy
+
+    @contextmanager
+    def beside(self, k: int) -> Iterator[None]:
+        if not self.streams:
+            yield
+            return
+        here, there = torch.cuda.current_stream(self.device), self.streams[k - 1]
+        there.wait_stream(here)
+        with torch.cuda.stream(there):
+            yield
+        here.wait_stream(there)
 
     def settle(self) -> None:
         if self.streams and self.apart:

@@ -22,13 +22,13 @@ class Later(Tensor):
         """What the current stream is making."""
         later = tensor.as_subclass(cls)
         later.event = torch.cuda.Event()
-        later.event.record()
+        later.event.record(torch.cuda.current_stream(tensor.device))
         return later
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            for leaf in pytree.tree_leaves(arguments):
+            for leaf in pytree.tree_leaves((arguments, options)):
                 if isinstance(leaf, Later):
                     here = torch.cuda.current_stream(leaf.device)
                     here.wait_event(leaf.event)
@@ -44,14 +44,14 @@ class StreamLink(Entrance):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.on_gpu = device.type == "cuda"
+        self.device, self.on_gpu = device, device.type == "cuda"
         self.ready_events: list[torch.cuda.Event] = []  # of the messages under way, in order
         self.spare: list[torch.cuda.Event] = []
 
     def send(self, message: Message) -> None:
         if self.on_gpu:
             event = self.spare.pop() if self.spare else torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
             self.ready_events.append(event)
         super().send(message)
 
@@ -59,7 +59,7 @@ class StreamLink(Entrance):
         message = super().receive()
         if self.on_gpu:
             event = self.ready_events.pop(0)
-            here = torch.cuda.current_stream()
+            here = torch.cuda.current_stream(self.device)
             here.wait_event(event)
             self.spare.append(event)
             for leaf in pytree.tree_leaves(message.content):

@@ -27,8 +27,7 @@ from offbeat.links.wire import copied_tensor
 from offbeat.metrics import batch_size
 from offbeat.stage.memory import size
 from offbeat.stage.notes import Notes
-from offbeat.stage.recorded import Recorded
-from offbeat.stage.report import Report
+from offbeat.stage.recorded import Recorded, captures, recording
 from offbeat.stage.ring import BEHIND, Ring
 from offbeat.stage.stage import USERS_CODE, InFlight, Stage
 from offbeat.stage.weights import Stash, Version
@@ -101,8 +100,7 @@ class GraphedStage(Stage):
     window: FixedSums
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        make = options.pop("optimizer")
-        super().__init__(*arguments, optimizer=lambda named: rates_on_device(make(named), self.device), **options)
+        super().__init__(*arguments, **options)
         self.window = FixedSums(self.parameters)
         self.notes = Notes(self.device)
         self.eager: str | None = None  # why nothing is recorded
@@ -110,6 +108,7 @@ class GraphedStage(Stage):
         self.seen: deque[int] = deque(maxlen=4 * LOOK)  # batches of the last recorded losses
         self.applied: deque[list[int]] = deque(maxlen=4 * LOOK)  # and of the last updates
         self.turn = self.irregular = 0  # forwards so far, and those of them that were not recorded
+        self.below: list[Tensor | None] = []  # what gradients of inputs look like
         self.recording = False
         self.reset()
         unfit = _unfit(self)
@@ -122,7 +121,7 @@ class GraphedStage(Stage):
         self.free: dict[int, deque[Slot]] = {}  # slots by the memory of the weights
         self.slots: dict[int, Slot] = {}  # of the batches in flight that have one
         self.given: list[Tensor] = []  # where a recorded backward finds the gradients from above
-        self.steps: dict[int, Recorded] = {}  # recorded updates, by how many gradients they divide by
+        self.steps: dict[int, Callable[[], None]] = {}  # recorded updates, by how many gradients they divide by
         self.stepped = False
         if isinstance(self.weights, Stash):
             self.weights.memory = []
@@ -165,10 +164,12 @@ class GraphedStage(Stage):
         if slot is None:
             below = super().backward(t, gradients)
             return [None if gradient is None else copied_tensor(gradient) for gradient in below]
-        batch = self.in_flight.pop(t)
+        batch = self.in_flight[t]
         self.weights.returning(batch.version)
         if slot.backward is None:
             self._record_backwards(gradients)
+            if self.eager is not None:
+                return self.backward(t, gradients)
         if self.given:
             assert gradients is not None
             torch._foreach_copy_(self.given, [gradient for gradient in gradients if gradient is not None])
@@ -178,7 +179,7 @@ class GraphedStage(Stage):
         self.window.count(t, self._level(batch))
         self.backwards += 1
         slot.backwarded = self.turn
-        del self.slots[t]
+        del self.slots[t], self.in_flight[t]
         self.free[id(slot.weights.tensors)].append(slot)
         batch.version, batch.kept = NOTHING, None  # so that the version can go
         return slot.below
@@ -210,22 +211,23 @@ class GraphedStage(Stage):
 
     def _fill(self, slot: Slot, x: Any, target: Any) -> None:
         """Copy a batch into its slot; stages below the last only pass the target on."""
-        places, given = [leaf.detach() for leaf in _only_tensors(slot.batch.inputs)], _only_tensors(x)
+        places, given = _only_tensors(slot.batch.inputs), _only_tensors(x)
         if self.last:
             places, given = places + _only_tensors(slot.batch.target), given + _only_tensors(target)
         else:
             slot.batch.target = target
-        torch._foreach_copy_(places, given)
+        torch._foreach_copy_([place.data for place in places], given)  # unseen by autograd, whose graphs go on
 
     # ---- recording
 
     def _record(self, x: Any, target: Any) -> None:
         """Record the forward of every slot, or note why that cannot be."""
         try:
-            self._warm_up(x, target)
-            if self.eager is None:
-                self._record_forwards(x, target)
-                self.kind = self._kind(x, target)
+            with recording(self.device):
+                self._warm_up(x, target)
+                if self.eager is None:
+                    self._record_forwards(x, target)
+                    self.kind = self._kind(x, target)
         except USERS_CODE as error:
             self._refuse(first_line(error))
 
@@ -246,51 +248,69 @@ class GraphedStage(Stage):
         return Version(self.weights.answers.snapshot()) if self._copies else self.weights.current()
 
     def _warm_up(self, x: Any, target: Any) -> None:
-        """A forward and a backward that leave no trace: libraries choose their ways, sums get their places."""
-        version, memory = self._new_version(), self.corrections.place.memory
-        batch = self._new_batch(x, target, version)
+        """The work to be recorded, once and without a trace: libraries choose their ways, sums get their places."""
+        slot = Slot(self._new_batch(x, target, version := self._new_version()), version)
+        memory, buffers = self.corrections.place.memory, [buffer.clone() for buffer in self.module.buffers()]
         before = {p: {key: tensor.clone() for key, tensor in kept.items()} for p, kept in memory.items()}
-        with self.random.drawing(replay=batch.random):
-            with self._watched(NO_BATCH, version, batch.inputs):
-                batch.roots = pytree.tree_leaves(self._run(NO_BATCH, batch, version, again=True))
-            ones = None if self.last else [torch.ones_like(root) if isinstance(root, Tensor) else None
-                                           for root in batch.roots]  # fmt: skip
-            taken, _, _ = self._differentiate(NO_BATCH, batch, version, ones)
-            if self.random.drawn(batch.random):
-                self._refuse("it draws random numbers")
+        self.recording = True
+        try:
+            with self.random.drawing(replay=slot.batch.random):
+                with self._watched(NO_BATCH, version, slot.batch.inputs):
+                    self._work_forward(slot)
+                ones = None if self.last else [torch.ones_like(leaf) if isinstance(leaf, Tensor) else None
+                                               for leaf in pytree.tree_leaves(slot.output)]  # fmt: skip
+                taken, below, _ = self._differentiate(NO_BATCH, slot.batch, version, ones)
+                drawn = self.random.drawn(slot.batch.random)
+        finally:
+            self.recording = False
+        for buffer, old in zip(self.module.buffers(), buffers, strict=True):
+            buffer.data.copy_(old)
         for parameter, kept in memory.items():
             for key, tensor in kept.items():
-                old = before.get(parameter, {})
-                tensor.copy_(old[key]) if key in old else tensor.zero_()
+                old_values = before.get(parameter, {})
+                tensor.copy_(old_values[key]) if key in old_values else tensor.zero_()
+        self.notes.clear()
         self.window.fix(taken)
+        self.below = [None if gradient is None else copied_tensor(gradient) for gradient in below]
+        if drawn:
+            self._refuse("it draws random numbers")
 
     def _record_forwards(self, x: Any, target: Any) -> None:
-        pool = _pool(self.device)
+        """Each in a pool of its own: what it leaves there must last until its backward, while others run."""
         for _ in range(self.ring.groups):
             version = self._new_version()
             slots = [Slot(self._new_batch(x, target, version), version) for _ in range(self.ring.each)]
             for slot in slots:
-                slot.forward = self._recorded(partial(self._work_forward, slot), pool)
+                slot.below = [None if gradient is None else torch.empty_like(gradient) for gradient in self.below]
+                slot.forward = self._recorded(partial(self._work_forward, slot), _pool(self.device))
             self.free[id(version.tensors)] = deque(slots)
             if isinstance(self.weights, Stash) and version.tensors is not None:
                 self.weights.memory.append(version.tensors)
 
     def _record_backwards(self, gradients: list[Tensor | None] | None) -> None:
-        """Record the backward of every slot, for gradients from above such as these."""
+        """Record the backward of every slot, for gradients from above such as these, or note why that cannot be.
+
+        They leave nothing in their pool, since sums and gradients of inputs have places outside.
+        """
         into = gradients
         if gradients is not None:
             into = [None if gradient is None else copied_tensor(gradient) for gradient in gradients]
-            self.given = _only_tensors(into)
         pool = _pool(self.device)
-        for slot in chain(self.slots.values(), *self.free.values()):
-            slot.backward = self._recorded(partial(self._work_backward, slot, into), pool)
+        try:
+            with recording(self.device):
+                for slot in chain(self.slots.values(), *self.free.values()):
+                    slot.backward = self._recorded(partial(self._work_backward, slot, into), pool)
+        except USERS_CODE as error:
+            self._refuse(first_line(error))
+        else:
+            self.given = _only_tensors(into)
 
     def _recorded(self, work: Callable[[], None], pool: Any = None) -> Recorded:
         """The work as a recording: nothing in it may ask the device, and graphs are kept for all its repetitions."""
 
         def quietly() -> None:
             self.recording = self.random.still = True
-            self.retains = self.device.type == "cuda"
+            self.retains = captures(self.device)
             try:
                 work()
             finally:
@@ -306,7 +326,12 @@ class GraphedStage(Stage):
         slot.output = pytree.tree_map_only(Tensor, Tensor.detach, output)
 
     def _work_backward(self, slot: Slot, gradients: list[Tensor | None] | None) -> None:
-        taken, slot.below, _ = self._differentiate(NO_BATCH, slot.batch, slot.weights, gradients)
+        taken, below, _ = self._differentiate(NO_BATCH, slot.batch, slot.weights, gradients)
+        if self.weights.replays:
+            slot.batch.roots = []
+        places = _only_tensors(slot.below)
+        if places:
+            torch._foreach_copy_(places, _only_tensors(below))
         self.window.sum(taken)
 
     def _observe(self, t: int, loss: Tensor, output: Any, target: Any) -> None:
@@ -322,15 +347,22 @@ class GraphedStage(Stage):
 
     def _apply(self, over: int) -> None:
         self.applied.append(list(self.window.batches))
-        if over not in self.steps and self.stepped and self._steps_alike():
-            self.steps[over] = self._recorded(partial(self._work_update, over))
+        if over == self.M and over not in self.steps and self.stepped and self._steps_alike():
+            self._record_step(over)
         self.steps.get(over, partial(self._work_update, over))()
         self.stepped = True  # so that the optimizer's state has its place
 
+    def _record_step(self, over: int) -> None:
+        try:
+            with recording(self.device):
+                self.steps[over] = self._recorded(partial(self._work_update, over))
+        except USERS_CODE:
+            self.steps[over] = partial(self._work_update, over)  # as it is: an optimizer that asks the device
+
     def _steps_alike(self) -> bool:
-        """Whether the update is the same tensor work every time: the rate is on the device, or never changes."""
+        """Whether the update is the same tensor work every time: the rate is on the device."""
         assert self.optimizer is not None
-        own = all(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+        own = all(group.get("capturable", group.get("fused")) for group in self.optimizer.param_groups)
         return own and self.eager is None and all(corrector.recordable for corrector in self.corrections.active)
 
     def _work_update(self, over: int) -> None:
@@ -365,24 +397,11 @@ class GraphedStage(Stage):
             found.append(self._not_finite(self.update_index - 1 - behind, self.applied[-1 - behind]))
         raise earliest(found)
 
-    def report(self) -> Report:
-        self.settle()
-        return super().report()
-
     def memory(self) -> int:
         if self.kind is None:
             return super().memory()
         spare = self.ring.slots - self.most_held, self.ring.groups - self.most_versions
         return super().memory() + spare[0] * (self.held_bytes or 0) + spare[1] * size(list(self.parameters.values()))
-
-
-def rates_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer with learning rates as tensors, where it can read them there; schedules go on from the numbers."""
-    for group in optimizer.param_groups:
-        if device.type == "cuda" and (group.get("fused") or group.get("capturable")):
-            group.setdefault("initial_lr", float(group["lr"]))
-            group["lr"] = torch.tensor(float(group["lr"]), device=device)
-    return optimizer
 
 
 def _unfit(stage: Stage) -> str | None:

@@ -56,6 +56,11 @@ class Notes:
         self.arrived.record()
         return seen
 
+    def clear(self) -> None:
+        """Forget everything."""
+        for counter in (self.sums, self.counts, self.bad):
+            counter.zero_()
+
     def read(self, meter: Meter) -> None:
         """Move what was summed up into the meter; waits."""
         loss, wrong, samples = self.sums.tolist()

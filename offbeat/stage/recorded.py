@@ -2,34 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+
+
+def captures(device: torch.device) -> bool:
+    """Whether work is captured there, so that its graphs are made once and used for ever."""
+    return device.type == "cuda"
 
 
 class Recorded:
     """`work` reads and writes tensors that stay where they are; calling this does it once more.
 
     On a GPU its kernels are captured on the current stream, which must not be the default one, and launched all at once
-    by every call. Recordings that never run at the same time may share the memory of a `pool`. Elsewhere a call does
-    the work again, so that all that surrounds a recording can be tried without a GPU.
+    by every call. Recordings may share the memory of a `pool` if nothing that one of them leaves there is still needed
+    when another one runs. Elsewhere a call does the work again, so that all that surrounds a recording can be tried
+    without a GPU.
     """
 
     def __init__(self, work: Callable[[], None], *, device: torch.device, pool: Any = None) -> None:
-        self.work = work
-        self.graph: torch.cuda.CUDAGraph | None = None
-        if device.type == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-            self.graph = graph
+        self.repeat = _captured(work, pool).replay if captures(device) else work
 
     def __call__(self) -> None:
-        if self.graph is None:
-            self.work()
-        else:
-            self.graph.replay()
+        self.repeat()
+
+
+def _captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        work()
+    except BaseException:
+        _abandon(graph, pool)
+        raise
+    graph.capture_end()
+    return graph
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture that has failed, so that allocator and random numbers go on without one."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+@contextmanager
+def recording(device: torch.device) -> Iterator[None]:
+    """Around several recordings: memory of old ones is not given back in the middle of a capture."""
+    if not captures(device):
+        yield
+        return
+    torch.cuda.synchronize(device)
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

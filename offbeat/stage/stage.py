@@ -98,7 +98,7 @@ class Stage:
         if self.head is not None and method.head_lr is None:
             self.parameters |= {f"head.{name}": p for name, p in self.head.named_parameters() if p.requires_grad}
         self.teacher = self._make_teacher(method.head_lr)
-        self.optimizer = _checked_optimizer(optimizer(list(self.parameters.items()))) if self.parameters else None
+        self.optimizer = self._make_optimizer(optimizer) if self.parameters else None
         self.scheduler = _checked_scheduler(scheduler(self.optimizer)) if scheduler and self.optimizer else None
         self.corrections = Corrections(method, k, K, self.optimizer)
         answers = Answers(
@@ -135,6 +135,9 @@ class Stage:
         tensors = (t for t in (*self.module.parameters(), *self.module.buffers()) if t.is_floating_point())
         dtype = next((tensor.dtype for tensor in tensors), torch.float32)  # also of frozen ones
         return head.to(device=self.device, dtype=dtype)
+
+    def _make_optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
+        return _rates_on_device(_checked_optimizer(make(list(self.parameters.items()))), self.device)
 
     def _make_teacher(self, lr: float | None) -> torch.optim.Optimizer | None:
         trained = [p for p in self.head.parameters() if p.requires_grad] if self.head is not None else []
@@ -526,6 +529,15 @@ def _checked_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(f"optimizer {type(optimizer).__name__} repeats the forward in each step: use a first-order one")
+    return optimizer
+
+
+def _rates_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer with learning rates as tensors, where it can read them there; schedules go on from the numbers."""
+    for group in optimizer.param_groups:
+        if device.type == "cuda" and (group.get("fused") or group.get("capturable")):
+            group.setdefault("initial_lr", float(group["lr"]))
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
     return optimizer
 
 

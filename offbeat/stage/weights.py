@@ -74,7 +74,7 @@ class Answers:
             return self.named([self.numbers.lower(v) for v in self.forward()] if self.forward else self.copies())
         if place:
             values = self.forward() if self.forward else [parameter.detach() for parameter in self.parameters.values()]
-            torch._foreach_copy_([tensor.detach() for tensor in place.values()], values)
+            torch._foreach_copy_([tensor.data for tensor in place.values()], values)  # whose graphs are kept
         return place
 
     def copies(self) -> list[Tensor]:

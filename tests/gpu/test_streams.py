@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import warnings
 
 import pytest
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products
+
 import torch
 from torch import nn
 
@@ -23,12 +28,15 @@ K, N, GPU = 4, 41, torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def _deterministic():
-    before = torch.backends.cudnn.allow_tf32
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other torches have other names for it
+        before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.allow_tf32 = False
     yield
     torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.allow_tf32 = before
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def network(wide: int = 16) -> nn.Sequential:
