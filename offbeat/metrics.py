@@ -14,6 +14,8 @@ Metric = Callable[[Any, Any], Any]
 
 def batch_size(*contents: Any) -> int:
     """Samples in pytrees of tensors: the first dimension of the first tensor that has one."""
+    if isinstance(contents[0], Tensor) and contents[0].dim():
+        return contents[0].shape[0]
     for leaf in pytree.tree_leaves(contents):
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.shape[0]

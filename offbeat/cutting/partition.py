@@ -98,7 +98,7 @@ def partition(
         why = f" ({'; '.join(traced.notes)})" if traced.notes else ""
         if traced.shared and not untie:
             names = ", ".join(traced.shared)
-            why += f"; {names} cannot be used by two stages, or say untie=True to give each its own copy"
+            why += f"; {names} cannot be used by two stages: cut by offbeat.partition(..., untie=True), a copy each"
         raise UserError(f"{K} stages but only {len(legal) + 1} units to cut between: use K <= {len(legal) + 1}{why}")
     if cuts is None:
         if sample is None:

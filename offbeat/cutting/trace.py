@@ -236,7 +236,8 @@ class Traced:
             if cut in self.unsafe_cuts:
                 problem, remedy = "separates a value and a view of it, changed in place, from both of their uses", ""
             elif (names := self._separated(cut)) and not untie:
-                problem, remedy = f"separates the uses of {names}", "; or untie=True, a copy for each stage"
+                problem = f"separates the uses of {names}"
+                remedy = "; or offbeat.partition(..., untie=True), a copy for each stage"
             else:
                 continue
             raise UserError(f"cut {cut} (before {self.units[cut].name}) {problem}: {_nearest(cut, legal)}{remedy}")

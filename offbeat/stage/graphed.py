@@ -419,6 +419,8 @@ def _pool(device: torch.device) -> Any:
 
 
 def _only_tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

@@ -522,6 +522,8 @@ class Stage:
         return self.numbers.entering(self._here(x)) if self.k == 1 else self._here(x)
 
     def _here(self, content: Any) -> Any:
+        if isinstance(content, Tensor):  # by far the most frequent tree
+            return content.to(self.device)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)
 
 
