@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat import cli, launch
+from offbeat import cli, launch, train
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ Command = Callable[..., Outcome]
 def offbeat(monkeypatch, capsys, tmp_path) -> Command:
     """Run the command in an empty folder, with no chance to start a process."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", launch.ERRORS):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "WORLD_SIZE", launch.ERRORS, train.DATA_DIR):
+        monkeypatch.setenv(name, "")  # so that what the command sets is gone afterwards
+        monkeypatch.delenv(name)
     monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("started workers"))
 
     def run(*arguments: object) -> Outcome:

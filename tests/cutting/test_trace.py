@@ -442,7 +442,7 @@ def test_a_parameter_on_both_sides_of_a_cut_is_refused_with_names_and_the_neares
     with pytest.raises(UserError) as refused:
         traced.split([names.index("blocks.1.ln1")])
     assert "separates the uses of tokens.weight = head.weight" in str(refused.value)
-    assert "the nearest legal cut is 1; or untie=True" in str(refused.value)
+    assert "the nearest legal cut is 1; or offbeat.partition(..., untie=True)" in str(refused.value)
     assert "\n" not in str(refused.value)
     x = torch.randint(11, (3, 7))
     parts = traced.split([names.index("blocks.1.ln1")], untie=True)
@@ -473,7 +473,7 @@ def test_shared_layers_and_buffers_are_refused_and_untied():
     assert [unit.name for unit in traced.units] == ["first", "twice", "tanh", "twice#2", "mul", "last", "add"]
     assert traced.legal_cuts == [1, 4]
     with pytest.raises(UserError, match=r"cut 3 \(before twice#2\) separates the uses of twice.weight, twice.bias: "
-                                        r"the nearest legal cuts are 1 and 4; or untie=True"):  # fmt: skip
+                                        r"the nearest legal cuts are 1 and 4; or offbeat.partition"):  # fmt: skip
         traced.split([3])
     with pytest.raises(UserError, match=r"uses of table: the nearest legal cut is 4;"):
         traced.split([1, 6])
