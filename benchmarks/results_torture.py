@@ -200,12 +200,9 @@ def soak(records: Records) -> list[str]:
         ]  # fmt: skip
         grown = [stage for stage, row in record["rows"].items() if growing(row)]
         if grown:
-            lines += [
-                point(
-                    f"Growth of more than two standard errors: {listed(grown)}. By the rule that was wanted it may",
-                    "count as flat; that it is zero is not shown.",
-                ), "",
-            ]  # fmt: skip
+            flat = "By the rule that was wanted it may count as flat; that it is zero is not shown."
+            verdict = flat if record["good"] else "It is more than was wanted."
+            lines += [point(f"Growth of more than two standard errors: {listed(grown)}. {verdict}"), ""]
     return lines
 
 
