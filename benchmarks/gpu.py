@@ -1,0 +1,132 @@
+"""Time a batch on one GPU: back-propagation eager and recorded, ADL on K streams, like against like, in one run.
+
+    python benchmarks/gpu.py [--models resnet56,resnet110] [--batch-sizes 32] [-K 8] [-M 4] [--precision bf16]
+                             [--compile] [--rounds 5] [--turns 200] [--device cuda] [--out FILE]
+
+Every round times each row in turn, after a warm-up in which its stages fill and record; what is compared are medians,
+each ratio taken within its round. `host` is the share of the time in which the host was busy asking for the work: where
+it is near 1, the host is the bottleneck. The batch lies on the device; no data is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from start import arguments
+from torch import nn
+
+import offbeat
+from offbeat import models, record
+from offbeat.engines.streams import Streams
+
+WARM_UP = 60
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4, fused=True)
+
+
+class Row:
+    """A pipeline that is timed."""
+
+    def __init__(self, name: str, options: argparse.Namespace, model: str, b: int, K: int, *, recorded: bool) -> None:
+        self.name, self.K = name, K
+        self.device = torch.device(options.device)
+        torch.manual_seed(0)
+        method = offbeat.BP(M=options.M) if K == 1 else offbeat.ADL(M=options.M, weights=options.weights)
+        shape = models.describe(model).shape
+        x, y = torch.randn(b, *shape, device=self.device), torch.randint(10, (b,), device=self.device)
+        self.pipe = offbeat.Pipeline(
+            models.build(model, shape=shape, classes=10), K, method=method, loss=nn.functional.cross_entropy,
+            optimizer=sgd, sample=x, device=self.device, engine=Streams(K, self.device) if recorded else "simulate",
+            precision=options.precision, compile=options.compile and recorded,
+        )  # fmt: skip
+        self.batch = x, y
+        self.turns(WARM_UP)
+        self.memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        self.figures: dict[str, list[float]] = {"ms": [], "host": []}
+
+    def turns(self, n: int) -> tuple[float, float]:
+        """Seconds, and seconds in which the host was busy."""
+        self._wait()
+        began, busy = time.perf_counter(), time.thread_time()
+        for _ in range(n):
+            self.pipe._step(*self.batch)
+        busy = time.thread_time() - busy
+        self._wait()
+        return time.perf_counter() - began, busy
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def measure(self, turns: int) -> None:
+        seconds, busy = self.turns(turns)
+        self.figures["ms"].append(1000 * seconds / turns)
+        self.figures["host"].append(busy / seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        eager = {k: stage.eager for k, stage in self.pipe.stages.items() if getattr(stage, "eager", None)}
+        return {"name": self.name, "K": self.K, **self.figures, "memory": self.memory, "cuts": self.pipe.cuts,
+                "eager": eager, "staleness": [stage.mean for stage in self.pipe.staleness]}  # fmt: skip
+
+
+def measured(options: argparse.Namespace, model: str, b: int) -> dict[str, Any]:
+    """The rows of one model and batch size, in rounds."""
+    made = [Row(f"BP, {how}", options, model, b, 1, recorded=how == "recorded") for how in ("eager", "recorded")]
+    made += [Row(f"ADL, K={K}", options, model, b, K, recorded=True) for K in options.K]
+    for _ in range(options.rounds):
+        for row in made:
+            row.measure(options.turns)
+    bp = made[1].figures["ms"]
+    for row in made:
+        ratios = [one / other for one, other in zip(bp, row.figures["ms"], strict=True)]
+        print(f"{model:10} b={b:<4} {row.name:14} {median(row.figures['ms']):8.3f} ms "
+              f"({min(row.figures['ms']):.3f}-{max(row.figures['ms']):.3f})  host {median(row.figures['host']):.2f}  "
+              f"{median(ratios):.2f}x recorded BP", flush=True)  # fmt: skip
+    found = {"model": model, "batch_size": b, "rows": [row.as_dict() for row in made]}
+    del made
+    gc.collect()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="resnet56")
+    parser.add_argument("--batch-sizes", default="32")
+    parser.add_argument("-K", default="8", help="such as 2,4,8")
+    parser.add_argument("-M", type=int, default=4)
+    parser.add_argument("--weights", default="stash")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU here: --device cpu tries the benchmark, its times mean nothing")
+    options.K = [int(K) for K in options.K.split(",")]
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    models_and_sizes = [(m, int(b)) for m in options.models.split(",") for b in options.batch_sizes.split(",")]
+    found = [measured(options, model, b) for model, b in models_and_sizes]
+    if options.out:
+        made = {**record.provenance(), "command": ["python", "benchmarks/gpu.py", *arguments()]}
+        if options.device == "cuda":
+            made["machine"] = torch.cuda.get_device_name()
+        settings = {name: value for name, value in vars(options).items() if name != "out"}
+        whole = {"settings": settings, "found": found, "provenance": made}
+        Path(options.out).write_text(json.dumps(whole, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
