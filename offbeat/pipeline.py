@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,7 @@ from offbeat.engines import Engine
 from offbeat.engines.processes import Processes, available
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
-from offbeat.errors import NotFinite, UserError, earliest, first_line, unknown
+from offbeat.errors import NotFinite, NotRecorded, UserError, earliest, first_line, unknown
 from offbeat.links import Link, Message
 from offbeat.links.local import Entrance
 from offbeat.links.streams import StreamLink
@@ -140,7 +141,8 @@ class Pipeline:
             reason = self.method.not_alike()
             if reason is None:
                 return Streams(self.K, self.device)
-            self.notes.append(f"{self.method.name} {reason}: its stages run one after the other, unrecorded")
+            told = f"{self.method.name} {reason}: its stages are not recorded, and run one after the other"
+            warnings.warn(told, NotRecorded, stacklevel=3)
             name = "simulate"
         if name == "simulate":
             return Simulate(self.K)

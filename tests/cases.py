@@ -21,6 +21,23 @@ import offbeat
 from offbeat.methods import METHODS
 
 
+class _Cliff(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+
+class Steep(nn.Module):
+    """Gives what it is given, and gradients that are not finite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Cliff.apply(x)
+
+
 class Transposed(nn.Module):
     """Gives its output as a transposed view, so that a boundary tensor is not contiguous."""
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import Steep
 from torch import nn
 
 import offbeat
@@ -60,18 +61,9 @@ def test_a_local_loss_is_watched_in_every_stage():
 
 
 def test_a_gradient_that_is_not_finite_stops_and_is_named():
-    class Cliff(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * math.inf
-
     pipe = pipeline(offbeat.ADL(M=2))
     stage, original = pipe.stages[1], pipe.stages[1].module.forward
-    stage.module.forward = lambda x: Cliff.apply(original(x))
+    stage.module.forward = lambda x: Steep()(original(x))
     with pytest.raises(NotFinite, match=r"the gradient of stage 1 of 3 is not finite in update 0 \(batches 0 to 1\)"):
         run(pipe, batches(12))
 

@@ -9,9 +9,11 @@ import math
 
 import pytest
 import torch
+from cases import Steep
 from torch import nn
 
 import offbeat
+from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, UserError
 from offbeat.methods import METHODS, named
@@ -93,7 +95,7 @@ def test_adl_gives_the_bits_of_simulate(M, weights, window):
 @pytest.mark.parametrize("corrector", ["sc", "lwp+sc", "dc"])
 def test_correctors_and_recorded_updates_give_the_bits_of_simulate(corrector, fused):
     pipe = check_same(offbeat.ADL(M=2, corrector=corrector), optimizer=lambda p: sgd(p, fused=fused))
-    assert all(bool(stage.steps) == fused for stage in pipe.stages.values())
+    assert all((stage.step is not None) == fused for stage in pipe.stages.values())
 
 
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
@@ -165,19 +167,6 @@ def test_a_loss_that_is_not_finite_is_named_although_nobody_waited(far):
 
 
 def test_a_gradient_that_is_not_finite_is_named_with_its_update():
-    class Cliff(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * math.inf
-
-    class Steep(nn.Module):
-        def forward(self, x):
-            return Cliff.apply(x)
-
     model = network()
     model[1].append(Steep())
     with pytest.raises(NotFinite, match=r"gradient of stage [12] of 4 is not finite in update 0 \(batches 0 to 1\)"):
@@ -242,7 +231,51 @@ def test_a_stage_that_changes_nothing_sends_gradients_of_its_own():
     assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
 
 
+def test_a_method_whose_iterations_are_not_alike_is_told_of_and_simulated():
+    with pytest.warns(offbeat.NotRecorded, match="gpipe splits batches into micro-batches: its stages are not"):
+        pipe = offbeat.Pipeline(network(), 2, method="gpipe", loss=nn.CrossEntropyLoss(), optimizer=sgd, device="cuda",
+                                engine="streams")  # fmt: skip
+    assert type(pipe.engine) is Simulate
+
+
 # ---- the ring
+
+
+@pytest.mark.parametrize("method", [offbeat.ADL(M=1), offbeat.ADL(M=3), offbeat.ADL(M=2, weights="hybrid"),
+                                    offbeat.PipeDream(), offbeat.TwoBW(M=4)], ids=lambda m: m.name)  # fmt: skip
+def test_nobody_writes_where_a_neighbour_may_still_read(monkeypatch, method):
+    """A stream waits for its neighbours' turn before the last: what is read in turn n may be written in turn n + 2."""
+    made: dict[int, tuple[int, int]] = {}  # memory -> stage that made what lies there, and until when it is read
+    forward, backward = graphed.GraphedStage.forward, graphed.GraphedStage.backward
+
+    def note(stage, tensors, until):
+        for tensor in tensors:
+            if tensor is not None:
+                _, read = made.get(tensor.data_ptr(), (stage.k, -9))
+                assert stage.turn >= read + BEHIND, f"stage {stage.k} in turn {stage.turn}"
+                made[tensor.data_ptr()] = stage.k, until
+
+    def forwards(stage, *given):
+        kept = stage.slots.keys() | set()
+        output = forward(stage, *given)
+        if stage.slots.keys() - kept and not stage.last:
+            places = [slot.batch.inputs[0] for t, slot in stage.slots.items() if t not in kept]
+            note(stage, places, stage.turn)  # with its slot, the output is read in the same turn
+        return output
+
+    def backwards(stage, t, gradients):
+        kept = t in stage.slots
+        below = backward(stage, t, gradients)
+        if kept and stage.k > 1:
+            note(stage, below, stage.turn + method.lag(stage.k - 1, K) - method.lag(stage.k, K))
+        return below
+
+    monkeypatch.setattr(graphed.GraphedStage, "forward", forwards)
+    monkeypatch.setattr(graphed.GraphedStage, "backward", backwards)
+    pipe = pipeline(method)
+    for x, y in batches(40, short=False):
+        pipe.step(x, y)
+    assert {k for k, _ in made.values()} == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])

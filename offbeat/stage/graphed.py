@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offbeat.errors import NotFinite, NotRecorded, UserError, earliest, first_line
+from offbeat.errors import NotFinite, NotRecorded, earliest, first_line
 from offbeat.links.wire import copied_tensor
 from offbeat.metrics import batch_size
 from offbeat.stage.memory import size
@@ -31,50 +31,11 @@ from offbeat.stage.recorded import Recorded, captures, recording
 from offbeat.stage.ring import BEHIND, Ring
 from offbeat.stage.stage import USERS_CODE, InFlight, Stage
 from offbeat.stage.weights import Stash, Version
-from offbeat.stage.window import Window
+from offbeat.stage.window import FixedSums
 
 LOOK = 64  # forwards between two looks at what the device has noted
 LONG_AGO = -(10**9)
 NO_BATCH = -1  # the number of the batch in a recording: none that is left out
-
-
-class FixedSums(Window):
-    """A window whose sums stay where they are, so that recorded backwards can add to them."""
-
-    def open(self) -> None:
-        """Ahead of a gradient: the first one of a window finds zeros."""
-        sums = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        if sums and not self.levels:
-            torch._foreach_zero_(sums)
-
-    def fix(self, gradients: Iterable[Tensor | None]) -> None:
-        """Make room for the sum of every parameter that gets gradients such as those."""
-        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise UserError(f"the gradient of {name} is sparse: use sparse=False, windows add dense gradients")
-            if gradient is not None and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def sum(self, gradients: Iterable[Tensor | None]) -> None:
-        """Add to the sums; nothing but tensor work."""
-        pairs = [(p.grad, g) for p, g in zip(self.parameters.values(), gradients, strict=True) if g is not None]
-        if pairs:
-            sums, terms = zip(*pairs, strict=True)
-            torch._foreach_add_(sums, terms)
-
-    def count(self, t: int, level: int | None) -> None:
-        """Batch t has been added."""
-        self.levels.append(level)
-        self.batches.append(t)
-
-    def add(
-        self, t: int, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None]
-    ) -> None:
-        gradients = list(gradients)
-        self.open()
-        self.fix(gradients)
-        self.sum(gradients)
-        self.count(t, level)
 
 
 @dataclass(eq=False)
@@ -121,7 +82,7 @@ class GraphedStage(Stage):
         self.free: dict[int, deque[Slot]] = {}  # slots by the memory of the weights
         self.slots: dict[int, Slot] = {}  # of the batches in flight that have one
         self.given: list[Tensor] = []  # where a recorded backward finds the gradients from above
-        self.steps: dict[int, Callable[[], None]] = {}  # recorded updates, by how many gradients they divide by
+        self.step: Callable[[], None] | None = None  # the recorded update of a whole window
         self.stepped = False
         if isinstance(self.weights, Stash):
             self.weights.memory = []
@@ -263,13 +224,13 @@ class GraphedStage(Stage):
                 drawn = self.random.drawn(slot.batch.random)
         finally:
             self.recording = False
-        for buffer, old in zip(self.module.buffers(), buffers, strict=True):
-            buffer.data.copy_(old)
-        for parameter, kept in memory.items():
-            for key, tensor in kept.items():
-                old_values = before.get(parameter, {})
-                tensor.copy_(old_values[key]) if key in old_values else tensor.zero_()
-        self.notes.clear()
+            for buffer, old in zip(self.module.buffers(), buffers, strict=True):
+                buffer.data.copy_(old)
+            for parameter, kept in memory.items():
+                for key, tensor in kept.items():
+                    old_values = before.get(parameter, {})
+                    tensor.copy_(old_values[key]) if key in old_values else tensor.zero_()
+            self.notes.clear()
         self.window.fix(taken)
         self.below = [None if gradient is None else copied_tensor(gradient) for gradient in below]
         if drawn:
@@ -347,17 +308,21 @@ class GraphedStage(Stage):
 
     def _apply(self, over: int) -> None:
         self.applied.append(list(self.window.batches))
-        if over == self.M and over not in self.steps and self.stepped and self._steps_alike():
-            self._record_step(over)
-        self.steps.get(over, partial(self._work_update, over))()
+        if self.step is None and self.stepped and over == self.M and self._steps_alike():
+            self.step = self._record_step()
+        if self.step is not None and over == self.M:
+            self.step()
+        else:
+            self._work_update(over)
         self.stepped = True  # so that the optimizer's state has its place
 
-    def _record_step(self, over: int) -> None:
+    def _record_step(self) -> Callable[[], None]:
+        work = partial(self._work_update, self.M)
         try:
             with recording(self.device):
-                self.steps[over] = self._recorded(partial(self._work_update, over))
+                return self._recorded(work)
         except USERS_CODE:
-            self.steps[over] = partial(self._work_update, over)  # as it is: an optimizer that asks the device
+            return work  # an optimizer that asks the device
 
     def _steps_alike(self) -> bool:
         """Whether the update is the same tensor work every time: the rate is on the device."""

@@ -32,8 +32,7 @@ class Window:
         for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
             if gradient is None:
                 continue
-            if gradient.layout is not torch.strided:
-                raise UserError(f"the gradient of {name} is sparse: use sparse=False, windows add dense gradients")
+            _check_dense(name, gradient)
             if parameter.grad is not None:
                 sums.append(parameter.grad)
                 terms.append(gradient)
@@ -44,6 +43,10 @@ class Window:
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format) if shared else gradient
         if sums:
             torch._foreach_add_(sums, terms)
+        self.count(t, level)
+
+    def count(self, t: int, level: int | None) -> None:
+        """Batch t has been added."""
         self.levels.append(level)
         self.batches.append(t)
 
@@ -64,3 +67,41 @@ class Window:
         """Open the next window; the gradients go when it gets its first."""
         self.levels.clear()
         self.batches.clear()
+
+
+class FixedSums(Window):
+    """A window whose sums stay where they are, so that recorded backwards can add to them."""
+
+    def open(self) -> None:
+        """Ahead of a gradient: the first one of a window finds zeros."""
+        sums = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if sums and not self.levels:
+            torch._foreach_zero_(sums)
+
+    def fix(self, gradients: Iterable[Tensor | None]) -> None:
+        """Make room for the sum of every parameter that gets gradients such as those."""
+        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
+            if gradient is not None and parameter.grad is None:
+                _check_dense(name, gradient)
+                parameter.grad = torch.zeros_like(parameter)
+
+    def sum(self, gradients: Iterable[Tensor | None]) -> None:
+        """Add to the sums; nothing but tensor work."""
+        pairs = [(p.grad, g) for p, g in zip(self.parameters.values(), gradients, strict=True) if g is not None]
+        if pairs:
+            sums, terms = zip(*pairs, strict=True)
+            torch._foreach_add_(sums, terms)
+
+    def add(
+        self, t: int, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None]
+    ) -> None:
+        gradients = list(gradients)
+        self.open()
+        self.fix(gradients)
+        self.sum(gradients)
+        self.count(t, level)
+
+
+def _check_dense(name: str, gradient: Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise UserError(f"the gradient of {name} is sparse: use sparse=False, windows add dense gradients")

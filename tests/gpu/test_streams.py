@@ -98,7 +98,7 @@ def test_every_lagged_method_gives_the_bits_of_simulate(name):
 def test_adl_gives_the_bits_of_simulate_and_records_all_but_the_short_batch(M, weights):
     pipe = check_same(offbeat.ADL(M=M, weights=weights), drains=(20,))
     assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
-    assert all(stage.steps for stage in pipe.stages.values())
+    assert all(stage.step is not None for stage in pipe.stages.values())
 
 
 @pytest.mark.parametrize("M", [1, 4])
