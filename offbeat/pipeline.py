@@ -117,8 +117,11 @@ class Pipeline:
         self.workers: list[Worker] = []
         own = self.engine.link("entrance", 0, 1, capacity=0) if self.engine.records else None
         self.entrance: Link = own or Entrance()
+        kind: Callable[..., Stage] = Stage
+        if isinstance(self.engine, Streams):
+            kind = partial(GraphedStage, deck=self.engine.make_deck(self.method))
         self._make_stage = partial(
-            GraphedStage if self.engine.records else Stage,
+            kind,
             method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm, device=self.device,
             seed=seed, on_nan=_on_nan(on_nan), left_out=left_out, numbers=self.numbers, compile=compile,
         )  # fmt: skip

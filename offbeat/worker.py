@@ -125,7 +125,7 @@ class Worker:
                 yield False
             self._acts[type(operation)](operation, source)
             yield True
-        self.stage.launch()
+        self.stage.end_turn()
 
     def _source(self, operation: Operation) -> Link | None:
         """The link that the operation takes a message from."""

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from captured import capture
 from cases import Steep
 from torch import nn
 
@@ -43,6 +44,14 @@ def sgd(parameters, **options) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3, **options)
 
 
+def on_device(parameters) -> torch.optim.SGD:
+    """With a learning rate as on a GPU."""
+    made = sgd(parameters, fused=True)
+    for group in made.param_groups:
+        group["initial_lr"], group["lr"] = group["lr"], torch.tensor(group["lr"])
+    return made
+
+
 def pipeline(method: offbeat.Method, engine: str = "streams", *, model: nn.Module | None = None, **options):
     stages = 1 if method.workers > 1 else K
     made = Streams(stages, CPU) if engine == "streams" else engine
@@ -75,6 +84,25 @@ def check_same(method: offbeat.Method, *, drains: tuple[int, ...] = (), data=bat
         assert here == there
         assert loss is None or (loss, error) == pytest.approx((loss_there, error_there), rel=1e-6)
     return other
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_is_launched_together_may_run_in_any_order(monkeypatch, name, seed):
+    capture(monkeypatch, seed)
+    check_same(named(name), drains=(14,), optimizer=lambda p: sgd(p, fused=True), data=lambda: batches(40))
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+@pytest.mark.parametrize("M", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adl_launches_a_tick_at_a_time_and_in_any_order_gives_the_bits_of_simulate(monkeypatch, M, weights, precision):
+    launched = capture(monkeypatch, seed=M)
+    pipe = check_same(offbeat.ADL(M=M, weights=weights, corrector="sc"), drains=(20,), precision=precision,
+                      optimizer=on_device, data=lambda: batches(90),
+                      scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)))  # fmt: skip
+    assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
+    assert launched.count(K) > 20
 
 
 @pytest.mark.parametrize("name", ALIKE)

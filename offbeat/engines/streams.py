@@ -1,37 +1,29 @@
-"""Engine `streams`: all K stages in this process, a stream of one GPU each, so that they compute at the same time.
+"""Engine `streams`: all K stages in this process, at once on one GPU.
 
-The host goes through the programs as `simulate` does, but only asks for the work; the device does it as soon as what it
-needs is there. In every turn (one local iteration of every stage) a stream waits
-
-    for each message      until the sender's stream is through with the turn in which it was sent (links/streams.py)
-    before its first work until both neighbours are through with the turn before the last one (stage/ring.py), so that
-                          nobody writes where a neighbour still reads
-
-and for nothing else. Numbers depend on the order within each stream alone.
+The host goes through the programs as `simulate` does, but only asks for the work; what is recorded is launched a tick
+at a time, a branch for each stage, which the device runs on streams of its own (stage/deck.py). Numbers depend on the
+order within each stage alone.
 """
 
 from __future__ import annotations
 
 import os
-import random
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from offbeat.engines.simulate import Simulate
 from offbeat.links import Link
-from offbeat.links.streams import Later, News, StreamLink
-from offbeat.stage.ring import BEHIND
-
-AHEAD = 8  # turns by which the host may be ahead of the device
+from offbeat.links.local import Entrance
+from offbeat.links.streams import Later
+from offbeat.method import Method
+from offbeat.stage.deck import Deck
 
 
 class Streams(Simulate):
-    """All stages here, at once. `sleeps` lets streams sleep at random, which must change no number.
+    """All stages here, at once. `sleeps` lets them sleep at random, which must change no number.
 
     On a device that has no streams the stages run one after the other; nothing else is different.
     """
@@ -40,103 +32,56 @@ class Streams(Simulate):
 
     def __init__(self, K: int, device: torch.device, *, sleeps: int | None = None) -> None:
         super().__init__(K)
-        self.device = device
-        self.sleeps = None if sleeps is None else random.Random(sleeps)
+        self.device, self.sleeps = device, sleeps
         on_gpu = device.type == "cuda"
         if on_gpu and not torch.cuda.is_initialized():
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else streams share eight queues
-        self.streams = [torch.cuda.Stream(device) for _ in self.here] if on_gpu else []
-        self.through: deque[list[torch.cuda.Event]] = deque(maxlen=BEHIND)  # of the last turns, a stage each
-        self.ahead: deque[tuple[list[torch.cuda.Event], list[Any]]] = deque()  # turns asked for, and what they read
-        self.news = News(device)
-        self.apart = False  # whether the stages have work that the caller's stream has not waited for
+        self.stream = torch.cuda.Stream(device) if on_gpu else None
+        self.deck = Deck([0] * K, device)
+
+    def make_deck(self, method: Method) -> Deck:
+        """Where the stages of a method put their work."""
+        self.deck = Deck([method.lag(k, self.K) for k in self.here], self.device, sleeps=self.sleeps)
+        return self.deck
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
-        return StreamLink(self.news)
+        """Messages stay where they were made, in a slot of the sender's ring, which is not used again too soon."""
+        return Entrance()
 
     def run(self, work: list[Iterator[bool]]) -> None:
         """One turn of every stage, or what is left of all programs."""
-        if not self.streams:
+        with self._here():  # which waits for the batch
             super().run(work)
-            return
-        caller = torch.cuda.current_stream(self.device)
-        try:
-            self._begin(caller)
-            self._turn(work)
-        finally:
-            self.news.event = self.news.stream = None
-            torch.cuda.set_stream(caller)
-        while len(self.ahead) > AHEAD:
-            for event in self.ahead[0][0]:
-                event.synchronize()
-            self.ahead.popleft()
-
-    def _turn(self, work: list[Iterator[bool]]) -> None:
-        through = [torch.cuda.Event(blocking=True) for _ in work]
-        unfinished = deque(enumerate(work))
-        stuck = 0
-        while unfinished:
-            here, generator = unfinished.popleft()
-            self.news.stream, self.news.event = self.streams[here], through[here]  # it will have launched what it sends
-            torch.cuda.set_stream(self.streams[here])
-            for progress in generator:
-                stuck = 0 if progress else stuck + 1
-                if not progress:
-                    unfinished.append((here, generator))
-                    break
-            else:
-                stuck = 0
-            through[here].record(self.streams[here])
-            if unfinished and unfinished[-1][1] is generator:
-                through[here] = torch.cuda.Event(blocking=True)
-            if stuck > len(unfinished):
-                raise RuntimeError("no stage can go on: the programs wait for each other")
-        self.through.append(through)
-        self.ahead.append((through, self.news.taken()))
-
-    def _begin(self, caller: torch.cuda.Stream) -> None:
-        """Let every stream wait for what it must not overtake."""
-        self.news.waited.clear()
-        if not self.apart:
-            for stream in self.streams:
-                stream.wait_stream(caller)
-        elif len(self.through) == BEHIND:
-            # The stage below has by then gone further: every turn begins with its message, of the same turn.
-            for stream, event in zip(self.streams, self.through[0][1:], strict=False):
-                stream.wait_event(event)
-                self.news.waited[event] = stream
-        if self.sleeps:
-            for stream in self.streams:
-                with torch.cuda.stream(stream):
-                    torch.cuda._sleep(self.sleeps.choice((0, 0, 10_000, 1_000_000)))
-        self.apart = True
+            self.deck.tick()
 
     @contextmanager
-    def _on(self, here: int) -> Iterator[None]:
-        with torch.cuda.stream(self.streams[here]) if self.streams else nullcontext():
-            yield
-
-    def later(self, tensor: Tensor, k: int) -> Tensor:
-        """A copy of what stage k is making, for a caller who does not wait."""
-        with self._on(k - 1):
-            copy = tensor.detach().clone()
-            return Later.of(copy) if self.streams else copy
+    def _here(self) -> Iterator[torch.cuda.Stream | None]:
+        """On the engine's stream, behind what the caller has asked for so far; the caller's stream."""
+        if self.stream is None:
+            yield None
+            return
+        caller = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            yield caller
 
     @contextmanager
     def beside(self, k: int) -> Iterator[None]:
-        if not self.streams:
+        with self._here() as caller:
             yield
-            return
-        here, there = torch.cuda.current_stream(self.device), self.streams[k - 1]
-        there.wait_stream(here)
-        with torch.cuda.stream(there):
-            yield
-        here.wait_stream(there)
+        if caller is not None and self.stream is not None:
+            caller.wait_stream(self.stream)
 
     def settle(self) -> None:
-        if self.streams and self.apart:
-            here = torch.cuda.current_stream(self.device)
-            for stream in self.streams:
-                here.wait_stream(stream)
-        self.through.clear()
-        self.apart = False
+        with self.beside(1):
+            self.deck.flush()
+
+    def later(self, tensor: Tensor, k: int) -> Tensor:
+        """A copy of what stage k is making, for a caller who does not wait."""
+        if not self.deck.defers:
+            return tensor.detach().clone()
+        copy = torch.empty_like(tensor)
+        if self.stream is not None:
+            copy.record_stream(self.stream)
+        self.deck.first(k - 1, lambda: copy.copy_(tensor))  # in its next turn
+        return Later.of(copy, self.settle)

@@ -4,8 +4,8 @@ Exactly the stage that it stands in for: the same policies choose the weights, t
 fits no slot (another shape, such as a short last one; one that is left out; a model that cannot be recorded) runs
 eagerly beside the others, on the same weights and into the same window.
 
-Recorded work is put on a tape, which is launched at the end of a turn, or ahead of anything that is done eagerly: then
-the whole turn of a stage is a single call. Only copies into slots and from above are made before it.
+Recorded work is put on the deck (see deck.py), which launches it together with that of the other stages, or ahead of
+anything that is done eagerly.
 
 Nothing here waits for the device. So a loss or gradient that is not finite is noted there, with its number, and looked
 at from time to time; `settle` waits and looks.
@@ -30,10 +30,10 @@ from torch.utils import _pytree as pytree
 from offbeat.errors import NotFinite, NotRecorded, earliest, first_line
 from offbeat.links.wire import copied_tensor
 from offbeat.metrics import batch_size
-from offbeat.stage import joining
+from offbeat.stage.deck import Deck
 from offbeat.stage.memory import size
 from offbeat.stage.notes import Notes
-from offbeat.stage.recorded import Recorded, Tape, captures, recording
+from offbeat.stage.recorded import Recorded, captures, recording
 from offbeat.stage.ring import BEHIND, Ring
 from offbeat.stage.stage import USERS_CODE, InFlight, Stage
 from offbeat.stage.weights import Stash, Version, Work
@@ -68,8 +68,9 @@ class GraphedStage(Stage):
 
     window: FixedSums
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, deck: Deck, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.deck, self.rank = deck, self.k - 1
         self.window = FixedSums(self.parameters)
         self.notes = Notes(self.device)
         self.eager: str | None = None  # why nothing is recorded
@@ -79,7 +80,6 @@ class GraphedStage(Stage):
         self.turn = self.irregular = 0  # forwards so far, and those of them that were not recorded
         self.below: list[Tensor | None] = []  # what gradients of inputs look like
         self.recording = False
-        self.tape = Tape(self.device)
         self.reset()
         self.weights.do = self._do
         unfit = _unfit(self)
@@ -88,13 +88,13 @@ class GraphedStage(Stage):
 
     def reset(self) -> None:
         """Forget what was recorded, since tensors have moved; the batches in flight go on eagerly."""
-        self.launch()
-        self.tape.clear()
+        self.deck.forget()
         self.small: dict[object, Recorded | None] = {}  # copies and the like; None before they were first done
+        self.rates: list[Tensor] = []  # of learning on the host, as the schedule has left them
         self.backward_waits = False  # whether a backward is on the tape
         self.kind: Any = None  # of the batches that were recorded
         self.target: Any = None  # the same of their targets
-        self.known: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # what was given and lies like its place
+        self.known: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # what neighbours have given, by id
         self.free: dict[int, deque[Slot]] = {}  # slots by the memory of the weights
         self.slots: dict[int, Slot] = {}  # of the batches in flight that have one
         self.given: list[Tensor] = []  # where a recorded backward finds the gradients from above
@@ -137,7 +137,7 @@ class GraphedStage(Stage):
             self.launch()
         batch.kept = self.weights.remember() if self.keeping else None
         assert slot.forward is not None
-        self.tape.put(slot.forward)
+        self.deck.put(self.rank, slot.forward, makes=True)
         slot.forwarded, self.slots[t] = self.turn, slot
         self._forwarded(t, batch, slot.samples)
         if self.last:
@@ -156,7 +156,6 @@ class GraphedStage(Stage):
         batch = self.in_flight[t]
         self.weights.returning(batch.version)
         if slot.backward is None:
-            self.launch()
             self._record_backwards(gradients)
             if self.eager is not None:
                 return self.backward(t, gradients)
@@ -164,11 +163,12 @@ class GraphedStage(Stage):
             assert gradients is not None
             if self.backward_waits:
                 self.launch()
-            self._copy(self.given, [gradient for gradient in gradients if gradient is not None])
+            for place, gradient in zip(self.given, (g for g in gradients if g is not None), strict=True):
+                self._copy(place, gradient)
         if not self.window.levels:
             self._do("zero", self.window.zero)
         assert slot.backward is not None
-        self.tape.put(slot.backward)
+        self.deck.put(self.rank, slot.backward)
         self.backward_waits = True
         self.window.count(t, self._level(batch))
         self.backwards += 1
@@ -190,16 +190,22 @@ class GraphedStage(Stage):
             if self.kind is not None:
                 self.small[key] = None
             return
-        piece = self.small[key]
+        self._put(key, work)
+
+    def _put(self, key: object, work: Work, *, reads: bool = False) -> None:
+        piece = self.small.get(key)
         if piece is None:
-            self.launch()
             with recording(self.device):
                 piece = self.small[key] = self._recorded(work)
-        self.tape.put(piece)
+        self.deck.put(self.rank, piece, reads=reads)
 
     def launch(self) -> None:
         self.backward_waits = False
-        self.tape.launch()
+        self.deck.flush()
+
+    def end_turn(self) -> None:
+        self.backward_waits = False
+        self.deck.close(self.rank)
 
     def _kind(self, x: Any) -> Any:
         """What must be alike in all batches of one recording."""
@@ -232,23 +238,24 @@ class GraphedStage(Stage):
 
     def _fill(self, slot: Slot, x: Any, target: Any) -> None:
         """Copy a batch into its slot; stages below the last only pass the target on."""
-        given = _only_tensors(x)
-        if self.last:
-            given = given + _only_tensors(target)
-        else:
+        given, targets = _only_tensors(x), _only_tensors(target) if self.last else []
+        if not self.last:
             slot.batch.target = target
-        self._copy(slot.places, given)
-
-    def _copy(self, places: list[Tensor], given: list[Tensor]) -> None:
-        """Copy what a neighbour gives, which mostly lies in one of its slots and comes again."""
-        for place, tensor in zip(places, given, strict=True):
-            if self.known.get(id(tensor)) is tensor:
-                joining.copy(place, tensor)
-            elif joining.alike(place, tensor):
-                self.known[id(tensor)] = tensor
-                joining.copy(place, tensor)
+        inputs, places = slot.places[: len(given)], slot.places[len(given) :]
+        for place, tensor in chain(zip(places, targets, strict=True), zip(inputs, given, strict=True)):
+            if self.k == 1 or any(place is other for other in places):  # from the caller: new memory every time
+                self.deck.first(self.rank, partial(place.copy_, tensor))
             else:
-                place.copy_(tensor, non_blocking=True)
+                self._copy(place, tensor, reads=True)
+
+    def _copy(self, place: Tensor, tensor: Tensor, *, reads: bool = False) -> None:
+        """Copy what a neighbour gives, which mostly lies in one of its slots and comes again."""
+        if self.known.get(id(tensor)) is tensor:
+            self._put((id(tensor), id(place)), partial(place.copy_, tensor), reads=reads)
+        else:
+            self.known[id(tensor)] = tensor
+            self.launch()
+            place.copy_(tensor)
 
     # ---- recording
 
@@ -384,11 +391,9 @@ class GraphedStage(Stage):
     def _apply(self, over: int) -> None:
         self.applied.append(list(self.window.batches))
         if self.step is None and self.stepped and over == self.M and self._steps_alike():
-            self.launch()
             self.step = self._record_step()
         if isinstance(self.step, Recorded) and over == self.M:
-            self.tape.put(self.step)
-            self.launch()  # ahead of what a schedule does to the rate
+            self.deck.put(self.rank, self.step)
         else:
             self.launch()
             self._work_update(over)
@@ -413,6 +418,31 @@ class GraphedStage(Stage):
         if gradients and self.on_nan == "stop":
             self.notes.gradients(gradients)
         super()._apply(over)
+
+    def _advance(self) -> None:
+        """The schedule reckons on the host; the device learns of a new rate when it has made this update."""
+        groups = self.optimizer.param_groups if self.optimizer and self.deck.defers else []
+        there = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
+        if not there or len(there) < len(groups):
+            super()._advance()
+            return
+        if not self.rates:
+            self.launch()
+            self.rates = [rate.to("cpu", copy=True) for rate in there]
+        before = [float(rate) for rate in self.rates]
+        for group, rate in zip(groups, self.rates, strict=True):
+            group["lr"] = rate
+        super()._advance()
+        self.rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, there, strict=True):
+            group["lr"] = rate
+        now = [float(rate) for rate in self.rates]
+        if now != before:
+            self.deck.after(self.rank, partial(_fill, there, now))
+
+    def resume_schedule(self, updates: int) -> None:
+        super().resume_schedule(updates)
+        self.rates = []
 
     def restart(self) -> None:
         super().restart()
@@ -455,6 +485,11 @@ def _unfit(stage: Stage) -> str | None:
     if stage.weights.replays and (answers.forward or answers.backward):
         return "its forwards are repeated on predicted weights"
     return None
+
+
+def _fill(places: list[Tensor], values: list[float]) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.fill_(value)
 
 
 def _pool(device: torch.device) -> Any:

@@ -1,8 +1,7 @@
-"""What a host asks of a GPU without torch, since that takes too long or torch has no way to say it.
+"""Many captured CUDA graphs as one, which a single call launches, and whose branches the device runs at once.
 
-Several captured CUDA graphs become one, which a single call launches: their host time is that of one of them. Where
-that cannot be done (a torch before 2.8, which does not tell its graphs; no such driver), the graphs are launched one
-after the other, which gives the same numbers.
+Torch has no way to say this, so the driver is asked. Where that cannot be done (a torch before 2.8, which does not tell
+its graphs; no such driver), the graphs are launched one after the other, which gives the same numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def new_graph() -> torch.cuda.CUDAGraph:
@@ -21,29 +19,16 @@ def new_graph() -> torch.cuda.CUDAGraph:
     return torch.cuda.CUDAGraph(keep_graph=True) if _kept() else torch.cuda.CUDAGraph()
 
 
-def join(graphs: list[torch.cuda.CUDAGraph]) -> Callable[[], None] | None:
-    """A function that launches them, one after the other, on the current stream; None where they cannot be joined."""
-    if len(graphs) < 2 or not _kept() or _driver() is None:
-        return None
-    return _Joined(graphs)
+Graph = torch.cuda.CUDAGraph
+Waits = list[tuple[int, int, int, int]]
 
 
-def copy(place: Tensor, tensor: Tensor) -> None:
-    """Copy a tensor to one that is `alike`, on the current stream, as plain bytes."""
-    driver = _driver() if place.is_cuda else None
-    if driver is None:
-        place.copy_(tensor)
-        return
-    stream = torch._C._cuda_getCurrentRawStream(place.get_device())
-    failed = driver.cuMemcpyDtoDAsync_v2(place.data_ptr(), tensor.data_ptr(), tensor.nbytes, stream)
-    if failed:
-        raise RuntimeError(f"cuMemcpyDtoDAsync: error {failed}")
+def join(branches: list[list[Graph]], waits: Waits) -> Callable[[], None] | None:
+    """A function that launches branches, of graphs in a row, on the current stream; None where they cannot be joined.
 
-
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether they have the same bytes if they have the same values."""
-    return (one.device == other.device and one.dtype == other.dtype and one.shape == other.shape
-            and one.stride() == other.stride() and torch.ops.aten.is_non_overlapping_and_dense(other))  # fmt: skip
+    (i, a, j, b) in `waits`: graph a of branch i waits for graph b of branch j, a branch before it.
+    """
+    return _Joined(branches, waits) if _kept() and _driver() is not None else None
 
 
 @cache
@@ -56,7 +41,6 @@ def _driver() -> Any:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        driver.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
         driver.cuGraphExecDestroy.argtypes = [ctypes.c_void_p]
         driver.cuGraphInstantiateWithFlags.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong]
     except (OSError, AttributeError):
@@ -65,24 +49,29 @@ def _driver() -> Any:
 
 
 class _Joined:
-    """A chain of child graphs, ready to be launched; holds the graphs, whose memory it works on."""
+    """A graph of child graphs, ready to be launched; holds them, since it works on their memory."""
 
-    def __init__(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
-        self.graphs, self.driver = graphs, _driver()
+    def __init__(self, branches: list[list[Graph]], waits: Waits) -> None:
+        self.branches, self.driver = branches, _driver()
         self.device = torch.cuda.current_device()
         self.executable = ctypes.c_void_p()
-        whole, before = ctypes.c_void_p(), None
+        whole = ctypes.c_void_p()
         self._ask("cuGraphCreate", ctypes.byref(whole), 0)
+        nodes: dict[tuple[int, int], Any] = {}
         try:
-            for graph in graphs:
-                node = ctypes.c_void_p()
-                behind = None if before is None else (ctypes.c_void_p * 1)(before)
-                child = ctypes.c_void_p(graph.raw_cuda_graph())
-                self._ask("cuGraphAddChildGraphNode", ctypes.byref(node), whole, behind, int(bool(behind)), child)
-                before = node.value
+            for i, branch in enumerate(branches):
+                for a, graph in enumerate(branch):
+                    before = [nodes[j, b] for here, there, j, b in waits if (here, there) == (i, a)]
+                    nodes[i, a] = self._add(whole, graph, before + ([nodes[i, a - 1]] if a else []))
             self._ask("cuGraphInstantiateWithFlags", ctypes.byref(self.executable), whole, 0)
         finally:
             self.driver.cuGraphDestroy(whole)
+
+    def _add(self, whole: Any, graph: Graph, before: list[Any]) -> Any:
+        node, behind = ctypes.c_void_p(), (ctypes.c_void_p * len(before))(*before)
+        child = ctypes.c_void_p(graph.raw_cuda_graph())
+        self._ask("cuGraphAddChildGraphNode", ctypes.byref(node), whole, behind, ctypes.c_size_t(len(before)), child)
+        return node.value
 
     def _ask(self, name: str, *arguments: Any) -> None:
         self._check(name, getattr(self.driver, name)(*arguments))

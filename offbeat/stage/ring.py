@@ -9,12 +9,15 @@ groups of M that share the memory of one version, and the groups go round:
                      version   0  0  1  1  2  2  0  0  1      (ceil(3/2) + 1 = 3 are alive at once)
 
 A slot is used again when its batch has come back, and when the neighbours have read what it last gave them: they are at
-most `BEHIND` turns behind (see engines/streams.py), and read a gradient `below` turns after it was made.
+most `BEHIND` turns behind (see deck.py), and read a gradient `below` turns after it was made. The rings of all stages
+divide a common period, so that after it everything comes again, also who gives to whom; this is why some stages have
+more slots than they need, all of them together less than twice as many.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from offbeat.method import Method
 
@@ -31,7 +34,7 @@ class Ring:
 
     >>> from offbeat.methods import ADL
     >>> Ring.of(ADL(M=4), 1, 8, copies=True)  # lag 14: 15 batches in flight, 5 versions
-    Ring(groups=5, each=4, below=0)
+    Ring(groups=6, each=4, below=0)
     >>> Ring.of(ADL(M=4, weights="hybrid"), 1, 8, copies=False)
     Ring(groups=1, each=16, below=0)
     """
@@ -43,14 +46,34 @@ class Ring:
     @classmethod
     def of(cls, method: Method, k: int, K: int, *, copies: bool) -> Ring:
         """The ring of stage k of K; `copies` says whether its forwards run on copies of the weights."""
-        lag = method.lag(k, K)
-        below = method.lag(k - 1, K) - lag if k > 1 else 0
-        least = max(lag, below) + BEHIND
-        if not copies:
-            return cls(1, least, below)
-        versions = method.versions(k, K) + (method.forward == "before")  # one is made before the oldest goes
-        return cls(max(versions, -(-least // method.M)), method.M, below)
+        below = method.lag(k - 1, K) - method.lag(k, K) if k > 1 else 0
+        M = method.M if copies else 1
+        slots = _round(_period(method, K), _least(method, k, K, copies=copies), M)
+        return cls(slots // M, M, below) if copies else cls(1, slots, below)
 
     @property
     def slots(self) -> int:
         return self.groups * self.each
+
+
+def _least(method: Method, k: int, K: int, *, copies: bool) -> int:
+    """Slots that stage k cannot do without."""
+    lag = method.lag(k, K)
+    least = max(lag, method.lag(k - 1, K) - lag if k > 1 else 0) + BEHIND
+    if not copies:
+        return least
+    versions = method.versions(k, K) + (method.forward == "before")  # one is made before the oldest goes
+    return method.M * max(versions, -(-least // method.M))
+
+
+def _round(period: int, least: int, M: int) -> int:
+    """The smallest divisor of the period that is enough, in whole groups of M."""
+    return next(n for n in range(M, period + 1, M) if n >= least and period % n == 0)
+
+
+@cache
+def _period(method: Method, K: int) -> int:
+    """Turns after which everything comes again: those that need fewest slots in all."""
+    needs = [_least(method, k, K, copies=True) for k in range(1, K + 1)]
+    most, M = max(needs), method.M
+    return min(range(most, 2 * most + 1, M), key=lambda period: sum(_round(period, need, M) for need in needs))

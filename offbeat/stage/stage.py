@@ -415,11 +415,15 @@ class Stage:
         if self.deferred:
             self.deferred.commit()
         if self.scheduler:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-                self.scheduler.step()
+            self._advance()
         self.update_index += 1
         self.window.clear()
+
+    def _advance(self) -> None:
+        """On to the learning rate of the next update."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            self.scheduler.step()  # type: ignore[union-attr]
 
     def _apply(self, over: int) -> None:
         assert self.optimizer is not None
@@ -468,6 +472,9 @@ class Stage:
 
     def launch(self) -> None:
         """Have done what was only asked for so far."""
+
+    def end_turn(self) -> None:
+        """This stage has done all operations of its local iteration."""
 
     def reset(self) -> None:
         """Tensors are about to be exchanged: forget what relies on where they are."""

@@ -1,0 +1,71 @@
+"""Captured work without a GPU: what is asked for runs later, in any order that the recorded graphs allow.
+
+A captured piece gives its results a place before it has run, and does its work whenever it is launched; the pieces of
+one launch run at once, held back only by what they wait for. Here they run one after the other, in a random order.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from offbeat.stage import deck, graphed, joining
+from offbeat.stage.recorded import Recorded
+
+
+def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
+    """Have everything captured from now on; the sizes of what is launched at once are noted in the list."""
+    order, launched = random.Random(seed), []
+
+    class Captured(Recorded):
+        def __init__(self, work, *, device: torch.device, pool=None) -> None:
+            self.repeat, self.graph = work, self
+
+        def __call__(self) -> None:
+            launched.append(1)
+            self.repeat()
+
+    def join(branches, waits):
+        def launch() -> None:
+            launched.append(len(branches))
+            todo = {(i, a): piece for i, branch in enumerate(branches) for a, piece in enumerate(branch)}
+            while todo:
+                held = {(i, a) for i, a, j, b in waits if (j, b) in todo}
+                free = [(i, a) for i, a in todo if (i, a - 1) not in todo and (i, a) not in held]
+                todo.pop(order.choice(free)).repeat()
+
+        return launch
+
+    forward, record = graphed.GraphedStage._work_forward, graphed.GraphedStage._record_forwards
+
+    def into_its_place(stage, slot) -> None:
+        place = slot.output
+        forward(stage, slot)
+        if place is not None:
+            for old, new in zip(pytree.tree_leaves(place), pytree.tree_leaves(slot.output), strict=True):
+                old.copy_(new)
+            slot.output = place
+
+    def with_places(stage, x, target) -> None:
+        """A capture runs the code, and nothing comes of it."""
+        kept = [tensor.clone() for tensor in (*stage.module.buffers(), stage.notes.sums, stage.notes.counts)]
+        record(stage, x, target)
+        for slots in stage.free.values():
+            for slot in slots:
+                stage.recording = True
+                forward(stage, slot)
+                stage.recording = False
+        for tensor, old in zip((*stage.module.buffers(), stage.notes.sums, stage.notes.counts), kept, strict=True):
+            tensor.data.copy_(old)
+        stage.notes.bad.zero_()
+
+    monkeypatch.setattr(graphed, "Recorded", Captured)
+    monkeypatch.setattr(deck, "captures", lambda device: True)
+    monkeypatch.setattr(deck.Deck, "_keep_up", lambda self, work: None)
+    monkeypatch.setattr(joining, "join", join)
+    monkeypatch.setattr(graphed.GraphedStage, "_work_forward", into_its_place)
+    monkeypatch.setattr(graphed.GraphedStage, "_record_forwards", with_places)
+    return launched
