@@ -1,0 +1,185 @@
+"""Benchmarks: speed of every row beside the others, and how time, memory and staleness grow with K."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from offbeat.report.charts import Bar, Line, bars, lines
+from offbeat.report.folders import counted, read_json
+from offbeat.report.overview import ran
+from offbeat.report.parts import Section, facts, figures, missing, notes, table
+from offbeat.report.stages import size
+from offbeat.report.svg import Picture
+
+FAMILIES = {"offbeat": 0, "torch": 1, "bp": 7}
+SCALES = {"seconds_per_batch": 1.0, "samples_per_second": 1.0}
+
+
+def numbers(value: Any) -> list[float]:
+    """The finite numbers in a list, or a number alone."""
+    values = value if isinstance(value, list) else [value]
+    return [float(item) for item in values
+            if isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item)]  # fmt: skip
+
+
+def flat(content: Mapping[str, Any]) -> dict[str, str]:
+    """Settings as text; what is nested or long is left out."""
+    simple = {name: value for name, value in content.items() if isinstance(value, str | int | float | bool)}
+    lists = {name: ", ".join(map(str, value)) for name, value in content.items()
+             if isinstance(value, list) and len(value) <= 24 and all(isinstance(item, str | int | float) for item in value)}  # fmt: skip
+    return {name.replace("_", " "): f"{value:g}" if isinstance(value, float) else str(value)
+            for name, value in {**simple, **lists}.items()}  # fmt: skip
+
+
+def opened(path: Path, problems: list[str]) -> dict[str, Any]:
+    content = read_json(path, problems)
+    if content is not None and not isinstance(content, dict):
+        problems.append(f"{path.name} holds no JSON object")
+    return content if isinstance(content, dict) else {}
+
+
+def bench(path: Path, name: str) -> tuple[str, list[Section]]:
+    """The sections of a benchmark, and its title."""
+    problems: list[str] = []
+    content = opened(path / "bench.json", problems)
+    settings = content.get("settings") if isinstance(content.get("settings"), dict) else {}
+    rows = [row for row in content.get("rows", []) if isinstance(row, dict) and numbers(row.get("samples_per_second"))] if (
+        isinstance(content.get("rows"), list)) else []  # fmt: skip
+    first = Section("What was run")
+    for problem in problems:
+        first.html(missing(problem, warn=True))
+    if rows:
+        first.html(_headline(rows))
+    provenance = content.get("provenance")
+    first.html(ran(provenance if isinstance(provenance, dict) else {}, more=flat(settings or {})))
+    title = f"Benchmark: {(settings or {}).get('model', path.name)}"
+    if not rows:
+        return title, [first, Section("Speed").html(missing("no row has been measured: run `offbeat bench` to its end"))]
+    return title, [first, _speeds(rows, content.get("bound"), name), _memory(rows, name)]
+
+
+def _speed(row: dict[str, Any]) -> float:
+    return median(numbers(row["samples_per_second"]))
+
+
+def _headline(rows: Sequence[dict[str, Any]]) -> str:
+    def best(of: Sequence[dict[str, Any]], what: str) -> list[tuple[str, str, str]]:
+        row = max(of, key=_speed, default=None)
+        return [(what, f"{_speed(row):,.0f}", f"samples a second, {row.get('name')}")] if row else []
+
+    ours, theirs = ([row for row in rows if row.get("family") == family] for family in ("offbeat", "torch"))
+    shown = best(ours, "fastest of Offbeat") + best(theirs, "fastest of torch")
+    shown += best([row for row in rows if row.get("family") == "bp"], "back-propagation")
+    if ours and theirs:
+        shown.append(("Offbeat : torch", f"{max(map(_speed, ours)) / max(map(_speed, theirs)):.2f}", "the fastest of each"))
+    return figures(shown)
+
+
+def _speeds(rows: Sequence[dict[str, Any]], bound: Any, name: str) -> Section:
+    section = Section("Speed", "Samples a second: the median of the repetitions, its whisker the slowest and the fastest. "
+                               "Blue is Offbeat, orange torch's own, grey back-propagation.")  # fmt: skip
+    limit = numbers(bound.get("samples_per_second")) if isinstance(bound, dict) else []
+    drawn = []
+    for row in sorted(rows, key=_speed, reverse=True):
+        values = numbers(row["samples_per_second"])
+        drawn.append(Bar(
+            str(row.get("name")), median(values), f"{median(values):,.0f}", FAMILIES.get(str(row.get("family")), 6),
+            spread=(min(values), max(values)) if len(values) > 1 else None,
+            tip=f"{row.get('name')}: {median(values):,.1f} ({min(values):,.1f} to {max(values):,.1f}) samples a second, "
+                f"{counted(len(values), 'repetition')}",
+        ))  # fmt: skip
+    caption = f"The cuts would allow {median(limit):,.0f} if messages cost nothing." if limit else ""
+    section.pictures(Picture(f"{name}-speed", "Samples a second", lambda width: bars(drawn, width), caption))
+    base = next((row for row in rows if row.get("family") == "bp"), None)
+    cells = []
+    for row in rows:
+        values, moved, peak = numbers(row["samples_per_second"]), numbers(row.get("bytes_moved")), numbers(
+            row.get("memory_per_worker"))  # fmt: skip
+        batch = numbers(row.get("seconds_per_batch"))
+        cells.append([
+            str(row.get("name")), "exact" if row.get("exact") is True else "stale" if row.get("exact") is False else "-",
+            str(row.get("workers", "-")), f"{median(values):,.1f}", f"{min(values):,.1f} to {max(values):,.1f}",
+            f"{_speed(row) / _speed(base):.2f}" if base else "-", f"{1e3 * median(batch):,.1f}" if batch else "-",
+            size(peak[0]) if peak else "-", size(moved[0]) if moved else "-", str(row.get("note") or ""),
+        ])  # fmt: skip
+    columns = ["row", "gradient", "workers", "samples/s", "range", f"x {base.get('name')}" if base else "x BP", "ms a batch",
+               "memory a worker", "moved a batch", "note"]  # fmt: skip
+    return section.html(table(columns, cells, words=("note",)))
+
+
+def _memory(rows: Sequence[dict[str, Any]], name: str) -> Section:
+    section = Section("Memory and traffic")
+    made = []
+    for key, title in (("memory_per_worker", "Memory a worker"), ("bytes_moved", "Bytes moved a batch")):
+        drawn = [Bar(str(row.get("name")), value[0], size(value[0]), FAMILIES.get(str(row.get("family")), 6))
+                 for row in rows if (value := numbers(row.get(key)))]  # fmt: skip
+        if drawn:
+            made.append(Picture(f"{name}-{key.replace('_', '-')}", title,
+                                lambda width, drawn=drawn: bars(drawn, width), full=False))  # type: ignore[misc]  # fmt: skip
+    return section.pictures(*made) if made else section.html(missing("bench.json has no figures of them"))
+
+
+def scaling(path: Path, name: str) -> tuple[str, list[Section]]:
+    """The sections of a scaling study: each list of records as lines over K, and as a table."""
+    problems: list[str] = []
+    content = opened(path / "scaling.json", problems)
+    first = Section("What was run")
+    for problem in problems:
+        first.html(missing(problem, warn=True))
+    provenance, settings = content.get("provenance"), content.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
+    first.html(ran(provenance if isinstance(provenance, dict) else {}, more=flat(settings)))
+    sections = [first]
+    for key, value in content.items():
+        records = [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+        if records:
+            sections.append(_records(key, records, name))
+        elif key == "notes" and isinstance(value, list):
+            sections.append(Section("To read it").html(notes([str(line) for line in value])))
+    if len(sections) == 1:
+        sections.append(Section("Growth").html(missing("no records: run `offbeat bench scaling` to its end")))
+    return f"Scaling: {settings.get('model', path.name)}", sections
+
+
+def _records(key: str, records: Sequence[dict[str, Any]], name: str) -> Section:
+    columns = list(dict.fromkeys(column for row in records for column, value in row.items()
+                                 if isinstance(value, str | int | float | bool) or numbers(value)))  # fmt: skip
+    section = Section(key.replace("_", " ").capitalize())
+    over = next((column for column in ("K", "batch_size", "b", "depth") if len({
+        tuple(numbers(row.get(column))) for row in records}) > 1), None)  # fmt: skip
+    names = [column for column in columns if any(isinstance(row.get(column), str) for row in records)]
+    made = []
+    for column in columns if over else ():
+        groups: dict[str, list[tuple[float, float]]] = {}
+        for row in records:
+            at, value = numbers(row.get(str(over))), numbers(row.get(column))
+            if at and value and column not in (over, *names) and not isinstance(row.get(column), bool):
+                label = " ".join(str(row[named]) for named in names if named in row)
+                groups.setdefault(label, []).append((at[0], median(value)))
+        if any(len({point[0] for point in points}) > 1 for points in groups.values()) and len({
+                point[1] for points in groups.values() for point in points}) > 1:  # fmt: skip
+            drawn = [Line(label or column, sorted(points), place) for place, (label, points) in enumerate(groups.items())]
+            made.append(Picture(
+                f"{name}-{key}-{column}".replace("_", "-"), column.replace("_", " "),
+                lambda width, drawn=drawn, column=column: lines(  # type: ignore[misc]
+                    drawn, width, x=str(over), y=column.replace("_", " "), whole=True, form=".4g"),
+                full=False,
+            ))  # fmt: skip
+    if made:
+        section.pictures(*made)
+
+    def cell(value: Any) -> str:
+        if isinstance(value, str | bool):
+            return str(value)
+        found = numbers(value)
+        return "-" if not found else f"{median(found):,.4g}" if isinstance(value, float | list) else f"{value:,}"
+
+    rows = [[cell(row.get(column)) for column in columns] for row in records]
+    return section.html(table([column.replace("_", " ") for column in columns], rows))
+
+
+__all__ = ["bench", "facts", "scaling"]
