@@ -11,12 +11,11 @@ from typing import Any
 from offbeat.report.charts import Bar, Line, bars, lines
 from offbeat.report.folders import counted, read_json
 from offbeat.report.overview import ran
-from offbeat.report.parts import Section, facts, figures, missing, notes, table
+from offbeat.report.parts import Section, figures, missing, notes, table
 from offbeat.report.stages import size
 from offbeat.report.svg import Picture
 
 FAMILIES = {"offbeat": 0, "torch": 1, "bp": 7}
-SCALES = {"seconds_per_batch": 1.0, "samples_per_second": 1.0}
 
 
 def numbers(value: Any) -> list[float]:
@@ -27,39 +26,66 @@ def numbers(value: Any) -> list[float]:
 
 
 def flat(content: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as text; what is nested or long is left out."""
-    simple = {name: value for name, value in content.items() if isinstance(value, str | int | float | bool)}
-    lists = {name: ", ".join(map(str, value)) for name, value in content.items()
-             if isinstance(value, list) and len(value) <= 24 and all(isinstance(item, str | int | float) for item in value)}  # fmt: skip
-    return {name.replace("_", " "): f"{value:g}" if isinstance(value, float) else str(value)
-            for name, value in {**simple, **lists}.items()}  # fmt: skip
+    """Settings as text: those of a word or two in one line, longer ones by themselves, what is nested left out."""
+    short, long = [], {}
+    for key, value in content.items():
+        name, items = key.replace("_", " "), value if isinstance(value, list) else [value]
+        if not items or len(items) > 24 or not all(isinstance(item, str | int | float) for item in items):
+            continue
+        text = ", ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+        if len(text) > 40:
+            long[name] = text
+        else:
+            short.append(f"{name} {'yes' if value is True else 'no' if value is False else text}")
+    return {**({"settings": "; ".join(short)} if short else {}), **long}
 
 
-def opened(path: Path, problems: list[str]) -> dict[str, Any]:
+def opened(path: Path, first: Section) -> dict[str, Any]:
+    """The content of a file, and what was run by it in the first section."""
+    problems: list[str] = []
     content = read_json(path, problems)
     if content is not None and not isinstance(content, dict):
         problems.append(f"{path.name} holds no JSON object")
+    for problem in problems:
+        first.html(missing(problem, warn=True))
     return content if isinstance(content, dict) else {}
+
+
+def described(content: Mapping[str, Any]) -> str:
+    provenance, settings = content.get("provenance"), content.get("settings")
+    return ran(provenance if isinstance(provenance, dict) else {},
+               more=flat(settings if isinstance(settings, dict) else {}))  # fmt: skip
+
+
+def title_of(content: Mapping[str, Any], path: Path) -> str:
+    settings = content.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
+    if not settings.get("model"):
+        return path.name
+    letters = [f"{letter}={settings[key]}" for letter, key in (("K", "K"), ("b", "batch_size")) if settings.get(key)]
+    return ", ".join([str(settings["model"]), *letters])
 
 
 def bench(path: Path, name: str) -> tuple[str, list[Section]]:
     """The sections of a benchmark, and its title."""
-    problems: list[str] = []
-    content = opened(path / "bench.json", problems)
-    settings = content.get("settings") if isinstance(content.get("settings"), dict) else {}
-    rows = [row for row in content.get("rows", []) if isinstance(row, dict) and numbers(row.get("samples_per_second"))] if (
-        isinstance(content.get("rows"), list)) else []  # fmt: skip
     first = Section("What was run")
-    for problem in problems:
-        first.html(missing(problem, warn=True))
+    content = opened(path / "bench.json", first)
+    listed = content.get("rows")
+    rows = [row for row in listed if isinstance(row, dict) and numbers(row.get("samples_per_second"))] if (
+        isinstance(listed, list)) else []  # fmt: skip
     if rows:
         first.html(_headline(rows))
-    provenance = content.get("provenance")
-    first.html(ran(provenance if isinstance(provenance, dict) else {}, more=flat(settings or {})))
-    title = f"Benchmark: {(settings or {}).get('model', path.name)}"
+    first.html(described(content))
+    title = f"Benchmark: {title_of(content, path)}"
     if not rows:
-        return title, [first, Section("Speed").html(missing("no row has been measured: run `offbeat bench` to its end"))]
-    return title, [first, _speeds(rows, content.get("bound"), name), _memory(rows, name)]
+        none = missing("no row has been measured: run `offbeat bench` to its end")
+        return title, [first, Section("Speed").html(none)]
+    left_out = content.get("left_out")
+    return title, [first, _speeds(rows, content.get("bound"), left_out, name), _memory(rows, name)]
+
+
+def called(row: Mapping[str, Any]) -> str:
+    return str(row.get("title") or row.get("name"))
 
 
 def _speed(row: dict[str, Any]) -> float:
@@ -75,65 +101,74 @@ def _headline(rows: Sequence[dict[str, Any]]) -> str:
     shown = best(ours, "fastest of Offbeat") + best(theirs, "fastest of torch")
     shown += best([row for row in rows if row.get("family") == "bp"], "back-propagation")
     if ours and theirs:
-        shown.append(("Offbeat : torch", f"{max(map(_speed, ours)) / max(map(_speed, theirs)):.2f}", "the fastest of each"))
+        ratio = max(map(_speed, ours)) / max(map(_speed, theirs))
+        shown.append(("Offbeat : torch", f"{ratio:.2f}", "the fastest of each"))
     return figures(shown)
 
 
-def _speeds(rows: Sequence[dict[str, Any]], bound: Any, name: str) -> Section:
-    section = Section("Speed", "Samples a second: the median of the repetitions, its whisker the slowest and the fastest. "
-                               "Blue is Offbeat, orange torch's own, grey back-propagation.")  # fmt: skip
-    limit = numbers(bound.get("samples_per_second")) if isinstance(bound, dict) else []
+def _speeds(rows: Sequence[dict[str, Any]], bound: Any, left_out: Any, name: str) -> Section:
+    section = Section(
+        "Speed",
+        "Samples a second: the median of the repetitions, its whisker the slowest and the fastest. Blue is Offbeat, "
+        "orange torch's own, grey back-propagation.",
+    )
     drawn = []
     for row in sorted(rows, key=_speed, reverse=True):
         values = numbers(row["samples_per_second"])
+        tip = f"{called(row)}: {median(values):,.1f} samples a second ({min(values):,.1f} to {max(values):,.1f}), "
         drawn.append(Bar(
-            str(row.get("name")), median(values), f"{median(values):,.0f}", FAMILIES.get(str(row.get("family")), 6),
+            called(row), median(values), f"{median(values):,.0f}", FAMILIES.get(str(row.get("family")), 6),
             spread=(min(values), max(values)) if len(values) > 1 else None,
-            tip=f"{row.get('name')}: {median(values):,.1f} ({min(values):,.1f} to {max(values):,.1f}) samples a second, "
-                f"{counted(len(values), 'repetition')}",
+            tip=tip + counted(len(values), "repetition"),
         ))  # fmt: skip
-    caption = f"The cuts would allow {median(limit):,.0f} if messages cost nothing." if limit else ""
+    limit = numbers(bound.get("samples_per_second")) if isinstance(bound, dict) else []
+    if limit:
+        drawn.insert(0, Bar("bound of the cuts", median(limit), f"{median(limit):,.0f}", 6,
+                            tip=f"the slowest stage alone: {median(limit):,.1f} samples a second"))  # fmt: skip
+    caption = "Teal is what the cuts allow: the slowest stage alone, without messages." if limit else ""
     section.pictures(Picture(f"{name}-speed", "Samples a second", lambda width: bars(drawn, width), caption))
     base = next((row for row in rows if row.get("family") == "bp"), None)
-    cells = []
+    columns = ["row", "samples/s", "range", f"x {base.get('name')}" if base else "x BP", "ms a batch", "gradient",
+               "workers", "memory a worker", "moved a batch"]  # fmt: skip
+    section.html(table(columns, [_cells(row, base) for row in rows]))
+    said: dict[str, list[str]] = {}
     for row in rows:
-        values, moved, peak = numbers(row["samples_per_second"]), numbers(row.get("bytes_moved")), numbers(
-            row.get("memory_per_worker"))  # fmt: skip
-        batch = numbers(row.get("seconds_per_batch"))
-        cells.append([
-            str(row.get("name")), "exact" if row.get("exact") is True else "stale" if row.get("exact") is False else "-",
-            str(row.get("workers", "-")), f"{median(values):,.1f}", f"{min(values):,.1f} to {max(values):,.1f}",
-            f"{_speed(row) / _speed(base):.2f}" if base else "-", f"{1e3 * median(batch):,.1f}" if batch else "-",
-            size(peak[0]) if peak else "-", size(moved[0]) if moved else "-", str(row.get("note") or ""),
-        ])  # fmt: skip
-    columns = ["row", "gradient", "workers", "samples/s", "range", f"x {base.get('name')}" if base else "x BP", "ms a batch",
-               "memory a worker", "moved a batch", "note"]  # fmt: skip
-    return section.html(table(columns, cells, words=("note",)))
+        if row.get("note"):
+            said.setdefault(str(row["note"]), []).append(called(row))
+    lines = [f"{', '.join(names)}: {note}" for note, names in said.items()]
+    if isinstance(left_out, dict):
+        lines += [f"left out: {row} ({why})" for row, why in left_out.items()]
+    return section.html(notes(lines))
+
+
+def _cells(row: dict[str, Any], base: dict[str, Any] | None) -> list[str]:
+    values, batch = numbers(row["samples_per_second"]), numbers(row.get("seconds_per_batch"))
+    peak, moved = numbers(row.get("memory_per_worker")), numbers(row.get("bytes_moved"))
+    return [
+        called(row), f"{median(values):,.1f}", f"{min(values):,.1f} to {max(values):,.1f}",
+        f"{_speed(row) / _speed(base):.2f}" if base else "-", f"{1e3 * median(batch):,.1f}" if batch else "-",
+        "-" if "exact" not in row else "exact" if row["exact"] is True else "stale",
+        str(row.get("workers", "-")), size(peak[0]) if peak else "-", size(moved[0]) if moved else "-",
+    ]  # fmt: skip
 
 
 def _memory(rows: Sequence[dict[str, Any]], name: str) -> Section:
     section = Section("Memory and traffic")
     made = []
     for key, title in (("memory_per_worker", "Memory a worker"), ("bytes_moved", "Bytes moved a batch")):
-        drawn = [Bar(str(row.get("name")), value[0], size(value[0]), FAMILIES.get(str(row.get("family")), 6))
+        drawn = [Bar(called(row), value[0], size(value[0]), FAMILIES.get(str(row.get("family")), 6))
                  for row in rows if (value := numbers(row.get(key)))]  # fmt: skip
         if drawn:
             made.append(Picture(f"{name}-{key.replace('_', '-')}", title,
-                                lambda width, drawn=drawn: bars(drawn, width), full=False))  # type: ignore[misc]  # fmt: skip
+                                lambda width, drawn=drawn: bars(drawn, width), across=2))  # type: ignore[misc]  # fmt: skip
     return section.pictures(*made) if made else section.html(missing("bench.json has no figures of them"))
 
 
 def scaling(path: Path, name: str) -> tuple[str, list[Section]]:
     """The sections of a scaling study: each list of records as lines over K, and as a table."""
-    problems: list[str] = []
-    content = opened(path / "scaling.json", problems)
     first = Section("What was run")
-    for problem in problems:
-        first.html(missing(problem, warn=True))
-    provenance, settings = content.get("provenance"), content.get("settings")
-    settings = settings if isinstance(settings, dict) else {}
-    first.html(ran(provenance if isinstance(provenance, dict) else {}, more=flat(settings)))
-    sections = [first]
+    content = opened(path / "scaling.json", first)
+    sections = [first.html(described(content))]
     for key, value in content.items():
         records = [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
         if records:
@@ -142,7 +177,7 @@ def scaling(path: Path, name: str) -> tuple[str, list[Section]]:
             sections.append(Section("To read it").html(notes([str(line) for line in value])))
     if len(sections) == 1:
         sections.append(Section("Growth").html(missing("no records: run `offbeat bench scaling` to its end")))
-    return f"Scaling: {settings.get('model', path.name)}", sections
+    return f"Scaling: {title_of(content, path)}", sections
 
 
 def _records(key: str, records: Sequence[dict[str, Any]], name: str) -> Section:
@@ -162,12 +197,13 @@ def _records(key: str, records: Sequence[dict[str, Any]], name: str) -> Section:
                 groups.setdefault(label, []).append((at[0], median(value)))
         if any(len({point[0] for point in points}) > 1 for points in groups.values()) and len({
                 point[1] for points in groups.values() for point in points}) > 1:  # fmt: skip
-            drawn = [Line(label or column, sorted(points), place) for place, (label, points) in enumerate(groups.items())]
+            drawn = [Line(label or column, sorted(points), place)
+                     for place, (label, points) in enumerate(groups.items())]  # fmt: skip
             made.append(Picture(
                 f"{name}-{key}-{column}".replace("_", "-"), column.replace("_", " "),
                 lambda width, drawn=drawn, column=column: lines(  # type: ignore[misc]
                     drawn, width, x=str(over), y=column.replace("_", " "), whole=True, form=".4g"),
-                full=False,
+                across=2,
             ))  # fmt: skip
     if made:
         section.pictures(*made)
@@ -180,6 +216,3 @@ def _records(key: str, records: Sequence[dict[str, Any]], name: str) -> Section:
 
     rows = [[cell(row.get(column)) for column in columns] for row in records]
     return section.html(table([column.replace("_", " ") for column in columns], rows))
-
-
-__all__ = ["bench", "facts", "scaling"]

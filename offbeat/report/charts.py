@@ -31,10 +31,10 @@ class Line:
 
 
 def lines(drawn: Sequence[Line], width: int, *, x: str, y: str, height: int = 0, whole: bool = False,
-          log: bool | None = None, form: str = ".2f", unit: str = "", zero: bool = False) -> Canvas:  # fmt: skip
+          log: bool | None = None, form: str = ".2f", unit: str = "", origin: bool = False) -> Canvas:  # fmt: skip
     """Lines with their names at their ends, or below where there is no room; log: None where the values decide."""
     drawn = [line for line in drawn if line.points]
-    xs = [point[0] for line in drawn for point in line.points]
+    xs = [point[0] for line in drawn for point in line.points] + [0.0] * origin
     ys = [point[1] for line in drawn for point in line.points] + [
         value for line in drawn for pair in line.band for value in pair]  # fmt: skip
     low, high = min(ys), max(ys)
@@ -50,8 +50,8 @@ def lines(drawn: Sequence[Line], width: int, *, x: str, y: str, height: int = 0,
         low, high = low / 1.12, high * 1.12
     else:
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        low, high = (0.0 if zero or (low >= 0 and low < 0.35 * high) else low - room), high + room
-    marks = (log_ticks if log else ticks)(low, high, max(3, height // 55))
+        low, high = (0.0 if 0 <= low < 0.35 * high else low - room), high + room
+    marks = (log_ticks if log else ticks)(low, high, max(4, height // 42))
     left = max(text_width(number(mark), SMALL) for mark in marks) + 12
     right = 14.0 + (longest + 12 if beside else 0)
     across = Scale(min(xs), max(xs), left, width - right)
@@ -60,7 +60,7 @@ def lines(drawn: Sequence[Line], width: int, *, x: str, y: str, height: int = 0,
         canvas.line(left, up(mark), width - right, up(mark), "grid")
         canvas.text(left - 7, up(mark) + 4, number(mark), "tick", anchor="end")
     canvas.text(0, 13, y + (", log scale" if log else ""), "axis")
-    for mark in ticks(min(xs), max(xs), max(2, int((width - left - right) // 70)), whole=whole):
+    for mark in ticks(min(xs), max(xs), max(3, int((width - left - right) // 50)), whole=whole):
         canvas.line(across(mark), height - bottom, across(mark), height - bottom + 4, "rule")
         canvas.text(across(mark), height - bottom + 18, number(mark), "tick", anchor="middle")
     canvas.line(left, height - bottom, width - right, height - bottom, "rule")
@@ -153,17 +153,21 @@ class Bar:
     tip: str = ""
 
 
-def bars(drawn: Sequence[Bar], width: int, *, mark: str = "", most: float | None = None, note: str = "") -> Canvas:
-    """A row a bar: its name, its length, its value in words; `mark` names what the upright strokes are."""
+def bars(drawn: Sequence[Bar], width: int, *, mark: str = "", limit: float | None = None, note: str = "") -> Canvas:
+    """A row a bar: its name, its length, its value in words; `mark` names what the upright strokes are.
+
+    limit   the most that a value can be, where there is such: shown as the ground of all bars
+    """
     row = 24 if len(drawn) <= 12 else 18
     head = 26 if mark or note else 4
     reach = [bar.value for bar in drawn] + [bar.mark or 0 for bar in drawn] + [
         bar.spread[1] for bar in drawn if bar.spread]  # fmt: skip
-    most = most or max(reach) or 1.0
+    most = limit or max(reach) or 1.0
     names = min(max(text_width(bar.label) for bar in drawn) + 10, 0.42 * width)
-    values = max(text_width(bar.text) for bar in drawn) + 10
+    values = max(text_width(bar.text) for bar in drawn) + 14
     canvas = Canvas(width, head + row * len(drawn) + 4)
     along = Scale(0, most, names, max(names + 40, width - values))
+    whole = limit is not None
     if note:
         canvas.text(0, 13, note, "axis")
     if mark:
@@ -172,7 +176,9 @@ def bars(drawn: Sequence[Bar], width: int, *, mark: str = "", most: float | None
         canvas.text(start + 12, 13, mark, "axis")
     for place, bar in enumerate(drawn):
         level = head + row * place
-        canvas.text(names - 10, level + row / 2 + 4, shorten(bar.label, names - 10), "label", anchor="end")
+        canvas.text(names - 10, level + row / 2 + 4, shorten(bar.label, names), "label", anchor="end")
+        if whole:
+            canvas.rect(names, level + 4, along(most) - names, row - 8, "lane", radius=2)
         canvas.rect(names, level + 4, max(along(bar.value) - names, 1), row - 8, f"f{bar.colour % COLOURS}", radius=2,
                     tip=bar.tip or f"{bar.label}: {bar.text}")  # fmt: skip
         end = along(bar.value)
@@ -192,7 +198,7 @@ def bars(drawn: Sequence[Bar], width: int, *, mark: str = "", most: float | None
 def shares(rows: Sequence[tuple[str, Sequence[float]]], width: int) -> Canvas:
     """A row a quantity, cut into the stages by their share of it; the stages are named above the first."""
     row, head, gap = 30, 22, 2
-    names = max(text_width(name) for name, _ in rows) + 10
+    names = max(text_width(name) for name, _ in rows) + 14
     canvas = Canvas(width, head + (row + 6) * len(rows))
     room = width - names
     for place, (name, values) in enumerate(rows):
@@ -223,14 +229,20 @@ def lanes(trace: Trace, width: int, *, length: float, scale: float = 1e-3, unit:
     row = 34 if K <= 8 else 24 if K <= 12 else 16
     names = text_width(f"stage {K}") + 10
     shown = [kind for kind in KINDS if any(spell.kind == kind for spell in trace.spells)]
-    head = 26
+    key: list[list[str]] = [[]]  # the kinds, a list a line
+    for kind in shown:
+        if key[-1] and names + sum(28 + text_width(other) for other in key[-1]) + 16 + text_width(kind) > width:
+            key.append([])
+        key[-1].append(kind)
+    head = 10 + 16 * len(key)
     canvas = Canvas(width, head + row * K + 36)
     along = Scale(0, length / scale, names, width - 4)
-    at = names
-    for kind in shown:
-        canvas.rect(at, 4, 11, 11, f"o-{kind}", radius=2)
-        canvas.text(at + 16, 14, kind, "axis")
-        at += 28 + text_width(kind)
+    for place, kinds in enumerate(key):
+        at = names
+        for kind in kinds:
+            canvas.rect(at, 16 * place + 2, 11, 11, f"o-{kind}", radius=2)
+            canvas.text(at + 16, 16 * place + 12, kind, "axis")
+            at += 28 + text_width(kind)
     numbers = len(str(max((spell.batch or 0 for spell in trace.spells), default=0)))
     for k in range(1, K + 1):
         level = head + row * (K - k)

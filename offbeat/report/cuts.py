@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from offbeat.errors import UserError
 from offbeat.recipe import Recipe
@@ -63,9 +64,9 @@ def _parts(model: str, shape: tuple[int, int, int] | None, classes: int | None, 
         names = [unit.name for unit in measured]
         parameters, flops = [unit.parameters for unit in measured], [unit.flops // 2 for unit in measured]
     edges = [0, *cuts, len(names)]
-    if any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(edges)):
         raise UserError(f"the cuts {list(cuts)} do not fit the {len(names)} units of {model}")
     return tuple(
         Part(end - start, names[start], names[end - 1], sum(parameters[start:end]), sum(flops[start:end]))
-        for start, end in zip(edges, edges[1:], strict=False)
+        for start, end in pairwise(edges)
     )

@@ -1,8 +1,8 @@
 """What lies in the folders that a report is about, read with care: half-written and broken files are told, not thrown.
 
-    a run              config.json, metrics.jsonl, trace.json, diagnosis.jsonl
-    a comparison       config.json with its runs;  a reproduction: reproduction.json and runs/
-    a benchmark        bench.json;  a scaling study: scaling.json
+a run              config.json, metrics.jsonl, trace.json, diagnosis.jsonl
+a comparison       config.json with its runs;  a reproduction: reproduction.json and runs/
+a benchmark        bench.json;  a scaling study: scaling.json
 """
 
 from __future__ import annotations
@@ -141,8 +141,7 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
         else:
             broken += 1
     if broken:
-        problems.append(f"{path.name}: {counted(broken, 'line')} could not be read and {'is' if broken == 1 else 'are'} "
-                        "left out")  # fmt: skip
+        problems.append(f"{path.name}: {counted(broken, 'line')} could not be read, left out")
 
 
 def counted(count: int, word: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -67,17 +68,17 @@ def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Ma
     if isinstance(command, list):
         shown["command"] = " ".join(map(str, command))
     if recipe is not None:
-        shown["network and data"] = f"{recipe.model} on {recipe.data}, {counted(recipe.epochs, 'epoch')}, seed {recipe.seed}"
-        shown["method"] = (
-            f"{recipe.make_method().title or recipe.method}: K={recipe.K} stages, M={recipe.M}, weights {recipe.weights}"
-            f"{f', corrector {recipe.corrector}' if recipe.corrector else ''}"
-        )
+        epochs, threads = counted(recipe.epochs, "epoch"), counted(recipe.threads_per_stage, "thread")
+        title, corrector = recipe.make_method().title or recipe.method, f", corrector {recipe.corrector}"
+        shown["network and data"] = f"{recipe.model} on {recipe.data}, {epochs}, seed {recipe.seed}"
+        shown["method"] = f"{title}: K={recipe.K} stages, M={recipe.M}, weights {recipe.weights}"
+        shown["method"] += corrector if recipe.corrector else ""
         shown["optimizer"] = (
             f"SGD, batch {recipe.batch_size}, lr {recipe.lr:g}, momentum {recipe.momentum:g}, weight decay "
             f"{recipe.weight_decay:g}, warm-up {recipe.warmup:g} epochs"
         )
-        shown["run by"] = f"engine {recipe.engine}, {recipe.device}, {recipe.precision}{', compiled' * recipe.compile}, " \
-                          f"{counted(recipe.threads_per_stage, 'thread')} a stage"  # fmt: skip
+        compiled = ", compiled" * recipe.compile
+        shown["run by"] = f"engine {recipe.engine}, {recipe.device}, {recipe.precision}{compiled}, {threads} a stage"
     shown.update(more or {})
     for name, key in (("machine", "machine"), ("started", "started"), ("commit", "commit")):
         if provenance.get(key):
@@ -105,7 +106,8 @@ def headline(run: Run) -> str:
     if run.samples_per_second:
         shown.append(("samples a second", f"{run.samples_per_second:,.0f}", "median epoch"))
     if run.seconds:
-        shown.append(("time", duration(run.seconds), "evaluation included" if run.state == "finished" else "of training"))
+        told = "evaluation included" if run.state == "finished" else "of training"
+        shown.append(("time", duration(run.seconds), told))
     if run.staleness:
         stalest = max(range(len(run.staleness)), key=lambda here: run.staleness[here] if run.staleness else 0)
         shown.append(("staleness", f"{run.staleness[stalest]:.2f}", f"updates, stage {stalest + 1}, the stalest"))
@@ -120,7 +122,8 @@ def headlines(groups: Groups) -> str:
     runs = [run for group in groups.values() for run in group]
     done = sum(run.state == "finished" for run in runs)
     shown = [("runs", f"{done} of {len(runs)}" if done < len(runs) else f"{done}", "finished")]
-    errors = {label: middle for label, group in groups.items() if (middle := _middle([run.error for run in group])) is not None}
+    errors = {label: middle for label, group in groups.items()
+              if (middle := _middle([run.error for run in group])) is not None}  # fmt: skip
     speeds = {label: middle for label, group in groups.items()
               if (middle := _middle([run.samples_per_second for run in group]))}  # fmt: skip
     if errors:
@@ -157,9 +160,8 @@ def duration(seconds: float) -> str:
 def curves(groups: Groups, name: str) -> Section:
     """Test error by epoch and by time of training (the paper's Fig. 3)."""
     several = any(len(group) > 1 for group in groups.values())
-    lead = "Test error after each epoch" + ("; a line is the median of a setting's seeds, its band their range." if several
-                                            else ".")  # fmt: skip
-    section = Section("Learning curves", lead)
+    told = "; a line is the median of a setting's seeds, its band their range" if several else ""
+    section = Section("Learning curves", f"Test error after each epoch{told}.")
     by_epoch, by_time = [], []
     for place, (label, group) in enumerate(groups.items()):
         runs = [run for run in group if run.epochs]
@@ -176,27 +178,28 @@ def curves(groups: Groups, name: str) -> Section:
     if not by_epoch:
         return section.html(missing("no epoch is behind any run yet"))
     only = next(iter(groups.values()))
-    if len(groups) == 1 and len(only) == 1:
+    alone = len(groups) == 1 and len(only) == 1
+    if alone:
         train = [(float(epoch.number), epoch.train_error) for epoch in only[0].epochs if epoch.train_error is not None]
         by_epoch += [Line("training", train, 7, dashed=True, end=f"{train[-1][1]:.2f} %")] if train else []
-    whole, scale, unit = len(by_epoch) > 5, 1.0, "minutes"
+    across, scale, unit = 1 if len(by_epoch) > 5 else 2, 1.0, "minutes"
     if max(line.points[-1][0] for line in by_time) < 2:
         scale, unit = 60.0, "seconds"
-    by_time = [Line(line.label, [(at * scale, value) for at, value in line.points], line.colour, line.band, end=line.end)
-               for line in by_time]  # fmt: skip
+    by_time = [replace(line, points=[(at * scale, value) for at, value in line.points]) for line in by_time]
+    what = "error, %" if alone else "test error, %"
     return section.pictures(
-        Picture(f"{name}-curves", "By epoch", lambda width: lines(by_epoch, width, x="epoch", y="error, %", whole=True,
-                unit=" %"), full=whole),
+        Picture(f"{name}-curves", "By epoch", lambda width: lines(by_epoch, width, x="epoch", y=what, whole=True,
+                unit=" %"), across=across),
         Picture(f"{name}-curves-time", "By time", lambda width: lines(by_time, width, x=f"{unit} of training",
-                y="test error, %", unit=" %"), full=whole),
+                y="test error, %", unit=" %", origin=True), across=across),
     )  # fmt: skip
 
 
 def errors(groups: Groups) -> Section:
     """A row a run."""
     section = Section("Errors", "Test error at the last epoch, and the lowest on the way.")
-    columns = ["run", "seed", "K", "M", "batch", "lr", "error %", "lowest %", "at epoch", "top-5 %", "samples/s", "time",
-               "state"]  # fmt: skip
+    columns = ["run", "error %", "lowest %", "at epoch", "top-5 %", "samples/s", "time", "seed", "K", "M", "batch",
+               "lr", "state"]  # fmt: skip
     rows = []
     for label, group in groups.items():
         for run in group:
@@ -204,9 +207,9 @@ def errors(groups: Groups) -> Section:
             setting = [f"{recipe.seed}", f"{recipe.K}", f"{recipe.M}", f"{recipe.batch_size}", f"{recipe.lr:g}"] if (
                 recipe) else ["-"] * 5  # fmt: skip
             rows.append([
-                label, *setting, _cell(run.error), _cell(best.test_error if best else None),
+                label, _cell(run.error), _cell(best.test_error if best else None),
                 f"{best.number}" if best else "-", _cell(run.top5), _cell(run.samples_per_second, ",.0f"),
-                duration(run.seconds) if run.seconds else "-", run.state,
+                duration(run.seconds) if run.seconds else "-", *setting, run.state,
             ])  # fmt: skip
     return section.html(table(columns, rows))
 

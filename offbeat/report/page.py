@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from offbeat import recipes
 from offbeat.errors import UserError, first_line
 from offbeat.report import benches, browser, comparison, look, overview, reproduction
 from offbeat.report.folders import Run, counted, kind_of, read_json, read_run
-from offbeat.report.parts import FULL, HALF, Section, figures, missing, notes, rendered, slug, table
+from offbeat.report.parts import WIDTHS, Section, figures, missing, notes, rendered, slug, table
 from offbeat.report.stages import stage_sections
 from offbeat.report.svg import Canvas, Picture
 
@@ -104,8 +105,8 @@ def _each(groups: overview.Groups) -> list[Section]:
     holder = Section("The stages of each", "One run of each setting, the first that is finished.")
     for place, (label, group) in enumerate(groups.items()):
         if place == MOST_RUNS:
-            holder.html(missing(f"{len(groups) - MOST_RUNS} more are not told here: give the folder of a run to see its "
-                                "stages"))  # fmt: skip
+            more = len(groups) - MOST_RUNS
+            holder.html(missing(f"{more} more are not told here: give the folder of a run to see its stages"))
             break
         run = next((run for run in group if run.state == "finished"), group[0])
         if run.recipe is None and run.staleness is None:
@@ -126,15 +127,16 @@ def _comparison(folder: Path, name: str) -> Part:
     try:
         told = comparison.read(folder)
     except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        problems.append(f"the table of the comparison cannot be made ({first_line(error)}): its runs are shown as they are")
+        problems.append(f"the comparison's table cannot be made ({first_line(error)}): its runs are shown as they are")
         errors = overview.errors(groups)
         title = folder.name
     else:
         title = told.title
         cells = [comparison.cells(row) for row in told.rows]
         shown = [place for place in range(len(comparison.COLUMNS)) if any(row[place] != "-" for row in cells)]
-        errors = Section("Errors", "Median over the seeds, with the lowest and the highest.").html(table(
-            [comparison.COLUMNS[place] for place in shown], [[row[place] for place in shown] for row in cells]))  # fmt: skip
+        columns = [comparison.COLUMNS[place] for place in shown]
+        errors = Section("Errors", "Median over the seeds, with the lowest and the highest.")
+        errors.html(table(columns, [[row[place] for place in shown] for row in cells]))
         errors.html(notes(told.notes))
     first.html(overview.headlines(groups))
     for problem in problems:
@@ -161,20 +163,20 @@ def _reproduction(folder: Path, name: str) -> Part:
         made = {row.name: row.recipe(**content["settings"]) for row in known.rows if row.name in groups}
         told = reproduction.read(folder, known, made, 0, content["settings"], provenance)
     except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        problems.append(f"the paper's table cannot be put beside the runs ({first_line(error)}): they are shown as they are")
+        why = first_line(error)
+        problems.append(f"the paper's table cannot be put beside the runs ({why}): they are shown as they are")
         sections.append(overview.errors(groups))
         first.html(overview.headlines(groups))
     else:
         title = told.title
         groups = {row.name: groups[row.name] for row in told.rows if row.name in groups}
         first.html(_reproduced(told))
-        columns = reproduction.TOP5 if told.top5 else reproduction.COLUMNS
+        columns = (*(reproduction.TOP5 if told.top5 else reproduction.COLUMNS), "setting")
         cells = [{**reproduction.cells(row), "setting": row.setting} for row in told.rows]
-        section = Section("Errors", "The paper's test error beside ours: median over the seeds, lowest, highest, how many, "
-                                    "and ours minus the paper's.")  # fmt: skip
+        section = Section("Errors", "The paper's test error beside ours: median over the seeds, lowest, highest, how "
+                                    "many, and ours minus the paper's.")  # fmt: skip
         if cells:
-            section.html(table([*columns, "setting"], [[row[column] for column in (*columns, "setting")] for row in cells],
-                               words=("state", "setting")))  # fmt: skip
+            section.html(table(columns, [[row[name] for name in columns] for row in cells], words=("state", "setting")))
         sections.append(section.html(notes(told.notes)))
     for problem in problems:
         first.html(missing(problem, warn=True))
@@ -186,12 +188,11 @@ def _reproduction(folder: Path, name: str) -> Part:
 def _reproduced(told: reproduction.Reproduction) -> str:
     done, total = told.count("done"), sum(len(row.runs) for row in told.rows)
     off = [row.difference for row in told.rows if row.difference is not None]
-    shown = [("runs", f"{done} of {total}", "done"),
-             ("rows", f"{sum(row.error is not None for row in told.rows)} of {len(told.rows)}", "have a result")]  # fmt: skip
+    known = sum(row.error is not None for row in told.rows)
+    shown = [("runs", f"{done} of {total}", "done"), ("rows", f"{known} of {len(told.rows)}", "have a result")]
     if off:
-        ordered = sorted(off)
-        shown.append(("ours - paper", f"{ordered[len(off) // 2]:+.2f}", f"middle of {counted(len(off), 'row')}, % error"))
-        shown.append(("range", f"{ordered[0]:+.2f} to {ordered[-1]:+.2f}", "lowest and highest row"))
+        shown.append(("ours minus paper", f"{median(off):+.2f}", f"% error, median of {counted(len(off), 'row')}"))
+        shown.append(("range", f"{min(off):+.2f} to {max(off):+.2f}", "lowest and highest row"))
     return figures(shown)
 
 
@@ -230,7 +231,8 @@ def html(made: Sequence[Part]) -> str:
     title = made[0].title if len(made) == 1 else f"{made[0].title} and {counted(len(made) - 1, 'more')[:-1]}".rstrip()
     body, links = [], []
     for number, part in enumerate(made):
-        places = [f"{'p' + str(number) + '-' if len(made) > 1 else ''}{slug(section.title)}" for section in part.sections]
+        before = f"p{number}-" if len(made) > 1 else ""
+        places = [before + slug(section.title) for section in part.sections]
         if len(made) > 1:
             body.append(f'<section class="part" id="p{number}"><p class="kicker">{escape(part.kind)}</p>'
                         f"<h1>{escape(part.title)}</h1></section>")  # fmt: skip
@@ -253,7 +255,7 @@ def html(made: Sequence[Part]) -> str:
 
 def alone(picture: Picture) -> Canvas:
     """A picture with its title, to stand in a file of its own."""
-    drawn = picture.draw(FULL if picture.full else HALF)
+    drawn = picture.draw(WIDTHS[picture.across])
     made = Canvas(drawn.width + 48, drawn.height + 76)
     made.parts = [f"<style>{look.PICTURE}</style>", '<rect width="100%" height="100%" style="fill:#fff"/>']
     made.text(24, 34, picture.title, "title")

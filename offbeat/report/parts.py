@@ -9,7 +9,8 @@ from html import escape
 
 from offbeat.report.svg import Picture
 
-FULL, HALF, NARROW = 1040, 504, 358  # pixels that pictures are drawn at: a page of 1280, and a phone of 390
+WIDTHS = {1: 1040, 2: 504, 3: 325}  # pixels that pictures are drawn at, by how many stand in a row of a page of 1280
+NARROW = 358  # and on a phone of 390
 
 
 @dataclass
@@ -84,8 +85,12 @@ def figures(shown: Sequence[tuple[str, str, str]]) -> str:
 
 def facts(shown: Mapping[str, str], *, code: Sequence[str] = ()) -> str:
     """Names and what they are; those in `code` in the letters of code."""
+
+    def written(text: str) -> str:  # lines end between words, not at a hyphen
+        return f"<code>{' '.join(f'<span>{escape(word)}</span>' for word in text.split())}</code>"
+
     parts = "".join(
-        f"<dt>{escape(name)}</dt><dd>{f'<code>{escape(text)}</code>' if name in code else escape(text)}</dd>"
+        f"<dt>{escape(name)}</dt><dd>{written(text) if name in code else escape(text)}</dd>"
         for name, text in shown.items()
     )
     return f'<dl class="facts">{parts}</dl>'
@@ -113,9 +118,8 @@ def _pictures(drawn: Sequence[Picture]) -> str:
     """Each one twice, for large and small screens: letters keep their size."""
     shown = []
     for picture in drawn:
-        wide = picture.draw(FULL if picture.full else HALF).svg(picture.title, css=' class="wide"')
+        wide = picture.draw(WIDTHS[picture.across]).svg(picture.title, css=' class="wide"')
         narrow = picture.draw(NARROW).svg(picture.title, css=' class="narrow"')
         caption = f"<figcaption><b>{escape(picture.title)}</b>{coded(picture.caption)}</figcaption>"
-        css = ' class="full"' if picture.full else ""
-        shown.append(f"<figure{css}>{caption}{wide}{narrow}</figure>")
+        shown.append(f'<figure class="across{picture.across}">{caption}{wide}{narrow}</figure>')
     return f'<div class="pictures">{"".join(shown)}</div>'

@@ -103,7 +103,9 @@ class Canvas:
     def line(self, x1: float, y1: float, x2: float, y2: float, css: str) -> None:
         self.parts.append(f'<line x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}" class="{css}"/>')
 
-    def path(self, points: Sequence[tuple[float, float]], css: str, *, closed: bool = False, opacity: float = 1) -> None:
+    def path(
+        self, points: Sequence[tuple[float, float]], css: str, *, closed: bool = False, opacity: float = 1
+    ) -> None:
         drawn = "M" + "L".join(f"{_n(x)},{_n(y)}" for x, y in points) + ("Z" if closed else "")
         faint = f' opacity="{opacity:.2g}"' if opacity < 1 else ""
         self.parts.append(f'<path d="{drawn}" class="{css}"{faint}/>')
@@ -145,11 +147,11 @@ class Picture:
     """Something that can be drawn at any width: in a page twice, for large and small screens, or in a file.
 
     name   of its files
-    full   whether it takes the whole width of a page, or half
+    across how many such pictures stand side by side where there is room
     """
 
     name: str
     title: str
     draw: Callable[[int], Canvas]
     caption: str = ""
-    full: bool = True
+    across: int = 1

@@ -64,7 +64,7 @@ class Trace:
         return shares
 
     def costs(self, method: Method) -> Costs:
-        """What a batch costs each stage, as recorded: the clock adds what is repeated, and splits into micro-batches."""
+        """What a batch costs each stage, as recorded, without what the clock adds itself for a repeated forward."""
         stages = range(1, self.K + 1)
         forward = [self.seconds(k, "forward") * method.m for k in stages]
         backward = [self.seconds(k, "backward") * method.m for k in stages]
@@ -147,8 +147,12 @@ def _whole(value: Any) -> bool:
 NAMES = {Forward: "forward", Backward: "backward", Update: "update"}
 
 
-def planned(method: Method, costs: Costs, *, turns: int, length: float | None = None) -> Trace:
+def planned(
+    method: Method, costs: Costs, *, turns: int, length: float | None = None, first: int | None = None
+) -> Trace:
     """What the clock makes of these costs in steady state: so many turns of stage 1, or so many seconds.
+
+    first: what the first batch that stage 1 forwards is called, to stand beside a recorded one
 
     >>> from offbeat.methods import ADL
     >>> from offbeat.timeline import balanced
@@ -158,7 +162,7 @@ def planned(method: Method, costs: Costs, *, turns: int, length: float | None = 
     """
     K = costs.K
     fill = 2 * K + 2 * method.M + 2 * max(method.lag(k, K) for k in range(1, K + 1))
-    fill += -fill % method.M  # an excerpt begins with a window of updates
+    fill += ((first or 0) // method.m - fill) % method.M  # so that updates come where they came there
     turn = period(method, costs) * method.workers
     length = length or turns * turn
     batches = fill + 2 * turns + math.ceil(length / turn if turn > 0 else turns) + 2 * K
@@ -168,7 +172,10 @@ def planned(method: Method, costs: Costs, *, turns: int, length: float | None = 
     start = min(starts, default=0.0)
     spells = [Spell(span.k, NAMES[type(span.operation)], span.start, span.end, getattr(span.operation, "t", None))
               for span in spans if type(span.operation) in NAMES]  # fmt: skip
-    return Trace(K, spells).between(start, start + length)
+    shown = Trace(K, spells).between(start, start + length)
+    shift = 0 if first is None else first - fill * method.m
+    moved = [spell if spell.batch is None else replace(spell, batch=spell.batch + shift) for spell in shown.spells]
+    return Trace(K, moved)
 
 
 def planned_idle(plan: Trace) -> list[float]:
