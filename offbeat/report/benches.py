@@ -71,7 +71,7 @@ def bench(path: Path, name: str) -> tuple[str, list[Section]]:
     first = Section("What was run")
     content = opened(path / "bench.json", first)
     listed = content.get("rows")
-    rows = [row for row in listed if isinstance(row, dict) and numbers(row.get("samples_per_second"))] if (
+    rows = [row for row in listed if isinstance(row, dict) and _fast(row)] if (
         isinstance(listed, list)) else []  # fmt: skip
     if rows:
         first.html(_headline(rows))
@@ -85,7 +85,13 @@ def bench(path: Path, name: str) -> tuple[str, list[Section]]:
 
 
 def called(row: Mapping[str, Any]) -> str:
-    return str(row.get("title") or row.get("name"))
+    return str(row.get("title") or row.get("name") or "unnamed")
+
+
+def _fast(row: dict[str, Any]) -> bool:
+    """Whether it has been measured: at least one speed, all of them above 0."""
+    speeds = numbers(row.get("samples_per_second"))
+    return bool(speeds) and min(speeds) > 0
 
 
 def _speed(row: dict[str, Any]) -> float:
@@ -95,7 +101,7 @@ def _speed(row: dict[str, Any]) -> float:
 def _headline(rows: Sequence[dict[str, Any]]) -> str:
     def best(of: Sequence[dict[str, Any]], what: str) -> list[tuple[str, str, str]]:
         row = max(of, key=_speed, default=None)
-        return [(what, f"{_speed(row):,.0f}", f"samples a second, {row.get('name')}")] if row else []
+        return [(what, f"{_speed(row):,.0f}", f"samples a second, {called(row)}")] if row else []
 
     ours, theirs = ([row for row in rows if row.get("family") == family] for family in ("offbeat", "torch"))
     shown = best(ours, "fastest of Offbeat") + best(theirs, "fastest of torch")
@@ -128,14 +134,14 @@ def _speeds(rows: Sequence[dict[str, Any]], bound: Any, left_out: Any, name: str
     caption = "Teal is what the cuts allow: the slowest stage alone, without messages." if limit else ""
     section.pictures(Picture(f"{name}-speed", "Samples a second", lambda width: bars(drawn, width), caption))
     base = next((row for row in rows if row.get("family") == "bp"), None)
-    columns = ["row", "samples/s", "range", f"x {base.get('name')}" if base else "x BP", "ms a batch", "gradient",
+    columns = ["row", "samples/s", "range", f"x {base.get('name') or 'BP'}" if base else "x BP", "ms a batch", "gradient",
                "workers", "memory a worker", "moved a batch"]  # fmt: skip
     section.html(table(columns, [_cells(row, base) for row in rows]))
     said: dict[str, list[str]] = {}
     for row in rows:
         if row.get("note"):
             said.setdefault(str(row["note"]), []).append(called(row))
-    lines = [f"{', '.join(names)}: {note}" for note, names in said.items()]
+    lines = [f"{'; '.join(names)}: {note}" for note, names in said.items()]
     if isinstance(left_out, dict):
         lines += [f"left out: {row} ({why})" for row, why in left_out.items()]
     return section.html(notes(lines))

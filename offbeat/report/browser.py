@@ -11,6 +11,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from types import TracebackType
@@ -18,6 +19,14 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PATIENCE = 60.0  # seconds for one answer
+# The browser reads from 3 and writes to 4: this puts the pipes there, then becomes the browser.
+STARTER = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(pipe), fcntl.F_DUPFD, 10) for pipe in sys.argv[1:3]]
+for place, pipe in zip((3, 4), pipes):
+    os.dup2(pipe, place)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 class NoBrowser(RuntimeError):
@@ -49,11 +58,10 @@ class Browser:
                      "--force-color-profile=srgb", f"--user-data-dir={self._profile.name}",
                      "--remote-debugging-pipe"]  # fmt: skip
         arguments += ["--no-sandbox"] if os.geteuid() == 0 else []  # which root cannot have
-        # The browser reads from 3 and writes to 4; a shell puts the pipes there.
-        script = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
+        starter = [sys.executable, "-I", "-S", "-c", STARTER, str(theirs_in), str(theirs_out)]
         try:
             self._process = subprocess.Popen(
-                ["sh", "-c", script, "sh", *arguments, "about:blank"], pass_fds=(theirs_in, theirs_out),
+                [*starter, *arguments, "about:blank"], pass_fds=(theirs_in, theirs_out),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         finally:

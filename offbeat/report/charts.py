@@ -11,6 +11,7 @@ from offbeat.report.traces import KINDS, Trace
 COLOURS = 8  # that lines have, see look.py; the next eight are dashed
 MOST_DOTS = 60  # of a line, that answer to the pointer
 LOG_FROM = 8.0  # times that the largest value is above the smallest
+CROWD = 5  # lines, from which on half of that is enough: they must be told apart where they end
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def lines(drawn: Sequence[Line], width: int, *, x: str, y: str, height: int = 0,
     ys = [point[1] for line in drawn for point in line.points] + [
         value for line in drawn for pair in line.band for value in pair]  # fmt: skip
     low, high = min(ys), max(ys)
-    log = low > 0 and high > LOG_FROM * low if log is None else log
+    far = LOG_FROM if len(drawn) < CROWD else LOG_FROM / 2
+    log = low > 0 and high > far * low if log is None else log
     labels = [f"{line.label}  {line.end}".strip() for line in drawn]
     longest = max(text_width(label) for label in labels)
     beside = longest <= 0.34 * width

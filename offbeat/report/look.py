@@ -8,11 +8,11 @@ from collections.abc import Sequence
 LIGHT = ("#0067A8", "#BC4B00", "#00795A", "#A43E7C", "#8A6100", "#5A4BB5", "#0F7884", "#59606C")
 DARK = ("#5AB4EC", "#F19055", "#40C79B", "#E595C5", "#E3B54A", "#AA9EF2", "#62CBD5", "#A6AEBB")
 PAPER = {"page": "#FFFFFF", "ink": "#1B1F24", "soft": "#5C6470", "rule": "#C9CED6", "grid": "#E9ECF0",
-         "lane": "#F3F5F7", "inside": "#FFFFFF", "forward": "#7FC4EE", "backward": "#F2B75B", "update": "#1B1F24", "send": "#8E7CC3",
-         "wait": "#DADFE6", "drain": "#9CCFB8", "box": "#1B1F24", "warn": "#8A4B00"}  # fmt: skip
+         "lane": "#F3F5F7", "inside": "#FFFFFF", "forward": "#7FC4EE", "backward": "#F2B75B", "update": "#1B1F24",
+         "send": "#8E7CC3", "wait": "#DADFE6", "drain": "#9CCFB8", "box": "#1B1F24", "warn": "#8A4B00"}  # fmt: skip
 NIGHT = {"page": "#14171B", "ink": "#E8EAED", "soft": "#A0A7B2", "rule": "#454C57", "grid": "#272C33",
-         "lane": "#1D2127", "inside": "#101317", "forward": "#4C9FD0", "backward": "#D69A3C", "update": "#F4F5F7", "send": "#A594DA",
-         "wait": "#333A44", "drain": "#4F9478", "box": "#0D0F12", "warn": "#F0B267"}  # fmt: skip
+         "lane": "#1D2127", "inside": "#101317", "forward": "#4C9FD0", "backward": "#D69A3C", "update": "#F4F5F7",
+         "send": "#A594DA", "wait": "#333A44", "drain": "#4F9478", "box": "#0D0F12", "warn": "#F0B267"}  # fmt: skip
 
 
 def variables(colours: Sequence[str], names: dict[str, str]) -> str:
@@ -40,7 +40,7 @@ svg .in-box{{font-size:11.5px;fill:var(--box)}}
 .grid{{stroke:var(--grid)}} .rule{{stroke:var(--rule)}} .lane{{fill:var(--lane)}}
 .mark{{stroke:var(--ink);stroke-width:2}} .whisker{{stroke:var(--ink);stroke-width:1.2;opacity:.7}}
 .line{{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}} .dashed{{stroke-dasharray:5 4}}
-.leader{{fill:none;stroke:var(--rule)}} .band{{opacity:.15}} .touch{{fill:transparent}}
+.leader{{fill:none;stroke:var(--rule);stroke-dasharray:2 3}} .band{{opacity:.15}} .touch{{fill:transparent}}
 {SERIES}
 {OPERATIONS}
 """
@@ -79,7 +79,7 @@ figure svg{{margin-top:auto}}
 figcaption{{font-size:14px;color:var(--soft);margin:0 0 10px;max-width:82ch;text-wrap:pretty}}
 figcaption b{{display:block;color:var(--ink);font-weight:600;font-size:15px}}
 svg{{display:block;width:100%;height:auto;overflow:visible}}
-.wide{{display:none}}
+.wide{{display:none}} .narrow{{max-width:480px}}
 .table{{overflow-x:auto;margin:14px 0 12px;background:linear-gradient(90deg,var(--page) 40%,transparent) 0 0/28px 100%,
 linear-gradient(270deg,var(--page) 40%,transparent) 100% 0/28px 100%,
 linear-gradient(90deg,var(--rule),transparent) 0 0/10px 100%,
@@ -91,7 +91,7 @@ td{{text-align:right;white-space:nowrap}}
 th,td{{padding:6px 0 6px 22px;border-bottom:1px solid var(--grid)}}
 thead th{{border-bottom:1px solid var(--rule)}}
 th:first-child,td:first-child{{text-align:left;padding-left:0}}
-.words{{text-align:left;white-space:normal;min-width:14ch}}
+.words{{text-align:left;white-space:normal;min-width:26ch}}
 tbody tr:hover td{{background:var(--lane)}}
 .facts{{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:3px 22px;font-size:14px;margin:28px 0 0}}
 .facts dt{{color:var(--soft)}} .facts dd{{margin:0;overflow-wrap:anywhere}}
@@ -106,10 +106,11 @@ summary small{{font-weight:400;font-size:14px;color:var(--soft);margin-left:8px}
 footer{{color:var(--soft);font-size:13px;padding-top:26px;padding-bottom:44px}}
 #tip{{position:fixed;z-index:9;pointer-events:none;background:var(--ink);color:var(--page);font-size:13px;line-height:1.35;
 padding:5px 9px;border-radius:5px;max-width:min(300px,80vw);display:none}}
-@media (min-width:720px){{.wide{{display:block}}.narrow{{display:none}}}}
-@media (min-width:960px){{.pictures{{grid-template-columns:repeat(6,minmax(0,1fr))}}.across1{{grid-column:span 6}}
-.across2{{grid-column:span 3}}.across3{{grid-column:span 2}}}}
-@media (max-width:719px){{main,header,footer{{padding-left:16px;padding-right:16px}}header{{padding-top:28px}}
+@media (min-width:768px){{.wide{{display:block}}.narrow{{display:none}}
+.pictures{{grid-template-columns:repeat(6,minmax(0,1fr))}}.across1,.across2{{grid-column:span 6}}
+.across3{{grid-column:span 3}}}}
+@media (min-width:960px){{.across2{{grid-column:span 3}}.across3{{grid-column:span 2}}}}
+@media (max-width:767px){{main,header,footer{{padding-left:16px;padding-right:16px}}header{{padding-top:28px}}
 h1{{font-size:25px}}.facts{{grid-template-columns:minmax(0,1fr);gap:0}}.facts dd{{margin-bottom:8px}}
 .figures{{grid-template-columns:1fr 1fr;gap:18px}}.figures dd{{font-size:22px}}summary small{{display:block;margin:0}}}}
 @media print{{details:not([open])>*{{display:block}}}}

@@ -19,26 +19,30 @@ Groups = Mapping[str, Sequence[Run]]  # the runs of one setting, over its seeds,
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run: its method, and what tells it from the others."""
-    recipes = [run.recipe for run in runs]
-    known = [recipe for recipe in recipes if recipe is not None]
+    """A short name for each run: its method, K and M, its network where there are several, and as much as is needed to
+    tell it from the others."""
+    known = [run.recipe for run in runs if run.recipe is not None]
+    several = len({recipe.model for recipe in known}) > 1
+    made = {}
+    for recipe in known:
+        accumulated = f" M={recipe.M}" if recipe.M > 1 else ""
+        made[_key(recipe)] = f"{recipe.method} K={recipe.K}{accumulated}{f' {recipe.model}' if several else ''}"
+    for name in MORE:
+        values = {_key(recipe): getattr(recipe, name) for recipe in known}
+        before = dict(made)
+        for key, label in before.items():
+            alike = {values[other] for other in before if before[other] == label}
+            if len(alike) > 1 and values[key] is not None:
+                made[key] = f"{label} {name.replace('_', '-')}={values[key]}"
+    return [made[_key(run.recipe)] if run.recipe is not None else run.path.name for run in runs]
 
-    def differ(name: str) -> bool:
-        return len({getattr(recipe, name) for recipe in known}) > 1
 
-    made = []
-    for run in runs:
-        recipe = run.recipe
-        if recipe is None:
-            made.append(run.path.name)
-            continue
-        words = [recipe.method] + [getattr(recipe, name) for name in ("model", "data") if differ(name)]
-        words += [f"K={recipe.K}"] + ([f"M={recipe.M}"] if recipe.M > 1 or differ("M") else [])
-        words += [f"{name.replace('_', '-')}={getattr(recipe, name)}" for name in (
-            "batch_size", "weights", "corrector", "engine") if differ(name)]  # fmt: skip
-        words += [f"lr={recipe.lr:g}"] if differ("lr") else []
-        made.append(" ".join(map(str, words)))
-    return made
+MORE = ("data", "batch_size", "weights", "window", "corrector", "engine", "lr", "epochs", "cuts", "precision")
+
+
+def _key(recipe: Recipe) -> str:
+    """The same for recipes that differ in their seed alone."""
+    return str({**recipe.as_dict(), "seed": 0})
 
 
 def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -53,9 +57,7 @@ def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _seeds_alone(one: Recipe | None, other: Recipe | None) -> bool:
-    if one is None or other is None or one.seed == other.seed:
-        return False
-    return {**one.as_dict(), "seed": 0} == {**other.as_dict(), "seed": 0}
+    return one is not None and other is not None and one.seed != other.seed and _key(one) == _key(other)
 
 
 # ---- what was run

@@ -17,7 +17,7 @@ from offbeat import recipes
 from offbeat.errors import UserError, first_line
 from offbeat.report import benches, browser, comparison, look, overview, reproduction
 from offbeat.report.folders import Run, counted, kind_of, read_json, read_run
-from offbeat.report.parts import WIDTHS, Section, figures, missing, notes, rendered, slug, table
+from offbeat.report.parts import WIDTHS, Section, facts, figures, missing, notes, rendered, slug, table
 from offbeat.report.stages import stage_sections
 from offbeat.report.svg import Canvas, Picture
 
@@ -75,11 +75,11 @@ def _runs(folders: Sequence[Path]) -> Part:
     groups = overview.grouped(read)
     first = Section("What was run").html(overview.headlines(groups))
     _problems(first, [(f"{label} ({run.path.name})", run) for label, group in groups.items() for run in group])
-    cells = [[label, run.path.name, run.recipe.model if run.recipe else "-", run.recipe.data if run.recipe else "-",
-              run.recipe.engine if run.recipe else "-", " ".join(map(str, run.provenance.get("command") or ["-"]))]
-             for label, group in groups.items() for run in group]  # fmt: skip
-    words = ("folder", "network", "data", "engine", "command")
-    first.html(table(["run", *words], cells, words=words))
+    commands = {f"{label}: {run.path.name}": " ".join(map(str, run.provenance["command"])) for label, group in
+                groups.items() for run in group if isinstance(run.provenance.get("command"), list)}  # fmt: skip
+    first.html(facts(commands, code=list(commands)))
+    first.html(overview.ran({key: value for key, value in read[0].provenance.items() if key != "command" and all(
+        run.provenance.get(key) == value for run in read)}))  # fmt: skip
     return Part(f"{counted(len(read), 'run')}: {_what(read)}", "Runs",
                 [first, overview.curves(groups, "runs"), overview.errors(groups), *_each(groups)])  # fmt: skip
 

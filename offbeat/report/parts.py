@@ -9,7 +9,7 @@ from html import escape
 
 from offbeat.report.svg import Picture
 
-WIDTHS = {1: 1040, 2: 504, 3: 325}  # pixels that pictures are drawn at, by how many stand in a row of a page of 1280
+WIDTHS = {1: 960, 2: 504, 3: 325}  # pixels that pictures are drawn at, by how many stand in a row
 NARROW = 358  # and on a phone of 390
 
 

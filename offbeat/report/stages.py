@@ -36,9 +36,11 @@ def _parts(run: Run) -> tuple[list[Part] | None, str]:
 def size(value: float) -> str:
     """Bytes in words.
 
-    >>> size(887420), size(12.3e6), size(3.2e9)
-    ('0.89 MB', '12 MB', '3.2 GB')
+    >>> size(0), size(1600), size(887420), size(12.3e6), size(3.2e9)
+    ('0', '1.6 kB', '0.89 MB', '12 MB', '3.2 GB')
     """
+    if value < 1e5:
+        return f"{value / 1e3:.2g} kB" if value >= 1 else "0"
     for unit, scale in (("GB", 1e9), ("MB", 1e6)):
         if value >= scale or unit == "MB":
             shown = value / scale
@@ -178,8 +180,8 @@ def timelines(run: Run, name: str, made: list[Part] | None) -> Section:
     )
     section.pictures(Picture(f"{name}-plan", "As planned", plan, said))
     if recipe.engine == "simulate" and recipe.K > 1:
-        section.html(missing("This run simulated its stages: they took turns in one process, so they wait for each "
-                             "other as no plan says. With `--engine processes` they run at the same time."))  # fmt: skip
+        section.html(missing("This run simulated its stages: they took turns in one process and wait for each other as "
+                             "no plan says. With `--engine processes` they run at the same time."))  # fmt: skip
     return section
 
 
