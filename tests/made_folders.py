@@ -86,11 +86,22 @@ def bench(path: Path) -> Path:
 
 
 def scaling(path: Path) -> Path:
-    """scaling.json: lists of records over K."""
+    """scaling.json as `offbeat bench scaling` writes it."""
     path.mkdir()
-    measured = [{"K": K, "seconds_per_batch": 0.5 / K + 0.02, "memory": 1e8 / K} for K in (1, 2, 4)]
-    simulated = [{"link": link, "K": K, "speed_up": K / (1 + K * slow)} for link, slow in (("NVLink", 0.001), (
-        "10 GbE", 0.02)) for K in (1, 4, 16, 64, 256)]  # fmt: skip
-    content = {"settings": {"model": "resnet110"}, "measured": measured, "simulated": simulated}
+
+    def counted(K: int) -> dict:
+        return {"model": "resnet110", "batch_size": 32, "K": K, "staleness": [(K - k) / 2 for k in range(1, K + 1)],
+                "memory_counted": [1e8 / K + 1e6 * (K - k) for k in range(1, K + 1)]}  # fmt: skip
+
+    points = [{"axis": "strong", **counted(K), "seconds_per_batch": [0.5 / K, 0.6 / K], "memory": [3e8 / K] * K,
+               "staleness_measured": counted(K)["staleness"]} for K in (1, 2, 4)]  # fmt: skip
+    links = {"NVLink": 0.001, "10 GbE": 0.02, "Internet, 50 ms": 99}
+    rows = [{"link": link, "method": method, "K": K, "m": 1, "seconds_per_batch": 0.5, "speedup": K / (1 + K * slow)}
+            for method in ("adl", "gpipe") for link, slow in links.items() for K in (1, 4, 16, 64, 256)]  # fmt: skip
+    content = {"settings": {"model": "resnet110", "batch_size": 32, "method": "adl"}, "points": points,
+               "counted": [counted(2**power) for power in range(6)],
+               "simulation": {"rows": rows, "meaning": "measured seconds of every unit"},
+               "left_out": ["strong: K=8: only 4 cores"],
+               "provenance": {"command": ["offbeat", "bench", "scaling"]}}  # fmt: skip
     (path / "scaling.json").write_text(json.dumps(content))
     return path

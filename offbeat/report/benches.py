@@ -1,4 +1,4 @@
-"""Benchmarks: speed of every row beside the others, and how time, memory and staleness grow with K."""
+"""A benchmark: the speed of every row beside the others, what it holds and what it moves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offbeat.report.charts import Bar, Line, bars, lines
+from offbeat.report.charts import Bar, bars
 from offbeat.report.folders import counted, read_json
 from offbeat.report.overview import ran
 from offbeat.report.parts import Section, figures, missing, notes, table
 from offbeat.report.stages import size
 from offbeat.report.svg import Picture
 
+LETTERS = (("K", "K"), ("b", "batch_size"))
 FAMILIES = {"offbeat": 0, "torch": 1, "bp": 7}
 
 
@@ -57,12 +58,13 @@ def described(content: Mapping[str, Any]) -> str:
                more=flat(settings if isinstance(settings, dict) else {}))  # fmt: skip
 
 
-def title_of(content: Mapping[str, Any], path: Path) -> str:
+def title_of(content: Mapping[str, Any], path: Path, names: Sequence[tuple[str, str]] = LETTERS) -> str:
+    """The network, and these settings by their letters."""
     settings = content.get("settings")
     settings = settings if isinstance(settings, dict) else {}
     if not settings.get("model"):
         return path.name
-    letters = [f"{letter}={settings[key]}" for letter, key in (("K", "K"), ("b", "batch_size")) if settings.get(key)]
+    letters = [f"{letter}={settings[key]}" for letter, key in names if settings.get(key)]
     return ", ".join([str(settings["model"]), *letters])
 
 
@@ -134,8 +136,9 @@ def _speeds(rows: Sequence[dict[str, Any]], bound: Any, left_out: Any, name: str
     caption = "Teal is what the cuts allow: the slowest stage alone, without messages." if limit else ""
     section.pictures(Picture(f"{name}-speed", "Samples a second", lambda width: bars(drawn, width), caption))
     base = next((row for row in rows if row.get("family") == "bp"), None)
-    columns = ["row", "samples/s", "range", f"x {base.get('name') or 'BP'}" if base else "x BP", "ms a batch", "gradient",
-               "workers", "memory a worker", "moved a batch"]  # fmt: skip
+    times = f"x {base.get('name') or 'BP'}" if base else "x BP"
+    columns = ["row", "samples/s", "range", times, "ms a batch", "gradient", "workers", "memory a worker",
+               "moved a batch"]  # fmt: skip
     section.html(table(columns, [_cells(row, base) for row in rows]))
     said: dict[str, list[str]] = {}
     for row in rows:
@@ -168,57 +171,3 @@ def _memory(rows: Sequence[dict[str, Any]], name: str) -> Section:
             made.append(Picture(f"{name}-{key.replace('_', '-')}", title,
                                 lambda width, drawn=drawn: bars(drawn, width), across=2))  # type: ignore[misc]  # fmt: skip
     return section.pictures(*made) if made else section.html(missing("bench.json has no figures of them"))
-
-
-def scaling(path: Path, name: str) -> tuple[str, list[Section]]:
-    """The sections of a scaling study: each list of records as lines over K, and as a table."""
-    first = Section("What was run")
-    content = opened(path / "scaling.json", first)
-    sections = [first.html(described(content))]
-    for key, value in content.items():
-        records = [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
-        if records:
-            sections.append(_records(key, records, name))
-        elif key == "notes" and isinstance(value, list):
-            sections.append(Section("To read it").html(notes([str(line) for line in value])))
-    if len(sections) == 1:
-        sections.append(Section("Growth").html(missing("no records: run `offbeat bench scaling` to its end")))
-    return f"Scaling: {title_of(content, path)}", sections
-
-
-def _records(key: str, records: Sequence[dict[str, Any]], name: str) -> Section:
-    columns = list(dict.fromkeys(column for row in records for column, value in row.items()
-                                 if isinstance(value, str | int | float | bool) or numbers(value)))  # fmt: skip
-    section = Section(key.replace("_", " ").capitalize())
-    over = next((column for column in ("K", "batch_size", "b", "depth") if len({
-        tuple(numbers(row.get(column))) for row in records}) > 1), None)  # fmt: skip
-    names = [column for column in columns if any(isinstance(row.get(column), str) for row in records)]
-    made = []
-    for column in columns if over else ():
-        groups: dict[str, list[tuple[float, float]]] = {}
-        for row in records:
-            at, value = numbers(row.get(str(over))), numbers(row.get(column))
-            if at and value and column not in (over, *names) and not isinstance(row.get(column), bool):
-                label = " ".join(str(row[named]) for named in names if named in row)
-                groups.setdefault(label, []).append((at[0], median(value)))
-        if any(len({point[0] for point in points}) > 1 for points in groups.values()) and len({
-                point[1] for points in groups.values() for point in points}) > 1:  # fmt: skip
-            drawn = [Line(label or column, sorted(points), place)
-                     for place, (label, points) in enumerate(groups.items())]  # fmt: skip
-            made.append(Picture(
-                f"{name}-{key}-{column}".replace("_", "-"), column.replace("_", " "),
-                lambda width, drawn=drawn, column=column: lines(  # type: ignore[misc]
-                    drawn, width, x=str(over), y=column.replace("_", " "), whole=True, form=".4g"),
-                across=2,
-            ))  # fmt: skip
-    if made:
-        section.pictures(*made)
-
-    def cell(value: Any) -> str:
-        if isinstance(value, str | bool):
-            return str(value)
-        found = numbers(value)
-        return "-" if not found else f"{median(found):,.4g}" if isinstance(value, float | list) else f"{value:,}"
-
-    rows = [[cell(row.get(column)) for column in columns] for row in records]
-    return section.html(table([column.replace("_", " ") for column in columns], rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.report.svg import SIZE, SMALL, Canvas, Scale, log_ticks, number, shorten, text_width, ticks
+from offbeat.report.svg import SIZE, SMALL, Canvas, Scale, doublings, log_ticks, number, shorten, text_width, ticks
 from offbeat.report.traces import KINDS, Trace
 
 COLOURS = 8  # that lines have, see look.py; the next eight are dashed
@@ -20,6 +20,7 @@ class Line:
 
     faint   0..1: of a family of lines, how far from the first
     end     what its label says behind the name, the last value for instance
+    dots    whether it is circles without a line between them
     """
 
     label: str
@@ -29,10 +30,12 @@ class Line:
     faint: float = 0.0
     dashed: bool = False
     end: str = ""
+    dots: bool = False
 
 
 def lines(drawn: Sequence[Line], width: int, *, x: str, y: str, height: int = 0, whole: bool = False,
-          log: bool | None = None, form: str = ".2f", unit: str = "", origin: bool = False) -> Canvas:  # fmt: skip
+          log: bool | None = None, form: str = ".2f", unit: str = "", origin: bool = False,
+          doubling: bool = False) -> Canvas:  # fmt: skip
     """Lines with their names at their ends, or below where there is no room; log: None where the values decide."""
     drawn = [line for line in drawn if line.points]
     xs = [point[0] for line in drawn for point in line.points] + [0.0] * origin
@@ -56,13 +59,14 @@ def lines(drawn: Sequence[Line], width: int, *, x: str, y: str, height: int = 0,
     marks = (log_ticks if log else ticks)(low, high, max(4, height // 42))
     left = max(text_width(number(mark), SMALL) for mark in marks) + 12
     right = 14.0 + (longest + 12 if beside else 0)
-    across = Scale(min(xs), max(xs), left, width - right)
+    across = Scale(min(xs), max(xs), left, width - right, log=doubling)
     up = Scale(low, high, height - bottom, top, log=log)
     for mark in marks:
         canvas.line(left, up(mark), width - right, up(mark), "grid")
         canvas.text(left - 7, up(mark) + 4, number(mark), "tick", anchor="end")
     canvas.text(0, 13, y + (", log scale" if log else ""), "axis")
-    for mark in ticks(min(xs), max(xs), max(3, int((width - left - right) // 50)), whole=whole):
+    most = max(3, int((width - left - right) // 50))
+    for mark in doublings(min(xs), max(xs), most) if doubling else ticks(min(xs), max(xs), most, whole=whole):
         canvas.line(across(mark), height - bottom, across(mark), height - bottom + 4, "rule")
         canvas.text(across(mark), height - bottom + 18, number(mark), "tick", anchor="middle")
     canvas.line(left, height - bottom, width - right, height - bottom, "rule")
@@ -73,7 +77,10 @@ def lines(drawn: Sequence[Line], width: int, *, x: str, y: str, height: int = 0,
         _names(canvas, drawn, labels, across, up, width - right, top, height - bottom)
     for place, (line, label) in enumerate(rows):
         level = height + 14 + 20 * place
-        canvas.path([(left, level - 4), (left + 22, level - 4)], _css(line), opacity=1 - line.faint)
+        if line.dots:
+            canvas.dot(left + 11, level - 4, 4.5, f"ring c{line.colour % COLOURS}")
+        else:
+            canvas.path([(left, level - 4), (left + 22, level - 4)], _css(line), opacity=1 - line.faint)
         canvas.text(left + 30, level, shorten(label, width - left - 30), "label")
     return canvas
 
@@ -90,10 +97,12 @@ def _line(canvas: Canvas, line: Line, across: Scale, up: Scale, *, x: str, form:
         upper = [(across(point[0]), up(pair[1])) for point, pair in zip(line.points, line.band, strict=True)]
         lower = [(across(point[0]), up(pair[0])) for point, pair in zip(line.points, line.band, strict=True)]
         canvas.path([*upper, *reversed(lower)], f"band f{line.colour % COLOURS}", closed=True)
-    if len(places) > 1:
+    if len(places) > 1 and not line.dots:
         canvas.path(places, _css(line), opacity=opacity)
     step = -(-len(places) // MOST_DOTS)
-    small = 2.6 if len(places) <= 30 else 0.0
+    small = 0.0 if line.dots or len(places) > 30 else 2.6
+    for a, b in places if line.dots else ():
+        canvas.dot(a, b, 4.5, f"ring c{line.colour % COLOURS}")
     for place in range(len(places) - 1, -1, -step):
         (a, b), (at, value) = places[place], line.points[place]
         spread = f" ({line.band[place][0]:{form}} to {line.band[place][1]:{form}})" if line.band else ""
@@ -106,12 +115,14 @@ def _names(canvas: Canvas, drawn: Sequence[Line], labels: Sequence[str], across:
            top: float, bottom: float) -> None:  # fmt: skip
     """The labels at the ends of their lines, pushed apart where these lie close."""
     ends = [up(line.points[-1][1]) for line in drawn]
-    order = sorted(range(len(drawn)), key=lambda place: ends[place])
+    order = sorted(range(len(drawn)), key=lambda place: (round(ends[place]), place))
     gap = min(16.0, (bottom - top) / max(1, len(drawn)))
     levels = dict(zip(order, spaced([ends[place] for place in order], gap, top, bottom), strict=True))
     for place, line in enumerate(drawn):
         level, here = levels[place], across(line.points[-1][0])
-        if abs(level - ends[place]) > 3 or here < right - 3:
+        if line.dots and here < right - 60:
+            canvas.path([(here + 7, ends[place]), (right + 8, level)], "leader")
+        elif abs(level - ends[place]) > 3 or here < right - 3:
             canvas.path([(here + 4, ends[place]), (right + 8, level)], "leader")
         canvas.text(right + 10, level + 4, labels[place], f"label t{line.colour % COLOURS}")
 
@@ -120,7 +131,7 @@ def spaced(levels: Sequence[float], gap: float, low: float, high: float) -> list
     """Levels, sorted, moved as little as may be so that they lie so far apart and in the range, if it has room.
 
     >>> spaced([10, 11, 50], 10, 0, 100), spaced([98, 99], 10, 0, 100)
-    ([5.5, 15.5, 50.0], [90.0, 100.0])
+    ([5.5, 15.5, 50.0], [90, 100])
     """
     members: list[list[float]] = []
     starts: list[float] = []  # of the first of each group

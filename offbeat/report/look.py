@@ -41,6 +41,7 @@ svg .in-box{{font-size:11.5px;fill:var(--box)}}
 .mark{{stroke:var(--ink);stroke-width:2}} .whisker{{stroke:var(--ink);stroke-width:1.2;opacity:.7}}
 .line{{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}} .dashed{{stroke-dasharray:5 4}}
 .leader{{fill:none;stroke:var(--rule);stroke-dasharray:2 3}} .band{{opacity:.15}} .touch{{fill:transparent}}
+.ring{{fill:var(--page);stroke-width:2}}
 {SERIES}
 {OPERATIONS}
 """

@@ -40,9 +40,12 @@ def labels(runs: Sequence[Run]) -> list[str]:
 MORE = ("data", "batch_size", "weights", "window", "corrector", "engine", "lr", "epochs", "cuts", "precision")
 
 
+BESIDE = ("seed", "data_workers", "trace", "diagnose", "checkpoint_every", "checkpoint_mode", "keep")  # the numbers
+
+
 def _key(recipe: Recipe) -> str:
-    """The same for recipes that differ in their seed alone."""
-    return str({**recipe.as_dict(), "seed": 0})
+    """The same for recipes that differ in their seed alone, or in what changes no number."""
+    return str({name: value for name, value in recipe.as_dict().items() if name not in BESIDE})
 
 
 def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -148,7 +151,7 @@ def _middle(values: Sequence[float | None]) -> float | None:
 def duration(seconds: float) -> str:
     """
     >>> duration(3.19), duration(75), duration(4000)
-    ('3.2 s', '1 min 15 s', '1 h 7 min')
+    ('3.2 s', '1 min 15 s', '1 h 6 min')
     """
     if seconds < 60:
         return f"{seconds:.1f} s"

@@ -15,7 +15,7 @@ from typing import Any
 
 from offbeat import recipes
 from offbeat.errors import UserError, first_line
-from offbeat.report import benches, browser, comparison, look, overview, reproduction
+from offbeat.report import benches, browser, comparison, look, overview, reproduction, scaled
 from offbeat.report.folders import Run, counted, kind_of, read_json, read_run
 from offbeat.report.parts import WIDTHS, Section, facts, figures, missing, notes, rendered, slug, table
 from offbeat.report.stages import stage_sections
@@ -52,7 +52,7 @@ def parts(folders: Sequence[Path]) -> list[Part]:
         elif kind == "reproduction":
             found.append(_reproduction(folder, name))
         else:
-            title, sections = (benches.bench if kind == "bench" else benches.scaling)(folder, name)
+            title, sections = (benches.bench if kind == "bench" else scaled.scaling)(folder, name)
             found.append(Part(title, "Benchmark" if kind == "bench" else "Scaling study", sections))
     return found
 

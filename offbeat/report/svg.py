@@ -20,7 +20,7 @@ def shorten(text: str, pixels: float, size: float = SIZE) -> str:
     """As much of a text as fits.
 
     >>> shorten("resnet56-adl-k4", 1000), shorten("resnet56-adl-k4", 70)
-    ('resnet56-adl-k4', 'resnet56-…')
+    ('resnet56-adl-k4', 'resnet56…')
     """
     if text_width(text, size) <= pixels:
         return text
@@ -74,6 +74,17 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
         found = [10.0**power for power in decades if low * 0.999 <= 10.0**power <= high * 1.001]
         found = found[:: -(-len(found) // max(1, most))]
     return [float(f"{value:.12g}") for value in found] or [low]
+
+
+def doublings(low: float, high: float, most: int) -> list[float]:
+    """Powers of two in a range, at most so many.
+
+    >>> doublings(1, 16, 8), doublings(1, 256, 5)
+    ([1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 4.0, 16.0, 64.0, 256.0])
+    """
+    powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
+    found = [2.0**power for power in powers]
+    return found[:: -(-len(found) // max(1, most))] or [low]
 
 
 @dataclass(frozen=True)
