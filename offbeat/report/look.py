@@ -92,6 +92,7 @@ td{{text-align:right;white-space:nowrap}}
 th,td{{padding:6px 0 6px 22px;border-bottom:1px solid var(--grid)}}
 thead th{{border-bottom:1px solid var(--rule)}}
 th:first-child,td:first-child{{text-align:left;padding-left:0}}
+.name{{text-align:left}}
 .words{{text-align:left;white-space:normal;min-width:26ch}}
 tbody tr:hover td{{background:var(--lane)}}
 .facts{{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:3px 22px;font-size:14px;margin:28px 0 0}}

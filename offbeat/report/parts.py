@@ -59,11 +59,13 @@ def coded(text: str) -> str:
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str] = ()) -> str:
-    """The first column and those in `words` are text, to the left; all others are figures."""
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str] = (), names: Sequence[str] = ()
+) -> str:
+    """The first column and those in `words` and `names` are text, to the left; all others are figures."""
 
     def cell(tag: str, name: str, text: str) -> str:
-        css = ' class="words"' if name in words else ""
+        css = ' class="words"' if name in words else ' class="name"' if name in names else ""
         return f"<{tag}{css}>{escape(text)}</{tag}>"
 
     head = "".join(cell("th", name, name) for name in columns)

@@ -124,4 +124,4 @@ def _measured(points: Rows) -> Section:
             f"{max(late):.2f}" if late else "-",
         ])  # fmt: skip
     columns = ["axis", "network", "batch", "K", "ms a batch", "range", "peak memory", "counted", "staleness"]
-    return section.html(table(columns, rows))
+    return section.html(table(columns, rows, names=("network",)))

@@ -73,7 +73,7 @@ def partition(run: Run, name: str, made: list[Part] | None, why: str) -> Section
     cells = [[f"{k + 1}", f"{part.units}", part.first, part.last, f"{part.parameters:,}", percent(rows[0][1], k),
               f"{part.flops:,}", percent(rows[1][1], k), *([percent(times, k)] if times else [])]
              for k, part in enumerate(made)]  # fmt: skip
-    return section.html(table([*columns, *(["share of time"] if times else [])], cells))
+    return section.html(table([*columns, *(["share of time"] if times else [])], cells, names=("from", "to")))
 
 
 def _times(trace: Trace) -> list[float] | None:
@@ -159,8 +159,8 @@ def timelines(run: Run, name: str, made: list[Part] | None) -> Section:
         cut = trace.excerpt(turns_of(trace.K, width))
         return lanes(cut, width, length=cut.length)
 
-    told = "From the middle of the trace; a number is a batch, blank is idle. All of it: open trace.json in "
-    section.pictures(Picture(f"{name}-timeline", "As recorded", recorded, told + "`ui.perfetto.dev`."))
+    told = "A stretch of the trace, of all as long the median; a number is a batch, blank is idle. All of it: open "
+    section.pictures(Picture(f"{name}-timeline", "As recorded", recorded, told + "trace.json in `ui.perfetto.dev`."))
     if recipe is None or trace.K != recipe.K:
         return section.html(missing("no plan beside it: the recipe does not say what the trace is of"))
     method = recipe.make_method()

@@ -74,12 +74,12 @@ class Trace:
         return Costs(forward, backward, [self.seconds(k, "update") for k in stages])
 
     def excerpt(self, turns: int) -> Trace:
-        """So many turns of stage 1 from the middle, told from the start of a forward, so that time begins at 0."""
+        """So many turns of stage 1, of those stretches the one of median length; from the start of a forward, at 0."""
         starts = sorted(spell.start for spell in self.of(1, "forward"))
-        if not starts:
-            return self
-        first = max(0, (len(starts) - turns) // 2)
-        return self.between(starts[first], starts[first + turns] if first + turns < len(starts) else self.window()[1])
+        stretches = sorted(zip(starts, starts[turns:], strict=False), key=lambda stretch: stretch[1] - stretch[0])
+        if stretches:
+            return self.between(*stretches[len(stretches) // 2])
+        return self.between(starts[0] if starts else self.window()[0], max(spell.end for spell in self.spells))
 
     def between(self, start: float, end: float) -> Trace:
         """What happened then, cut off at both ends; time begins at 0."""

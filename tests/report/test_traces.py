@@ -83,6 +83,16 @@ def test_a_plan_beside_a_trace_calls_its_batches_alike_and_updates_where_it_does
     assert len(plan.of(1, "update")) == pytest.approx(len(cut.of(1, "update")), abs=1)
 
 
+def test_the_stretch_that_is_shown_is_the_one_of_median_length():
+    starts = [0.0, 1.0, 8.0, 10.0]  # turns of 1, 7 and 2
+    cut = Trace(1, [Spell(1, "forward", start, start + 0.5, t) for t, start in enumerate(starts)]).excerpt(1)
+    assert [(spell.batch, spell.start, spell.end) for spell in cut.spells] == [(2, 0.0, 0.5)]
+
+
+def test_a_trace_with_too_few_turns_is_shown_whole(recorded):
+    assert len(recorded.excerpt(1000).spells) == len(recorded.spells)
+
+
 def test_unequal_stages_are_planned_at_the_pace_of_the_slowest():
     plan = planned(named("adl", M=2), Costs([1.0, 2.0], [2.0, 4.0]), turns=20)
     assert planned_idle(plan) == pytest.approx([0.5, 0.0], abs=0.03)
