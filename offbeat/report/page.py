@@ -176,9 +176,8 @@ def _reproduction(folder: Path, name: str) -> Part:
         section = Section("Errors", "The paper's test error beside ours: median over the seeds, lowest, highest, how "
                                     "many, and ours minus the paper's.")  # fmt: skip
         if cells:
-            section.html(
-                table(columns, [[row[name] for name in columns] for row in cells], words=("state",), names=("setting",))
-            )
+            listed = [[row[column] for column in columns] for row in cells]
+            section.html(table(columns, listed, names=("state", "setting")))
         sections.append(section.html(notes(told.notes)))
     for problem in problems:
         first.html(missing(problem, warn=True))

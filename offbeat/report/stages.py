@@ -159,8 +159,11 @@ def timelines(run: Run, name: str, made: list[Part] | None) -> Section:
         cut = trace.excerpt(turns_of(trace.K, width))
         return lanes(cut, width, length=cut.length)
 
-    told = "A stretch of the trace, of all as long the median; a number is a batch, blank is idle. All of it: open "
-    section.pictures(Picture(f"{name}-timeline", "As recorded", recorded, told + "trace.json in `ui.perfetto.dev`."))
+    told = (
+        "A typical stretch: of all with as many turns, the one of median length. A number is a batch, blank is idle; "
+        "the whole trace.json opens in `ui.perfetto.dev`."
+    )
+    section.pictures(Picture(f"{name}-timeline", "As recorded", recorded, told))
     if recipe is None or trace.K != recipe.K:
         return section.html(missing("no plan beside it: the recipe does not say what the trace is of"))
     method = recipe.make_method()
