@@ -1,8 +1,8 @@
 """What lies in the folders that a report is about, read with care: half-written and broken files are told, not thrown.
 
-a run              config.json, metrics.jsonl, trace.json, diagnosis.jsonl
-a comparison       config.json with its runs;  a reproduction: reproduction.json and runs/
-a benchmark        bench.json;  a scaling study: scaling.json
+    a run              config.json, metrics.jsonl, trace.json, diagnosis.jsonl
+    a comparison       config.json with its runs;  a reproduction: reproduction.json and runs/
+    a benchmark        bench.json;  a scaling study: scaling.json
 """
 
 from __future__ import annotations

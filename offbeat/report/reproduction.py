@@ -1,9 +1,9 @@
 """A reproduction as a table: the paper's value beside what our runs have recorded, and what is still missing.
 
-paper        test error % at the last epoch, median of 3 runs; div. where it says that training diverged
-ours         the median over the seeds that are finished; lowest, highest, and how many they are
-difference   ours - paper
-samples/s    the median over the seeds of each run's own median epoch
+    paper        test error % at the last epoch, median of 3 runs; div. where it says that training diverged
+    ours         the median over the seeds that are finished; lowest, highest, and how many they are
+    difference   ours - paper
+    samples/s    the median over the seeds of each run's own median epoch
 """
 
 from __future__ import annotations
