@@ -21,8 +21,6 @@ from offbeat.record import standing
 from offbeat.report.traces import Trace, read_trace
 
 T = TypeVar("T")
-KIND = {"run": "a run", "comparison": "a comparison", "reproduction": "a reproduction", "bench": "a benchmark",
-        "scaling": "a scaling study"}  # fmt: skip
 
 
 @dataclass(frozen=True)
