@@ -430,6 +430,25 @@ def demo(
     show(out, epochs, execute)
 
 
+@app.command()
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons, reproductions or benchmarks.")
+    ],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+    pictures: Annotated[
+        Path | None, typer.Option(help="Write every picture into this folder too: SVG, and PNG where Chromium is.")
+    ] = None,
+) -> None:
+    """Show runs in one HTML file: curves, errors, staleness, timelines, memory, partition."""
+    from offbeat.report.page import write_report
+
+    drawn, said = write_report(folders, out, pictures)
+    for line in said:
+        print(f"offbeat: {line}", file=sys.stderr)
+    print(f"{out}: {drawn} pictures, {out.stat().st_size:,} bytes" + (f"; each in {pictures}" if pictures else ""))
+
+
 checkpoints = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True, add_completion=False)
 app.add_typer(checkpoints, name="checkpoint")
 

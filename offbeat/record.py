@@ -15,6 +15,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -160,9 +161,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
     was taken up again happened twice, and the second time counts.
     """
     file = path / "metrics.jsonl"
+    texts = file.read_text().split("\n")[:-1] if file.exists() else ()
+    return standing(json.loads(text) for text in texts)
+
+
+def standing(told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of all lines of a run those that still hold: what was undone by going on from a checkpoint is left out."""
     found: list[dict[str, Any]] = []
-    for text in file.read_text().split("\n")[:-1] if file.exists() else ():
-        line = json.loads(text)
+    for line in told:
         if line["kind"] == "resumed":
             found = [earlier for earlier in found if not _undone(earlier, line["batch"])]
         found.append(line)

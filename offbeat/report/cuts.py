@@ -1,0 +1,72 @@
+"""The partition of a run: which units each stage has, and its share of parameters and FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from offbeat.errors import UserError
+from offbeat.recipe import Recipe
+
+KNOWN = {"cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100)}  # what their files would say
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage; flops are those of the forward of one sample."""
+
+    units: int
+    first: str
+    last: str
+    parameters: int
+    flops: int
+
+
+def parts(recipe: Recipe) -> list[Part]:
+    """The stages of a recipe whose cuts are known, counted without weights; UserError where they cannot be."""
+    if recipe.cuts is None and recipe.K > 1:
+        raise UserError("the cuts are not in the recipe")
+    shape, classes = _facts(recipe)
+    return list(_parts(recipe.model, shape, classes, tuple(recipe.cuts or ()), recipe.units or "blocks"))
+
+
+def _facts(recipe: Recipe) -> tuple[tuple[int, int, int] | None, int | None]:
+    """Shape of a sample and classes, where they can be known without the data's files."""
+    from offbeat import data
+
+    sizes = recipe.shape or ()
+    shape = (sizes[0], sizes[1], sizes[2]) if len(sizes) == 3 else None
+    if recipe.data in KNOWN:
+        return KNOWN[recipe.data]
+    if recipe.data in data.KINDS and not data.KINDS[recipe.data].layout:
+        opened = data.open_data(recipe.data, shape=shape, classes=recipe.classes)
+        return opened.shape, opened.classes
+    return shape, recipe.classes
+
+
+@lru_cache(maxsize=32)
+def _parts(model: str, shape: tuple[int, int, int] | None, classes: int | None, cuts: tuple[int, ...],
+           units: str) -> tuple[Part, ...]:  # fmt: skip
+    import torch
+
+    from offbeat import cutting, models
+
+    with torch.device("meta"):
+        network = models.build(model, shape=shape, classes=classes)
+        sample = torch.empty(1, *(shape or models.MODELS[model].shape))
+    if units == "blocks":
+        names = [name for name, _ in network.named_children()]
+        parameters = [sum(weight.numel() for weight in unit.parameters()) for unit in network]
+        flops = cutting.forward_flops(network, sample)
+    else:
+        measured = cutting.profile(network, torch.empty(2, *sample.shape[1:], device="meta"), timed=False).units
+        names = [unit.name for unit in measured]
+        parameters, flops = [unit.parameters for unit in measured], [unit.flops // 2 for unit in measured]
+    edges = [0, *cuts, len(names)]
+    if any(a >= b for a, b in pairwise(edges)):
+        raise UserError(f"the cuts {list(cuts)} do not fit the {len(names)} units of {model}")
+    return tuple(
+        Part(end - start, names[start], names[end - 1], sum(parameters[start:end]), sum(flops[start:end]))
+        for start, end in pairwise(edges)
+    )

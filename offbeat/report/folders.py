@@ -1,0 +1,263 @@
+"""What lies in the folders that a report is about, read with care: half-written and broken files are told, not thrown.
+
+    a run              config.json, metrics.jsonl, trace.json, diagnosis.jsonl
+    a comparison       config.json with its runs;  a reproduction: reproduction.json and runs/
+    a benchmark        bench.json;  a scaling study: scaling.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeVar
+
+from offbeat.errors import UserError, first_line
+from offbeat.recipe import Recipe, complete, settings
+from offbeat.record import standing
+from offbeat.report.traces import Trace, read_trace
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What a run said after an epoch."""
+
+    number: int  # from 1
+    seconds: float
+    test_error: float
+    train_error: float | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """How stale the gradient of one stage was at one update: see --diagnose."""
+
+    stage: int
+    update: int
+    gap: float
+    norm: float
+    gradient: float
+    cosine: float
+    lag: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run folder, as far as it can be read.
+
+    state     "finished", "failed", "stopped" or "under way"; reason: why it failed
+    problems  what could not be read, a line each
+    """
+
+    path: Path
+    recipe: Recipe | None
+    provenance: dict[str, Any]
+    epochs: list[Epoch]
+    state: str
+    reason: str = ""
+    error: float | None = None
+    top5: float | None = None
+    samples_per_second: float | None = None
+    seconds: float | None = None
+    staleness: list[float] | None = None
+    memory: list[float] | None = None
+    trace: Trace | None = None
+    diagnosis: list[Diagnosis] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def errors(self) -> list[float]:
+        return [epoch.test_error for epoch in self.epochs]
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds of training behind each epoch."""
+        return list(accumulate(epoch.seconds for epoch in self.epochs))
+
+    @property
+    def formula(self) -> list[float] | None:
+        """Staleness of every stage by its formula."""
+        if self.recipe is None:
+            return None
+        method, K = self.recipe.make_method(), self.recipe.K
+        return [method.staleness(k, K) for k in range(1, K + 1)]
+
+    @property
+    def best(self) -> Epoch | None:
+        return min(self.epochs, key=lambda epoch: epoch.test_error, default=None)
+
+
+def kind_of(path: Path) -> str:
+    """Which of the kinds a folder is; UserError where it is none."""
+    try:
+        if not path.is_dir():
+            raise UserError(f"{path} is no folder: give the folder of a run, a comparison, a reproduction or a "
+                            "benchmark")  # fmt: skip
+        for name, kind in (("reproduction.json", "reproduction"), ("bench.json", "bench"), ("scaling.json", "scaling")):
+            if (path / name).exists():
+                return kind
+        if (path / "config.json").exists():
+            content = read_json(path / "config.json", [])
+            return "comparison" if isinstance(content, dict) and "comparison" in content else "run"
+        if (path / "metrics.jsonl").exists():
+            return "run"
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or first_line(error)}): give another folder") from None
+    raise UserError(f"{path} holds none of config.json, metrics.jsonl, reproduction.json, bench.json, scaling.json: "
+                    "give the folder of a run, a comparison, a reproduction or a benchmark")  # fmt: skip
+
+
+def read_json(path: Path, problems: list[str], *, again: str = "") -> Any:
+    """The content of a JSON file; None, and a line more in `problems`, where it is broken."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read ({first_line(error)}){again}")
+        return None
+
+
+def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """The lines of a .jsonl file that are JSON objects; the last one may be half-written, others are counted."""
+    try:
+        texts = path.read_text(errors="replace").split("\n")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read ({error.strerror or first_line(error)})")
+        return
+    broken = 0
+    for text in texts[:-1]:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            yield value
+        else:
+            broken += 1
+    if broken:
+        problems.append(f"{path.name}: {counted(broken, 'line')} could not be read, left out")
+
+
+def counted(count: int, word: str) -> str:
+    """
+    >>> counted(1, "run"), counted(3, "run")
+    ('1 run', '3 runs')
+    """
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def read_run(path: Path) -> Run:
+    """What a run folder holds."""
+    problems: list[str] = []
+    recipe, provenance = _config(path, problems)
+    told = [line for line in read_lines(path / "metrics.jsonl", problems) if isinstance(line.get("kind"), str)] if (
+        path / "metrics.jsonl").exists() else []  # fmt: skip
+    try:
+        lines = standing(told)
+    except (KeyError, TypeError):
+        problems.append("metrics.jsonl: where it went on from a checkpoint cannot be read, so epochs may stand twice")
+        lines = told
+    epochs = _each(lines, "epoch", _epoch, "metrics.jsonl", problems)
+    ends = [line for line in lines if line["kind"] in ("result", "failed", "interrupted", "resumed")]
+    last = ends[-1] if ends else {"kind": "nothing"}
+    state = {"result": "finished", "failed": "failed", "interrupted": "stopped"}.get(last["kind"], "under way")
+    if state == "finished" and _number(last.get("loss")) is None:
+        state, last = "failed", {**last, "reason": f"the test loss is {last.get('loss')} at the end"}
+    result = last if last["kind"] == "result" else {}
+    stages = [line for line in lines if line["kind"] in ("epoch", "result") and line.get("memory")]
+    K = recipe.K if recipe else None
+    speeds = [line.get("samples_per_second") for line in lines if line["kind"] == "epoch"]
+    return Run(
+        path=path, recipe=recipe, provenance=provenance, epochs=epochs, state=state,
+        reason=str(last.get("reason", "")) if state == "failed" else "",
+        error=_number(result.get("error")), top5=_number(result.get("top5")),
+        samples_per_second=_number(result.get("samples_per_second", speeds[-1] if speeds else None)),
+        seconds=_number(result.get("seconds")) or sum(epoch.seconds for epoch in epochs) or None,
+        staleness=_of_stages([line.get("staleness") for line in lines if line["kind"] in ("epoch", "result")], K),
+        memory=_of_stages([line["memory"] for line in stages], K),
+        trace=_trace(path, problems), diagnosis=_diagnosis(path, problems), problems=problems,
+    )  # fmt: skip
+
+
+def _config(path: Path, problems: list[str]) -> tuple[Recipe | None, dict[str, Any]]:
+    if not (path / "config.json").exists():
+        problems.append("there is no config.json, so what was run is not known")
+        return None, {}
+    content = read_json(path / "config.json", problems)
+    if content is None:
+        return None, {}
+    content = content if isinstance(content, dict) else {}
+    provenance = content.get("provenance")
+    try:
+        recipe = complete(**settings(content["recipe"], path / "config.json"))
+    except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
+        problems.append(f"config.json holds no recipe that can be read ({first_line(error)})")
+        recipe = None
+    return recipe, provenance if isinstance(provenance, dict) else {}
+
+
+def _each(lines: list[dict[str, Any]], kind: str, make: Callable[[dict[str, Any]], T], name: str,
+          problems: list[str]) -> list[T]:  # fmt: skip
+    """What can be made of the lines of a kind; the others are counted."""
+    made, odd = [], 0
+    for line in lines:
+        if line.get("kind", kind) == kind:
+            try:
+                made.append(make(line))
+            except (KeyError, TypeError, ValueError):
+                odd += 1
+    if odd:
+        problems.append(f"{name}: {counted(odd, 'line')} without the figures that belong there, left out")
+    return made
+
+
+def _epoch(line: dict[str, Any]) -> Epoch:
+    error, seconds = float(line["test_error"]), float(line["seconds"])
+    if not (math.isfinite(error) and math.isfinite(seconds)):
+        raise ValueError
+    return Epoch(int(line["epoch"]) + 1, seconds, error, _number(line.get("train_error")))
+
+
+def _diagnosis(path: Path, problems: list[str]) -> list[Diagnosis]:
+    if not (path / "diagnosis.jsonl").exists():
+        return []
+
+    def make(line: dict[str, Any]) -> Diagnosis:
+        values = [float(line[name]) for name in ("gap", "norm", "gradient", "cosine", "lag")]
+        if not all(map(math.isfinite, values)) or int(line["stage"]) < 1:
+            raise ValueError
+        return Diagnosis(int(line["stage"]), int(line["update"]), *values)
+
+    return _each(list(read_lines(path / "diagnosis.jsonl", problems)), "", make, "diagnosis.jsonl", problems)
+
+
+def _trace(path: Path, problems: list[str]) -> Trace | None:
+    file = path / "trace.json"
+    content = read_json(file, problems, again=": train with --trace 200 again") if file.exists() else None
+    if content is None:
+        return None
+    try:
+        return read_trace(content)
+    except UserError as error:
+        problems.append(f"trace.json cannot be read ({error}): train with --trace 200 again")
+        return None
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or None."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if fits else None
+
+
+def _of_stages(values: list[Any], K: int | None) -> list[float] | None:
+    """The last of these that is a number a stage."""
+    for value in reversed(values):
+        if isinstance(value, list) and value and (K is None or len(value) == K):
+            numbers = [_number(item) for item in value]
+            if all(item is not None for item in numbers):
+                return [item for item in numbers if item is not None]
+    return None

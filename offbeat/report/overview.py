@@ -1,0 +1,223 @@
+"""Several runs together: what was run, headline figures, learning curves, the table of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from offbeat.recipe import Recipe
+from offbeat.report.charts import Line, lines
+from offbeat.report.curves import clock, points
+from offbeat.report.folders import Run, counted
+from offbeat.report.parts import Section, facts, figures, missing, table
+from offbeat.report.stages import size
+from offbeat.report.svg import Picture
+
+Groups = Mapping[str, Sequence[Run]]  # the runs of one setting, over its seeds, by their label
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """A short name for each run: its method, K and M, its network where there are several, and as much as is needed to
+    tell it from the others."""
+    known = [run.recipe for run in runs if run.recipe is not None]
+    several = len({recipe.model for recipe in known}) > 1
+    made = {}
+    for recipe in known:
+        accumulated = f" M={recipe.M}" if recipe.M > 1 else ""
+        made[_key(recipe)] = f"{recipe.method} K={recipe.K}{accumulated}{f' {recipe.model}' if several else ''}"
+    for name in MORE:
+        values = {_key(recipe): getattr(recipe, name) for recipe in known}
+        before = dict(made)
+        for key, label in before.items():
+            alike = {values[other] for other in before if before[other] == label}
+            if len(alike) > 1 and values[key] is not None:
+                made[key] = f"{label} {name.replace('_', '-')}={values[key]}"
+    return [made[_key(run.recipe)] if run.recipe is not None else run.path.name for run in runs]
+
+
+MORE = ("data", "batch_size", "weights", "window", "corrector", "engine", "lr", "epochs", "cuts", "precision")
+
+
+BESIDE = ("seed", "data_workers", "trace", "diagnose", "checkpoint_every", "checkpoint_mode", "keep")  # the numbers
+
+
+def _key(recipe: Recipe) -> str:
+    """The same for recipes that differ in their seed alone, or in what changes no number."""
+    return str({name: value for name, value in recipe.as_dict().items() if name not in BESIDE})
+
+
+def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in their seed alone, together; others that would be called alike by their folders."""
+    groups: dict[str, list[Run]] = {}
+    for run, label in zip(runs, labels(runs), strict=True):
+        same = groups.get(label)
+        if same and not _seeds_alone(same[0].recipe, run.recipe):
+            label = f"{label} ({run.path.name})"
+        groups.setdefault(label, []).append(run)
+    return groups
+
+
+def _seeds_alone(one: Recipe | None, other: Recipe | None) -> bool:
+    return one is not None and other is not None and one.seed != other.seed and _key(one) == _key(other)
+
+
+# ---- what was run
+
+
+def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Mapping[str, str] | None = None) -> str:
+    """Recipe, command, commit, hardware: as they were written when it ran."""
+    shown: dict[str, str] = {}
+    command = provenance.get("command")
+    if isinstance(command, list):
+        shown["command"] = " ".join(map(str, command))
+    if recipe is not None:
+        epochs, threads = counted(recipe.epochs, "epoch"), counted(recipe.threads_per_stage, "thread")
+        title, corrector = recipe.make_method().title or recipe.method, f", corrector {recipe.corrector}"
+        shown["network and data"] = f"{recipe.model} on {recipe.data}, {epochs}, seed {recipe.seed}"
+        shown["method"] = f"{title}: K={recipe.K} stages, M={recipe.M}, weights {recipe.weights}"
+        shown["method"] += corrector if recipe.corrector else ""
+        shown["optimizer"] = (
+            f"SGD, batch {recipe.batch_size}, lr {recipe.lr:g}, momentum {recipe.momentum:g}, weight decay "
+            f"{recipe.weight_decay:g}, warm-up {recipe.warmup:g} epochs"
+        )
+        compiled = ", compiled" * recipe.compile
+        shown["run by"] = f"engine {recipe.engine}, {recipe.device}, {recipe.precision}{compiled}, {threads} a stage"
+    shown.update(more or {})
+    for name, key in (("machine", "machine"), ("started", "started"), ("commit", "commit")):
+        if provenance.get(key):
+            shown[name] = str(provenance[key])
+    versions = provenance.get("versions")
+    if isinstance(versions, dict):
+        shown["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return facts(shown, code=("command", "commit")) if shown else missing("not known: config.json does not say it")
+
+
+# ---- headline figures
+
+
+def headline(run: Run) -> str:
+    """The figures of one run."""
+    recipe, last = run.recipe, run.epochs[-1] if run.epochs else None
+    total = f" of {recipe.epochs}" if recipe else ""
+    shown = []
+    error = run.error if run.error is not None else last.test_error if last else None
+    if error is not None:
+        best = run.best
+        told = f"lowest {best.test_error:.2f} % after epoch {best.number}" if best else ""
+        shown.append(("test error" if run.error is not None else "test error so far", f"{error:.2f} %", told))
+    shown.append(("state", run.state, f"{len(run.epochs)}{total} epochs"))
+    if run.samples_per_second:
+        shown.append(("samples a second", f"{run.samples_per_second:,.0f}", "median epoch"))
+    if run.seconds:
+        told = "evaluation included" if run.state == "finished" else "of training"
+        shown.append(("time", duration(run.seconds), told))
+    if run.staleness:
+        stalest = max(range(len(run.staleness)), key=lambda here: run.staleness[here] if run.staleness else 0)
+        shown.append(("staleness", f"{run.staleness[stalest]:.2f}", f"updates, stage {stalest + 1}, the stalest"))
+    if run.memory:
+        most = max(range(len(run.memory)), key=lambda here: run.memory[here] if run.memory else 0)
+        shown.append(("peak memory", size(run.memory[most]), f"stage {most + 1}, the largest of {len(run.memory)}"))
+    return figures(shown)
+
+
+def headlines(groups: Groups) -> str:
+    """The figures of several: the best of them, and how many there are."""
+    runs = [run for group in groups.values() for run in group]
+    done = sum(run.state == "finished" for run in runs)
+    shown = [("runs", f"{done} of {len(runs)}" if done < len(runs) else f"{done}", "finished")]
+    errors = {label: middle for label, group in groups.items()
+              if (middle := _middle([run.error for run in group])) is not None}  # fmt: skip
+    speeds = {label: middle for label, group in groups.items()
+              if (middle := _middle([run.samples_per_second for run in group]))}  # fmt: skip
+    if errors:
+        best = min(errors, key=lambda label: errors[label])
+        shown.append(("lowest test error", f"{errors[best]:.2f} %", best))
+    if len(errors) > 1:
+        worst = max(errors, key=lambda label: errors[label])
+        shown.append(("highest test error", f"{errors[worst]:.2f} %", worst))
+    if speeds:
+        fastest = max(speeds, key=lambda label: speeds[label])
+        shown.append(("most samples a second", f"{speeds[fastest]:,.0f}", fastest))
+    return figures(shown)
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return median(there) if there else None
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(3.19), duration(75), duration(4000)
+    ('3.2 s', '1 min 15 s', '1 h 6 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+# ---- curves and errors
+
+
+def curves(groups: Groups, name: str) -> Section:
+    """Test error by epoch and by time of training (the paper's Fig. 3)."""
+    several = any(len(group) > 1 for group in groups.values())
+    told = "; a line is the median of a setting's seeds, its band their range" if several else ""
+    section = Section("Learning curves", f"Test error after each epoch{told}.")
+    by_epoch, by_time = [], []
+    for place, (label, group) in enumerate(groups.items()):
+        runs = [run for run in group if run.epochs]
+        drawn = points([run.errors for run in runs]) if runs else []
+        if not drawn:
+            continue
+        minutes = clock([run.times for run in runs])
+        band = [(point.lowest, point.highest) for point in drawn] if len(runs) > 1 else []
+        end = f"{drawn[-1].middle:.2f} %"
+        test = f"{label}" if len(groups) > 1 else "test"
+        by_epoch.append(Line(test, [(point.epoch, point.middle) for point in drawn], place, band, end=end))
+        by_time.append(Line(test, [(minute, point.middle) for minute, point in zip(minutes, drawn, strict=True)], place,
+                            band, end=end))  # fmt: skip
+    if not by_epoch:
+        return section.html(missing("no epoch is behind any run yet"))
+    only = next(iter(groups.values()))
+    alone = len(groups) == 1 and len(only) == 1
+    if alone:
+        train = [(float(epoch.number), epoch.train_error) for epoch in only[0].epochs if epoch.train_error is not None]
+        by_epoch += [Line("training", train, 7, dashed=True, end=f"{train[-1][1]:.2f} %")] if train else []
+    across, scale, unit = 1 if len(by_epoch) > 5 else 2, 1.0, "minutes"
+    if max(line.points[-1][0] for line in by_time) < 2:
+        scale, unit = 60.0, "seconds"
+    by_time = [replace(line, points=[(at * scale, value) for at, value in line.points]) for line in by_time]
+    what = "error, %" if alone else "test error, %"
+    return section.pictures(
+        Picture(f"{name}-curves", "By epoch", lambda width: lines(by_epoch, width, x="epoch", y=what, whole=True,
+                unit=" %"), across=across),
+        Picture(f"{name}-curves-time", "By time", lambda width: lines(by_time, width, x=f"{unit} of training",
+                y="test error, %", unit=" %", origin=True), across=across),
+    )  # fmt: skip
+
+
+def errors(groups: Groups) -> Section:
+    """A row a run."""
+    section = Section("Errors", "Test error at the last epoch, and the lowest on the way.")
+    columns = ["run", "error %", "lowest %", "at epoch", "top-5 %", "samples/s", "time", "seed", "K", "M", "batch",
+               "lr", "state"]  # fmt: skip
+    rows = []
+    for label, group in groups.items():
+        for run in group:
+            recipe, best = run.recipe, run.best
+            setting = [f"{recipe.seed}", f"{recipe.K}", f"{recipe.M}", f"{recipe.batch_size}", f"{recipe.lr:g}"] if (
+                recipe) else ["-"] * 5  # fmt: skip
+            rows.append([
+                label, _cell(run.error), _cell(best.test_error if best else None),
+                f"{best.number}" if best else "-", _cell(run.top5), _cell(run.samples_per_second, ",.0f"),
+                duration(run.seconds) if run.seconds else "-", *setting, run.state,
+            ])  # fmt: skip
+    return section.html(table(columns, rows))
+
+
+def _cell(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else f"{value:{form}}"

@@ -1,0 +1,197 @@
+"""The recorded trace of a run, and what the clock would have had its stages do with the same costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from offbeat.errors import UserError
+from offbeat.method import Method
+from offbeat.ops import Backward, Forward, Update
+from offbeat.timeline import Costs, period, timeline
+
+KINDS = ("forward", "backward", "update", "send", "wait", "drain")
+BUSY = ("forward", "backward", "update", "send")
+
+
+@dataclass(frozen=True, slots=True)
+class Spell:
+    """What one stage did, from when to when, in seconds."""
+
+    k: int
+    kind: str
+    start: float
+    end: float
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All spells of all stages, on one clock."""
+
+    K: int
+    spells: list[Spell]
+
+    def window(self) -> tuple[float, float]:
+        """When all stages were being recorded: from the last that began to the first that ended."""
+        begins = [min(spell.start for spell in self.of(k)) for k in self.stages]
+        ends = [max(spell.end for spell in self.of(k)) for k in self.stages]
+        return (max(begins), min(ends)) if max(begins) < min(ends) else (min(begins), max(ends))
+
+    @property
+    def stages(self) -> list[int]:
+        """Those that have been recorded."""
+        return sorted({spell.k for spell in self.spells})
+
+    def of(self, k: int, *kinds: str) -> list[Spell]:
+        return [spell for spell in self.spells if spell.k == k and (not kinds or spell.kind in kinds)]
+
+    def seconds(self, k: int, kind: str) -> float:
+        """The median; 0 where the stage did no such thing."""
+        found = [spell.end - spell.start for spell in self.of(k, kind)]
+        return median(found) if found else 0.0
+
+    def idle(self) -> list[float | None]:
+        """Share of the window in which each stage neither computed nor sent; None where it was not recorded."""
+        start, end = self.window()
+        shares: list[float | None] = []
+        for k in range(1, self.K + 1):
+            busy = covered(((spell.start, spell.end) for spell in self.of(k, *BUSY)), start, end)
+            shares.append(1 - busy / (end - start) if self.of(k) and end > start else None)
+        return shares
+
+    def costs(self, method: Method) -> Costs:
+        """What a batch costs each stage, as recorded, without what the clock adds itself for a repeated forward."""
+        stages = range(1, self.K + 1)
+        forward = [self.seconds(k, "forward") * method.m for k in stages]
+        backward = [self.seconds(k, "backward") * method.m for k in stages]
+        for k in stages:
+            if method.replays(k, self.K):
+                backward[k - 1] = max(0.0, backward[k - 1] - forward[k - 1])
+        return Costs(forward, backward, [self.seconds(k, "update") for k in stages])
+
+    def excerpt(self, turns: int) -> Trace:
+        """So many turns of stage 1, of those stretches the one of median length; from the start of a forward, at 0."""
+        starts = sorted(spell.start for spell in self.of(1, "forward"))
+        stretches = sorted(zip(starts, starts[turns:], strict=False), key=lambda stretch: stretch[1] - stretch[0])
+        if stretches:
+            return self.between(*stretches[len(stretches) // 2])
+        return self.between(starts[0] if starts else self.window()[0], max(spell.end for spell in self.spells))
+
+    def between(self, start: float, end: float) -> Trace:
+        """What happened then, cut off at both ends; time begins at 0."""
+        kept = [spell for spell in self.spells if spell.end > start and spell.start < end]
+        return Trace(self.K, [
+            replace(spell, start=max(spell.start, start) - start, end=min(spell.end, end) - start) for spell in kept
+        ])  # fmt: skip
+
+    @property
+    def length(self) -> float:
+        return max((spell.end for spell in self.spells), default=0.0)
+
+
+def covered(spans: Iterable[tuple[float, float]], start: float, end: float) -> float:
+    """Seconds of a window that lie in at least one of the spans.
+
+    >>> covered([(0, 2), (1, 3), (5, 9)], 1, 6)
+    3.0
+    """
+    total, until = 0.0, start
+    for begin, finish in sorted(spans):
+        begin, finish = max(begin, until), min(finish, end)
+        if finish > begin:
+            total += finish - begin
+            until = finish
+    return total
+
+
+def read_trace(content: Any) -> Trace:
+    """A trace in Chrome's format; UserError says what is wrong with one that is none."""
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    if not isinstance(events, list):
+        raise UserError("it has no list traceEvents")
+    spells = []
+    for event in events:
+        if not isinstance(event, dict) or event.get("ph") != "X" or event.get("cat") not in KINDS:
+            continue
+        k: Any = event.get("tid")
+        start: Any = event.get("ts")
+        length: Any = event.get("dur")
+        if not (_whole(k) and k >= 1 and _finite(start) and _finite(length) and length >= 0):
+            raise UserError(f"an event has no place in time and stage: {str(event)[:80]}")
+        arguments = event.get("args")
+        batch = arguments.get("batch") if isinstance(arguments, dict) else None
+        end = (start + length) / 1e6
+        spells.append(Spell(k, event["cat"], start / 1e6, end, batch if _whole(batch) else None))
+    if not spells:
+        raise UserError("it has no operations")
+    other = content.get("otherData")
+    K: Any = other.get("K") if isinstance(other, dict) else None
+    most = max(spell.k for spell in spells)
+    return Trace(max(K, most) if _whole(K) else most, spells)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# ---- the plan
+
+NAMES = {Forward: "forward", Backward: "backward", Update: "update"}
+
+
+def planned(
+    method: Method, costs: Costs, *, turns: int, length: float | None = None, first: int | None = None
+) -> Trace:
+    """What the clock makes of these costs in steady state: so many turns of stage 1, or so many seconds.
+
+    first: what the first batch that stage 1 forwards is called, to stand beside a recorded one
+
+    >>> from offbeat.methods import ADL
+    >>> from offbeat.timeline import balanced
+    >>> trace = planned(ADL(M=1), balanced(2), turns=2)
+    >>> [(spell.k, spell.kind, spell.start, spell.end) for spell in trace.of(1, "forward", "backward")][:2]
+    [(1, 'forward', 0.0, 1.0), (1, 'backward', 1.0, 3.0)]
+    """
+    K = costs.K
+    fill = 2 * K + 2 * method.M + 2 * max(method.lag(k, K) for k in range(1, K + 1))
+    fill += ((first or 0) // method.m - fill) % method.M  # so that updates come where they came there
+    turn = period(method, costs) * method.workers
+    length = length or turns * turn
+    batches = fill + 2 * turns + math.ceil(length / turn if turn > 0 else turns) + 2 * K
+    spans = timeline(method, batches, costs)
+    starts = [span.start for span in spans if span.k == 1 and isinstance(span.operation, Forward)
+              and span.operation.t >= fill * method.m]  # fmt: skip
+    start = min(starts, default=0.0)
+    spells = [Spell(span.k, NAMES[type(span.operation)], span.start, span.end, getattr(span.operation, "t", None))
+              for span in spans if type(span.operation) in NAMES]  # fmt: skip
+    shown = Trace(K, spells).between(start, start + length)
+    shift = 0 if first is None else first - fill * method.m
+    moved = [spell if spell.batch is None else replace(spell, batch=spell.batch + shift) for spell in shown.spells]
+    return Trace(K, moved)
+
+
+def planned_idle(plan: Trace) -> list[float]:
+    """Share of the planned time in which each stage waits."""
+    length = plan.length
+    return [1 - covered(((spell.start, spell.end) for spell in plan.of(k, *BUSY)), 0.0, length) / length
+            if length else 0.0 for k in range(1, plan.K + 1)]  # fmt: skip
+
+
+def usable(costs: Costs) -> bool:
+    """Whether every stage has a time of its own."""
+    return all(forward + backward > 0 for forward, backward in zip(costs.forward, costs.backward, strict=True))
+
+
+def alike(shares: Sequence[float]) -> Costs:
+    """Costs of stages of which only the shares of a forward are known: B = 2F, the mean forward is 1."""
+    mean = sum(shares) / len(shares) or 1.0
+    forward = [share / mean for share in shares]
+    return Costs(forward, [2 * cost for cost in forward])

@@ -1,0 +1,107 @@
+"""Run folders for the tests of reports: real ones, with a trace and a diagnosis by their contract."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from offbeat.methods import named
+from offbeat.ops import Backward, Forward, Update
+from offbeat.recipe import Recipe, complete
+from offbeat.timeline import Costs, timeline
+from offbeat.train import check, train
+
+NAMES = {Forward: "forward", Backward: "backward", Update: "update"}
+
+
+def recipe(**given: object) -> Recipe:
+    """A network of five units that trains in a moment."""
+    fixed = {"model": "resnet8", "data": "synthetic", "samples": 24, "classes": 3, "shape": (3, 8, 8), "batch_size": 4,
+             "threads_per_stage": 1, "engine": "simulate", "epochs": 3, "method": "adl", "K": 3, "M": 2}  # fmt: skip
+    return complete(**{**fixed, **given})
+
+
+@lru_cache
+def _trained(**given: object) -> Path:
+    folder = Path(mkdtemp(prefix="offbeat-report-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    train(check(recipe(**given))[0], folder / "run", show=False)
+    return folder / "run"
+
+
+def run(path: Path, **given: object) -> Path:
+    """A real run in a folder of its own; those of the same recipe are trained once."""
+    shutil.copytree(_trained(**given), path)
+    return path
+
+
+def trace(path: Path, *, K: int = 3, M: int = 2, costs: Costs | None = None) -> None:
+    """trace.json of what the clock says, with a send of 0.1 ms behind each forward and backward."""
+    costs = costs or Costs([0.010] * K, [0.020] * K, [0.001] * K)
+    events: list[dict] = [{"name": "thread_name", "ph": "M", "pid": 0, "tid": k, "args": {"name": f"stage {k} of {K}"}}
+                          for k in range(1, K + 1)]  # fmt: skip
+    for span in timeline(named("adl", M=M), 60, costs):
+        kind, t = NAMES[type(span.operation)], getattr(span.operation, "t", 0)
+        place = {"ph": "X", "pid": 0, "tid": span.k, "args": {"batch": t}}
+        start, end = span.start * 1e6, span.end * 1e6
+        events.append({"name": f"{kind} {t}", "cat": kind, "ts": start, "dur": end - start, **place})
+        if kind != "update":
+            events[-1]["dur"] -= 100
+            events.append({"name": f"send {t}", "cat": "send", "ts": end - 100, "dur": 100, **place})
+    other = {"K": K, "M": M, "method": "adl", "turns": 60}
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    (path / "trace.json").write_text(json.dumps(content))
+
+
+def diagnosis(path: Path, *, K: int = 3) -> None:
+    """diagnosis.jsonl of ten updates."""
+    lines = [
+        {"stage": k, "update": s, "batch": 2 * s, "epoch": s // 3, "gap": 0.1 * (K - k) / (1 + s), "norm": 5.0 + k,
+         "gradient": 1.0 / (1 + s), "cosine": 1 - 0.05 * (K - k), "lag": K - k}
+        for s in range(10) for k in range(1, K + 1)
+    ]  # fmt: skip
+    (path / "diagnosis.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def bench(path: Path) -> Path:
+    """bench.json by its contract."""
+    path.mkdir()
+
+    def row(name: str, family: str, speeds: list[float], *, exact: bool, workers: int) -> dict:
+        return {"name": name, "family": family, "exact": exact, "workers": workers, "samples_per_second": speeds,
+                "seconds_per_batch": [32 / speed for speed in speeds], "memory_per_worker": 4e8,
+                "bytes_moved": 0 if workers == 1 else 25_000_000, "note": "as it comes"}  # fmt: skip
+
+    rows = [row("bp", "bp", [100.0, 104.0, 96.0], exact=True, workers=1),
+            row("torch-1f1b", "torch", [150.0, 149.0, 152.0], exact=True, workers=2),
+            row("adl", "offbeat", [180.0, 185.0, 190.0], exact=False, workers=2)]  # fmt: skip
+    content = {"settings": {"model": "resnet20", "K": 2, "batch_size": 32}, "rows": rows,
+               "bound": {"samples_per_second": [198.0]}, "provenance": {"command": ["offbeat", "bench"]}}  # fmt: skip
+    (path / "bench.json").write_text(json.dumps(content))
+    return path
+
+
+def scaling(path: Path) -> Path:
+    """scaling.json as `offbeat bench scaling` writes it."""
+    path.mkdir()
+
+    def counted(K: int) -> dict:
+        return {"model": "resnet110", "batch_size": 32, "K": K, "staleness": [(K - k) / 2 for k in range(1, K + 1)],
+                "memory_counted": [1e8 / K + 1e6 * (K - k) for k in range(1, K + 1)]}  # fmt: skip
+
+    points = [{"axis": "strong", **counted(K), "seconds_per_batch": [0.5 / K, 0.6 / K], "memory": [3e8 / K] * K,
+               "staleness_measured": counted(K)["staleness"]} for K in (1, 2, 4)]  # fmt: skip
+    links = {"NVLink": 0.001, "10 GbE": 0.02, "Internet, 50 ms": 99}
+    rows = [{"link": link, "method": method, "K": K, "m": 1, "seconds_per_batch": 0.5, "speedup": K / (1 + K * slow)}
+            for method in ("adl", "gpipe") for link, slow in links.items() for K in (1, 4, 16, 64, 256)]  # fmt: skip
+    content = {"settings": {"model": "resnet110", "batch_size": 32, "method": "adl"}, "points": points,
+               "counted": [counted(2**power) for power in range(6)],
+               "simulation": {"rows": rows, "meaning": "measured seconds of every unit"},
+               "left_out": ["strong: K=8: only 4 cores"],
+               "provenance": {"command": ["offbeat", "bench", "scaling"]}}  # fmt: skip
+    (path / "scaling.json").write_text(json.dumps(content))
+    return path

@@ -1,0 +1,379 @@
+"""The HTML report: what it says of runs, comparisons, reproductions and benchmarks, also of broken ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import made_folders as made
+import pytest
+from command import Command
+
+from offbeat.recipe import Recipe
+from offbeat.recipes import TABLES, Paper, Table
+from offbeat.recipes.row import row
+from offbeat.report import browser
+from offbeat.report.folders import read_run
+from offbeat.report.overview import grouped
+from offbeat.report.page import html, parts, write_report
+
+VOID = {"meta", "link", "br", "img", "input"}
+
+
+class Nested(HTMLParser):
+    """Whether all that is opened is closed, and in order; and what stands in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def page(*folders: Path) -> str:
+    text = html(parts(folders))
+    read = Nested()
+    read.feed(text)
+    assert not read.open
+    assert all(address.startswith("#") or address == "data:," for address in read.addresses)
+    assert "http" not in re.sub(r"<title>[^<]*</title>", "", text)
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(drawing)
+    told = re.sub(r"<(style|script)>.*?</\1>", "", text, flags=re.DOTALL)
+    assert not re.search(r"\b((?<!is )(nan|inf)|None)\b", told)
+    return text
+
+
+def figures(text: str, name: str) -> str:
+    """What a headline figure says."""
+    return re.search(rf"<dt>{name}</dt><dd>([^<]*)<", text)[1]  # type: ignore[index]
+
+
+def titles(text: str) -> list[str]:
+    return re.findall(r"<figcaption><b>([^<]*)</b>", text)
+
+
+def words(text: str) -> str:
+    return " ".join(re.sub(r"<[^>]*>", " ", text).split())
+
+
+# ---- one run
+
+
+def test_a_run_is_told_by_its_records(tmp_path):
+    run = made.run(tmp_path / "a")
+    result = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    text = page(run)
+    assert "<h1>resnet8 on synthetic, adl, K=3, M=2</h1>" in text
+    assert figures(text, "test error") == f"{result['error']:.2f} %"
+    assert figures(text, "staleness") == f"{max(result['staleness']):.2f}"
+    assert figures(text, "state") == "finished"
+    for part in ("commit", "machine", "versions", "seed 0", "3 epochs"):
+        assert part in text
+    assert titles(text) == ["By epoch", "By time", "Share of each stage", "Mean staleness", "Peak memory", "As planned"]
+
+
+def test_what_is_missing_is_told_in_one_line_with_the_option_that_records_it(tmp_path):
+    text = words(page(made.run(tmp_path / "a")))
+    assert "no trace: train with --trace 200" in text
+    assert "no idle time: train with --trace 200" in text
+    assert "no diagnosis: train with --diagnose 50" in text
+
+
+def test_a_trace_and_a_diagnosis_are_drawn_where_they_are(tmp_path):
+    run = made.run(tmp_path / "a")
+    made.trace(run)
+    made.diagnosis(run)
+    text = page(run)
+    assert titles(text)[4:] == ["Peak memory", "Idle time", "As recorded", "As planned", "Parameter gap",
+                                "Gradient norm", "Stale against fresh"]  # fmt: skip
+    assert "no trace" not in text
+    assert "no diagnosis" not in text
+    assert "share of time" in text
+
+
+def test_measured_staleness_stands_beside_the_formulas(tmp_path):
+    text = page(made.run(tmp_path / "a"))
+    run = read_run(tmp_path / "a")
+    for k, (counted, formula) in enumerate(zip(run.staleness, run.formula, strict=True), start=1):
+        assert f"stage {k}: {counted:.4f} measured, {formula:.4f} by the formula" in text
+
+
+def test_the_partition_counts_what_the_network_has(tmp_path):
+    from offbeat import models
+    from offbeat.report.cuts import parts as stages
+
+    run = read_run(made.run(tmp_path / "a"))
+    network = models.build("resnet8", shape=(3, 8, 8), classes=3)
+    found = stages(run.recipe)
+    assert sum(part.parameters for part in found) == sum(weight.numel() for weight in network.parameters())
+    assert sum(part.units for part in found) == len(network)
+    names = [name for name, _ in network.named_children()]
+    assert [part.first for part in found] == [names[cut] for cut in (0, *run.recipe.cuts)]
+    layers = stages(read_run(made.run(tmp_path / "b", units="layers")).recipe)
+    assert sum(part.parameters for part in layers) == sum(part.parameters for part in found)
+    assert sum(part.flops for part in layers) == sum(part.flops for part in found)
+
+
+@pytest.mark.parametrize("method", ["bp", "gpipe", "ddg", "dgl", "dni", "dgl-async", "pipedream"])
+def test_a_run_of_any_method_has_a_report(tmp_path, method):
+    M = {"M": 1} if method != "bp" else {}
+    assert "As planned" in page(made.run(tmp_path / "a", method=method, K=2, epochs=1, **M))
+
+
+def test_one_stage_has_a_report_too(tmp_path):
+    text = page(made.run(tmp_path / "a", method="bp", K=1, M=1, epochs=1))
+    assert "K=1" in text
+
+
+# ---- several
+
+
+def test_runs_that_differ_in_their_seed_are_one_line_of_the_curves(tmp_path):
+    runs = [made.run(tmp_path / name, **given) for name, given in (
+        ("a", {}), ("b", {"seed": 1}), ("c", {"method": "bp", "K": 1}))]  # fmt: skip
+    groups = grouped([read_run(run) for run in runs])
+    assert {label: len(group) for label, group in groups.items()} == {"adl K=3 M=2": 2, "bp K=1 M=2": 1}
+    text = page(*runs)
+    assert "<h1>3 runs: resnet8 on synthetic</h1>" in text
+    assert figures(text, "runs") == "3"
+    assert text.count("<details") == 2
+    assert 'class="band' in text
+
+
+def test_runs_that_would_be_called_alike_are_told_apart(tmp_path):
+    runs = [read_run(made.run(tmp_path / name, **given)) for name, given in (
+        ("a", {"epochs": 1}), ("b", {"epochs": 1, "batch_size": 8}), ("c", {"epochs": 1}))]  # fmt: skip
+    common = "adl K=3 M=2 batch-size="
+    assert list(grouped(runs)) == [f"{common}4", f"{common}8", f"{common}4 (c)"]
+
+
+def test_a_comparison_has_its_own_table_and_notes(offbeat: Command):
+    options = "--model resnet8 --data synthetic --shape 3,8,8 --classes 3 --samples 24 --batch-size 4 --epochs 2"
+    made_by = ["compare", "--methods", "bp,adl", *options.split(), "-K", 2, "-M", 2, "--seeds", 2]
+    assert offbeat(*made_by, "--engine", "simulate", "--out", "both", "--json").code == 0
+    text = page(Path("both"))
+    compared = json.loads(Path("both/comparison.json").read_text())
+    for method in compared["rows"]:
+        assert "{:.2f} ({:.2f}-{:.2f})".format(method["error"], *method["error_range"]) in text
+    assert "match batch: b = 4 for all" in text
+    assert figures(text, "runs") == "4"
+    assert "bp, seed 0" in text
+    Path("both/adl-seed0/metrics.jsonl").write_text("nonsense\n" * 3)
+    assert "metrics.jsonl: 3 lines could not be read, left out" in words(page(Path("both")))
+
+
+@row(1, Paper(6.18, "Table 0, first"))
+def net_adl(**given: object) -> Recipe:
+    """Net, ADL."""
+    return made.recipe(**given)
+
+
+@row(2, Paper(None, "Table 0, second"))
+def net_diverges(**given: object) -> Recipe:
+    """Net, BP at a rate that is too high."""
+    return made.recipe(**{**given, "method": "bp", "K": 1, "lr": 1e30, "warmup": 0.0})
+
+
+def test_a_reproduction_has_the_papers_values_beside_ours(offbeat: Command, monkeypatch):
+    monkeypatch.setitem(TABLES, "small", Table(name="small", title="Small", rows=(net_adl, net_diverges)))
+    offbeat("reproduce", "small", "--epochs", 2, "--seeds", 1, "--out", "x", "--json")
+    text = page(Path("x"))
+    told = json.loads(Path("x/results.json").read_text())
+    ours = next(row for row in told["rows"] if row["error"] is not None and row["paper"])
+    assert f"<td>{ours['paper']['error']:.2f}</td><td>{ours['error']:.2f}</td>" in text
+    assert "div." in text
+    assert figures(text, "runs") == "1 of 2"
+
+
+def test_a_benchmark_is_bars_with_their_spread_and_a_table(tmp_path):
+    text = page(made.bench(tmp_path / "a"))
+    assert "<h1>Benchmark: resnet20, K=2, b=32</h1>" in text
+    assert figures(text, "fastest of Offbeat") == "185"
+    assert figures(text, "Offbeat : torch") == f"{185 / 150:.2f}"
+    assert "<td>180.0 to 190.0</td><td>1.85</td>" in text
+    assert titles(text) == ["Samples a second", "Memory a worker", "Bytes moved a batch"]
+    assert text.count('class="whisker"') == 2 * 3 * 3
+
+
+def test_a_scaling_study_is_lines_over_k(tmp_path):
+    text = page(made.scaling(tmp_path / "a"))
+    assert titles(text) == ["adl", "gpipe", "Memory", "Mean staleness"]
+    assert f"10 GbE, stages K 256: {256 / (1 + 256 * 0.02):.3g}" in text
+    assert figures(text, "measured speed-up") == "4.00 x"
+    assert 'class="ring' in text
+    assert "left out: strong: K=8: only 4 cores" in text
+
+
+def test_folders_of_all_kinds_make_one_page(tmp_path):
+    text = page(made.run(tmp_path / "a"), made.bench(tmp_path / "b"), made.scaling(tmp_path / "c"))
+    for kind in ("Run", "Benchmark", "Scaling study"):
+        assert f'<p class="kicker">{kind}</p>' in text
+
+
+# ---- broken and half-written
+
+
+def spoil(run: Path, how: str) -> str:
+    """Break something in a run folder; what the page says of it."""
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    if how == "config is cut off":
+        (run / "config.json").write_text((run / "config.json").read_text()[:80])
+        return "config.json cannot be read"
+    if how == "config is a list":
+        (run / "config.json").write_text("[1, 2]")
+        return "config.json holds no recipe that can be read"
+    if how == "config of another version":
+        (run / "config.json").write_text((run / "config.json").read_text().replace('"momentum"', '"impetus"'))
+        return "setting in"
+    if how == "config is gone":
+        (run / "config.json").unlink()
+        return "there is no config.json"
+    if how == "nothing recorded":
+        metrics.unlink()
+        return "no epoch is behind any run yet"
+    if how == "last line is half-written":
+        metrics.write_text("".join(lines)[:-40])
+        return "under way"
+    if how == "lines are nonsense":
+        metrics.write_text(lines[0] + "{nonsense\n\x00\n[1]\n" + "".join(lines[1:]))
+        return "metrics.jsonl: 3 lines could not be read, left out"
+    if how == "figures are missing":
+        metrics.write_text("".join(line.replace('"test_error"', '"mistakes"') for line in lines))
+        return "metrics.jsonl: 3 lines without the figures that belong there, left out"
+    if how == "figures are no numbers":
+        metrics.write_text("".join(re.sub(r'"(test_error|seconds)": [\d.]+', r'"\1": NaN', line) for line in lines))
+        return "3 lines without the figures"
+    if how == "staleness of other stages":
+        odd = [re.sub(r'"(staleness|memory)": \[[^]]*\]', r'"\1": [1, "x"]', line) for line in lines]
+        metrics.write_text("".join(odd))
+        return "no staleness or memory recorded yet"
+    if how == "failed":
+        metrics.write_text("".join(lines[:-1]) + '{"kind": "failed", "time": 0, "reason": "stage 2 is <gone>"}\n')
+        return "failed: stage 2 is &lt;gone&gt;"
+    if how == "diverged":
+        metrics.write_text("".join(lines[:-1]) + '{"kind": "result", "time": 0, "loss": NaN, "error": 90.0}\n')
+        return "failed: the test loss is "
+    if how == "resumed from nowhere":
+        metrics.write_text("".join(lines) + '{"kind": "resumed", "time": 0}\n')
+        return "where it went on from a checkpoint cannot be read"
+    if how == "trace is cut off":
+        made.trace(run)
+        (run / "trace.json").write_text((run / "trace.json").read_text()[:500])
+        return "trace.json cannot be read"
+    if how == "trace of other stages":
+        made.trace(run, K=2)
+        return "no plan beside it"
+    if how == "trace without a stage":
+        made.trace(run)
+        content = json.loads((run / "trace.json").read_text())
+        content["traceEvents"] = [event for event in content["traceEvents"] if event["tid"] != 2]
+        (run / "trace.json").write_text(json.dumps(content))
+        return "no plan beside it: the trace has no forward or backward of some stage"
+    if how == "trace is a folder":
+        (run / "trace.json").mkdir()
+        return "trace.json cannot be read"
+    assert how == "diagnosis is odd"
+    made.diagnosis(run)
+    (run / "diagnosis.jsonl").write_text('{"stage": 1}\n' + (run / "diagnosis.jsonl").read_text() + '{"stage": 2, "gap')
+    return "diagnosis.jsonl: 1 line without the figures that belong there, left out"
+
+
+@pytest.mark.parametrize("how", [
+    "config is cut off", "config is a list", "config of another version", "config is gone", "nothing recorded",
+    "last line is half-written", "lines are nonsense", "figures are missing", "figures are no numbers",
+    "staleness of other stages", "failed", "diverged", "resumed from nowhere", "trace is cut off",
+    "trace of other stages", "trace without a stage", "trace is a folder", "diagnosis is odd",
+])  # fmt: skip
+def test_what_is_broken_is_told_and_the_rest_is_shown(tmp_path, how):
+    run = made.run(tmp_path / "a")
+    told = spoil(run, how)
+    text = html(parts([run]))
+    assert told in text
+    assert "Peak memory" in text or how in ("nothing recorded", "staleness of other stages", "config is a list")
+    assert told in html(parts([run, made.run(tmp_path / "b", method="bp", K=1)])) or how in (
+        "nothing recorded", "last line is half-written")  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [
+    "", "{", "[]", "{}", '{"rows": 3}', '{"rows": [{}, 1, {"samples_per_second": []}]}',
+    '{"settings": 1, "provenance": [], "rows": [{"samples_per_second": 3}]}',
+    '{"rows": [{"family": "bp", "samples_per_second": [0]}, {"samples_per_second": [1, NaN]}], "bound": {}}',
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["bench.json", "scaling.json"])
+def test_a_broken_benchmark_is_told(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    text = page(tmp_path)
+    assert "no row has been measured" in text or "no point has been measured" in text or "unnamed" in text
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"table": "small"}', '{"table": 3, "settings": 1}'])
+def test_a_broken_reproduction_is_told(tmp_path, content):
+    (tmp_path / "reproduction.json").write_text(content)
+    assert "cannot be" in page(tmp_path)
+
+
+@pytest.mark.parametrize("content", ['{"comparison": 1}', '{"comparison": {"runs": [{"folder": "x"}, 2]}}',
+                                     '{"comparison": {"runs": [], "asked": {}}}'])  # fmt: skip
+def test_a_broken_comparison_is_told(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    assert "the comparison&#x27;s table cannot be made" in page(tmp_path)
+
+
+# ---- the command
+
+
+def test_the_command_writes_the_page_and_says_how_much_is_in_it(offbeat: Command, tmp_path):
+    made.run(tmp_path / "a")
+    done = offbeat("report", "a")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("report.html: 6 pictures, ")
+    assert Path("report.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path):
+    run = made.run(tmp_path / "a")
+    made.trace(run)
+    assert page(run) == page(run)
+
+
+def test_pictures_are_files_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(browser, "find", lambda: None)
+    run = made.run(tmp_path / "a")
+    count, said = write_report([run], tmp_path / "a.html", tmp_path / "deep" / "pictures")
+    drawn = sorted((tmp_path / "deep" / "pictures").iterdir())
+    assert len(drawn) == count == 6
+    for file in drawn:
+        assert ElementTree.parse(file).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    told = "no Chromium was found; install one, or set CHROMIUM to its program"
+    assert said == [f"pictures as SVG alone, not as PNG: {told}"]
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["nowhere"], "nowhere is no folder: give the folder of a run"),
+    (["empty"], "empty holds none of config.json, metrics.jsonl"),
+    (["a", "--out", "no/such/report.html"], "cannot write no/such/report.html"),
+    (["a", "--pictures", "file"], "--pictures file: File exists"),
+    ([], "Missing argument"),
+])  # fmt: skip
+def test_misuse_is_one_line(offbeat: Command, tmp_path, arguments, said):
+    made.run(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    done = offbeat("report", *arguments)
+    assert done.code == 2
+    assert said in done.err
+    assert done.err.count("\n") == 1
+    shutil.rmtree(tmp_path / "a")
