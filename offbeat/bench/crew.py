@@ -70,9 +70,10 @@ class Crew:
             self._say(rank, {what: given})
         return self._hear(patience)
 
-    def seconds(self, warm_up: int, batches: int, *, what: str = "time") -> list[float]:
-        """Seconds a batch, of each worker."""
-        return [said["seconds"] for said in self.ask(what, [warm_up, batches])]
+    def seconds(self, warm_up: int, batches: int, *, what: str = "time") -> tuple[list[float], float]:
+        """Seconds a batch of each worker, and of the processors of all of them together."""
+        said = self.ask(what, [warm_up, batches])
+        return [one["seconds"] for one in said], sum(one["busy"] for one in said)
 
     def _say(self, rank: int, what: dict[str, Any]) -> None:
         pipe = self.processes[rank].stdin

@@ -133,11 +133,11 @@ class Bench:
                 row, tried = crew.row, {}
                 for m in micro_batches(row, self.setting, self.request.micro_batches) if row.swept else []:
                     crew.ask("build", m)
-                    tried[m] = max(crew.seconds(0, LEAST))
+                    tried[m] = max(crew.seconds(0, LEAST)[0])
                     self.say(f"{name}, {m} micro-batches: {1000 * tried[m]:.0f} ms a batch")
                 crew.m = min(tried, key=lambda m: tried[m]) if tried else None
                 built = crew.ask("build", crew.m)
-                first = max(crew.seconds(0, 1))
+                first = max(crew.seconds(0, 1)[0])
                 looked = crew.ask("look")
                 self.found[name] = self._described(row, crew, tried, built, looked)
                 self.found[name]["first"] = first
@@ -154,7 +154,7 @@ class Bench:
             "name": row.name, "title": row.title, "family": row.family, "exact": not any(levels),
             "workers": K if row.workers == "K" else 1, "staleness": levels,
             "micro_batches": crew.m, "sweep": {str(m): seconds for m, seconds in tried.items()},
-            "samples_per_second": [], "seconds_per_batch": [],
+            "samples_per_second": [], "seconds_per_batch": [], "processor_seconds": [],
             "memory_per_worker": max(said["memory"] for said in looked), "memory": [said["memory"] for said in looked],
             "bytes_moved": sum(said["sent"] for said in built), "note": note(row, self.setting, crew.m),
         }  # fmt: skip
@@ -190,12 +190,14 @@ class Bench:
     def _time(self, row: Row) -> None:
         crew, found = self.crews[row.name], self.found[row.name]
         batches = self._timed(row, self.batches)
-        seconds = max(crew.seconds(self._warm_up(row), batches))
+        each, busy = crew.seconds(self._warm_up(row), batches)
+        seconds = max(each)
         found["seconds_per_batch"].append(seconds)
+        found["processor_seconds"].append(busy)
         found["samples_per_second"].append(self.setting.batch_size / seconds)
         self.say(f"{row.name}: {1000 * seconds:.0f} ms a batch, {self.setting.batch_size / seconds:,.0f} samples/s")
         if row.name == "adl" and self.setting.device == "cpu":
-            stages = crew.seconds(LEAST, batches, what="bound")
+            stages, _ = crew.seconds(LEAST, batches, what="bound")
             self.bound.setdefault("stages", []).append(stages)
             self.bound.setdefault("seconds_per_batch", []).append(max(stages))
             self.bound.setdefault("samples_per_second", []).append(self.setting.batch_size / max(stages))

@@ -122,8 +122,8 @@ def advice(record: Record) -> list[str]:
     if best:
         said.append(
             f"{compared(adl, best)}; it holds {megabytes(adl['memory_per_worker'])} a worker at most, the other "
-            f"{megabytes(best['memory_per_worker'])}. The synchronous one is the better choice where the exact gradient "
-            f"is worth that much time, or where memory is short: {late}."
+            f"{megabytes(best['memory_per_worker'])}. The synchronous one is the better choice where the exact "
+            f"gradient is worth that much time, or where memory is short: {late}."
         )  # fmt: skip
     if cores := rows.get("bp-cores"):
         said.append(
@@ -146,13 +146,13 @@ def _against_ddp(adl: Row, ddp: Row, late: str) -> str:
     holds = f"each of its workers holds the whole network ({megabytes(ddp['memory_per_worker'])} with its activations)"
     if times_faster(adl, ddp) > 1 + ALIKE:
         return (
-            f"{compared(adl, ddp)}. DDP is still the better choice where the gradient must be exact and the network fits "
-            f"one worker: {holds}; {moved}; ADL pays with memory ({megabytes(adl['memory_per_worker'])} a worker at "
+            f"{compared(adl, ddp)}. DDP is still the better choice where the gradient must be exact and the network "
+            f"fits one worker: {holds}; {moved}; ADL pays with memory ({megabytes(adl['memory_per_worker'])} a worker at "
             f"most), and {late}."
         )
     return (
-        f"{compared(ddp, adl)}: the network fits one worker and links are fast, and its gradient is exact, so it is the "
-        f"better choice here. {holds[0].upper()}{holds[1:]}; {moved}. ADL is the better choice where the network does "
+        f"{compared(ddp, adl)}: the network fits one worker and links are fast, and its gradient is exact, so it is "
+        f"the better choice here. {holds[0].upper()}{holds[1:]}; {moved}. ADL is the better choice where the network does "
         "not fit one worker, where a worker's part of the batch would be small, or where the gradients of all weights "
         "are too much for the links."
     )

@@ -2,7 +2,7 @@
 
     {"row": ..., "setting": {...}, "rank": 0, "world": 2, "store": file, "cores": [0], "threads": 1}
     {"build": m}                    make the contender anew (m micro-batches), fill it, count what it sends
-    {"time": [warm_up, batches]}    -> {"seconds": ..} a batch
+    {"time": [warm_up, batches]}    -> {"seconds": .., "busy": ..} a batch: of the clock, and of the processor
     {"bound": [warm_up, batches]}   the same of its stage alone, on canned messages
     {"rest": true}                  give its memory back; it is built again when it is next timed
     {"look": true}                  -> {"memory": .., "staleness": [..]}
@@ -71,7 +71,11 @@ class Attendant:
         return self.contender
 
     def on_time(self, given: list[int]) -> dict[str, Any]:
-        return {"seconds": timed(self._made().step, *given, wait=self.wait)[0]}
+        return self._timed(self._made().step, given)
+
+    def _timed(self, work: Callable[[], Any], given: list[int]) -> dict[str, Any]:
+        seconds, busy = timed(work, *given, wait=self.wait)
+        return {"seconds": seconds, "busy": busy}
 
     def on_bound(self, given: list[int]) -> dict[str, Any]:
         contender = self._made()
@@ -80,7 +84,7 @@ class Attendant:
             self.unlinked = contender.unlinked()
             for _ in range(contender.fill):
                 self.unlinked()
-        return {"seconds": timed(self.unlinked, *given, wait=self.wait)[0]}
+        return self._timed(self.unlinked, given)
 
     def on_look(self, _: Any = None) -> dict[str, Any]:
         used = torch.cuda.max_memory_allocated() if self.on_gpu else max(0, peak() - self.empty)
