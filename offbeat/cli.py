@@ -379,6 +379,39 @@ def bench(
         table.show(found, str(folder))
 
 
+@benches.command("scaling")
+def bench_scaling(
+    model: Annotated[str, typer.Option(help="Network whose stages K are changed.")] = "resnet110",
+    batch_size: Annotated[int, typer.Option(help="Samples a batch.")] = 32,
+    K: Annotated[int, typer.Option("-K", help="Stages where the batch or the depth changes.")] = 4,
+    M: Annotated[int, typer.Option("-M", help="Gradients an update.")] = 4,
+    stages: Annotated[str, typer.Option(help="K to measure, as far as there are cores.")] = "1,2,4,8,16",
+    batch_sizes: Annotated[str, typer.Option(help="Batches to measure.")] = "16,64,128",
+    depths: Annotated[str, typer.Option(help="Networks to measure.")] = (
+        "resnet20,resnet56,resnet110,resnet164,resnet1202"
+    ),
+    most_stages: Annotated[int, typer.Option(help="Most stages that are simulated.")] = 256,
+    repetitions: Annotated[int, typer.Option(help="Repetitions of each point.")] = 3,
+    batches: Annotated[int, typer.Option(help="Batches timed in each.")] = 4,
+    budget_minutes: Annotated[float | None, typer.Option(help="Begin no point that would end later.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the record. (default runs/scaling-MODEL-b)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="No progress; print the record as JSON.")] = False,
+) -> None:
+    """How time, memory and staleness grow with K, the batch and the depth; the clock for up to 256 stages."""
+    from offbeat.bench import scaling
+
+    request = scaling.Request(
+        model=model, batch_size=batch_size, K=K, M=M, stages=numbers(stages, int, "--stages") or (),
+        batch_sizes=numbers(batch_sizes, int, "--batch-sizes") or (), depths=tuple(filter(None, depths.split(","))),
+        most_stages=most_stages, repetitions=repetitions, batches=batches, minutes=budget_minutes, out=out,
+    )  # fmt: skip
+    found, folder = scaling.scaling(request, show=not as_json)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        scaling.show(found, str(folder))
+
+
 @app.command()
 def plan(
     model: Annotated[str, typer.Option(help="Network; see 'offbeat models'.")] = "resnet56",

@@ -147,14 +147,14 @@ def _against_ddp(adl: Row, ddp: Row, late: str) -> str:
     if times_faster(adl, ddp) > 1 + ALIKE:
         return (
             f"{compared(adl, ddp)}. DDP is still the better choice where the gradient must be exact and the network "
-            f"fits one worker: {holds}; {moved}; ADL pays with memory ({megabytes(adl['memory_per_worker'])} a worker at "
-            f"most), and {late}."
+            f"fits one worker: {holds}; {moved}; ADL pays with memory ({megabytes(adl['memory_per_worker'])} a worker "
+            f"at most), and {late}."
         )
     return (
         f"{compared(ddp, adl)}: the network fits one worker and links are fast, and its gradient is exact, so it is "
-        f"the better choice here. {holds[0].upper()}{holds[1:]}; {moved}. ADL is the better choice where the network does "
-        "not fit one worker, where a worker's part of the batch would be small, or where the gradients of all weights "
-        "are too much for the links."
+        f"the better choice here. {holds[0].upper()}{holds[1:]}; {moved}. ADL is the better choice where the network "
+        "does not fit one worker, where a worker's part of the batch would be small, or where the gradients of all "
+        "weights are too much for the links."
     )
 
 

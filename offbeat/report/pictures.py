@@ -17,6 +17,7 @@ from offbeat.method import Method
 from offbeat.report.bars import bench_figure, bench_text
 from offbeat.report.curves import curves_figure, curves_text
 from offbeat.report.gantt import timeline_figure
+from offbeat.report.growth import scaling_figure, scaling_text
 from offbeat.report.lateness import staleness_figure, staleness_text
 from offbeat.report.text import timeline_text
 from offbeat.timeline import Costs
@@ -70,6 +71,12 @@ def draw_bench(record: Mapping[str, Any], path: Path) -> None:
     """Draw the rows of a record of `offbeat bench` as bars; .svg, .png or .txt by the suffix."""
     _check(path)
     _draw(path, text=lambda: bench_text(dict(record)), figure=lambda: bench_figure(dict(record)))
+
+
+def draw_scaling(record: Mapping[str, Any], path: Path) -> None:
+    """Draw a record of `offbeat bench scaling`; .svg, .png or .txt by the suffix."""
+    _check(path)
+    _draw(path, text=lambda: scaling_text(dict(record)), figure=lambda: scaling_figure(dict(record)))
 
 
 def _check(path: Path) -> None:
