@@ -24,7 +24,7 @@ from offbeat.report.pictures import draw_bench
 LEAST = 2  # batches timed in a round, where time is short
 SPARE = 0.3  # of the memory: with less of it left, rows give theirs back between rounds
 MEMORY = {
-    "cpu": "peak resident memory of the worker with the most, less what it was before the network was built",
+    "cpu": "peak resident memory of the worker with the most, less what torch takes without a network",
     "cuda": "peak of torch's allocator on the GPU",
 }
 BOUND = "the slowest stage of these cuts (ADL), all stages computing at the same time on canned messages, nothing sent"

@@ -333,7 +333,7 @@ def lines(content: dict[str, Any]) -> list[str]:
     rows = content["simulation"]["rows"]
     largest = max(row["K"] for row in rows)
     for name in dict.fromkeys(row["method"] for row in rows):
-        each = ", ".join(f"{row['speedup']:.1f} ({row['link']})" for row in rows
+        each = ", ".join(f"{row['speedup']:.2g} ({row['link']})" for row in rows
                          if row["K"] == largest and row["method"] == name)  # fmt: skip
         said.append(f"by the clock, K={largest}, {name}: {each} times BP")
     return said

@@ -191,10 +191,19 @@ def show(record: Record, where: str) -> None:
 
     console = Console(highlight=False)
     made = Table(title=heading(record), box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for place, column in enumerate(HEAD):
-        made.add_column(column, justify="left" if place < 2 else "right")
-    for line in cells(record):
-        made.add_row(*line)
+    made.add_column("row", no_wrap=True)
+    for column in ("m", "late\nby", "MB a\nworker", "MB\nmoved", "samples/s", "x BP", "x best\nsync.", "of the\nbound"):
+        made.add_column(column, justify="right", no_wrap=True)
+    rows = [*measured(record).values(), *([record["bound"]] if record["bound"]["seconds_per_batch"] else [])]
+    for row, line in zip(rows, cells(record), strict=True):
+        if "name" not in row:
+            made.add_row("bound", "", "", "", "", *line[4:])
+            continue
+        late = max(row["staleness"], default=0.0)
+        made.add_row(
+            row["name"], str(row["micro_batches"] or ""), f"{late:.3g}", f"{row['memory_per_worker'] / 1e6:,.0f}",
+            f"{row['bytes_moved'] / 1e6:,.1f}", *line[4:],
+        )  # fmt: skip
     console.print(made)
     for said in advice(record):
         console.print(f"- {said}", soft_wrap=True)

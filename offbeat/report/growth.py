@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LEAST = 1 / 32  # of BP's speed: what is slower is not drawn
 TITLES = {"adl": "ADL", "adl-1f1b": "ADL on the 1F1B lag", "gpipe": "GPipe, 4K micro-batches"}
 
 
@@ -26,7 +27,11 @@ def scaling_figure(record: dict[str, Any]) -> Figure:
     methods = list(dict.fromkeys(row["method"] for row in simulation["rows"]))
     for axes, method in zip(every[0], methods, strict=False):
         _speed_ups(axes, method, simulation, strong if method == settings["method"] else [])
-    every[0][0].legend(frameon=False, fontsize=8, loc="upper left")
+    lowest = min(axes.get_ylim()[0] for axes in every[0])
+    for axes in every[0]:
+        axes.set_ylim(max(lowest, LEAST), max(axes.get_ylim()[1] for axes in every[0]))
+    figure.legend(*every[0][0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="upper left", ncols=6,
+                  bbox_to_anchor=(0.015, 0.965))  # fmt: skip
     _memory(every[1][0], record["counted"], strong)
     _staleness(every[1][1], record["counted"], strong)
     _times(every[1][2], record["points"], settings)
@@ -36,7 +41,7 @@ def scaling_figure(record: dict[str, Any]) -> Figure:
         axes.set_axisbelow(True)
     figure.suptitle(f"{simulation['model']}, b={simulation['batch_size']}, M={simulation['M']}: lines by the clock "
                     "from measured units, points measured", x=0.02, ha="left", fontsize=12)  # fmt: skip
-    figure.tight_layout(rect=(0, 0, 1, 0.96))
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     return figure
 
 
@@ -60,10 +65,11 @@ def _speed_ups(axes: Axes, method: str, simulation: dict[str, Any], strong: list
 
 def _plain(axes: Axes) -> None:
     """Numbers as they are, not as powers."""
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(ScalarFormatter())
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _memory(axes: Axes, counted: list[dict[str, Any]], strong: list[dict[str, Any]]) -> None:
@@ -92,6 +98,7 @@ def _staleness(axes: Axes, counted: list[dict[str, Any]], strong: list[dict[str,
               marker="o", linestyle="", markerfacecolor="white", label="stage 1, measured")  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", base=2, linthresh=1)
+    axes.set_ylim(bottom=0)
     _plain(axes)
     axes.set_title("staleness of gradients", loc="left", fontsize=11)
     axes.set_xlabel("stages K")
@@ -101,6 +108,8 @@ def _staleness(axes: Axes, counted: list[dict[str, Any]], strong: list[dict[str,
 
 def _times(axes: Axes, points: list[dict[str, Any]], settings: dict[str, Any]) -> None:
     """All three against their own measure of work, as multiples of the first of each."""
+    from matplotlib.ticker import StrMethodFormatter
+
     from offbeat.report.curves import STYLES
 
     measures = {
@@ -117,9 +126,11 @@ def _times(axes: Axes, points: list[dict[str, Any]], settings: dict[str, Any]) -
                       label=f"{label}, from {first}", gid=axis)  # fmt: skip
     if axes.lines:
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        axes.set_yscale("log", base=2)
+        _plain(axes)
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.2g}"))
         axes.legend(frameon=False, fontsize=8)
-    axes.set_title(f"time a batch, measured (K={settings['K']} unless K grows)", loc="left", fontsize=11)
+    axes.set_title(f"time a batch (batch and depth: K={settings['K']})", loc="left", fontsize=11)
     axes.set_xlabel("times the smallest")
     axes.set_ylabel("seconds")
 
