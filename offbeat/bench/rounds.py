@@ -341,12 +341,12 @@ def bench(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Path]
     name = f"bench-{setting.model}-b{setting.batch_size}-K{setting.K}"
     out = folder_for(request.out, name, "bench.json")
     say = Spoken(show=show)
-    if setting.device == "cpu" and (shared := shared_cores(setting.K)):
-        print(f"offbeat: {shared}", file=sys.stderr)
     if setting.device == "cuda":
         check_gpu()
     setting = placed(setting, by=request.partition, cuts=request.cuts, units=request.units, file=request.profile,
                      say=say)  # fmt: skip
+    if setting.device == "cpu" and (shared := shared_cores(setting.K)):
+        print(f"offbeat: {shared}", file=sys.stderr)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

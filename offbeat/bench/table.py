@@ -56,7 +56,8 @@ def gradient(row: Row) -> str:
     """Exact, or how late."""
     if row["exact"]:
         return "exact"
-    return f"late by {max(row['staleness']):.3g} updates in stage 1, 0 in the last"
+    late = max(row["staleness"])
+    return f"late by {late:.3g} update{'s' * (late != 1)} in stage 1, 0 in the last"
 
 
 def shown(values: Sequence[float], digits: int = 0) -> str:
