@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from offbeat.pipeline import Pipeline
 from offbeat.worker import Links, Worker
 
 LOSS = nn.functional.cross_entropy
+RECORDING = 60  # batches in which stages on streams fill, and record what they do
 
 
 class Contender(Protocol):
@@ -263,16 +265,19 @@ class Ours:
         units: Any = setting.units
         recorded = on_gpu and not (self.alone and self.row.cores == "one")
         self.pipe = Pipeline(
-            self.task.model, K, method=method, loss=LOSS, optimizer=sgd, sample=self.task.x,
+            self.task.model, K, method=method, loss=LOSS, optimizer=partial(sgd, fused=on_gpu), sample=self.task.x,
             cuts=None if self.alone else list(setting.cuts), units=None if self.alone else units,
             device=setting.device, precision=setting.precision,  # type: ignore[arg-type]
             engine=("streams" if recorded else "simulate") if on_gpu else "processes",
         )  # fmt: skip
         declared = self.pipe.method
         lag = max(declared.lag(k, K) for k in range(1, K + 1))
-        self.fill = lag + 2 + (2 * declared.M if on_gpu else 0)
+        self.fill = RECORDING if on_gpu else lag + 2
 
     def step(self) -> Tensor | None:
+        if self.pipe.engine.records:  # without waiting for the loss
+            self.pipe._step(self.task.x, self.task.y)
+            return None
         return self.pipe.step(self.task.x, self.task.y)
 
     def sent(self) -> int:

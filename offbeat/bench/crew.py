@@ -45,6 +45,8 @@ class Crew:
             **os.environ, "OMP_NUM_THREADS": str(threads), launch.LAUNCHER: str(os.getpid()),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }  # fmt: skip
+        if self.setting.device != "cpu":
+            surroundings.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # or streams wait for each other
         if loopback:
             surroundings["GLOO_SOCKET_IFNAME"] = loopback
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

@@ -16,16 +16,17 @@ from typing import Any
 from offbeat import models, record
 from offbeat.bench import table
 from offbeat.bench.crew import Crew, RowFailedError
-from offbeat.bench.rows import Row, Setting, chosen, cores_here, left_out, method_of, micro_batches
+from offbeat.bench.rows import Row, Setting, chosen, cores_here, left_out, method_of, micro_batches, title_of
 from offbeat.bench.where import check, placed
 from offbeat.errors import Interrupted, UserError, first_line, unknown
 from offbeat.report.pictures import draw_bench
 
 LEAST = 2  # batches timed in a round, where time is short
+GPU_TIMES = 25  # as many batches on a GPU
 SPARE = 0.3  # of the memory: with less of it left, rows give theirs back between rounds
 MEMORY = {
     "cpu": "peak resident memory of the worker with the most, less what torch takes without a network",
-    "cuda": "peak of torch's allocator on the GPU",
+    "cuda": "peak of torch's allocator on the GPU, of all stages together",
 }
 BOUND = "the slowest stage of these cuts (ADL), all stages computing at the same time on canned messages, nothing sent"
 
@@ -151,7 +152,7 @@ class Bench:
         levels = [method_of(row, self.setting, crew.m).staleness(k, K) for k in range(1, K + 1)] \
             if row.kind == "pipeline" else []  # fmt: skip
         return {
-            "name": row.name, "title": row.title, "family": row.family, "exact": not any(levels),
+            "name": row.name, "title": title_of(row, self.setting), "family": row.family, "exact": not any(levels),
             "workers": K if row.workers == "K" else 1, "staleness": levels,
             "micro_batches": crew.m, "sweep": {str(m): seconds for m, seconds in tried.items()},
             "samples_per_second": [], "seconds_per_batch": [], "processor_seconds": [],
@@ -211,7 +212,9 @@ class Bench:
         return self.setting.K // 2 + 2 if late else 1
 
     def _timed(self, row: Row, batches: int) -> int:
-        """One worker takes as long for a batch as K together for K of them."""
+        """One worker takes as long for a batch as K together for K of them; a GPU takes milliseconds."""
+        if self.setting.device != "cpu":
+            return GPU_TIMES * batches
         return batches if row.workers == "K" else max(LEAST, 2 * batches // self.setting.K)
 
     def _there(self) -> list[Row]:

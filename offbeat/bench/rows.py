@@ -56,6 +56,7 @@ LISTED = (
     Row("gpipe", "Offbeat GPipe", "offbeat", "pipeline", "gpipe", swept=True),
 )  # fmt: skip
 ROWS = {row.name: row for row in LISTED}
+ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where there are no cores to tell them apart
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,10 @@ def method_of(row: Row, setting: Setting, m: int | None = None) -> Method:
     """The method of one of our rows: with the run's M, and m micro-batches, where it takes them."""
     takes = inspect.signature(METHODS[row.setting]).parameters
     return named(row.setting, **{name: value for name, value in (("M", setting.M), ("m", m)) if name in takes})
+
+
+def title_of(row: Row, setting: Setting) -> str:
+    return row.title if setting.device == "cpu" else ON_GPU.get(row.name, f"{row.title}, on streams")
 
 
 def chosen(against: str) -> list[Row]:

@@ -57,8 +57,8 @@ def pin(cores: set[int]) -> None:
             os.sched_setaffinity(int(task), cores)
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
+def sgd(parameters: Any, *, fused: bool = False) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4, fused=fused or None)
 
 
 def timed(
