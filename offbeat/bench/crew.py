@@ -30,8 +30,8 @@ class Crew:
     They are started in a session of their own, so that Ctrl-C reaches the one that writes the record alone.
     """
 
-    def __init__(self, row: Row, setting: Setting, folder: Path) -> None:
-        self.row, self.setting, self.folder = row, setting, folder
+    def __init__(self, row: Row, setting: Setting, folder: Path, *, first_core: int = 0) -> None:
+        self.row, self.setting, self.folder, self.first_core = row, setting, folder, first_core
         self.count = setting.K if row.workers == "K" and setting.device == "cpu" else 1
         self.m: int | None = None
         self.processes: list[subprocess.Popen[str]] = []
@@ -57,7 +57,9 @@ class Crew:
                     [sys.executable, "-c", CHILD], env=surroundings, text=True, bufsize=1, start_new_session=True,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 ))  # fmt: skip
-            mine = cores if self.row.cores == "all" or self.setting.device != "cpu" else [cores[rank % len(cores)]]
+            mine = [cores[(self.first_core + rank) % len(cores)]]
+            if self.row.cores == "all" or self.setting.device != "cpu":
+                mine = cores
             self._say(rank, {
                 "row": self.row.name, "setting": self.setting.as_dict(), "rank": rank, "world": self.count,
                 "store": str(self.folder / f"{self.row.name}.store"), "cores": mine, "threads": threads,

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from typing import Any
 from offbeat import models, record
 from offbeat.bench import table
 from offbeat.bench.crew import Crew, RowFailedError
-from offbeat.bench.rows import Row, Setting, chosen, cores_here, left_out, method_of, micro_batches, title_of
+from offbeat.bench.rows import ALWAYS, OURS, Row, Setting, chosen, cores_here, left_out, method_of, micro_batches
 from offbeat.bench.where import check, placed
 from offbeat.errors import Interrupted, UserError, first_line, unknown
 from offbeat.report.pictures import draw_bench
 
 LEAST = 2  # batches timed in a round, where time is short
+QUICK = 0.5  # seconds a batch below which one is too few to choose micro-batches by
+WORSE = 1.05  # times the best: more micro-batches would be worse still
 GPU_TIMES = 25  # as many batches on a GPU
 SPARE = 0.3  # of the memory: with less of it left, rows give theirs back between rounds
 MEMORY = {
@@ -119,7 +122,8 @@ class Bench:
             if reason := left_out(row, self.setting):
                 self.left_out[row.name] = reason
                 continue
-            self.crews[row.name] = Crew(row, self.setting, folder)
+            place = len(self.crews) % self._side_by_side()
+            self.crews[row.name] = Crew(row, self.setting, folder, first_core=place * self.setting.K)
             self.crews[row.name].start()
         count = sum(crew.count for crew in self.crews.values())
         self.say(f"{len(self.crews)} rows in {count} processes")
@@ -128,36 +132,77 @@ class Bench:
                 crew.ready()
 
     def prepare(self) -> None:
-        """Build every row, with its best number of micro-batches; count what it sends and holds."""
-        for name, crew in list(self.crews.items()):
+        """Build every row, with its best number of micro-batches; count what it sends and holds.
+
+        Rows that only have to be filled are built side by side, as far as there are cores: nothing of it is compared.
+        """
+        crews = [self.crews[row.name] for row in self._there()]
+        plain = [crew for crew in crews if not crew.row.swept and crew.row.cores == "one"]
+        for at in range(0, len(plain), self._side_by_side()):
+            self._fill_together(plain[at : at + self._side_by_side()])
+        for crew in [crew for crew in crews if crew not in plain]:
             with self._row(crew.row):
-                row, tried = crew.row, {}
-                for m in micro_batches(row, self.setting, self.request.micro_batches) if row.swept else []:
-                    crew.ask("build", m)
-                    tried[m] = max(crew.seconds(0, LEAST)[0])
-                    self.say(f"{name}, {m} micro-batches: {1000 * tried[m]:.0f} ms a batch")
-                crew.m = min(tried, key=lambda m: tried[m]) if tried else None
-                built = crew.ask("build", crew.m)
-                first = max(crew.seconds(0, 1)[0])
-                looked = crew.ask("look")
-                self.found[name] = self._described(row, crew, tried, built, looked)
-                self.found[name]["first"] = first
-                self.say(f"{name} is ready, {1000 * first:.0f} ms a batch")
-                self._rest(crew)
+                tried = self._sweep(crew) if crew.row.swept else {}
+                self._enter(crew, tried, *self._fill(crew, min(tried, key=lambda m: tried[m]) if tried else None))
+        self.found = {row.name: self.found[row.name] for row in self._there()}
         self.batches = self._fitting()
 
-    def _described(self, row: Row, crew: Crew, tried: dict[int, float], built: list[dict[str, Any]],
+    def _fill_together(self, group: list[Crew]) -> None:
+        pool = ThreadPoolExecutor(len(group))
+        try:
+            for crew, filled in [(crew, pool.submit(self._fill, crew, None)) for crew in group]:
+                with self._row(crew.row):
+                    self._enter(crew, {}, *filled.result())
+        except BaseException:
+            self.close()  # so that nobody is waited for: who waits for an answer sees the end of its worker
+            raise
+        finally:
+            pool.shutdown()
+
+    def _side_by_side(self) -> int:
+        """Rows that have cores of their own at the same time."""
+        return max(1, len(cores_here()) // self.setting.K) if self.setting.device == "cpu" else 1
+
+    def _sweep(self, crew: Crew) -> dict[int, float]:
+        """Seconds a batch by the number of micro-batches: until more of them are clearly slower."""
+        tried: dict[int, float] = {}
+        for m in micro_batches(crew.row, self.setting, self.request.micro_batches):
+            crew.ask("build", m)
+            crew.m = m
+            tried[m] = max(crew.seconds(0, 1)[0])
+            if tried[m] < QUICK:
+                tried[m] = max(crew.seconds(0, LEAST)[0])
+            self.say(f"{crew.row.name}, {m} micro-batches: {1000 * tried[m]:.0f} ms a batch")
+            if tried[m] > WORSE * min(tried.values()):
+                break
+        return tried
+
+    def _fill(self, crew: Crew, m: int | None) -> tuple[float, list[int], list[dict[str, Any]]]:
+        """Seconds of a first batch, bytes sent by each worker for one, and what they hold."""
+        if m is None or crew.m != m:
+            crew.ask("build", m)
+            crew.m = m
+        first = max(crew.seconds(0, 1)[0])
+        return first, [said["bytes"] for said in crew.ask("sent")], crew.ask("look")
+
+    def _enter(self, crew: Crew, tried: dict[int, float], first: float, sent: list[int], looked: list[dict[str, Any]]
+               ) -> None:  # fmt: skip
+        self.found[crew.row.name] = {**self._described(crew.row, crew, tried, sent, looked), "first": first}
+        self.say(f"{crew.row.name} is ready, {1000 * first:.0f} ms a batch")
+        self._rest(crew)
+
+    def _described(self, row: Row, crew: Crew, tried: dict[int, float], sent: list[int],
                    looked: list[dict[str, Any]]) -> dict[str, Any]:  # fmt: skip
         K = self.setting.K
         levels = [method_of(row, self.setting, crew.m).staleness(k, K) for k in range(1, K + 1)] \
             if row.kind == "pipeline" else []  # fmt: skip
         return {
-            "name": row.name, "title": title_of(row, self.setting), "family": row.family, "exact": not any(levels),
+            "name": row.name, "title": row.title_on(self.setting.device), "family": row.family, "exact": not any(levels),
             "workers": K if row.workers == "K" else 1, "staleness": levels,
             "micro_batches": crew.m, "sweep": {str(m): seconds for m, seconds in tried.items()},
             "samples_per_second": [], "seconds_per_batch": [], "processor_seconds": [],
             "memory_per_worker": max(said["memory"] for said in looked), "memory": [said["memory"] for said in looked],
-            "bytes_moved": sum(said["sent"] for said in built), "note": note(row, self.setting, crew.m),
+            "bytes_moved": sum(sent), "note": note(row, self.setting, crew.m),
         }  # fmt: skip
 
     def _fitting(self) -> int:
@@ -197,7 +242,7 @@ class Bench:
         found["processor_seconds"].append(busy)
         found["samples_per_second"].append(self.setting.batch_size / seconds)
         self.say(f"{row.name}: {1000 * seconds:.0f} ms a batch, {self.setting.batch_size / seconds:,.0f} samples/s")
-        if row.name == "adl" and self.setting.device == "cpu":
+        if row.name == OURS and self.setting.device == "cpu":
             stages, _ = crew.seconds(LEAST, batches, what="bound")
             self.bound.setdefault("stages", []).append(stages)
             self.bound.setdefault("seconds_per_batch", []).append(max(stages))
@@ -207,15 +252,18 @@ class Bench:
         self._rest(crew)
 
     def _warm_up(self, row: Row) -> int:
-        """Stages that do not wait for each other need a few batches until they are as far apart as they will be."""
-        late = row.kind == "pipeline" and not self.found[row.name]["exact"]
-        return self.setting.K // 2 + 2 if late else 1
+        """Every worker counts from the end of its own: stages that do not wait for each other need two, in which each
+        comes as far ahead of the next as the messages between them allow."""
+        return 1 if self.found[row.name]["exact"] else 2
 
     def _timed(self, row: Row, batches: int) -> int:
         """One worker takes as long for a batch as K together for K of them; a GPU takes milliseconds."""
         if self.setting.device != "cpu":
             return GPU_TIMES * batches
-        return batches if row.workers == "K" else max(LEAST, 2 * batches // self.setting.K)
+        if row.workers == "one":
+            return max(LEAST, 2 * batches // self.setting.K)
+        M = method_of(row, self.setting, self.crews[row.name].m).M if row.kind == "pipeline" else 1
+        return -(-batches // M) * M  # whole windows: as many updates in every stage
 
     def _there(self) -> list[Row]:
         return [row for row in self.rows if row.name in self.crews]
@@ -240,7 +288,7 @@ class Bench:
             self.left_out[row.name] = str(error)
             self.say(f"{row.name} is left out: {error}")
             self.crews.pop(row.name).close()
-            if row.name in ("bp", "adl"):
+            if row.name in ALWAYS:
                 raise UserError(f"{row.name}, which all others are compared with, failed: {error}") from None
 
     def close(self) -> None:

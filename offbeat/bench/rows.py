@@ -17,7 +17,8 @@ from offbeat.methods import METHODS, named
 
 Family = Literal["bp", "torch", "offbeat"]
 Kind = Literal["loop", "pipelining", "ddp", "pipeline"]
-ALWAYS = ("bp", "adl")
+BASELINE, OURS = "bp", "adl"  # what all others are compared with
+ALWAYS = (BASELINE, OURS)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class Row:
     workers: Literal["one", "K"] = "K"
     cores: Literal["one", "all"] = "one"
     swept: bool = False
+
+    def title_on(self, device: str) -> str:
+        return self.title if device == "cpu" else ON_GPU.get(self.name, f"{self.title}, on streams")
 
 
 LISTED = (
@@ -89,10 +93,6 @@ def method_of(row: Row, setting: Setting, m: int | None = None) -> Method:
     """The method of one of our rows: with the run's M, and m micro-batches, where it takes them."""
     takes = inspect.signature(METHODS[row.setting]).parameters
     return named(row.setting, **{name: value for name, value in (("M", setting.M), ("m", m)) if name in takes})
-
-
-def title_of(row: Row, setting: Setting) -> str:
-    return row.title if setting.device == "cpu" else ON_GPU.get(row.name, f"{row.title}, on streams")
 
 
 def chosen(against: str) -> list[Row]:

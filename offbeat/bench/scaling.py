@@ -157,9 +157,8 @@ def measure(setting: Setting, request: Request, folder: Path) -> dict[str, Any]:
         crew.start()
         crew.ready()
         crew.ask("build")
-        warm_up = setting.K // 2 + 2 if setting.K > 1 else 1
-        batches = request.batches if setting.K > 1 else 2
-        seconds = [max(crew.seconds(warm_up if turn == 0 else 1, batches)[0]) for turn in range(request.repetitions)]
+        warm_up, batches = (2, request.batches) if setting.K > 1 else (1, 2)
+        seconds = [max(crew.seconds(warm_up, batches)[0]) for _ in range(request.repetitions)]
         looked = crew.ask("look")
     finally:
         crew.close()

@@ -88,7 +88,7 @@ def placed(
     say(f"cutting {len(found.profile.units)} units into {K} stages")
     costs = found.profile
     with Stopwatch(found.traced.twin(), found.sample, K) as stopwatch:
-        solution = refine(costs.costs(), K, stopwatch, M=min(setting.M, 4), legal=costs.legal_cuts)
+        solution = refine(costs.costs(), K, stopwatch, legal=costs.legal_cuts)
     return _with_chunks(replace(setting, cuts=solution.cuts), costs)
 
 

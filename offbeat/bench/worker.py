@@ -1,11 +1,12 @@
 """A process of a row: it builds its contender, and times it when told to; a line of JSON each way.
 
     {"row": ..., "setting": {...}, "rank": 0, "world": 2, "store": file, "cores": [0], "threads": 1}
-    {"build": m}                    make the contender anew (m micro-batches), fill it, count what it sends
+    {"build": m}                    make the contender anew (m micro-batches), and fill it
+    {"sent": null}                  -> {"bytes": ..} that it sends for a batch
     {"time": [warm_up, batches]}    -> {"seconds": .., "busy": ..} a batch: of the clock, and of the processor
     {"bound": [warm_up, batches]}   the same of its stage alone, on canned messages
-    {"rest": true}                  give its memory back; it is built again when it is next timed
-    {"look": true}                  -> {"memory": .., "staleness": [..]}
+    {"rest": null}                  give its memory back; it is built again when it is next timed
+    {"look": null}                  -> {"memory": .., "staleness": [..]}
 
 Between two lines it waits for its standard input, which takes no processor time.
 """
@@ -60,8 +61,11 @@ class Attendant:
         self.on_rest()
         fresh = forget_peak()
         self.m = m
-        contender = self._made()
-        return {"sent": contender.sent(), "fresh": fresh}
+        self._made()
+        return {"fresh": fresh}
+
+    def on_sent(self, _: Any = None) -> dict[str, Any]:
+        return {"bytes": self._made().sent()}
 
     def _made(self) -> Contender:
         if self.contender is None:
