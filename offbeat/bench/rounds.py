@@ -197,8 +197,8 @@ class Bench:
         levels = [method_of(row, self.setting, crew.m).staleness(k, K) for k in range(1, K + 1)] \
             if row.kind == "pipeline" else []  # fmt: skip
         return {
-            "name": row.name, "title": row.title_on(self.setting.device), "family": row.family, "exact": not any(levels),
-            "workers": K if row.workers == "K" else 1, "staleness": levels,
+            "name": row.name, "title": row.title_on(self.setting.device), "family": row.family,
+            "exact": not any(levels), "workers": K if row.workers == "K" else 1, "staleness": levels,
             "micro_batches": crew.m, "sweep": {str(m): seconds for m, seconds in tried.items()},
             "samples_per_second": [], "seconds_per_batch": [], "processor_seconds": [],
             "memory_per_worker": max(said["memory"] for said in looked), "memory": [said["memory"] for said in looked],

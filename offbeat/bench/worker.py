@@ -27,7 +27,7 @@ from torch import nn
 from offbeat import launch
 from offbeat.bench.contenders import Contender, Ours, Task, make
 from offbeat.bench.rows import ROWS, Setting
-from offbeat.bench.timing import forget_peak, peak, pin, resident, timed
+from offbeat.bench.timing import forget_peak, peak, pin, resident, sgd, timed
 from offbeat.errors import first_line
 
 
@@ -46,7 +46,8 @@ class Attendant:
             torch.zeros(1, device=self.setting.device)
         self.wait: Callable[[], Any] = torch.cuda.synchronize if self.on_gpu else lambda: None
         small = nn.Sequential(nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1))
-        small(torch.ones(2, 1, 8, 8)).sum().backward()  # what torch loads when it first computes is no row's
+        small(torch.ones(2, 1, 8, 8)).sum().backward()
+        sgd(small.parameters()).step()  # what torch loads when it first trains is no row's
         self.empty = resident()
         self.m: int | None = None
         self.contender: Contender | None = None
