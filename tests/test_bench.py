@@ -120,12 +120,14 @@ CONTRACT = {"name": str, "family": str, "exact": bool, "workers": int, "samples_
             "seconds_per_batch": list, "memory_per_worker": int, "bytes_moved": int, "note": str}  # fmt: skip
 
 
-def test_the_command_writes_records_table_and_pictures(tmp_path):
+def test_the_command_writes_records_table_and_pictures_and_warns_where_workers_share_cores(tmp_path):
     out = tmp_path / "found"
     done = bench(out, "-K", 2, "--model", "resnet20", "--batch-size", 32, "--shape", "3,16,16", "--partition", "flops",
-                 "--against", "torch-1f1b", "--micro-batches", 4, "--repetitions", 2, "--batches", 2,
-                 "--json")  # fmt: skip
+                 "--against", "torch-1f1b", "--micro-batches", 4, "--repetitions", 2, "--batches", 2, "--json",
+                 cores={sorted(os.sched_getaffinity(0))[0]})  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("offbeat: 2 workers on 1 core: cores are shared")
+    assert done.stderr.count("\n") == 1
     record = json.loads((out / "bench.json").read_text())
     assert json.loads(done.stdout)["rows"] == record["rows"]
     assert {path.name for path in out.iterdir()} == {"bench.json", "bench.svg", "bench.png", "table.md"}
@@ -142,21 +144,12 @@ def test_the_command_writes_records_table_and_pictures(tmp_path):
     assert [len(stages) for stages in record["bound"]["stages"]] == [2, 2]
     assert record["bound"]["seconds_per_batch"] == [max(stages) for stages in record["bound"]["stages"]]
     assert record["settings"]["rounds"] == 2
+    assert record["settings"]["cores_shared"] is True
     assert "--out" not in record["provenance"]["command"]
     page = (out / "table.md").read_text()
     assert "| Offbeat ADL | late by 0.5 updates" in page
     assert "m=4" in page
     assert not record["left_out"]
-
-
-def test_workers_that_share_cores_are_warned_of_and_the_record_says_so(tmp_path):
-    some = {sorted(os.sched_getaffinity(0))[0]}
-    done = bench(tmp_path / "found", "-K", 2, "--model", "mlp", "--batch-size", 8, "--against", "adl", "--repetitions",
-                 1, "--batches", 1, "--json", cores=some)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("offbeat: 2 workers on 1 core: cores are shared")
-    assert done.stderr.count("\n") == 1
-    assert json.loads(done.stdout)["settings"]["cores_shared"] is True
 
 
 def test_ctrl_c_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path):

@@ -30,8 +30,11 @@ class Crew:
     They are started in a session of their own, so that Ctrl-C reaches the one that writes the record alone.
     """
 
-    def __init__(self, row: Row, setting: Setting, folder: Path, *, first_core: int = 0) -> None:
-        self.row, self.setting, self.folder, self.first_core = row, setting, folder, first_core
+    def __init__(
+        self, row: Row, setting: Setting, folder: Path, *, first_core: int = 0, patience: float = PATIENCE
+    ) -> None:
+        self.row, self.setting, self.folder = row, setting, folder
+        self.first_core, self.patience = first_core, patience
         self.count = setting.K if row.workers == "K" and setting.device == "cpu" else 1
         self.m: int | None = None
         self.processes: list[subprocess.Popen[str]] = []
@@ -66,13 +69,13 @@ class Crew:
             })  # fmt: skip
 
     def ready(self) -> None:
-        self._hear(PATIENCE)
+        self._hear()
 
-    def ask(self, what: str, given: Any = None, *, patience: float = PATIENCE) -> list[dict[str, Any]]:
+    def ask(self, what: str, given: Any = None) -> list[dict[str, Any]]:
         """The answer of every worker; RowFailedError as soon as one cannot."""
         for rank in range(self.count):
             self._say(rank, {what: given})
-        return self._hear(patience)
+        return self._hear()
 
     def seconds(self, warm_up: int, batches: int, *, what: str = "time") -> tuple[list[float], float]:
         """Seconds a batch of each worker, and of the processors of all of them together."""
@@ -86,15 +89,15 @@ class Crew:
             pipe.write(json.dumps(what) + "\n")
             pipe.flush()
 
-    def _hear(self, patience: float) -> list[dict[str, Any]]:
+    def _hear(self) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + self.patience
         while len(found) < self.count:
             waited = [rank for rank in range(self.count) if rank not in found]
             pipes: dict[Any, int] = {self.processes[rank].stdout: rank for rank in waited}
             there, _, _ = select.select(list(pipes), [], [], max(0.0, deadline - time.monotonic()))
             if not there:
-                raise RowFailedError(f"worker {min(pipes.values())} did not answer within {patience:.0f} s")
+                raise RowFailedError(f"worker {min(pipes.values())} did not answer within {self.patience:.0f} s")
             for pipe in there:
                 rank = pipes[pipe]
                 line = pipe.readline()  # an answer is one line, so that nothing stays behind in the buffer

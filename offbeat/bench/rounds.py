@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from offbeat import models, record
 from offbeat.bench import table
-from offbeat.bench.crew import Crew, RowFailedError
+from offbeat.bench.crew import PATIENCE, Crew, RowFailedError
 from offbeat.bench.rows import ALWAYS, OURS, Row, Setting, chosen, cores_here, left_out, method_of, micro_batches
 from offbeat.bench.where import check, placed
 from offbeat.errors import Interrupted, UserError, first_line, unknown
@@ -123,7 +124,8 @@ class Bench:
                 self.left_out[row.name] = reason
                 continue
             place = len(self.crews) % self._side_by_side()
-            self.crews[row.name] = Crew(row, self.setting, folder, first_core=place * self.setting.K)
+            self.crews[row.name] = Crew(row, self.setting, folder, first_core=place * self.setting.K,
+                                        patience=self._patience())  # fmt: skip
             self.crews[row.name].start()
         count = sum(crew.count for crew in self.crews.values())
         self.say(f"{len(self.crews)} rows in {count} processes")
@@ -146,6 +148,11 @@ class Bench:
                 self._enter(crew, tried, *self._fill(crew, min(tried, key=lambda m: tried[m]) if tried else None))
         self.found = {row.name: self.found[row.name] for row in self._there()}
         self.batches = self._fitting()
+
+    def _patience(self) -> float:
+        """One row whose workers wait for each other must not take the time of all."""
+        minutes = self.request.minutes
+        return PATIENCE if minutes is None else min(PATIENCE, max(60.0, 20 * minutes))
 
     def _fill_together(self, group: list[Crew]) -> None:
         pool = ThreadPoolExecutor(len(group))
@@ -182,7 +189,7 @@ class Bench:
         if m is None or crew.m != m:
             crew.ask("build", m)
             crew.m = m
-        first = max(crew.seconds(0, 1)[0])
+        first = median(crew.seconds(0, 1)[0])  # of which the last stages only wait for the first ones
         return first, [said["bytes"] for said in crew.ask("sent")], crew.ask("look")
 
     def _enter(self, crew: Crew, tried: dict[int, float], first: float, sent: list[int], looked: list[dict[str, Any]]
