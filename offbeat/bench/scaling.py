@@ -45,6 +45,7 @@ SIMULATED = ("adl", "adl-1f1b", "gpipe")
 STAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GROWING = (1, 2, 3, 5, 7, 9, 16)  # K of ResNet-(6K+2) as far as there are such networks
 MOST_MICRO = 4  # micro-batches a stage, as far as there are samples for them
+GROWS = 4  # times as long as half as many stages takes the clock
 FEW = 32  # stages up to which a period is taken over many batches
 WINDOWS = 8  # of M updates, over which a simulated period is taken
 
@@ -215,14 +216,19 @@ def method_at(name: str, setting: Setting, K: int) -> Method:
     return named(name, M=setting.M)
 
 
-def simulate(setting: Setting, costs: Profile, most_stages: int, say: Spoken) -> dict[str, Any]:
-    """The speed-up of every method on every link, K as far as there are units, at most `most_stages`."""
+def simulate(study: Study, setting: Setting, costs: Profile) -> dict[str, Any]:
+    """The speed-up of every method on every link, K as far as there are units and half of the time."""
+    request, say = study.request, study.say
     alone = sum(unit.forward + unit.backward for unit in costs.units)
-    rows = []
-    for K in [K for K in STAGES if most_stages >= K]:
+    half = float("inf") if request.minutes is None else 30 * request.minutes
+    rows: list[dict[str, Any]] = []
+    took = 0.0
+    for K in [K for K in STAGES if request.most_stages >= K]:
         cuts = best_cuts(costs, K)
-        if cuts is None:
+        if cuts is None or (rows and say.seconds + GROWS * took > half):
+            study.left_out.append(f"simulation from K={K} on: {'too few units' if cuts is None else 'no time'}")
             break
+        began = say.seconds
         say(f"simulating {K} stages")
         for name in SIMULATED:
             method = method_at(name, setting, K)
@@ -230,6 +236,7 @@ def simulate(setting: Setting, costs: Profile, most_stages: int, say: Spoken) ->
                 seconds = period_on(link, method, costs, cuts) if K > 1 else alone
                 rows.append({"link": link_name, "method": name, "K": K, "m": method.m, "seconds_per_batch": seconds,
                              "speedup": alone / seconds})  # fmt: skip
+        took = say.seconds - began
     links = {name: {"latency": link.latency, "bandwidth": link.bandwidth if link.bandwidth < float("inf") else None}
              for name, link in LINKS.items()}  # fmt: skip
     meaning = ("measured seconds of every unit on one core of this machine, cut anew for every K; a message is under "
@@ -271,7 +278,7 @@ def go(study: Study, base: Setting, folder: Path) -> None:
             study.counted.append(kept_by(method, base, sizes, cuts))
     say(f"profiling {base.model}, b={base.batch_size}")
     costs = measured(base).profile
-    study.simulation = simulate(base, costs, request.most_stages, say)
+    study.simulation = simulate(study, base, costs)
     study.write()
     took = 0.0
     for number, (axis, setting) in enumerate(wanted(request)):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEAST = 1 / 32  # of BP's speed: what is slower is not drawn
-TITLES = {"adl": "ADL", "adl-1f1b": "ADL on the 1F1B lag", "gpipe": "GPipe, 4K micro-batches"}
+TITLES = {"adl": "ADL", "adl-1f1b": "ADL on the 1F1B lag", "gpipe": "GPipe, at most 4K micro-batches"}
 
 
 def scaling_figure(record: dict[str, Any]) -> Figure:
@@ -77,6 +77,8 @@ def _memory(axes: Axes, counted: list[dict[str, Any]], strong: list[dict[str, An
     for label, pick, colour in (("largest stage", max, COLOURS[1]), ("all stages together", sum, COLOURS[2])):
         axes.plot(stages, [pick(row["memory_counted"]) / 1e6 for row in counted], color=colour,
                   label=f"{label}, counted")  # fmt: skip
+        if not strong:
+            continue
         axes.plot([point["K"] for point in strong], [pick(point["memory"]) / 1e6 for point in strong], color=colour,
                   marker="o", linestyle="", markerfacecolor="white", label=f"{label}, measured")  # fmt: skip
     axes.set_xscale("log", base=2)
@@ -94,8 +96,9 @@ def _staleness(axes: Axes, counted: list[dict[str, Any]], strong: list[dict[str,
     means = [sum(row["staleness"]) / row["K"] for row in counted]
     axes.plot(stages, means, color=COLOURS[3], label="mean of all stages, by formula")
     seen = [point for point in strong if point["K"] > 1 and any(point["staleness_measured"])]
-    axes.plot([point["K"] for point in seen], [point["staleness_measured"][0] for point in seen], color="black",
-              marker="o", linestyle="", markerfacecolor="white", label="stage 1, measured")  # fmt: skip
+    if seen:
+        axes.plot([point["K"] for point in seen], [point["staleness_measured"][0] for point in seen], color="black",
+                  marker="o", linestyle="", markerfacecolor="white", label="stage 1, measured")  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", base=2, linthresh=1)
     axes.set_ylim(bottom=0)
@@ -124,12 +127,14 @@ def _times(axes: Axes, points: list[dict[str, Any]], settings: dict[str, Any]) -
             axes.plot([of(point) / first for point in there], [median(point["seconds_per_batch"]) for point in there],
                       marker="o", color=COLOURS[1 + place], linestyle=STYLES[place],
                       label=f"{label}, from {first}", gid=axis)  # fmt: skip
-    if axes.lines:
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        _plain(axes)
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.2g}"))
-        axes.legend(frameon=False, fontsize=8)
+    if not axes.lines:
+        axes.set_visible(False)
+        return
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    _plain(axes)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.2g}"))
+    axes.legend(frameon=False, fontsize=8)
     axes.set_title(f"time a batch (batch and depth: K={settings['K']})", loc="left", fontsize=11)
     axes.set_xlabel("times the smallest")
     axes.set_ylabel("seconds")
