@@ -271,7 +271,7 @@ def row(name: str, seconds: list[float], *, staleness: tuple[float, ...] = (), m
 
 def made(*rows: dict, bound: tuple[float, ...] = (0.9, 1.1)) -> dict:
     settings = {"model": "mlp", "batch_size": 8, "K": 2, "M": 4, "device": "cpu", "cores_shared": False, "rounds": 2,
-                "cuts": [3], "memory": "counted"}  # fmt: skip
+                "cores": 2, "load": 0.1, "cuts": [3], "memory": "counted"}  # fmt: skip
     provenance = {"command": ["offbeat", "bench"], "commit": "0" * 40, "versions": {"torch": "2"}, "machine": "m"}
     return {"settings": settings, "rows": list(rows), "left_out": {"ddg": "no reason"}, "provenance": provenance,
             "bound": {"seconds_per_batch": list(bound), "samples_per_second": [8 / value for value in bound],
@@ -310,6 +310,13 @@ def test_rows_of_a_round_that_was_not_finished_are_compared_as_far_as_it_went():
     record = made(row("bp", [2.0, 4.0]), row("adl", [1.0], staleness=(0.5, 0.0)))
     assert table.times_faster(*(table.measured(record)[name] for name in ("adl", "bp"))) == 2.0
     assert "ddg is left out: no reason." in table.page(record)
+
+
+def test_a_machine_that_was_busy_is_told_of():
+    record = made(row("bp", [2.0]), row("adl", [1.0], staleness=(0.5, 0.0)))
+    assert "busy" not in table.page(record)
+    record["settings"]["load"] = 3.5
+    assert "busy with something else when this began (load 3.5 on 2 cores)" in table.page(record)
 
 
 def test_a_bar_for_every_row_that_was_timed_and_a_line_for_the_bound(tmp_path):

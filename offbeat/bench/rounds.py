@@ -114,6 +114,7 @@ class Bench:
     thrifty: bool = False
     batches: int = 0
     rounds: int = 0
+    load: float = 0.0  # of others, before anything was started here
 
     # ---- before the rounds
 
@@ -316,6 +317,7 @@ class Bench:
             **setting.as_dict(), "against": request.against, "repetitions": request.repetitions, "rounds": self.rounds,
             "batches": self.batches, "partition": request.partition, "budget_minutes": request.minutes,
             "cores": len(cores_here()), "cores_shared": setting.device == "cpu" and len(cores_here()) < setting.K,
+            "load": round(self.load, 2),
             "memory": MEMORY[setting.device], "seconds": round(self.say.seconds, 1),
         }  # fmt: skip
         bound = {**self.bound, "meaning": BOUND} if self.bound else {
@@ -398,7 +400,7 @@ def bench(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Path]
     setting = request.setting()
     name = f"bench-{setting.model}-b{setting.batch_size}-K{setting.K}"
     out = folder_for(request.out, name, "bench.json")
-    say = Spoken(show=show)
+    say, load = Spoken(show=show), os.getloadavg()[0]
     if setting.device == "cuda":
         check_gpu()
     setting = placed(setting, by=request.partition, cuts=request.cuts, units=request.units, file=request.profile,
@@ -409,7 +411,7 @@ def bench(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Path]
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to {out} ({first_line(error)}): choose another --out") from error
-    run = Bench(request, setting, out, say, rows)
+    run = Bench(request, setting, out, say, rows, load=load)
     say(f"{setting.model}, b={setting.batch_size}, K={setting.K}, cuts {list(setting.cuts)}")
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
         try:

@@ -12,6 +12,7 @@ HEAD = (
     "row", "gradient", "memory a worker", "moved a batch", "samples/s", "x BP, one worker",
     "x best synchronous pipeline", "of the bound",
 )  # fmt: skip
+BUSY = 0.5  # processes that others run for each core
 ALIKE = 0.03  # of each other: called as fast
 
 
@@ -164,10 +165,20 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def notes(record: Record) -> list[str]:
-    """What each row's figures mean."""
+    """What each row's figures mean, and what holds for all."""
     said = [f"{row['title']}: {row['note']}" for row in measured(record).values() if row["note"]]
-    said.append(f"Memory: {record['settings']['memory']}. Moved: by all workers together, counted in one batch.")
-    said.append(f"Bound: {record['bound']['meaning']}.")
+    return [*said, *common_notes(record)]
+
+
+def common_notes(record: Record) -> list[str]:
+    said = [
+        f"Memory: {record['settings']['memory']}. Moved: by all workers together, counted in one batch.",
+        f"Bound: {record['bound']['meaning']}.",
+    ]
+    if record["settings"]["load"] > BUSY * record["settings"]["cores"]:
+        load, cores = record["settings"]["load"], record["settings"]["cores"]
+        said.append(f"The machine was busy with something else when this began (load {load:g} on {cores} cores): these "
+                    "times say little.")  # fmt: skip
     said += [f"{name} is left out: {reason}." for name, reason in record["left_out"].items()]
     return said
 
@@ -208,6 +219,6 @@ def show(record: Record, where: str) -> None:
     console.print(made)
     for said in advice(record):
         console.print(f"- {said}", soft_wrap=True)
-    for name, reason in record["left_out"].items():
-        console.print(f"- {name} is left out: {reason}", soft_wrap=True)
+    for said in common_notes(record):
+        console.print(f"- {said}", soft_wrap=True)
     console.print(f"records: {where}", soft_wrap=True)
