@@ -115,6 +115,7 @@ class Bench:
     batches: int = 0
     rounds: int = 0
     load: float = 0.0  # of others, before anything was started here
+    origin: dict[str, Any] = field(default_factory=lambda: origin())  # once: it asks git, which is a process
 
     # ---- before the rounds
 
@@ -308,11 +309,6 @@ class Bench:
     def as_dict(self) -> dict[str, Any]:
         request, setting = self.request, self.setting
         rows = [{name: value for name, value in found.items() if name != "first"} for found in self.found.values()]
-        made = record.provenance()
-        if setting.device == "cuda":
-            import torch
-
-            made["machine"] = f"{torch.cuda.get_device_name()}, {made['machine']}"
         settings = {
             **setting.as_dict(), "against": request.against, "repetitions": request.repetitions, "rounds": self.rounds,
             "batches": self.batches, "partition": request.partition, "budget_minutes": request.minutes,
@@ -324,7 +320,7 @@ class Bench:
             "seconds_per_batch": [], "samples_per_second": [], "stages": [],
             "meaning": "not measured: all stages share one GPU" if setting.device != "cpu" else BOUND}  # fmt: skip
         return {"settings": settings, "rows": rows, "left_out": self.left_out, "bound": bound,
-                "provenance": {**made, "command": without_out(made["command"])}}  # fmt: skip
+                "provenance": self.origin}  # fmt: skip
 
     def write(self) -> None:
         """bench.json, complete or not at all."""
@@ -412,6 +408,8 @@ def bench(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Path]
     except OSError as error:
         raise UserError(f"cannot write to {out} ({first_line(error)}): choose another --out") from error
     run = Bench(request, setting, out, say, rows, load=load)
+    if setting.device == "cuda":
+        run.origin["machine"] = f"{gpu_name()}, {run.origin['machine']}"
     say(f"{setting.model}, b={setting.batch_size}, K={setting.K}, cuts {list(setting.cuts)}")
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
         try:
@@ -444,6 +442,18 @@ def shared_cores(K: int) -> str | None:
     if n >= K:
         return None
     return f"{K} workers on {n} core{'s' * (n > 1)}: cores are shared, so that times are not those of one core a stage"
+
+
+def origin() -> dict[str, Any]:
+    """Where a record comes from, without the places of its files."""
+    made = record.provenance()
+    return {**made, "command": without_out(made["command"])}
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def check_gpu() -> None:

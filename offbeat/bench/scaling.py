@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offbeat import models, record
+from offbeat import models
 from offbeat.bench.crew import Crew, RowFailedError
-from offbeat.bench.rounds import Spoken, folder_for, save, without_out
+from offbeat.bench.rounds import Spoken, folder_for, origin, save
 from offbeat.bench.rows import ROWS, Setting, cores_here
 from offbeat.bench.where import counted, measured
 from offbeat.cutting import Profile, solve
@@ -95,14 +95,14 @@ class Study:
     counted: list[dict[str, Any]] = field(default_factory=list)
     simulation: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    origin: dict[str, Any] = field(default_factory=origin)
 
     def as_dict(self) -> dict[str, Any]:
-        made = record.provenance()
         request = {name: value for name, value in asdict(self.request).items() if name != "out"}
         return {
             "settings": {**request, "method": "adl", "cores": len(cores_here()), "seconds": round(self.say.seconds, 1)},
             "points": self.points, "counted": self.counted, "simulation": self.simulation, "left_out": self.left_out,
-            "provenance": {**made, "command": without_out(made["command"])},
+            "provenance": self.origin,
         }  # fmt: skip
 
     def write(self) -> None:
