@@ -23,7 +23,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -36,61 +35,11 @@ from torch import nn
 
 import offbeat
 from offbeat import models, record
-from offbeat.links import Message
+from offbeat.bench.timing import Canned, Tap, pin, ratio, sgd, timed
 from offbeat.plan import Measured, make_plan
 from offbeat.worker import Links, Worker
 
-WARM_UP, TIMED = 4, 8  # batches
-
-
-class Canned:
-    """A link that always has the same message and throws away what is sent."""
-
-    def __init__(self, content: Any) -> None:
-        self.content, self.t = content, 0
-
-    def receive(self) -> Message:
-        message = Message(self.t, self.content)
-        self.t += 1
-        return message
-
-    def send(self, message: Message) -> None:
-        pass
-
-
-class Tap:
-    """A link that remembers the last content that came through."""
-
-    def __init__(self, link: Any) -> None:
-        self.link, self.last = link, None
-
-    def receive(self) -> Message:
-        message = self.link.receive()
-        self.last = message.content
-        return message
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.link, name)
-
-
-def pin(cores: set[int]) -> None:
-    for task in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(task), cores)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
-
-
-def timed(work: Callable[[], Any], warm_up: int = WARM_UP, batches: int = TIMED) -> tuple[float, float]:
-    """Seconds a batch, of the clock and of the processor (all threads of this process), after a warm-up in which stages
-    find their distance; nothing synchronises them afterwards."""
-    for _ in range(warm_up):
-        work()
-    began, busy = time.perf_counter(), time.process_time()
-    for _ in range(batches):
-        work()
-    return (time.perf_counter() - began) / batches, (time.process_time() - busy) / batches
+TIMED = 8  # batches
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -196,12 +145,6 @@ def everywhere(seconds: float) -> list[float]:
     found = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
     dist.all_gather(found, torch.tensor([seconds], dtype=torch.float64))
     return [value.item() for value in found]
-
-
-def ratio(times: dict[str, list[float]], above: str, below: str) -> tuple[float, float, float]:
-    """Median, smallest and largest over the rounds of one time divided by another of the same round."""
-    values = [a / b for a, b in zip(times[above], times[below], strict=True)]
-    return median(values), min(values), max(values)
 
 
 def summary(

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from core import everywhere, ratio, sgd, timed
+from core import everywhere
 from start import arguments, in_processes
 from torch import nn
 
 import offbeat
 from offbeat import models, record
+from offbeat.bench.timing import ratio, sgd, timed
 from offbeat.methods import named
 from offbeat.timeline import balanced, speed_up
 

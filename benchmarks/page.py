@@ -21,7 +21,7 @@ def records(kind: str) -> Records:
 
     def order(name: str) -> tuple[int, int, int, str]:
         """The larger machine first, then the smaller network and K."""
-        first, second, third, *_ = [int(number) for number in re.findall(r"\d+", name)] + [0, 0]
+        first, second, third, *_ = [int(number) for number in re.findall(r"\d+", name)] + [0, 0, 0]
         return -first, second, third, made(found[name]).get("started", "") + name
 
     return {name: found[name] for name in sorted(found, key=order)}

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from core import everywhere, timed
+from core import everywhere
 from torch import Tensor, nn
 from torture import as_workers, say, write
 
 import offbeat
+from offbeat.bench.timing import timed
 from offbeat.links import Link, Message
 from offbeat.methods import named
 from offbeat.timeline import Costs, period

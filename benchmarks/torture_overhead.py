@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from core import everywhere, pin, sgd
+from core import everywhere
 from torch import nn
 from torture import as_workers, say, write
 
 import offbeat
 from offbeat import models
+from offbeat.bench.timing import pin, sgd
 from offbeat.recipe import complete
 from offbeat.saving import Saver
 

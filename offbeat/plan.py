@@ -126,7 +126,7 @@ def make_plan(
     if len(traced.legal_cuts) + 1 < K:
         most = len(traced.legal_cuts) + 1
         raise UserError(f"{K} stages but only {most} units to cut between: use K <= {most}, or a deeper model")
-    kept = _Kept.of(method, K)
+    kept = Kept.of(method, K)
     options: dict[str, Any] = {
         "speeds": speeds, "memory": kept.limited(costs, memory_limit), "pinned": pinned, "legal": costs.legal_cuts,
     }  # fmt: skip
@@ -223,14 +223,14 @@ def exposure(
 
 
 @dataclass(frozen=True)
-class _Kept:
+class Kept:
     """Of each stage: the batches in flight, and the weight versions."""
 
     in_flight: list[int]
     versions: list[int]
 
     @classmethod
-    def of(cls, method: Method, K: int) -> _Kept:
+    def of(cls, method: Method, K: int) -> Kept:
         lags = [method.lag(k, K) for k in range(1, K + 1)]
         stash = method.weights == "stash"
         return cls([lag + method.m for lag in lags], [versions_held(lag, method.M) if stash else 1 for lag in lags])

@@ -19,7 +19,8 @@ ORDER = [
     "recipe", "recipes", "options", "metrics", "links", "stage", "outputs", "micro", "worker", "engines", "cutting",
     "pipeline",
     "models", "data", "record", "checkpoint", "telemetry", "progress", "report", "describe", "plan", "planning",
-    "saving", "train", "turns", "rendezvous", "launch", "demo", "compare", "reproduce", "cli", "__main__",
+    "saving", "train", "turns", "rendezvous", "launch", "demo", "compare", "reproduce", "bench",
+    "cli", "__main__",
 ]  # fmt: skip
 TORCH_FREE = [
     "errors", "seeds", "ops", "theory", "correctors", "method", "methods", "clock", "timeline", "recipe", "recipes",

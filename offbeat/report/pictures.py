@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import UserError
 from offbeat.method import Method
+from offbeat.report.bars import bench_figure, bench_text
 from offbeat.report.curves import curves_figure, curves_text
 from offbeat.report.gantt import timeline_figure
+from offbeat.report.growth import scaling_figure, scaling_text
 from offbeat.report.lateness import staleness_figure, staleness_text
 from offbeat.report.text import timeline_text
 from offbeat.timeline import Costs
@@ -63,6 +65,18 @@ def draw_curves(
         text=lambda: curves_text(runs, title=title),
         figure=lambda: curves_figure(runs, title=title, times=times),
     )
+
+
+def draw_bench(record: Mapping[str, Any], path: Path) -> None:
+    """Draw the rows of a record of `offbeat bench` as bars; .svg, .png or .txt by the suffix."""
+    _check(path)
+    _draw(path, text=lambda: bench_text(dict(record)), figure=lambda: bench_figure(dict(record)))
+
+
+def draw_scaling(record: Mapping[str, Any], path: Path) -> None:
+    """Draw a record of `offbeat bench scaling`; .svg, .png or .txt by the suffix."""
+    _check(path)
+    _draw(path, text=lambda: scaling_text(dict(record)), figure=lambda: scaling_figure(dict(record)))
 
 
 def _check(path: Path) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 class DeferredStatistics:
     """Collects over micro-batches what the BatchNorm layers of a module see."""
@@ -26,34 +28,50 @@ class DeferredStatistics:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Around a forward: the layers' own statistics stay as they are, what they see is added up."""
-        own: list[tuple[_BatchNorm, Any, Any]] = []
+        """Around a forward: the layers' own statistics stay as they are, what they see is added up.
+
+        A layer computes mean and variance anyway. It is lent buffers to leave them in, all of which it is to replace
+        (momentum 1): to compute them once more took a quarter of the time of ResNet-20 on a CPU. In half precision its
+        buffers would round them, so there they are computed apart.
+        """
+        own: list[tuple[_BatchNorm, Any, dict[str, Tensor | None]]] = []
         hooks = []
         for number, layer in enumerate(self.layers):
             if layer.training:
-                counter = layer.num_batches_tracked
-                own.append((layer, layer.momentum, None if counter is None else counter.clone()))
-                layer.momentum = 0.0
-                hooks.append(layer.register_forward_pre_hook(partial(self._see, number)))
+                assert layer.running_mean is not None
+                assert layer.running_var is not None
+                own.append((layer, layer.momentum, dict(layer._buffers)))
+                apart = layer.running_mean.dtype in HALF
+                if apart:
+                    hooks.append(layer.register_forward_pre_hook(partial(self._compute, number)))
+                else:
+                    hooks.append(layer.register_forward_hook(partial(self._read, number)))
+                lent = torch.zeros_like(layer.running_mean), torch.zeros_like(layer.running_var)
+                layer.momentum = 1.0
+                layer._buffers |= {"running_mean": lent[0], "running_var": lent[1], "num_batches_tracked": None}
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-            for layer, momentum, counter in own:
+            for layer, momentum, buffers in own:
                 layer.momentum = momentum
-                if counter is not None and layer.num_batches_tracked is not None:
-                    layer.num_batches_tracked.copy_(counter)
+                layer._buffers |= buffers
 
-    def _see(self, number: int, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Join what this micro-batch holds to what came before: around the means, since the difference of large sums of
-        squares would leave nothing of a small variance."""
-        x = inputs[0].detach()
-        if x.dtype in (torch.float16, torch.bfloat16):
-            x = x.float()
+    def _read(self, number: int, layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """What the layer left in its lent buffers; its variance is the unbiased one."""
+        n = inputs[0].numel() // inputs[0].shape[1]
+        self._join(number, n, layer.running_mean.clone(), layer.running_var * (n - 1))
+
+    def _compute(self, number: int, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0].detach().float()
         dims = [dim for dim in range(x.dim()) if dim != 1]
-        n, mean = x.numel() // x.shape[1], x.mean(dims)
-        apart = x.var(dims, correction=0) * n
+        n = x.numel() // x.shape[1]
+        self._join(number, n, x.mean(dims), x.var(dims, correction=0) * n)
+
+    def _join(self, number: int, n: int, mean: Tensor, apart: Tensor) -> None:
+        """Join what a micro-batch holds to what came before: around the means, since the difference of large sums of
+        squares would leave nothing of a small variance."""
         if number in self.seen:
             before, mean_before, apart_before = self.seen[number]
             total, step = before + n, mean - mean_before

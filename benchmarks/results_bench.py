@@ -1,0 +1,87 @@
+"""The sections of docs/results.md that show the records of `offbeat bench` and `offbeat bench scaling`, if any.
+
+    docs/results/bench-*.json, scaling-*.json: bench.json and scaling.json of a run, renamed; a picture of the same name
+    beside one (bench-*.svg, scaling-*.svg) is shown, too
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from page import RECORDS, Record, markdown, point, prose, records, source
+
+
+def picture(name: str, told: str) -> list[str]:
+    """A line that shows the picture beside a record, where there is one."""
+    drawn = RECORDS / name.replace(".json", ".svg")
+    return [f"![{told}](results/{drawn.name})", ""] if drawn.exists() else []
+
+
+def bench_section(name: str, record: Record) -> list[str]:
+    from offbeat.bench import table
+
+    return [
+        f"### {table.heading(record)}", "",
+        markdown(list(table.HEAD), table.cells(record)), "",
+        *picture(name, "Samples a second of every row"),
+        *(point(said) for said in table.advice(record)), "",
+        *(point(said) for said in table.notes(record)), "",
+        source(name, record), "",
+    ]  # fmt: skip
+
+
+def scaling_section(name: str, record: Record) -> list[str]:
+    simulation = record["simulation"]
+    rows = []
+    for one in record["points"]:
+        measured = one["staleness_measured"][0] if one["K"] > 1 and one["staleness_measured"] else 0.0
+        rows.append([
+            one["axis"], one["model"], str(one["batch_size"]), str(one["K"]),
+            table_seconds(one["seconds_per_batch"]), f"{max(one['memory']) / 1e6:,.0f}",
+            f"{max(one['memory_counted']) / 1e6:,.0f}", f"{measured:.2f}", f"{one['staleness'][0]:.2f}",
+        ])  # fmt: skip
+    head = ["what grows", "network", "b", "K", "ms a batch", "MB, largest worker", "MB, counted",
+            "staleness of stage 1", "by formula"]  # fmt: skip
+    stages = list(dict.fromkeys(row["K"] for row in simulation["rows"]))
+    lines = list(dict.fromkeys((row["method"], row["link"]) for row in simulation["rows"]))
+    speed = {(row["method"], row["link"], row["K"]): row["speedup"] for row in simulation["rows"]}
+    clock = [[method, link, *(f"{speed[method, link, K]:.3g}" for K in stages)] for method, link in lines]
+    told = ", ".join(
+        f"{link} {1e3 * values['latency']:g} ms and {values['bandwidth'] / 1e9:g} GB/s"
+        for link, values in simulation["links"].items() if values["bandwidth"]
+    )  # fmt: skip
+    return [
+        f"### How it scales: {simulation['model']}, b={simulation['batch_size']}, M={simulation['M']}", "",
+        markdown(head, rows), "",
+        *picture(name, "Speed-up by the clock with measured points; memory, staleness and time a batch"),
+        prose(f"By the clock, speed-up over BP on one worker: {simulation['meaning']}. Links: {told}."), "",
+        markdown(["method", "link", *(f"K={K}" for K in stages)], clock), "",
+        *(point(f"Left out: {reason}.") for reason in record["left_out"]),
+        *([""] if record["left_out"] else []),
+        source(name, record), "",
+    ]  # fmt: skip
+
+
+def table_seconds(seconds: list[float]) -> str:
+    values = [1000 * value for value in seconds]
+    spread = f" ({min(values):,.0f}-{max(values):,.0f})" if len(values) > 1 else ""
+    return f"{median(values):,.0f}{spread}"
+
+
+def section() -> list[str]:
+    """Nothing where there are no records."""
+    benches, studies = records("bench"), records("scaling")
+    if not benches and not studies:
+        return []
+    lines = ["## Beside what people use today", ""]
+    if benches:
+        lines += [prose(
+            "`offbeat bench`: all rows in one run on one machine, on the same cuts (interleaved: cuts of its own), in",
+            "rounds that time every row once; ratios are taken within a round. Late: how old the gradient of stage 1",
+            "is, in updates, in the mean.",
+        ), ""]  # fmt: skip
+    for name, record in benches.items():
+        lines += bench_section(name, record)
+    for name, record in studies.items():
+        lines += scaling_section(name, record)
+    return lines

@@ -1,0 +1,142 @@
+"""What can be timed, and under which name; pure data.
+
+A row is a way to train the same network on the same batch. `bp` and `adl` are always there: the others are told by
+`--against`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from offbeat.errors import UserError, unknown
+from offbeat.method import Method
+from offbeat.methods import METHODS, named
+
+Family = Literal["bp", "torch", "offbeat"]
+Kind = Literal["loop", "pipelining", "ddp", "pipeline"]
+BASELINE, OURS = "bp", "adl"  # what all others are compared with
+ALWAYS = (BASELINE, OURS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train.
+
+    setting   of its kind: a schedule of torch.distributed.pipelining, or a method of this package
+    workers   "one", or "K"
+    cores     of a worker: "one", or "all"
+    swept     whether the number of micro-batches is to be found first
+    """
+
+    name: str
+    title: str
+    family: Family
+    kind: Kind
+    setting: str = ""
+    workers: Literal["one", "K"] = "K"
+    cores: Literal["one", "all"] = "one"
+    swept: bool = False
+
+    def title_on(self, device: str) -> str:
+        return self.title if device == "cpu" else ON_GPU.get(self.name, f"{self.title}, on streams")
+
+
+LISTED = (
+    Row("bp", "BP, one worker", "bp", "loop", workers="one"),
+    Row("bp-cores", "BP, all cores", "bp", "loop", workers="one", cores="all"),
+    Row("torch-gpipe", "torch pipelining, GPipe", "torch", "pipelining", "ScheduleGPipe", swept=True),
+    Row("torch-1f1b", "torch pipelining, 1F1B", "torch", "pipelining", "Schedule1F1B", swept=True),
+    Row("torch-interleaved", "torch pipelining, interleaved 1F1B", "torch", "pipelining", "ScheduleInterleaved1F1B",
+        swept=True),
+    Row("ddp", "torch DistributedDataParallel", "torch", "ddp"),
+    Row("adl", "Offbeat ADL", "offbeat", "pipeline", "adl"),
+    Row("adl-1f1b", "Offbeat ADL on the 1F1B lag", "offbeat", "pipeline", "adl-1f1b"),
+    Row("ddg", "Offbeat DDG", "offbeat", "pipeline", "ddg"),
+    Row("fr", "Offbeat FR", "offbeat", "pipeline", "fr"),
+    Row("dsp", "Offbeat DSP", "offbeat", "pipeline", "dsp"),
+    Row("gpipe", "Offbeat GPipe", "offbeat", "pipeline", "gpipe", swept=True),
+)  # fmt: skip
+ROWS = {row.name: row for row in LISTED}
+ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where there are no cores to tell them apart
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows have in common."""
+
+    model: str
+    shape: tuple[int, int, int]
+    classes: int
+    batch_size: int
+    K: int
+    M: int
+    device: str = "cpu"
+    precision: str = "fp32"
+    cuts: tuple[int, ...] = ()
+    units: str = "layers"
+    chunk_cuts: tuple[int, ...] | None = None  # of 2K chunks between layers, two a worker
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> Setting:
+        """From what `as_dict` became on its way through JSON."""
+        lists: dict[str, Any] = {name: tuple(had) if isinstance(had, list) else had for name, had in told.items()}
+        return cls(**lists)
+
+
+def method_of(row: Row, setting: Setting, m: int | None = None) -> Method:
+    """The method of one of our rows: with the run's M, and m micro-batches, where it takes them."""
+    takes = inspect.signature(METHODS[row.setting]).parameters
+    return named(row.setting, **{name: value for name, value in (("M", setting.M), ("m", m)) if name in takes})
+
+
+def chosen(against: str) -> list[Row]:
+    """The rows that a user asked for, in the order in which they are listed.
+
+    >>> [row.name for row in chosen("ddp")]
+    ['bp', 'ddp', 'adl']
+    """
+    wanted = [name.strip() for name in against.split(",") if name.strip()]
+    if not wanted:
+        raise UserError(f"--against {against!r} names nothing: say all, or some of {', '.join(ROWS)}")
+    for name in wanted:
+        if name not in (*ROWS, "all"):
+            raise unknown("row", name, ["all", *ROWS])
+    return [row for row in LISTED if "all" in wanted or row.name in (*wanted, *ALWAYS)]
+
+
+def left_out(row: Row, setting: Setting) -> str | None:
+    """Why a row cannot be timed in this setting; None where it can."""
+    b, K = setting.batch_size, setting.K
+    if setting.device != "cpu":
+        if row.family == "torch":
+            return "one GPU: its workers need one each"
+        if row.kind == "pipeline" and (reason := method_of(row, setting, 2).not_alike()):
+            return f"it {reason}, so that its stages cannot be recorded for streams of one GPU"
+    if row.kind == "ddp" and b % K:
+        return f"a batch of {b} cannot be divided equally among {K} workers"
+    if row.swept and not micro_batches(row, setting):
+        return f"a batch of {b} cannot be split into micro-batches for {K} workers"
+    if row.setting == "ScheduleInterleaved1F1B" and setting.chunk_cuts is None:
+        return f"the network has fewer than {2 * K} units for its chunks"
+    return None
+
+
+def micro_batches(row: Row, setting: Setting, given: tuple[int, ...] | None = None) -> list[int]:
+    """The numbers of micro-batches to try: K, 2K and 4K, or those given, as far as they divide the batch.
+
+    Interleaved 1F1B needs whole rounds of K.
+    """
+    b, K = setting.batch_size, setting.K
+    fit = [m for m in given or (K, 2 * K, 4 * K) if m <= b and b % m == 0]
+    return [m for m in fit if m % K == 0] if row.setting == "ScheduleInterleaved1F1B" else fit
+
+
+def cores_here() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))

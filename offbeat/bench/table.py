@@ -1,0 +1,224 @@
+"""What a record of `offbeat bench` says: the table, and when which row is the better choice. From the record alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+Record = dict[str, Any]
+Row = dict[str, Any]
+HEAD = (
+    "row", "gradient", "memory a worker", "moved a batch", "samples/s", "x BP, one worker",
+    "x best synchronous pipeline", "of the bound",
+)  # fmt: skip
+BUSY = 0.5  # processes that others run for each core
+ALIKE = 0.03  # of each other: called as fast
+
+
+def measured(record: Record) -> dict[str, Row]:
+    """The rows that were timed at least once, by name."""
+    return {row["name"]: row for row in record["rows"] if row["seconds_per_batch"]}
+
+
+def speed(row: Row) -> float:
+    return median(row["samples_per_second"])
+
+
+def is_pipeline(row: Row) -> bool:
+    """Whether a row's workers hold a stage each, so that the bound of the cuts is one for it."""
+    return bool(row["staleness"]) or row["micro_batches"] is not None
+
+
+def best_synchronous(record: Record) -> Row | None:
+    """The fastest pipeline whose gradient is exact."""
+    found = [row for row in measured(record).values() if row["exact"] and row["micro_batches"] is not None]
+    return max(found, key=speed, default=None)
+
+
+def times_faster(row: Row, other: Row) -> float:
+    """Median over the rounds of one row's speed divided by the other's in the same round.
+
+    >>> times_faster({"seconds_per_batch": [1.0, 2.0]}, {"seconds_per_batch": [3.0, 4.0, 9.0]})
+    2.5
+    """
+    pairs = zip(other["seconds_per_batch"], row["seconds_per_batch"], strict=False)  # a round may not be complete
+    return median(a / b for a, b in pairs)
+
+
+def share_of_bound(row: Row, record: Record) -> float | None:
+    """The time of the slowest stage alone, divided by the row's in the same round."""
+    if not record["bound"]["seconds_per_batch"] or not is_pipeline(row):
+        return None
+    return times_faster(row, record["bound"])
+
+
+def gradient(row: Row) -> str:
+    """Exact, or how late."""
+    if row["exact"]:
+        return "exact"
+    late = max(row["staleness"])
+    return f"late by {late:.3g} update{'s' * (late != 1)} in stage 1, 0 in the last"
+
+
+def shown(values: Sequence[float], digits: int = 0) -> str:
+    """Median (least-most); of a single one only that."""
+    middle = f"{median(values):,.{digits}f}"
+    return middle if len(values) < 2 else f"{middle} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB" if count else "0"
+
+
+def cells(record: Record) -> list[list[str]]:
+    """A line a row, in the order of the record; columns as in HEAD."""
+    rows, best = measured(record), best_synchronous(record)
+    found = []
+    for row in rows.values():
+        share = share_of_bound(row, record)
+        found.append([
+            row["title"] + (f", m={row['micro_batches']}" if row["micro_batches"] else ""), gradient(row),
+            megabytes(row["memory_per_worker"]), megabytes(row["bytes_moved"]), shown(row["samples_per_second"]),
+            f"{times_faster(row, rows['bp']):.2f}" if "bp" in rows else "",
+            f"{times_faster(row, best):.2f}" if best else "", "" if share is None else f"{share:.2f}",
+        ])  # fmt: skip
+    if record["bound"]["seconds_per_batch"]:
+        bound = record["bound"]
+        found.append([
+            "no-communication bound of the cuts", "", "", "", shown(bound["samples_per_second"]),
+            f"{times_faster(bound, rows['bp']):.2f}" if "bp" in rows else "",
+            f"{times_faster(bound, best):.2f}" if best else "", "1",
+        ])  # fmt: skip
+    return found
+
+
+def heading(record: Record) -> str:
+    settings = record["settings"]
+    where = "one GPU" if settings["device"] == "cuda" else "one core a worker"
+    if settings["cores_shared"]:
+        where = f"{settings['cores']} cores shared by the workers"
+    return (f"{settings['model']}, b={settings['batch_size']}, K={settings['K']}, M={settings['M']}, {where}; median "
+            f"(least-most) of {settings['rounds']} round{'s' * (settings['rounds'] != 1)}")  # fmt: skip
+
+
+def compared(row: Row, other: Row) -> str:
+    """'A is 1.20 times as fast as B', or that they are alike, from the figures of the run."""
+    factor = times_faster(row, other)
+    if abs(factor - 1) <= ALIKE:
+        return f"{row['title']} is as fast as {other['title']} here ({factor:.2f})"
+    if factor < 1:
+        row, other, factor = other, row, 1 / factor
+    return f"{row['title']} is {factor:.2f} times as fast as {other['title']} here"
+
+
+def advice(record: Record) -> list[str]:
+    """When which is the better choice, as far as this run tells."""
+    rows, best = measured(record), best_synchronous(record)
+    adl, said = rows.get("adl"), []
+    if adl is None:
+        return []
+    late = f"its gradients are up to {max(adl['staleness']):.3g} updates late"
+    if ddp := rows.get("ddp"):
+        said.append(_against_ddp(adl, ddp, late))
+    if best:
+        said.append(
+            f"{compared(adl, best)}; it holds {megabytes(adl['memory_per_worker'])} a worker at most, the other "
+            f"{megabytes(best['memory_per_worker'])}. The synchronous one is the better choice where the exact "
+            f"gradient is worth that much time, or where memory is short: {late}."
+        )  # fmt: skip
+    if cores := rows.get("bp-cores"):
+        said.append(
+            f"{compared(adl, cores)}. Back-propagation on all cores needs no second process: the larger the batch and "
+            "the layers, the better it uses them."
+        )
+    if "gpipe" in rows and "torch-gpipe" in rows:
+        ours, theirs = rows["gpipe"], rows["torch-gpipe"]
+        same = sorted(set(ours["sweep"]) & set(theirs["sweep"]), key=int)
+        each = ", ".join(f"m={m}: {theirs['sweep'][m] / ours['sweep'][m]:.2f}" for m in same)
+        said.append(compared(ours, theirs) + (f"; torch's time / ours while m was sought: {each}." if each else "."))
+    share = share_of_bound(adl, record)
+    if share is not None:
+        said.append(f"ADL reaches {share:.2f} of what its slowest stage would do alone.")
+    return said
+
+
+def _against_ddp(adl: Row, ddp: Row, late: str) -> str:
+    moved = f"it moves {megabytes(ddp['bytes_moved'])} a batch, ADL {megabytes(adl['bytes_moved'])}"
+    holds = f"each of its workers holds the whole network ({megabytes(ddp['memory_per_worker'])} with its activations)"
+    if times_faster(adl, ddp) > 1 + ALIKE:
+        return (
+            f"{compared(adl, ddp)}. DDP is still the better choice where the gradient must be exact and the network "
+            f"fits one worker: {holds}; {moved}; ADL pays with memory ({megabytes(adl['memory_per_worker'])} a worker "
+            f"at most), and {late}."
+        )
+    return (
+        f"{compared(ddp, adl)}: the network fits one worker and links are fast, and its gradient is exact, so it is "
+        f"the better choice here. {holds[0].upper()}{holds[1:]}; {moved}. ADL is the better choice where the network "
+        "does not fit one worker, where a worker's part of the batch would be small, or where the gradients of all "
+        "weights are too much for the links."
+    )
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+
+
+def notes(record: Record) -> list[str]:
+    """What each row's figures mean, and what holds for all."""
+    said = [f"{row['title']}: {row['note']}" for row in measured(record).values() if row["note"]]
+    return [*said, *common_notes(record)]
+
+
+def common_notes(record: Record) -> list[str]:
+    said = [
+        f"Memory: {record['settings']['memory']}. Moved: by all workers together, counted in one batch.",
+        f"Bound: {record['bound']['meaning']}.",
+    ]
+    if record["settings"]["load"] > BUSY * record["settings"]["cores"]:
+        load, cores = record["settings"]["load"], record["settings"]["cores"]
+        said.append(f"The machine was busy with something else when this began (load {load:g} on {cores} cores): these "
+                    "times say little.")  # fmt: skip
+    said += [f"{name} is left out: {reason}." for name, reason in record["left_out"].items()]
+    return said
+
+
+def page(record: Record) -> str:
+    """table.md."""
+    made = record["provenance"]
+    lines = [
+        f"# {heading(record)}", "", markdown(HEAD, cells(record)), "", "## When which", "",
+        " ".join(advice(record)), "", "## What the rows are", "", *(f"- {said}" for said in notes(record)), "",
+        f"`{' '.join(made['command'])}`, commit {(made['commit'] or 'unknown')[:12]}, torch "
+        f"{made['versions']['torch']}, {made['machine']}; cuts {record['settings']['cuts']}.", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def show(record: Record, where: str) -> None:
+    """On the terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    made = Table(title=heading(record), box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    made.add_column("row", no_wrap=True)
+    for column in ("m", "late\nby", "MB a\nworker", "MB\nmoved", "samples/s", "x BP", "x best\nsync.", "of the\nbound"):
+        made.add_column(column, justify="right", no_wrap=True)
+    rows = [*measured(record).values(), *([record["bound"]] if record["bound"]["seconds_per_batch"] else [])]
+    for row, line in zip(rows, cells(record), strict=True):
+        if "name" not in row:
+            made.add_row("bound", "", "", "", "", *line[4:])
+            continue
+        late = max(row["staleness"], default=0.0)
+        made.add_row(
+            row["name"], str(row["micro_batches"] or ""), f"{late:.3g}", f"{row['memory_per_worker'] / 1e6:,.0f}",
+            f"{row['bytes_moved'] / 1e6:,.1f}", *line[4:],
+        )  # fmt: skip
+    console.print(made)
+    for said in advice(record):
+        console.print(f"- {said}", soft_wrap=True)
+    for said in common_notes(record):
+        console.print(f"- {said}", soft_wrap=True)
+    console.print(f"records: {where}", soft_wrap=True)
