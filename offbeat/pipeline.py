@@ -553,11 +553,11 @@ def _check_loss(loss: Loss) -> None:
 def _check_makers(optimizer: MakeOptimizer, scheduler: MakeScheduler | None) -> None:
     """Every stage has an optimizer of its own: one that is made already holds the parameters of all."""
     if not callable(optimizer):
-        raise UserError(f"optimizer is {_kind(optimizer)}: give a function that makes one of a stage's parameters, such "
-                        "as lambda parameters: torch.optim.SGD(parameters, lr=0.1)")  # fmt: skip
+        raise UserError(f"optimizer is {_kind(optimizer)}: give a function that makes one of a stage's parameters, "
+                        "such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)")  # fmt: skip
     if scheduler is not None and not callable(scheduler):
-        raise UserError(f"scheduler is {_kind(scheduler)}: give a function that makes one of a stage's optimizer, such "
-                        "as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)")  # fmt: skip
+        raise UserError(f"scheduler is {_kind(scheduler)}: give a function that makes one of a stage's optimizer, "
+                        "such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)")  # fmt: skip
 
 
 def _kind(thing: object) -> str:
