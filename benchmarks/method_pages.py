@@ -40,7 +40,7 @@ def body(text: str) -> list[str]:
 
 def source_of(name: str) -> str:
     """The file that declares the method, from the root of the repository."""
-    return str(Path(inspect.getsourcefile(METHODS[name]) or "").resolve().relative_to(ROOT))
+    return METHODS[name].__module__.replace(".", "/") + ".py"
 
 
 # ---- sections
@@ -102,7 +102,7 @@ def formulas(method: Method, told: Description) -> str:
     late = told.lag != "0"
     bracketed = f"({told.lag})" if "(" not in told.lag else told.lag
     over = f"{bracketed}/M" if takes_M else told.lag
-    staleness = "1 everywhere" if method.forward == "before" else over if late else "0"
+    staleness = "1" if method.forward == "before" else over if late else "0"
     if method.forward == "before":
         versions = "2"
     elif method.weights == "stash" and late:
@@ -111,7 +111,7 @@ def formulas(method: Method, told: Description) -> str:
         versions = "1"
     parts, held = ("micro-batches", "m") if "m" in told.takes else ("batches", plus_one(told.lag) if late else "1")
     return (
-        f"Of stage k of K, by formula: mean staleness {staleness} updates; parameter versions {versions}, the newest "
+        f"Of stage k of K, by formula: mean staleness in updates {staleness}; parameter versions {versions}, the newest "
         f"included; {parts} between forward and backward {held}."
     )
 
