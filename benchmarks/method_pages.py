@@ -80,12 +80,13 @@ def settings(name: str) -> list[str]:
 
 
 def facts(told: Description) -> list[str]:
+    unchanged = "those of its forward, which no update changed"
     answers = {
         "published": told.reference,
         "locks left": ", ".join(told.locks_left) or "none",
         "lag of the backward": f"{told.lag} batches",
         "gradients an update": f"{told.M}",
-        "weights of the backward": "those of its forward, which no update changed" if told.weights == "-" else told.weights,
+        "weights of the backward": unchanged if told.weights == "-" else told.weights,
         "gradient": {"above": "from the stage above", "local": "of a local loss"}.get(told.feedback, told.feedback),
         "correctors": ", ".join(told.correctors) or "none",
     }
@@ -111,8 +112,8 @@ def formulas(method: Method, told: Description) -> str:
         versions = "1"
     parts, held = ("micro-batches", "m") if "m" in told.takes else ("batches", plus_one(told.lag) if late else "1")
     return (
-        f"Of stage k of K, by formula: mean staleness in updates {staleness}; parameter versions {versions}, the newest "
-        f"included; {parts} between forward and backward {held}."
+        f"Of stage k of K, by formula: mean staleness in updates {staleness}; parameter versions {versions}, the "
+        f"newest included; {parts} between forward and backward {held}."
     )
 
 
