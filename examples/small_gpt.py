@@ -47,7 +47,8 @@ class GPT(nn.Module):
 
     Many GPTs tie the output to the embedding (`self.scores.weight = self.embedding.weight`). Here the first stage would
     hold the one and the last stage the other, with updates of their own: they would drift apart, so Offbeat refuses a
-    parameter that two stages share. Untied, as below, the model has vocabulary x width parameters more.
+    parameter that two stages share, and names it. Untied, as here, the model has characters x width parameters more.
+    (offbeat.partition(..., untie=True) unties a model as it cuts it: each stage gets a copy of its own.)
     """
 
     def __init__(self, characters: int, *, tied: bool = False) -> None:
