@@ -25,7 +25,7 @@ def shell(command: str, folder: Path) -> str:
         [sys.executable, *PROGRAMS[program], *arguments], cwd=folder, capture_output=True, text=True, timeout=120,
         env={**surroundings, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
