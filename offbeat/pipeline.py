@@ -561,7 +561,7 @@ def _check_makers(optimizer: MakeOptimizer, scheduler: MakeScheduler | None) -> 
 
 
 def _kind(thing: object) -> str:
-    return f"a {type(thing).__name__}"
+    return f"of type {type(thing).__name__}"
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
