@@ -2,6 +2,7 @@
 # make test    everything that must hold before a change lands
 # make bench   what the engine costs, as ratios in one run
 # make torture kills, bad input, slow links, checkpoints, long runs: an hour or more
+# make site    the documentation as a site in build/site
 # make slow    tests that take minutes;  make gpu: tests for a machine with a CUDA device
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench torture slow gpu clean
+.PHONY: demo test lint bench torture site slow gpu clean
 .DEFAULT_GOAL := demo
 
 # constraints.txt pins every version; torch first, so that nothing asks for a newer one
@@ -45,5 +46,13 @@ torture: $(READY)
 	    $(BIN)/python benchmarks/torture.py $$each --out docs/results/torture-$$each.json || failed="$$failed $$each"; \
 	done; if [ -n "$$failed" ]; then echo "not as wanted:$$failed"; exit 1; fi
 
+# apart from what the tests need; the generated pages must be those of the code
+site: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[docs]'
+	$(BIN)/python benchmarks/method_pages.py --check
+	$(BIN)/python benchmarks/results.py --check
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "the site is build/site/index.html"
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis

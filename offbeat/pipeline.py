@@ -102,6 +102,7 @@ class Pipeline:
         self.device = _device(device)
         self.numbers = Numbers.of(precision, self.device)
         _check_loss(loss)
+        _check_makers(optimizer, scheduler)
         if clip_norm is not None and not clip_norm > 0:
             raise UserError(f"clip_norm = {clip_norm}: use a number above 0, or None for no clipping")
         cutting.check_stages(self.model, self.K)
@@ -550,6 +551,20 @@ def _check_loss(loss: Loss) -> None:
         raise UserError(f"loss {loss!r}: give a function of (output, target) that returns the mean")
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         raise UserError("the loss has parameters of its own, which no stage would train: make them part of the model")
+
+
+def _check_makers(optimizer: MakeOptimizer, scheduler: MakeScheduler | None) -> None:
+    """Every stage has an optimizer of its own: one that is made already holds the parameters of all."""
+    if not callable(optimizer):
+        raise UserError(f"optimizer is {_kind(optimizer)}: give a function that makes one of a stage's parameters, "
+                        "such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)")  # fmt: skip
+    if scheduler is not None and not callable(scheduler):
+        raise UserError(f"scheduler is {_kind(scheduler)}: give a function that makes one of a stage's optimizer, "
+                        "such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)")  # fmt: skip
+
+
+def _kind(thing: object) -> str:
+    return f"of type {type(thing).__name__}"
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

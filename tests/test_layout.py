@@ -86,7 +86,7 @@ def test_examples_run(example):
     assert done.stdout
 
 
-@pytest.mark.parametrize("document", ["architecture.md", "adding-a-method.md"])
+@pytest.mark.parametrize("document", ["architecture.md", "adding-a-method.md", "choosing.md"])
 def test_the_documents_examples_are_true(document):
     failures, tests = doctest.testfile(str(ROOT / "docs" / document), module_relative=False)
     assert tests > 0

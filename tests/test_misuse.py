@@ -155,3 +155,13 @@ def test_synthetic_gradients_need_no_class_labels_unless_they_are_conditional():
     conditional = offbeat.Pipeline(layers, method=offbeat.DNI(conditional=True), **options)
     with pytest.raises(offbeat.UserError, match="class labels"):
         conditional.step(*batch)
+
+
+def test_an_optimizer_or_scheduler_that_is_made_already_is_told():
+    model = network()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(offbeat.UserError, match=r"^optimizer is of type SGD: give a function .* lambda parameters"):
+        offbeat.Pipeline(model, 2, loss=cross_entropy, optimizer=made)
+    schedule = torch.optim.lr_scheduler.StepLR(made, 10)
+    with pytest.raises(offbeat.UserError, match=r"^scheduler is of type StepLR: give a function .* lambda optimizer"):
+        offbeat.Pipeline(model, 2, loss=cross_entropy, optimizer=torch.optim.SGD, scheduler=schedule)

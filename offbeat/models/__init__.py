@@ -122,7 +122,7 @@ def describe(name: str) -> Description:
 
 def _entry(name: str) -> Entry:
     if name not in MODELS:
-        raise unknown("model", name, MODELS)
+        raise UserError(f"{unknown('model', name, MODELS)}; a module of your own is trained by offbeat.Pipeline")
     return MODELS[name]
 
 

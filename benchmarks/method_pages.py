@@ -1,0 +1,215 @@
+"""Write docs/methods/: a page for each method, from its file in offbeat/methods, its declaration and the clock.
+
+    python benchmarks/method_pages.py              write them
+    python benchmarks/method_pages.py --check      only compare, and fail where they are not current
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from page import ROOT, markdown, prose
+
+from offbeat.describe import Description, describe, module_text, possible, show_methods
+from offbeat.method import Method
+from offbeat.methods import METHODS, named
+from offbeat.options import OneMethod
+
+FOLDER = ROOT / "docs/methods"
+COMMAND = "python benchmarks/method_pages.py"
+STAGES = (2, 4, 8)  # K of the tables
+
+
+# ---- markdown
+
+
+def escaped(line: str) -> str:
+    """Prose of a docstring as it stands: markdown must not read its signs, but for what stands between backticks."""
+    parts = line.split("`")
+    return "`".join(re.sub(r"([*_<\[|])", r"\\\1", part) if not place % 2 else part for place, part in enumerate(parts))
+
+
+def body(text: str) -> list[str]:
+    """A docstring without its first line: prose escaped, equations and drawings (indented) as they are."""
+    return [line if line.startswith("    ") else escaped(line) for line in text.splitlines()[2:]]
+
+
+def source_of(name: str) -> str:
+    """The file that declares the method, from the root of the repository."""
+    return METHODS[name].__module__.replace(".", "/") + ".py"
+
+
+# ---- sections
+
+
+def option(setting: str) -> str:
+    """The option of the command line that sets it."""
+    annotated = get_type_hints(OneMethod, include_extras=True).get(setting)
+    if annotated is None:
+        return "in Python alone"
+    told = get_args(annotated)[1]  # where typer is given no default, it keeps the option's first name as one
+    declared = [name for name in (told.default, *(told.param_decls or ())) if str(name).startswith("-")]
+    return f"`{declared[0] if declared else '--' + setting.replace('_', '-')}`"
+
+
+def kind(setting: inspect.Parameter, hint: Any) -> str:
+    """What may be given, in words."""
+    if setting.annotation == "Corrections":
+        return "correctors, or text such as `lwp+sc`"
+    if get_origin(hint) is Literal:
+        return " or ".join(f"`{choice!r}`" for choice in get_args(hint))
+    return "`" + str(setting.annotation).replace("|", "\\|") + "`"
+
+
+def settings(name: str) -> list[str]:
+    make = METHODS[name]
+    first = str(inspect.getdoc(make)).splitlines()[0]
+    hints = get_type_hints(make)
+    called = f"`offbeat.{make.__name__}`: {escaped(first)}"
+    rows = [
+        [f"`{setting.name}`", kind(setting, hints[setting.name]), f"`{setting.default!r}`", option(setting.name)]
+        for setting in inspect.signature(make).parameters.values()
+    ]  # fmt: skip
+    if not rows:
+        return ["## Settings", "", called, "", "It has none.", ""]
+    return ["## Settings", "", called, "", markdown(["setting", "kind", "default", "command line"], rows), ""]
+
+
+def facts(told: Description) -> list[str]:
+    unchanged = "those of its forward, which no update changed"
+    answers = {
+        "published": told.reference,
+        "locks left": ", ".join(told.locks_left) or "none",
+        "lag of the backward": f"{told.lag} batches",
+        "gradients an update": f"{told.M}",
+        "weights of the backward": unchanged if told.weights == "-" else told.weights,
+        "gradient": {"above": "from the stage above", "local": "of a local loss"}.get(told.feedback, told.feedback),
+        "correctors": ", ".join(told.correctors) or "none",
+    }
+    return ["## What it declares", "", markdown(["question", "answer"], [[*pair] for pair in answers.items()]), ""]
+
+
+def plus_one(lag: str) -> str:
+    return lag.removesuffix("-1") if lag.endswith("-1") else f"{lag}+1"
+
+
+def formulas(method: Method, told: Description) -> str:
+    """Staleness, versions and batches held, as the declaration has them."""
+    takes_M = "M" in told.takes
+    late = told.lag != "0"
+    bracketed = f"({told.lag})" if "(" not in told.lag else told.lag
+    over = f"{bracketed}/M" if takes_M else told.lag
+    staleness = "1" if method.forward == "before" else over if late else "0"
+    if method.forward == "before":
+        versions = "2"
+    elif method.weights == "stash" and late:
+        versions = f"ceil({over})+1" if takes_M else plus_one(told.lag)
+    else:
+        versions = "1"
+    parts, held = ("micro-batches", "m") if "m" in told.takes else ("batches", plus_one(told.lag) if late else "1")
+    return (
+        f"Of stage k of K, by formula: mean staleness in updates {staleness}; parameter versions {versions}, the "
+        f"newest included; {parts} between forward and backward {held}."
+    )
+
+
+def numbers(name: str, method: Method, told: Description) -> list[str]:
+    """The formulas evaluated, from stage 1 up, and the clock's speed-up."""
+
+    def each(values: list[Any]) -> str:
+        return " ".join(f"{value:g}" for value in values)
+
+    rows = []
+    for K in [K for K in STAGES if possible(method, K)] or [1]:
+        ks = range(1, K + 1)
+        columns = ([ask(k, K) for k in ks] for ask in (method.staleness, method.versions, method.held))
+        rows.append([str(K), *(each(column) for column in columns)])
+    parts = "micro-batches" if method.m > 1 else "batches"
+    head = ["K", "mean staleness, stage 1 first", "versions", f"{parts} held"]
+    ideal = ", ".join(f"{value:.2f} at K={K}" for K, value in told.speed_up.items() if value is not None)
+    workers = "workers, each with the whole model" if method.workers > 1 else "equal stages"
+    auxiliary = ", nothing for the auxiliary networks" if method.head else ""
+    defaults = ", ".join(f"{letter}={value}" for letter, value in (("M", method.M), ("m", method.m),
+                         ("N", method.workers)) if letter in told.takes)  # fmt: skip
+    return [
+        "## Staleness and memory", "",
+        prose(escaped(formulas(method, told)), f"With {defaults}:" if defaults else "So:"), "",
+        markdown(head, rows), "",
+        prose(f"Speed-up over back-propagation on one worker by the clock, a law and no measurement (K {workers}, a",
+              f"backward of two forwards, no communication{auxiliary}): {ideal}. What was measured stands in",
+              "[results](../results.md)."), "",
+    ]  # fmt: skip
+
+
+def drawing(name: str) -> list[str]:
+    return [
+        "## Timeline", "",
+        f"As `offbeat methods {name}` draws it (`-K` and `-M` for others): F forward, B backward, U update; @v the",
+        "version of the weights, LoS how many updates late the gradient is.", "",
+        "```text", show_methods(name, K=None, M=None)["timeline"], "```", "",
+    ]  # fmt: skip
+
+
+# ---- pages
+
+
+def page(name: str) -> str:
+    told, method = describe(name), named(name)
+    make, source = METHODS[name], source_of(name)
+    lines = [
+        f"# {name}: {told.title}", "",
+        f"Generated by `{COMMAND}` from `{source}`; do not edit.", "",
+        *body(module_text(make)), "",
+        "## In use", "",
+        "```sh", f"offbeat train --method {name} {'-K 4 ' if possible(method, 4) else ''}...", "```", "",
+        *settings(name), *facts(told), *numbers(name, method, told), *drawing(name),
+    ]  # fmt: skip
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def index() -> str:
+    rows = []
+    for name in METHODS:
+        told = describe(name)
+        locks = ", ".join(told.locks_left) or "none"
+        rows.append([f"[{name}]({name}.md)", told.title, told.reference, told.lag, str(told.M), locks, told.feedback])
+    head = ["method", "in words", "published", "lag", "M", "locks left", "gradient from"]
+    return "\n".join([
+        "# Methods", "",
+        f"Generated by `{COMMAND}` from `offbeat/methods`; do not edit.", "",
+        prose("Each is one file that declares what tells it from the others; all run on the same engine. The lag is in",
+              "batches between a forward and its backward at stage k of K. Which to take: [choosing](../choosing.md);",
+              "your own: [adding a method](../adding-a-method.md); correctors, which late methods can take, are in",
+              "`offbeat/correctors.py`."), "",
+        markdown(head, rows), "",
+    ])  # fmt: skip
+
+
+def pages() -> dict[Path, str]:
+    return {FOLDER / "index.md": index(), **{FOLDER / f"{name}.md": page(name) for name in METHODS}}
+
+
+def main() -> None:
+    wanted = pages()
+    there = set(FOLDER.glob("*.md"))
+    if sys.argv[1:] == ["--check"]:
+        stale = [path for path, text in wanted.items() if path not in there or path.read_text("utf-8") != text]
+        wrong = sorted(path.name for path in [*stale, *(there - set(wanted))])
+        if wrong:
+            sys.exit(f"not those of offbeat/methods, run {COMMAND}: {', '.join(wrong)}")
+        return
+    if sys.argv[1:]:
+        sys.exit(f"unknown arguments {' '.join(sys.argv[1:])}: use --check, or none")
+    FOLDER.mkdir(exist_ok=True)
+    for path in there - set(wanted):
+        path.unlink()
+    for path, text in wanted.items():
+        path.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What the small GPT of the examples says of itself; that all examples run is in test_layout.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import lzma
+from pathlib import Path
+
+import pytest
+import torch
+
+import offbeat
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def gpt():
+    spec = importlib.util.spec_from_file_location("small_gpt", ROOT / "examples/small_gpt.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pipeline(gpt, model) -> offbeat.Pipeline:
+    return offbeat.Pipeline(
+        model, K=gpt.K, method=offbeat.ADL(M=gpt.M), loss=gpt.loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        sample=torch.zeros(2, gpt.CONTEXT, dtype=torch.long),
+    )  # fmt: skip
+
+
+def test_tied_weights_are_refused_by_name_and_untied_ones_are_not(gpt):
+    with pytest.raises(offbeat.UserError, match=r"embedding\.weight = scores\.weight cannot be used by two stages"):
+        pipeline(gpt, gpt.GPT(11, tied=True))
+    tied, untied = (sum(p.numel() for p in gpt.GPT(11, tied=tied).parameters()) for tied in (True, False))
+    assert untied - tied == 11 * gpt.WIDTH
+    assert len(pipeline(gpt, gpt.GPT(11)).parts) == gpt.K
+
+
+def test_no_character_is_seen_before_its_turn(gpt):
+    torch.manual_seed(0)
+    model = gpt.GPT(11)
+    text = torch.randint(11, (1, 20))
+    changed = text.clone()
+    changed[0, 12] = (changed[0, 12] + 1) % 11
+    before, after = model(text), model(changed)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert not torch.equal(before[:, 12:], after[:, 12:])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_text_is_found_where_the_data_are(gpt, packed, tmp_path, monkeypatch):
+    text = "To be, or not to be"
+    if packed:
+        (tmp_path / "tinyshakespeare.txt.xz").write_bytes(lzma.compress(text.encode()))
+    else:
+        (tmp_path / "tinyshakespeare.txt").write_text(text)
+    monkeypatch.setenv("OFFBEAT_DATA_DIR", str(tmp_path))
+    assert gpt.read_text() == text
+
+
+def test_that_the_text_is_missing_is_said_in_one_line(gpt, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpt, "HERE", tmp_path / "nothing")
+    monkeypatch.delenv("OFFBEAT_DATA_DIR", raising=False)
+    assert "def read_text" not in gpt.read_text()  # the package's, which examples are no part of
+    assert capsys.readouterr().out.count("\n") == 1

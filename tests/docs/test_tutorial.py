@@ -1,0 +1,61 @@
+"""The tutorial does what it says: its code in order, its scripts and commands as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+TOLD = BLOCK.findall((ROOT / "docs/tutorial.md").read_text())
+PYTHON = [code for language, code in TOLD if language == "python"]
+SCRIPTS = {found[1]: code for code in PYTHON if (found := re.match(r"# (\w+\.py)\n", code))}
+COMMANDS = [line for language, code in TOLD if language == "sh" for line in code.splitlines()]
+# The commands of an environment that need not be active here
+PROGRAMS = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "offbeat": ["-m", "offbeat"]}
+
+
+def shell(command: str, folder: Path) -> str:
+    program, *arguments = command.split()
+    surroundings = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, *PROGRAMS[program], *arguments], cwd=folder, capture_output=True, text=True, timeout=120,
+        env={**surroundings, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_every_block_is_one_that_is_run_here():
+    assert {language for language, _ in TOLD} == {"python", "sh"}
+    assert len(SCRIPTS) == 1
+
+
+def test_the_code_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "tutorial"}
+    for code in PYTHON:
+        if code not in SCRIPTS.values():
+            exec(compile(code, "docs/tutorial.md", "exec"), namespace)
+    assert "test error" in capsys.readouterr().out
+
+
+def test_the_pipeline_is_ten_lines():
+    pipeline = PYTHON[1].split("torch.manual_seed(0)\n")[1]
+    assert pipeline.count("\n") <= 10
+
+
+def test_scripts_and_commands_run_and_one_process_prints_what_two_do(tmp_path):
+    for name, code in SCRIPTS.items():
+        (tmp_path / name).write_text(code)
+    printed = {command: shell(command, tmp_path) for command in COMMANDS}
+    alone, in_two = (printed[command] for command in COMMANDS if command.endswith("train.py"))
+    assert alone.count("test error") == 2
+    assert alone == in_two
+
+
+def test_no_line_needs_scrolling():
+    assert max(len(line) for _, code in TOLD for line in code.splitlines()) <= 120
