@@ -461,7 +461,7 @@ class Pipeline:
                     stage_state.load(worker.stage, trees[worker.stage.k]["stage"])
                     worker.load(trees[worker.stage.k]["worker"])
             for k, diagnosis in self.diagnoses.items():
-                diagnosis.restored = list(trees[k].get("diagnosis", []))
+                diagnosis.take_up(trees[k].get("diagnosis", []))
             self.batches = batches
 
     # ---- looking

@@ -216,7 +216,8 @@ class Tracing:
     def filling(self) -> int:
         """Turns until all stages are full, and have closed two windows (an engine may record updates then)."""
         method, K = self.method, self.engine.K
-        return max(method.lag(k, K) for k in range(1, K + 1)) + 2 * method.M
+        free = 4 * K if method.order else 0  # stages that run freely begin by chance
+        return max(method.lag(k, K) for k in range(1, K + 1)) + 2 * method.M + free
 
     @property
     def recording(self) -> bool:
@@ -230,7 +231,8 @@ class Tracing:
         if self.recording:
             self.done += 1
             if self.done == self.turns:
-                self._end()
+                self._step_aside()
+                self._hand_over()
         if self.tapes and not self.recording:
             self._collect()
 
@@ -243,9 +245,8 @@ class Tracing:
             worker.acts = TapedStage(worker, tape)
             worker.barrier = partial(taped_barrier, worker.barrier, tape)
 
-    def _end(self) -> None:
-        """Let the workers go on as ever, and tell the first process what they did."""
-        self._step_aside()
+    def _hand_over(self) -> None:
+        """Tell the first process what the stages did."""
         for k, tape in self.tapes.items():
             told = tape.rows(), self.away
             if k in self.links.up:
@@ -254,6 +255,7 @@ class Tracing:
                 self.found[k] = told
 
     def _step_aside(self) -> None:
+        """Let the workers go on as ever."""
         for worker, (links, acts, barrier) in zip(self.workers, self.plain, strict=True):
             worker.links, worker.acts, worker.barrier = links, acts, barrier
         self.plain = []
@@ -269,7 +271,7 @@ class Tracing:
         for k, begin in begun.items():
             self.tapes[k].add(DRAIN, NOBODY, begin)
         if begun:
-            self._end()
+            self._hand_over()
         if self.tapes:
             self._collect(wait=True)
         else:
@@ -327,6 +329,8 @@ def _idle(rows: Tensor, away: int) -> float:
     """Share of the recording's time in which the stage did nothing of its own."""
     kind, begin, end, more = rows[:, 0], rows[:, 2], rows[:, 3], rows[:, 4]
     steady = kind != DRAIN
+    if not steady.any():  # a stage that runs freely may not have had its turn
+        return 1.0
     own = (end - begin)[steady & ((kind != WAIT) | (more == 1))].sum()
     span = end[steady].max() - begin[steady].min() - away
     return max(0.0, 1 - float(own) / max(1.0, float(span)))
@@ -334,7 +338,7 @@ def _idle(rows: Tensor, away: int) -> float:
 
 def chrome(stages: dict[int, Tensor], skews: dict[int, Skew], *, m: int = 1) -> list[dict[str, Any]]:
     """Trace events as Chrome defines them: microseconds from the first event on, by the first stage's clock."""
-    zero = min(int(rows[:, 2].min()) - skews[k].offset for k, rows in stages.items())
+    zero = min(int(rows[:, 2].min()) - skews[k].offset for k, rows in stages.items() if len(rows))
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": k, "args": {"name": f"stage {k} of {len(stages)}"}}
         for k in stages

@@ -29,7 +29,7 @@ from offbeat.recipe import Recipe
 from offbeat.record import Diagnoses, RunFolder
 from offbeat.saving import Saver
 from offbeat.seeds import derive
-from offbeat.stage import Report, Staleness
+from offbeat.stage import Report, Staleness, diagnosis
 from offbeat.telemetry import Telemetry
 
 REPORTS_AN_EPOCH = 20
@@ -90,6 +90,8 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
         raise UserError("--device cuda, but torch sees no CUDA device here: use --device cpu")
     Numbers.of(recipe.precision, torch.device(recipe.device))
     recipe.make_method().check(recipe.K)
+    if recipe.diagnose:
+        diagnosis.check(recipe.diagnose, recipe.make_method())
     known = facts(recipe, data_set or open_data(recipe))
     saving.check(recipe, known.batches)
     return replace(recipe, **choose_cuts(recipe, known)), known

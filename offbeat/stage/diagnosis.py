@@ -76,7 +76,7 @@ class Diagnosis:
         return output
 
     def backward(self, t: int, gradients: Gradients | None) -> Gradients:
-        given = self.given.pop(t, None) or self._restored(t)
+        given = self.given.pop(t, None)
         if given is not None and self._due(t):
             self._measure(t, given, gradients)
         return self.stage.backward(t, gradients)
@@ -100,11 +100,14 @@ class Diagnosis:
             return self.lasting[1]
         return batch.version
 
-    def _restored(self, t: int) -> Given | None:
-        """A batch that was in flight when the run was saved, if what it was forwarded with is still known."""
-        stage, batch = self.stage, self.stage.in_flight[t]
-        known = not stage.lag or (batch.version.tensors is not None and not stage.weights.forgets)
-        return Given(batch.version) if known else None
+    def take_up(self, lines: list[dict[str, Any]]) -> None:
+        """Go on with a stage that was restored: what an earlier process has not told yet, and its batches in flight.
+
+        A replay's are not measured: what forwarded them was not saved.
+        """
+        self.restored = list(lines)
+        self.given = {t: Given(batch.kept or batch.version) for t, batch in self.stage.in_flight.items()
+                      if not (self.stage.weights.replays and self.stage.lag)}  # fmt: skip
 
     def _present(self) -> Version:
         answers = self.stage.weights.answers
