@@ -1,7 +1,8 @@
 """How far the clocks of several hosts are apart.
 
 On one host every process reads the same clock. Between hosts messages go to and fro before a recording, and the fastest
-exchange tells: a clock that was read in the middle of it is off by no more than half of what the way took.
+exchange tells: a clock that was read in the middle of it is off by no more than half of what the way took. (How far
+they drift apart afterwards, some microseconds a second, is not in that.)
 
     here    t0 ---.                   .--> t3
                    `--> t1 ... t2 ---'               there
