@@ -241,7 +241,8 @@ class Tracing:
         for worker in self.workers:
             tape = self.tapes[worker.stage.k] = Tape(watch)
             self.plain.append((worker.links, worker.acts, worker.barrier))
-            taped = {name: None if link is None else TapedLink(link, tape) for name, link in vars(worker.links).items()}
+            taped: dict[str, Any] = {name: None if link is None else TapedLink(link, tape)
+                                     for name, link in vars(worker.links).items()}  # fmt: skip
             worker.links = Links(**taped)
             worker.acts = TapedStage(worker, tape)
             worker.barrier = partial(taped_barrier, worker.barrier, tape)
