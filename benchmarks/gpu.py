@@ -1,7 +1,7 @@
 """Time a batch on one GPU: back-propagation eager and recorded, ADL on K streams, like against like, in one run.
 
     python benchmarks/gpu.py [--models resnet56,resnet110] [--batch-sizes 32] [-K 8] [-M 4] [--precision bf16]
-                             [--compile] [--rounds 5] [--turns 200] [--device cuda] [--out FILE]
+                             [--compile] [--tune] [--rounds 5] [--turns 200] [--device cuda] [--out FILE]
 
 Every round times each row in turn, after a warm-up in which its stages fill and record; what is compared are medians,
 each ratio taken within its round. `host` is the share of the time in which the host was busy asking for the work: where
@@ -28,8 +28,6 @@ import offbeat
 from offbeat import models, record
 from offbeat.engines.streams import Streams
 
-WARM_UP = 60
-
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4, fused=True)
@@ -51,7 +49,7 @@ class Row:
             precision=options.precision, compile=options.compile and recorded,
         )  # fmt: skip
         self.batch = x, y
-        self.turns(WARM_UP)
+        self.turns(4 * (2 * K + options.M) + 20)  # until all turns have been recorded
         self.memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
         self.figures: dict[str, list[float]] = {"ms": [], "host": []}
 
@@ -87,6 +85,7 @@ def measured(options: argparse.Namespace, model: str, b: int) -> dict[str, Any]:
     for _ in range(options.rounds):
         for row in made:
             row.measure(options.turns)
+            print(f"{model} {row.name}: {row.figures['ms'][-1]:.3f} ms", file=sys.stderr, flush=True)
     bp = made[1].figures["ms"]
     for row in made:
         ratios = [one / other for one, other in zip(bp, row.figures["ms"], strict=True)]
@@ -108,6 +107,7 @@ def main() -> None:
     parser.add_argument("--weights", default="stash")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--tune", action="store_true", help="let cuDNN time its algorithms, for all rows")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--device", default="cuda")
@@ -115,6 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU here: --device cpu tries the benchmark, its times mean nothing")
+    torch.backends.cudnn.benchmark = options.tune
     options.K = [int(K) for K in options.K.split(",")]
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     models_and_sizes = [(m, int(b)) for m in options.models.split(",") for b in options.batch_sizes.split(",")]

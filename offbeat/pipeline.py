@@ -24,7 +24,6 @@ from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded, UserError, earliest, first_line, unknown
 from offbeat.links import Link, Message
 from offbeat.links.local import Entrance
-from offbeat.links.streams import StreamLink
 from offbeat.method import LESSON, Method
 from offbeat.metrics import Meter, Metric
 from offbeat.micro import micro_batches
@@ -122,7 +121,8 @@ class Pipeline:
         self.failure: str | None = None  # why it cannot go on
         self.stages: dict[int, Stage] = {}
         self.workers: list[Worker] = []
-        self.entrance: Link = StreamLink(self.device) if self.engine.records else Entrance()
+        own = self.engine.link("entrance", 0, 1, capacity=0) if self.engine.records else None
+        self.entrance: Link = own or Entrance()
         self._make_stage = partial(
             GraphedStage if self.engine.records else Stage,
             method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm, device=self.device,
@@ -292,9 +292,9 @@ class Pipeline:
 
     def _moved(self, tensor: Tensor) -> Tensor:
         """A copy on the device, for which nobody waits."""
-        if tensor.device == self.device or self.device.type != "cuda":
-            return tensor.clone()
-        return tensor.pin_memory().to(self.device, non_blocking=True) if not tensor.is_cuda else tensor.to(self.device)
+        if tensor.is_cuda or self.device.type != "cuda":
+            return tensor.to(self.device, copy=True)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def fit(
         self,

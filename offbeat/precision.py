@@ -101,8 +101,16 @@ class Numbers:
         """Gradients for copies, as gradients of the parameters."""
         if not self.lowers:
             return gradients
-        return [gradient if gradient is None else gradient.to(parameter.dtype)
-                for gradient, parameter in zip(gradients, parameters, strict=True)]  # fmt: skip
+        found = list(gradients)
+        new, old = [], []
+        for number, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
+            if gradient is not None and gradient.dtype != parameter.dtype:
+                found[number] = term = torch.empty_like(gradient, dtype=parameter.dtype)
+                new.append(term)
+                old.append(gradient)
+        if new:
+            torch._foreach_copy_(new, old)  # on a GPU a single kernel
+        return found
 
     def lay_out(self, model: nn.Module) -> None:
         """Put the model's images and filters into the memory layout that goes with these numbers."""

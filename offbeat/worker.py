@@ -132,9 +132,11 @@ class Worker:
     def _perform(self, iteration: Iteration, *, wait: bool) -> Iterator[bool]:
         for operation in iteration:
             while not wait and not self._possible(operation):
+                self.stage.launch()
                 yield False
             self._do(operation)
             yield True
+        self.stage.launch()
 
     def _source(self, operation: Operation) -> Link | None:
         """The link that the operation takes a message from."""

@@ -3,7 +3,7 @@
 The host goes through the programs as `simulate` does, but only asks for the work; the device does it as soon as what it
 needs is there. In every turn (one local iteration of every stage) a stream waits
 
-    for each message      until the sender's stream has made it (links/streams.py)
+    for each message      until the sender's stream is through with the turn in which it was sent (links/streams.py)
     before its first work until both neighbours are through with the turn before the last one (stage/ring.py), so that
                           nobody writes where a neighbour still reads
 
@@ -16,17 +16,18 @@ import os
 import random
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.engines.simulate import Simulate
 from offbeat.links import Link
-from offbeat.links.streams import Later, StreamLink
+from offbeat.links.streams import Later, News, StreamLink
 from offbeat.stage.ring import BEHIND
 
-AHEAD = 32  # turns by which the host may be ahead of the device
+AHEAD = 8  # turns by which the host may be ahead of the device
 
 
 class Streams(Simulate):
@@ -46,48 +47,59 @@ class Streams(Simulate):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else streams share eight queues
         self.streams = [torch.cuda.Stream(device) for _ in self.here] if on_gpu else []
         self.through: deque[list[torch.cuda.Event]] = deque(maxlen=BEHIND)  # of the last turns, a stage each
-        self.ahead: deque[list[torch.cuda.Event]] = deque()  # turns that the host has asked for
+        self.ahead: deque[tuple[list[torch.cuda.Event], list[Any]]] = deque()  # turns asked for, and what they read
+        self.news = News(device)
         self.apart = False  # whether the stages have work that the caller's stream has not waited for
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
-        return StreamLink(self.device)
+        return StreamLink(self.news)
 
     def run(self, work: list[Iterator[bool]]) -> None:
         """One turn of every stage, or what is left of all programs."""
-        self._begin()
-        through = [torch.cuda.Event() for _ in self.streams]
+        if not self.streams:
+            super().run(work)
+            return
+        caller = torch.cuda.current_stream(self.device)
+        try:
+            self._begin(caller)
+            self._turn(work)
+        finally:
+            self.news.event = self.news.stream = None
+            torch.cuda.set_stream(caller)
+        while len(self.ahead) > AHEAD:
+            for event in self.ahead[0][0]:
+                event.synchronize()
+            self.ahead.popleft()
+
+    def _turn(self, work: list[Iterator[bool]]) -> None:
+        through = [torch.cuda.Event(blocking=True) for _ in work]
         unfinished = deque(enumerate(work))
         stuck = 0
         while unfinished:
             here, generator = unfinished.popleft()
-            with self._on(here):
-                for progress in generator:
-                    stuck = 0 if progress else stuck + 1
-                    if not progress:
-                        unfinished.append((here, generator))
-                        break
-                else:
-                    stuck = 0
-                    if through:
-                        through[here].record()
+            self.news.stream, self.news.event = self.streams[here], through[here]  # it will have launched what it sends
+            torch.cuda.set_stream(self.streams[here])
+            for progress in generator:
+                stuck = 0 if progress else stuck + 1
+                if not progress:
+                    unfinished.append((here, generator))
+                    break
+            else:
+                stuck = 0
+            through[here].record(self.streams[here])
+            if unfinished and unfinished[-1][1] is generator:
+                through[here] = torch.cuda.Event(blocking=True)
             if stuck > len(unfinished):
                 raise RuntimeError("no stage can go on: the programs wait for each other")
         self.through.append(through)
-        self.ahead.append(through)
-        if len(self.ahead) > AHEAD:  # every turn holds its batch
-            for event in self.ahead.popleft():
-                event.synchronize()
+        self.ahead.append((through, self.news.taken()))
 
-    def _on(self, here: int) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self.streams[here]) if self.streams else nullcontext()
-
-    def _begin(self) -> None:
+    def _begin(self, caller: torch.cuda.Stream) -> None:
         """Let every stream wait for what it must not overtake."""
-        if self.streams and not self.apart:
-            caller = torch.cuda.current_stream(self.device)
+        if not self.apart:
             for stream in self.streams:
                 stream.wait_stream(caller)
-        elif self.streams and len(self.through) == BEHIND:
+        elif len(self.through) == BEHIND:
             before = self.through[0]
             for here, stream in enumerate(self.streams):
                 for neighbour in (here - 1, here + 1):
@@ -98,6 +110,11 @@ class Streams(Simulate):
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(self.sleeps.choice((0, 0, 10_000, 1_000_000)))
         self.apart = True
+
+    @contextmanager
+    def _on(self, here: int) -> Iterator[None]:
+        with torch.cuda.stream(self.streams[here]) if self.streams else nullcontext():
+            yield
 
     def later(self, tensor: Tensor, k: int) -> Tensor:
         """A copy of what stage k is making, for a caller who does not wait."""

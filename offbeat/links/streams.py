@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -36,33 +37,51 @@ class Later(Tensor):
             return function(*arguments, **(options or {}))
 
 
+class News:
+    """What is known of messages on the way: when they are ready, and which were read by work that is not done yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.event: torch.cuda.Event | None = None  # recorded once the stage that is at work has launched it
+        self.stream: torch.cuda.Stream | None = None  # of that stage
+        self.read: list[Any] = []
+
+    def ready(self) -> torch.cuda.Event | None:
+        """For a message that is sent now; outside of any stage it is the caller's, whose stream has it ready."""
+        if not self.on_gpu or self.event is not None:
+            return self.event
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def taken(self) -> list[Any]:
+        """What was read since this was last asked: its memory is not to be used again before that work is done."""
+        read, self.read = self.read, []
+        return read
+
+
 class StreamLink(Entrance):
     """The receiver's stream waits until the sender's has done what the message is made of.
 
     It holds no copy: the sender leaves the memory alone until the receiver has read it (see engines/streams.py).
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, news: News) -> None:
         super().__init__()
-        self.device, self.on_gpu = device, device.type == "cuda"
-        self.ready_events: list[torch.cuda.Event] = []  # of the messages under way, in order
-        self.spare: list[torch.cuda.Event] = []
+        self.news = news
+        self.events: deque[torch.cuda.Event | None] = deque()  # of the messages under way, in order
 
     def send(self, message: Message) -> None:
-        if self.on_gpu:
-            event = self.spare.pop() if self.spare else torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-            self.ready_events.append(event)
+        self.events.append(self.news.ready())
         super().send(message)
 
     def receive(self) -> Message:
-        message = super().receive()
-        if self.on_gpu:
-            event = self.ready_events.pop(0)
-            here = torch.cuda.current_stream(self.device)
-            here.wait_event(event)
-            self.spare.append(event)
-            for leaf in pytree.tree_leaves(message.content):
-                if isinstance(leaf, Tensor) and leaf.is_cuda:
-                    leaf.record_stream(here)  # its memory is not given to others before this stream is through with it
+        message, event = super().receive(), self.events.popleft()
+        if event is not None:
+            event.wait(self.news.stream)
+            self.news.read.append(message.content)
         return message
+
+    def close(self) -> None:
+        super().close()
+        self.events.clear()

@@ -4,12 +4,16 @@ Exactly the stage that it stands in for: the same policies choose the weights, t
 fits no slot (another shape, such as a short last one; one that is left out; a model that cannot be recorded) runs
 eagerly beside the others, on the same weights and into the same window.
 
+Recorded work is put on a tape, which is launched at the end of a turn, or ahead of anything that is done eagerly: then
+the whole turn of a stage is a single call. Only copies into slots and from above are made before it.
+
 Nothing here waits for the device. So a loss or gradient that is not finite is noted there, with its number, and looked
 at from time to time; `settle` waits and looks.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -27,10 +31,10 @@ from offbeat.links.wire import copied_tensor
 from offbeat.metrics import batch_size
 from offbeat.stage.memory import size
 from offbeat.stage.notes import Notes
-from offbeat.stage.recorded import Recorded, captures, recording
+from offbeat.stage.recorded import Recorded, Tape, captures, recording
 from offbeat.stage.ring import BEHIND, Ring
 from offbeat.stage.stage import USERS_CODE, InFlight, Stage
-from offbeat.stage.weights import Stash, Version
+from offbeat.stage.weights import Stash, Version, Work
 from offbeat.stage.window import FixedSums
 
 LOOK = 64  # forwards between two looks at what the device has noted
@@ -71,13 +75,19 @@ class GraphedStage(Stage):
         self.turn = self.irregular = 0  # forwards so far, and those of them that were not recorded
         self.below: list[Tensor | None] = []  # what gradients of inputs look like
         self.recording = False
+        self.tape = Tape(self.device)
         self.reset()
+        self.weights.do = self._do
         unfit = _unfit(self)
         if unfit:
             self._refuse(unfit)
 
     def reset(self) -> None:
         """Forget what was recorded, since tensors have moved; the batches in flight go on eagerly."""
+        self.launch()
+        self.tape.clear()
+        self.small: dict[object, Recorded | None] = {}  # copies and the like; None before they were first done
+        self.backward_waits = False  # whether a backward is on the tape
         self.kind: Any = None  # of the batches that were recorded
         self.free: dict[int, deque[Slot]] = {}  # slots by the memory of the weights
         self.slots: dict[int, Slot] = {}  # of the batches in flight that have one
@@ -97,21 +107,27 @@ class GraphedStage(Stage):
         x, target = self._entering(x), self._here(target)
         regular = self.eager is None and not self._left_out(t)
         if regular and self.kind is None:
+            self.launch()
             self._record(x, target)
         self.turn += 1
         steady, version = self._full(), self.weights.current()
         slot = self._slot(version) if regular and self.kind == self._kind(x, target) else None
         if slot is None:
             self.irregular += 1
+            self.launch()
             x = pytree.tree_map_only(Tensor, copied_tensor, x)  # what was given is the memory of somebody's slot
             output = self._forward(t, x, target, share, steady, version)
             return pytree.tree_map_only(Tensor, copied_tensor, output)
+        if self.backward_waits:  # it may be on this slot
+            self.launch()
         self._fill(slot, x, target)
         batch = slot.batch
         batch.update, batch.steady, batch.random = self.update_index - batch.version.age, steady, self.random.state
+        if self.keeping:
+            self.launch()
         batch.kept = self.weights.remember() if self.keeping else None
         assert slot.forward is not None
-        slot.forward()
+        self.tape.put(slot.forward)
         slot.forwarded, self.slots[t] = self.turn, slot
         self._forwarded(t, batch, batch_size(target, x))
         if self.last:
@@ -123,20 +139,27 @@ class GraphedStage(Stage):
     def backward(self, t: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
         slot = self.slots.get(t)
         if slot is None:
+            self.weights.returning(self.in_flight[t].version)
+            self.launch()
             below = super().backward(t, gradients)
             return [None if gradient is None else copied_tensor(gradient) for gradient in below]
         batch = self.in_flight[t]
         self.weights.returning(batch.version)
         if slot.backward is None:
+            self.launch()
             self._record_backwards(gradients)
             if self.eager is not None:
                 return self.backward(t, gradients)
         if self.given:
             assert gradients is not None
+            if self.backward_waits:
+                self.launch()
             torch._foreach_copy_(self.given, [gradient for gradient in gradients if gradient is not None])
-        self.window.open()
+        if not self.window.levels:
+            self._do("zero", self.window.zero)
         assert slot.backward is not None
-        slot.backward()
+        self.tape.put(slot.backward)
+        self.backward_waits = True
         self.window.count(t, self._level(batch))
         self.backwards += 1
         slot.backwarded = self.turn
@@ -144,6 +167,29 @@ class GraphedStage(Stage):
         self.free[id(slot.weights.tensors)].append(slot)
         batch.version, batch.kept = NOTHING, None  # so that the version can go
         return slot.below
+
+    def _do(self, key: object, work: Work) -> None:
+        """Work that reads and writes the same memory for the same key: recorded when it is done for the second time.
+
+        Predictions are left alone: what they read comes and goes with the first updates.
+        """
+        answers = self.weights.answers
+        if self.kind is None or answers.forward or answers.backward or key not in self.small:
+            self.launch()
+            work()
+            if self.kind is not None:
+                self.small[key] = None
+            return
+        piece = self.small[key]
+        if piece is None:
+            self.launch()
+            with recording(self.device):
+                piece = self.small[key] = self._recorded(work)
+        self.tape.put(piece)
+
+    def launch(self) -> None:
+        self.backward_waits = False
+        self.tape.launch()
 
     def _kind(self, x: Any, target: Any) -> Any:
         """What must be alike in all batches of one recording."""
@@ -184,6 +230,7 @@ class GraphedStage(Stage):
     def _record(self, x: Any, target: Any) -> None:
         """Record the forward of every slot, or note why that cannot be."""
         try:
+            gc.collect()  # also memory of older recordings
             with recording(self.device):
                 self._warm_up(x, target)
                 if self.eager is None:
@@ -266,7 +313,7 @@ class GraphedStage(Stage):
         else:
             self.given = _only_tensors(into)
 
-    def _recorded(self, work: Callable[[], None], pool: Any = None) -> Recorded:
+    def _recorded(self, work: Work, pool: Any = None) -> Recorded:
         """The work as a recording: nothing in it may ask the device, and graphs are kept for all its repetitions."""
 
         def quietly() -> None:
@@ -309,10 +356,13 @@ class GraphedStage(Stage):
     def _apply(self, over: int) -> None:
         self.applied.append(list(self.window.batches))
         if self.step is None and self.stepped and over == self.M and self._steps_alike():
+            self.launch()
             self.step = self._record_step()
-        if self.step is not None and over == self.M:
-            self.step()
+        if isinstance(self.step, Recorded) and over == self.M:
+            self.tape.put(self.step)
+            self.launch()  # ahead of what a schedule does to the rate
         else:
+            self.launch()
             self._work_update(over)
         self.stepped = True  # so that the optimizer's state has its place
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from offbeat.stage import joining
+
 
 def captures(device: torch.device) -> bool:
     """Whether work is captured there, so that its graphs are made once and used for ever."""
@@ -25,14 +27,15 @@ class Recorded:
     """
 
     def __init__(self, work: Callable[[], None], *, device: torch.device, pool: Any = None) -> None:
-        self.repeat = _captured(work, pool).replay if captures(device) else work
+        self.graph = _captured(work, pool) if captures(device) else None
+        self.repeat = self.graph.replay if self.graph else work
 
     def __call__(self) -> None:
         self.repeat()
 
 
 def _captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
+    graph, pool = joining.new_graph(), pool or torch.cuda.graph_pool_handle()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         work()
@@ -54,14 +57,54 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
+class Tape:
+    """Recorded work in the order in which it was asked for, until it is launched, all of it at once.
+
+    What is launched again and again is joined into one recording the second time. Where nothing is captured, work is
+    done when it is asked for, since only captured work gives its results before it has run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.defers = captures(device)
+        self.pieces: list[Recorded] = []
+        self.known: dict[tuple[int, ...], tuple[list[Recorded], Callable[[], None] | None]] = {}
+
+    def put(self, piece: Recorded) -> None:
+        if self.defers:
+            self.pieces.append(piece)
+        else:
+            piece()
+
+    def launch(self) -> None:
+        pieces = self.pieces
+        if not pieces:
+            return
+        self.pieces = []
+        key = tuple(map(id, pieces))
+        known = self.known.get(key)
+        if known is None:
+            self.known[key] = pieces, None  # which also keeps them, so that none gets the id of another
+        elif known[1] is None and len(pieces) > 1:
+            known = self.known[key] = pieces, joining.join([piece.graph for piece in pieces if piece.graph])
+        if known is not None and known[1] is not None:
+            known[1]()
+        else:
+            for piece in pieces:
+                piece()
+
+    def clear(self) -> None:
+        """Forget what was joined."""
+        assert not self.pieces, "work that was asked for would be lost"
+        self.known.clear()
+
+
 @contextmanager
 def recording(device: torch.device) -> Iterator[None]:
-    """Around several recordings: memory of old ones is not given back in the middle of a capture."""
+    """Around several recordings: nobody collects garbage, such as older recordings, in the middle of a capture."""
     if not captures(device):
         yield
         return
     torch.cuda.synchronize(device)
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -463,6 +463,9 @@ class Stage:
 
     # ---- what it tells
 
+    def launch(self) -> None:
+        """Have done what was only asked for so far."""
+
     def reset(self) -> None:
         """Tensors are about to be exchanged: forget what relies on where they are."""
 

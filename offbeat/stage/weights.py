@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +48,12 @@ class Version:
 
 
 Prediction = Callable[[], list[Tensor]]  # values to use instead of the parameters, in their order
+Work = Callable[[], object]
+
+
+def at_once(key: object, work: Work) -> None:
+    """Do tensor work of a policy now; work of the same key reads and writes the same memory every time."""
+    work()
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class WeightPolicy(Protocol):
     replays: bool
     forgets: bool  # whether what a forward used is gone with the next update
     copies: int  # sets of parameters of its own beside the optimizer's and the older versions
+    do: Callable[[object, Work], None]  # how its copies are made
 
     def current(self) -> Version:
         """What a forward uses now."""
@@ -135,9 +143,10 @@ class Live:
     forgets = False
     copies = 0
     behind = False  # the parameters
+    do: Callable[[object, Work], None]
 
     def __init__(self, answers: Answers) -> None:
-        self.answers, numbers = answers, answers.numbers
+        self.answers, numbers, self.do = answers, answers.numbers, at_once
         self.storage: list[Tensor] = [numbers.lower(parameter.data) for parameter in answers.parameters.values()]
         if numbers.lowers:
             self.copies, self.behind = 1, True
@@ -149,12 +158,15 @@ class Live:
 
     def _refresh(self) -> None:
         if self.behind:
-            pairs = [(copy, parameter.detach()) for copy, parameter in
-                     zip(self.storage, self.answers.parameters.values(), strict=True)
-                     if self.answers.numbers.lowered(parameter)]  # fmt: skip
-            if pairs:
-                torch._foreach_copy_([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
+            self.do("refresh", self._lower)
             self.behind = False
+
+    def _lower(self) -> None:
+        pairs = [(copy, parameter.detach()) for copy, parameter in
+                 zip(self.storage, self.answers.parameters.values(), strict=True)
+                 if self.answers.numbers.lowered(parameter)]  # fmt: skip
+        if pairs:
+            torch._foreach_copy_([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
 
     def current(self) -> Version:
         self._refresh()
@@ -260,11 +272,11 @@ class PredictedHybrid(Hybrid):
             torch._foreach_copy_(self.storage, values)
 
     def current(self) -> Version:
-        self._fill(self.answers.forward)
+        self.do("forward", partial(self._fill, self.answers.forward))
         return self.own
 
     def returning(self, version: Version) -> Version:
-        self._fill(self.answers.backward)
+        self.do("backward", partial(self._fill, self.answers.backward))
         return version
 
 
@@ -277,7 +289,7 @@ class Stash(Live):
     copies = 1  # of the newest version
 
     def __init__(self, answers: Answers) -> None:
-        self.answers = answers
+        self.answers, self.do = answers, at_once
         self.newest: Version | None = None
         self.alive: weakref.WeakSet[Version] = weakref.WeakSet()
         self.memory: list[Tensors] = []
@@ -292,7 +304,8 @@ class Stash(Live):
         place = self.room()
         if place is not None:  # the next one goes where nobody has been for longest
             self.memory.append(self.memory.pop(next(i for i, other in enumerate(self.memory) if other is place)))
-        version = Version(self.answers.snapshot(place), number=self.made)
+            self.do(id(place), partial(self.answers.snapshot, place))
+        version = Version(self.answers.snapshot() if place is None else place, number=self.made)
         self.alive.add(version)
         return version
 

@@ -72,10 +72,10 @@ class Window:
 class FixedSums(Window):
     """A window whose sums stay where they are, so that recorded backwards can add to them."""
 
-    def open(self) -> None:
-        """Ahead of a gradient: the first one of a window finds zeros."""
+    def zero(self) -> None:
+        """Ahead of the first gradient of a window; nothing but tensor work."""
         sums = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        if sums and not self.levels:
+        if sums:
             torch._foreach_zero_(sums)
 
     def fix(self, gradients: Iterable[Tensor | None]) -> None:
@@ -96,7 +96,8 @@ class FixedSums(Window):
         self, t: int, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None]
     ) -> None:
         gradients = list(gradients)
-        self.open()
+        if not self.levels:
+            self.zero()
         self.fix(gradients)
         self.sum(gradients)
         self.count(t, level)
