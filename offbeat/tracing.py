@@ -11,7 +11,8 @@ A stage is idle while it does nothing of its own, which is not only waiting: the
 of evaluations is not counted.
 
 While nothing is recorded the workers run as ever; to record, others that note the time stand in for their links and
-stages. On a GPU the time is that of its streams, by an event before and behind each operation, so nobody waits for it.
+stages. On a GPU the time is that of its streams, by an event before and behind each operation, so nobody waits for it;
+but what would be a single launch a turn (stage/graphed.py) becomes one an operation.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Tape:
 
 
 class TapedStage:
-    """A stage whose operations are noted."""
+    """A stage whose operations are noted; each is launched by itself, where a turn would be launched as a whole."""
 
     def __init__(self, worker: Worker, tape: Tape) -> None:
         self.acts, self.stage, self.tape = worker.acts, worker.stage, tape
@@ -110,12 +111,14 @@ class TapedStage:
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
         begin = self.tape.now()
         output = self.acts.forward(t, x, target, share)
+        self.stage.launch()
         self.tape.add(FORWARD, t, begin)
         return output
 
     def backward(self, t: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
         begin = self.tape.now()
         below = self.acts.backward(t, gradients)
+        self.stage.launch()
         self.tape.add(BACKWARD, t, begin)
         return below
 
@@ -124,6 +127,7 @@ class TapedStage:
         newest = window[-1] if window else NOBODY
         begin = self.tape.now()
         self.acts.update(over)
+        self.stage.launch()
         self.tape.add(UPDATE, s, begin, newest)
 
     def teach(self, t: int, gradients: list[Tensor | None]) -> None:

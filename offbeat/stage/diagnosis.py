@@ -21,7 +21,8 @@ else of training notices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch.utils import _pytree as pytree
 from offbeat.errors import UserError
 from offbeat.method import Method
 from offbeat.stage.stage import InFlight, Stage
-from offbeat.stage.weights import Version
+from offbeat.stage.weights import Version, at_once
 
 FIGURES = ("gap", "norm", "gradient", "cosine")
 Gradients = list[Tensor | None]
@@ -78,7 +79,8 @@ class Diagnosis:
     def backward(self, t: int, gradients: Gradients | None) -> Gradients:
         given = self.given.pop(t, None)
         if given is not None and self._due(t):
-            self._measure(t, given, gradients)
+            with self._at_once():
+                self._measure(t, given, gradients)
         return self.stage.backward(t, gradients)
 
     def update(self, over: int) -> None:
@@ -93,8 +95,10 @@ class Diagnosis:
         """A lasting version; one that the policy would change or forget is copied, once an update."""
         weights = self.stage.weights
         if weights.forgets:
+            self.stage.launch()  # what is copied must be there
             return weights.remember() or batch.version
         if weights.replays and batch.version is getattr(weights, "own", None):
+            self.stage.launch()
             if self.lasting is None or self.lasting[0] != self.stage.update_index:
                 self.lasting = self.stage.update_index, self._present()
             return self.lasting[1]
@@ -120,6 +124,17 @@ class Diagnosis:
         first = not stage.window.levels
         skipped = t in stage.bad or stage._left_out(t)
         return first and (stage.update_index + 1) % self.every == 0 and not skipped and bool(stage.parameters)
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Whatever was only asked for is done now, and so is what the weights need meanwhile."""
+        weights = self.stage.weights
+        self.stage.launch()
+        before, weights.do = weights.do, at_once
+        try:
+            yield
+        finally:
+            weights.do = before
 
     def _measure(self, t: int, given: Given, gradients: Gradients | None) -> None:
         stage, batch = self.stage, self.stage.in_flight[t]
