@@ -20,11 +20,11 @@ def ratio(values: list[float]) -> str:
 
 
 def verdict(record: Record) -> str:
-    """Rounds that differ by more than the aim cannot show it."""
-    if not record["good"]:
-        return "**missed**"
+    """Rounds that differ by more than the effect that was looked for show neither."""
     _, least, most = record["ratios"]["wall"]
-    return "by the median; not shown, the rounds differ by more" if most - least > WANTED - 1 else "yes"
+    if most - least > WANTED - 1:
+        return f"not shown: the rounds differ by {most - least:.2f}"
+    return "yes" if record["good"] else "**missed**"
 
 
 def section() -> list[str]:
