@@ -505,7 +505,7 @@ class Pipeline:
     def _begin_diagnosis(self, every: int) -> None:
         for worker in self.workers:
             diagnosis = Diagnosis(worker.stage, every, turn=worker.newest)
-            worker.acts = self.diagnoses[worker.stage.k] = diagnosis
+            worker.actor = self.diagnoses[worker.stage.k] = diagnosis
 
     def _look(self, name: str, begin: Callable[[], None]) -> None:
         """Begin to look on, now or when there are stages."""

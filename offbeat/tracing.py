@@ -37,7 +37,7 @@ from offbeat.links import Link, Message
 from offbeat.method import Method
 from offbeat.recipe import MOST_TURNS
 from offbeat.skew import Skew, skews
-from offbeat.worker import Acts, Links, Worker
+from offbeat.worker import Actor, Links, Worker
 
 KINDS = ("forward", "backward", "update", "send", "wait", "drain")
 FORWARD, BACKWARD, UPDATE, SEND, WAIT, DRAIN = range(len(KINDS))
@@ -106,18 +106,18 @@ class TapedStage:
     """A stage whose operations are noted; each is launched by itself, where a turn would be launched as a whole."""
 
     def __init__(self, worker: Worker, tape: Tape) -> None:
-        self.acts, self.stage, self.tape = worker.acts, worker.stage, tape
+        self.actor, self.stage, self.tape = worker.actor, worker.stage, tape
 
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
         begin = self.tape.now()
-        output = self.acts.forward(t, x, target, share)
+        output = self.actor.forward(t, x, target, share)
         self.stage.launch()
         self.tape.add(FORWARD, t, begin)
         return output
 
     def backward(self, t: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
         begin = self.tape.now()
-        below = self.acts.backward(t, gradients)
+        below = self.actor.backward(t, gradients)
         self.stage.launch()
         self.tape.add(BACKWARD, t, begin)
         return below
@@ -126,13 +126,13 @@ class TapedStage:
         window, s = self.stage.window.batches, self.stage.update_index
         newest = window[-1] if window else NOBODY
         begin = self.tape.now()
-        self.acts.update(over)
+        self.actor.update(over)
         self.stage.launch()
         self.tape.add(UPDATE, s, begin, newest)
 
     def teach(self, t: int, gradients: list[Tensor | None]) -> None:
         begin = self.tape.now()
-        self.acts.teach(t, gradients)
+        self.actor.teach(t, gradients)
         self.tape.add(UPDATE, self.stage.update_index, begin, t)  # of the synthesiser
 
 
@@ -211,7 +211,7 @@ class Tracing:
         self.done = 0  # turns recorded
         self.away = 0  # nanoseconds of evaluations among them
         self.tapes: dict[int, Tape] = {}
-        self.plain: list[tuple[Links, Acts, Callable[[], None]]] = []
+        self.plain: list[tuple[Links, Actor, Callable[[], None]]] = []
         self.found: dict[int, tuple[Tensor, int]] = {}  # what was recorded, in the first process
         self.finished = False  # nothing more to do in this process
         self.skews = skews(engine, links.down, links.up)
@@ -244,11 +244,11 @@ class Tracing:
         watch: Watch = DeviceWatch(self.device) if self.device.type == "cuda" else HostWatch()
         for worker in self.workers:
             tape = self.tapes[worker.stage.k] = Tape(watch)
-            self.plain.append((worker.links, worker.acts, worker.barrier))
+            self.plain.append((worker.links, worker.actor, worker.barrier))
             taped: dict[str, Any] = {name: None if link is None else TapedLink(link, tape)
                                      for name, link in vars(worker.links).items()}  # fmt: skip
             worker.links = Links(**taped)
-            worker.acts = TapedStage(worker, tape)
+            worker.actor = TapedStage(worker, tape)
             worker.barrier = partial(taped_barrier, worker.barrier, tape)
 
     def _hand_over(self) -> None:
@@ -262,8 +262,8 @@ class Tracing:
 
     def _step_aside(self) -> None:
         """Let the workers go on as ever."""
-        for worker, (links, acts, barrier) in zip(self.workers, self.plain, strict=True):
-            worker.links, worker.acts, worker.barrier = links, acts, barrier
+        for worker, (links, actor, barrier) in zip(self.workers, self.plain, strict=True):
+            worker.links, worker.actor, worker.barrier = links, actor, barrier
         self.plain = []
 
     @contextmanager

@@ -35,7 +35,7 @@ class Feed:
         raise StopIteration
 
 
-class Acts(Protocol):
+class Actor(Protocol):
     """Who does a stage's operations: the stage itself, or one that looks on (see tracing.py, stage/diagnosis.py)."""
 
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any: ...
@@ -64,9 +64,14 @@ class Worker:
         self, stage: Stage, method: Method, links: Links, *, barrier: Callable[[], None] = lambda: None
     ) -> None:
         self.stage, self.method, self.links, self.barrier = stage, method, links, barrier
-        self.acts: Acts = stage
+        self.actor: Actor = stage
         self.loss: Tensor | None = None  # of the newest batch, at the last stage
         self.marks: dict[int, str] = {}  # batches behind which to save -> why to stop there, or nothing
+        self._waits = method.waits(stage.k, stage.K)
+        self._acts: dict[type, Callable[[Any, Link | None], None]] = {
+            Forward: self._forward, Backward: self._backward, Update: self._update, Barrier: self._barrier,
+            Teach: self._teach, Take: self._take, Drop: self._drop,
+        }  # fmt: skip
         self._restart()
 
     def _restart(self) -> None:
@@ -131,31 +136,24 @@ class Worker:
 
     def _perform(self, iteration: Iteration, *, wait: bool) -> Iterator[bool]:
         for operation in iteration:
-            while not wait and not self._possible(operation):
+            source = self._source(operation)
+            while source is not None and not wait and not source.ready():
                 self.stage.launch()
                 yield False
-            self._do(operation)
+            self._acts[type(operation)](operation, source)
             yield True
         self.stage.launch()
 
     def _source(self, operation: Operation) -> Link | None:
         """The link that the operation takes a message from."""
-        if isinstance(operation, Take) or (isinstance(operation, Forward) and operation.t not in self.buffer):
+        kind = type(operation)
+        if (kind is Forward and operation.t not in self.buffer) or kind is Take:  # type: ignore[union-attr]
             return self.links.inputs
-        if isinstance(operation, Teach) or (isinstance(operation, Backward) and self._waits):
+        if (kind is Backward and self._waits) or kind is Teach:
             return self.links.gradients
         return None
 
-    @property
-    def _waits(self) -> bool:
-        return self.method.waits(self.stage.k, self.stage.K)
-
-    def _possible(self, operation: Operation) -> bool:
-        source = self._source(operation)
-        return source is None or source.ready()
-
-    def _receive(self, operation: Forward | Backward | Take | Teach) -> Any:
-        source = self._source(operation)
+    def _receive(self, operation: Forward | Backward | Take | Teach, source: Link | None) -> Any:
         if source is None:
             return None
         if source is self.links.inputs:
@@ -183,27 +181,26 @@ class Worker:
         if self.links.outputs:
             self.links.outputs.send(message)
 
-    def _do(self, operation: Operation) -> None:
-        if isinstance(operation, Forward):
-            self._forward(operation)
-        elif isinstance(operation, Backward):
-            self._backward(operation)
-        elif isinstance(operation, Update):
-            self.acts.update(operation.over)
-        elif isinstance(operation, Barrier):
-            self.barrier()
-        elif isinstance(operation, Teach):
-            self.acts.teach(operation.t, self._receive(operation))
-        elif isinstance(operation, Take):
-            self.buffer[operation.t] = self._receive(operation)
-        elif isinstance(operation, Drop):
-            del self.buffer[operation.t]
+    def _update(self, operation: Update, source: Link | None) -> None:
+        self.actor.update(operation.over)
 
-    def _forward(self, operation: Forward) -> None:
+    def _barrier(self, operation: Barrier, source: Link | None) -> None:
+        self.barrier()
+
+    def _teach(self, operation: Teach, source: Link | None) -> None:
+        self.actor.teach(operation.t, self._receive(operation, source))
+
+    def _take(self, operation: Take, source: Link | None) -> None:
+        self.buffer[operation.t] = self._receive(operation, source)
+
+    def _drop(self, operation: Drop, source: Link | None) -> None:
+        del self.buffer[operation.t]
+
+    def _forward(self, operation: Forward, source: Link | None) -> None:
         t = operation.t
-        x, target, share = self.buffer[t] if t in self.buffer else self._receive(operation)
+        x, target, share = self.buffer[t] if source is None else self._receive(operation, source)
         if share:
-            output = self.acts.forward(t, x, target, share)
+            output = self.actor.forward(t, x, target, share)
         else:  # more micro-batches than samples: nothing to compute, but the stages above count on a message
             output = None
             self.empty.add(t)
@@ -213,12 +210,12 @@ class Worker:
             part = output if share == 1 else share * output
             self.loss = part if self.loss is None or t % self.method.m == 0 else self.loss + part
 
-    def _backward(self, operation: Backward) -> None:
+    def _backward(self, operation: Backward, source: Link | None) -> None:
         t = operation.t
-        incoming = self._receive(operation)
+        incoming = self._receive(operation, source)
         if t in self.empty:
             self.empty.remove(t)
             gradients = None
         else:
-            gradients = self.acts.backward(t, incoming)
+            gradients = self.actor.backward(t, incoming)
         self._feed_back(Message(t, gradients))

@@ -96,15 +96,15 @@ class Streams(Simulate):
 
     def _begin(self, caller: torch.cuda.Stream) -> None:
         """Let every stream wait for what it must not overtake."""
+        self.news.waited.clear()
         if not self.apart:
             for stream in self.streams:
                 stream.wait_stream(caller)
         elif len(self.through) == BEHIND:
-            before = self.through[0]
-            for here, stream in enumerate(self.streams):
-                for neighbour in (here - 1, here + 1):
-                    if 0 <= neighbour < len(before):
-                        stream.wait_event(before[neighbour])
+            # The stage below has by then gone further: every turn begins with its message, of the same turn.
+            for stream, event in zip(self.streams, self.through[0][1:], strict=False):
+                stream.wait_event(event)
+                self.news.waited[event] = stream
         if self.sleeps:
             for stream in self.streams:
                 with torch.cuda.stream(stream):

@@ -44,6 +44,7 @@ class News:
         self.device, self.on_gpu = device, device.type == "cuda"
         self.event: torch.cuda.Event | None = None  # recorded once the stage that is at work has launched it
         self.stream: torch.cuda.Stream | None = None  # of that stage
+        self.waited: dict[torch.cuda.Event, torch.cuda.Stream] = {}  # which stream waits for it in this turn anyway
         self.read: list[Any] = []
 
     def ready(self) -> torch.cuda.Event | None:
@@ -78,7 +79,8 @@ class StreamLink(Entrance):
     def receive(self) -> Message:
         message, event = super().receive(), self.events.popleft()
         if event is not None:
-            event.wait(self.news.stream)
+            if self.news.waited.get(event) is not self.news.stream:
+                event.wait(self.news.stream)
             self.news.read.append(message.content)
         return message
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from torch.utils import _pytree as pytree
 from offbeat.errors import NotFinite, NotRecorded, earliest, first_line
 from offbeat.links.wire import copied_tensor
 from offbeat.metrics import batch_size
+from offbeat.stage import joining
 from offbeat.stage.memory import size
 from offbeat.stage.notes import Notes
 from offbeat.stage.recorded import Recorded, Tape, captures, recording
@@ -48,6 +50,8 @@ class Slot:
 
     batch: InFlight
     weights: Version
+    places: list[Tensor] = field(default_factory=list)  # where a batch is copied to
+    samples: int = 0
     output: Any = None  # at the last stage the loss
     below: list[Tensor | None] = field(default_factory=list)  # gradients of the input
     forward: Recorded | None = None
@@ -89,6 +93,8 @@ class GraphedStage(Stage):
         self.small: dict[object, Recorded | None] = {}  # copies and the like; None before they were first done
         self.backward_waits = False  # whether a backward is on the tape
         self.kind: Any = None  # of the batches that were recorded
+        self.target: Any = None  # the same of their targets
+        self.known: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # what was given and lies like its place
         self.free: dict[int, deque[Slot]] = {}  # slots by the memory of the weights
         self.slots: dict[int, Slot] = {}  # of the batches in flight that have one
         self.given: list[Tensor] = []  # where a recorded backward finds the gradients from above
@@ -104,14 +110,18 @@ class GraphedStage(Stage):
     # ---- forward and backward
 
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
-        x, target = self._entering(x), self._here(target)
-        regular = self.eager is None and not self._left_out(t)
+        known = self.known.get(id(x)) is x  # in a slot of the stage below
+        if not known or self.last:
+            x, target = self._entering(x), self._here(target)
+        regular = self.eager is None and not (self.left_out and self._left_out(t))
         if regular and self.kind is None:
             self.launch()
             self._record(x, target)
         self.turn += 1
         steady, version = self._full(), self.weights.current()
-        slot = self._slot(version) if regular and self.kind == self._kind(x, target) else None
+        if regular and not known:
+            regular = self.kind == self._kind(x)
+        slot = self._slot(version) if regular and self.target == self._kind_of_target(target) else None
         if slot is None:
             self.irregular += 1
             self.launch()
@@ -129,7 +139,7 @@ class GraphedStage(Stage):
         assert slot.forward is not None
         self.tape.put(slot.forward)
         slot.forwarded, self.slots[t] = self.turn, slot
-        self._forwarded(t, batch, batch_size(target, x))
+        self._forwarded(t, batch, slot.samples)
         if self.last:
             self.seen.append(t)
         if self.turn % LOOK == 0:
@@ -154,7 +164,7 @@ class GraphedStage(Stage):
             assert gradients is not None
             if self.backward_waits:
                 self.launch()
-            torch._foreach_copy_(self.given, [gradient for gradient in gradients if gradient is not None])
+            self._copy(self.given, [gradient for gradient in gradients if gradient is not None])
         if not self.window.levels:
             self._do("zero", self.window.zero)
         assert slot.backward is not None
@@ -191,9 +201,13 @@ class GraphedStage(Stage):
         self.backward_waits = False
         self.tape.launch()
 
-    def _kind(self, x: Any, target: Any) -> Any:
+    def _kind(self, x: Any) -> Any:
         """What must be alike in all batches of one recording."""
-        return (_looks(x), _looks(target)) if self.last else _looks(x)
+        return _looks(x)
+
+    def _kind_of_target(self, target: Any) -> Any:
+        """The same of targets, where they are used."""
+        return _looks(target) if self.last else None
 
     def _slot(self, version: Version) -> Slot | None:
         """A slot with the memory of that version, in which nobody reads any more."""
@@ -218,12 +232,23 @@ class GraphedStage(Stage):
 
     def _fill(self, slot: Slot, x: Any, target: Any) -> None:
         """Copy a batch into its slot; stages below the last only pass the target on."""
-        places, given = _only_tensors(slot.batch.inputs), _only_tensors(x)
+        given = _only_tensors(x)
         if self.last:
-            places, given = places + _only_tensors(slot.batch.target), given + _only_tensors(target)
+            given = given + _only_tensors(target)
         else:
             slot.batch.target = target
-        torch._foreach_copy_([place.data for place in places], given)  # unseen by autograd, whose graphs go on
+        self._copy(slot.places, given)
+
+    def _copy(self, places: list[Tensor], given: list[Tensor]) -> None:
+        """Copy what a neighbour gives, which mostly lies in one of its slots and comes again."""
+        for place, tensor in zip(places, given, strict=True):
+            if self.known.get(id(tensor)) is tensor:
+                joining.copy(place, tensor)
+            elif joining.alike(place, tensor):
+                self.known[id(tensor)] = tensor
+                joining.copy(place, tensor)
+            else:
+                place.copy_(tensor, non_blocking=True)
 
     # ---- recording
 
@@ -235,7 +260,7 @@ class GraphedStage(Stage):
                 self._warm_up(x, target)
                 if self.eager is None:
                     self._record_forwards(x, target)
-                    self.kind = self._kind(x, target)
+                    self.kind, self.target = self._kind(x), self._kind_of_target(target)
         except USERS_CODE as error:
             self._refuse(first_line(error))
 
@@ -289,6 +314,9 @@ class GraphedStage(Stage):
             version = self._new_version()
             slots = [Slot(self._new_batch(x, target, version), version) for _ in range(self.ring.each)]
             for slot in slots:
+                slot.samples = batch_size(target, x)
+                inputs = _only_tensors(slot.batch.inputs) + (_only_tensors(slot.batch.target) if self.last else [])
+                slot.places = [place.data for place in inputs]  # autograd, whose graphs go on, sees no writing there
                 slot.below = [None if gradient is None else torch.empty_like(gradient) for gradient in self.below]
                 slot.forward = self._recorded(partial(self._work_forward, slot), _pool(self.device))
             self.free[id(version.tensors)] = deque(slots)

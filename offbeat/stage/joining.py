@@ -1,7 +1,8 @@
-"""Several captured CUDA graphs as one, which a single call launches: their host time is that of one of them.
+"""What a host asks of a GPU without torch, since that takes too long or torch has no way to say it.
 
-Torch has no way to say this, so the driver is asked. Where that cannot be done (a torch before 2.8, which does not tell
-its graphs; no such driver), the graphs are launched one after the other, which gives the same numbers.
+Several captured CUDA graphs become one, which a single call launches: their host time is that of one of them. Where
+that cannot be done (a torch before 2.8, which does not tell its graphs; no such driver), the graphs are launched one
+after the other, which gives the same numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def new_graph() -> torch.cuda.CUDAGraph:
@@ -26,6 +28,24 @@ def join(graphs: list[torch.cuda.CUDAGraph]) -> Callable[[], None] | None:
     return _Joined(graphs)
 
 
+def copy(place: Tensor, tensor: Tensor) -> None:
+    """Copy a tensor to one that is `alike`, on the current stream, as plain bytes."""
+    driver = _driver() if place.is_cuda else None
+    if driver is None:
+        place.copy_(tensor)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(place.get_device())
+    failed = driver.cuMemcpyDtoDAsync_v2(place.data_ptr(), tensor.data_ptr(), tensor.nbytes, stream)
+    if failed:
+        raise RuntimeError(f"cuMemcpyDtoDAsync: error {failed}")
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether they have the same bytes if they have the same values."""
+    return (one.device == other.device and one.dtype == other.dtype and one.shape == other.shape
+            and one.stride() == other.stride() and torch.ops.aten.is_non_overlapping_and_dense(other))  # fmt: skip
+
+
 @cache
 def _kept() -> bool:
     return hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")
@@ -36,6 +56,7 @@ def _driver() -> Any:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        driver.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
         driver.cuGraphExecDestroy.argtypes = [ctypes.c_void_p]
         driver.cuGraphInstantiateWithFlags.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong]
     except (OSError, AttributeError):

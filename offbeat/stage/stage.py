@@ -116,6 +116,7 @@ class Stage:
         self.held_bytes: int | None = None  # for one batch in flight
         self.keeping = False
         self.most_held = 0  # batches in flight at once, so far
+        self.newest_used: Version | None = None
         self.window = Window(self.parameters)
         self.update_index = 0  # s: windows closed
         self.samples = 0
@@ -185,7 +186,9 @@ class Stage:
         self.samples += samples
         self.last_batch = t
         assert len(self.in_flight) <= self.most_in_flight, "more batches in flight than the lag allows"
-        assert self.weights.versions() <= self.most_versions, "more weight versions than the window allows"
+        if batch.version is not self.newest_used:
+            self.newest_used = batch.version
+            assert self.weights.versions() <= self.most_versions, "more weight versions than the window allows"
 
     def wanting(self, leaves: list[Any]) -> list[Any]:
         """Leaves of an input, marked where the stage below waits for their gradients."""
