@@ -98,6 +98,7 @@ def train(
     stages: options.Stages,
     schedule: options.Schedule,
     saved: options.Saving,
+    looking: options.Looking,
     seed: Annotated[int | None, typer.Option(help="(default 0)")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with this run folder from its newest checkpoint; options change it.")
@@ -112,7 +113,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="No progress; print the result as JSON.")] = False,
 ) -> None:
     """Train a network; the defaults are the paper's recipe."""
-    chosen = options.chosen(data, method, stages, schedule, saved)
+    chosen = options.chosen(data, method, stages, schedule, saved, looking)
     if seed is not None:
         chosen["seed"] = seed
     if silence is not None:
@@ -142,6 +143,7 @@ def going_on(run: Path, chosen: dict[str, Any]) -> Recipe:
     from offbeat import record, saving
 
     before = load(run / "config.json")
+    before.pop("trace", None)  # it has one
     finished = any(line["kind"] == "result" for line in record.lines(run))
     if finished and chosen.get("epochs", 0) <= before["epochs"]:
         raise UserError(f"{run} is finished, after {before['epochs']} epochs: give more --epochs to go on")

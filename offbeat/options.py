@@ -117,6 +117,23 @@ class Saving:
     ] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Looking:
+    """What is looked at while it trains; changes no number."""
+
+    trace: Annotated[
+        int | None,
+        typer.Option(help="Record what each stage does and when, this many local iterations from when all are full, "
+                     "in RUN/trace.json for Perfetto or chrome://tracing."),
+    ] = None  # fmt: skip
+    diagnose: Annotated[
+        int | None,
+        typer.Option(help="Every so many updates of a stage measure in RUN/diagnosis.jsonl how far its weights have "
+                     "moved since a batch's forward, and the cosine of the late gradient with a fresh one: of the "
+                     "present weights, same input, same gradient from above."),
+    ] = None  # fmt: skip
+
+
 LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options that hold several numbers, and what divides them
     "shape": (int, ",x"),
     "cuts": (int, ","),
@@ -125,7 +142,7 @@ LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options that hold s
 }
 
 
-def chosen(*groups: Data | OneMethod | Stages | Schedule | Saving) -> dict[str, Any]:
+def chosen(*groups: Data | OneMethod | Stages | Schedule | Saving | Looking) -> dict[str, Any]:
     """The settings that were given, in the recipe's names and types."""
     values = {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
     for name, (kind, separators) in LISTS.items():

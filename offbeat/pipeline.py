@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from offbeat import cutting, methods
+from offbeat import cutting, methods, tracing
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes, available
 from offbeat.engines.simulate import Simulate
@@ -27,9 +30,12 @@ from offbeat.micro import micro_batches
 from offbeat.outputs import shapes_and_classes
 from offbeat.precision import Numbers, Precision
 from offbeat.stage import Report, Stage, Staleness
+from offbeat.stage import diagnosis as stage_diagnosis
 from offbeat.stage import state as stage_state
+from offbeat.stage.diagnosis import Diagnosis
 from offbeat.stage.graphed import GraphedStage
 from offbeat.stage.stage import Loss, MakeOptimizer, MakeScheduler, OnNan
+from offbeat.tracing import Tracing
 from offbeat.worker import SAVE, Links, Worker
 
 EPOCH_END = "epoch"  # the kind of a mark behind the last batch of an epoch; its number is that of batches so far
@@ -128,6 +134,10 @@ class Pipeline:
         )  # fmt: skip
         self._loss = loss
         self._elsewhere: dict[int, Staleness] = {}
+        self.tracing: Tracing | None = None  # while there is something to record, or to bring together
+        self.diagnoses: dict[int, Diagnosis] = {}  # of this process's stages, where they are asked for
+        self._trace_links: tracing.TraceLinks | None = None
+        self._looks: dict[str, Callable[[], None]] = {}  # what to begin once there are stages
         if sample is not None or (self.method.head is None and (self.cuts is not None or self.K == 1)):
             self._build(sample)
 
@@ -233,6 +243,9 @@ class Pipeline:
             assert inputs is not None
             links = Links(inputs, outputs=up[k], gradients=down[k], feedback=down[k - 1])
             self.workers.append(Worker(stage, self.method, links, barrier=self.engine.barrier))
+        for begin in self._looks.values():
+            begin()
+        self._looks.clear()
 
     @property
     def first(self) -> bool:
@@ -271,7 +284,11 @@ class Pipeline:
                 for message in micro_batches(t, x, y, self.method.m):
                     self.entrance.send(message)
             try:
-                self.engine.run([worker.iteration(t, wait=self.engine.waits) for worker in self.workers])
+                work = [worker.iteration(t, wait=self.engine.waits) for worker in self.workers]
+                if self.tracing is None:
+                    self.engine.run(work)
+                else:
+                    self._traced(t, work)
             except NotFinite:
                 self._settle()  # another stage may have noted what it came from
                 raise
@@ -367,8 +384,11 @@ class Pipeline:
         """Finish every batch in flight and the open window; then the newest weights are in `model` in every process."""
         with self._guard():
             self.engine.settle()  # a drain is many turns in one
-            self.engine.run([worker.drain(wait=self.engine.waits) for worker in self.workers])
-            self._settle()
+            with self.tracing.draining(self.batches) if self.tracing else nullcontext():
+                self.engine.run([worker.drain(wait=self.engine.waits) for worker in self.workers])
+                self._settle()
+            if self.tracing is not None and self.tracing.finished:
+                self.tracing = None
             done = self.engine.exchange([stage.update_index for stage in self.stages.values()])
             for stage in self.stages.values():
                 stage.catch_up(max(chain.from_iterable(done)))
@@ -426,10 +446,12 @@ class Pipeline:
         the next time is near enough to need what is kept now.
         """
         self._settle()
-        found = {
+        found: dict[int, Any] = {
             worker.stage.k: {"stage": stage_state.save(worker.stage), "worker": worker.save()}
             for worker in self.workers
         }
+        for k, diagnosis in self.diagnoses.items():
+            found[k]["diagnosis"] = diagnosis.lines()
         for stage in self.stages.values():
             stage.keep(keep_on)
         return found
@@ -442,9 +464,60 @@ class Pipeline:
                 with self.engine.beside(worker.stage.k):
                     stage_state.load(worker.stage, trees[worker.stage.k]["stage"])
                     worker.load(trees[worker.stage.k]["worker"])
+            for k, diagnosis in self.diagnoses.items():
+                diagnosis.take_up(trees[k].get("diagnosis", []))
             self.batches = batches
 
     # ---- looking
+
+    def trace(self, turns: int, path: str | Path, *, tell: tracing.Tell | None = None) -> None:
+        """Record what every stage does and when, over so many local iterations from when all stages are full; the first
+        process writes it then (see tracing.py) and calls `tell` with one line. Changes no number.
+
+        At any time, and in several processes in all of them: it compares their clocks.
+        """
+        tracing.check(turns)
+        if self.tracing is not None or "trace" in self._looks:
+            raise UserError("a trace is being recorded: wait until it is written before the next")
+        self._look("trace", partial(self._begin_trace, turns, Path(path), tell))
+
+    def _begin_trace(self, turns: int, path: Path, tell: tracing.Tell | None) -> None:
+        self._trace_links = self._trace_links or tracing.TraceLinks.of(self.engine)
+        self.tracing = Tracing(
+            self.engine, self.workers, self.method, turns=turns, path=path, at=self.batches,
+            links=self._trace_links, device=self.device, tell=tell,
+        )  # fmt: skip
+
+    def _traced(self, t: int, work: list[Iterator[bool]]) -> None:
+        assert self.tracing is not None
+        self.tracing.run(t, work)
+        if self.tracing.finished:
+            self.tracing = None
+
+    def diagnose(self, every: int) -> None:
+        """From the next batch on, measure every so many updates of each stage how stale its gradients are: the distance
+        of the weights from those that forwarded the batch, and the cosine between the stale gradient and the one that
+        the present weights give for the same input and the same gradient from above (see stage/diagnosis.py).
+
+        The figures come as `diagnosis` of `reports`. Changes no number.
+        """
+        stage_diagnosis.check(every, self.method)
+        if self.tracing is not None and self.tracing.recording:
+            raise UserError("a trace is being recorded: diagnose before it, or when it is written")
+        self._look("diagnosis", partial(self._begin_diagnosis, every))
+
+    def _begin_diagnosis(self, every: int) -> None:
+        for worker in self.workers:
+            diagnosis = Diagnosis(worker.stage, every, turn=worker.newest)
+            worker.actor = self.diagnoses[worker.stage.k] = diagnosis
+
+    def _look(self, name: str, begin: Callable[[], None]) -> None:
+        """Begin to look on, now or when there are stages."""
+        if not self.workers:
+            self._looks[name] = begin
+            return
+        with self._guard():
+            begin()
 
     def evaluate(self, loader: Loader | None = None, *, metric: Metric | None = None) -> dict[str, Any]:
         """{loss, error, top5, samples} on the newest weights, without draining; the same in every process.
@@ -457,13 +530,15 @@ class Pipeline:
             ahead = next(batches, None)
             self._build(ahead[0] if ahead else None)
             batches = chain([ahead] if ahead else [], batches)
-        meter = Meter(metric)
+        meter, began = Meter(metric), time.perf_counter_ns()
         with self._guard():
             self._settle()
             while self._evaluate_next(batches, meter).kind == "batch":
                 pass
             result = self.engine.share(meter.read() if self.last else None, self.K)
             self._share_staleness()
+        if self.tracing is not None:
+            self.tracing.evaluated(time.perf_counter_ns() - began)
         if not result["samples"]:
             raise UserError("the loader is empty: give at least one batch of (x, y)")
         return result
@@ -492,7 +567,8 @@ class Pipeline:
     def reports(self) -> list[Report]:
         """What the stages of this process tell about themselves since they were last asked."""
         self._settle()
-        return [stage.report() for stage in self.stages.values()]
+        told = {k: diagnosis.take() for k, diagnosis in self.diagnoses.items()}
+        return [replace(stage.report(), diagnosis=told.get(k, [])) for k, stage in self.stages.items()]
 
     @property
     def staleness(self) -> list[Staleness]:

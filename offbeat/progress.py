@@ -51,7 +51,7 @@ class Progress:
     def say(self, text: str) -> None:
         """A line of its own above the bar."""
         if self.show:
-            self.console.print(self.name + text, markup=False)
+            self.console.print(self.name + text, markup=False, soft_wrap=True)
 
     def epoch(self, epoch: int, values: dict[str, Any], speed: float, staleness: list[float]) -> None:
         """A lasting line for an epoch that is over."""

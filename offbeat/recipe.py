@@ -18,6 +18,7 @@ from offbeat.ops import Window
 
 ENGINES = ("simulate", "processes", "streams")
 MOST = 2**31  # for whole numbers
+MOST_TURNS = 100_000  # of a trace, which is held in memory and read by people
 ANSWERS = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
 WARMUP_START = 0.01  # the released code ramps up from 1 % of the learning rate
 
@@ -73,6 +74,8 @@ class Recipe:
     keep: int = 3
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
     left_out: tuple[int, ...] | None = None  # batches whose gradients are not used
+    trace: int | None = None  # local iterations to record, which changes no number
+    diagnose: int | None = None  # updates between two looks at late gradients, nor does this
 
     def make_method(self) -> Method:
         return named(self.method, **{answer: getattr(self, answer) for answer in ANSWERS})
@@ -160,7 +163,7 @@ def _check(values: Mapping[str, Any]) -> None:
         if values.get(name, allowed[0]) not in allowed:
             raise unknown(name, values[name], allowed)
     least = {"K": 1, "epochs": 1, "batch_size": 1, "threads_per_stage": 1, "data_workers": 0, "seed": 0, "m": 1, "N": 1,
-             "buffer": 1, "keep": 1}  # fmt: skip
+             "buffer": 1, "keep": 1, "trace": 1, "diagnose": 1}  # fmt: skip
     for name, smallest in least.items():
         if name in values and values[name] < smallest:
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")
@@ -170,6 +173,8 @@ def _check(values: Mapping[str, Any]) -> None:
         sizes = values.get(name, ())
         if max(sizes if isinstance(sizes, tuple) else (sizes,), default=0) > MOST:
             raise UserError(f"{name} = {sizes}: use whole numbers up to {MOST}")
+    if values.get("trace", 1) > MOST_TURNS:
+        raise UserError(f"trace = {values['trace']} local iterations: use a whole number up to {MOST_TURNS}")
     every = re.match(r"\s*(\d+)", values.get("checkpoint_every", ""))
     if every and float(every[1]) > MOST:
         raise UserError(f"checkpoint-every = {values['checkpoint_every']}: use a number up to {MOST}")

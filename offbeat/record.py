@@ -2,6 +2,8 @@
 
     config.json         the complete recipe, cuts, versions, commit, host
     metrics.jsonl       a line for every report, epoch and event
+    diagnosis.jsonl     how stale gradients are, a line for every look at a stage, where that was asked for
+    trace.json          what the stages did and when, likewise
     events.out.*        the same for TensorBoard
     model.safetensors   the whole model under the names of the unsplit module, whatever K was
 """
@@ -140,6 +142,32 @@ class RunFolder:
     def close(self) -> None:
         if self._events is not None:
             self._events.close()
+
+
+class Diagnoses:
+    """The lines of diagnosis.jsonl; each stage tells of a batch once, also where a run is taken back and goes on.
+
+    What an earlier process told of turns behind the `batches` that are done is taken back: it is measured again.
+    """
+
+    def __init__(self, folder: Path, batches: int) -> None:
+        self.file = folder / "diagnosis.jsonl"
+        text = self.file.read_text() if self.file.exists() else ""
+        lines = [json.loads(line) for line in text.split("\n")[:-1]]  # one that was cut off is not there yet
+        kept = [line for line in lines if line["turn"] < batches]
+        self.told = {(line["stage"], line["batch"]) for line in kept}
+        if text:
+            part = self.file.with_name(self.file.name + ".part")
+            part.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(part, self.file)
+
+    def add(self, lines: list[dict[str, Any]]) -> None:
+        """Append those that are new; a checkpoint may bring back what was told before."""
+        new = [line for line in lines if (line["stage"], line["batch"]) not in self.told]
+        self.told.update((line["stage"], line["batch"]) for line in new)
+        if new:
+            with self.file.open("a") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in new))
 
 
 def check_free(path: Path) -> None:

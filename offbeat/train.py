@@ -26,10 +26,10 @@ from offbeat.pipeline import Pipeline
 from offbeat.precision import Numbers
 from offbeat.progress import Progress
 from offbeat.recipe import Recipe
-from offbeat.record import RunFolder
+from offbeat.record import Diagnoses, RunFolder
 from offbeat.saving import Saver
 from offbeat.seeds import derive
-from offbeat.stage import Report, Staleness
+from offbeat.stage import Report, Staleness, diagnosis
 from offbeat.telemetry import Telemetry
 
 REPORTS_AN_EPOCH = 20
@@ -90,6 +90,8 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
         raise UserError("--device cuda, but torch sees no CUDA device here: use --device cpu")
     Numbers.of(recipe.precision, torch.device(recipe.device))
     recipe.make_method().check(recipe.K)
+    if recipe.diagnose:
+        diagnosis.check(recipe.diagnose, recipe.make_method())
     known = facts(recipe, data_set or open_data(recipe))
     saving.check(recipe, known.batches)
     return replace(recipe, **choose_cuts(recipe, known)), known
@@ -212,13 +214,16 @@ def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
             fused=recipe.device == "cuda" or None,  # which can read its rate on the device
         )  # fmt: skip
 
-    return Pipeline(
+    pipe = Pipeline(
         build_model(recipe, known), recipe.K, method=recipe.make_method(), loss=nn.functional.cross_entropy,
         optimizer=optimizer, scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),
         cuts=recipe.cuts, units=recipe.units, clip_norm=recipe.clip_norm, engine=engine, seed=recipe.seed,
         device=recipe.device, sample=torch.zeros(1, *known.shape), left_out=recipe.left_out or (),
         on_nan="skip" if recipe.on_nan == "skip" else "stop", precision=recipe.precision, compile=recipe.compile,
     )  # fmt: skip
+    if recipe.diagnose:
+        pipe.diagnose(recipe.diagnose)
+    return pipe
 
 
 class Run:
@@ -242,8 +247,11 @@ class Run:
         self.test: dict[str, Any] = before.get("test", {})
         self.memory: list[int] = list(before.get("memory", []))  # bytes of every stage, at its fullest
         self.saver = Saver(recipe, known.batches, pipe, out, self._note)
+        self.diagnoses = Diagnoses(out, pipe.batches) if recipe.diagnose and folder else None
         for note in before.get("notes", []):
             self.progress.say(note)
+        if recipe.trace:
+            pipe.trace(recipe.trace, out / "trace.json", tell=self.progress.say)
 
     @property
     def first_epoch(self) -> int:
@@ -275,6 +283,7 @@ class Run:
                 before_step=self.saver.before, after_step=self._after_step, after_epoch=self._after_epoch,
             )  # fmt: skip
             self.saver.close()
+            self._look_back()
         result = None
         if self.folder:
             self.folder.model(self.pipe.model.state_dict())
@@ -290,6 +299,14 @@ class Run:
             result["out"] = str(self.folder.path)
         self.pipe.close()
         return result
+
+    def _look_back(self) -> None:
+        """What the drain had to tell of late gradients, and of a trace that did not come about."""
+        if self.recipe.diagnose:
+            self.telemetry.tell()
+            self._write(self.telemetry.collect(wait=True))
+        if self.pipe.tracing is not None:
+            self.progress.say("trace: nothing was recorded, the run was over before all stages were full")
 
     def _formula(self) -> list[float]:
         method, K = self.pipe.method, self.pipe.K
@@ -341,6 +358,9 @@ class Run:
         for reports in sets:
             top, bottom = reports[-1], reports[0]
             self.memory = [report.memory for report in reports]
+            if self.diagnoses:
+                self.diagnoses.add([{**line, "epoch": line["batch"] // self.known.batches}
+                                    for report in reports for line in report.diagnosis])  # fmt: skip
             self.rows.append({"loss": top.loss, "error": top.error, "samples": top.samples})
             now = time.perf_counter()
             self.entered += bottom.samples

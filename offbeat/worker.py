@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -35,6 +35,18 @@ class Feed:
         raise StopIteration
 
 
+class Actor(Protocol):
+    """Who does a stage's operations: the stage itself, or one that looks on (see tracing.py, stage/diagnosis.py)."""
+
+    def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any: ...
+
+    def backward(self, t: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]: ...
+
+    def update(self, over: int) -> None: ...
+
+    def teach(self, t: int, gradients: list[Tensor | None]) -> None: ...
+
+
 @dataclass
 class Links:
     """The four directions of a stage; None where there is no neighbour."""
@@ -52,6 +64,7 @@ class Worker:
         self, stage: Stage, method: Method, links: Links, *, barrier: Callable[[], None] = lambda: None
     ) -> None:
         self.stage, self.method, self.links, self.barrier = stage, method, links, barrier
+        self.actor: Actor = stage
         self.loss: Tensor | None = None  # of the newest batch, at the last stage
         self.marks: dict[int, str] = {}  # batches behind which to save -> why to stop there, or nothing
         self._waits = method.waits(stage.k, stage.K)
@@ -81,6 +94,10 @@ class Worker:
         self.feed.indices.append(t)
         self.entered = [self.entered[0] if self.entered else t, t + 1]
         return next(self.program)
+
+    def newest(self) -> int:
+        """The newest batch that has entered, which counts the local iterations."""
+        return self.entered[1] - 1
 
     def _unused(self) -> int:
         """Most gradients that are still to be used below when this stage and that one have done the same iteration."""
@@ -165,13 +182,13 @@ class Worker:
             self.links.outputs.send(message)
 
     def _update(self, operation: Update, source: Link | None) -> None:
-        self.stage.update(operation.over)
+        self.actor.update(operation.over)
 
     def _barrier(self, operation: Barrier, source: Link | None) -> None:
         self.barrier()
 
     def _teach(self, operation: Teach, source: Link | None) -> None:
-        self.stage.teach(operation.t, self._receive(operation, source))
+        self.actor.teach(operation.t, self._receive(operation, source))
 
     def _take(self, operation: Take, source: Link | None) -> None:
         self.buffer[operation.t] = self._receive(operation, source)
@@ -183,7 +200,7 @@ class Worker:
         t = operation.t
         x, target, share = self.buffer[t] if source is None else self._receive(operation, source)
         if share:
-            output = self.stage.forward(t, x, target, share)
+            output = self.actor.forward(t, x, target, share)
         else:  # more micro-batches than samples: nothing to compute, but the stages above count on a message
             output = None
             self.empty.add(t)
@@ -200,5 +217,5 @@ class Worker:
             self.empty.remove(t)
             gradients = None
         else:
-            gradients = self.stage.backward(t, incoming)
+            gradients = self.actor.backward(t, incoming)
         self._feed_back(Message(t, gradients))

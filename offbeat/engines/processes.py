@@ -23,7 +23,7 @@ from offbeat.links.distributed import Receiver, Sender
 from offbeat.links.pulse import Pulse
 from offbeat.links.wire import LIMIT, MalformedMessage, pack, unpack
 
-CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "pulse", "abort")
+CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "pulse", "abort", "trace")
 JOINING = timedelta(minutes=10)  # for all processes to come
 PARTING = 5.0  # seconds to wait for goodbyes
 PATIENCE = timedelta(days=365)  # an idle link is no failure: death closes a connection, and pulses tell of silence

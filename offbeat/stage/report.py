@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -36,6 +36,7 @@ class Report:
     staleness: dict[int, int]
     memory: int = 0  # bytes
     skipped: int = 0  # batches left out since the start
+    diagnosis: list[dict[str, Any]] = field(default_factory=list)  # what was measured of late gradients, if anything
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -168,7 +168,7 @@ def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
     leaves, structure = pytree.tree_flatten(stage._here(entry["x"]))  # entered before
     batch = InFlight(
         stage.wanting(leaves), structure, stage._here(entry["target"]), forwarded, entry["update"], entry["steady"],
-        list(entry["random"]), entry["share"],
+        list(entry["random"]), entry["share"], forwarded if stage.weights.forgets else None,
     )  # fmt: skip
     if stage.weights.replays:
         return batch

@@ -1,0 +1,53 @@
+"""The section of docs/results.md about benchmarks/trace_overhead.py: what a recording costs."""
+
+from __future__ import annotations
+
+import json
+
+from page import RECORDS, Record, Records, markdown, point, prose, source
+
+WANTED = 1.02
+
+
+def found() -> Records:
+    """The records that are there."""
+    return {path.name: json.loads(path.read_text()) for path in sorted(RECORDS.glob("trace-*.json"))}
+
+
+def ratio(values: list[float]) -> str:
+    middle, least, most = values
+    return f"{middle:.3f} ({least:.3f}-{most:.3f})"
+
+
+def verdict(record: Record) -> str:
+    """Rounds that differ by more than the effect that was looked for show neither."""
+    _, least, most = record["ratios"]["wall"]
+    if most - least > WANTED - 1:
+        return f"not shown: the rounds differ by {most - least:.2f}"
+    return "yes" if record["good"] else "**missed**"
+
+
+def section() -> list[str]:
+    records = found()
+    if not records:
+        return []
+    rows = [
+        [name, str(record["settings"]["rounds"]), str(record["settings"]["turns"]), f"{record['events_a_batch']:.1f}",
+         ratio(record["ratios"]["wall"]), ratio(record["ratios"]["processor"]),
+         f"{100 * record['ratios']['account'][0]:.2f} %", verdict(record)]
+        for name, record in records.items()
+    ]  # fmt: skip
+    first = next(iter(records.values()))["settings"]
+    head = ["record", "rounds", "iterations", "events a batch", "wall time", "processor time", "its own account",
+            f"wall below {WANTED}"]  # fmt: skip
+    return [
+        "## What a trace costs", "",
+        prose(
+            f"{first['model']}, b={first['batch_size']}, ADL, K={first['K']} processes, M={first['M']}: a stretch of",
+            "iterations that is recorded and written, over one that is not, in turn; median (least-most) over the",
+            "rounds. Its own account: the processor time of the recording's own parts over that of all else.",
+        ), "",
+        markdown(head, rows), "",
+        point("While nothing is recorded, a trace costs one comparison with None an iteration."), "",
+        *(source(name, record) for name, record in records.items()), "",
+    ]  # fmt: skip
