@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from page import ROOT, markdown, prose
+from page import ROOT, prose
 
 from offbeat.describe import Description, describe, module_text, possible, show_methods
 from offbeat.method import Method
 from offbeat.methods import METHODS, named
 from offbeat.options import OneMethod
+from offbeat.report.words import markdown
 
 FOLDER = ROOT / "docs/methods"
 COMMAND = "python benchmarks/method_pages.py"

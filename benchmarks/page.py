@@ -42,10 +42,6 @@ def shown(values: list[float], rounds: int) -> str:
     return f"{middle:.2f} ({least:.2f}-{most:.2f})" if rounds > 1 else f"{middle:.2f}"
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows])
-
-
 def source(name: str, record: Record) -> str:
     """Where a record is, and where it comes from."""
     found = made(record)

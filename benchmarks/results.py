@@ -17,7 +17,9 @@ from typing import Any
 import results_bench
 import results_torture
 import results_trace
-from page import RECORDS, ROOT, Record, Records, listed, made, markdown, point, prose, records, shown, source
+from page import RECORDS, ROOT, Record, Records, listed, made, point, prose, records, shown, source
+
+from offbeat.report.words import markdown
 
 PICTURE = RECORDS / "methods-cifar10.svg"
 BLOCK = re.compile(r"(<!-- (?P<name>[a-z]+): generated .*? -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from statistics import median
 
-from page import RECORDS, Record, markdown, point, prose, records, source
+from page import RECORDS, Record, point, prose, records, source
+
+from offbeat.report.words import markdown
 
 
 def picture(name: str, told: str) -> list[str]:
@@ -18,14 +20,14 @@ def picture(name: str, told: str) -> list[str]:
 
 
 def bench_section(name: str, record: Record) -> list[str]:
-    from offbeat.bench import table
+    from offbeat.report import standings
 
     return [
-        f"### {table.heading(record)}", "",
-        markdown(list(table.HEAD), table.cells(record)), "",
+        f"### {standings.heading(record)}", "",
+        markdown(list(standings.HEAD), standings.cells(record)), "",
         *picture(name, "Samples a second of every row"),
-        *(point(said) for said in table.advice(record)), "",
-        *(point(said) for said in table.notes(record)), "",
+        *(point(said) for said in standings.advice(record)), "",
+        *(point(said) for said in standings.notes(record)), "",
         source(name, record), "",
     ]  # fmt: skip
 

@@ -7,7 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from page import RECORDS, Record, Records, listed, made, markdown, point, prose, shown, source
+from page import RECORDS, Record, Records, listed, made, point, prose, shown, source
+
+from offbeat.report.words import markdown
 
 TITLE = "What holds when something goes wrong"
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from page import Record, point, prose, records, source
 
-from page import RECORDS, Record, Records, markdown, point, prose, source
+from offbeat.report.words import markdown
 
 WANTED = 1.02
-
-
-def found() -> Records:
-    """The records that are there."""
-    return {path.name: json.loads(path.read_text()) for path in sorted(RECORDS.glob("trace-*.json"))}
 
 
 def ratio(values: list[float]) -> str:
@@ -28,16 +23,16 @@ def verdict(record: Record) -> str:
 
 
 def section() -> list[str]:
-    records = found()
-    if not records:
+    found = records("trace")
+    if not found:
         return []
     rows = [
         [name, str(record["settings"]["rounds"]), str(record["settings"]["turns"]), f"{record['events_a_batch']:.1f}",
          ratio(record["ratios"]["wall"]), ratio(record["ratios"]["processor"]),
          f"{100 * record['ratios']['account'][0]:.2f} %", verdict(record)]
-        for name, record in records.items()
+        for name, record in found.items()
     ]  # fmt: skip
-    first = next(iter(records.values()))["settings"]
+    first = next(iter(found.values()))["settings"]
     head = ["record", "rounds", "iterations", "events a batch", "wall time", "processor time", "its own account",
             f"wall below {WANTED}"]  # fmt: skip
     return [
@@ -49,5 +44,5 @@ def section() -> list[str]:
         ), "",
         markdown(head, rows), "",
         point("While nothing is recorded, a trace costs one comparison with None an iteration."), "",
-        *(source(name, record) for name, record in records.items()), "",
+        *(source(name, record) for name, record in found.items()), "",
     ]  # fmt: skip

@@ -11,7 +11,6 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torture import as_workers, say, write
 
 import offbeat
 from offbeat import models
-from offbeat.bench.timing import pin, sgd
+from offbeat.bench.timing import pin, sgd, spread
 from offbeat.recipe import complete
 from offbeat.saving import Saver
 
@@ -85,9 +84,6 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def summary(options: argparse.Namespace, found: list[dict[str, Any]], notes: list[dict[str, Any]]) -> None:
-    def spread(values: list[float]) -> list[float]:
-        return [median(values), min(values), max(values)]
-
     rows = {
         "wall": spread([each["with"][0] / each["without"][0] for each in found]),
         "processor": spread([each["with"][1] / each["without"][1] for each in found]),

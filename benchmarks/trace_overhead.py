@@ -18,17 +18,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from core import everywhere, pin, sgd
+from core import everywhere
 from start import arguments, in_processes
 from torch import nn
 
 import offbeat
 from offbeat import models, record
+from offbeat.bench.timing import pin, sgd, spread
 from offbeat.links import Link, Message
 from offbeat.links.local import Entrance
 from offbeat.tracing import HostWatch, Tape, TapedLink, Tracing
@@ -119,9 +119,6 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def summary(options: argparse.Namespace, found: list[dict[str, Any]], trace: dict[str, Any]) -> None:
-    def spread(values: list[float]) -> list[float]:
-        return [median(values), min(values), max(values)]
-
     events = sum(event["ph"] == "X" for event in trace["traceEvents"])
     each = noting()
     rows = {

@@ -364,7 +364,8 @@ def bench(
     """Time BP, torch's pipelining and DDP, and Offbeat's methods on the same cuts, in rounds, in one run."""
     if context.invoked_subcommand:
         return
-    from offbeat.bench import rounds, table
+    from offbeat.bench import rounds
+    from offbeat.report import standings
     from offbeat.train import shape_of
 
     request = rounds.Request(
@@ -378,7 +379,7 @@ def bench(
     if as_json:
         print(json.dumps(found))
     else:
-        table.show(found, str(folder))
+        standings.show(found, str(folder))
 
 
 @benches.command("scaling")

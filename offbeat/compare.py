@@ -211,7 +211,8 @@ def _begun(folder: Path, asked: dict[str, Any], jobs: int, recipes: Mapping[str,
     content = {"comparison": {"asked": asked, "jobs": jobs, "partition": partition, "runs": described}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "config.json", json.dumps({**content, "provenance": record.provenance()}, indent=2) + "\n")
+        content = {**content, "provenance": record.provenance()}
+        record.write(folder / "config.json", json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {folder} ({first_line(error)}): choose another --out") from error
     return runs
@@ -235,7 +236,7 @@ def _resumed(folder: Path, asked: dict[str, Any], jobs: int) -> list[Run] | None
                             f"{_said(here.get(name))} here): choose another --out")  # fmt: skip
     if jobs > there["jobs"]:  # the speeds of all are only as good as those of the most crowded
         there["jobs"] = jobs
-        _write(path, json.dumps(content, indent=2) + "\n")
+        record.write(path, json.dumps(content, indent=2) + "\n")
     return runs
 
 
@@ -265,19 +266,12 @@ def finished(path: Path, recipe: Recipe) -> bool:
 def written(folder: Path) -> Comparison:
     """The table and the curves of what the folder holds, also in files."""
     comparison = read(folder)
-    _write(folder / "comparison.json", json.dumps(comparison.as_dict(), indent=2) + "\n")
-    _write(folder / "comparison.md", markdown(comparison))
+    record.write(folder / "comparison.json", json.dumps(comparison.as_dict(), indent=2) + "\n")
+    record.write(folder / "comparison.md", markdown(comparison))
     curves = {row.label: row.curves for row in comparison.rows}
     for kind in ("png", "svg"):
         draw_curves(curves, folder / f"curves.{kind}", title=comparison.title)
     return comparison
-
-
-def _write(path: Path, text: str) -> None:
-    """Completely, or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def show_comparison(comparison: Comparison, folder: Path) -> None:

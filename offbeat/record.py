@@ -144,6 +144,16 @@ class RunFolder:
             self._events.close()
 
 
+def write(path: Path, content: str | bytes) -> None:
+    """A file, completely or not at all; OSError where it cannot be."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 class Diagnoses:
     """The lines of diagnosis.jsonl; each stage tells of a batch once, also where a run is taken back and goes on.
 
@@ -157,9 +167,7 @@ class Diagnoses:
         kept = [line for line in lines if line["turn"] < batches]
         self.told = {(line["stage"], line["batch"]) for line in kept}
         if text:
-            part = self.file.with_name(self.file.name + ".part")
-            part.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            os.replace(part, self.file)
+            write(self.file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, lines: list[dict[str, Any]]) -> None:
         """Append those that are new; a checkpoint may bring back what was told before."""

@@ -184,11 +184,8 @@ def opened(request: Request, table: Table, folder: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Completely, or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        record.write(path, text)
     except OSError as error:
         raise UserError(f"cannot write to {path.parent} ({first_line(error)}): choose another --out") from error
 

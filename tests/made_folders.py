@@ -68,19 +68,26 @@ def diagnosis(path: Path, *, K: int = 3) -> None:
 
 
 def bench(path: Path) -> Path:
-    """bench.json by its contract."""
+    """bench.json as `offbeat bench` writes it."""
     path.mkdir()
 
-    def row(name: str, family: str, speeds: list[float], *, exact: bool, workers: int) -> dict:
-        return {"name": name, "family": family, "exact": exact, "workers": workers, "samples_per_second": speeds,
-                "seconds_per_batch": [32 / speed for speed in speeds], "memory_per_worker": 4e8,
-                "bytes_moved": 0 if workers == 1 else 25_000_000, "note": "as it comes"}  # fmt: skip
+    def row(name: str, title: str, family: str, speeds: list[float], **more: object) -> dict:
+        return {"name": name, "title": title, "family": family, "exact": True, "workers": 2, "staleness": [],
+                "micro_batches": None, "sweep": {}, "samples_per_second": speeds, "memory_per_worker": 400_000_000,
+                "seconds_per_batch": [32 / speed for speed in speeds], "bytes_moved": 25_000_000,
+                "note": "as it comes", **more}  # fmt: skip
 
-    rows = [row("bp", "bp", [100.0, 104.0, 96.0], exact=True, workers=1),
-            row("torch-1f1b", "torch", [150.0, 149.0, 152.0], exact=True, workers=2),
-            row("adl", "offbeat", [180.0, 185.0, 190.0], exact=False, workers=2)]  # fmt: skip
-    content = {"settings": {"model": "resnet20", "K": 2, "batch_size": 32}, "rows": rows,
-               "bound": {"samples_per_second": [198.0]}, "provenance": {"command": ["offbeat", "bench"]}}  # fmt: skip
+    rows = [row("bp", "back-propagation, one worker", "bp", [100.0, 104.0, 96.0], workers=1, bytes_moved=0, note=""),
+            row("torch-1f1b", "torch pipelining, 1F1B", "torch", [150.0, 149.0, 152.0], micro_batches=4,
+                sweep={"2": 0.25, "4": 0.21}),
+            row("ddg", "Offbeat DDG", "offbeat", []),
+            row("adl", "Offbeat ADL", "offbeat", [180.0, 185.0, 190.0], exact=False, staleness=[0.5, 0.0])]  # fmt: skip
+    settings = {"model": "resnet20", "batch_size": 32, "K": 2, "M": 4, "device": "cpu", "cores": 2, "load": 0.1,
+                "cores_shared": False, "cuts": [9], "rounds": 3, "memory": "the most that a worker held"}  # fmt: skip
+    bound = {"seconds_per_batch": [0.16, 0.16, 0.16], "samples_per_second": [200.0] * 3, "meaning": "the slowest stage"}
+    content = {"settings": settings, "rows": rows, "bound": bound, "left_out": {"fr": "no time"},
+               "provenance": {"command": ["offbeat", "bench"], "commit": "0" * 40, "machine": "a machine",
+                              "versions": {"torch": "2.13.0"}}}  # fmt: skip
     (path / "bench.json").write_text(json.dumps(content))
     return path
 

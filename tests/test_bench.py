@@ -16,13 +16,14 @@ import pytest
 from command import check_refused, offbeat  # noqa: F401
 from processes import ENVIRONMENT, START, STOP, wait_for
 
-from offbeat.bench import rounds, scaling, table
+from offbeat.bench import rounds, scaling
 from offbeat.bench.rows import ROWS, Setting, chosen, left_out, method_of, micro_batches
 from offbeat.bench.where import check, counted, placed
 from offbeat.cutting.profile import Profile, UnitCost
 from offbeat.errors import UserError
 from offbeat.methods import ADL, ADL1F1B, GPipe
 from offbeat.plan import Network
+from offbeat.report import standings
 from offbeat.report.pictures import draw_bench, draw_scaling
 from offbeat.timeline import Costs, balanced, period
 
@@ -281,42 +282,43 @@ def made(*rows: dict, bound: tuple[float, ...] = (0.9, 1.1)) -> dict:
 def test_ratios_are_taken_within_a_round():
     record = made(row("bp", [2.0, 4.0]), row("torch-gpipe", [1.0, 1.6], m=4), row("torch-1f1b", [1.25, 2.5], m=4),
                   row("adl", [1.0, 1.25], staleness=(0.5, 0.0)))  # fmt: skip
-    rows = table.measured(record)
-    assert table.times_faster(rows["adl"], rows["bp"]) == median([2.0, 3.2])
-    assert table.best_synchronous(record)["name"] == "torch-gpipe"
-    assert table.share_of_bound(rows["adl"], record) == pytest.approx(median([0.9 / 1.0, 1.1 / 1.25]))
-    assert table.share_of_bound(rows["bp"], record) is None  # the cuts bound no loop
-    line = table.cells(record)[3]
+    rows = standings.measured(record)
+    assert standings.times_faster(rows["adl"], rows["bp"]) == median([2.0, 3.2])
+    assert standings.best_synchronous(record)["name"] == "torch-gpipe"
+    assert standings.share_of_bound(rows["adl"], record) == pytest.approx(median([0.9 / 1.0, 1.1 / 1.25]))
+    assert standings.share_of_bound(rows["bp"], record) is None  # the cuts bound no loop
+    line = standings.cells(record)[3]
     assert line[5:] == ["2.60", f"{median([1.0, 1.6 / 1.25]):.2f}", "0.89"]
-    assert table.cells(record)[-1][0] == "no-communication bound of the cuts"
+    assert standings.cells(record)[-1][0] == "no-communication bound of the cuts"
 
 
 def test_the_better_choice_is_told_both_ways_from_the_figures():
     late = (0.5, 0.0)
     slower = made(row("bp", [3.0]), row("ddp", [1.0]), row("adl", [1.2], staleness=late), bound=(1.0,))
-    assert table.advice(slower)[0].startswith(
+    assert standings.advice(slower)[0].startswith(
         "torch DistributedDataParallel is 1.20 times as fast as Offbeat ADL here: the network fits one worker")
     faster = made(row("bp", [3.0]), row("ddp", [1.5]), row("adl", [1.0], staleness=late), bound=(1.0,))
-    assert table.advice(faster)[0].startswith("Offbeat ADL is 1.50 times as fast as torch DistributedDataParallel here")
-    assert "exact" in table.advice(faster)[0]
+    said = standings.advice(faster)[0]
+    assert said.startswith("Offbeat ADL is 1.50 times as fast as torch DistributedDataParallel here")
+    assert "exact" in said
     alike = made(row("bp", [3.0]), row("torch-gpipe", [1.0], m=2), row("gpipe", [1.01], m=2),
                  row("adl", [1.0], staleness=late))  # fmt: skip
-    said = " ".join(table.advice(alike))
+    said = " ".join(standings.advice(alike))
     assert "Offbeat GPipe is as fast as torch pipelining, GPipe here (0.99)" in said
     assert "m=2: 0.99" in said
 
 
 def test_rows_of_a_round_that_was_not_finished_are_compared_as_far_as_it_went():
     record = made(row("bp", [2.0, 4.0]), row("adl", [1.0], staleness=(0.5, 0.0)))
-    assert table.times_faster(*(table.measured(record)[name] for name in ("adl", "bp"))) == 2.0
-    assert "ddg is left out: no reason." in table.page(record)
+    assert standings.times_faster(*(standings.measured(record)[name] for name in ("adl", "bp"))) == 2.0
+    assert "ddg is left out: no reason." in standings.page(record)
 
 
 def test_a_machine_that_was_busy_is_told_of():
     record = made(row("bp", [2.0]), row("adl", [1.0], staleness=(0.5, 0.0)))
-    assert "busy" not in table.page(record)
+    assert "busy" not in standings.page(record)
     record["settings"]["load"] = 3.5
-    assert "busy with something else when this began (load 3.5 on 2 cores)" in table.page(record)
+    assert "busy with something else when this began (load 3.5 on 2 cores)" in standings.page(record)
 
 
 def test_a_bar_for_every_row_that_was_timed_and_a_line_for_the_bound(tmp_path):

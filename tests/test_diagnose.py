@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command import Command, check_refused
-from processes import ENVIRONMENT
+from processes import ENVIRONMENT, KILLED
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -256,24 +256,6 @@ def test_processes_write_the_lines_of_the_simulator_and_the_bits_of_a_plain_run(
     assert [line["epoch"] for line in found] == [line["batch"] // 40 for line in found]
     assert {line["epoch"] for line in found} == {0, 1}
     assert all(line["batch"] == 2 * line["update"] for line in found)
-
-
-KILLED = """
-import os, signal, sys
-from offbeat import cli, pipeline
-
-batch, step = int(sys.argv.pop(1)), pipeline.Pipeline._step
-
-
-def last(self, *given):
-    if self.batches == batch:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *given)
-
-
-pipeline.Pipeline._step = last
-cli.main()
-"""
 
 
 @pytest.mark.parametrize(("every", "weights"), [("7b", "stash"), ("9b", "hybrid")])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import Command, check_refused
-from processes import processes_of, wait_for
+from processes import KILLED, processes_of, wait_for
 from safetensors.torch import load_file
 
 from offbeat.checkpoint import ls
@@ -20,22 +20,6 @@ from offbeat.record import lines
 RUN = ["--model", "resnet8", "--data", "synthetic", "--samples", "512", "--batch-size", "16", "--epochs", "2",
        "--threads-per-stage", "1", "--json"]  # fmt: skip
 SMALL = [*RUN, "--shape", "3,8,8", "--engine", "simulate"]
-KILLED = """
-import os, signal, sys
-from offbeat import cli, pipeline
-
-batch, step = int(sys.argv.pop(1)), pipeline.Pipeline._step
-
-
-def last(self, *given):
-    if self.batches == batch:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *given)
-
-
-pipeline.Pipeline._step = last
-cli.main()
-"""
 METHODS = {
     "adl": ["--method", "adl", "-M", "2"],
     "adl-hybrid": ["--method", "adl", "-M", "2", "--weights", "hybrid"],

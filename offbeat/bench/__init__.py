@@ -6,6 +6,7 @@ contenders  each row as a worker of it: something with a `step()`
 worker      a process that builds one contender and times it when told to
 crew        the workers of one row, seen from the process that started them
 rounds      the run: every round times every row once
-table       what a record says, as text
 scaling     how time, memory and staleness grow; the clock beyond the cores that there are
+
+What a record says is told by report/standings.py, in tables, pages and reports alike.
 """

@@ -16,11 +16,11 @@ from statistics import median
 from typing import Any
 
 from offbeat import models, record
-from offbeat.bench import table
 from offbeat.bench.crew import PATIENCE, Crew, RowFailedError
 from offbeat.bench.rows import ALWAYS, OURS, Row, Setting, chosen, cores_here, left_out, method_of, micro_batches
 from offbeat.bench.where import check, placed
 from offbeat.errors import Interrupted, UserError, first_line, unknown
+from offbeat.report import standings
 from offbeat.report.pictures import draw_bench
 
 LEAST = 2  # batches timed in a round, where time is short
@@ -373,9 +373,7 @@ def without_out(command: list[str]) -> list[str]:
 
 def save(path: Path, content: dict[str, Any]) -> None:
     """JSON, complete or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, path)
+    record.write(path, json.dumps(content, indent=1) + "\n")
 
 
 def folder_for(out: Path | None, default: str, file: str) -> Path:
@@ -430,7 +428,7 @@ def finish(run: Bench) -> str | None:
         return None
     run.write()
     content = run.as_dict()
-    (run.out / "table.md").write_text(table.page(content))
+    (run.out / "table.md").write_text(standings.page(content))
     for suffix in ("svg", "png"):
         draw_bench(content, run.out / f"bench.{suffix}")
     return f"stopped by Ctrl-C; what was measured so far is in {run.out}"

@@ -76,14 +76,18 @@ def timed(
     return (time.perf_counter() - began) / batches, (time.process_time() - busy) / batches
 
 
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, smallest and largest."""
+    return median(values), min(values), max(values)
+
+
 def ratio(times: Mapping[str, Sequence[float]], above: str, below: str) -> tuple[float, float, float]:
     """Median, smallest and largest over the rounds of one time divided by another of the same round.
 
     >>> ratio({"a": [4.0, 9.0], "b": [2.0, 3.0]}, "a", "b")
     (2.5, 2.0, 3.0)
     """
-    values = [a / b for a, b in zip(times[above], times[below], strict=True)]
-    return median(values), min(values), max(values)
+    return spread([a / b for a, b in zip(times[above], times[below], strict=True)])
 
 
 # ---- memory of this process, in bytes

@@ -8,15 +8,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from offbeat.errors import first_line
+from offbeat.report import standings
 from offbeat.report.charts import Bar, bars
-from offbeat.report.folders import counted, read_json
+from offbeat.report.folders import read_json
 from offbeat.report.overview import ran
 from offbeat.report.parts import Section, figures, missing, notes, table
-from offbeat.report.stages import size
 from offbeat.report.svg import Picture
+from offbeat.report.words import counted, size
 
 LETTERS = (("K", "K"), ("b", "batch_size"))
 FAMILIES = {"offbeat": 0, "torch": 1, "bp": 7}
+ODD = (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError)  # of a record that is not a whole one
 
 
 def numbers(value: Any) -> list[float]:
@@ -82,8 +85,7 @@ def bench(path: Path, name: str) -> tuple[str, list[Section]]:
     if not rows:
         none = missing("no row has been measured: run `offbeat bench` to its end")
         return title, [first, Section("Speed").html(none)]
-    left_out = content.get("left_out")
-    return title, [first, _speeds(rows, content.get("bound"), left_out, name), _memory(rows, name)]
+    return title, [first, _speeds(rows, content, name), *_choice(content), _memory(rows, name)]
 
 
 def called(row: Mapping[str, Any]) -> str:
@@ -109,12 +111,18 @@ def _headline(rows: Sequence[dict[str, Any]]) -> str:
     shown = best(ours, "fastest of Offbeat") + best(theirs, "fastest of torch")
     shown += best([row for row in rows if row.get("family") == "bp"], "back-propagation")
     if ours and theirs:
-        ratio = max(map(_speed, ours)) / max(map(_speed, theirs))
-        shown.append(("Offbeat : torch", f"{ratio:.2f}", "the fastest of each"))
+        shown += _ratio(max(ours, key=_speed), max(theirs, key=_speed))
     return figures(shown)
 
 
-def _speeds(rows: Sequence[dict[str, Any]], bound: Any, left_out: Any, name: str) -> Section:
+def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, str, str]]:
+    try:
+        return [("Offbeat : torch", f"{standings.times_faster(ours, theirs):.2f}", "the fastest of each, in a round")]
+    except ODD:
+        return []
+
+
+def _speeds(rows: Sequence[dict[str, Any]], content: dict[str, Any], name: str) -> Section:
     section = Section(
         "Speed",
         "Samples a second: the median of the repetitions, its whisker the slowest and the fastest. Blue is Offbeat, "
@@ -129,36 +137,31 @@ def _speeds(rows: Sequence[dict[str, Any]], bound: Any, left_out: Any, name: str
             spread=(min(values), max(values)) if len(values) > 1 else None,
             tip=tip + counted(len(values), "repetition"),
         ))  # fmt: skip
+    bound = content.get("bound")
     limit = numbers(bound.get("samples_per_second")) if isinstance(bound, dict) else []
     if limit:
         drawn.insert(0, Bar("bound of the cuts", median(limit), f"{median(limit):,.0f}", 6,
                             tip=f"the slowest stage alone: {median(limit):,.1f} samples a second"))  # fmt: skip
     caption = "Teal is what the cuts allow: the slowest stage alone, without messages." if limit else ""
     section.pictures(Picture(f"{name}-speed", "Samples a second", lambda width: bars(drawn, width), caption))
-    base = next((row for row in rows if row.get("family") == "bp"), None)
-    times = f"x {base.get('name') or 'BP'}" if base else "x BP"
-    columns = ["row", "samples/s", "range", times, "ms a batch", "gradient", "workers", "memory a worker",
-               "moved a batch"]  # fmt: skip
-    section.html(table(columns, [_cells(row, base) for row in rows]))
-    said: dict[str, list[str]] = {}
-    for row in rows:
-        if row.get("note"):
-            said.setdefault(str(row["note"]), []).append(called(row))
-    lines = [f"{'; '.join(names)}: {note}" for note, names in said.items()]
-    if isinstance(left_out, dict):
-        lines += [f"left out: {row} ({why})" for row, why in left_out.items()]
-    return section.html(notes(lines))
+    return section.html(_table(content))
 
 
-def _cells(row: dict[str, Any], base: dict[str, Any] | None) -> list[str]:
-    values, batch = numbers(row["samples_per_second"]), numbers(row.get("seconds_per_batch"))
-    peak, moved = numbers(row.get("memory_per_worker")), numbers(row.get("bytes_moved"))
-    return [
-        called(row), f"{median(values):,.1f}", f"{min(values):,.1f} to {max(values):,.1f}",
-        f"{_speed(row) / _speed(base):.2f}" if base else "-", f"{1e3 * median(batch):,.1f}" if batch else "-",
-        "-" if "exact" not in row else "exact" if row["exact"] is True else "stale",
-        str(row.get("workers", "-")), size(peak[0]) if peak else "-", size(moved[0]) if moved else "-",
-    ]  # fmt: skip
+def _table(content: dict[str, Any]) -> str:
+    """The rows and their notes as in table.md."""
+    try:
+        return table(standings.HEAD, standings.cells(content), names=("gradient",)) + notes(standings.notes(content))
+    except ODD as error:
+        return missing(f"no table: bench.json lacks what belongs there ({first_line(error)})", warn=True)
+
+
+def _choice(content: dict[str, Any]) -> list[Section]:
+    """When which row is the better choice, where the record tells."""
+    try:
+        said = standings.advice(content)
+    except ODD:
+        return []
+    return [Section("When which", "As far as this run tells.").html(notes(said))] if said else []
 
 
 def _memory(rows: Sequence[dict[str, Any]], name: str) -> Section:

@@ -19,6 +19,7 @@ from offbeat.errors import UserError, first_line
 from offbeat.recipe import Recipe, complete, settings
 from offbeat.record import standing
 from offbeat.report.traces import Trace, read_trace
+from offbeat.report.words import counted
 
 T = TypeVar("T")
 
@@ -140,14 +141,6 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
             broken += 1
     if broken:
         problems.append(f"{path.name}: {counted(broken, 'line')} could not be read, left out")
-
-
-def counted(count: int, word: str) -> str:
-    """
-    >>> counted(1, "run"), counted(3, "run")
-    ('1 run', '3 runs')
-    """
-    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def read_run(path: Path) -> Run:

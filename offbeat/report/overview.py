@@ -10,10 +10,10 @@ from typing import Any
 from offbeat.recipe import Recipe
 from offbeat.report.charts import Line, lines
 from offbeat.report.curves import clock, points
-from offbeat.report.folders import Run, counted
+from offbeat.report.folders import Run
 from offbeat.report.parts import Section, facts, figures, missing, table
-from offbeat.report.stages import size
 from offbeat.report.svg import Picture
+from offbeat.report.words import counted, duration, size
 
 Groups = Mapping[str, Sequence[Run]]  # the runs of one setting, over its seeds, by their label
 
@@ -146,17 +146,6 @@ def headlines(groups: Groups) -> str:
 def _middle(values: Sequence[float | None]) -> float | None:
     there = [value for value in values if value is not None]
     return median(there) if there else None
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(3.19), duration(75), duration(4000)
-    ('3.2 s', '1 min 15 s', '1 h 6 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 # ---- curves and errors

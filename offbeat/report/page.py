@@ -5,7 +5,6 @@ Every picture stands in it as SVG, drawn for large and for small screens; it fol
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,13 +12,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offbeat import recipes
+from offbeat import recipes, record
 from offbeat.errors import UserError, first_line
 from offbeat.report import benches, browser, comparison, look, overview, reproduction, scaled
-from offbeat.report.folders import Run, counted, kind_of, read_json, read_run
+from offbeat.report.folders import Run, kind_of, read_json, read_run
 from offbeat.report.parts import WIDTHS, Section, facts, figures, missing, notes, rendered, slug, table
 from offbeat.report.stages import stage_sections
 from offbeat.report.svg import Canvas, Picture
+from offbeat.report.words import counted
 
 MOST_RUNS = 12  # whose stages are told one by one: a reproduction has hundreds
 
@@ -292,12 +292,7 @@ def _pictures(drawn: Sequence[Picture], folder: Path) -> list[str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Completely, or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        record.write(path, content)
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror or first_line(error)}): choose another place") from error
-    finally:
-        temporary.unlink(missing_ok=True)

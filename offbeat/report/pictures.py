@@ -6,7 +6,6 @@ A file is written completely or not at all, and the same arguments give the same
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import UserError
 from offbeat.method import Method
+from offbeat.record import write
 from offbeat.report.bars import bench_figure, bench_text
 from offbeat.report.curves import curves_figure, curves_text
 from offbeat.report.gantt import timeline_figure
@@ -110,11 +110,7 @@ def settings() -> Iterator[None]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        write(path, content)
     except OSError as error:
         raise UserError(f"picture {str(path)!r}: cannot be written, {error.strerror}; use another place") from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -10,8 +10,8 @@ from typing import Any
 from offbeat.report.benches import described, numbers, opened, title_of
 from offbeat.report.charts import Line, lines
 from offbeat.report.parts import Section, figures, missing, notes, table
-from offbeat.report.stages import size
 from offbeat.report.svg import Picture
+from offbeat.report.words import size
 
 LEAST = 1 / 32  # of the speed of one worker: what is slower is not drawn
 Rows = Sequence[Mapping[str, Any]]

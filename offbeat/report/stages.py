@@ -12,6 +12,7 @@ from offbeat.report.folders import Diagnosis, Run
 from offbeat.report.parts import Section, missing, table
 from offbeat.report.svg import Canvas, Picture
 from offbeat.report.traces import Trace, alike, planned, planned_idle, usable
+from offbeat.report.words import size
 
 TRACE, DIAGNOSE = "--trace 200", "--diagnose 50"
 
@@ -31,21 +32,6 @@ def _parts(run: Run) -> tuple[list[Part] | None, str]:
         return parts(run.recipe), ""
     except UserError as error:
         return None, str(error)
-
-
-def size(value: float) -> str:
-    """Bytes in words.
-
-    >>> size(0), size(1600), size(887420), size(12.3e6), size(3.2e9)
-    ('0', '1.6 kB', '0.89 MB', '12 MB', '3.2 GB')
-    """
-    if value < 1e5:
-        return f"{value / 1e3:.2g} kB" if value >= 1 else "0"
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if value >= scale or unit == "MB":
-            shown = value / scale
-            return f"{shown:.0f} {unit}" if shown >= 10 else f"{shown:.2g} {unit}"
-    raise AssertionError("unreachable")
 
 
 # ---- the partition
@@ -136,7 +122,7 @@ def _idle(run: Run, name: str) -> Picture | None:
             tip=f"stage {k}: idle {100 * share:.1f} %" + (f", {100 * plan[k - 1]:.1f} % by the plan" if plan else ""))
         for k, share in enumerate(trace.idle(), start=1) if share is not None
     ]  # fmt: skip
-    told = "Share of the recorded time in which a stage neither computed nor sent."
+    told = "Share of the recorded time in which a stage did nothing of its own."
     return Picture(f"{name}-idle", "Idle time", lambda width: bars(drawn, width, mark="by the plan" if plan else "",
                    limit=1.0), told, 3)  # fmt: skip
 

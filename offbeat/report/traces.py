@@ -30,10 +30,14 @@ class Spell:
 
 @dataclass(frozen=True)
 class Trace:
-    """All spells of all stages, on one clock."""
+    """All spells of all stages, on one clock.
+
+    told   share of its time in which each stage was idle, where the recording says it: it knows of evaluations
+    """
 
     K: int
     spells: list[Spell]
+    told: tuple[float, ...] | None = None
 
     def window(self) -> tuple[float, float]:
         """When all stages were being recorded: from the last that began to the first that ended."""
@@ -55,7 +59,10 @@ class Trace:
         return median(found) if found else 0.0
 
     def idle(self) -> list[float | None]:
-        """Share of the window in which each stage neither computed nor sent; None where it was not recorded."""
+        """Share of the recording in which each stage did nothing of its own, as told, or else neither computed nor sent
+        while all were recorded; None where it was not."""
+        if self.told:
+            return list(self.told)
         start, end = self.window()
         shares: list[float | None] = []
         for k in range(1, self.K + 1):
@@ -129,9 +136,12 @@ def read_trace(content: Any) -> Trace:
     if not spells:
         raise UserError("it has no operations")
     other = content.get("otherData")
-    K: Any = other.get("K") if isinstance(other, dict) else None
+    other = other if isinstance(other, dict) else {}
     most = max(spell.k for spell in spells)
-    return Trace(max(K, most) if _whole(K) else most, spells)
+    K = max(other["K"], most) if _whole(other.get("K")) else most
+    idle: Any = other.get("idle")
+    fits = isinstance(idle, list) and len(idle) == K and all(_finite(share) and 0 <= share <= 1 for share in idle)
+    return Trace(K, spells, tuple(map(float, idle)) if fits else None)
 
 
 def _finite(value: Any) -> bool:

@@ -8,9 +8,10 @@ from math import isclose
 import made_folders as made
 import pytest
 
+from offbeat import tracing
 from offbeat.errors import UserError
 from offbeat.methods import named
-from offbeat.report.traces import Spell, Trace, planned, planned_idle, read_trace
+from offbeat.report.traces import KINDS, Spell, Trace, planned, planned_idle, read_trace
 from offbeat.timeline import Costs, balanced, period
 
 
@@ -109,3 +110,16 @@ def test_unequal_stages_are_planned_at_the_pace_of_the_slowest():
 def test_what_is_no_trace_is_refused_with_the_reason(content, reason):
     with pytest.raises(UserError, match=reason):
         read_trace(content)
+
+
+def test_idle_shares_that_the_recording_tells_are_taken_and_others_are_not(tmp_path):
+    made.trace(tmp_path)
+    content = json.loads((tmp_path / "trace.json").read_text())
+    counted = read_trace(content).idle()
+    for told, idle in (([0.1, 0.2, 0.3], [0.1, 0.2, 0.3]), ([0.1, 0.2], counted), ([0.1, 0.2, "x"], counted)):
+        content["otherData"]["idle"] = told
+        assert read_trace(content).idle() == idle
+
+
+def test_a_report_knows_all_that_a_recording_may_hold():
+    assert KINDS == tracing.KINDS

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median
 from typing import Any
+
+from offbeat.report.words import markdown, ranged, size
 
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -61,16 +62,6 @@ def gradient(row: Row) -> str:
     return f"late by {late:.3g} update{'s' * (late != 1)} in stage 1, 0 in the last"
 
 
-def shown(values: Sequence[float], digits: int = 0) -> str:
-    """Median (least-most); of a single one only that."""
-    middle = f"{median(values):,.{digits}f}"
-    return middle if len(values) < 2 else f"{middle} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
-
-
-def megabytes(count: float) -> str:
-    return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB" if count else "0"
-
-
 def cells(record: Record) -> list[list[str]]:
     """A line a row, in the order of the record; columns as in HEAD."""
     rows, best = measured(record), best_synchronous(record)
@@ -79,14 +70,14 @@ def cells(record: Record) -> list[list[str]]:
         share = share_of_bound(row, record)
         found.append([
             row["title"] + (f", m={row['micro_batches']}" if row["micro_batches"] else ""), gradient(row),
-            megabytes(row["memory_per_worker"]), megabytes(row["bytes_moved"]), shown(row["samples_per_second"]),
+            size(row["memory_per_worker"]), size(row["bytes_moved"]), ranged(row["samples_per_second"]),
             f"{times_faster(row, rows['bp']):.2f}" if "bp" in rows else "",
             f"{times_faster(row, best):.2f}" if best else "", "" if share is None else f"{share:.2f}",
         ])  # fmt: skip
     if record["bound"]["seconds_per_batch"]:
         bound = record["bound"]
         found.append([
-            "no-communication bound of the cuts", "", "", "", shown(bound["samples_per_second"]),
+            "no-communication bound of the cuts", "", "", "", ranged(bound["samples_per_second"]),
             f"{times_faster(bound, rows['bp']):.2f}" if "bp" in rows else "",
             f"{times_faster(bound, best):.2f}" if best else "", "1",
         ])  # fmt: skip
@@ -123,8 +114,8 @@ def advice(record: Record) -> list[str]:
         said.append(_against_ddp(adl, ddp, late))
     if best:
         said.append(
-            f"{compared(adl, best)}; it holds {megabytes(adl['memory_per_worker'])} a worker at most, the other "
-            f"{megabytes(best['memory_per_worker'])}. The synchronous one is the better choice where the exact "
+            f"{compared(adl, best)}; it holds {size(adl['memory_per_worker'])} a worker at most, the other "
+            f"{size(best['memory_per_worker'])}. The synchronous one is the better choice where the exact "
             f"gradient is worth that much time, or where memory is short: {late}."
         )  # fmt: skip
     if cores := rows.get("bp-cores"):
@@ -144,12 +135,12 @@ def advice(record: Record) -> list[str]:
 
 
 def _against_ddp(adl: Row, ddp: Row, late: str) -> str:
-    moved = f"it moves {megabytes(ddp['bytes_moved'])} a batch, ADL {megabytes(adl['bytes_moved'])}"
-    holds = f"each of its workers holds the whole network ({megabytes(ddp['memory_per_worker'])} with its activations)"
+    moved = f"it moves {size(ddp['bytes_moved'])} a batch, ADL {size(adl['bytes_moved'])}"
+    holds = f"each of its workers holds the whole network ({size(ddp['memory_per_worker'])} with its activations)"
     if times_faster(adl, ddp) > 1 + ALIKE:
         return (
             f"{compared(adl, ddp)}. DDP is still the better choice where the gradient must be exact and the network "
-            f"fits one worker: {holds}; {moved}; ADL pays with memory ({megabytes(adl['memory_per_worker'])} a worker "
+            f"fits one worker: {holds}; {moved}; ADL pays with memory ({size(adl['memory_per_worker'])} a worker "
             f"at most), and {late}."
         )
     return (
@@ -160,14 +151,13 @@ def _against_ddp(adl: Row, ddp: Row, late: str) -> str:
     )
 
 
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
-
-
 def notes(record: Record) -> list[str]:
     """What each row's figures mean, and what holds for all."""
-    said = [f"{row['title']}: {row['note']}" for row in measured(record).values() if row["note"]]
-    return [*said, *common_notes(record)]
+    rows: dict[str, list[str]] = {}
+    for row in measured(record).values():
+        if row["note"]:
+            rows.setdefault(row["note"], []).append(row["title"])
+    return [*(f"{'; '.join(titles)}: {note}" for note, titles in rows.items()), *common_notes(record)]
 
 
 def common_notes(record: Record) -> list[str]:

@@ -1,0 +1,58 @@
+"""Figures as people read them: counts, bytes, times, medians with their range, tables of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+
+def counted(count: int, word: str) -> str:
+    """
+    >>> counted(1, "run"), counted(3, "run")
+    ('1 run', '3 runs')
+    """
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def size(value: float) -> str:
+    """Bytes.
+
+    >>> size(0), size(1600), size(887420), size(12.3e6), size(3.2e9)
+    ('0', '1.6 kB', '0.89 MB', '12 MB', '3.2 GB')
+    """
+    if value < 1e5:
+        return f"{value / 1e3:.2g} kB" if value >= 1 else "0"
+    shown, unit = (value / 1e9, "GB") if value >= 1e9 else (value / 1e6, "MB")
+    return f"{shown:.0f} {unit}" if shown >= 10 else f"{shown:.2g} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(3.19), duration(75), duration(4000)
+    ('3.2 s', '1 min 15 s', '1 h 6 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def ranged(values: Sequence[float]) -> str:
+    """Median (least-most); of a single one only that.
+
+    >>> ranged([1200.4, 1100, 1300]), ranged([7])
+    ('1,200 (1,100-1,300)', '7')
+    """
+    middle = f"{median(values):,.0f}"
+    return middle if len(values) < 2 else f"{middle} ({min(values):,.0f}-{max(values):,.0f})"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table.
+
+    >>> print(markdown(["a", "b"], [["1", "2"]]))
+    | a | b |
+    | --- | --- |
+    | 1 | 2 |
+    """
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows])
