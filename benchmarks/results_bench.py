@@ -79,8 +79,7 @@ def section() -> list[str]:
     if benches:
         lines += [prose(
             "`offbeat bench`: all rows in one run on one machine, on the same cuts (interleaved: cuts of its own), in",
-            "rounds that time every row once; ratios are taken within a round. Late: how old the gradient of stage 1",
-            "is, in updates, in the mean.",
+            "rounds that time every row once.",
         ), ""]  # fmt: skip
     for name, record in benches.items():
         lines += bench_section(name, record)

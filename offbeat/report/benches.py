@@ -150,7 +150,7 @@ def _speeds(rows: Sequence[dict[str, Any]], content: dict[str, Any], name: str) 
 def _table(content: dict[str, Any]) -> str:
     """The rows and their notes as in table.md."""
     try:
-        return table(standings.HEAD, standings.cells(content), names=("gradient",)) + notes(standings.notes(content))
+        return table(standings.HEAD, standings.cells(content)) + notes(standings.notes(content))
     except ODD as error:
         return missing(f"no table: bench.json lacks what belongs there ({first_line(error)})", warn=True)
 

@@ -9,10 +9,7 @@ from offbeat.report.words import markdown, ranged, size
 
 Record = dict[str, Any]
 Row = dict[str, Any]
-HEAD = (
-    "row", "gradient", "memory a worker", "moved a batch", "samples/s", "x BP, one worker",
-    "x best synchronous pipeline", "of the bound",
-)  # fmt: skip
+HEAD = ("row", "samples/s", "x BP", "x best sync.", "of the bound", "gradient", "memory a worker", "moved a batch")
 BUSY = 0.5  # processes that others run for each core
 ALIKE = 0.03  # of each other: called as fast
 
@@ -55,11 +52,11 @@ def share_of_bound(row: Row, record: Record) -> float | None:
 
 
 def gradient(row: Row) -> str:
-    """Exact, or how late."""
+    """Exact, or how many updates late."""
     if row["exact"]:
         return "exact"
     late = max(row["staleness"])
-    return f"late by {late:.3g} update{'s' * (late != 1)} in stage 1, 0 in the last"
+    return f"late by {late:.3g}"
 
 
 def cells(record: Record) -> list[list[str]]:
@@ -69,17 +66,17 @@ def cells(record: Record) -> list[list[str]]:
     for row in rows.values():
         share = share_of_bound(row, record)
         found.append([
-            row["title"] + (f", m={row['micro_batches']}" if row["micro_batches"] else ""), gradient(row),
-            size(row["memory_per_worker"]), size(row["bytes_moved"]), ranged(row["samples_per_second"]),
-            f"{times_faster(row, rows['bp']):.2f}" if "bp" in rows else "",
+            row["title"] + (f", m={row['micro_batches']}" if row["micro_batches"] else ""),
+            ranged(row["samples_per_second"]), f"{times_faster(row, rows['bp']):.2f}" if "bp" in rows else "",
             f"{times_faster(row, best):.2f}" if best else "", "" if share is None else f"{share:.2f}",
+            gradient(row), size(row["memory_per_worker"]), size(row["bytes_moved"]),
         ])  # fmt: skip
     if record["bound"]["seconds_per_batch"]:
         bound = record["bound"]
         found.append([
-            "no-communication bound of the cuts", "", "", "", ranged(bound["samples_per_second"]),
+            "no-communication bound of the cuts", ranged(bound["samples_per_second"]),
             f"{times_faster(bound, rows['bp']):.2f}" if "bp" in rows else "",
-            f"{times_faster(bound, best):.2f}" if best else "", "1",
+            f"{times_faster(bound, best):.2f}" if best else "", "1", "", "", "",
         ])  # fmt: skip
     return found
 
@@ -162,6 +159,9 @@ def notes(record: Record) -> list[str]:
 
 def common_notes(record: Record) -> list[str]:
     said = [
+        "x BP: times as fast as BP on one worker; x best sync.: as the fastest pipeline with exact gradients; both, and "
+        "the share of the bound, within a round, the median of them.",
+        "Late: how many updates old the gradient of stage 1 is, in the mean; that of the last stage never is.",
         f"Memory: {record['settings']['memory']}. Moved: by all workers together, counted in one batch.",
         f"Bound: {record['bound']['meaning']}.",
     ]
@@ -194,17 +194,17 @@ def show(record: Record, where: str) -> None:
     console = Console(highlight=False)
     made = Table(title=heading(record), box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     made.add_column("row", no_wrap=True)
-    for column in ("m", "late\nby", "MB a\nworker", "MB\nmoved", "samples/s", "x BP", "x best\nsync.", "of the\nbound"):
+    for column in ("m", "late\nby", "MB a\nworker", "MB\nmoved", "samples/s", "x BP", "x best\nsync.", "of\nbound"):
         made.add_column(column, justify="right", no_wrap=True)
     rows = [*measured(record).values(), *([record["bound"]] if record["bound"]["seconds_per_batch"] else [])]
     for row, line in zip(rows, cells(record), strict=True):
         if "name" not in row:
-            made.add_row("bound", "", "", "", "", *line[4:])
+            made.add_row("bound", "", "", "", "", *line[1:5])
             continue
         late = max(row["staleness"], default=0.0)
         made.add_row(
             row["name"], str(row["micro_batches"] or ""), f"{late:.3g}", f"{row['memory_per_worker'] / 1e6:,.0f}",
-            f"{row['bytes_moved'] / 1e6:,.1f}", *line[4:],
+            f"{row['bytes_moved'] / 1e6:,.1f}", *line[1:5],
         )  # fmt: skip
     console.print(made)
     for said in advice(record):
