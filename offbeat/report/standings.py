@@ -159,8 +159,8 @@ def notes(record: Record) -> list[str]:
 
 def common_notes(record: Record) -> list[str]:
     said = [
-        "x BP: times as fast as BP on one worker; x best sync.: as the fastest pipeline with exact gradients; both, and "
-        "the share of the bound, within a round, the median of them.",
+        "x BP: times as fast as BP on one worker; x best sync.: as the fastest pipeline with exact gradients. These and "
+        "the share of the bound are medians of ratios within a round.",
         "Late: how many updates old the gradient of stage 1 is, in the mean; that of the last stage never is.",
         f"Memory: {record['settings']['memory']}. Moved: by all workers together, counted in one batch.",
         f"Bound: {record['bound']['meaning']}.",
