@@ -135,7 +135,7 @@ def _speeds(rows: Sequence[dict[str, Any]], content: dict[str, Any], name: str) 
         drawn.append(Bar(
             called(row), median(values), f"{median(values):,.0f}", FAMILIES.get(str(row.get("family")), 6),
             spread=(min(values), max(values)) if len(values) > 1 else None,
-            tip=tip + counted(len(values), "repetition"),
+            tip=tip + counted(len(values), "repetition"), short=str(row.get("name", "")),
         ))  # fmt: skip
     bound = content.get("bound")
     limit = numbers(bound.get("samples_per_second")) if isinstance(bound, dict) else []
@@ -168,7 +168,8 @@ def _memory(rows: Sequence[dict[str, Any]], name: str) -> Section:
     section = Section("Memory and traffic")
     made = []
     for key, title in (("memory_per_worker", "Memory a worker"), ("bytes_moved", "Bytes moved a batch")):
-        drawn = [Bar(called(row), value[0], size(value[0]), FAMILIES.get(str(row.get("family")), 6))
+        drawn = [Bar(called(row), value[0], size(value[0]), FAMILIES.get(str(row.get("family")), 6),
+                     short=str(row.get("name", "")))
                  for row in rows if (value := numbers(row.get(key)))]  # fmt: skip
         if drawn:
             made.append(Picture(f"{name}-{key.replace('_', '-')}", title,

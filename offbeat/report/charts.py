@@ -155,7 +155,8 @@ def spaced(levels: Sequence[float], gap: float, low: float, high: float) -> list
 
 @dataclass(frozen=True)
 class Bar:
-    """A value in a row of its own; mark: another to compare it with; spread: the lowest and the highest."""
+    """A value in a row of its own; mark: another to compare it with; spread: the lowest and the highest; short: its
+    name where there is little room."""
 
     label: str
     value: float
@@ -164,6 +165,7 @@ class Bar:
     mark: float | None = None
     spread: tuple[float, float] | None = None
     tip: str = ""
+    short: str = ""
 
 
 def bars(drawn: Sequence[Bar], width: int, *, mark: str = "", limit: float | None = None, note: str = "") -> Canvas:
@@ -176,7 +178,10 @@ def bars(drawn: Sequence[Bar], width: int, *, mark: str = "", limit: float | Non
     reach = [bar.value for bar in drawn] + [bar.mark or 0 for bar in drawn] + [
         bar.spread[1] for bar in drawn if bar.spread]  # fmt: skip
     most = limit or max(reach) or 1.0
-    names = min(max(text_width(bar.label) for bar in drawn) + 10, 0.42 * width)
+    titles = [bar.label for bar in drawn]
+    if max(map(text_width, titles)) + 10 > 0.42 * width:
+        titles = [bar.short or bar.label for bar in drawn]
+    names = min(max(map(text_width, titles)) + 10, 0.42 * width)
     values = max(text_width(bar.text) for bar in drawn) + 14
     canvas = Canvas(width, head + row * len(drawn) + 4)
     along = Scale(0, most, names, max(names + 40, width - values))
@@ -187,9 +192,9 @@ def bars(drawn: Sequence[Bar], width: int, *, mark: str = "", limit: float | Non
         start = text_width(note) + 14 if note else names
         canvas.line(start + 4, 4, start + 4, 16, "mark")
         canvas.text(start + 12, 13, mark, "axis")
-    for place, bar in enumerate(drawn):
+    for place, (bar, title) in enumerate(zip(drawn, titles, strict=True)):
         level = head + row * place
-        canvas.text(names - 10, level + row / 2 + 4, shorten(bar.label, names), "label", anchor="end")
+        canvas.text(names - 10, level + row / 2 + 4, shorten(title, names), "label", anchor="end")
         if whole:
             canvas.rect(names, level + 4, along(most) - names, row - 8, "lane", radius=2)
         canvas.rect(names, level + 4, max(along(bar.value) - names, 1), row - 8, f"f{bar.colour % COLOURS}", radius=2,

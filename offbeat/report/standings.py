@@ -9,7 +9,7 @@ from offbeat.report.words import markdown, ranged, size
 
 Record = dict[str, Any]
 Row = dict[str, Any]
-HEAD = ("row", "samples/s", "x BP", "x best sync.", "of the bound", "gradient", "memory a worker", "moved a batch")
+HEAD = ("row", "samples/s", "x BP", "x best sync.", "of the bound", "gradient", "memory", "moved")
 BUSY = 0.5  # processes that others run for each core
 ALIKE = 0.03  # of each other: called as fast
 
@@ -159,10 +159,10 @@ def notes(record: Record) -> list[str]:
 
 def common_notes(record: Record) -> list[str]:
     said = [
-        "x BP: times as fast as BP on one worker; x best sync.: as the fastest pipeline with exact gradients. These and "
-        "the share of the bound are medians of ratios within a round.",
+        "x BP: times as fast as BP on one worker; x best sync.: as the fastest pipeline with exact gradients. Ratios, "
+        "and shares of the bound, are those of a round, the median of them.",
         "Late: how many updates old the gradient of stage 1 is, in the mean; that of the last stage never is.",
-        f"Memory: {record['settings']['memory']}. Moved: by all workers together, counted in one batch.",
+        f"Memory: {record['settings']['memory']}. Moved: by all workers together in one batch.",
         f"Bound: {record['bound']['meaning']}.",
     ]
     if record["settings"]["load"] > BUSY * record["settings"]["cores"]:
