@@ -229,7 +229,7 @@ def simulate(study: Study, setting: Setting, costs: Profile) -> dict[str, Any]:
             study.left_out.append(f"simulation from K={K} on: {'too few units' if cuts is None else 'no time'}")
             break
         began = say.seconds
-        say(f"simulating {K} stages")
+        say(f"simulating K={K}")
         for name in SIMULATED:
             method = method_at(name, setting, K)
             for link_name, link in LINKS.items():
