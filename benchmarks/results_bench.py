@@ -6,11 +6,9 @@
 
 from __future__ import annotations
 
-from statistics import median
-
 from page import RECORDS, Record, point, prose, records, source
 
-from offbeat.report.words import markdown
+from offbeat.report.words import markdown, ranged
 
 
 def picture(name: str, told: str) -> list[str]:
@@ -39,7 +37,7 @@ def scaling_section(name: str, record: Record) -> list[str]:
         measured = one["staleness_measured"][0] if one["K"] > 1 and one["staleness_measured"] else 0.0
         rows.append([
             one["axis"], one["model"], str(one["batch_size"]), str(one["K"]),
-            table_seconds(one["seconds_per_batch"]), f"{max(one['memory']) / 1e6:,.0f}",
+            ranged([1000 * value for value in one["seconds_per_batch"]]), f"{max(one['memory']) / 1e6:,.0f}",
             f"{max(one['memory_counted']) / 1e6:,.0f}", f"{measured:.2f}", f"{one['staleness'][0]:.2f}",
         ])  # fmt: skip
     head = ["what grows", "network", "b", "K", "ms a batch", "MB, largest worker", "MB, counted",
@@ -62,12 +60,6 @@ def scaling_section(name: str, record: Record) -> list[str]:
         *([""] if record["left_out"] else []),
         source(name, record), "",
     ]  # fmt: skip
-
-
-def table_seconds(seconds: list[float]) -> str:
-    values = [1000 * value for value in seconds]
-    spread = f" ({min(values):,.0f}-{max(values):,.0f})" if len(values) > 1 else ""
-    return f"{median(values):,.0f}{spread}"
 
 
 def section() -> list[str]:

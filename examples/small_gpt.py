@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import offbeat
 
 CONTEXT, WIDTH, HEADS, BLOCKS = 64, 64, 4, 4
-K, M, BATCH, BATCHES = 3, 2, 16, 160
+K, M, BATCH, BATCHES = 3, 2, 16, 100
 HERE = Path(__file__).resolve().parents[1]
 
 

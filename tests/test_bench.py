@@ -394,7 +394,7 @@ def test_a_scaling_study_has_its_points_its_simulation_and_what_it_left_out(offb
     record = json.loads((out / "scaling.json").read_text())
     assert {path.name for path in out.iterdir()} == {"scaling.json", "scaling.svg", "scaling.png"}
     assert [(point["axis"], point["K"]) for point in record["points"]] == [("strong", 1), ("weak", 1)]
-    assert record["left_out"] == ["strong: resnet8, b=4, K=2: only 1 cores"]
+    assert record["left_out"] == ["strong: resnet8, b=4, K=2: only 1 core"]
     rows = record["simulation"]["rows"]
     assert {row["K"] for row in rows} == {1, 2, 4, 8}
     assert {row["method"] for row in rows} == {"adl", "adl-1f1b", "gpipe"}

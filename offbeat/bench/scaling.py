@@ -284,7 +284,7 @@ def go(study: Study, base: Setting, folder: Path) -> None:
     for number, (axis, setting) in enumerate(wanted(request)):
         told = f"{axis}: {setting.model}, b={setting.batch_size}, K={setting.K}"
         if len(cores_here()) < setting.K:
-            study.left_out.append(f"{told}: only {len(cores_here())} cores")
+            study.left_out.append(f"{told}: only {len(cores_here())} core{'s' * (len(cores_here()) > 1)}")
             continue
         if request.minutes is not None and say.seconds + took > 60 * request.minutes:
             study.left_out.append(f"{told}: no time in {request.minutes:g} minutes")

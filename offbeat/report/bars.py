@@ -5,6 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from offbeat.report.standings import setting
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -19,7 +21,6 @@ def bench_figure(record: dict[str, Any]) -> Figure:
     from matplotlib.patches import Patch
 
     rows = [row for row in record["rows"] if row["seconds_per_batch"]]
-    settings = record["settings"]
     figure = Figure(figsize=(9.6, 1.6 + 0.42 * len(rows)), dpi=100, facecolor="white")
     axes = figure.add_axes((0.33, 0.75 / (1.6 + 0.42 * len(rows)), 0.64, 1 - 1.55 / (1.6 + 0.42 * len(rows))))
     for place, row in enumerate(rows):
@@ -45,11 +46,7 @@ def bench_figure(record: dict[str, Any]) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", color="#EEEEEE")
     axes.set_axisbelow(True)
-    where = "one GPU" if settings["device"] == "cuda" else "one core a worker"
-    if settings["cores_shared"]:
-        where = f"{settings['cores']} cores, shared"
-    figure.suptitle(f"{settings['model']}, b={settings['batch_size']}, K={settings['K']}, {where}", x=0.02, ha="left",
-                    fontsize=12)  # fmt: skip
+    figure.suptitle(setting(record), x=0.02, ha="left", fontsize=12)
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=8,
                   bbox_to_anchor=(0.99, 1 - 0.3 / (1.6 + 0.42 * len(rows))))  # fmt: skip
     return figure

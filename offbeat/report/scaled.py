@@ -11,7 +11,7 @@ from offbeat.report.benches import described, numbers, opened, title_of
 from offbeat.report.charts import Line, lines
 from offbeat.report.parts import Section, figures, missing, notes, table
 from offbeat.report.svg import Picture
-from offbeat.report.words import size
+from offbeat.report.words import ranged, size
 
 LEAST = 1 / 32  # of the speed of one worker: what is slower is not drawn
 Rows = Sequence[Mapping[str, Any]]
@@ -118,10 +118,9 @@ def _measured(points: Rows) -> Section:
         counted = numbers(point.get("memory_counted"))
         rows.append([
             *(str(point.get(key, "-")) for key in ("axis", "model", "batch_size", "K")),
-            f"{1e3 * median(seconds):,.1f}" if seconds else "-",
-            f"{1e3 * min(seconds):,.1f} to {1e3 * max(seconds):,.1f}" if seconds else "-",
+            ranged([1e3 * value for value in seconds]) if seconds else "-",
             size(max(peak)) if peak else "-", size(max(counted)) if counted else "-",
             f"{max(late):.2f}" if late else "-",
         ])  # fmt: skip
-    columns = ["axis", "network", "batch", "K", "ms a batch", "range", "peak memory", "counted", "staleness"]
+    columns = ["axis", "network", "batch", "K", "ms a batch", "peak memory", "counted", "staleness"]
     return section.html(table(columns, rows, names=("network",)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from offbeat.report.words import markdown, ranged, size
+from offbeat.report.words import counted, markdown, ranged, size
 
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -81,13 +81,17 @@ def cells(record: Record) -> list[list[str]]:
     return found
 
 
+def setting(record: Record) -> str:
+    """The network, and where it was timed."""
+    given = record["settings"]
+    where = "one GPU" if given["device"] == "cuda" else "one core a worker"
+    if given["cores_shared"]:
+        where = f"{counted(given['cores'], 'core')} shared by the workers"
+    return f"{given['model']}, b={given['batch_size']}, K={given['K']}, M={given['M']}, {where}"
+
+
 def heading(record: Record) -> str:
-    settings = record["settings"]
-    where = "one GPU" if settings["device"] == "cuda" else "one core a worker"
-    if settings["cores_shared"]:
-        where = f"{settings['cores']} cores shared by the workers"
-    return (f"{settings['model']}, b={settings['batch_size']}, K={settings['K']}, M={settings['M']}, {where}; median "
-            f"(least-most) of {settings['rounds']} round{'s' * (settings['rounds'] != 1)}")  # fmt: skip
+    return f"{setting(record)}; median (least-most) of {counted(record['settings']['rounds'], 'round')}"
 
 
 def compared(row: Row, other: Row) -> str:
@@ -167,8 +171,8 @@ def common_notes(record: Record) -> list[str]:
     ]
     if record["settings"]["load"] > BUSY * record["settings"]["cores"]:
         load, cores = record["settings"]["load"], record["settings"]["cores"]
-        said.append(f"The machine was busy with something else when this began (load {load:g} on {cores} cores): these "
-                    "times say little.")  # fmt: skip
+        said.append(f"The machine was busy with something else when this began (load {load:g} on "
+                    f"{counted(cores, 'core')}): these times say little.")  # fmt: skip
     said += [f"{name} is left out: {reason}." for name, reason in record["left_out"].items()]
     return said
 
