@@ -4,8 +4,8 @@
                              [--compile] [--tune] [--rounds 5] [--turns 200] [--device cuda] [--out FILE]
 
 Every round times each row in turn, after a warm-up in which its stages fill and record; what is compared are medians,
-each ratio taken within its round. `host` is the share of the time in which the host was busy asking for the work: where
-it is near 1, the host is the bottleneck. The batch lies on the device; no data is read.
+each ratio taken within its round. `host` is the share of the time that the host needs to ask for the work, while
+nothing holds it up: where it is near 1, the host is the bottleneck. The batch lies on the device; no data is read.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from torch import nn
 import offbeat
 from offbeat import models, record
 from offbeat.engines.streams import Streams
+from offbeat.stage.deck import AHEAD
+
+FEW = AHEAD // 2  # turns that the host can ask for without waiting
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -54,23 +57,25 @@ class Row:
         self.figures: dict[str, list[float]] = {"ms": [], "host": []}
 
     def turns(self, n: int) -> tuple[float, float]:
-        """Seconds, and seconds in which the host was busy."""
+        """Seconds, and seconds until the last of them was asked for."""
         self._wait()
-        began, busy = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         for _ in range(n):
             self.pipe._step(*self.batch)
-        busy = time.thread_time() - busy
+        asked = time.perf_counter() - began
         self._wait()
-        return time.perf_counter() - began, busy
+        return time.perf_counter() - began, asked
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def measure(self, turns: int) -> None:
-        seconds, busy = self.turns(turns)
+        turns = turns if isinstance(self.pipe.engine, Streams) else max(1, turns // 5)
+        seconds, _ = self.turns(turns)
         self.figures["ms"].append(1000 * seconds / turns)
-        self.figures["host"].append(busy / seconds)
+        asked = min(self.turns(FEW)[1] for _ in range(5))
+        self.figures["host"].append(asked / FEW / (seconds / turns))
 
     def as_dict(self) -> dict[str, Any]:
         eager = {k: stage.eager for k, stage in self.pipe.stages.items() if getattr(stage, "eager", None)}

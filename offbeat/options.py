@@ -47,7 +47,7 @@ class OneMethod:
     buffer: Annotated[int | None, typer.Option(help="Batches between stages that run freely.")] = None
 
 
-ENGINE = "simulate, processes or, for one GPU, streams. (default processes for K > 1 without a GPU)"
+ENGINE = "simulate, processes or, for one GPU, streams. (default for K > 1 processes, with a GPU streams)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,7 @@ class Stages:
         str | None, typer.Option(help="fp32, tf32 (cuda) or bf16; weights and sums stay fp32. (default fp32)")
     ] = None
     compile: Annotated[bool | None, typer.Option(help="Compile each stage (torch.compile).")] = None
+    tune: Annotated[bool | None, typer.Option(help="Have cuDNN time its algorithms: faster, other last bits.")] = None
     cuts: Annotated[str | None, typer.Option(help="Cut before these units: 5,9,14. (default equal FLOPs)")] = None
     units: Annotated[str | None, typer.Option(help="Cut between blocks, or layers (also inside blocks).")] = None
     partition: Annotated[str | None, typer.Option(help="Balance flops, or measured time. (default flops)")] = None

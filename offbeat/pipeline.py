@@ -145,7 +145,8 @@ class Pipeline:
 
     def _engine(self, name: str | None) -> Engine:
         if name is None:
-            name = "processes" if available() > 1 else "simulate"
+            recorded = self.device.type == "cuda" and self.K > 1 and self.method.not_alike() is None
+            name = "processes" if available() > 1 else "streams" if recorded else "simulate"
         if name == "processes":
             return Processes(self.K)
         if name == "streams":

@@ -55,6 +55,7 @@ class Recipe:
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     compile: bool = False
+    tune: bool = False
     cuts: tuple[int, ...] | None = None
     units: Literal["blocks", "layers"] | None = None
     partition: Literal["flops", "measured"] = "flops"
@@ -144,12 +145,14 @@ def complete(**given: Any) -> Recipe:
 
 def _engine(values: Mapping[str, Any], method: Method) -> str:
     """What runs the stages by default; refuses streams where there can be none."""
-    on_gpu, reason = values.get("device") == "cuda", method.not_alike()  # streams will be its default once tried there
+    on_gpu, reason = values.get("device") == "cuda", method.not_alike()
     if values.get("engine") == "streams" and not on_gpu:
         raise UserError("engine streams without a GPU: it runs the stages on streams of one, add --device cuda")
     if values.get("engine") == "streams" and reason:
         raise UserError(f"engine streams with {method.name}, which {reason}: use simulate or processes")
-    return "simulate" if on_gpu or values["K"] == 1 else "processes"
+    if values["K"] == 1 or (on_gpu and reason):
+        return "simulate"
+    return "streams" if on_gpu else "processes"
 
 
 def _check(values: Mapping[str, Any]) -> None:

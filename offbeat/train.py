@@ -137,6 +137,7 @@ def begin(
     name       what the run is called on the screen, where it is not alone there
     """
     torch.set_num_threads(recipe.threads_per_stage)
+    torch.backends.cudnn.benchmark = recipe.tune
     engine = make_engine(recipe)
     with engine.guard():
         known, folder = None, None
@@ -234,7 +235,7 @@ class Run:
                  reports: int = REPORTS_AN_EPOCH) -> None:  # fmt: skip
         self.recipe, self.known, self.pipe, self.folder, self.data_set = recipe, known, pipe, folder, data_set
         self.telemetry = Telemetry(pipe)
-        self.every = max(1, known.batches // reports)
+        self.every = max(1, known.batches // (min(reports, 4) if pipe.engine.records else reports))  # stages catch up
         visible = show and folder is not None
         self.progress = Progress(recipe.epochs, known.batches, show=visible, done=pipe.batches, name=name)
         self.epoch_began = time.perf_counter()

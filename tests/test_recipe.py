@@ -95,7 +95,8 @@ def test_the_help_names_every_method_and_every_answer(offbeat, monkeypatch):
 
 def test_streams_need_a_gpu_and_a_method_whose_iterations_are_alike():
     assert complete(K=4, device="cuda", engine="streams").engine == "streams"
-    assert complete(K=4, device="cuda").engine == complete(device="cuda").engine == "simulate"
+    assert complete(K=4, device="cuda").engine == "streams"
+    assert complete(device="cuda").engine == complete(K=4, method="gpipe", device="cuda").engine == "simulate"
     assert complete(K=4).engine == "processes"
     with pytest.raises(UserError, match="engine streams without a GPU"):
         complete(K=4, engine="streams")

@@ -13,8 +13,9 @@ With a smaller lag a gradient would come too late for that. Then all stages do t
 forward waits for the one below; only backwards and updates overlap. Without any lag there is nothing that could, and
 everything is launched in order.
 
-Whatever cannot wait (an eager batch, a look at the weights) flushes first: all that was asked for is launched one after
-the other, in the order in which it was asked for, which is that of a simulation.
+Whatever cannot wait flushes first. Between two turns (a look at the weights) the stages catch up with the first in a
+few more ticks; within one (an eager batch) all that was asked for is launched in the order in which it was asked for,
+which is that of a simulation.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from offbeat.stage import joining
 from offbeat.stage.recorded import Recorded, captures, recording
 
 AHEAD = 8  # ticks by which the host may be ahead of the device
+MOST = 1024  # different ticks that are joined
 NAPS = (10_000, 1_000_000)  # cycles
 Action = Callable[[], object]
 
@@ -115,9 +117,11 @@ class Deck:
         self.done.add(rank)
 
     def flush(self) -> None:
-        """Launch all that was asked for, in that order."""
+        """Launch all that was asked for."""
         if not self.defers:
             return
+        while not self.done and any(self.closed):
+            self.tick()
         work: list[tuple[int, Action]] = []
         for tape in chain(*self.closed, self.open):
             work += tape.actions + tape.pieces + tape.after
@@ -161,7 +165,7 @@ class Deck:
             known = self.joined[key] = branches, None  # which also keeps them, so that none gets the id of another
             again = bool(self.sleeps)
         else:
-            again = known[1] is None
+            again = known[1] is None and len(self.joined) < MOST
         if again:
             together = joining.join([[piece.graph for piece in branch if piece.graph] for branch in branches],
                                     self._waits(tapes))  # fmt: skip

@@ -1,0 +1,72 @@
+"""The section of docs/results.md on one GPU, from the records of benchmarks/gpu.py."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from page import Record, Records, made, point, prose, source
+
+from offbeat.report.words import markdown
+
+# What was aimed at, by network and whether compiled: how much faster than BP that is recorded in the same way, at b=32
+AIMS = {("resnet56", False): 3.3, ("resnet56", True): 3.0, ("resnet110", False): 3.6, ("resnet110", True): 3.2,
+        ("resnet18", False): 1.6, ("resnet18", True): 1.6}  # fmt: skip
+AIMED_AT = "ADL, K=8"
+
+
+def ratios_of(rows: list[Record], row: Record) -> list[float]:
+    """How many times faster than recorded BP, in each round."""
+    recorded = next(other for other in rows if other["name"] == "BP, recorded")
+    return [one / other for one, other in zip(recorded["ms"], row["ms"], strict=True)]
+
+
+def spread(values: list[float], digits: int) -> str:
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def table(found: Records) -> str:
+    head = ["network, b", "compiled", "row", "ms a batch", "times recorded BP", "aim", "host's share", "stage 1 stale"]
+    lines = []
+    for record in found.values():
+        compiled = record["settings"]["compile"]
+        for case in record["found"]:
+            for row in case["rows"]:
+                ratios, aimed = ratios_of(case["rows"], row), row["name"] == AIMED_AT and case["batch_size"] == 32
+                aim = AIMS.get((case["model"], compiled)) if aimed else None
+                lines.append([
+                    f"{case['model']}, {case['batch_size']}", "yes" if compiled and row["name"] != "BP, eager" else "",
+                    row["name"], spread(row["ms"], 2), "" if row["name"] == "BP, recorded" else spread(ratios, 2),
+                    f"{aim}" if aim else "", f"{median(row['host']):.2f}", f"{row['staleness'][0]:.1f}",
+                ])  # fmt: skip
+    return markdown(head, lines)
+
+
+def section(found: Records) -> list[str]:
+    if not found:
+        return []
+    missed = []
+    for record in found.values():
+        for case in record["found"]:
+            aim = AIMS.get((case["model"], record["settings"]["compile"]))
+            row = next((row for row in case["rows"] if row["name"] == AIMED_AT), None)
+            if row and aim and case["batch_size"] == 32 and (ratio := median(ratios_of(case["rows"], row))) < aim:
+                how = ", compiled" if record["settings"]["compile"] else ""
+                missed.append(f"{case['model']}{how} {ratio:.2f} of {aim}")
+    any_record = next(iter(found.values()))
+    settings = any_record["settings"]
+    lines = [
+        f"## One GPU ({made(any_record)['machine']})", "",
+        prose(f"Time a batch with {settings['precision']}, M = {settings['M']} and `{settings['weights']}` weights: BP "
+              "as plain PyTorch runs it, BP recorded as CUDA graphs, and ADL with its K stages at once (engine "
+              "`streams`), all in the same rounds, cuDNN's algorithms tuned for all of them; median (least-most). The "
+              "host's share is the time it needs to ask for a batch, of the time that the batch takes. Nothing is "
+              "read or augmented."),
+        "", table(found), "",
+    ]  # fmt: skip
+    if missed:
+        lines += [point("Aims that were missed: " + "; ".join(missed) + ".")]
+    slow = sorted({f"{case['model']} K={row['K']}" for record in found.values() for case in record["found"]
+                   for row in case["rows"] if row["K"] > 1 and median(row["host"]) > 0.8})  # fmt: skip
+    if slow:
+        lines += [point(f"Here the host is the bottleneck (a share above 0.8): {', '.join(slow)}.")]
+    return [*lines, "", *(source(name, record) for name, record in found.items()), ""]
