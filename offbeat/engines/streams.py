@@ -37,6 +37,7 @@ class Streams(Simulate):
         if on_gpu and not torch.cuda.is_initialized():
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else streams share eight queues
         self.stream = torch.cuda.Stream(device) if on_gpu else None
+        self.asked = torch.cuda.Event() if on_gpu else None  # on the caller's stream
         self.deck = Deck([0] * K, device)
 
     def make_deck(self, method: Method) -> Deck:
@@ -57,11 +58,12 @@ class Streams(Simulate):
     @contextmanager
     def _here(self) -> Iterator[torch.cuda.Stream | None]:
         """On the engine's stream, behind what the caller has asked for so far; the caller's stream."""
-        if self.stream is None:
+        if self.stream is None or self.asked is None:
             yield None
             return
         caller = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(caller)
+        self.asked.record(caller)
+        self.stream.wait_event(self.asked)
         with torch.cuda.stream(self.stream):
             yield caller
 

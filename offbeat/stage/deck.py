@@ -70,6 +70,7 @@ class Deck:
         self.closed: list[deque[Tape]] = [deque() for _ in range(K)]
         self.joined: dict[tuple[int, ...], tuple[Any, Callable[[], None] | None]] = {}
         self.ahead: deque[tuple[torch.cuda.Event, Any]] = deque()  # ticks asked for, and what they work on
+        self.spare: list[torch.cuda.Event] = []
         self.sleeps = None if sleeps is None else random.Random(sleeps)
         self.naps: list[Recorded] = []
 
@@ -194,12 +195,12 @@ class Deck:
 
     def _keep_up(self, work: Any) -> None:
         """Hold what was launched until it is done; do not get too far ahead of the device."""
-        event = torch.cuda.Event(blocking=True)
+        event = self.spare.pop() if self.spare else torch.cuda.Event(blocking=True)
         event.record()
         self.ahead.append((event, work))
         while len(self.ahead) > AHEAD:
             self.ahead[0][0].synchronize()
-            self.ahead.popleft()
+            self.spare.append(self.ahead.popleft()[0])
 
     def forget(self) -> None:
         """Drop what was joined, since it will not come again."""

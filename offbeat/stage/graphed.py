@@ -112,7 +112,7 @@ class GraphedStage(Stage):
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
         known = self.known.get(id(x)) is x  # in a slot of the stage below
         if not known or self.last:
-            x, target = self._entering(x), self._here(target)
+            x, target = self._here(x), self._here(target)
         regular = self.eager is None and not (self.left_out and self._left_out(t))
         if regular and self.kind is None:
             self.launch()
@@ -125,7 +125,8 @@ class GraphedStage(Stage):
         if slot is None:
             self.irregular += 1
             self.launch()
-            x = pytree.tree_map_only(Tensor, copied_tensor, x)  # what was given is the memory of somebody's slot
+            if self.k > 1:
+                x = pytree.tree_map_only(Tensor, copied_tensor, x)  # what was given is the memory of somebody's slot
             output = self._forward(t, x, target, share, steady, version)
             return pytree.tree_map_only(Tensor, copied_tensor, output)
         if self.backward_waits:  # it may be on this slot
@@ -264,9 +265,10 @@ class GraphedStage(Stage):
         try:
             gc.collect()  # also memory of older recordings
             with recording(self.device):
-                self._warm_up(x, target)
+                entered = self._entering(x)  # which copies into slots do on their way
+                self._warm_up(entered, target)
                 if self.eager is None:
-                    self._record_forwards(x, target)
+                    self._record_forwards(entered, target)
                     self.kind, self.target = self._kind(x), self._kind_of_target(target)
         except USERS_CODE as error:
             self._refuse(first_line(error))
