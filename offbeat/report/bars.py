@@ -30,7 +30,7 @@ def bench_figure(record: dict[str, Any]) -> Figure:
                   edgecolor="white", height=0.72, gid=row["name"])  # fmt: skip
         axes.plot([min(speeds), max(speeds)], [place, place], color="black", linewidth=1.2, marker="|", markersize=7)
         axes.annotate(f"{middle:,.0f}", (max(speeds), place), xytext=(6, 0), textcoords="offset points", va="center",
-                      fontsize=9)  # fmt: skip
+                      fontsize=9, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
     handles: list[Any] = [Patch(color=colour, label=name) for family, (colour, name) in FAMILIES.items()
                if any(row["family"] == family for row in rows)]  # fmt: skip
     handles.append(Patch(facecolor="#CCCCCC", hatch=STALE, edgecolor="white", label="late gradients"))

@@ -9,11 +9,11 @@ from typing import Any
 
 from offbeat.report.benches import described, numbers, opened, title_of
 from offbeat.report.charts import Line, lines
+from offbeat.report.growth import LEAST, TITLES
 from offbeat.report.parts import Section, figures, missing, notes, table
 from offbeat.report.svg import Picture
 from offbeat.report.words import ranged, size
 
-LEAST = 1 / 32  # of the speed of one worker: what is slower is not drawn
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -78,7 +78,8 @@ def _speed_ups(simulation: Mapping[str, Any], strong: Rows, name: str) -> Sectio
             drawn.append(Line(link, [point for point in points if point[1] >= LEAST], number))
         drawn += [Line("measured", measured, 7, dots=True)] if measured and not place else []
         if any(line.points for line in drawn):
-            made.append(_picture(f"{name}-speed-up-{method}", method or "Speed-up", drawn, "times one worker"))
+            title = TITLES.get(method, method) or "Speed-up"
+            made.append(_picture(f"{name}-speed-up-{method}", title, drawn, "times one worker"))
     if not made:
         return section.html(missing("not simulated: run `offbeat bench scaling` to its end"))
     section.pictures(*made)

@@ -213,7 +213,7 @@ def test_a_benchmark_is_bars_with_their_spread_and_a_table(tmp_path):
 
 def test_a_scaling_study_is_lines_over_k(tmp_path):
     text = page(made.scaling(tmp_path / "a"))
-    assert titles(text) == ["adl", "gpipe", "Memory", "Mean staleness"]
+    assert titles(text) == ["ADL", "GPipe, at most 4K micro-batches", "Memory", "Mean staleness"]
     assert f"10 GbE, stages K 256: {256 / (1 + 256 * 0.02):.3g}" in text
     assert figures(text, "measured speed-up") == "4.00 x"
     assert 'class="ring' in text
