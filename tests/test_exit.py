@@ -1,4 +1,4 @@
-"""The end of a script in several processes: no thread may be left that would wake up in what is left of the interpreter.
+"""The end of a script in several processes: no thread may be left to wake up in what remains of the interpreter.
 
 In Python before 3.14 such a thread ends by unwinding its stack, which a C++ frame that must not throw answers with
 "terminate called without an active exception": the results are printed, and the exit code is that of an abort.
@@ -35,8 +35,8 @@ def in_two_processes(script: str, folder: Path) -> list[tuple[int, str, str]]:
     (port,) = free_ports(1)
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     both = [
-        subprocess.Popen([sys.executable, "-c", TRAIN + script, str(folder)], env={**ENVIRONMENT, **group, "RANK": rank},
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", TRAIN + script, str(folder)], stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True, env={**ENVIRONMENT, **group, "RANK": rank})
         for rank in ("0", "1")
     ]  # fmt: skip
     try:
