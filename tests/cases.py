@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,13 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat.methods import METHODS
+
+
+def some(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test: a few of them every time, the others with the slow ones."""
+    import pytest
+
+    return [pytest.param(name, marks=[pytest.mark.slow] if place % 4 else []) for place, name in enumerate(names)]
 
 
 class _Cliff(torch.autograd.Function):

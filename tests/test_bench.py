@@ -126,6 +126,7 @@ CONTRACT = {"name": str, "family": str, "exact": bool, "workers": int, "samples_
             "seconds_per_batch": list, "memory_per_worker": int, "bytes_moved": int, "note": str}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_core")
 def test_the_command_writes_all_it_found_and_goes_on_where_a_row_fails(offbeat, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(rounds.Crew, "seconds", failing(rounds.Crew.seconds))
@@ -163,6 +164,7 @@ def test_the_command_writes_all_it_found_and_goes_on_where_a_row_fails(offbeat, 
     assert "gpipe is left out: worker 0 has ended" in page
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path):
     out = tmp_path / "found"
     command = [sys.executable, "-m", "offbeat", "bench", "-K", "2", "--model", "mlp", "--batch-size", "8", "--against",
@@ -383,6 +385,7 @@ def test_memory_and_staleness_are_counted_by_the_program():
                                        zip(found["versions"], found["in_flight"])]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_core")
 def test_a_scaling_study_has_its_points_its_simulation_and_what_it_left_out(offbeat, tmp_path):  # noqa: F811
     out = tmp_path / "found"

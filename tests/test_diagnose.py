@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import some
 from command import Command, check_refused
 from processes import ENVIRONMENT, KILLED
 from safetensors.torch import load_file
@@ -158,7 +159,7 @@ def check_unchanged(make: Any, every: int = 2) -> dict[int, list[dict[str, Any]]
     return lines
 
 
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("name", some(LATE))
 def test_no_bit_of_any_late_method_depends_on_a_diagnosis(name):
     method = named(name)
     lines = check_unchanged(lambda: pipeline(method, model=network(dropout=0.3)))
@@ -242,6 +243,7 @@ def here(offbeat: Command, *arguments: object) -> None:
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.slow
 def test_processes_write_the_lines_of_the_simulator_and_the_bits_of_a_plain_run(offbeat: Command, tmp_path):
     here(offbeat, *RUN, "--engine", "simulate", "--out", tmp_path / "plain")
     here(offbeat, *RUN, "--engine", "simulate", "--diagnose", 3, "--out", tmp_path / "simulate")
@@ -258,6 +260,7 @@ def test_processes_write_the_lines_of_the_simulator_and_the_bits_of_a_plain_run(
     assert all(line["batch"] == 2 * line["update"] for line in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "weights"), [("7b", "stash"), ("9b", "hybrid")])
 def test_a_run_that_was_killed_and_goes_on_has_every_line_once(every, weights, offbeat: Command, tmp_path):
     small = [*RUN, "--engine", "simulate", "--diagnose", "1", "--checkpoint-every", every, "--weights", weights]

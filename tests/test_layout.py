@@ -79,7 +79,12 @@ def test_published_tables_are_those_of_their_records():
     assert checked.returncode == 0, checked.stderr
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+SLOW_EXAMPLES = ("comparison", "several_machines", "torchrun")  # which start processes
+EXAMPLES = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW_EXAMPLES else [])
+            for path in sorted((ROOT / "examples").glob("*.py"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_run(example):
     done = subprocess.run([sys.executable, "-W", "error", example], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -48,6 +48,7 @@ def test_the_pipeline_is_ten_lines():
     assert pipeline.count("\n") <= 10
 
 
+@pytest.mark.slow
 def test_scripts_and_commands_run_and_one_process_prints_what_two_do(offbeat, tmp_path):
     for name, code in SCRIPTS.items():
         (tmp_path / name).write_text(code)
