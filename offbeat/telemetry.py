@@ -32,7 +32,7 @@ class Telemetry:
         if not self.pipe.first:
             return []
         for k, link in self.links.items():
-            while link.ready() or (wait and len(self.waiting[k]) < len(self.waiting[1])):
+            while len(self.waiting[k]) < len(self.waiting[1]) if wait else link.ready():  # behind the last is a goodbye
                 content = link.receive().content
                 self.waiting[k].append(Report(**content))
         complete = min(len(reports) for reports in self.waiting.values())
