@@ -116,7 +116,7 @@ class Stage:
         self.held_bytes: int | None = None  # for one batch in flight
         self.keeping = False
         self.most_held = 0  # batches in flight at once, so far
-        self.newest_used: Version | None = None
+        self.newest_used = 0
         self.window = Window(self.parameters)
         self.update_index = 0  # s: windows closed
         self.samples = 0
@@ -186,8 +186,8 @@ class Stage:
         self.samples += samples
         self.last_batch = t
         assert len(self.in_flight) <= self.most_in_flight, "more batches in flight than the lag allows"
-        if batch.version is not self.newest_used:
-            self.newest_used = batch.version
+        if id(batch.version) != self.newest_used:
+            self.newest_used = id(batch.version)  # not the version itself, which would live on
             assert self.weights.versions() <= self.most_versions, "more weight versions than the window allows"
 
     def wanting(self, leaves: list[Any]) -> list[Any]:
