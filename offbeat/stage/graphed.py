@@ -263,7 +263,8 @@ class GraphedStage(Stage):
     def _record(self, x: Any, target: Any) -> None:
         """Record the forward of every slot, or note why that cannot be."""
         try:
-            gc.collect()  # also memory of older recordings
+            if captures(self.device):
+                gc.collect()  # also memory of older recordings
             with recording(self.device):
                 entered = self._entering(x)  # which copies into slots do on their way
                 self._warm_up(entered, target)
