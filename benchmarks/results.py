@@ -351,7 +351,7 @@ def main() -> None:
         *errors_section(compared), *results_gpu.section(records("gpu")), *results_bench.section(),
         *results_torture.section(), *results_trace.section(),
     ]  # fmt: skip
-    tables = {"results": engine_table(engine, without=("commit", "the cut allows")), "errors": errors_table(compared)}
+    tables = {"gpu": results_gpu.headline(records("gpu")), "results": engine_table(engine, without=("commit", "the cut allows")), "errors": errors_table(compared)}
     readme = ROOT / "README.md"
     wanted = {
         ROOT / "docs/results.md": "\n".join(page),

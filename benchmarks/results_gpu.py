@@ -41,6 +41,20 @@ def table(found: Records) -> str:
     return markdown(head, lines)
 
 
+def headline(found: Records) -> str:
+    """The rows at b=32 with which aims go: plain PyTorch, the same recorded, and ADL."""
+    head, lines = ["", "BP as PyTorch runs it", "BP recorded", AIMED_AT, "times recorded BP", "aim"], []
+    for record in found.values():
+        for case in record["found"]:
+            rows = {row["name"]: row for row in case["rows"]}
+            aim = AIMS.get((case["model"], record["settings"]["compile"]))
+            if case["batch_size"] == 32 and AIMED_AT in rows and aim:
+                ms = [f"{median(rows[name]['ms']):.2f} ms" for name in ("BP, eager", "BP, recorded", AIMED_AT)]
+                name = case["model"] + ", compiled" * record["settings"]["compile"]
+                lines.append([name, *ms, spread(ratios_of(case["rows"], rows[AIMED_AT]), 2), f"{aim}"])
+    return markdown(head, lines)
+
+
 def section(found: Records) -> list[str]:
     if not found:
         return []

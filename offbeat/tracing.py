@@ -11,8 +11,9 @@ A stage is idle while it does nothing of its own, which is not only waiting: the
 of evaluations is not counted.
 
 While nothing is recorded the workers run as ever; to record, others that note the time stand in for their links and
-stages. On a GPU the time is that of its streams, by an event before and behind each operation, so nobody waits for it;
-but what would be a single launch a turn (stage/graphed.py) becomes one an operation.
+stages. On one GPU the time is that of the device, by an event before and behind each operation, so nobody waits for it;
+but there all stages are launched together (stage/deck.py), and while a recording goes on each operation is launched by
+itself, one after the other: it tells how long each of them takes, not how they overlap.
 """
 
 from __future__ import annotations
@@ -312,7 +313,9 @@ class Tracing:
             },
         }  # fmt: skip
         what = f"{self.done} iteration{'s' * (self.done > 1)} of {len(stages)} stage{'s' * (len(stages) > 1)}"
-        told = f"trace: {what} in {self.path}; idle {' '.join(f'{100 * share:.0f} %' for share in idle)}"
+        alone = self.engine.records and self.device.type == "cuda"
+        found = "each operation by itself" if alone else f"idle {' '.join(f'{100 * share:.0f} %' for share in idle)}"
+        told = f"trace: {what} in {self.path}; {found}"
         part = self.path.with_name(self.path.name + ".part")
         try:
             part.write_text(json.dumps(trace, separators=(",", ":")) + "\n")
