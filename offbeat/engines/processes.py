@@ -26,7 +26,6 @@ from offbeat.links.wire import LIMIT, MalformedMessage, pack, unpack
 CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "pulse", "abort", "trace")
 JOINING = timedelta(minutes=10)  # for all processes to come
 PARTING = 5.0  # seconds to wait for goodbyes
-HURRY = 2.0  # and then for threads whose waits were ended
 PATIENCE = timedelta(days=365)  # an idle link is no failure: death closes a connection, and pulses tell of silence
 SILENCE = 30.0  # seconds without a sign of life from a neighbour
 STORE_SECONDS = 2.0  # for the store to answer, which may be beyond a link that is cut
@@ -74,8 +73,8 @@ class Processes:
         self.K = K
         self.rank = dist.get_rank()
         self.here: Sequence[int] = [self.rank + 1]
-        # One for collectives, one for messages
-        self.groups = [dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2)]
+        self.collectives = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.messages = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.store = dist.distributed_c10d._get_default_store()
         self.store_answers = True
         self.links: list[Sender | Receiver] = []
@@ -87,19 +86,6 @@ class Processes:
             self.messages, silence=self.silence, silent=self._on_silence, broken=self._on_break,
         )  # fmt: skip
         atexit.register(self.close)
-
-    @property
-    def collectives(self) -> dist.ProcessGroup:
-        return self._group(0)
-
-    @property
-    def messages(self) -> dist.ProcessGroup:
-        return self._group(1)
-
-    def _group(self, index: int) -> dist.ProcessGroup:
-        if not self.groups:
-            raise UserError("this pipeline is closed: make a new one")
-        return self.groups[index]
 
     def _tag(self, channel: str, lower: int) -> int:
         return 2 * (CHANNELS.index(channel) * (self.K + 1) + lower)
@@ -227,46 +213,32 @@ class Processes:
         for link in list(self.links):
             link.failure = link.failure or reason
         other = 1 if self.rank == 0 else 0
-        for group in reversed(self.groups):
+        for group in (self.messages, self.collectives):
             with suppress(RuntimeError, ValueError):
                 work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Say goodbye on every link, wait for the neighbours' goodbyes, and end all threads.
+        """Say goodbye on every link and wait for the neighbours' goodbyes.
 
-        A thread that wakes up in native code while the interpreter ends, and asks for its lock, aborts the process. So
-        none may be left: neither ours, which wait for other processes, nor those that gloo runs for a group, which take
-        the lock to let go of the tensors of a collective, at some time after its end. The latter end with their group,
-        and that with the last reference to it.
+        A thread that gloo still holds when the interpreter ends would abort the process as it wakes up.
         """
         atexit.unregister(self.close)
         links, self.links = self.links, []
         for link in links:
             link.close()
         self.pulse.close()
-        threads = [*(link.thread for link in links), *self.pulse.threads]
-        _join_threads(threads, PARTING)
-        if not self.open:
+        deadline = time.monotonic() + PARTING
+        for thread in [*(link.thread for link in links), *self.pulse.threads]:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not self.open or not dist.is_initialized():
             return
         self.open = False
-        if any(thread.is_alive() for thread in threads):
-            self._end_all_waits("this process has left")
-            _join_threads(threads, HURRY)
-        while self.groups:
-            group = self.groups.pop()
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-            del group  # waits for its threads, without the lock
-        if self.joined and dist.is_initialized():
+        for group in (self.messages, self.collectives):
+            dist.destroy_process_group(group)
+        if self.joined:
             dist.destroy_process_group()
-
-
-def _join_threads(threads: Sequence[threading.Thread], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _join(K: int) -> None:
@@ -274,9 +246,6 @@ def _join(K: int) -> None:
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if alone and sys.platform in LOOPBACK_INTERFACE:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE[sys.platform])  # one machine: nothing leaves it
-    # Imported once there is a group, as torch.optim does, this module keeps it for ever, as a default argument.
-    import torch.distributed.nn.functional  # noqa: F401
-
     try:
         dist.init_process_group("gloo", timeout=JOINING)
     except RuntimeError as error:

@@ -4,8 +4,6 @@ A gloo send completes only once its receive is posted, and a posted receive cann
 each end has a thread: the receiving one always has the next receive posted, the sending one waits in place of the
 compute. Header and payload are one message. Its length is not known beforehand, so both ends keep the same capacity,
 the longest message so far: what is longer comes in two pieces, once.
-
-The process group is known to the threads alone: once they have ended, nothing here keeps it.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ class Sender:
 
     def __init__(self, to_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int, patient: bool,
                  lost: Callable[[str], StageLost]) -> None:  # fmt: skip
-        self.to_rank, self.tag, self.patient, self.lost = to_rank, tag, patient, lost
+        self.to_rank, self.tag, self.group, self.patient, self.lost = to_rank, tag, group, patient, lost
         self.outbox: queue.Queue[Tensor | None] = queue.Queue(capacity)
         self.failure: str | None = None  # why nothing more can be sent
         self.closing = False
-        self.thread = threading.Thread(target=self._post, args=(group,), name=f"offbeat-send-{tag}", daemon=True)
+        self.thread = threading.Thread(target=self._post, name=f"offbeat-send-{tag}", daemon=True)
         self.thread.start()
 
     def send(self, message: Message) -> None:
@@ -49,24 +47,24 @@ class Sender:
                 assert self.patient, "more messages on a link than its program can leave there"
         raise self.lost(self.failure)
 
-    def _post(self, group: dist.ProcessGroup) -> None:
+    def _post(self) -> None:
         capacity = FIRST_CAPACITY
         try:
             while True:
                 buffer = None if self.closing and self.outbox.empty() else self.outbox.get()
                 if buffer is None:
-                    self._send(pack(GOODBYE), group, self.tag)
+                    self._send(pack(GOODBYE), self.tag)
                     return
                 head, tail = buffer[:capacity], buffer[capacity:]
-                self._send(head, group, self.tag)
+                self._send(head, self.tag)
                 if tail.numel():
-                    self._send(tail, group, self.tag + 1)
+                    self._send(tail, self.tag + 1)
                     capacity = buffer.numel()
         except RuntimeError as error:
             self.failure = cause(error)
 
-    def _send(self, buffer: Tensor, group: dist.ProcessGroup, tag: int) -> None:
-        work = dist.isend(buffer, self.to_rank, group, tag)
+    def _send(self, buffer: Tensor, tag: int) -> None:
+        work = dist.isend(buffer, self.to_rank, self.group, tag)
         assert work is not None
         work.wait()
 
@@ -90,26 +88,26 @@ class Receiver:
 
     def __init__(self, from_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int,
                  lost: Callable[[str], StageLost]) -> None:  # fmt: skip
-        self.from_rank, self.tag, self.lost = from_rank, tag, lost
+        self.from_rank, self.tag, self.group, self.lost = from_rank, tag, group, lost
         self.inbox: queue.Queue[Tensor | str] = queue.Queue(capacity)  # a text tells why no more will come
         self.failure: str | None = None  # why nothing more will be waited for
         self.next: Message | None = None
         self.last_batch: int | None = None  # of what was received
-        self.thread = threading.Thread(target=self._listen, args=(group,), name=f"offbeat-receive-{tag}", daemon=True)
+        self.thread = threading.Thread(target=self._listen, name=f"offbeat-receive-{tag}", daemon=True)
         self.thread.start()
 
-    def _listen(self, group: dist.ProcessGroup) -> None:
+    def _listen(self) -> None:
         capacity = FIRST_CAPACITY
         try:
             while True:
                 head = torch.empty(capacity, dtype=torch.uint8)
                 head[:PREFIX].zero_()  # a message that is too short must not be completed by what was there before
-                self._receive(head, group, self.tag)
+                self._receive(head, self.tag)
                 length = size(head)
                 if length > capacity:
                     whole = torch.empty(length, dtype=torch.uint8)
                     whole[:capacity] = head
-                    self._receive(whole[capacity:], group, self.tag + 1)
+                    self._receive(whole[capacity:], self.tag + 1)
                     head, capacity = whole, length
                 self.inbox.put(head[:length])
                 if length <= 256 and unpack(head[:length]).kind == GOODBYE.kind:
@@ -117,8 +115,8 @@ class Receiver:
         except (RuntimeError, UserError) as error:  # lost, or something that no stage sends
             self.inbox.put(cause(error))
 
-    def _receive(self, buffer: Tensor, group: dist.ProcessGroup, tag: int) -> None:
-        work = dist.irecv(buffer, self.from_rank, group, tag)
+    def _receive(self, buffer: Tensor, tag: int) -> None:
+        work = dist.irecv(buffer, self.from_rank, self.group, tag)
         assert work is not None
         work.wait()
 
@@ -167,3 +165,4 @@ def cause(error: Exception) -> str:
     """Gloo's words for a lost connection, without its file names."""
     text = first_line(error)
     return "its process has died" if "onnection" in text and "gloo" in text else text
+

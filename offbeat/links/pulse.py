@@ -26,17 +26,14 @@ class Pulse:
 
     def __init__(self, ranks: Iterable[int], tag: Callable[[int], int], group: dist.ProcessGroup, *, silence: float,
                  silent: Callable[[int], None], broken: Callable[[int], None]) -> None:  # fmt: skip
-        self.silence, self.silent, self.broken = silence, silent, broken
+        self.group, self.silence, self.silent, self.broken = group, silence, silent, broken
         self.quiet = dict.fromkeys(ranks, 0.0)  # seconds without a sign, of those that have not said goodbye
         self.leaving = threading.Event()
         self.threads = [threading.Thread(target=self._watch, name="offbeat-pulse", daemon=True)] if self.quiet else []
         for rank in self.quiet:
             for work in (self._give, self._hear):
                 name = f"offbeat-pulse{work.__name__}-{rank}"
-                # The group is known to the threads alone, so that it ends with them.
-                self.threads.append(
-                    threading.Thread(target=work, args=(rank, tag(rank), group), name=name, daemon=True)
-                )
+                self.threads.append(threading.Thread(target=work, args=(rank, tag(rank)), name=name, daemon=True))
         for thread in self.threads:
             thread.start()
 
@@ -44,11 +41,11 @@ class Pulse:
         """Say goodbye; the threads end with the neighbours' goodbyes."""
         self.leaving.set()
 
-    def _give(self, rank: int, tag: int, group: dist.ProcessGroup) -> None:
+    def _give(self, rank: int, tag: int) -> None:
         try:
             while True:
                 sign = GOODBYE if self.leaving.is_set() else ALIVE
-                work = dist.isend(torch.tensor([sign], dtype=torch.uint8), rank, group, tag)
+                work = dist.isend(torch.tensor([sign], dtype=torch.uint8), rank, self.group, tag)
                 assert work is not None
                 work.wait()
                 if sign == GOODBYE:
@@ -57,11 +54,11 @@ class Pulse:
         except (RuntimeError, ValueError):  # gone; the thread that hears tells
             return
 
-    def _hear(self, rank: int, tag: int, group: dist.ProcessGroup) -> None:
+    def _hear(self, rank: int, tag: int) -> None:
         sign = torch.empty(1, dtype=torch.uint8)
         try:
             while True:
-                work = dist.irecv(sign, rank, group, tag)
+                work = dist.irecv(sign, rank, self.group, tag)
                 assert work is not None
                 work.wait()
                 if int(sign) == GOODBYE:
