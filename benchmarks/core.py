@@ -140,6 +140,15 @@ def worker(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def begin() -> int:
+    """In a worker: one thread on a core of its own, in the group of all; its rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    pin({dist.get_rank()})
+    torch.manual_seed(0)
+    return dist.get_rank()
+
+
 def everywhere(seconds: float) -> list[float]:
     """The figure of every process."""
     found = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]

@@ -52,12 +52,10 @@ def headline(found: Records) -> str:
                 ms = [f"{median(rows[name]['ms']):.2f} ms" for name in ("BP, eager", "BP, recorded", AIMED_AT)]
                 name = case["model"] + ", compiled" * record["settings"]["compile"]
                 lines.append([name, *ms, spread(ratios_of(case["rows"], rows[AIMED_AT]), 2), f"{aim}"])
-    return markdown(head, lines)
+    return "\n".join([markdown(head, lines), "", *told_of_misses(found)])
 
 
-def section(found: Records) -> list[str]:
-    if not found:
-        return []
+def told_of_misses(found: Records) -> list[str]:
     missed = []
     for record in found.values():
         for case in record["found"]:
@@ -66,6 +64,12 @@ def section(found: Records) -> list[str]:
             if row and aim and case["batch_size"] == 32 and (ratio := median(ratios_of(case["rows"], row))) < aim:
                 how = ", compiled" if record["settings"]["compile"] else ""
                 missed.append(f"{case['model']}{how} {ratio:.2f} of {aim}")
+    return [point("Aims that were missed: " + "; ".join(missed) + ".")] if missed else []
+
+
+def section(found: Records) -> list[str]:
+    if not found:
+        return []
     any_record = next(iter(found.values()))
     settings = any_record["settings"]
     lines = [
@@ -77,8 +81,7 @@ def section(found: Records) -> list[str]:
               "read or augmented."),
         "", table(found), "",
     ]  # fmt: skip
-    if missed:
-        lines += [point("Aims that were missed: " + "; ".join(missed) + ".")]
+    lines += told_of_misses(found)
     slow = sorted({f"{case['model']} K={row['K']}" for record in found.values() for case in record["found"]
                    for row in case["rows"] if row["K"] > 1 and median(row["host"]) > 0.8})  # fmt: skip
     if slow:

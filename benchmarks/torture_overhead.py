@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from core import everywhere
+from core import begin, everywhere
 from torch import nn
 from torture import as_workers, say, write
 
 import offbeat
 from offbeat import models
-from offbeat.bench.timing import pin, sgd, spread
+from offbeat.bench.timing import sgd, spread
 from offbeat.recipe import complete
 from offbeat.saving import Saver
 
@@ -30,11 +30,7 @@ WANTED = 1.02
 
 
 def worker(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    pin({rank})
-    torch.manual_seed(0)
+    rank = begin()
     model = models.build("resnet56")
     x, y = torch.randn(BATCH_SIZE, 3, 32, 32), torch.randint(10, (BATCH_SIZE,))
     loss = nn.functional.cross_entropy

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from core import everywhere
+from core import begin, everywhere
 from start import arguments, in_processes
 from torch import nn
 
 import offbeat
 from offbeat import models, record
-from offbeat.bench.timing import pin, sgd, spread
+from offbeat.bench.timing import sgd, spread
 from offbeat.links import Link, Message
 from offbeat.links.local import Entrance
 from offbeat.tracing import HostWatch, Tape, TapedLink, Tracing
@@ -65,11 +65,7 @@ def accounted(spent: list[float], name: str) -> None:
 
 
 def worker(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    pin({rank})
-    torch.manual_seed(0)
+    rank = begin()
     x, y = torch.randn(options.batch_size, 3, 32, 32), torch.randint(10, (options.batch_size,))
     pipe = offbeat.Pipeline(models.build("resnet20"), K, method=offbeat.ADL(M=M), loss=nn.functional.cross_entropy,
                             optimizer=sgd, sample=x)  # fmt: skip

@@ -176,6 +176,8 @@ def _check(values: Mapping[str, Any]) -> None:
         sizes = values.get(name, ())
         if max(sizes if isinstance(sizes, tuple) else (sizes,), default=0) > MOST:
             raise UserError(f"{name} = {sizes}: use whole numbers up to {MOST}")
+    if values.get("tune") and values.get("device") != "cuda":
+        raise UserError("tune without a GPU, where there is no cuDNN: add --device cuda, or leave it out")
     if values.get("trace", 1) > MOST_TURNS:
         raise UserError(f"trace = {values['trace']} local iterations: use a whole number up to {MOST_TURNS}")
     every = re.match(r"\s*(\d+)", values.get("checkpoint_every", ""))

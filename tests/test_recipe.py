@@ -93,6 +93,12 @@ def test_the_help_names_every_method_and_every_answer(offbeat, monkeypatch):
         assert option in told
 
 
+def test_there_is_nothing_to_tune_without_a_gpu():
+    assert complete(device="cuda", tune=True).tune
+    with pytest.raises(UserError, match="tune without a GPU, where there is no cuDNN: add --device cuda"):
+        complete(tune=True)
+
+
 def test_streams_need_a_gpu_and_a_method_whose_iterations_are_alike():
     assert complete(K=4, device="cuda", engine="streams").engine == "streams"
     assert complete(K=4, device="cuda").engine == "streams"

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from offbeat.engines.later import Later
 from offbeat.engines.simulate import Simulate
 from offbeat.links import Link
 from offbeat.links.local import Entrance
-from offbeat.links.streams import Later
 from offbeat.method import Method
 from offbeat.stage.deck import Deck
 

@@ -78,32 +78,27 @@ class Deck:
 
     def put(self, rank: int, piece: Recorded, *, reads: bool = False, makes: bool = False) -> None:
         """Recorded work: the next on the tape of that stage."""
-        if not self.defers:
-            piece()
-            return
         tape = self.open[rank]
         if reads:
             tape.reads = len(tape.pieces)
         if makes:
             tape.made = len(tape.pieces)
-        self.order += 1
-        tape.pieces.append((self.order, piece))
+        self._ask(tape.pieces, piece)
 
     def first(self, rank: int, action: Action) -> None:
         """Work ahead of all pieces of this turn, which must not mind."""
-        if not self.defers:
-            action()
-            return
-        self.order += 1
-        self.open[rank].actions.append((self.order, action))
+        self._ask(self.open[rank].actions, action)
 
     def after(self, rank: int, action: Action) -> None:
         """Work behind all pieces of this turn, and ahead of the next."""
+        self._ask(self.open[rank].after, action)
+
+    def _ask(self, where: list[Any], action: Action) -> None:
         if not self.defers:
             action()
             return
         self.order += 1
-        self.open[rank].after.append((self.order, action))
+        where.append((self.order, action))
 
     def close(self, rank: int) -> None:
         """That stage has done its turn."""

@@ -91,7 +91,6 @@ class GraphedStage(Stage):
         self.deck.forget()
         self.small: dict[object, Recorded | None] = {}  # copies and the like; None before they were first done
         self.rates: list[Tensor] = []  # of learning on the host, as the schedule has left them
-        self.backward_waits = False  # whether a backward is on the tape
         self.kind: Any = None  # of the batches that were recorded
         self.target: Any = None  # the same of their targets
         self.known: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # what neighbours have given, by id
@@ -120,7 +119,7 @@ class GraphedStage(Stage):
         self.turn += 1
         steady, version = self._full(), self.weights.current()
         if regular and not known:
-            regular = self.kind == self._kind(x)
+            regular = self.kind == _looks(x)
         slot = self._slot(version) if regular and self.target == self._kind_of_target(target) else None
         if slot is None:
             self.irregular += 1
@@ -129,8 +128,6 @@ class GraphedStage(Stage):
                 x = pytree.tree_map_only(Tensor, copied_tensor, x)  # what was given is the memory of somebody's slot
             output = self._forward(t, x, target, share, steady, version)
             return pytree.tree_map_only(Tensor, copied_tensor, output)
-        if self.backward_waits:  # it may be on this slot
-            self.launch()
         self._fill(slot, x, target)
         batch = slot.batch
         batch.update, batch.steady, batch.random = self.update_index - batch.version.age, steady, self.random.state
@@ -162,15 +159,12 @@ class GraphedStage(Stage):
                 return self.backward(t, gradients)
         if self.given:
             assert gradients is not None
-            if self.backward_waits:
-                self.launch()
             for place, gradient in zip(self.given, (g for g in gradients if g is not None), strict=True):
                 self._copy(place, gradient)
         if not self.window.levels:
             self._do("zero", self.window.zero)
         assert slot.backward is not None
         self.deck.put(self.rank, slot.backward)
-        self.backward_waits = True
         self.window.count(t, self._level(batch))
         self.backwards += 1
         slot.backwarded = self.turn
@@ -201,19 +195,13 @@ class GraphedStage(Stage):
         self.deck.put(self.rank, piece, reads=reads)
 
     def launch(self) -> None:
-        self.backward_waits = False
         self.deck.flush()
 
     def end_turn(self) -> None:
-        self.backward_waits = False
         self.deck.close(self.rank)
 
-    def _kind(self, x: Any) -> Any:
-        """What must be alike in all batches of one recording."""
-        return _looks(x)
-
     def _kind_of_target(self, target: Any) -> Any:
-        """The same of targets, where they are used."""
+        """What must be alike in the targets of all batches of one recording, where they are used."""
         return _looks(target) if self.last else None
 
     def _slot(self, version: Version) -> Slot | None:
@@ -238,7 +226,10 @@ class GraphedStage(Stage):
                 and self.turn + self.lag - slot.backwarded >= self.ring.below + BEHIND)  # fmt: skip
 
     def _fill(self, slot: Slot, x: Any, target: Any) -> None:
-        """Copy a batch into its slot; stages below the last only pass the target on."""
+        """Copy a batch into its slot; stages below the last only pass the target on.
+
+        A turn forwards before it backwards, so that nothing on the tape works on this slot, which may just be free.
+        """
         given, targets = _only_tensors(x), _only_tensors(target) if self.last else []
         if not self.last:
             slot.batch.target = target
@@ -270,7 +261,7 @@ class GraphedStage(Stage):
                 self._warm_up(entered, target)
                 if self.eager is None:
                     self._record_forwards(entered, target)
-                    self.kind, self.target = self._kind(x), self._kind_of_target(target)
+                    self.kind, self.target = _looks(x), self._kind_of_target(target)
         except USERS_CODE as error:
             self._refuse(first_line(error))
 

@@ -27,6 +27,7 @@ class Recorded:
     """
 
     def __init__(self, work: Callable[[], None], *, device: torch.device, pool: Any = None) -> None:
+        self.work = work  # a graph alone would not keep the tensors that it reads and writes
         self.graph = _captured(work, pool) if captures(device) else None
         self.repeat = self.graph.replay if self.graph else work
 

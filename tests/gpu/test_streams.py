@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import warnings
 
 import pytest
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products
-
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -25,19 +20,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 K, N, GPU = 4, 41, torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other torches have other names for it
-        before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.backends.cudnn.allow_tf32 = before
 
 
 def network(wide: int = 16) -> nn.Sequential:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import warnings
 from itertools import pairwise
 
 import pytest
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products
-
 import torch
 from torch import nn
 
@@ -23,19 +18,6 @@ pytestmark = [
 ]
 K, N, GPU = 4, 60, torch.device("cuda")
 RESOLUTION = 2.0  # microseconds, of what two events tell
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other torches have other names for it
-        before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.backends.cudnn.allow_tf32 = before
 
 
 def pipeline(engine: str, method: offbeat.Method) -> offbeat.Pipeline:

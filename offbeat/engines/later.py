@@ -1,4 +1,4 @@
-"""What a device has yet to make."""
+"""A tensor that a device has yet to make, for a caller who need not wait for it."""
 
 from __future__ import annotations
 
