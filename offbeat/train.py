@@ -221,6 +221,7 @@ def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
         cuts=recipe.cuts, units=recipe.units, clip_norm=recipe.clip_norm, engine=engine, seed=recipe.seed,
         device=recipe.device, sample=torch.zeros(1, *known.shape), left_out=recipe.left_out or (),
         on_nan="skip" if recipe.on_nan == "skip" else "stop", precision=recipe.precision, compile=recipe.compile,
+        fuse=recipe.fuse,
     )  # fmt: skip
     if recipe.diagnose:
         pipe.diagnose(recipe.diagnose)
