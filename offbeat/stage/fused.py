@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from offbeat.errors import NotFused, first_line
+from offbeat.stage.narrow import convolution, narrow
 from offbeat.stage.norms import norm
 from offbeat.stage.weights import Tensors, replacements
 
@@ -55,6 +56,8 @@ class Fused:
         for node in graph.nodes:
             if _is_norm(self.module, node):
                 node.args, node.meta["relu"] = (node.args[0], None), False
+            elif _is_narrow(self.module, node):
+                node.meta["narrow"] = True
         self.joined = _Joined(self.module, graph)
 
     def __call__(self, parameters: Tensors | None, arguments: tuple[Any, ...], *, buffers: bool = True) -> Any:
@@ -98,10 +101,10 @@ class _Interpreter(fx.Interpreter):
     extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
-        if "relu" not in n.meta:
+        if "relu" not in n.meta and "narrow" not in n.meta:
             return super().run_node(n)
-        (x, other), _ = self.fetch_args_kwargs_from_env(n)
-        return norm(self.fetch_attr(str(n.target)), x, other, relu=n.meta["relu"])
+        layer, ((x, *other), _) = self.fetch_attr(str(n.target)), self.fetch_args_kwargs_from_env(n)
+        return convolution(layer, x) if "narrow" in n.meta else norm(layer, x, *other, relu=n.meta["relu"])
 
 
 def _join(module: nn.Module, graph: fx.Graph, relu: fx.Node) -> None:
@@ -138,6 +141,13 @@ def _is_norm(module: nn.Module, node: Any) -> bool:
         return False
     part = module.get_submodule(str(node.target))
     return type(part) is nn.BatchNorm2d and not _watched(part) and len(node.args) == 1
+
+
+def _is_narrow(module: nn.Module, node: fx.Node) -> bool:
+    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return False
+    part = module.get_submodule(str(node.target))
+    return narrow(part) and not _watched(part)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
