@@ -14,6 +14,7 @@ from offbeat import models
 from offbeat.errors import NotFused, UserError
 from offbeat.stage import fused, norms
 from offbeat.stage.fused import Fused
+from offbeat.stage.narrow import narrow
 from offbeat.stage.weights import call
 
 
@@ -76,6 +77,26 @@ def test_it_runs_on_the_tensors_of_a_version_and_can_leave_buffers_alone():
     assert torch.equal(out, call(model, version, (x,), buffers=False))
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert all(g is not None for g in torch.autograd.grad(out.sum(), list(version.values())))
+
+
+@pytest.mark.parametrize(("layer", "found"), [
+    (nn.Conv2d(16, 16, 3, padding=1, bias=False), True), (nn.Conv2d(32, 32, 3, padding="same", bias=False), True),
+    (nn.Conv2d(16, 16, 3, padding=1), False), (nn.Conv2d(16, 32, 3, padding=1, bias=False), False),
+    (nn.Conv2d(16, 16, 3, padding=1, stride=2, bias=False), False), (nn.Conv2d(16, 16, 3, bias=False), False),
+    (nn.Conv2d(16, 16, 1, bias=False), False), (nn.Conv2d(16, 16, 3, padding=2, dilation=2, bias=False), False),
+    (nn.Conv2d(16, 16, 3, padding=1, groups=2, bias=False), False), (nn.Conv2d(8, 8, 3, padding=1, bias=False), False),
+    (nn.Conv2d(16, 16, 3, padding=1, bias=False, padding_mode="circular"), False), (nn.ReLU(), False),
+])  # fmt: skip
+def test_narrow_convolutions_are_known_by_their_settings(layer, found):
+    assert narrow(layer) is found
+
+
+def test_narrow_convolutions_of_a_network_are_found(monkeypatch):
+    seen = []
+    monkeypatch.setattr(fused, "convolution", lambda layer, x: seen.append(layer) or layer(x))
+    model = models.build("resnet14", shape=(3, 8, 8), classes=10)
+    Fused(1, model)(None, (images(),))
+    assert len(seen) == 2 * (13 - 1 - 2)  # two forwards; all but the stem and those that halve the resolution
 
 
 class Block(nn.Module):

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 8192  # of a program at once
-MOST = 64  # programs along the rows
-WARPS = 8
+ELEMENTS = 4096  # of a program at once
+MOST = 128  # programs along the rows
+WARPS = 4
 
 
 @triton.jit

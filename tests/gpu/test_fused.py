@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import offbeat
 from offbeat import models
 from offbeat.stage import norms
+from offbeat.stage.narrow import convolution
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +56,27 @@ def test_it_is_batchnorm_a_sum_and_relu(shape, dtype):
         pairs += [(ours[1].grad, theirs[1].grad)] if added else []
         assert [apart(a, b) < close for a, b in pairs] == [True] * len(pairs), (added, relu)
         assert int(layer.num_batches_tracked) == 1
+
+
+NARROW = [(32, 16, 32, 32), (32, 32, 16, 16), (32, 64, 8, 8), (3, 32, 5, 7), (300, 16, 32, 32)]
+
+
+@pytest.mark.parametrize("shape", NARROW)
+def test_a_narrow_convolution_is_a_convolution(shape):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(shape[1], shape[1], 3, padding=1, bias=False, device=GPU, dtype=torch.bfloat16)
+    layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+    exact = nn.Conv2d(shape[1], shape[1], 3, padding=1, bias=False, device=GPU).double()
+    exact.load_state_dict(layer.state_dict())
+    x, gradient = image(*shape, dtype=torch.bfloat16).requires_grad_(), image(*shape, dtype=torch.bfloat16)
+    theirs = x.detach().double().requires_grad_()
+    y, z = convolution(layer, x), exact(theirs)
+    assert type(y.grad_fn).__name__ == "_ConvolutionBackward"
+    y.backward(gradient)
+    z.backward(gradient.double())
+    assert apart(y, z) < 5e-3
+    assert apart(x.grad, theirs.grad) < 5e-3
+    assert apart(layer.weight.grad, exact.weight.grad) < 5e-3
 
 
 @pytest.mark.parametrize("method", [offbeat.BP(M=2), offbeat.ADL(M=2), offbeat.ADL(M=1, weights="hybrid"),
