@@ -121,8 +121,9 @@ def verdicts(record: Record) -> list[str]:
             here = "here it did not" if row["n"] else "here it is not done"
             if any(run["state"] == "diverged" for run in row["runs"]):
                 here = "here some runs did" if row["n"] else "so it did here"
-            lines.append(point(f"{row['title']}: the paper says that it diverged; {here} ({ours(row)};",
-                               f"{state(row, record['settings']['epochs'])})."))  # fmt: skip
+            reached = [f"{ours(row)} %"] if row["n"] else []
+            told = ", ".join([*reached, state(row, record["settings"]["epochs"])])
+            lines.append(point(f"{row['title']}: the paper says that it diverged; {here}: {told}."))
     if single := [row["title"] for row in done if row["n"] == 1]:
         lines.append(point(f"One seed has no spread, and a small difference says little: {listed(single)}."))
     if any(run["state"] == "under way" for row in rows for run in row["runs"]):
@@ -141,11 +142,16 @@ def missing(record: Record) -> list[str]:
     return lines
 
 
+def notes(record: Record) -> list[str]:
+    """Those of the table, but for what stands above it anyway."""
+    return [point(f"{note}.") for note in record["notes"] if not note.startswith("error: ")]
+
+
 def how(record: Record) -> str:
     """By what the runs ran."""
     told = list(record["runs"].values())
     words = []
-    for name in ("precision", "engine"):
+    for name in ("device", "precision", "engine"):
         words.append(f"{name} {' and '.join(f'`{value}`' for value in dict.fromkeys(run[name] for run in told))}")
     for name in ("fuse", "compile", "tune"):
         those = sum(run[name] for run in told)
@@ -180,11 +186,17 @@ def picture(name: str) -> Path:
 
 
 def drawn(record: Record) -> dict[str, list[list[float]]]:
-    """Curves by row; the network's name is in the title where it is that of all."""
+    """Curves by row, BP first; the network's name is in the title where it is that of all."""
     rows = [row for row in record["rows"] if any(run["errors"] for run in row["runs"])]
-    networks = {row["name"].partition("-")[0] for row in rows}
-    named = {row["name"]: row["name"].partition("-")[2] if len(networks) == 1 else row["name"] for row in rows}
-    return {named[row["name"]]: [run["errors"] for run in row["runs"] if run["errors"]] for row in rows}
+    several = len({row["name"].partition("-")[0] for row in rows}) > 1
+    found = {}
+    for row in sorted(rows, key=lambda row: not is_bp(record, row)):
+        name = row["name"] if several else row["name"].partition("-")[2]
+        if not row["n"]:  # its last error is no result
+            over = any(run["state"] == "diverged" for run in row["runs"])
+            name += " (div.)" if over else f" (at {max(run['epochs'] for run in row['runs'])})"
+        found[name] = [run["errors"] for run in row["runs"] if run["errors"]]
+    return found
 
 
 def caption(record: Record) -> str:
@@ -234,8 +246,7 @@ def section(found: Records) -> list[str]:
                   "where both are done. Staleness in updates, as measured. All runs:", f"{how(record)}."), "",
             table(record), "",
             f"![Test error against the epoch](results/{picture(name).name})", "",
-            *verdicts(record), *missing(record), *(point(note[0].upper() + note[1:] + ".") for note in record["notes"]),
-            "", *sources(name, record), "",
+            *verdicts(record), *missing(record), *notes(record), "", *sources(name, record), "",
         ]  # fmt: skip
     return lines
 
@@ -253,11 +264,11 @@ def headline(found: Records) -> str:
             if rows and row["tier"] == 1 and row["name"].startswith(NETWORK):
                 rows.append([row["title"], paper(row), "-", "0", "", "missing"])
         if rows:
-            shorter = [note for note in record["notes"] if "epochs instead of" in note]
+            shorter = "".join(f"; {note}" for note in record["notes"] if "epochs instead of" in note)
             parts += [
                 prose(f"The paper's rows again: {record['title']}, test error (%) at the last epoch, median of n",
                       "seeds (lowest-highest); beside ADL its distance to our BP with accumulation",
-                      f"([in full](docs/results.md#{ANCHOR}))" + "".join(f"; {note}" for note in shorter) + ":"), "",
+                      f"(more in [docs/results.md](docs/results.md#{ANCHOR})){shorter}:"), "",
                 markdown(["", "paper", "ours", "n", "to BP, same b and M", "state"], rows), "",
             ]  # fmt: skip
     return "\n".join(parts[:-1]) or f"The paper's schedule ({EPOCHS} epochs on CIFAR-10) has not been repeated yet."

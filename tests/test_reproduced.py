@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 
 import pytest
@@ -161,6 +162,26 @@ def test_joined_folders_are_the_table_of_all_their_runs(three):
         assert one["started"]
 
 
+def check_consistent(found: dict) -> None:
+    """Errors are those of the last epochs of runs that are done, and of no others."""
+    assert found["rows"]
+    for one in found["rows"]:
+        done = [each for each in one["runs"] if each["state"] == "done"]
+        assert one["n"] == len(done)
+        assert all(len(each["errors"]) == len(each["times"]) == found["settings"]["epochs"] for each in done)
+        last = [each["errors"][-1] for each in done]
+        assert one["error"] == (pytest.approx(median(last), abs=1e-4) if last else None)
+        assert one["error_range"] == (pytest.approx([min(last), max(last)], abs=1e-4) if last else None)
+        begun = {f"{one['name']}-seed{each['seed']}" for each in one["runs"] if each["state"] != "missing"}
+        assert begun == {name for name in found["runs"] if name.rpartition("-seed")[0] == one["name"]}
+
+
+def test_errors_of_records_are_those_of_the_last_epochs(three):
+    join(*three, "--out", "r.json")
+    for path in (Path("r.json"), *(ROOT / "docs/results").glob("reproduction-*.json")):
+        check_consistent(json.loads(path.read_text()))
+
+
 def test_a_joined_folder_goes_on_bit_for_bit(offbeat, three):
     join(*three, "--out", "r.json", "--into", "all")
     assert "| resnet56-bp-m2 | 6.19 |" in Path("all/table.md").read_text()
@@ -278,11 +299,12 @@ def test_pages_tell_what_is_done_what_diverged_what_is_under_way_and_what_is_mis
     so_far = f"at epoch 2 of 4 ({late['runs'][0]['errors'][-1]:.2f} there), 1 missing"
     assert f"| Net, ADL, K=3, M=2 | 6.18 | - | 0 |  |  | 2.00 | {so_far} |" in section
     assert "| Net, ADL, K=3, M=1, rate too high | div. | div. | 0 |" in section
-    assert "the paper says that it diverged; so it did here" in section
+    assert "rate too high: the paper says that it diverged; so it did here: 1 diverged in epoch 1" in section
+    picture = path.with_suffix(".svg").read_text()
+    assert "adl-k3-m2 (at 2)" in picture
     assert "Missing, though asked for: Net, ADL, K=3, M=2, compensated." in section
     assert "not asked for: 1 of less worth." in section
-    assert "A remark" not in section
-    assert "resnet56-adl-k3-m2: a remark" in section.lower()
+    assert "- resnet56-adl-k3-m2: a remark." in section
     assert "--only resnet56-bp-m2 --seeds 2 --out DIR`, commit 000000000000, torch" in section
     assert "no result: the rate drops late" in section.replace("\n  ", " ")
     assert measured in block
