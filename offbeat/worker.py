@@ -92,7 +92,9 @@ class Worker:
 
     def _enter(self, t: int) -> Iteration:
         self.feed.indices.append(t)
-        self.entered = [self.entered[0] if self.entered else t, t + 1]
+        if not self.entered:
+            self.entered = [t, t]
+        self.entered[1] = t + 1
         return next(self.program)
 
     def newest(self) -> int:
@@ -156,9 +158,10 @@ class Worker:
     def _receive(self, operation: Forward | Backward | Take | Teach, source: Link | None) -> Any:
         if source is None:
             return None
-        if source is self.links.inputs:
-            self.ahead()
         message = source.receive()
+        while message.kind == SAVE and source is self.links.inputs:
+            self._mark(message)
+            message = source.receive()
         if message.kind != "batch" or message.t != operation.t:
             raise UserError(
                 f"stage {self.stage.k} is at {operation} but was sent {message.kind} {message.t}: "

@@ -77,6 +77,7 @@ class GraphedStage(Stage):
         self.notes = Notes(self.device)
         self.eager: str | None = None  # why nothing is recorded
         self.ring = Ring.of(self.method, self.k, self.K, copies=self._copies)
+        self.rest = self.ring.below + BEHIND - self.lag  # turns from a backward until the neighbours have read it
         self.seen: deque[int] = deque(maxlen=4 * LOOK)  # batches of the last recorded losses
         self.applied: deque[list[int]] = deque(maxlen=4 * LOOK)  # and of the last updates
         self.turn = self.irregular = 0  # forwards so far, and those of them that were not recorded
@@ -201,25 +202,17 @@ class GraphedStage(Stage):
     def end_turn(self) -> None:
         self.deck.close(self.rank)
 
-    def _slot(self, version: Version) -> Slot | None:
-        """A slot with the memory of that version, in which nobody reads any more."""
-        slots = self._rested(version)
-        if slots is None and type(self.weights) is Stash and self.weights.room() is not None:
-            version = self.weights.again_elsewhere()  # while a stage fills, a version serves more than M batches
-            slots = self._rested(version)
-        if slots is None:
-            return None
-        slot = slots.popleft()
-        slot.batch.version = version
-        return slot
-
-    def _rested(self, version: Version) -> deque[Slot] | None:
-        """The slots with the memory of that version, if by the time when the first of them gives its neighbours
-        something new they will have read what it last gave them."""
+    def _slot(self, version: Version, *, elsewhere: bool = True) -> Slot | None:
+        """A slot with the memory of that version, or `elsewhere`, in which nobody reads any more."""
         slots = self.free.get(id(version.tensors))
-        if (slots and self.turn - slots[0].forwarded >= BEHIND
-                and self.turn + self.lag - slots[0].backwarded >= self.ring.below + BEHIND):  # fmt: skip
-            return slots
+        if slots:
+            slot = slots[0]
+            if slot.forwarded <= self.turn - BEHIND and slot.backwarded <= self.turn - self.rest:
+                slot.batch.version = version
+                return slots.popleft()
+        if elsewhere and type(self.weights) is Stash and self.weights.room() is not None:
+            # While a stage fills, a version serves more than M batches.
+            return self._slot(self.weights.again_elsewhere(), elsewhere=False)
         return None
 
     def _fill(self, places: list[Tensor], content: Any) -> None:

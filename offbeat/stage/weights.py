@@ -291,7 +291,7 @@ class Stash(Live):
     def __init__(self, answers: Answers) -> None:
         self.answers, self.do = answers, at_once
         self.newest: Version | None = None
-        self.alive: weakref.WeakSet[Version] = weakref.WeakSet()
+        self.held: list[weakref.ref[Version]] = []  # by batches, or as the newest; some may be gone
         self.memory: list[Tensors] = []
         self.made = 0  # versions so far
 
@@ -306,12 +306,16 @@ class Stash(Live):
             self.memory.append(self.memory.pop(next(i for i, other in enumerate(self.memory) if other is place)))
             self.do(id(place), partial(self.answers.snapshot, place))
         version = Version(self.answers.snapshot() if place is None else place, number=self.made)
-        self.alive.add(version)
+        self.held = [held for held in self.held if held() is not None] + [weakref.ref(version)]
         return version
+
+    def alive(self) -> list[Version]:
+        """The versions that somebody holds."""
+        return [version for held in self.held if (version := held()) is not None]
 
     def room(self) -> Tensors | None:
         """Memory for another version, if there is some."""
-        used = {id(version.tensors) for version in self.alive}
+        used = {id(version.tensors) for version in self.alive()}
         return next((place for place in self.memory if id(place) not in used), None)
 
     def again_elsewhere(self) -> Version:
@@ -324,13 +328,13 @@ class Stash(Live):
         self.made += 1
 
     def versions(self) -> int:
-        return len({version.number for version in self.alive} | {self.made})  # the parameters themselves are the newest
+        return len({version.number for version in self.alive()} | {self.made})  # the parameters themselves
 
     def save(self, versions: list[Version]) -> dict[str, Any]:
         return {"newest": versions.index(self.newest) if self.newest in versions else None}
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
-        self.alive.update(versions)
+        self.held += map(weakref.ref, versions)
         self.newest = None if saved["newest"] is None else versions[saved["newest"]]
         for number, version in enumerate(versions):
             version.number = self.made if version is self.newest else -1 - number
@@ -365,7 +369,7 @@ class Before(Stash):
         self.forwards = self.made = 0
 
     def versions(self) -> int:
-        return max(1, len(self.alive))
+        return max(1, len(self.alive()))
 
     def save(self, versions: list[Version]) -> dict[str, Any]:
         versions += [version for version in self.kept if version not in versions]
@@ -373,8 +377,7 @@ class Before(Stash):
                 "made": self.made}  # fmt: skip
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
-        self.alive.clear()
-        self.alive.update(versions)
+        self.held = list(map(weakref.ref, versions))
         self.kept = [versions[number] for number in saved["kept"]]
         self.forwards, self.made = saved["forwards"], saved["made"]
 
