@@ -32,7 +32,8 @@ import torch
 from offbeat.stage import joining
 from offbeat.stage.recorded import Recorded, captures, recording
 
-AHEAD = 8  # ticks by which the host may be ahead of the device
+AHEAD = 8  # ticks by which the host may be ahead of the device, and a little more
+LOOKS = 4  # ticks from one look at how far the device is to the next
 MOST = 1024  # different ticks that are joined
 NAPS = (10_000, 1_000_000)  # cycles
 Action = Callable[[], object]
@@ -83,7 +84,8 @@ class Deck:
         self.open = [Tape(0, []) for _ in range(K)]
         self.closed: list[deque[Tape]] = [deque() for _ in range(K)]
         self.joined: dict[tuple[Row, ...], Callable[[], None] | None] = {}
-        self.ahead: deque[tuple[torch.cuda.Event, Any]] = deque()  # ticks asked for, and what they work on
+        self.asked: list[Any] = []  # what the ticks since the last look work on
+        self.ahead: deque[tuple[torch.cuda.Event, Any]] = deque()  # the same up to a look that is not done
         self.spare: list[torch.cuda.Event] = []
         self.sleeps = None if sleeps is None else random.Random(sleeps)
         self.naps: list[Row] = []
@@ -197,10 +199,14 @@ class Deck:
 
     def _keep_up(self, work: Any) -> None:
         """Hold what was launched until it is done; do not get too far ahead of the device."""
+        self.asked.append(work)
+        if len(self.asked) < LOOKS:
+            return
         event = self.spare.pop() if self.spare else torch.cuda.Event(blocking=True)
         event.record()
-        self.ahead.append((event, work))
-        while len(self.ahead) > AHEAD:
+        self.ahead.append((event, self.asked))
+        self.asked = []
+        while len(self.ahead) > AHEAD // LOOKS:
             self.ahead[0][0].synchronize()
             self.spare.append(self.ahead.popleft()[0])
 

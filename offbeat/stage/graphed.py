@@ -95,6 +95,7 @@ class GraphedStage(Stage):
         self.small: dict[object, Row | None] = {}  # copies of weights and the like; None when done once
         self.copies: dict[tuple[int, int], Recorded] = {}  # of what neighbours give, by its id and that of its place
         self.rates: list[Tensor] = []  # of learning on the host, as the schedule has left them
+        self.told: list[float] = []  # those that the device has been told
         self.kind: Any = None  # of the batches that were recorded
         self.target: Any = None  # the same of their targets
         self.known: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # what neighbours have given, by id
@@ -114,16 +115,12 @@ class GraphedStage(Stage):
     # ---- forward and backward
 
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
-        known = id(x) in self.comes  # it lies in a slot of the stage below
-        if not known or self.last:
+        fits = id(x) in self.comes and not self.last and not self.left_out  # it lies in a slot of the stage below
+        if not fits:
             x, target = self._here(x), self._here(target)
-        regular = self.eager is None and not (self.left_out and self._left_out(t))
-        if regular and self.kind is None:
-            self.launch()
-            self._record(x, target)
+            fits = self._fits(t, x, target)
         self.turn += 1
         steady, version = self._full(), self.weights.current()
-        fits = regular and (known or self.kind == _looks(x)) and (not self.last or self.target == _looks(target))
         slot = self._slot(version) if fits else None
         if slot is None:
             self.irregular += 1
@@ -201,6 +198,15 @@ class GraphedStage(Stage):
 
     def end_turn(self) -> None:
         self.deck.close(self.rank)
+
+    def _fits(self, t: int, x: Any, target: Any) -> bool:
+        """Whether a batch is such as are recorded, or were it not the first of all."""
+        if self.eager is not None or (self.left_out and self._left_out(t)):
+            return False
+        if self.kind is None:
+            self.launch()
+            self._record(x, target)
+        return self.kind == _looks(x) and (not self.last or self.target == _looks(target))
 
     def _slot(self, version: Version, *, elsewhere: bool = True) -> Slot | None:
         """A slot with the memory of that version, or `elsewhere`, in which nobody reads any more."""
@@ -429,16 +435,16 @@ class GraphedStage(Stage):
         if not self.rates:
             self.launch()
             self.rates = [rate.to("cpu", copy=True) for rate in there]
-        before = [float(rate) for rate in self.rates]
+            self.told = [float(rate) for rate in self.rates]
         for group, rate in zip(groups, self.rates, strict=True):
             group["lr"] = rate
         super()._advance()
         self.rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, there, strict=True):
             group["lr"] = rate
-        now = [float(rate) for rate in self.rates]
-        if now != before:
-            self.deck.after(self.rank, partial(_fill, there, now))
+        before, self.told = self.told, [float(rate) for rate in self.rates]
+        if self.told != before:
+            self.deck.after(self.rank, partial(_fill, there, self.told))
 
     def resume_schedule(self, updates: int) -> None:
         super().resume_schedule(updates)

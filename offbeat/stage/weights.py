@@ -157,9 +157,8 @@ class Live:
         return Version(self.answers.named([tensor.data for tensor in self.storage]))
 
     def _refresh(self) -> None:
-        if self.behind:
-            self.do("refresh", self._lower)
-            self.behind = False
+        self.do("refresh", self._lower)
+        self.behind = False
 
     def _lower(self) -> None:
         pairs = [(copy, parameter.detach()) for copy, parameter in
@@ -169,14 +168,16 @@ class Live:
             torch._foreach_copy_([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
 
     def current(self) -> Version:
-        self._refresh()
+        if self.behind:
+            self._refresh()
         return self.own
 
     def settled(self) -> bool:
         return True
 
     def returning(self, version: Version) -> Version:
-        self._refresh()
+        if self.behind:
+            self._refresh()
         return version
 
     def changed(self) -> None:
@@ -245,7 +246,8 @@ class Hybrid(Live):
     @contextmanager
     def again(self, version: Version) -> Iterator[Version]:
         """The old values under the aliases while the graph is made, then the present ones."""
-        self._refresh()
+        if self.behind:
+            self._refresh()
         present = [tensor.clone() for tensor in self.storage]
         if version.tensors:
             torch._foreach_copy_(self.storage, [tensor.detach() for tensor in version.tensors.values()])
@@ -303,7 +305,7 @@ class Stash(Live):
     def _make(self) -> Version:
         place = self.room()
         if place is not None:  # the next one goes where nobody has been for longest
-            self.memory.append(self.memory.pop(next(i for i, other in enumerate(self.memory) if other is place)))
+            self.memory = [other for other in self.memory if other is not place] + [place]
             self.do(id(place), partial(self.answers.snapshot, place))
         version = Version(self.answers.snapshot() if place is None else place, number=self.made)
         self.held = [held for held in self.held if held() is not None] + [weakref.ref(version)]
