@@ -93,7 +93,7 @@ class GraphedStage(Stage):
         """Forget what was recorded, since tensors have moved; the batches in flight go on eagerly."""
         self.deck.forget()
         self.small: dict[object, Row | None] = {}  # copies of weights and the like; None when done once
-        self.copies: dict[tuple[int, int], Recorded] = {}  # of what neighbours give, by its id and that of its place
+        self.carried: dict[tuple[int, int], Recorded] = {}  # of what neighbours give, by its id and that of its place
         self.rates: list[Tensor] = []  # of learning on the host, as the schedule has left them
         self.told: list[float] = []  # those that the device has been told
         self.kind: Any = None  # of the batches that were recorded
@@ -115,10 +115,8 @@ class GraphedStage(Stage):
     # ---- forward and backward
 
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
-        fits = id(x) in self.comes and not self.last and not self.left_out  # it lies in a slot of the stage below
-        if not fits:
-            x, target = self._here(x), self._here(target)
-            fits = self._fits(t, x, target)
+        known = id(x) in self.comes and not self.last and not self.left_out  # it lies in a slot of the stage below
+        fits = known or self._fits(t, x, target)
         self.turn += 1
         steady, version = self._full(), self.weights.current()
         slot = self._slot(version) if fits else None
@@ -200,7 +198,7 @@ class GraphedStage(Stage):
         self.deck.close(self.rank)
 
     def _fits(self, t: int, x: Any, target: Any) -> bool:
-        """Whether a batch is such as are recorded, or were it not the first of all."""
+        """Whether a batch is such as were recorded; the first one decides."""
         if self.eager is not None or (self.left_out and self._left_out(t)):
             return False
         if self.kind is None:
@@ -241,7 +239,7 @@ class GraphedStage(Stage):
 
     def _copying(self, places: list[Tensor], given: Any, row: Row, rows: dict[int, Row]) -> Row:
         """The row behind copies of what a neighbour gives, which mostly lies in one of its slots and comes again."""
-        tensors = _only_tensors(given)
+        tensors = _only_tensors(given) if places else []
         if not all(self.known.get(id(tensor)) is tensor for tensor in tensors):
             self.launch()
             for place, tensor in zip(places, tensors, strict=True):
@@ -251,10 +249,10 @@ class GraphedStage(Stage):
         copies = []
         for place, tensor in zip(places, tensors, strict=True):
             key = id(tensor), id(place)
-            if key not in self.copies:
+            if key not in self.carried:
                 with recording(self.device):
-                    self.copies[key] = self._recorded(partial(place.copy_, tensor))
-            copies.append(self.copies[key])
+                    self.carried[key] = self._recorded(partial(place.copy_, tensor))
+            copies.append(self.carried[key])
         self.comes[id(given)] = given
         rows[id(given)] = made = Row(*copies, *row.pieces, forwards=row.forwards)
         return made
@@ -267,7 +265,7 @@ class GraphedStage(Stage):
             if captures(self.device):
                 gc.collect()  # also memory of older recordings
             with recording(self.device):
-                entered = self._entering(x)  # which copies into slots do on their way
+                entered, target = self._entering(x), self._here(target)  # which copies into slots do on their way
                 self._warm_up(entered, target)
                 if self.eager is None:
                     self._record_forwards(entered, target)

@@ -89,7 +89,6 @@ class Stage:
         self.last = k == K
         self.clip_norm = clip_norm
         self.device = device or torch.device("cpu")
-        self.home = torch.empty(0, device=self.device).device  # what tensors there say
         self.numbers = numbers
         self.loss = None if loss is None else self.numbers.in_full(loss)
         self.lag, self.M = method.lag(k, K), method.M
@@ -541,7 +540,7 @@ class Stage:
 
     def _here(self, content: Any) -> Any:
         if isinstance(content, Tensor):  # by far the most frequent tree
-            return content if content.device == self.home else content.to(self.device)
+            return content.to(self.device)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)
 
 
