@@ -326,7 +326,8 @@ class GraphedStage(Stage):
                 slot.samples = batch_size(target, x)
                 targets = slot.batch.target if self.last else []
                 slot.inputs, slot.targets = (  # autograd, whose graphs go on, sees no writing there
-                    [place.data for place in _only_tensors(content)] for content in (slot.batch.inputs, targets))
+                    [place.data for place in _only_tensors(content)] for content in (slot.batch.inputs, targets)
+                )
                 slot.below = [None if gradient is None else torch.empty_like(gradient) for gradient in self.below]
                 work = partial(self._work_forward, slot)
                 slot.forward = Row(self._recorded(work, _pool(self.device)), forwards=True)
