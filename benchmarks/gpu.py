@@ -1,7 +1,7 @@
 """Time a batch on one GPU: back-propagation eager and recorded, ADL on K streams, like against like, in one run.
 
     python benchmarks/gpu.py [--models resnet56,resnet110] [--batch-sizes 32] [-K 8] [-M 4] [--precision bf16]
-                             [--compile] [--tune] [--rounds 5] [--turns 200] [--device cuda] [--out FILE]
+                             [--compile|--fuse] [--tune] [--rounds 5] [--turns 200] [--device cuda] [--out FILE]
 
 Every round times each row in turn, after a warm-up in which its stages fill and record; what is compared are medians,
 each ratio taken within its round. `host` is the share of the time that the host needs to ask for the work, while
@@ -49,7 +49,7 @@ class Row:
         self.pipe = offbeat.Pipeline(
             models.build(model, shape=shape, classes=10), K, method=method, loss=nn.functional.cross_entropy,
             optimizer=sgd, sample=x, device=self.device, engine=Streams(K, self.device) if recorded else "simulate",
-            precision=options.precision, compile=options.compile and recorded,
+            precision=options.precision, compile=options.compile and recorded, fuse=options.fuse and recorded,
         )  # fmt: skip
         self.batch = x, y
         self.turns(4 * (2 * K + options.M) + 20)  # until all turns have been recorded
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--weights", default="stash")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--fuse", action="store_true")
     parser.add_argument("--tune", action="store_true", help="let cuDNN time its algorithms, for all rows")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=200)

@@ -245,7 +245,7 @@ def free_folder(recipe: Recipe) -> Path:
 def report_result(result: dict[str, Any], *, dry_run: bool) -> None:
     if dry_run:
         recipe = result["recipe"]
-        how = f"{recipe['engine']}, {recipe['precision']}{', compiled' * recipe['compile']}"
+        how = f"{recipe['engine']}, {recipe['precision']}{', compiled' * recipe['compile']}{', fused' * recipe['fuse']}"
         print(
             f"ready: {recipe['model']} on {recipe['data']}, {recipe['method']} K={recipe['K']} M={recipe['M']} "
             f"({how}), cuts {list(recipe['cuts'])}, {result['batches_an_epoch']} batches an epoch, "

@@ -35,6 +35,10 @@ class NotCompiled(UserWarning):
     """A stage runs without torch.compile; names the stage and why."""
 
 
+class NotFused(UserWarning):
+    """A stage runs without kernels of our own; names the stage and why."""
+
+
 class Interrupted(Exception):
     """Ctrl-C, with what there is to say about it; the command line exits with 130."""
 

@@ -61,6 +61,7 @@ class Stages:
         str | None, typer.Option(help="fp32, tf32 (cuda) or bf16; weights and sums stay fp32. (default fp32)")
     ] = None
     compile: Annotated[bool | None, typer.Option(help="Compile each stage (torch.compile).")] = None
+    fuse: Annotated[bool | None, typer.Option(help="Join BatchNorm, sum and ReLU: fewer kernels.")] = None
     tune: Annotated[bool | None, typer.Option(help="Have cuDNN time its algorithms: faster, other last bits.")] = None
     cuts: Annotated[str | None, typer.Option(help="Cut before these units: 5,9,14. (default equal FLOPs)")] = None
     units: Annotated[str | None, typer.Option(help="Cut between blocks, or layers (also inside blocks).")] = None

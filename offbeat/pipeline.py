@@ -58,6 +58,7 @@ class Pipeline:
     left_out    batches whose gradients are not used
     precision   "fp32", "tf32" (CUDA) or "bf16"; master weights, sums of gradients and optimizer are float32 in all
     compile     whether torch.compile makes a graph of each stage; one that it cannot compile runs as it is
+    fuse        whether BatchNorm, a sum behind it and ReLU become two kernels of ours, on a GPU in tf32 or bf16
     engine      "simulate" (all stages here, one after the other), "processes" (one each, under torchrun) or "streams"
                 (all stages here, at once, on one GPU; new); by default as it was started
 
@@ -95,6 +96,7 @@ class Pipeline:
         left_out: Sequence[int] = (),
         precision: Precision = "fp32",
         compile: bool = False,
+        fuse: bool = False,
     ) -> None:
         self.parts: list[nn.Module] = []
         if isinstance(model, nn.Module):
@@ -107,6 +109,8 @@ class Pipeline:
         self.method.check(self.K)
         self.device = _device(device)
         self.numbers = Numbers.of(precision, self.device)
+        if compile and fuse:
+            raise UserError("compile and fuse: both join operations of a stage, so give one of them")
         _check_loss(loss)
         _check_makers(optimizer, scheduler)
         if clip_norm is not None and not clip_norm > 0:
@@ -130,7 +134,7 @@ class Pipeline:
         self._make_stage = partial(
             kind,
             method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm, device=self.device,
-            seed=seed, on_nan=_on_nan(on_nan), left_out=left_out, numbers=self.numbers, compile=compile,
+            seed=seed, on_nan=_on_nan(on_nan), left_out=left_out, numbers=self.numbers, compile=compile, fuse=fuse,
         )  # fmt: skip
         self._loss = loss
         self._elsewhere: dict[int, Staleness] = {}

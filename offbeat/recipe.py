@@ -55,6 +55,7 @@ class Recipe:
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     compile: bool = False
+    fuse: bool = False
     tune: bool = False
     cuts: tuple[int, ...] | None = None
     units: Literal["blocks", "layers"] | None = None
@@ -176,6 +177,10 @@ def _check(values: Mapping[str, Any]) -> None:
         sizes = values.get(name, ())
         if max(sizes if isinstance(sizes, tuple) else (sizes,), default=0) > MOST:
             raise UserError(f"{name} = {sizes}: use whole numbers up to {MOST}")
+    if values.get("compile") and values.get("fuse"):
+        raise UserError("compile and fuse, both of which join operations of a stage: leave one of them out")
+    if values.get("fuse") and values.get("device") != "cuda":
+        raise UserError("fuse without a GPU, whose kernels it joins: add --device cuda, or leave it out")
     if values.get("tune") and values.get("device") != "cuda":
         raise UserError("tune without a GPU, where there is no cuDNN: add --device cuda, or leave it out")
     if values.get("trace", 1) > MOST_TURNS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -33,6 +34,7 @@ from offbeat.stage import Report, Staleness, diagnosis
 from offbeat.telemetry import Telemetry
 
 REPORTS_AN_EPOCH = 20
+TESTED = 2000 * 3 * 32 * 32  # numbers in what a GPU evaluates at once
 DATA_DIR = "OFFBEAT_DATA_DIR"  # where the data of recipes lie that do not say it
 
 
@@ -221,10 +223,17 @@ def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
         cuts=recipe.cuts, units=recipe.units, clip_norm=recipe.clip_norm, engine=engine, seed=recipe.seed,
         device=recipe.device, sample=torch.zeros(1, *known.shape), left_out=recipe.left_out or (),
         on_nan="skip" if recipe.on_nan == "skip" else "stop", precision=recipe.precision, compile=recipe.compile,
+        fuse=recipe.fuse,
     )  # fmt: skip
     if recipe.diagnose:
         pipe.diagnose(recipe.diagnose)
     return pipe
+
+
+def test_batch_size(recipe: Recipe, known: Facts) -> int:
+    """Samples that are evaluated at once: on a GPU many, since an evaluation there waits for launches."""
+    many = TESTED // math.prod(known.shape) if recipe.device == "cuda" else 0
+    return max(100, recipe.batch_size, many)
 
 
 class Run:
@@ -346,7 +355,7 @@ class Run:
         self.telemetry.tell()
         self._write(self.telemetry.collect(wait=True))
         seconds = time.perf_counter() - self.epoch_began  # until the last stage had finished, evaluation not counted
-        test_batches = self.data_set.test(batch_size=max(100, self.recipe.batch_size)) if self.data_set else None
+        test_batches = self.data_set.test(batch_size=test_batch_size(self.recipe, self.known)) if self.data_set else None
         self.test = self.pipe.evaluate(test_batches)
         if self.folder:
             self._write_epoch(epoch, seconds)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from offbeat.stage import deck, graphed, joining
+from offbeat.stage import deck, graphed, joining, notes
 from offbeat.stage.recorded import Recorded
 
 
@@ -60,7 +60,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
                 stage.recording = False
         for tensor, old in zip((*stage.module.buffers(), stage.notes.sums, stage.notes.counts), kept, strict=True):
             tensor.data.copy_(old)
-        stage.notes.bad.zero_()
+        stage.notes.bad.fill_(notes.NEVER)
 
     monkeypatch.setattr(graphed, "Recorded", Captured)
     monkeypatch.setattr(deck, "captures", lambda device: True)

@@ -93,6 +93,14 @@ def test_the_help_names_every_method_and_every_answer(offbeat, monkeypatch):
         assert option in told
 
 
+def test_kernels_are_joined_on_a_gpu_alone_and_in_one_way():
+    assert complete(device="cuda", fuse=True).fuse
+    with pytest.raises(UserError, match="fuse without a GPU, whose kernels it joins: add --device cuda"):
+        complete(fuse=True)
+    with pytest.raises(UserError, match="compile and fuse, both of which join operations"):
+        complete(device="cuda", fuse=True, compile=True)
+
+
 def test_there_is_nothing_to_tune_without_a_gpu():
     assert complete(device="cuda", tune=True).tune
     with pytest.raises(UserError, match="tune without a GPU, where there is no cuDNN: add --device cuda"):

@@ -82,7 +82,7 @@ def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Ma
             f"SGD, batch {recipe.batch_size}, lr {recipe.lr:g}, momentum {recipe.momentum:g}, weight decay "
             f"{recipe.weight_decay:g}, warm-up {recipe.warmup:g} epochs"
         )
-        compiled = ", compiled" * recipe.compile
+        compiled = ", compiled" * recipe.compile + ", fused" * recipe.fuse
         shown["run by"] = f"engine {recipe.engine}, {recipe.device}, {recipe.precision}{compiled}, {threads} a stage"
     shown.update(more or {})
     for name, key in (("machine", "machine"), ("started", "started"), ("commit", "commit")):

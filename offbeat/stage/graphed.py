@@ -457,10 +457,10 @@ class GraphedStage(Stage):
     # ---- what it tells
 
     def settle(self) -> None:
-        self._check(self.notes.bad.tolist())
+        self._check(self.notes.now())
         self.notes.read(self.meter)
 
-    def _check(self, bad: list[int]) -> None:
+    def _check(self, bad: list[int | None]) -> None:
         """Raise for what the device has noted."""
         if not any(bad):
             return

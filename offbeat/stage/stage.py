@@ -20,9 +20,11 @@ from offbeat.method import Method
 from offbeat.metrics import Meter, batch_size
 from offbeat.precision import FULL, Numbers
 from offbeat.seeds import derive
+from offbeat.stage import norms
 from offbeat.stage.compiled import Compiled
 from offbeat.stage.correct import Corrections
 from offbeat.stage.deferred import DeferredStatistics
+from offbeat.stage.fused import Fused
 from offbeat.stage.memory import Saved, size
 from offbeat.stage.random import RandomStream
 from offbeat.stage.report import Report, Staleness
@@ -58,7 +60,8 @@ class Stage:
     `module` is the stage's part of the model, under the names of the whole. `loss` is given to the last stage, and to
     all that learn from a local loss; `output` is the shape of one sample's output and the number of classes, for stages
     that have a head of their own. `on_nan` says what a loss or gradient that is not finite does; the gradients of the
-    batches `left_out` are not used. `numbers` are those that it computes with; `compile` has torch.compile do it.
+    batches `left_out` are not used. `numbers` are those that it computes with; `compile` has torch.compile do it, and
+    `fuse` joins BatchNorm with what follows it.
     """
 
     retains = False  # whether graphs are kept after their backward
@@ -81,6 +84,7 @@ class Stage:
         left_out: Iterable[int] = (),
         numbers: Numbers = FULL,
         compile: bool = False,
+        fuse: bool = False,
     ) -> None:
         self.on_nan, self.left_out = on_nan, frozenset(left_out)
         self.bad: set[int] = set()  # batches whose loss is not finite
@@ -108,7 +112,7 @@ class Stage:
         self.weights: WeightPolicy = make_policy(method.weights, answers, lag=self.lag, recompute=method.recompute)
         self.most_versions, self.most_in_flight = method.versions(k, K), method.held(k, K)
         self.deferred = DeferredStatistics(module) if method.m > 1 else None
-        self._call = self._compiled() if compile else partial(call, module)
+        self._call = self._compiled() if compile else self._fused() if fuse else partial(call, module)
         self.random = RandomStream(self.device, seed, "stage", k)
         self.evaluation_random = RandomStream(self.device, seed, "evaluation", k)
         self.in_flight: dict[int, InFlight] = {}
@@ -151,6 +155,16 @@ class Stage:
         elif self.deferred and self.deferred.layers:
             why = "its BatchNorm sums up micro-batches, outside of the graph"
         return Compiled(self.k, self.module, refused=why)
+
+    def _fused(self) -> Callable[..., Any]:
+        why = None
+        if self.deferred and self.deferred.layers:
+            why = "its BatchNorm sums up micro-batches"
+        elif self.device.type == "cuda" and not self.numbers.channels_last:
+            why = "in fp32 images do not lie channels-last (precision tf32 or bf16 has them so)"
+        elif self.device.type == "cuda" and not norms.available():
+            why = "triton, which makes the kernels, cannot be imported"
+        return Fused(self.k, self.module, refused=why)
 
     # ---- forward
 

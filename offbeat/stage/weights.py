@@ -81,13 +81,20 @@ class Answers:
             return self.named([self.numbers.lower(v) for v in self.forward()] if self.forward else self.copies())
         if place:
             values = self.forward() if self.forward else [parameter.detach() for parameter in self.parameters.values()]
-            torch._foreach_copy_([tensor.data for tensor in place.values()], values)  # whose graphs are kept
+            copy_all([tensor.data for tensor in place.values()], values)  # whose graphs are kept
         return place
 
     def copies(self) -> list[Tensor]:
         """New tensors with the parameters as forwards use them."""
         return [self.numbers.lower(p.detach()) if self.numbers.lowered(p) else p.detach().clone()
                 for p in self.parameters.values()]  # fmt: skip
+
+
+def copy_all(places: list[Tensor], values: list[Tensor]) -> None:
+    """Copy tensor by tensor; on a GPU in as many kernels as there are types, where a mixed list would take one each."""
+    for dtype in dict.fromkeys(place.dtype for place in places):
+        alike = [(place, value) for place, value in zip(places, values, strict=True) if place.dtype == dtype]
+        torch._foreach_copy_([place for place, _ in alike], [value for _, value in alike])
 
 
 class WeightPolicy(Protocol):
@@ -164,8 +171,7 @@ class Live:
         pairs = [(copy, parameter.detach()) for copy, parameter in
                  zip(self.storage, self.answers.parameters.values(), strict=True)
                  if self.answers.numbers.lowered(parameter)]  # fmt: skip
-        if pairs:
-            torch._foreach_copy_([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
+        copy_all([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
 
     def current(self) -> Version:
         if self.behind:
@@ -250,12 +256,11 @@ class Hybrid(Live):
             self._refresh()
         present = [tensor.clone() for tensor in self.storage]
         if version.tensors:
-            torch._foreach_copy_(self.storage, [tensor.detach() for tensor in version.tensors.values()])
+            copy_all(self.storage, [tensor.detach() for tensor in version.tensors.values()])
         try:
             yield self.own
         finally:
-            if present:
-                torch._foreach_copy_(self.storage, present)
+            copy_all(self.storage, present)
 
 
 class PredictedHybrid(Hybrid):
@@ -270,8 +275,7 @@ class PredictedHybrid(Hybrid):
 
     def _fill(self, prediction: Prediction | None) -> None:
         values = prediction() if prediction else [p.detach() for p in self.answers.parameters.values()]
-        if values:
-            torch._foreach_copy_(self.storage, values)
+        copy_all(self.storage, values)
 
     def current(self) -> Version:
         self.do("forward", partial(self._fill, self.answers.forward))
