@@ -106,11 +106,13 @@ def lagged(batches: Iterable[int], *, lag: int, M: int = 1, window: Window = "co
     idle = lag  # iterations until the oldest batch in flight has come back
     gradients = 0  # in the open window
     t = -1
-
-    def iteration(entering: bool) -> Iteration:
-        nonlocal gradients, idle
+    entering = iter(batches)
+    while (batch := next(entering, None)) is not None or in_flight or gradients:
         operations: list[Operation] = []
-        if entering:
+        if batch is None:
+            t += 1
+        else:
+            t = batch
             operations.append(Forward(t))
             in_flight.append(t)
         if idle:
@@ -118,18 +120,12 @@ def lagged(batches: Iterable[int], *, lag: int, M: int = 1, window: Window = "co
         elif in_flight:
             operations.append(Backward(in_flight.popleft()))
             gradients += 1
-        ended = not entering and not in_flight
+        ended = batch is None and not in_flight
         due = gradients == M if window == "count" else (t + 1) % M == 0
         if due or (ended and gradients):
             operations.append(Update(gradients if ended else M))
             gradients = 0
-        return tuple(operations)
-
-    for t in batches:  # noqa: B007  the closure reads it
-        yield iteration(entering=True)
-    while in_flight or gradients:
-        t += 1
-        yield iteration(entering=False)
+        yield tuple(operations)
 
 
 def locked(program: Program) -> Program:

@@ -283,7 +283,7 @@ class Pipeline:
                     raise UserError(f"step() without a batch in the first stage's process: pass x and y for batch {t}")
                 # What stays in flight is copied, since the caller may use its memory again.
                 if self.engine.records:
-                    x, y = pytree.tree_map_only(Tensor, self._moved, (x, y))
+                    x, y = self._moved(x), self._moved(y)
                 elif self.method.lag(1, self.K):
                     x = pytree.tree_map_only(Tensor, Tensor.clone, x)
                 for message in micro_batches(t, x, y, self.method.m):
@@ -299,11 +299,13 @@ class Pipeline:
                 raise
         self.batches += 1
 
-    def _moved(self, tensor: Tensor) -> Tensor:
+    def _moved(self, content: Any) -> Any:
         """A copy on the device, for which nobody waits."""
-        if tensor.is_cuda or self.device.type != "cuda":
-            return tensor.to(self.device, copy=True)
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        if not isinstance(content, Tensor):
+            return pytree.tree_map_only(Tensor, self._moved, content)
+        if content.is_cuda or self.device.type != "cuda":
+            return content.to(self.device, copy=True)
+        return content.pin_memory().to(self.device, non_blocking=True)
 
     def fit(
         self,

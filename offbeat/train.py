@@ -355,8 +355,8 @@ class Run:
         self.telemetry.tell()
         self._write(self.telemetry.collect(wait=True))
         seconds = time.perf_counter() - self.epoch_began  # until the last stage had finished, evaluation not counted
-        test_batches = self.data_set.test(batch_size=test_batch_size(self.recipe, self.known)) if self.data_set else None
-        self.test = self.pipe.evaluate(test_batches)
+        size = test_batch_size(self.recipe, self.known)
+        self.test = self.pipe.evaluate(self.data_set.test(batch_size=size) if self.data_set else None)
         if self.folder:
             self._write_epoch(epoch, seconds)
         self.rows.clear()

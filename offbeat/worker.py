@@ -18,23 +18,6 @@ from offbeat.stage import Stage
 SAVE = "save"  # the kind of a mark that asks for a checkpoint
 
 
-class Feed:
-    """Batch indices as they become known; closing it makes the program drain."""
-
-    def __init__(self) -> None:
-        self.indices: deque[int] = deque()
-        self.closed = False
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        if self.indices:
-            return self.indices.popleft()
-        assert self.closed, "a program asked for a batch before one was announced"
-        raise StopIteration
-
-
 class Actor(Protocol):
     """Who does a stage's operations: the stage itself, or one that looks on (see tracing.py, stage/diagnosis.py)."""
 
@@ -75,8 +58,9 @@ class Worker:
         self._restart()
 
     def _restart(self) -> None:
-        self.feed = Feed()
-        self.program: Program = self.method.program(self.stage.k, self.stage.K, self.feed)
+        self.feed: deque[int | None] = deque()  # batches as they become known; None makes the program drain
+        batches: Iterator[int] = iter(self.feed.popleft, None)
+        self.program: Program = self.method.program(self.stage.k, self.stage.K, batches)
         self.buffer: dict[int, Any] = {}  # batches taken ahead, to draw from
         self.empty: set[int] = set()  # micro-batches without samples
         self.entered: list[int] = []  # first and next batch of this program
@@ -91,8 +75,10 @@ class Worker:
         return self._perform(self._enter(t), wait=wait)
 
     def _enter(self, t: int) -> Iteration:
-        self.feed.indices.append(t)
-        self.entered = [self.entered[0] if self.entered else t, t + 1]
+        self.feed.append(t)
+        if not self.entered:
+            self.entered = [t, t]
+        self.entered[1] = t + 1
         return next(self.program)
 
     def newest(self) -> int:
@@ -129,7 +115,7 @@ class Worker:
 
     def drain(self, *, wait: bool) -> Iterator[bool]:
         """What is left of the program once no batch will enter; the next iteration starts it afresh."""
-        self.feed.closed = True
+        self.feed.append(None)
         for iteration in self.program:
             yield from self._perform(iteration, wait=wait)
         self._restart()
@@ -156,9 +142,10 @@ class Worker:
     def _receive(self, operation: Forward | Backward | Take | Teach, source: Link | None) -> Any:
         if source is None:
             return None
-        if source is self.links.inputs:
-            self.ahead()
         message = source.receive()
+        while message.kind == SAVE and source is self.links.inputs:
+            self._mark(message)
+            message = source.receive()
         if message.kind != "batch" or message.t != operation.t:
             raise UserError(
                 f"stage {self.stage.k} is at {operation} but was sent {message.kind} {message.t}: "

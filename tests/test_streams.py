@@ -95,6 +95,30 @@ def test_what_is_launched_together_may_run_in_any_order(monkeypatch, name, seed)
     check_same(named(name), drains=(14,), optimizer=lambda p: sgd(p, fused=True), data=lambda: batches(40))
 
 
+class Halves(nn.Module):
+    """Takes and gives several tensors, as stages may."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, given):
+        whole = self.layer(torch.cat(given, dim=1) if isinstance(given, tuple) else given)
+        return tuple(whole.chunk(2, dim=1)) if whole.dim() == 4 else whole
+
+
+@pytest.mark.parametrize("name", ["adl", "pipedream"])  # neighbours a tick apart, and in the same
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_stages_that_give_several_tensors_wait_for_all_of_them(monkeypatch, name, seed):
+    launched = capture(monkeypatch, seed)
+    pipes = [offbeat.Pipeline([Halves(layer) for layer in network()], method=named(name), engine=engine, seed=3,
+                              loss=nn.functional.cross_entropy, optimizer=lambda p: sgd(p, fused=True))
+             for engine in ("simulate", Streams(K, CPU))]  # fmt: skip
+    assert train(pipes[0], batches(120)) == train(pipes[1], batches(120))
+    assert all(map(torch.equal, pipes[0].model.parameters(), pipes[1].model.parameters()))
+    assert launched.count(K) > 20
+
+
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
 @pytest.mark.parametrize(("M", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
 def test_adl_launches_a_tick_at_a_time_and_in_any_order_gives_the_bits_of_simulate(monkeypatch, M, weights, precision):

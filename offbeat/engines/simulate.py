@@ -31,17 +31,14 @@ class Simulate:
         unfinished = list(work)
         stuck = 0  # generators in a row that could not go on
         while unfinished:
-            turn = self.order.randrange(len(unfinished)) if self.order else 0
-            generator = unfinished[turn]
-            try:
-                progress = next(generator)
-            except StopIteration:
-                unfinished.pop(turn)
+            generator = unfinished.pop(self.order.randrange(len(unfinished)) if self.order else 0)
+            for progress in generator:
+                stuck = 0 if progress else stuck + 1
+                if self.order or not progress:
+                    unfinished.append(generator)
+                    break
+            else:
                 stuck = 0
-                continue
-            stuck = 0 if progress else stuck + 1
-            if not progress and not self.order:
-                unfinished.append(unfinished.pop(turn))
             if stuck > 1000 * len(unfinished):
                 raise RuntimeError("no stage can go on: the programs wait for each other")
 

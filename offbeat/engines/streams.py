@@ -61,11 +61,16 @@ class Streams(Simulate):
         if self.stream is None or self.asked is None:
             yield None
             return
-        caller = torch.cuda.current_stream(self.device)
+        device, caller = torch.cuda.current_device(), torch.cuda.current_stream(self.device)
         self.asked.record(caller)
         self.stream.wait_event(self.asked)
-        with torch.cuda.stream(self.stream):
+        torch.cuda.set_stream(self.stream)  # and with it the device; torch's own context takes longer, every turn
+        try:
             yield caller
+        finally:
+            torch.cuda.set_stream(caller)
+            if device != caller.device_index:
+                torch.cuda.set_device(device)
 
     @contextmanager
     def beside(self, k: int) -> Iterator[None]:

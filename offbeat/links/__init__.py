@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}  # for links that need not leave the machine
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """Content for batch t: a pytree of tensors and plain values.
 
     kind "batch" belongs to a batch; any other kind is a mark that travels between batches (the end of an epoch).

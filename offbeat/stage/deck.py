@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -33,22 +32,38 @@ import torch
 from offbeat.stage import joining
 from offbeat.stage.recorded import Recorded, captures, recording
 
-AHEAD = 8  # ticks by which the host may be ahead of the device
+AHEAD = 8  # ticks by which the host may be ahead of the device, and a little more
+LOOKS = 4  # ticks from one look at how far the device is to the next
 MOST = 1024  # different ticks that are joined
 NAPS = (10_000, 1_000_000)  # cycles
 Action = Callable[[], object]
 
 
-@dataclass(eq=False)
-class Tape:
-    """What one stage has asked for in one turn: things to do first, recorded pieces, things to do after them."""
+class Row:
+    """Recorded pieces that come one behind the other, time and again: the same row every time, so that it is known.
 
-    turn: int
-    actions: list[tuple[int, Action]] = field(default_factory=list)  # each with its place in the order of all
-    pieces: list[tuple[int, Recorded]] = field(default_factory=list)
-    after: list[tuple[int, Action]] = field(default_factory=list)
-    reads: int | None = None  # which piece is the first to use what the stage below has made
-    made: int | None = None  # which piece makes what the stage above uses
+    One that `forwards` reads what the stage below has made, and makes what the stage above uses.
+    """
+
+    __slots__ = ("forwards", "pieces")
+
+    def __init__(self, *pieces: Recorded, forwards: bool = False) -> None:
+        self.pieces, self.forwards = pieces, forwards
+
+    def __call__(self) -> None:
+        for piece in self.pieces:
+            piece()
+
+
+class Tape:
+    """What one stage has asked for in one turn: things to do first, recorded work, things to do after it."""
+
+    __slots__ = ("actions", "after", "rows", "turn")
+
+    def __init__(self, turn: int, actions: list[Action]) -> None:
+        self.turn, self.actions = turn, actions
+        self.rows: list[Row] = []
+        self.after: list[Action] = []
 
 
 class Deck:
@@ -64,41 +79,39 @@ class Deck:
         K, room = len(lags), min((below - above for below, above in pairwise(lags)), default=2)
         self.in_order, self.chained = room < 1, room < 2
         self.behind = [0 if self.chained else rank for rank in range(K)]
-        self.turn = self.order = 0
+        self.turn = 0
         self.done: set[int] = set()  # stages that have done this turn
-        self.open = [Tape(0) for _ in range(K)]
+        self.open = [Tape(0, []) for _ in range(K)]
         self.closed: list[deque[Tape]] = [deque() for _ in range(K)]
-        self.joined: dict[tuple[int, ...], tuple[Any, Callable[[], None] | None]] = {}
-        self.ahead: deque[tuple[torch.cuda.Event, Any]] = deque()  # ticks asked for, and what they work on
+        self.joined: dict[tuple[Row, ...], Callable[[], None] | None] = {}
+        self.asked: list[Any] = []  # what the ticks since the last look work on
+        self.ahead: deque[tuple[torch.cuda.Event, Any]] = deque()  # the same up to a look that is not done
         self.spare: list[torch.cuda.Event] = []
         self.sleeps = None if sleeps is None else random.Random(sleeps)
-        self.naps: list[Recorded] = []
+        self.naps: list[Row] = []
 
     # ---- what stages ask for
 
-    def put(self, rank: int, piece: Recorded, *, reads: bool = False, makes: bool = False) -> None:
+    def put(self, rank: int, row: Row) -> None:
         """Recorded work: the next on the tape of that stage."""
-        tape = self.open[rank]
-        if reads:
-            tape.reads = len(tape.pieces)
-        if makes:
-            tape.made = len(tape.pieces)
-        self._ask(tape.pieces, piece)
+        if self.defers:
+            self.open[rank].rows.append(row)
+        else:
+            row()
 
     def first(self, rank: int, action: Action) -> None:
-        """Work ahead of all pieces of this turn, which must not mind."""
-        self._ask(self.open[rank].actions, action)
+        """Work ahead of all that is recorded of this turn, which must not mind."""
+        if self.defers:
+            self.open[rank].actions.append(action)
+        else:
+            action()
 
     def after(self, rank: int, action: Action) -> None:
-        """Work behind all pieces of this turn, and ahead of the next."""
-        self._ask(self.open[rank].after, action)
-
-    def _ask(self, where: list[Any], action: Action) -> None:
-        if not self.defers:
+        """Work behind all that is recorded of this turn, and ahead of the next."""
+        if self.defers:
+            self.open[rank].after.append(action)
+        else:
             action()
-            return
-        self.order += 1
-        where.append((self.order, action))
 
     def close(self, rank: int) -> None:
         """That stage has done its turn."""
@@ -106,7 +119,7 @@ class Deck:
             return
         tape = self.open[rank]
         self.closed[rank].append(tape)
-        self.open[rank] = Tape(self.turn + 1, actions=tape.after)
+        self.open[rank] = Tape(self.turn + 1, tape.after)
         tape.after = []
         if self.in_order or rank in self.done:  # several in one: what is left of a program
             self.flush()
@@ -118,15 +131,15 @@ class Deck:
             return
         while not self.done and any(self.closed):
             self.tick()
-        work: list[tuple[int, Action]] = []
-        for tape in chain(*self.closed, self.open):
-            work += tape.actions + tape.pieces + tape.after
-            tape.actions, tape.pieces, tape.after, tape.reads, tape.made = [], [], [], None, None
+        work: list[Action] = []
+        for tape in sorted(chain(*self.closed, self.open), key=lambda tape: tape.turn):  # and by stages, as they were
+            work += tape.actions + tape.rows + tape.after
+            tape.actions, tape.rows, tape.after = [], [], []
         for queue in self.closed:
             queue.clear()
         if not work:
             return
-        for _, action in sorted(work, key=lambda one: one[0]):
+        for action in work:
             action()
         self._keep_up(work)
 
@@ -136,64 +149,64 @@ class Deck:
         """All stages have done their turn: launch what is due by now."""
         if not self.defers:
             return
-        due = [queue.popleft() if queue and queue[0].turn <= self.turn - behind else None
-               for queue, behind in zip(self.closed, self.behind, strict=True)]  # fmt: skip
+        tapes = [queue.popleft() for queue, behind in zip(self.closed, self.behind, strict=True)
+                 if queue and queue[0].turn <= self.turn - behind]  # fmt: skip
         self.turn += 1
         self.done.clear()
         for tape in self.open:
             tape.turn = self.turn
-        tapes = [tape for tape in due if tape is not None]
         for tape in tapes:
-            for _, action in tape.actions:
+            for action in tape.actions:
                 action()
-        if any(tape.pieces for tape in tapes):
-            self._launch([tape for tape in tapes if tape.pieces])
+        branches = [tape.rows for tape in tapes if tape.rows]
+        if branches:
+            self._launch(branches)
         if tapes:
             self._keep_up(tapes)
 
-    def _launch(self, tapes: list[Tape]) -> None:
-        branches = [[piece for _, piece in tape.pieces] for tape in tapes]
+    def _launch(self, branches: list[list[Row]]) -> None:
         if self.sleeps:
-            branches = [[*self._nap(), *branch] for branch in branches]
-        key = tuple(map(id, chain(*branches)))
-        known = self.joined.get(key)
-        if known is None:
-            known = self.joined[key] = branches, None  # which also keeps them, so that none gets the id of another
-            again = bool(self.sleeps)
+            branches = [[self._nap(), *branch] for branch in branches]
+        key = tuple(chain.from_iterable(branches))
+        together = self.joined.get(key) or self._join(key, branches)
+        if together is not None:
+            together()
         else:
-            again = known[1] is None and len(self.joined) < MOST
-        if again:
-            together = joining.join([[piece.graph for piece in branch if piece.graph] for branch in branches],
-                                    self._waits(tapes))  # fmt: skip
-            known = self.joined[key] = branches, together
-        if known[1] is not None:
-            known[1]()
-        else:
-            for piece in chain(*branches):
-                piece()
+            for row in key:
+                row()
 
-    def _waits(self, tapes: list[Tape]) -> list[tuple[int, int, int, int]]:
+    def _join(self, key: tuple[Row, ...], branches: list[list[Row]]) -> Callable[[], None] | None:
+        """All of them as one, if they come again."""
+        again = len(self.joined) < MOST if key in self.joined else bool(self.sleeps)
+        graphs = [[piece.graph for row in branch for piece in row.pieces if piece.graph] for branch in branches]
+        self.joined[key] = together = joining.join(graphs, self._waits(branches)) if again else None
+        return together
+
+    def _waits(self, branches: list[list[Row]]) -> list[tuple[int, int, int, int]]:
         """(branch, piece) that waits, (branch, piece) for which it does."""
         if not self.chained:
             return []
-        nap = int(bool(self.sleeps))
-        return [(here, above.reads + nap, here - 1, below.made + nap)
-                for here, (below, above) in enumerate(pairwise(tapes), start=1)
-                if above.reads is not None and below.made is not None]  # fmt: skip
+        found = [_forward(branch) for branch in branches]
+        return [(here, above[0], here - 1, below[1])
+                for here, (below, above) in enumerate(pairwise(found), start=1) if below and above]  # fmt: skip
 
-    def _nap(self) -> list[Recorded]:
+    def _nap(self) -> Row:
         assert self.sleeps
         if not self.naps:
             with recording(self.device):
-                self.naps = [Recorded(partial(torch.cuda._sleep, nap), device=self.device) for nap in (1, *NAPS)]
-        return [self.sleeps.choice(self.naps)]
+                self.naps = [Row(Recorded(partial(torch.cuda._sleep, nap), device=self.device)) for nap in (1, *NAPS)]
+        return self.sleeps.choice(self.naps)
 
     def _keep_up(self, work: Any) -> None:
         """Hold what was launched until it is done; do not get too far ahead of the device."""
+        self.asked.append(work)
+        if len(self.asked) < LOOKS:
+            return
         event = self.spare.pop() if self.spare else torch.cuda.Event(blocking=True)
         event.record()
-        self.ahead.append((event, work))
-        while len(self.ahead) > AHEAD:
+        self.ahead.append((event, self.asked))
+        self.asked = []
+        while len(self.ahead) > AHEAD // LOOKS:
             self.ahead[0][0].synchronize()
             self.spare.append(self.ahead.popleft()[0])
 
@@ -201,3 +214,13 @@ class Deck:
         """Drop what was joined, since it will not come again."""
         self.flush()
         self.joined.clear()
+
+
+def _forward(branch: Iterable[Row]) -> tuple[int, int] | None:
+    """Which pieces of a branch are the first and the last of its forward."""
+    before = 0
+    for row in branch:
+        if row.forwards:
+            return before, before + len(row.pieces) - 1
+        before += len(row.pieces)
+    return None

@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -30,7 +29,7 @@ from torch.utils import _pytree as pytree
 from offbeat.errors import NotFinite, NotRecorded, earliest, first_line
 from offbeat.links.wire import copied_tensor
 from offbeat.metrics import batch_size
-from offbeat.stage.deck import Deck
+from offbeat.stage.deck import Deck, Row
 from offbeat.stage.memory import size
 from offbeat.stage.notes import Notes
 from offbeat.stage.recorded import Recorded, captures, recording
@@ -50,12 +49,15 @@ class Slot:
 
     batch: InFlight
     weights: Version
-    places: list[Tensor] = field(default_factory=list)  # where a batch is copied to
+    inputs: list[Tensor] = field(default_factory=list)  # where a batch is copied to
+    targets: list[Tensor] = field(default_factory=list)  # at the last stage
     samples: int = 0
     output: Any = None  # at the last stage the loss
     below: list[Tensor | None] = field(default_factory=list)  # gradients of the input
-    forward: Recorded | None = None
-    backward: Recorded | None = None
+    forward: Row | None = None
+    backward: Row | None = None
+    forwards: dict[int, Row] = field(default_factory=dict)  # with a copy of what the stage below gives, by its id
+    backwards: dict[int, Row] = field(default_factory=dict)  # the same of what the stage above gives
     forwarded: int = LONG_AGO  # turn of its last forward
     backwarded: int = LONG_AGO  # and of its last backward
 
@@ -75,6 +77,7 @@ class GraphedStage(Stage):
         self.notes = Notes(self.device)
         self.eager: str | None = None  # why nothing is recorded
         self.ring = Ring.of(self.method, self.k, self.K, copies=self._copies)
+        self.rest = self.ring.below + BEHIND - self.lag  # turns from a backward until the neighbours have read it
         self.seen: deque[int] = deque(maxlen=4 * LOOK)  # batches of the last recorded losses
         self.applied: deque[list[int]] = deque(maxlen=4 * LOOK)  # and of the last updates
         self.turn = self.irregular = 0  # forwards so far, and those of them that were not recorded
@@ -89,15 +92,18 @@ class GraphedStage(Stage):
     def reset(self) -> None:
         """Forget what was recorded, since tensors have moved; the batches in flight go on eagerly."""
         self.deck.forget()
-        self.small: dict[object, Recorded | None] = {}  # copies and the like; None before they were first done
+        self.small: dict[object, Row | None] = {}  # copies of weights and the like; None when done once
+        self.carried: dict[tuple[int, int], Recorded] = {}  # of what neighbours give, by its id and that of its place
         self.rates: list[Tensor] = []  # of learning on the host, as the schedule has left them
+        self.told: list[float] = []  # those that the device has been told
         self.kind: Any = None  # of the batches that were recorded
         self.target: Any = None  # the same of their targets
         self.known: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # what neighbours have given, by id
+        self.comes: dict[int, Any] = {}  # what comes from their slots time and again, by id, which so nothing else gets
         self.free: dict[int, deque[Slot]] = {}  # slots by the memory of the weights
         self.slots: dict[int, Slot] = {}  # of the batches in flight that have one
         self.given: list[Tensor] = []  # where a recorded backward finds the gradients from above
-        self.step: Callable[[], None] | None = None  # the recorded update of a whole window
+        self.step: Row | Work | None = None  # the recorded update of a whole window
         self.stepped = False
         if isinstance(self.weights, Stash):
             self.weights.memory = []
@@ -109,18 +115,11 @@ class GraphedStage(Stage):
     # ---- forward and backward
 
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
-        known = self.known.get(id(x)) is x  # in a slot of the stage below
-        if not known or self.last:
-            x, target = self._here(x), self._here(target)
-        regular = self.eager is None and not (self.left_out and self._left_out(t))
-        if regular and self.kind is None:
-            self.launch()
-            self._record(x, target)
+        known = id(x) in self.comes and not self.last and not self.left_out  # it lies in a slot of the stage below
+        fits = known or self._fits(t, x, target)
         self.turn += 1
         steady, version = self._full(), self.weights.current()
-        if regular and not known:
-            regular = self.kind == _looks(x)
-        slot = self._slot(version) if regular and self.target == self._kind_of_target(target) else None
+        slot = self._slot(version) if fits else None
         if slot is None:
             self.irregular += 1
             self.launch()
@@ -128,14 +127,19 @@ class GraphedStage(Stage):
                 x = pytree.tree_map_only(Tensor, copied_tensor, x)  # what was given is the memory of somebody's slot
             output = self._forward(t, x, target, share, steady, version)
             return pytree.tree_map_only(Tensor, copied_tensor, output)
-        self._fill(slot, x, target)
         batch = slot.batch
+        if self.last:
+            self._fill(slot.targets, target)
+        else:
+            batch.target = target  # which it only passes on
+        if self.k == 1:
+            self._fill(slot.inputs, x)
+        row = slot.forwards.get(id(x)) or self._from_below(slot, x)
         batch.update, batch.steady, batch.random = self.update_index - batch.version.age, steady, self.random.state
         if self.keeping:
             self.launch()
-        batch.kept = self.weights.remember() if self.keeping else None
-        assert slot.forward is not None
-        self.deck.put(self.rank, slot.forward, makes=True)
+            batch.kept = self.weights.remember()
+        self.deck.put(self.rank, row)
         slot.forwarded, self.slots[t] = self.turn, slot
         self._forwarded(t, batch, slot.samples)
         if self.last:
@@ -151,20 +155,16 @@ class GraphedStage(Stage):
             self.launch()
             below = super().backward(t, gradients)
             return [None if gradient is None else copied_tensor(gradient) for gradient in below]
-        batch = self.in_flight[t]
+        batch = slot.batch
         self.weights.returning(batch.version)
         if slot.backward is None:
             self._record_backwards(gradients)
             if self.eager is not None:
                 return self.backward(t, gradients)
-        if self.given:
-            assert gradients is not None
-            for place, gradient in zip(self.given, (g for g in gradients if g is not None), strict=True):
-                self._copy(place, gradient)
+        row = slot.backwards.get(id(gradients)) or self._from_above(slot, gradients)
         if not self.window.levels:
             self._do("zero", self.window.zero)
-        assert slot.backward is not None
-        self.deck.put(self.rank, slot.backward)
+        self.deck.put(self.rank, row)
         self.window.count(t, self._level(batch))
         self.backwards += 1
         slot.backwarded = self.turn
@@ -178,21 +178,18 @@ class GraphedStage(Stage):
 
         Predictions are left alone: what they read comes and goes with the first updates.
         """
-        answers = self.weights.answers
-        if self.kind is None or answers.forward or answers.backward or key not in self.small:
-            self.launch()
-            work()
-            if self.kind is not None:
-                self.small[key] = None
-            return
-        self._put(key, work)
-
-    def _put(self, key: object, work: Work, *, reads: bool = False) -> None:
-        piece = self.small.get(key)
-        if piece is None:
+        row = self.small.get(key)
+        if row is None:
+            answers = self.weights.answers
+            if self.kind is None or answers.forward or answers.backward or key not in self.small:
+                self.launch()
+                work()
+                if self.kind is not None:
+                    self.small[key] = None
+                return
             with recording(self.device):
-                piece = self.small[key] = self._recorded(work)
-        self.deck.put(self.rank, piece, reads=reads)
+                row = self.small[key] = Row(self._recorded(work))
+        self.deck.put(self.rank, row)
 
     def launch(self) -> None:
         self.deck.flush()
@@ -200,54 +197,65 @@ class GraphedStage(Stage):
     def end_turn(self) -> None:
         self.deck.close(self.rank)
 
-    def _kind_of_target(self, target: Any) -> Any:
-        """What must be alike in the targets of all batches of one recording, where they are used."""
-        return _looks(target) if self.last else None
-
-    def _slot(self, version: Version) -> Slot | None:
-        """A slot with the memory of that version, in which nobody reads any more."""
-        slots = self.free.get(id(version.tensors))
-        stash = self.weights if type(self.weights) is Stash else None
-        if stash and not self._rested(slots) and stash.room() is not None:
-            version = stash.again_elsewhere()  # while a stage fills, a version serves more than M batches
-            slots = self.free.get(id(version.tensors))
-        if slots is None or not self._rested(slots):
-            return None
-        slot = slots.popleft()
-        slot.batch.version = version
-        return slot
-
-    def _rested(self, slots: deque[Slot] | None) -> bool:
-        """Whether the neighbours will have read what the first slot last gave them when it gives them something new."""
-        if not slots:
+    def _fits(self, t: int, x: Any, target: Any) -> bool:
+        """Whether a batch is such as were recorded; the first one decides."""
+        if self.eager is not None or (self.left_out and self._left_out(t)):
             return False
-        slot = slots[0]
-        return (self.turn - slot.forwarded >= BEHIND
-                and self.turn + self.lag - slot.backwarded >= self.ring.below + BEHIND)  # fmt: skip
+        if self.kind is None:
+            self.launch()
+            self._record(x, target)
+        return self.kind == _looks(x) and (not self.last or self.target == _looks(target))
 
-    def _fill(self, slot: Slot, x: Any, target: Any) -> None:
-        """Copy a batch into its slot; stages below the last only pass the target on.
+    def _slot(self, version: Version, *, elsewhere: bool = True) -> Slot | None:
+        """A slot with the memory of that version, or `elsewhere`, in which nobody reads any more."""
+        slots = self.free.get(id(version.tensors))
+        if slots:
+            slot = slots[0]
+            if slot.forwarded <= self.turn - BEHIND and slot.backwarded <= self.turn - self.rest:
+                slot.batch.version = version
+                return slots.popleft()
+        if elsewhere and type(self.weights) is Stash and self.weights.room() is not None:
+            # While a stage fills, a version serves more than M batches.
+            return self._slot(self.weights.again_elsewhere(), elsewhere=False)
+        return None
+
+    def _fill(self, places: list[Tensor], content: Any) -> None:
+        """Copy what the caller gave, in new memory every time, into its slot.
 
         A turn forwards before it backwards, so that nothing on the tape works on this slot, which may just be free.
         """
-        given, targets = _only_tensors(x), _only_tensors(target) if self.last else []
-        if not self.last:
-            slot.batch.target = target
-        inputs, places = slot.places[: len(given)], slot.places[len(given) :]
-        for place, tensor in chain(zip(places, targets, strict=True), zip(inputs, given, strict=True)):
-            if self.k == 1 or any(place is other for other in places):  # from the caller: new memory every time
-                self.deck.first(self.rank, partial(place.copy_, tensor))
-            else:
-                self._copy(place, tensor, reads=True)
+        for place, tensor in zip(places, _only_tensors(content), strict=True):
+            self.deck.first(self.rank, partial(place.copy_, tensor))
 
-    def _copy(self, place: Tensor, tensor: Tensor, *, reads: bool = False) -> None:
-        """Copy what a neighbour gives, which mostly lies in one of its slots and comes again."""
-        if self.known.get(id(tensor)) is tensor:
-            self._put((id(tensor), id(place)), partial(place.copy_, tensor), reads=reads)
-        else:
-            self.known[id(tensor)] = tensor
+    def _from_below(self, slot: Slot, x: Any) -> Row:
+        """The forward of a slot, with a copy of what the stage below gives."""
+        assert slot.forward is not None
+        return slot.forward if self.k == 1 else self._copying(slot.inputs, x, slot.forward, slot.forwards)
+
+    def _from_above(self, slot: Slot, gradients: list[Tensor | None] | None) -> Row:
+        """The backward of a slot, with a copy of what the stage above gives."""
+        assert slot.backward is not None
+        return self._copying(self.given, gradients, slot.backward, slot.backwards)
+
+    def _copying(self, places: list[Tensor], given: Any, row: Row, rows: dict[int, Row]) -> Row:
+        """The row behind copies of what a neighbour gives, which mostly lies in one of its slots and comes again."""
+        tensors = _only_tensors(given) if places else []
+        if not all(self.known.get(id(tensor)) is tensor for tensor in tensors):
             self.launch()
-            place.copy_(tensor)
+            for place, tensor in zip(places, tensors, strict=True):
+                self.known[id(tensor)] = tensor
+                place.copy_(tensor)
+            return row
+        copies = []
+        for place, tensor in zip(places, tensors, strict=True):
+            key = id(tensor), id(place)
+            if key not in self.carried:
+                with recording(self.device):
+                    self.carried[key] = self._recorded(partial(place.copy_, tensor))
+            copies.append(self.carried[key])
+        self.comes[id(given)] = given
+        rows[id(given)] = made = Row(*copies, *row.pieces, forwards=row.forwards)
+        return made
 
     # ---- recording
 
@@ -257,11 +265,11 @@ class GraphedStage(Stage):
             if captures(self.device):
                 gc.collect()  # also memory of older recordings
             with recording(self.device):
-                entered = self._entering(x)  # which copies into slots do on their way
+                entered, target = self._entering(x), self._here(target)  # which copies into slots do on their way
                 self._warm_up(entered, target)
                 if self.eager is None:
                     self._record_forwards(entered, target)
-                    self.kind, self.target = _looks(x), self._kind_of_target(target)
+                    self.kind, self.target = _looks(x), _looks(target) if self.last else None
         except USERS_CODE as error:
             self._refuse(first_line(error))
 
@@ -316,10 +324,13 @@ class GraphedStage(Stage):
             slots = [Slot(self._new_batch(x, target, version), version) for _ in range(self.ring.each)]
             for slot in slots:
                 slot.samples = batch_size(target, x)
-                inputs = _only_tensors(slot.batch.inputs) + (_only_tensors(slot.batch.target) if self.last else [])
-                slot.places = [place.data for place in inputs]  # autograd, whose graphs go on, sees no writing there
+                targets = slot.batch.target if self.last else []
+                slot.inputs, slot.targets = (  # autograd, whose graphs go on, sees no writing there
+                    [place.data for place in _only_tensors(content)] for content in (slot.batch.inputs, targets)
+                )
                 slot.below = [None if gradient is None else torch.empty_like(gradient) for gradient in self.below]
-                slot.forward = self._recorded(partial(self._work_forward, slot), _pool(self.device))
+                work = partial(self._work_forward, slot)
+                slot.forward = Row(self._recorded(work, _pool(self.device)), forwards=True)
             self.free[id(version.tensors)] = deque(slots)
             if isinstance(self.weights, Stash) and version.tensors is not None:
                 self.weights.memory.append(version.tensors)
@@ -336,7 +347,7 @@ class GraphedStage(Stage):
         try:
             with recording(self.device):
                 for slot in chain(self.slots.values(), *self.free.values()):
-                    slot.backward = self._recorded(partial(self._work_backward, slot, into), pool)
+                    slot.backward = Row(self._recorded(partial(self._work_backward, slot, into), pool))
         except USERS_CODE as error:
             self._refuse(first_line(error))
         else:
@@ -386,18 +397,18 @@ class GraphedStage(Stage):
         self.applied.append(list(self.window.batches))
         if self.step is None and self.stepped and over == self.M and self._steps_alike():
             self.step = self._record_step()
-        if isinstance(self.step, Recorded) and over == self.M:
+        if isinstance(self.step, Row) and over == self.M:
             self.deck.put(self.rank, self.step)
         else:
             self.launch()
             self._work_update(over)
         self.stepped = True  # so that the optimizer's state has its place
 
-    def _record_step(self) -> Callable[[], None]:
+    def _record_step(self) -> Row | Work:
         work = partial(self._work_update, self.M)
         try:
             with recording(self.device):
-                return self._recorded(work)
+                return Row(self._recorded(work))
         except USERS_CODE:
             return work  # an optimizer that asks the device
 
@@ -423,16 +434,16 @@ class GraphedStage(Stage):
         if not self.rates:
             self.launch()
             self.rates = [rate.to("cpu", copy=True) for rate in there]
-        before = [float(rate) for rate in self.rates]
+            self.told = [float(rate) for rate in self.rates]
         for group, rate in zip(groups, self.rates, strict=True):
             group["lr"] = rate
         super()._advance()
         self.rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, there, strict=True):
             group["lr"] = rate
-        now = [float(rate) for rate in self.rates]
-        if now != before:
-            self.deck.after(self.rank, partial(_fill, there, now))
+        before, self.told = self.told, [float(rate) for rate in self.rates]
+        if self.told != before:
+            self.deck.after(self.rank, partial(_fill, there, self.told))
 
     def resume_schedule(self, updates: int) -> None:
         super().resume_schedule(updates)

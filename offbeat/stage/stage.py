@@ -196,10 +196,11 @@ class Stage:
     def _forwarded(self, t: int, batch: InFlight, samples: int) -> None:
         """Batch t is in flight from now on."""
         self.in_flight[t] = batch
-        self.most_held = max(self.most_held, len(self.in_flight))
         self.samples += samples
         self.last_batch = t
-        assert len(self.in_flight) <= self.most_in_flight, "more batches in flight than the lag allows"
+        if len(self.in_flight) > self.most_held:
+            self.most_held = len(self.in_flight)
+            assert self.most_held <= self.most_in_flight, "more batches in flight than the lag allows"
         if id(batch.version) != self.newest_used:
             self.newest_used = id(batch.version)  # not the version itself, which would live on
             assert self.weights.versions() <= self.most_versions, "more weight versions than the window allows"
@@ -435,6 +436,9 @@ class Stage:
 
     def _advance(self) -> None:
         """On to the learning rate of the next update."""
+        if getattr(self.optimizer, "_opt_called", False):  # so that torch has nothing to warn of
+            self.scheduler.step()  # type: ignore[union-attr]
+            return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
             self.scheduler.step()  # type: ignore[union-attr]

@@ -164,9 +164,8 @@ class Live:
         return Version(self.answers.named([tensor.data for tensor in self.storage]))
 
     def _refresh(self) -> None:
-        if self.behind:
-            self.do("refresh", self._lower)
-            self.behind = False
+        self.do("refresh", self._lower)
+        self.behind = False
 
     def _lower(self) -> None:
         pairs = [(copy, parameter.detach()) for copy, parameter in
@@ -175,14 +174,16 @@ class Live:
         copy_all([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
 
     def current(self) -> Version:
-        self._refresh()
+        if self.behind:
+            self._refresh()
         return self.own
 
     def settled(self) -> bool:
         return True
 
     def returning(self, version: Version) -> Version:
-        self._refresh()
+        if self.behind:
+            self._refresh()
         return version
 
     def changed(self) -> None:
@@ -251,7 +252,8 @@ class Hybrid(Live):
     @contextmanager
     def again(self, version: Version) -> Iterator[Version]:
         """The old values under the aliases while the graph is made, then the present ones."""
-        self._refresh()
+        if self.behind:
+            self._refresh()
         present = [tensor.clone() for tensor in self.storage]
         if version.tensors:
             copy_all(self.storage, [tensor.detach() for tensor in version.tensors.values()])
@@ -295,7 +297,7 @@ class Stash(Live):
     def __init__(self, answers: Answers) -> None:
         self.answers, self.do = answers, at_once
         self.newest: Version | None = None
-        self.alive: weakref.WeakSet[Version] = weakref.WeakSet()
+        self.held: list[weakref.ref[Version]] = []  # by batches, or as the newest; some may be gone
         self.memory: list[Tensors] = []
         self.made = 0  # versions so far
 
@@ -307,15 +309,19 @@ class Stash(Live):
     def _make(self) -> Version:
         place = self.room()
         if place is not None:  # the next one goes where nobody has been for longest
-            self.memory.append(self.memory.pop(next(i for i, other in enumerate(self.memory) if other is place)))
+            self.memory = [other for other in self.memory if other is not place] + [place]
             self.do(id(place), partial(self.answers.snapshot, place))
         version = Version(self.answers.snapshot() if place is None else place, number=self.made)
-        self.alive.add(version)
+        self.held = [held for held in self.held if held() is not None] + [weakref.ref(version)]
         return version
+
+    def alive(self) -> list[Version]:
+        """The versions that somebody holds."""
+        return [version for held in self.held if (version := held()) is not None]
 
     def room(self) -> Tensors | None:
         """Memory for another version, if there is some."""
-        used = {id(version.tensors) for version in self.alive}
+        used = {id(version.tensors) for version in self.alive()}
         return next((place for place in self.memory if id(place) not in used), None)
 
     def again_elsewhere(self) -> Version:
@@ -328,13 +334,13 @@ class Stash(Live):
         self.made += 1
 
     def versions(self) -> int:
-        return len({version.number for version in self.alive} | {self.made})  # the parameters themselves are the newest
+        return len({version.number for version in self.alive()} | {self.made})  # the parameters themselves
 
     def save(self, versions: list[Version]) -> dict[str, Any]:
         return {"newest": versions.index(self.newest) if self.newest in versions else None}
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
-        self.alive.update(versions)
+        self.held += map(weakref.ref, versions)
         self.newest = None if saved["newest"] is None else versions[saved["newest"]]
         for number, version in enumerate(versions):
             version.number = self.made if version is self.newest else -1 - number
@@ -369,7 +375,7 @@ class Before(Stash):
         self.forwards = self.made = 0
 
     def versions(self) -> int:
-        return max(1, len(self.alive))
+        return max(1, len(self.alive()))
 
     def save(self, versions: list[Version]) -> dict[str, Any]:
         versions += [version for version in self.kept if version not in versions]
@@ -377,8 +383,7 @@ class Before(Stash):
                 "made": self.made}  # fmt: skip
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
-        self.alive.clear()
-        self.alive.update(versions)
+        self.held = list(map(weakref.ref, versions))
         self.kept = [versions[number] for number in saved["kept"]]
         self.forwards, self.made = saved["forwards"], saved["made"]
 
