@@ -167,20 +167,26 @@ def _folder(request: Request) -> Path:
 # ---- the folder
 
 
-def opened(request: Request, table: Table, folder: Path) -> dict[str, Any]:
-    """The content of reproduction.json, new or as it is, with the settings of all runs; nothing is written yet."""
+def stored(folder: Path) -> dict[str, Any] | None:
+    """Table, settings and invocations in the folder's reproduction.json; None where there is none."""
     path = folder / ASKED
     try:
         content = json.loads(path.read_text()) if path.exists() else None
-        there = None if content is None else (content["table"], dict(content["settings"]), list(content["invocations"]))
+        return None if content is None else {"table": content["table"], "settings": dict(content["settings"]),
+                                             "invocations": list(content["invocations"])}  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read ({first_line(error)}): choose another --out") from None
+        raise UserError(f"{path} cannot be read ({first_line(error)}): choose another folder") from None
+
+
+def opened(request: Request, table: Table, folder: Path) -> dict[str, Any]:
+    """The content of reproduction.json, new or as it is, with the settings of all runs; nothing is written yet."""
+    there = stored(folder)
     if there is None:
         record.check_free(folder)
         return {"table": table.name, "settings": settings_of(request, table, None), "invocations": []}
-    if there[0] != table.name:
-        raise UserError(f"{folder} holds a reproduction of {there[0]}, not of {table.name}: choose another --out")
-    return {"table": there[0], "settings": settings_of(request, table, there[1]), "invocations": there[2]}
+    if there["table"] != table.name:
+        raise UserError(f"{folder} holds a reproduction of {there['table']}, not of {table.name}: choose another --out")
+    return {**there, "settings": settings_of(request, table, there["settings"])}
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ LONG = (
     "test_failures", "test_runs", "test_resume", "test_compare", "test_engines", "test_bench", "test_plan",
     "test_silence", "test_tutorial", "test_partition_api", "test_trace", "test_timing", "test_results",
     "test_contract", "test_closed", "test_serial", "test_identities", "test_diagnose", "test_layout", "test_links",
-    "test_reproduce", "test_streams", "test_precision",
+    "test_reproduce", "test_reproduced", "test_streams", "test_precision",
 )  # fmt: skip
 
 # A busy machine is no failure, and neither is luck: the same examples every time.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")  # Okabe and Ito's
 STYLES = ("-", "--", ":", "-.")  # for the methods after those
+FITS = 28  # characters beside the picture in its usual letters
 LOG_FROM = 8.0  # times that the largest error is above the smallest
 
 
@@ -89,8 +90,9 @@ def curves_figure(
     axes.set_ylabel("test error (%)")
     axes.set_title(title, loc="left", fontsize=12)
     if axes.lines:
-        figure.legend(loc="upper left", bbox_to_anchor=(0.745, 0.9), frameon=False, fontsize=10, borderaxespad=0,
-                      title="median at the end", alignment="left")  # fmt: skip
+        longest = max(len(str(line.get_label())) for line in axes.lines)
+        figure.legend(loc="upper left", bbox_to_anchor=(0.745, 0.9), frameon=False, borderaxespad=0,
+                      fontsize=10 if longest <= FITS else 8, title="median at the end", alignment="left")  # fmt: skip
     return figure
 
 

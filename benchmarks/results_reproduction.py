@@ -1,0 +1,274 @@
+"""The section of docs/results.md on the paper's rows, run again, from records of benchmarks/reproduced.py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+
+from page import RECORDS, Record, Records, listed, point, prose
+
+from offbeat.report.words import markdown
+
+TITLE = "The paper's rows again"
+ANCHOR = "the-papers-rows-again"
+STATES = ("done", "diverged", "failed")
+NETWORK = "resnet56"  # of the README
+EPOCHS = 300  # of the paper's schedule on CIFAR-10
+
+
+# ---- a row
+
+
+def runs_of(record: Record, row: Record) -> list[Record]:
+    """What is told of the runs of a row that have begun."""
+    return [told for name, told in record["runs"].items() if name.rpartition("-seed")[0] == row["name"]]
+
+
+def state(row: Record, epochs: int) -> str:
+    """Where the seeds of a row are; of one that is under way, also its error so far."""
+    runs = row["runs"]
+    if all(run["state"] == "done" for run in runs):
+        return "done"
+    words = []
+    for name in STATES:
+        those = [run for run in runs if run["state"] == name]
+        where = ", ".join(str(min(run["epochs"] + 1, epochs)) for run in those)
+        words += [f"{len(those)} {name}" + f" in epoch {where}" * (name == "diverged")] if those else []
+    for run in runs:
+        if run["state"] == "under way":
+            so_far = f" ({run['errors'][-1]:.2f} there)" if run["errors"] else ""
+            words.append(f"at epoch {run['epochs']} of {epochs}{so_far}")
+    missing = sum(run["state"] == "missing" for run in runs)
+    words += [f"{missing} missing"] if missing else []
+    return words[0].removeprefix("1 ") if len(runs) == 1 else ", ".join(words)
+
+
+def paper(row: Record) -> str:
+    return "-" if row["paper"] is None else "div." if row["paper"]["error"] is None else f"{row['paper']['error']:.2f}"
+
+
+def ours(row: Record) -> str:
+    """Median (lowest-highest); of a single seed there is only one."""
+    if row["error"] is None:
+        return "div." if any(run["state"] == "diverged" for run in row["runs"]) else "-"
+    spread = " ({:.2f}-{:.2f})".format(*row["error_range"]) if row["n"] > 1 else ""
+    return f"{row['error']:.2f}{spread}"
+
+
+def signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2f}"
+
+
+def kind(record: Record, row: Record) -> tuple[object, ...]:
+    """What a row and the BP beside it share: network, batch, M and learning rate."""
+    told = runs_of(record, row)[0]
+    return told["model"], told["batch_size"], told["M"], told["lr"]
+
+
+def is_bp(record: Record, row: Record) -> bool:
+    return all(told["method"] == "bp" for told in runs_of(record, row))
+
+
+def to_bp(record: Record, row: Record) -> float | None:
+    """Ours minus our BP of the same network, b, M and rate; None where one of them is not done, or it is that BP."""
+    if row["error"] is None or is_bp(record, row):
+        return None
+    beside = [one for one in record["rows"] if is_bp(record, one) and kind(record, one) == kind(record, row)]
+    return next((row["error"] - one["error"] for one in beside if one["error"] is not None), None)
+
+
+def staleness(record: Record, row: Record) -> str:
+    measured = [told["staleness"][0] for told in runs_of(record, row) if told["staleness"]]
+    return f"{median(measured):.2f}" if measured else ""
+
+
+# ---- tables and words
+
+
+def table(record: Record) -> str:
+    head = ["row", "paper", "ours", "n", "to the paper", "to BP, same b and M", "staleness of stage 1", "state"]
+    epochs = record["settings"]["epochs"]
+    return markdown(head, [[row["title"], paper(row), ours(row), str(row["n"]), signed(row["difference"]),
+                            signed(to_bp(record, row)), staleness(record, row), state(row, epochs)]
+                           for row in record["rows"]])  # fmt: skip
+
+
+def verdicts(record: Record) -> list[str]:
+    """What the table says, the unfavourable first."""
+    rows = record["rows"]
+    done = [row for row in rows if row["error"] is not None]
+    late = {row["title"]: found for row in done if (found := to_bp(record, row)) is not None}
+    far = {row["title"]: row["difference"] for row in done if row["difference"] is not None}
+
+    def those(found: dict[str, float], worse: bool) -> str:
+        return listed([f"{title} ({value:+.2f})" for title, value in found.items() if (value > 0) == worse])
+
+    lines = []
+    if late:
+        lines.append(point(f"Worse than our BP at the same b and M: {those(late, True)}. Not worse: "
+                           f"{those(late, False)}."))  # fmt: skip
+    if far:
+        lines.append(point(f"Above the paper's value: {those(far, True)}. Not above: {those(far, False)}."))
+    fallen = [row["title"] for row in rows if (row["paper"] or {}).get("error") is not None
+              and any(run["state"] == "diverged" for run in row["runs"])]  # fmt: skip
+    if fallen:
+        lines.append(point(f"Diverged here, though not in the paper: {listed(fallen)}."))
+    for row in rows:
+        if row["paper"] is not None and row["paper"]["error"] is None:
+            here = "here it did not" if row["n"] else "here it is not done"
+            if any(run["state"] == "diverged" for run in row["runs"]):
+                here = "here some runs did" if row["n"] else "so it did here"
+            reached = [f"{ours(row)} %"] if row["n"] else []
+            told = ", ".join([*reached, state(row, record["settings"]["epochs"])])
+            lines.append(point(f"{row['title']}: the paper says that it diverged; {here}: {told}."))
+    if single := [row["title"] for row in done if row["n"] == 1]:
+        lines.append(point(f"One seed has no spread, and a small difference says little: {listed(single)}."))
+    if any(run["state"] == "under way" for row in rows for run in row["runs"]):
+        lines.append(point("An error at an epoch before the last is no result: the rate drops late in the schedule."))
+    return lines
+
+
+def missing(record: Record) -> list[str]:
+    lines = []
+    for asked, words in ((True, "Missing, though asked for"), (False, "Rows of the table that were not asked for")):
+        found = [row for row in record["missing"] if row["asked"] == asked]
+        near = [row["title"] for row in found if asked or row["tier"] <= 2]
+        rest = len(found) - len(near)
+        more = [f"and {rest} more of less worth" if near else f"{rest} of less worth"] if rest else []
+        lines += [point(f"{words}: {listed(near + more)}.")] if found else []
+    return lines
+
+
+def notes(record: Record) -> list[str]:
+    """Those of the table, but for what stands above it anyway."""
+    return [point(f"{note}.") for note in record["notes"] if not note.startswith("error: ")]
+
+
+def how(record: Record) -> str:
+    """By what the runs ran."""
+    told = list(record["runs"].values())
+    words = []
+    for name in ("device", "precision", "engine"):
+        words.append(f"{name} {' and '.join(f'`{value}`' for value in dict.fromkeys(run[name] for run in told))}")
+    for name in ("fuse", "compile", "tune"):
+        those = sum(run[name] for run in told)
+        some = f" for {those} of {len(told)} runs" if those < len(told) else ""
+        words += [f"`--{name}`{some}"] if those else []
+    return ", ".join(words)
+
+
+def sources(name: str, record: Record) -> list[str]:
+    """The record, and every command that added to it."""
+    lines = [f"- [{name}](results/{name}), joined from these invocations:"]
+
+    def made(one: Record) -> tuple[str, ...]:
+        commit = one["commit"] or "unknown"
+        after = " (set afterwards)" if "commit_set" in one else ""
+        on = [one["machine"]] + ([one["gpu"] + " (named afterwards)" * ("gpu_set" in one)] if one.get("gpu") else [])
+        return (f"`{' '.join(one['command'])}`", f"commit {commit[:12]}{'+' * commit.endswith('+')}{after}",
+                f"torch {one['versions']['torch']}", *on)  # fmt: skip
+
+    for told, group in groupby(sorted(record["invocations"], key=made), key=made):
+        times = [one["started"] for one in group]
+        when = times[0] if len(times) == 1 else f"{len(times)} times from {min(times)} to {max(times)}"
+        lines.append(f"    - {', '.join(told)}, {when}")
+    return lines
+
+
+# ---- the picture
+
+
+def picture(name: str) -> Path:
+    return (RECORDS / name).with_suffix(".svg")
+
+
+def drawn(record: Record) -> dict[str, list[list[float]]]:
+    """Curves by row, BP first; the network's name is in the title where it is that of all."""
+    rows = [row for row in record["rows"] if any(run["errors"] for run in row["runs"])]
+    several = len({row["name"].partition("-")[0] for row in rows}) > 1
+    found = {}
+    for row in sorted(rows, key=lambda row: not is_bp(record, row)):
+        name = row["name"] if several else row["name"].partition("-")[2]
+        if not row["n"]:  # its last error is no result
+            over = any(run["state"] == "diverged" for run in row["runs"])
+            name += " (div.)" if over else f" (at {max(run['epochs'] for run in row['runs'])})"
+        found[name] = [run["errors"] for run in row["runs"] if run["errors"]]
+    return found
+
+
+def caption(record: Record) -> str:
+    networks = dict.fromkeys(row["title"].partition(",")[0] for row in record["rows"])
+    return f"{record['title']}: {next(iter(networks))}" if len(networks) == 1 else record["title"]
+
+
+def digest(record: Record) -> str:
+    return hashlib.sha256(json.dumps([caption(record), drawn(record)]).encode()).hexdigest()
+
+
+def stale(found: Records) -> list[Path]:
+    """Pictures that are not those of their records."""
+    return [path for name, record in found.items() if not (path := picture(name)).exists()
+            or digest(record) not in path.read_text()]  # fmt: skip
+
+
+def draw(record: Record, path: Path) -> None:
+    """The learning curves; the file names what it was drawn from."""
+    from offbeat.record import write
+    from offbeat.report import draw_curves
+
+    draw_curves(drawn(record), path, title=caption(record))
+    write(path, path.read_text().replace("</svg>", f"<!-- drawn from {digest(record)} -->\n</svg>"))
+
+
+# ---- the page
+
+
+def repeated(found: Records) -> str:
+    """What there is to say elsewhere of the paper's schedule."""
+    whole = [record for record in found.values() if record["settings"]["epochs"] == EPOCHS]
+    if not any(row["n"] for record in whole for row in record["rows"]):
+        return "there is no record yet: to be repeated there."
+    return f"there are results [below](#{ANCHOR})."
+
+
+def section(found: Records) -> list[str]:
+    if not found:
+        return []
+    lines = [f"## {TITLE}", ""]
+    for name, record in found.items():
+        lines += [
+            f"### {record['title']}", "",
+            prose("Test error (%) at the last epoch. Ours: median (lowest-highest) of n seeds; the paper's are medians",
+                  "of 3. `To BP`: ours minus our own BP with accumulation of the same network, b, M and learning rate,",
+                  "where both are done. Staleness in updates, as measured. All runs:", f"{how(record)}."), "",
+            table(record), "",
+            f"![Test error against the epoch](results/{picture(name).name})", "",
+            *verdicts(record), *missing(record), *notes(record), "", *sources(name, record), "",
+        ]  # fmt: skip
+    return lines
+
+
+def headline(found: Records) -> str:
+    """The most valuable rows, for the README: those of tier 1 of one network, also those that are missing."""
+    parts = []
+    for record in found.values():
+        epochs, rows = record["settings"]["epochs"], []
+        for row in record["rows"]:
+            if record["tiers"][row["name"]] == 1 and row["name"].startswith(NETWORK):
+                rows.append([row["title"], paper(row), ours(row), str(row["n"]), signed(to_bp(record, row)),
+                             state(row, epochs)])  # fmt: skip
+        for row in record["missing"]:
+            if rows and row["tier"] == 1 and row["name"].startswith(NETWORK):
+                rows.append([row["title"], paper(row), "-", "0", "", "missing"])
+        if rows:
+            shorter = "".join(f"; {note}" for note in record["notes"] if "epochs instead of" in note)
+            parts += [
+                prose(f"The paper's rows again: {record['title']}, test error (%) at the last epoch, median of n",
+                      "seeds (lowest-highest); beside ADL its distance to our BP with accumulation",
+                      f"(more in [docs/results.md](docs/results.md#{ANCHOR})){shorter}:"), "",
+                markdown(["", "paper", "ours", "n", "to BP, same b and M", "state"], rows), "",
+            ]  # fmt: skip
+    return "\n".join(parts[:-1]) or f"The paper's schedule ({EPOCHS} epochs on CIFAR-10) has not been repeated yet."
