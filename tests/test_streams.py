@@ -20,7 +20,7 @@ from offbeat.errors import NotFinite, UserError
 from offbeat.methods import METHODS, named
 from offbeat.stage import graphed
 from offbeat.stage.graphed import LOOK
-from offbeat.stage.ring import BEHIND, Ring
+from offbeat.stage.ring import BEHIND, Ring, _period
 
 K, N, CPU = 4, 23, torch.device("cpu")
 ALIKE = [name for name in METHODS if not named(name).not_alike()]
@@ -93,6 +93,22 @@ def check_same(method: offbeat.Method, *, drains: tuple[int, ...] = (), data=bat
 def test_what_is_launched_together_may_run_in_any_order(monkeypatch, name, seed):
     capture(monkeypatch, seed)
     check_same(named(name), drains=(14,), optimizer=lambda p: sgd(p, fused=True), data=lambda: batches(40))
+
+
+@pytest.mark.parametrize("drains", [False, True])
+@pytest.mark.parametrize(("M", "weights"), [(1, "stash"), (4, "stash"), (2, "hybrid"), (3, "replay")])
+def test_short_batches_and_drains_do_not_make_ever_new_ticks(monkeypatch, M, weights, drains):
+    capture(monkeypatch)
+    method = offbeat.ADL(M=M, weights=weights)
+    pipe = pipeline(method, optimizer=lambda p: sgd(p, fused=True))
+    epoch, known = batches(4 * _period(method, K)), []
+    for _ in range(6):
+        for x, y in epoch:
+            pipe.step(x, y)
+        if drains:
+            pipe.drain()
+        known.append((set(pipe.engine.deck.joined), [len(stage.carried) for stage in pipe.stages.values()]))
+    assert known[-1] == known[-2] == known[-3]
 
 
 class Halves(nn.Module):

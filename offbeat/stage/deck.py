@@ -177,7 +177,9 @@ class Deck:
 
     def _join(self, key: tuple[Row, ...], branches: list[list[Row]]) -> Callable[[], None] | None:
         """All of them as one, if they come again."""
-        again = len(self.joined) < MOST if key in self.joined else bool(self.sleeps)
+        again = key in self.joined or bool(self.sleeps)
+        if len(self.joined) >= MOST:
+            del self.joined[next(iter(self.joined))]
         graphs = [[piece.graph for row in branch for piece in row.pieces if piece.graph] for branch in branches]
         self.joined[key] = together = joining.join(graphs, self._waits(branches)) if again else None
         return together

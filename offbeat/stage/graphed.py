@@ -102,6 +102,8 @@ class GraphedStage(Stage):
         self.comes: dict[int, Any] = {}  # what comes from their slots time and again, by id, which so nothing else gets
         self.free: dict[int, deque[Slot]] = {}  # slots by the memory of the weights
         self.slots: dict[int, Slot] = {}  # of the batches in flight that have one
+        self.passed: dict[int, Slot] = {}  # whose turn it was when a batch came that does not fit
+        self.rings: list[tuple[Version, list[Slot]]] = []  # all of them, in the order in which a program begins
         self.given: list[Tensor] = []  # where a recorded backward finds the gradients from above
         self.step: Row | Work | None = None  # the recorded update of a whole window
         self.stepped = False
@@ -119,10 +121,12 @@ class GraphedStage(Stage):
         fits = known or self._fits(t, x, target)
         self.turn += 1
         steady, version = self._full(), self.weights.current()
-        slot = self._slot(version) if fits else None
-        if slot is None:
+        slot = self._slot(version)
+        if slot is None or not fits:
             self.irregular += 1
             self.launch()
+            if slot is not None:  # or from now on slots of this stage and its neighbours would meet that never did
+                self.passed[t], version = slot, slot.batch.version
             if self.k > 1:
                 x = pytree.tree_map_only(Tensor, copied_tensor, x)  # what was given is the memory of somebody's slot
             output = self._forward(t, x, target, share, steady, version)
@@ -154,6 +158,8 @@ class GraphedStage(Stage):
             self.weights.returning(self.in_flight[t].version)
             self.launch()
             below = super().backward(t, gradients)
+            if t in self.passed:
+                self._leave(self.passed.pop(t))
             return [None if gradient is None else copied_tensor(gradient) for gradient in below]
         batch = slot.batch
         self.weights.returning(batch.version)
@@ -167,11 +173,15 @@ class GraphedStage(Stage):
         self.deck.put(self.rank, row)
         self.window.count(t, self._level(batch))
         self.backwards += 1
-        slot.backwarded = self.turn
         del self.slots[t], self.in_flight[t]
-        self.free[id(slot.weights.tensors)].append(slot)
-        batch.version, batch.kept = NOTHING, None  # so that the version can go
+        self._leave(slot)
         return slot.below
+
+    def _leave(self, slot: Slot) -> None:
+        """Its batch is done; the version may go."""
+        slot.backwarded = self.turn
+        self.free[id(slot.weights.tensors)].append(slot)
+        slot.batch.version, slot.batch.kept = NOTHING, None
 
     def _do(self, key: object, work: Work) -> None:
         """Work that reads and writes the same memory for the same key: recorded when it is done for the second time.
@@ -331,9 +341,14 @@ class GraphedStage(Stage):
                 slot.below = [None if gradient is None else torch.empty_like(gradient) for gradient in self.below]
                 work = partial(self._work_forward, slot)
                 slot.forward = Row(self._recorded(work, _pool(self.device)), forwards=True)
-            self.free[id(version.tensors)] = deque(slots)
-            if isinstance(self.weights, Stash) and version.tensors is not None:
-                self.weights.memory.append(version.tensors)
+            self.rings.append((version, slots))
+        self._rewind()
+
+    def _rewind(self) -> None:
+        """All slots are free, and come in the order in which they did at first."""
+        self.free = {id(version.tensors): deque(slots) for version, slots in self.rings}
+        if isinstance(self.weights, Stash):
+            self.weights.memory = [version.tensors for version, _ in self.rings if version.tensors is not None]
 
     def _record_backwards(self, gradients: list[Tensor | None] | None) -> None:
         """Record the backward of every slot, for gradients from above such as these, or note why that cannot be.
@@ -453,6 +468,7 @@ class GraphedStage(Stage):
         super().restart()
         for slot in chain(*self.free.values()):  # everybody has read everything
             slot.forwarded = slot.backwarded = LONG_AGO
+        self._rewind()
 
     # ---- what it tells
 

@@ -333,6 +333,9 @@ class Stash(Live):
         self.newest = None
         self.made += 1
 
+    def restart(self) -> None:
+        self.newest = None  # made anew where the first one lies
+
     def versions(self) -> int:
         return len({version.number for version in self.alive()} | {self.made})  # the parameters themselves
 
@@ -371,7 +374,7 @@ class Before(Stash):
         self.kept = [*self.kept[-1:], self._make()]
 
     def restart(self) -> None:
-        self.kept = self.kept[-1:]
+        self.kept = []
         self.forwards = self.made = 0
 
     def versions(self) -> int:

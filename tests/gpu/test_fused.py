@@ -33,7 +33,7 @@ def apart(ours: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_batchnorm_a_sum_and_relu(shape, dtype):
-    close = {torch.float32: 1e-5, torch.bfloat16: 5e-3}[dtype]
+    close = {torch.float32: 1e-4, torch.bfloat16: 5e-3}[dtype]
     for added, relu in itertools.product((False, True), (False, True)):
         torch.manual_seed(0)
         layer = nn.BatchNorm2d(shape[1], device=GPU)
