@@ -25,7 +25,8 @@ def bench_section(name: str, record: Record) -> list[str]:
         markdown(list(standings.HEAD), standings.cells(record)), "",
         *picture(name, "Samples a second of every row"),
         *(point(said) for said in standings.advice(record)), "",
-        *(point(said) for said in standings.notes(record)), "",
+        *(point(said) for said in standings.notes(record)),
+        *(point(f"Measured {remark}.") for remark in [record["provenance"].get("remark")] if remark), "",
         source(name, record), "",
     ]  # fmt: skip
 
