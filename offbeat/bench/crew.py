@@ -69,13 +69,14 @@ class Crew:
             })  # fmt: skip
 
     def ready(self) -> None:
-        self._hear()
+        """Wait until all have started, however many start at the same time."""
+        self._hear(PATIENCE)
 
     def ask(self, what: str, given: Any = None) -> list[dict[str, Any]]:
         """The answer of every worker; RowFailedError as soon as one cannot."""
         for rank in range(self.count):
             self._say(rank, {what: given})
-        return self._hear()
+        return self._hear(self.patience)
 
     def seconds(self, warm_up: int, batches: int, *, what: str = "time") -> tuple[list[float], float]:
         """Seconds a batch of each worker, and of the processors of all of them together."""
@@ -89,15 +90,15 @@ class Crew:
             pipe.write(json.dumps(what) + "\n")
             pipe.flush()
 
-    def _hear(self) -> list[dict[str, Any]]:
+    def _hear(self, patience: float) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + patience
         while len(found) < self.count:
             waited = [rank for rank in range(self.count) if rank not in found]
             pipes: dict[Any, int] = {self.processes[rank].stdout: rank for rank in waited}
             there, _, _ = select.select(list(pipes), [], [], max(0.0, deadline - time.monotonic()))
             if not there:
-                raise RowFailedError(f"worker {min(pipes.values())} did not answer within {self.patience:.0f} s")
+                raise RowFailedError(f"worker {min(pipes.values())} did not answer within {patience:.0f} s")
             for pipe in there:
                 rank = pipes[pipe]
                 line = pipe.readline()  # an answer is one line, so that nothing stays behind in the buffer
