@@ -343,6 +343,7 @@ def test_a_finished_run_of_another_recipe_is_refused(offbeat, compared):
 # ---- several at a time
 
 
+@pytest.mark.slow
 def test_runs_at_a_time_are_processes_that_give_the_same_bits(offbeat, compared):
     outcome = compare(offbeat, "bp,adl", "--jobs", 2)
     assert outcome.code == 0, outcome.err
@@ -353,6 +354,7 @@ def test_runs_at_a_time_are_processes_that_give_the_same_bits(offbeat, compared)
     assert {run: model_bytes(run) for run in together} == together
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_a_row_that_says_why(offbeat):
     rows = told(compare(offbeat, "bp,bp:M=1000", "--lr", "1e30", "--jobs", 2, "--json"))
     assert rows["bp"]["failed"]["0"].startswith("the loss of batch")
@@ -376,6 +378,7 @@ def two_at_a_time(folder: Path) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all_runs_at_a_time_and_each_says_so(offbeat, tmp_path):
     with two_at_a_time(tmp_path) as process:
         process.send_signal(signal.SIGINT)

@@ -158,6 +158,7 @@ def test_the_training_lines_of_two_processes_are_those_of_one(commands, simulate
     assert told(folder / "processes") == told(simulated)
 
 
+@pytest.mark.slow
 def test_a_config_repeats_its_run_bit_for_bit_in_processes_and_here(commands, here, simulated, folder, capsys):
     succeeded(commands["repeated"].result())
     assert model_bytes(folder / "repeated") == model_bytes(folder / "processes")

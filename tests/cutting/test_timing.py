@@ -115,6 +115,7 @@ def test_stages_are_timed_one_by_one_where_there_are_not_cores_enough(monkeypatc
         assert "4 stages were timed one after the other" in stopwatch.notes[0]
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_can_plan(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
