@@ -38,8 +38,9 @@ def test_interleaving_stages_at_random_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("K", [2, 3])
-def test_processes_equal_the_simulator_bit_for_bit(K, tmp_path):
-    done = torchrun(str(HERE / "cases.py"), str(tmp_path), nproc=K)
+@pytest.mark.parametrize("how", ["plain", "recorded"])
+def test_processes_equal_the_simulator_bit_for_bit(K, how, tmp_path):
+    done = torchrun(str(HERE / "cases.py"), str(tmp_path), how, nproc=K)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(K):
         results = json.loads((tmp_path / f"{K}-{rank}.json").read_text())

@@ -1,4 +1,8 @@
-"""Engine `processes`: one stage a process, on torch.distributed."""
+"""Engine `processes`: one stage a process, on torch.distributed.
+
+On GPUs each process takes that of its local rank (round robin where there are fewer), and records its stage as engine
+`streams` does; messages go through host memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,11 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat.engines.aside import Aside
 from offbeat.errors import StageLost, StageSilent, UserError, first_line
 from offbeat.links import LOOPBACK_INTERFACE, Link, Message
 from offbeat.links.distributed import Receiver, Sender
 from offbeat.links.pulse import Pulse
 from offbeat.links.wire import LIMIT, MalformedMessage, pack, unpack
+from offbeat.method import Method
+from offbeat.stage.deck import Deck
 
 CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "pulse", "abort", "trace")
 JOINING = timedelta(minutes=10)  # for all processes to come
@@ -36,6 +43,15 @@ def available() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The device of this process: of several GPUs that of its local rank, if none was named."""
+    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
+        return device
+    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(own)
+    return own
 
 
 def silence_allowed(silence: float | None) -> float:
@@ -60,8 +76,14 @@ class Processes:
     waits = True
     records = False
 
-    def __init__(self, K: int, *, silence: float | None = None) -> None:
+    def __init__(
+        self, K: int, *, silence: float | None = None, device: torch.device | None = None, recorded: bool | None = None
+    ) -> None:
+        """recorded: whether the stage is, which by default it is on a GPU."""
         self.silence = silence_allowed(silence)
+        self.device = own_device(device or torch.device("cpu"))
+        self.recorded = self.device.type == "cuda" if recorded is None else recorded
+        self.aside = Aside(self.device)
         if available() != K:
             raise UserError(
                 f"{K} stage{'s' * (K > 1)} but {available()} process{'es' * (available() > 1)}: start with "
@@ -104,9 +126,16 @@ class Processes:
         return link
 
     def run(self, work: list[Iterator[bool]]) -> None:
-        for generator in work:
-            for _ in generator:
-                pass
+        with self.aside.here():
+            for generator in work:
+                for _ in generator:
+                    pass
+
+    def make_deck(self, method: Method) -> Deck | None:
+        """Whatever is asked for is launched at once, since the neighbours wait for it."""
+        if not self.recorded or method.not_alike() is not None:
+            return None
+        return Deck([method.lag(k, self.K) for k in self.here], self.device, defers=False)
 
     def share(self, value: Any, source: int) -> Any:
         sends = source - 1 == self.rank
@@ -139,10 +168,11 @@ class Processes:
             dist.barrier(group=self.collectives)
 
     def beside(self, k: int) -> AbstractContextManager[object]:
-        return nullcontext()
+        return self.aside.between()
 
     def settle(self) -> None:
-        """Nothing to wait for: whatever was asked for is done."""
+        with self.aside.between():
+            pass
 
     @contextmanager
     def guard(self) -> Iterator[None]:
