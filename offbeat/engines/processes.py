@@ -1,7 +1,8 @@
 """Engine `processes`: one stage a process, on torch.distributed.
 
 On GPUs each process takes that of its local rank (round robin where there are fewer), and records its stage as engine
-`streams` does; messages go through host memory.
+`streams` does. Where each has a GPU of its own, activations and gradients go from one to the other (links/device.py),
+else through host memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 from offbeat.engines.aside import Aside
 from offbeat.errors import StageLost, StageSilent, UserError, first_line
 from offbeat.links import LOOPBACK_INTERFACE, Link, Message
+from offbeat.links.device import Carrier, DeviceReceiver, DeviceSender
 from offbeat.links.distributed import Receiver, Sender
 from offbeat.links.pulse import Pulse
 from offbeat.links.wire import LIMIT, MalformedMessage, pack, unpack
@@ -77,9 +80,11 @@ class Processes:
     records = False
 
     def __init__(
-        self, K: int, *, silence: float | None = None, device: torch.device | None = None, recorded: bool | None = None
-    ) -> None:
-        """recorded: whether the stage is, which by default it is on a GPU."""
+        self, K: int, *, silence: float | None = None, device: torch.device | None = None,
+        recorded: bool | None = None, payloads: str | None = None,
+    ) -> None:  # fmt: skip
+        """recorded: whether the stage is, which by default it is on a GPU; payloads: the backend by which tensors go
+        from device to device, by default NCCL where every process has a GPU of its own."""
         self.silence = silence_allowed(silence)
         self.device = own_device(device or torch.device("cpu"))
         self.recorded = self.device.type == "cuda" if recorded is None else recorded
@@ -97,11 +102,13 @@ class Processes:
         self.here: Sequence[int] = [self.rank + 1]
         self.collectives = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.messages = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.groups = [self.messages, self.collectives]  # that are ours
         self.store = dist.distributed_c10d._get_default_store()
         self.store_answers = True
         self.links: list[Sender | Receiver] = []
         self.silent: str | None = None  # what was told of a neighbour that does not answer
         self.open = True
+        self.carriers = self._carriers(payloads or self._payloads())
         neighbours = {rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < K}
         self.pulse = Pulse(
             neighbours if math.isfinite(self.silence) else (), lambda rank: self._tag("pulse", min(rank, self.rank)),
@@ -113,20 +120,42 @@ class Processes:
         return 2 * (CHANNELS.index(channel) * (self.K + 1) + lower)
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
-        tag = self._tag(channel, min(source, target))
+        lower = min(source, target)
+        tag, carrier = self._tag(channel, lower), self.carriers.get((channel, lower))
         link: Sender | Receiver
         if source - 1 == self.rank:
+            sender = Sender if carrier is None else partial(DeviceSender, carrier=carrier)
             lost = self._lost(target)
-            link = Sender(target - 1, tag, self.messages, capacity=capacity, patient=patient, lost=lost)
+            link = sender(target - 1, tag, self.messages, capacity=capacity, patient=patient, lost=lost)
         elif target - 1 == self.rank:
-            link = Receiver(source - 1, tag, self.messages, capacity=capacity, lost=self._lost(source))
+            receiver = Receiver if carrier is None else partial(DeviceReceiver, carrier=carrier)
+            link = receiver(source - 1, tag, self.messages, capacity=capacity, lost=self._lost(source))
         else:
             return None
         self.links.append(link)
         return link
 
+    def _payloads(self) -> str | None:
+        """NCCL, if no two processes share a GPU, all have one that they can send from, and OFFBEAT_PAYLOADS is not host
+        in any of them."""
+        able = self.device.type == "cuda" and dist.is_nccl_available() and os.environ.get("OFFBEAT_PAYLOADS") != "host"
+        mine = str(torch.cuda.get_device_properties(self.device).uuid) if able else ""
+        there = [one[0] for one in self.exchange([mine])]
+        return "nccl" if all(there) and len(set(there)) == self.K else None
+
+    def _carriers(self, backend: str | None) -> dict[tuple[str, int], Carrier]:
+        """This process's ends of the ways of payloads, by channel and lower stage; all processes make all groups."""
+        found = {}
+        for lower in range(1, self.K) if backend else ():
+            for channel in ("activations", "gradients"):
+                group = dist.new_group([lower - 1, lower], backend=backend, timeout=PATIENCE)
+                if self.rank in (lower - 1, lower):
+                    self.groups.append(group)
+                    found[channel, lower] = Carrier(2 * lower - 1 - self.rank, group, self.device)
+        return found
+
     def run(self, work: list[Iterator[bool]]) -> None:
-        with self.aside.here():
+        with self.aside.between():
             for generator in work:
                 for _ in generator:
                     pass
@@ -265,7 +294,7 @@ class Processes:
         if not self.open or not dist.is_initialized():
             return
         self.open = False
-        for group in (self.messages, self.collectives):
+        for group in self.groups:
             dist.destroy_process_group(group)
         if self.joined:
             dist.destroy_process_group()
