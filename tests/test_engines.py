@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cases import CASES, train
 
+from offbeat.engines.processes import own_device
 from offbeat.engines.simulate import Simulate
+from offbeat.errors import UserError
 
 HERE = Path(__file__).parent
 SIMULATED: dict[str, dict] = {}
@@ -50,3 +53,10 @@ def test_processes_equal_the_simulator_bit_for_bit(K, how, tmp_path):
         for name, result in results.items():
             assert same_but_loss(result, simulated(name)), f"{name}, rank {rank}"
             assert result["loss"] == (simulated(name)["loss"] if rank == K - 1 else None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_process_on_a_gpu_that_is_not_there_is_refused_in_one_line(device):
+    with pytest.raises(UserError, match=f"device {device}, but torch sees no CUDA device here: use cpu"):
+        own_device(torch.device(device))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.engines.aside import Aside
+from offbeat.engines.aside import Aside, many_queues
 from offbeat.errors import StageLost, StageSilent, UserError, first_line
 from offbeat.links import LOOPBACK_INTERFACE, Link, Message
 from offbeat.links.device import Carrier, DeviceReceiver, DeviceSender
@@ -50,10 +50,13 @@ def available() -> int:
 
 def own_device(device: torch.device) -> torch.device:
     """The device of this process: of several GPUs that of its local rank, if none was named."""
-    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
+    if device.type != "cuda":
         return device
-    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    torch.cuda.set_device(own)
+    if not torch.cuda.is_available():
+        raise UserError(f"device {device}, but torch sees no CUDA device here: use cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    own = torch.device("cuda", local if device.index is None else device.index)
+    torch.cuda.set_device(own)  # also for what is done beside the stages
     return own
 
 
@@ -86,6 +89,7 @@ class Processes:
         """recorded: whether the stage is, which by default it is on a GPU; payloads: the backend by which tensors go
         from device to device, by default NCCL where every process has a GPU of its own."""
         self.silence = silence_allowed(silence)
+        many_queues(device or torch.device("cpu"))
         self.device = own_device(device or torch.device("cpu"))
         self.recorded = self.device.type == "cuda" if recorded is None else recorded
         self.aside = Aside(self.device)
@@ -277,6 +281,8 @@ class Processes:
                 work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
+        for carrier in self.carriers.values():
+            carrier.abort()
 
     def close(self) -> None:
         """Say goodbye on every link and wait for the neighbours' goodbyes.
@@ -294,6 +300,9 @@ class Processes:
         if not self.open or not dist.is_initialized():
             return
         self.open = False
+        if any(link.thread.is_alive() for link in links):  # NCCL would wait for the other end, which may be gone
+            for carrier in self.carriers.values():
+                carrier.abort()
         for group in self.groups:
             dist.destroy_process_group(group)
         if self.joined:

@@ -7,14 +7,13 @@ order within each stage alone.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from offbeat.engines.aside import Aside
+from offbeat.engines.aside import Aside, many_queues
 from offbeat.engines.later import Later
 from offbeat.engines.simulate import Simulate
 from offbeat.links import Link
@@ -34,8 +33,7 @@ class Streams(Simulate):
     def __init__(self, K: int, device: torch.device, *, sleeps: int | None = None) -> None:
         super().__init__(K)
         self.device, self.sleeps = device, sleeps
-        if device.type == "cuda" and not torch.cuda.is_initialized():
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else streams share eight queues
+        many_queues(device)
         self.aside = Aside(device)
         self.deck = Deck([0] * K, device)
 
