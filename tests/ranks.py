@@ -37,11 +37,12 @@ def trained(method: str, engine: str, K: int) -> dict:
         network(), K, method=method, M=2, loss=nn.functional.cross_entropy, optimizer=sgd, device=GPU, engine=made,
         cuts=[1, 2, 3][: K - 1], scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
     )  # fmt: skip
+    losses = []  # looked at only in the end: what a step gives must last
     generator = torch.Generator().manual_seed(7)
     for epoch in range(2):
         for b in [32] * 20 + [19]:
             x, y = torch.randn(b, 3, 8, 8, generator=generator), torch.randint(10, (b,), generator=generator)
-            pipe.step(x.to(GPU), y.to(GPU)) if first else pipe.step()
+            losses.append(pipe.step(x.to(GPU), y.to(GPU)) if first else pipe.step())
         pipe.evaluate([(x.to(GPU), y.to(GPU))] if first else None)
         if epoch == 0:
             pipe.drain()
@@ -50,7 +51,8 @@ def trained(method: str, engine: str, K: int) -> dict:
     state = {name: hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
              for name, tensor in pipe.model.state_dict().items()}  # fmt: skip
     pipe.close()
-    return {"weights": state, "recorded": recorded, "staleness": [dict(stage) for stage in pipe.staleness]}
+    return {"weights": state, "recorded": recorded, "staleness": [dict(stage) for stage in pipe.staleness],
+            "losses": [None if loss is None else float(loss) for loss in losses]}  # fmt: skip
 
 
 def main(out: str, method: str) -> None:

@@ -70,7 +70,7 @@ def pack(message: Message) -> Tensor:
 
 
 def parted(message: Message, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The message as a header and one flat buffer on that device, where it holds tensors."""
+    """The message as a header and one flat buffer on that device, where it holds tensors, which no sum protects."""
     tensors: list[Tensor] = []
     tree = _skeleton(message.content, tensors)
     entries, end = _places(tensors)
