@@ -128,9 +128,12 @@ class Pipeline:
         self.workers: list[Worker] = []
         own = self.engine.link("entrance", 0, 1, capacity=0) if self.engine.records else None
         self.entrance: Link = own or Entrance()
-        kind: Callable[..., Stage] = Stage
-        if isinstance(self.engine, Streams):
-            kind = partial(GraphedStage, deck=self.engine.make_deck(self.method))
+        if isinstance(self.engine, Processes):
+            if device is not None and self.device.type != self.engine.device.type:
+                raise UserError(f"device {device} but an engine on {self.engine.device}: give it the same device")
+            self.device = self.engine.device
+        deck = self.engine.make_deck(self.method)
+        kind: Callable[..., Stage] = Stage if deck is None else partial(GraphedStage, deck=deck)
         self._make_stage = partial(
             kind,
             method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm, device=self.device,
@@ -152,7 +155,7 @@ class Pipeline:
             recorded = self.device.type == "cuda" and self.K > 1 and self.method.not_alike() is None
             name = "processes" if available() > 1 else "streams" if recorded else "simulate"
         if name == "processes":
-            return Processes(self.K)
+            return Processes(self.K, device=self.device)
         if name == "streams":
             if self.device.type != "cuda":
                 raise UserError(f"engine streams on {self.device.type}: it runs the stages on streams of one GPU: give "
@@ -271,7 +274,11 @@ class Pipeline:
         """
         self._step(x, y)
         loss = self.workers[-1].loss if self.last else None
-        return self.engine.later(loss, self.K) if isinstance(self.engine, Streams) and loss is not None else loss
+        if loss is not None and isinstance(self.engine, Streams):
+            return self.engine.later(loss, self.K)
+        if loss is not None and isinstance(self.workers[-1].stage, GraphedStage):
+            return loss.detach().clone()  # a slot's memory, which is used again
+        return loss
 
     def _step(self, x: Any, y: Any) -> None:
         if not self.workers:

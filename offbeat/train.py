@@ -162,7 +162,9 @@ def begin(
 def make_engine(recipe: Recipe) -> Engine:
     if recipe.engine == "streams":
         return Streams(recipe.K, torch.device(recipe.device))
-    return Processes(recipe.K) if recipe.engine == "processes" else Simulate(recipe.K)
+    if recipe.engine == "processes":
+        return Processes(recipe.K, device=torch.device(recipe.device))
+    return Simulate(recipe.K)
 
 
 def resume(recipe: Recipe, pipe: Pipeline, out: Path, folder: RunFolder | None) -> dict[str, Any]:

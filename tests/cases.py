@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
+from offbeat.engines.processes import Processes
 from offbeat.methods import METHODS
 
 
@@ -199,15 +200,23 @@ def fingerprint(state: dict[str, Tensor]) -> dict[str, str]:
     return {name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in state.items()}
 
 
-def main(out: str) -> None:
+def main(out: str, how: str = "plain") -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    results = {name: train(case, mine=rank == 0) for name, case in CASES.items() if size == case.K}
+    mine = {name: case for name, case in CASES.items() if size == case.K}
+    results = {}
+    for name, case in mine.items():
+        options = {}
+        if how != "plain":
+            options["engine"] = Processes(size, recorded=how == "recorded", payloads="gloo" if how == "apart" else None)
+            assert bool(options["engine"].carriers) == (how == "apart")
+            assert how == "apart" or options["engine"].make_deck(offbeat.ADL()) is not None
+        results[name] = train(case, mine=rank == 0, **options)
     with open(f"{out}/{size}-{rank}.json", "w") as file:
         json.dump(results, file)
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cases import CASES, train
 
+from offbeat.engines.processes import own_device
 from offbeat.engines.simulate import Simulate
+from offbeat.errors import UserError
 
 HERE = Path(__file__).parent
 SIMULATED: dict[str, dict] = {}
@@ -37,9 +40,12 @@ def test_interleaving_stages_at_random_changes_no_bit(name):
         assert train(CASES[name], engine=Simulate(CASES[name].K, shuffle=seed)) == simulated(name)
 
 
-@pytest.mark.parametrize("K", [2, 3])
-def test_processes_equal_the_simulator_bit_for_bit(K, tmp_path):
-    done = torchrun(str(HERE / "cases.py"), str(tmp_path), nproc=K)
+@pytest.mark.parametrize(("K", "how"), [  # recorded as on GPUs; and with payloads that go apart from their headers
+    (2, "plain"), (3, "plain"), (2, "recorded"), (3, "apart"),
+    *(pytest.param(K, how, marks=pytest.mark.slow) for K, how in ((3, "recorded"), (2, "apart"))),
+])  # fmt: skip
+def test_processes_equal_the_simulator_bit_for_bit(K, how, tmp_path):
+    done = torchrun(str(HERE / "cases.py"), str(tmp_path), how, nproc=K)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(K):
         results = json.loads((tmp_path / f"{K}-{rank}.json").read_text())
@@ -47,3 +53,10 @@ def test_processes_equal_the_simulator_bit_for_bit(K, tmp_path):
         for name, result in results.items():
             assert same_but_loss(result, simulated(name)), f"{name}, rank {rank}"
             assert result["loss"] == (simulated(name)["loss"] if rank == K - 1 else None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_process_on_a_gpu_that_is_not_there_is_refused_in_one_line(device):
+    with pytest.raises(UserError, match=f"device {device}, but torch sees no CUDA device here: use cpu"):
+        own_device(torch.device(device))

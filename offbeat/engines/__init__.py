@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from offbeat.links import Link
+from offbeat.method import Method
+from offbeat.stage.deck import Deck
 
 
 class Engine(Protocol):
@@ -31,6 +33,9 @@ class Engine(Protocol):
     @property
     def waits(self) -> bool:
         """Whether a worker may wait for a message (no other stage of this process could send it)."""
+
+    def make_deck(self, method: Method) -> Deck | None:
+        """Where the stages of a method put recorded work; None where nothing is recorded."""
 
     def share(self, value: Any, source: int) -> Any:
         """The value of the process that holds stage `source`, in every process."""

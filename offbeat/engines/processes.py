@@ -1,4 +1,9 @@
-"""Engine `processes`: one stage a process, on torch.distributed."""
+"""Engine `processes`: one stage a process, on torch.distributed.
+
+On GPUs each process takes that of its local rank (round robin where there are fewer), and records its stage as engine
+`streams` does. Where each has a GPU of its own, activations and gradients go from one to the other (links/device.py),
+else through host memory.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +14,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat.engines.aside import Aside, many_queues
 from offbeat.errors import StageLost, StageSilent, UserError, first_line
 from offbeat.links import LOOPBACK_INTERFACE, Link, Message
+from offbeat.links.device import Carrier, DeviceReceiver, DeviceSender
 from offbeat.links.distributed import Receiver, Sender
 from offbeat.links.pulse import Pulse
 from offbeat.links.wire import LIMIT, MalformedMessage, pack, unpack
+from offbeat.method import Method
+from offbeat.stage.deck import Deck
 
 CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "pulse", "abort", "trace")
 JOINING = timedelta(minutes=10)  # for all processes to come
@@ -36,6 +46,18 @@ def available() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The device of this process: of several GPUs that of its local rank, if none was named."""
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise UserError(f"device {device}, but torch sees no CUDA device here: use cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    own = torch.device("cuda", local if device.index is None else device.index)
+    torch.cuda.set_device(own)  # also for what is done beside the stages
+    return own
 
 
 def silence_allowed(silence: float | None) -> float:
@@ -60,8 +82,17 @@ class Processes:
     waits = True
     records = False
 
-    def __init__(self, K: int, *, silence: float | None = None) -> None:
+    def __init__(
+        self, K: int, *, silence: float | None = None, device: torch.device | None = None,
+        recorded: bool | None = None, payloads: str | None = None,
+    ) -> None:  # fmt: skip
+        """recorded: whether the stage is, which by default it is on a GPU; payloads: the backend by which tensors go
+        from device to device, by default NCCL where every process has a GPU of its own."""
         self.silence = silence_allowed(silence)
+        many_queues(device or torch.device("cpu"))
+        self.device = own_device(device or torch.device("cpu"))
+        self.recorded = self.device.type == "cuda" if recorded is None else recorded
+        self.aside = Aside(self.device)
         if available() != K:
             raise UserError(
                 f"{K} stage{'s' * (K > 1)} but {available()} process{'es' * (available() > 1)}: start with "
@@ -75,11 +106,13 @@ class Processes:
         self.here: Sequence[int] = [self.rank + 1]
         self.collectives = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.messages = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.groups = [self.messages, self.collectives]  # that are ours
         self.store = dist.distributed_c10d._get_default_store()
         self.store_answers = True
         self.links: list[Sender | Receiver] = []
         self.silent: str | None = None  # what was told of a neighbour that does not answer
         self.open = True
+        self.carriers = self._carriers(payloads or self._payloads())
         neighbours = {rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < K}
         self.pulse = Pulse(
             neighbours if math.isfinite(self.silence) else (), lambda rank: self._tag("pulse", min(rank, self.rank)),
@@ -91,22 +124,51 @@ class Processes:
         return 2 * (CHANNELS.index(channel) * (self.K + 1) + lower)
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
-        tag = self._tag(channel, min(source, target))
+        lower = min(source, target)
+        tag, carrier = self._tag(channel, lower), self.carriers.get((channel, lower))
         link: Sender | Receiver
         if source - 1 == self.rank:
+            sender = Sender if carrier is None else partial(DeviceSender, carrier=carrier)
             lost = self._lost(target)
-            link = Sender(target - 1, tag, self.messages, capacity=capacity, patient=patient, lost=lost)
+            link = sender(target - 1, tag, self.messages, capacity=capacity, patient=patient, lost=lost)
         elif target - 1 == self.rank:
-            link = Receiver(source - 1, tag, self.messages, capacity=capacity, lost=self._lost(source))
+            receiver = Receiver if carrier is None else partial(DeviceReceiver, carrier=carrier)
+            link = receiver(source - 1, tag, self.messages, capacity=capacity, lost=self._lost(source))
         else:
             return None
         self.links.append(link)
         return link
 
+    def _payloads(self) -> str | None:
+        """NCCL, if no two processes share a GPU, all have one that they can send from, and OFFBEAT_PAYLOADS is not host
+        in any of them."""
+        able = self.device.type == "cuda" and dist.is_nccl_available() and os.environ.get("OFFBEAT_PAYLOADS") != "host"
+        mine = str(torch.cuda.get_device_properties(self.device).uuid) if able else ""
+        there = [one[0] for one in self.exchange([mine])]
+        return "nccl" if all(there) and len(set(there)) == self.K else None
+
+    def _carriers(self, backend: str | None) -> dict[tuple[str, int], Carrier]:
+        """This process's ends of the ways of payloads, by channel and lower stage; all processes make all groups."""
+        found = {}
+        for lower in range(1, self.K) if backend else ():
+            for channel in ("activations", "gradients"):
+                group = dist.new_group([lower - 1, lower], backend=backend, timeout=PATIENCE)
+                if self.rank in (lower - 1, lower):
+                    self.groups.append(group)
+                    found[channel, lower] = Carrier(2 * lower - 1 - self.rank, group, self.device)
+        return found
+
     def run(self, work: list[Iterator[bool]]) -> None:
-        for generator in work:
-            for _ in generator:
-                pass
+        with self.aside.between():
+            for generator in work:
+                for _ in generator:
+                    pass
+
+    def make_deck(self, method: Method) -> Deck | None:
+        """Whatever is asked for is launched at once, since the neighbours wait for it."""
+        if not self.recorded or method.not_alike() is not None:
+            return None
+        return Deck([method.lag(k, self.K) for k in self.here], self.device, defers=False)
 
     def share(self, value: Any, source: int) -> Any:
         sends = source - 1 == self.rank
@@ -139,10 +201,11 @@ class Processes:
             dist.barrier(group=self.collectives)
 
     def beside(self, k: int) -> AbstractContextManager[object]:
-        return nullcontext()
+        return self.aside.between()
 
     def settle(self) -> None:
-        """Nothing to wait for: whatever was asked for is done."""
+        with self.aside.between():
+            pass
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -218,6 +281,8 @@ class Processes:
                 work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
+        for carrier in self.carriers.values():
+            carrier.abort()
 
     def close(self) -> None:
         """Say goodbye on every link and wait for the neighbours' goodbyes.
@@ -235,7 +300,10 @@ class Processes:
         if not self.open or not dist.is_initialized():
             return
         self.open = False
-        for group in (self.messages, self.collectives):
+        if any(link.thread.is_alive() for link in links):  # NCCL would wait for the other end, which may be gone
+            for carrier in self.carriers.values():
+                carrier.abort()
+        for group in self.groups:
             dist.destroy_process_group(group)
         if self.joined:
             dist.destroy_process_group()

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from offbeat.links import Link
 from offbeat.links.local import LocalLink
+from offbeat.method import Method
+from offbeat.stage.deck import Deck
 
 
 class Simulate:
@@ -41,6 +43,9 @@ class Simulate:
                 stuck = 0
             if stuck > 1000 * len(unfinished):
                 raise RuntimeError("no stage can go on: the programs wait for each other")
+
+    def make_deck(self, method: Method) -> Deck | None:
+        return None
 
     def share(self, value: Any, source: int) -> Any:
         return value

@@ -12,6 +12,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,37 +32,42 @@ class Sender:
     def __init__(self, to_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int, patient: bool,
                  lost: Callable[[str], StageLost]) -> None:  # fmt: skip
         self.to_rank, self.tag, self.group, self.patient, self.lost = to_rank, tag, group, patient, lost
-        self.outbox: queue.Queue[Tensor | None] = queue.Queue(capacity)
+        self.outbox: queue.Queue[Any] = queue.Queue(capacity)  # None ends it
+        self.longest = FIRST_CAPACITY
         self.failure: str | None = None  # why nothing more can be sent
         self.closing = False
         self.thread = threading.Thread(target=self._post, name=f"offbeat-send-{tag}", daemon=True)
         self.thread.start()
 
     def send(self, message: Message) -> None:
-        buffer = pack(message)
+        self._put(pack(message))
+
+    def _put(self, parcel: Any) -> None:
         while self.failure is None:
             try:
-                self.outbox.put(buffer, block=self.patient, timeout=1.0 if self.patient else None)
+                self.outbox.put(parcel, block=self.patient, timeout=1.0 if self.patient else None)
                 return
             except queue.Full:
                 assert self.patient, "more messages on a link than its program can leave there"
         raise self.lost(self.failure)
 
     def _post(self) -> None:
-        capacity = FIRST_CAPACITY
         try:
             while True:
-                buffer = None if self.closing and self.outbox.empty() else self.outbox.get()
-                if buffer is None:
+                parcel = None if self.closing and self.outbox.empty() else self.outbox.get()
+                if parcel is None:
                     self._send(pack(GOODBYE), self.tag)
                     return
-                head, tail = buffer[:capacity], buffer[capacity:]
-                self._send(head, self.tag)
-                if tail.numel():
-                    self._send(tail, self.tag + 1)
-                    capacity = buffer.numel()
+                self._deliver(parcel)
         except RuntimeError as error:
             self.failure = cause(error)
+
+    def _deliver(self, buffer: Any) -> None:
+        head, tail = buffer[: self.longest], buffer[self.longest :]
+        self._send(head, self.tag)
+        if tail.numel():
+            self._send(tail, self.tag + 1)
+            self.longest = buffer.numel()
 
     def _send(self, buffer: Tensor, tag: int) -> None:
         work = dist.isend(buffer, self.to_rank, self.group, tag)
@@ -89,7 +95,7 @@ class Receiver:
     def __init__(self, from_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int,
                  lost: Callable[[str], StageLost]) -> None:  # fmt: skip
         self.from_rank, self.tag, self.group, self.lost = from_rank, tag, group, lost
-        self.inbox: queue.Queue[Tensor | str] = queue.Queue(capacity)  # a text tells why no more will come
+        self.inbox: queue.Queue[Any] = queue.Queue(capacity)  # a text tells why no more will come
         self.failure: str | None = None  # why nothing more will be waited for
         self.next: Message | None = None
         self.last_batch: int | None = None  # of what was received
@@ -109,11 +115,19 @@ class Receiver:
                     whole[:capacity] = head
                     self._receive(whole[capacity:], self.tag + 1)
                     head, capacity = whole, length
-                self.inbox.put(head[:length])
-                if length <= 256 and unpack(head[:length]).kind == GOODBYE.kind:
+                goodbye = length <= 256 and unpack(head[:length]).kind == GOODBYE.kind
+                self.inbox.put(head[:length] if goodbye else self._complete(head[:length]))
+                if goodbye:
                     return
         except (RuntimeError, UserError) as error:  # lost, or something that no stage sends
             self.inbox.put(cause(error))
+
+    def _complete(self, buffer: Tensor) -> Any:
+        """What has come, with all that belongs to it."""
+        return buffer
+
+    def _read(self, arrived: Any) -> Message:
+        return unpack(arrived)
 
     def _receive(self, buffer: Tensor, tag: int) -> None:
         work = dist.irecv(buffer, self.from_rank, self.group, tag)
@@ -127,7 +141,7 @@ class Receiver:
                 self.inbox.put(arrived)  # every later call must hear it too
                 raise self.lost(arrived)
             try:
-                message = unpack(arrived)
+                message = unpack(arrived) if isinstance(arrived, Tensor) else self._read(arrived)
             except UserError as error:
                 self.inbox.put(str(error))
                 raise self.lost(str(error)) from error
@@ -138,7 +152,7 @@ class Receiver:
             self.last_batch = message.t if message.kind == "batch" else self.last_batch
         return self.next
 
-    def _wait(self) -> Tensor | str:
+    def _wait(self) -> Any:
         while True:  # in slices, so that Ctrl-C is heard
             try:
                 return self.inbox.get(timeout=0.5)

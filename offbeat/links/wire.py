@@ -48,12 +48,7 @@ def pack(message: Message) -> Tensor:
     """The message as one uint8 tensor."""
     tensors: list[Tensor] = []
     header: dict[str, Any] = {"t": message.t, "kind": message.kind, "tree": _skeleton(message.content, tensors)}
-    entries: list[tuple[str, list[int], list[int], int]] = []
-    end = 0
-    for tensor in tensors:
-        start = _up(end, ALIGNMENT)
-        end = start + tensor.numel() * tensor.element_size()
-        entries.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _strides(tensor), start))
+    entries, end = _places(tensors)
     header["tensors"] = entries
     text = json.dumps(header, separators=(",", ":")).encode()
     base = _up(PREFIX + len(text), ALIGNMENT)
@@ -72,6 +67,56 @@ def pack(message: Message) -> Tensor:
     prefix = torch.tensor([total, len(text), zlib.crc32(text), _sum(buffer)])
     buffer[:PREFIX].view(torch.int64).copy_(prefix)
     return buffer
+
+
+def parted(message: Message, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The message as a header and one flat buffer on that device, where it holds tensors, which no sum protects."""
+    tensors: list[Tensor] = []
+    tree = _skeleton(message.content, tensors)
+    entries, end = _places(tensors)
+    text = json.dumps({"tree": tree, "tensors": entries, "bytes": end}, separators=(",", ":"))
+    header = pack(Message(message.t, text, message.kind))
+    if not end:
+        return header, None
+    payload = torch.empty(end, dtype=torch.uint8, device=device)
+    for tensor, (dtype, shape, strides, start) in zip(tensors, entries, strict=True):
+        if tensor.numel():
+            part = payload[start : start + tensor.numel() * tensor.element_size()]
+            part.view(DTYPES[dtype]).as_strided(shape, strides).copy_(tensor)
+    return header, payload
+
+
+def described(header: Tensor) -> int:
+    """Bytes of the payload that belongs to a header."""
+    try:
+        count = json.loads(unpack(header).content)["bytes"]
+        if type(count) is not int or not 0 <= count <= LIMIT:
+            raise ValueError(f"a payload of {count} bytes")
+    except (ValueError, LookupError, TypeError) as error:
+        raise MalformedMessage(f"malformed message: {first_line(error)}") from error
+    return count
+
+
+def whole(header: Tensor, payload: Tensor | None) -> Message:
+    """The message of a header and its payload; its tensors are views of that."""
+    message = unpack(header)
+    try:
+        told = json.loads(message.content)
+        flat = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+        return Message(message.t, _content(told["tree"], _tensors(flat, 0, told["tensors"])), message.kind)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise MalformedMessage(f"malformed message: {first_line(error)}") from error
+
+
+def _places(tensors: list[Tensor]) -> tuple[list[tuple[str, list[int], list[int], int]], int]:
+    """Type, shape, strides and place of each tensor behind each other, and the end of the last."""
+    entries: list[tuple[str, list[int], list[int], int]] = []
+    end = 0
+    for tensor in tensors:
+        start = _up(end, ALIGNMENT)
+        end = start + tensor.numel() * tensor.element_size()
+        entries.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _strides(tensor), start))
+    return entries, end
 
 
 def size(buffer: Tensor) -> int:

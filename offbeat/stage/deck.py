@@ -70,11 +70,13 @@ class Deck:
     """The tapes of stages with those lags; `sleeps` lets them sleep at random, which must change no number.
 
     Where nothing is captured, work is done when it is asked for, since only captured work gives its results before it
-    has run.
+    has run; `defers` says whether captured work waits for its tick, or is launched when it is asked for, too.
     """
 
-    def __init__(self, lags: Sequence[int], device: torch.device, *, sleeps: int | None = None) -> None:
-        self.defers = captures(device)
+    def __init__(
+        self, lags: Sequence[int], device: torch.device, *, sleeps: int | None = None, defers: bool | None = None
+    ) -> None:
+        self.defers = captures(device) if defers is None else defers
         self.device = device
         K, room = len(lags), min((below - above for below, above in pairwise(lags)), default=2)
         self.in_order, self.chained = room < 1, room < 2

@@ -357,7 +357,7 @@ class GraphedStage(Stage):
         """
         into = gradients
         if gradients is not None:
-            into = [None if gradient is None else copied_tensor(gradient) for gradient in gradients]
+            into = [None if gradient is None else copied_tensor(self._here(gradient)) for gradient in gradients]
         pool = _pool(self.device)
         try:
             with recording(self.device):
