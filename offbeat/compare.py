@@ -211,7 +211,7 @@ def _begun(folder: Path, asked: dict[str, Any], jobs: int, recipes: Mapping[str,
     content = {"comparison": {"asked": asked, "jobs": jobs, "partition": partition, "runs": described}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        content = {**content, "provenance": record.provenance()}
+        content = {**content, "provenance": record.provenance(device=widest.device)}
         record.write(folder / "config.json", json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {folder} ({first_line(error)}): choose another --out") from error

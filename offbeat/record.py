@@ -28,7 +28,7 @@ from offbeat.recipe import Recipe
 PACKAGES = ("torch", "numpy", "safetensors")
 
 
-def provenance(command: list[str] | None = None) -> dict[str, Any]:
+def provenance(command: list[str] | None = None, *, device: str | None = None) -> dict[str, Any]:
     """Versions, commit, host and command of this process; `command` tells it otherwise, without paths for instance."""
     from offbeat import __version__
 
@@ -38,10 +38,17 @@ def provenance(command: list[str] | None = None) -> dict[str, Any]:
         "versions": versions,
         "commit": commit(),
         "host": platform.node(),
-        "machine": f"{processor()}, {os.cpu_count()} cores",
+        "machine": f"{processor()}, {os.cpu_count()} cores{f', {gpu_name()}' if device == 'cuda' else ''}",
         "command": command or ["offbeat", *sys.argv[1:]],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def gpu_name() -> str:
+    """The GPU's name."""
+    import torch
+
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "no GPU"
 
 
 def processor() -> str:
@@ -89,7 +96,8 @@ class RunFolder:
             if again:
                 number = len(list(path.glob("config-*.json"))) + 1
                 os.replace(path / "config.json", path / f"config-{number}.json")
-            text = json.dumps({"recipe": recipe.as_dict(), "provenance": provenance(command)}, indent=2)
+            text = json.dumps({"recipe": recipe.as_dict(), "provenance": provenance(command, device=recipe.device)},
+                              indent=2)  # fmt: skip
             (path / "config.json").write_text(text + "\n")
         except OSError as error:
             raise UserError(f"cannot write to {path} ({first_line(error)}): choose another --out") from error

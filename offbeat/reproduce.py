@@ -249,7 +249,7 @@ def reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
             kept_recipe(path, run)
         todo += [] if report.read_run(path, run.seed).over else [run]
     data_set = open_data(request, runs[0].recipe) if todo else None
-    provenance = record.provenance(request.command)
+    provenance = record.provenance(request.command, device=settings.get("device"))
     content["invocations"].append(provenance)
     try:
         (folder / "runs").mkdir(parents=True, exist_ok=True)

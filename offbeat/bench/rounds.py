@@ -407,7 +407,7 @@ def bench(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Path]
         raise UserError(f"cannot write to {out} ({first_line(error)}): choose another --out") from error
     run = Bench(request, setting, out, say, rows, load=load)
     if setting.device == "cuda":
-        run.origin["machine"] = f"{gpu_name()}, {run.origin['machine']}"
+        run.origin["machine"] = f"{record.gpu_name()}, {run.origin['machine']}"
     say(f"{setting.model}, b={setting.batch_size}, K={setting.K}, cuts {list(setting.cuts)}")
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
         try:
@@ -446,12 +446,6 @@ def origin() -> dict[str, Any]:
     """Where a record comes from, without the places of its files."""
     made = record.provenance()
     return {**made, "command": without_out(made["command"])}
-
-
-def gpu_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name()
 
 
 def check_gpu() -> None:
