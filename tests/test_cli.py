@@ -205,6 +205,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(offbeat, monkeypatch, 
     assert contents(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_models_are_listed_with_parameters_flops_and_largest_k(offbeat, monkeypatch):
     listed = offbeat("models", "--json")
     assert (listed.code, listed.err) == (0, "")

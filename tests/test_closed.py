@@ -46,6 +46,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_group_that_is_started_again_meets_in_a_store_of_its_own(tmp_path, monkeypatch):
     """Three attempts, the first two lose a worker; the last one ends well."""
     (tmp_path / "offbeat").mkdir()

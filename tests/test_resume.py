@@ -179,6 +179,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, offbeat: Com
     assert weights(run) == weights(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
     run = tmp_path / "run"
     settings = [*RUN, "-K", "2", "--engine", "simulate", "--checkpoint-every", "7b"]

@@ -13,8 +13,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +74,7 @@ def commands(folder) -> Iterator[dict[str, Future]]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         first = pool.submit(python, "-m", "offbeat", "train", *SMALL, "-K", 2, "--out", folder / "processes")
 
+        @cache  # when it is asked for
         def repeated() -> Completed:
             first.result()
             config = folder / "processes" / "config.json"
@@ -80,7 +83,7 @@ def commands(folder) -> Iterator[dict[str, Future]]:
         yield {
             "processes": first,
             "agents": pool.submit(two_agents, folder / "agents"),
-            "repeated": pool.submit(repeated),
+            "repeated": SimpleNamespace(result=repeated),
             "uneven": pool.submit(python, "-m", "offbeat", "train", *UNEVEN, "--out", folder / "uneven"),
         }
 
@@ -317,6 +320,7 @@ def test_the_command_prints_a_line_an_epoch_and_the_result(commands, run):
     assert str(run) in done.stdout
 
 
+@pytest.mark.slow
 def test_json_is_one_object_on_stdout_and_nothing_else(commands, folder):
     done = succeeded(commands["repeated"].result())
     assert done.stderr == ""

@@ -149,7 +149,8 @@ def members(folder: Path, case: str, K: int) -> list[tuple[int | None, str, str,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the state of a process in /proc")
-@pytest.mark.parametrize("case", [pytest.param("stopped", marks=pytest.mark.slow), "collective"])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["stopped", "collective"])
 def test_all_that_wait_for_a_stopped_process_are_told_also_those_who_are_not_its_neighbours(tmp_path, case):
     """While batches flow, and in a collective operation, where a far process waits for the stopped one directly."""
     ended = members(tmp_path, case, 4)

@@ -95,8 +95,11 @@ def test_what_is_launched_together_may_run_in_any_order(monkeypatch, name, seed)
     check_same(named(name), drains=(14,), optimizer=lambda p: sgd(p, fused=True), data=lambda: batches(40))
 
 
-@pytest.mark.parametrize("drains", [False, True])
-@pytest.mark.parametrize(("M", "weights"), [(1, "stash"), (4, "stash"), (2, "hybrid"), (3, "replay")])
+@pytest.mark.parametrize(("M", "weights", "drains"), [
+    (1, "stash", True), (4, "stash", False), (2, "hybrid", True), (3, "replay", False),
+    *(pytest.param(M, weights, drains, marks=pytest.mark.slow) for M, weights, drains in
+      ((1, "stash", False), (4, "stash", True), (2, "hybrid", False), (3, "replay", True))),
+])  # fmt: skip
 def test_short_batches_and_drains_do_not_make_ever_new_ticks(monkeypatch, M, weights, drains):
     capture(monkeypatch)
     method = offbeat.ADL(M=M, weights=weights)

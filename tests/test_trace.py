@@ -223,6 +223,7 @@ def test_the_command_tells_it_in_one_line_and_a_run_that_goes_on_keeps_its_trace
     assert not (tmp_path / "short" / "trace.json").exists()
 
 
+@pytest.mark.slow
 def test_processes_have_one_clock_and_the_bits_of_an_untraced_run(offbeat: Command, tmp_path):
     here(offbeat, *RUN, "--engine", "simulate", "--json", "--out", tmp_path / "plain")
     run = tmp_path / "run"
