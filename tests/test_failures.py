@@ -14,7 +14,9 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import (
@@ -212,17 +214,22 @@ def script(out: Path) -> dict[str, tuple[Last, Last]]:
     return {case: (first, second) for case, (first, second) in ended.items()}
 
 
+def when_asked(scenario, *given) -> SimpleNamespace:
+    """One that only slow tests look at."""
+    return SimpleNamespace(result=cache(partial(scenario, *given)))
+
+
 @pytest.fixture(scope="module")
-def scenarios(tmp_path_factory) -> Iterator[dict[str, Future]]:
+def scenarios(tmp_path_factory) -> Iterator[dict[str, Future | SimpleNamespace]]:
     folder = tmp_path_factory.mktemp("failures")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {
             "worker 2": pool.submit(kill_worker, folder / "worker-2", 2),
             "launcher": pool.submit(kill_launcher, folder / "launcher"),
-            "launcher at once": pool.submit(kill_launcher_at_once, folder / "launcher-at-once"),
+            "launcher at once": when_asked(kill_launcher_at_once, folder / "launcher-at-once"),
             "Ctrl-C, K=2": pool.submit(interrupt, folder / "interrupt-2", 2),
-            "Ctrl-C, K=1": pool.submit(interrupt, folder / "interrupt-1", 1),
-            "diverge": pool.submit(diverge, folder / "diverge"),
+            "Ctrl-C, K=1": when_asked(interrupt, folder / "interrupt-1", 1),
+            "diverge": when_asked(diverge, folder / "diverge"),
             "diverge in a group": pool.submit(diverge_in_group, folder / "group"),
             "script": pool.submit(script, folder / "script"),
         }
@@ -246,11 +253,12 @@ def test_workers_do_not_outlive_their_launcher(scenarios):
     assert ended.code == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_workers_do_not_outlive_a_launcher_that_dies_while_they_start(scenarios):
     assert scenarios["launcher at once"].result().left == {}
 
 
-@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("K", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_stops_cleanly_and_keeps_the_records(scenarios, K):
     ended, _ = scenarios[f"Ctrl-C, K={K}"].result()
     check_stopped(ended, "Ctrl-C", code=130, kind="interrupted")
@@ -263,6 +271,7 @@ def test_a_run_on_one_machine_listens_on_the_loopback_address_alone(scenarios):
     assert found["tcp6"] <= {"::1"}
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_batch_and_stage_in_two_processes(scenarios):
     check_stopped(scenarios["diverge"].result(), "batch", "stage 2 of 2", "learning rate")
 
