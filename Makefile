@@ -17,8 +17,8 @@ READY := $(VENV)/.ready
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Offbeat needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch hatchling editables
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch hatchling editables
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
 demo: $(READY)
@@ -48,7 +48,7 @@ torture: $(READY)
 
 # apart from what the tests need; the generated pages must be those of the code
 site: $(READY)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[docs]'
 	$(BIN)/python benchmarks/method_pages.py --check
 	$(BIN)/python benchmarks/results.py --check
 	$(BIN)/mkdocs build --strict --quiet

@@ -41,8 +41,8 @@ def test_interleaving_stages_at_random_changes_no_bit(name):
 
 
 @pytest.mark.parametrize(("K", "how"), [  # recorded as on GPUs; and with payloads that go apart from their headers
-    (3, "plain"), (2, "recorded"), (2, "apart"),
-    *(pytest.param(K, how, marks=pytest.mark.slow) for K, how in ((2, "plain"), (3, "recorded"), (3, "apart"))),
+    (2, "plain"), (2, "recorded"), (2, "apart"),
+    *(pytest.param(3, how, marks=pytest.mark.slow) for how in ("plain", "recorded", "apart")),
 ])  # fmt: skip
 def test_processes_equal_the_simulator_bit_for_bit(K, how, tmp_path):
     done = torchrun(str(HERE / "cases.py"), str(tmp_path), how, nproc=K)

@@ -334,7 +334,10 @@ def trained(folder: str) -> bytes:
     return (Path(folder) / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("options", [("--units", "layers"), ("--partition", "measured"), ("--speeds", "1,1,0.5")])
+@pytest.mark.parametrize("options", [
+    ("--units", "layers"),
+    *(pytest.param(given, marks=pytest.mark.slow) for given in (("--partition", "measured"), ("--speeds", "1,1,0.5"))),
+])  # fmt: skip
 def test_a_run_records_its_cuts_and_is_repeated_by_its_config(offbeat, options):
     outcome = offbeat(*TRAIN, *options, "--out", "one")
     assert outcome.code == 0, outcome

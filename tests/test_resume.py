@@ -91,6 +91,7 @@ def test_a_killed_run_goes_on_bit_for_bit(name, tmp_path, offbeat: Command):
     assert told(tmp_path / "broken") == told(tmp_path / "whole"), "the records are those of one run"
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path, offbeat: Command):
     settings = [*RUN, "-K", "2", "--checkpoint-every", "5b", "-M", "2", "--weights", "hybrid"]
     here(offbeat, *settings, "--engine", "simulate", "--out", tmp_path / "whole")

@@ -40,7 +40,8 @@ def test_nonsense_for_the_silence_on_the_command_line_is_one_line(offbeat):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_stopped_worker_is_named_within_the_time_allowed_and_nobody_is_left(tmp_path, monkeypatch, stage):
     monkeypatch.setitem(ENVIRONMENT, "OFFBEAT_SILENCE", str(SECONDS))
     run = Run(tmp_path / "run", *ENDLESS, "-K", 3, "--json")
