@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -41,6 +41,7 @@ from offbeat.worker import SAVE, Links, Worker
 EPOCH_END = "epoch"  # the kind of a mark behind the last batch of an epoch; its number is that of batches so far
 END = Message(-1, kind="end")
 Loader = Iterable[tuple[Any, Any]]
+AfterEpoch = Callable[[int], Iterable[None] | None]  # what is left to do, a little at a time, if anything
 
 
 class Pipeline:
@@ -58,9 +59,10 @@ class Pipeline:
     left_out    batches whose gradients are not used
     precision   "fp32", "tf32" (CUDA) or "bf16"; master weights, sums of gradients and optimizer are float32 in all
     compile     whether torch.compile makes a graph of each stage; one that it cannot compile runs as it is
-    fuse        whether BatchNorm, a sum behind it and ReLU become two kernels of ours, on a GPU in tf32 or bf16
+    fuse        whether BatchNorm, a sum behind it and ReLU become two kernels of ours, and in bf16 3x3 convolutions of
+                few channels one; on a GPU in tf32 or bf16
     engine      "simulate" (all stages here, one after the other), "processes" (one each, under torchrun) or "streams"
-                (all stages here, at once, on one GPU; new); by default as it was started
+                (all stages here, at once, on one GPU); by default as it was started
 
     In several processes every one makes the same calls. Batches come from the first stage's process alone; what the
     others pass is ignored. `drain`, `gather`, `evaluate`, `fit` and the first `step` are collective.
@@ -322,7 +324,7 @@ class Pipeline:
         first_epoch: int = 0,
         before_step: Callable[[int], None] | None = None,
         after_step: Callable[[int], None] | None = None,
-        after_epoch: Callable[[int], None] | None = None,
+        after_epoch: AfterEpoch | None = None,
         drain: bool = True,
     ) -> None:
         """Train for some epochs; only the first stage's process reads the loader.
@@ -346,7 +348,7 @@ class Pipeline:
         first_epoch: int = 0,
         before_step: Callable[[int], None] | None = None,
         after_step: Callable[[int], None] | None = None,
-        after_epoch: Callable[[int], None] | None = None,
+        after_epoch: AfterEpoch | None = None,
         drain: bool = True,
     ) -> Iterator[None]:
         """`fit` a little at a time: yields behind every batch and every epoch, so that several pipelines of one process
@@ -361,7 +363,7 @@ class Pipeline:
                         after_step(self.batches - 1)
                     yield
                 if after_epoch:
-                    after_epoch(epoch)
+                    yield from after_epoch(epoch) or ()
                 yield
         if drain:
             self.drain()
@@ -539,6 +541,18 @@ class Pipeline:
         error and top5 are percentages of wrong answers (None where outputs are not class scores);
         `metric(output, target)`, a mean over the batch, takes the place of error.
         """
+        steps = self.evaluating(loader, metric=metric)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: dict[str, Any] = end.value
+                return result
+
+    def evaluating(
+        self, loader: Loader | None = None, *, metric: Metric | None = None
+    ) -> Generator[None, None, dict[str, Any]]:
+        """`evaluate` a little at a time, as `steps` trains: yields behind every batch."""
         batches = iter(() if loader is None else loader) if self.first else iter(())
         if not self.workers:
             ahead = next(batches, None)
@@ -548,7 +562,7 @@ class Pipeline:
         with self._guard():
             self._settle()
             while self._evaluate_next(batches, meter).kind == "batch":
-                pass
+                yield
             result = self.engine.share(meter.read() if self.last else None, self.K)
             self._share_staleness()
         if self.tracing is not None:

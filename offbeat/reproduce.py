@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from offbeat.turns import Ending
 
 ASKED = "reproduction.json"
-REPORTS_AN_EPOCH = 4  # lines of training in the records: a folder that is carried around stays small
+REPORTS_AN_EPOCH = 2  # lines of training in the records: a folder that is carried around stays small
 PLACES = ("cuts", "units", "threads_per_stage", "data_dir")  # decided where a run began, and kept
 
 

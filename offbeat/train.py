@@ -353,12 +353,12 @@ class Run:
         if "reason" in values:
             self.progress.say(f"{kind} (training goes on): {values['reason']}")
 
-    def _after_epoch(self, epoch: int) -> None:
+    def _after_epoch(self, epoch: int) -> Iterator[None]:
         self.telemetry.tell()
         self._write(self.telemetry.collect(wait=True))
         seconds = time.perf_counter() - self.epoch_began  # until the last stage had finished, evaluation not counted
         size = test_batch_size(self.recipe, self.known)
-        self.test = self.pipe.evaluate(self.data_set.test(batch_size=size) if self.data_set else None)
+        self.test = yield from self.pipe.evaluating(self.data_set.test(batch_size=size) if self.data_set else None)
         if self.folder:
             self._write_epoch(epoch, seconds)
         self.rows.clear()

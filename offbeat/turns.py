@@ -3,7 +3,7 @@
     run 1  | batch 0     . | batch 1     . | ...
     run 2  |     batch 0 . |     batch 1 . | ...
 
-On a GPU a turn only hands out work: where an engine has streams of its own, the kernels of all runs overlap.
+On a GPU a turn only hands out work, on streams of each run's own, so that the kernels of all runs overlap.
 
 Each run has its own model, random streams, data order and records, so its bits are those it would have alone; what a
 process has only once (threads, signals, the screen) is handled here. A run that fails ends alone. Ctrl-C saves and
@@ -17,6 +17,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -49,6 +50,7 @@ class Seat:
     steps: Generator[None, None, dict[str, Any] | None]
     since: float
     saved: int | None = None
+    stream: torch.cuda.Stream | None = None  # for what the run does itself: its batches, its evaluations
 
 
 @dataclass
@@ -101,7 +103,7 @@ class Turns(Generic[Name]):
         except Exception as error:
             self._end(name, error)
             return
-        self.running[name] = Seat(run, run.steps(), time.monotonic(), run.saver.saved)
+        self.running[name] = Seat(run, run.steps(), time.monotonic(), run.saver.saved, _stream(run.recipe.device))
         if self.stopped:  # while it was made
             run.stop(self.stopped)
 
@@ -110,7 +112,8 @@ class Turns(Generic[Name]):
         if torch.get_num_threads() != seat.run.recipe.threads_per_stage:  # part of the numbers, on a CPU
             torch.set_num_threads(seat.run.recipe.threads_per_stage)
         try:
-            next(seat.steps)
+            with torch.cuda.stream(seat.stream) if seat.stream else nullcontext():
+                next(seat.steps)
         except StopIteration as end:
             self._leave(name)
             self.ended(name, Ending(result=end.value))
@@ -147,3 +150,12 @@ class Turns(Generic[Name]):
         del seat
         if on_gpu:
             gc.collect()  # stages and graphs know each other; the next run needs their memory
+
+
+def _stream(device: str) -> torch.cuda.Stream | None:
+    """A stream that goes on from what was asked for so far."""
+    if device != "cuda":
+        return None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream

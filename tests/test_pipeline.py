@@ -265,6 +265,20 @@ def test_fit_runs_epochs_without_flushing_and_drains_at_the_end():
     assert seen == [0, 1, 2, 3, 4, "epoch 0", 5, 6, 7, 8, 9, "epoch 1", 10, 11, 12, 13, 14, "epoch 2"]
 
 
+def test_an_evaluation_gives_way_behind_every_batch_and_so_does_what_follows_an_epoch():
+    pipe, seen = make(linears(6, 8, 4), K=2), []
+    whole = pipe.evaluate(vectors(3))
+
+    def after_epoch(epoch):
+        seen.append((yield from pipe.evaluating(vectors(3))))
+
+    yields = sum(1 for _ in pipe.steps([*vectors(5)], epochs=2, after_epoch=after_epoch, drain=False))
+    assert yields == 2 * (5 + 3 + 1)
+    assert whole["samples"] == seen[0]["samples"] == 15
+    assert seen[0]["loss"] < whole["loss"]
+    assert pipe.evaluate(vectors(3)) == seen[1]
+
+
 def test_a_function_of_the_epoch_gives_its_own_batches():
     asked = []
     make(linears(6, 4), K=1).fit(lambda epoch: asked.append(epoch) or vectors(2), epochs=2)

@@ -114,6 +114,18 @@ def test_short_batches_and_drains_do_not_make_ever_new_ticks(monkeypatch, M, wei
     assert known[-1] == known[-2] == known[-3]
 
 
+def test_ticks_in_which_stages_are_missing_are_not_joined(monkeypatch):
+    """Behind a look at the weights the stages find their distance again, each time in ticks of another kind."""
+    launched = capture(monkeypatch)
+    pipe = pipeline(offbeat.ADL(M=2), optimizer=lambda p: sgd(p, fused=True))
+    for t, (x, y) in enumerate(batches(200, short=False)):
+        pipe.step(x, y)
+        if t % 7 == 6:
+            pipe.reports()
+    assert all(len(key) >= 2 * K for key in pipe.engine.deck.joined)
+    assert set(launched) == {1, K}
+
+
 class Halves(nn.Module):
     """Takes and gives several tensors, as stages may."""
 

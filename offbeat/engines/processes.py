@@ -89,8 +89,9 @@ class Processes:
         """recorded: whether the stage is, which by default it is on a GPU; payloads: the backend by which tensors go
         from device to device, by default NCCL where every process has a GPU of its own."""
         self.silence = silence_allowed(silence)
-        many_queues(device or torch.device("cpu"))
-        self.device = own_device(device or torch.device("cpu"))
+        device = device or torch.device("cpu")
+        many_queues(device)
+        self.device = own_device(device)
         self.recorded = self.device.type == "cuda" if recorded is None else recorded
         self.aside = Aside(self.device)
         if available() != K:

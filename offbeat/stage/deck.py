@@ -170,7 +170,9 @@ class Deck:
         if self.sleeps:
             branches = [[self._nap(), *branch] for branch in branches]
         key = tuple(chain.from_iterable(branches))
-        together = self.joined.get(key) or self._join(key, branches)
+        together = self.joined.get(key)
+        if together is None and len(branches) == len(self.open):  # where some are missing it will hardly come again
+            together = self._join(key, branches)
         if together is not None:
             together()
         else:
