@@ -6,6 +6,8 @@
 Every round times each row in turn, after a warm-up in which its stages fill and record; what is compared are medians,
 each ratio taken within its round. `host` is the share of the time that the host needs to ask for the work, while
 nothing holds it up: where it is near 1, the host is the bottleneck. The batch lies on the device; no data is read.
+`held` are the bytes of the device that a row keeps; `rings` the slots and versions of its stages beside those that the
+method needs at least.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Row:
     def __init__(self, name: str, options: argparse.Namespace, model: str, b: int, K: int, *, recorded: bool) -> None:
         self.name, self.K = name, K
         self.device = torch.device(options.device)
+        before = self._held()
         torch.manual_seed(0)
         method = offbeat.BP(M=options.M) if K == 1 else offbeat.ADL(M=options.M, weights=options.weights)
         shape = models.describe(model).shape
@@ -53,7 +56,7 @@ class Row:
         )  # fmt: skip
         self.batch = x, y
         self.turns(4 * (2 * K + options.M) + 20)  # until all turns have been recorded
-        self.memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        self.held = self._held() - before
         self.figures: dict[str, list[float]] = {"ms": [], "host": []}
 
     def turns(self, n: int) -> tuple[float, float]:
@@ -65,6 +68,21 @@ class Row:
         asked = time.perf_counter() - began
         self._wait()
         return time.perf_counter() - began, asked
+
+    def _held(self) -> int:
+        """Bytes of the device that nobody else can have."""
+        if self.device.type != "cuda":
+            return 0
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device)
+
+    def _rings(self) -> list[dict[str, int]]:
+        """Of every stage: slots and versions, and how many batches in flight and versions its lag asks for."""
+        method, K = self.pipe.method, self.K
+        return [{"slots": stage.ring.slots, "batches": method.lag(k, K) + 1,
+                 "groups": stage.ring.groups, "versions": -(-method.lag(k, K) // method.M) + 1}
+                for k, stage in self.pipe.stages.items() if hasattr(stage, "ring")]  # fmt: skip
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -79,8 +97,9 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         eager = {k: stage.eager for k, stage in self.pipe.stages.items() if getattr(stage, "eager", None)}
-        return {"name": self.name, "K": self.K, **self.figures, "memory": self.memory, "cuts": self.pipe.cuts,
-                "eager": eager, "staleness": [stage.mean for stage in self.pipe.staleness]}  # fmt: skip
+        staleness = [stage.mean for stage in self.pipe.staleness]
+        return {"name": self.name, "K": self.K, **self.figures, "held": self.held, "rings": self._rings(),
+                "cuts": self.pipe.cuts, "eager": eager, "staleness": staleness}  # fmt: skip
 
 
 def measured(options: argparse.Namespace, model: str, b: int) -> dict[str, Any]:

@@ -38,7 +38,8 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def table(found: Records) -> str:
-    head = ["network, b", "kernels", "row", "ms a batch", "times recorded BP", "aim", "host's share", "stage 1 stale"]
+    head = ["network, b", "kernels", "row", "ms a batch", "times recorded BP", "aim", "host's share", "stage 1 stale",
+            "GiB held"]  # fmt: skip
     lines = []
     for record in found.values():
         for case in record["found"]:
@@ -49,6 +50,7 @@ def table(found: Records) -> str:
                     f"{case['model']}, {case['batch_size']}", how(record) if row["name"] != "BP, eager" else "",
                     row["name"], spread(row["ms"], 2), "" if row["name"] == "BP, recorded" else spread(ratios, 2),
                     f"{aim}" if aim else "", f"{median(row['host']):.2f}", f"{row['staleness'][0]:.1f}",
+                    f"{row['held'] / 2**30:.2f}" if "held" in row else "",
                 ])  # fmt: skip
     return markdown(head, lines)
 
@@ -79,6 +81,23 @@ def told_of_misses(found: Records) -> list[str]:
     return [point("Aims that were missed: " + "; ".join(missed) + ".")] if missed else []
 
 
+def told_of_rings(found: Records) -> list[str]:
+    """How many more slots and versions there are than a method needs, so that recordings repeat themselves."""
+    rings = [row["rings"] for record in found.values() for case in record["found"] for row in case["rows"]
+             if row["K"] > 1 and row.get("rings")]  # fmt: skip
+    if not rings:
+        return []
+    slots, groups = (
+        [sum(stage[there] for stage in ring) / sum(stage[least] for stage in ring) for ring in rings]
+        for there, least in (("slots", "batches"), ("groups", "versions"))
+    )
+    return [point(
+        f"The price of recording is memory: a pipeline has {min(slots):.2f} to {max(slots):.2f} times as many slots "
+        f"for batches as the lag + 1 of its stages, and {min(groups):.2f} to {max(groups):.2f} times their "
+        "ceil(lag/M) + 1 versions of the weights."
+    )]  # fmt: skip
+
+
 def section(found: Records) -> list[str]:
     if not found:
         return []
@@ -93,7 +112,7 @@ def section(found: Records) -> list[str]:
               "read or augmented."),
         "", table(found), "",
     ]  # fmt: skip
-    lines += told_of_misses(found)
+    lines += [*told_of_misses(found), *told_of_rings(found)]
     if any(case["model"] == "resnet18" for record in found.values() for case in record["found"]):
         lines += [point("resnet18 is ImageNet's network on images of 224x224; resnet18-cifar has those of 32x32.")]
     slow = sorted({f"{case['model']} K={row['K']}" for record in found.values() for case in record["found"]
