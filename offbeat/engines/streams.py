@@ -20,6 +20,8 @@ from offbeat.links import Link
 from offbeat.links.local import Entrance
 from offbeat.method import Method
 from offbeat.stage.deck import Deck
+from offbeat.stage.ring import together
+from offbeat.stage.windows import Windows
 
 
 class Streams(Simulate):
@@ -39,7 +41,11 @@ class Streams(Simulate):
 
     def make_deck(self, method: Method) -> Deck:
         """Where the stages of a method put their work."""
-        self.deck = Deck([method.lag(k, self.K) for k in self.here], self.device, sleeps=self.sleeps)
+        lags = [method.lag(k, self.K) for k in self.here]
+        if any(lags):
+            self.deck = Deck(lags, self.device, sleeps=self.sleeps)
+        else:
+            self.deck = Windows(self.K, self.device, together(method, self.K), sleeps=self.sleeps)
         return self.deck
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
@@ -66,5 +72,5 @@ class Streams(Simulate):
         copy = torch.empty_like(tensor)
         if self.aside.stream is not None:
             copy.record_stream(self.aside.stream)
-        self.deck.first(k - 1, lambda: copy.copy_(tensor))  # in its next turn
+        self.deck.later(k - 1, lambda: copy.copy_(tensor))
         return Later.of(copy, self.settle)

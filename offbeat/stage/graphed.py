@@ -204,6 +204,9 @@ class GraphedStage(Stage):
     def launch(self) -> None:
         self.deck.flush()
 
+    def pause(self) -> None:
+        self.deck.pause()
+
     def end_turn(self) -> None:
         self.deck.close(self.rank)
 
@@ -264,7 +267,7 @@ class GraphedStage(Stage):
                     self.carried[key] = self._recorded(partial(place.copy_, tensor))
             copies.append(self.carried[key])
         self.comes[id(given)] = given
-        rows[id(given)] = made = Row(*copies, *row.pieces, forwards=row.forwards)
+        rows[id(given)] = made = Row(*copies, *row.pieces, kind=row.kind)
         return made
 
     # ---- recording
@@ -340,7 +343,7 @@ class GraphedStage(Stage):
                 )
                 slot.below = [None if gradient is None else torch.empty_like(gradient) for gradient in self.below]
                 work = partial(self._work_forward, slot)
-                slot.forward = Row(self._recorded(work, _pool(self.device)), forwards=True)
+                slot.forward = Row(self._recorded(work, _pool(self.device)), kind="forward")
             self.rings.append((version, slots))
         self._rewind()
 
@@ -362,7 +365,8 @@ class GraphedStage(Stage):
         try:
             with recording(self.device):
                 for slot in chain(self.slots.values(), *self.free.values()):
-                    slot.backward = Row(self._recorded(partial(self._work_backward, slot, into), pool))
+                    work = partial(self._work_backward, slot, into)
+                    slot.backward = Row(self._recorded(work, pool), kind="backward")
         except USERS_CODE as error:
             self._refuse(first_line(error))
         else:
@@ -423,7 +427,7 @@ class GraphedStage(Stage):
         work = partial(self._work_update, self.M)
         try:
             with recording(self.device):
-                return Row(self._recorded(work))
+                return Row(self._recorded(work), kind="update")
         except USERS_CODE:
             return work  # an optimizer that asks the device
 
