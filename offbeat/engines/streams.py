@@ -27,14 +27,17 @@ from offbeat.stage.windows import Windows
 class Streams(Simulate):
     """All stages here, at once. `sleeps` lets them sleep at random, which must change no number.
 
-    On a device that has no streams the stages run one after the other; nothing else is different.
+    `together` turns of a method without lag are launched at once, by default as many as keep all stages busy. On a
+    device that has no streams the stages run one after the other; nothing else is different.
     """
 
     records = True
 
-    def __init__(self, K: int, device: torch.device, *, sleeps: int | None = None) -> None:
+    def __init__(
+        self, K: int, device: torch.device, *, sleeps: int | None = None, together: int | None = None
+    ) -> None:
         super().__init__(K)
-        self.device, self.sleeps = device, sleeps
+        self.device, self.sleeps, self.together = device, sleeps, together
         many_queues(device)
         self.aside = Aside(device, urgent=K == 1)  # each kernel of which waits for the one before
         self.deck = Deck([0] * K, device)
@@ -45,7 +48,8 @@ class Streams(Simulate):
         if any(lags):
             self.deck = Deck(lags, self.device, sleeps=self.sleeps)
         else:
-            self.deck = Windows(self.K, self.device, together(method, self.K), sleeps=self.sleeps)
+            turns = self.together or together(method, self.K)
+            self.deck = Windows(self.K, self.device, turns, sleeps=self.sleeps)
         return self.deck
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:

@@ -90,6 +90,15 @@ def test_streams_that_sleep_at_random_change_no_bit(M, seed):
     check_same(offbeat.ADL(M=M, corrector="sc"), Streams(K, GPU, sleeps=seed), drains=(20,))
 
 
+@pytest.mark.parametrize(("M", "precision", "seed"), [
+    (4, "fp32", None), (4, "fp32", 1), (3, "bf16", 2), (6, "fp32", 3),
+])  # fmt: skip
+def test_batches_of_a_window_without_lag_run_at_once(M, precision, seed):
+    pipe = check_same(offbeat.BP(M=M), Streams(K, GPU, sleeps=seed), drains=(19,), precision=precision)
+    assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
+    assert any(pipe.engine.deck.joined.values())
+
+
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
 def test_bfloat16_gives_the_bits_of_simulate(weights):
     check_same(offbeat.ADL(M=2, weights=weights), precision="bf16")
