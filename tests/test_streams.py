@@ -127,7 +127,7 @@ def test_ticks_in_which_stages_are_missing_are_not_joined(monkeypatch):
 
 
 @pytest.mark.parametrize(("M", "stages", "precision"), [
-    (1, 4, "fp32"), (2, 1, "fp32"), (4, 4, "fp32"), (4, 2, "bf16"), (6, 4, "fp32"), (6, 1, "bf16"), (16, 3, "fp32"),
+    (1, 4, "fp32"), (2, 1, "bf16"), (4, 4, "fp32"), (4, 2, "bf16"), (6, 4, "bf16"), (6, 2, "fp32"), (16, 3, "fp32"),
 ])  # fmt: skip
 @pytest.mark.parametrize("seed", [1, 2])
 def test_batches_of_a_window_without_lag_run_in_any_order_that_leaves_the_bits(monkeypatch, M, stages, precision, seed):
@@ -159,7 +159,7 @@ def test_batches_of_a_window_without_lag_run_in_any_order_that_leaves_the_bits(m
         assert torch.equal(value, other.model.state_dict()[name]), name
     assert all(stage.eager is None and stage.irregular == 3 for stage in other.stages.values())
     together = other.engine.deck.together
-    assert together == {1: 1, 2: 2, 4: 4, 6: 6 if stages > 2 else 2, 16: 4}[M]
+    assert together == max(n for n in range(1, 2 * stages) if M % n == 0)
     assert sum(pieces >= 2 * together * stages for pieces in launched) >= 3 * (10 * M // together - 4)
 
 
@@ -177,7 +177,7 @@ def test_forwards_of_a_window_do_not_wait_for_backwards(monkeypatch):
     pieces = len(found[-1])
     assert pieces == max(launched)
     # Of 4 batches through 4 stages and back (a copy ahead of most), and an update: one behind the other it is all.
-    assert max(longest) < pieces / 2.5
+    assert max(longest) < pieces / 2
 
 
 class Halves(nn.Module):

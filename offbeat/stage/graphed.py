@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -73,6 +74,7 @@ class GraphedStage(Stage):
     def __init__(self, *arguments: Any, deck: Deck, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.deck, self.rank = deck, self.k - 1
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # to record on
         self.window = FixedSums(self.parameters)
         self.notes = Notes(self.device)
         self.eager: str | None = None  # why nothing is recorded
@@ -197,7 +199,7 @@ class GraphedStage(Stage):
                 if self.kind is not None:
                     self.small[key] = None
                 return
-            with recording(self.device):
+            with self._recording():
                 row = self.small[key] = Row(self._recorded(work))
         self.deck.put(self.rank, row)
 
@@ -263,7 +265,7 @@ class GraphedStage(Stage):
         for place, tensor in zip(places, tensors, strict=True):
             key = id(tensor), id(place)
             if key not in self.carried:
-                with recording(self.device):
+                with self._recording():
                     self.carried[key] = self._recorded(partial(place.copy_, tensor))
             copies.append(self.carried[key])
         self.comes[id(given)] = given
@@ -277,7 +279,7 @@ class GraphedStage(Stage):
         try:
             if captures(self.device):
                 gc.collect()  # also memory of older recordings
-            with recording(self.device):
+            with self._recording():
                 entered, target = self._entering(x), self._here(target)  # which copies into slots do on their way
                 self._warm_up(entered, target)
                 if self.eager is None:
@@ -285,6 +287,9 @@ class GraphedStage(Stage):
                     self.kind, self.target = _looks(x), _looks(target) if self.last else None
         except USERS_CODE as error:
             self._refuse(first_line(error))
+
+    def _recording(self) -> AbstractContextManager[None]:
+        return recording(self.device, self.stream)
 
     def _refuse(self, why: str) -> None:
         """Go on eagerly."""
@@ -363,7 +368,7 @@ class GraphedStage(Stage):
             into = [None if gradient is None else copied_tensor(self._here(gradient)) for gradient in gradients]
         pool = _pool(self.device)
         try:
-            with recording(self.device):
+            with self._recording():
                 for slot in chain(self.slots.values(), *self.free.values()):
                     work = partial(self._work_backward, slot, into)
                     slot.backward = Row(self._recorded(work, pool), kind="backward")
@@ -426,7 +431,7 @@ class GraphedStage(Stage):
     def _record_step(self) -> Row | Work:
         work = partial(self._work_update, self.M)
         try:
-            with recording(self.device):
+            with self._recording():
                 return Row(self._recorded(work), kind="update")
         except USERS_CODE:
             return work  # an optimizer that asks the device

@@ -69,14 +69,14 @@ def _least(method: Method, k: int, K: int, *, copies: bool) -> int:
 
 
 def together(method: Method, K: int) -> int:
-    """Turns of a method without lag that are launched at once (see windows.py): no more than K stages can work on, and
-    such that a window is a whole number of them.
+    """Turns of a method without lag that are launched at once (see windows.py): fewer than 2K, since memory grows with
+    them, and such that a window is a whole number of them.
 
     >>> from offbeat.methods import BP
     >>> [together(BP(M=M), 8) for M in (1, 4, 32)], together(BP(M=4), 1)
-    ([1, 4, 16], 2)
+    ([1, 4, 8], 1)
     """
-    return max(n for n in range(1, 2 * K + 1) if method.M % n == 0)
+    return max(n for n in range(1, 2 * K) if method.M % n == 0)
 
 
 def _round(period: int, least: int, M: int) -> int:

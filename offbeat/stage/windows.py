@@ -3,14 +3,14 @@
 Between two updates the weights stay as they are, so that a stage can forward the next batch before it has backwarded
 the last one. What was asked for in several turns is launched at once, as one graph:
 
-    stage 1   F0  F1  F2  F3          B0  B1  B2  B3  U       turns 0 to 3, K = 3, M = 4
-    stage 2       F0  F1  F2  F3  B0  B1  B2  B3  U
-    stage 3           F0  F1  F2  F3                          its backwards begin as soon as there is a loss
-                          B0  B1  B2  B3  U
+    stage 1   F0  F1  F2  F3                          B0  B1  B2  B3  U       turns 0 to 3, K = 3, M = 4
+    stage 2       F0  F1  F2  F3              B0  B1  B2  B3  U
+    stage 3           F0  F1  F2  F3  B0  B1  B2  B3  U
 
-Of each stage forwards come in their order and so do backwards, whose sums are therefore those of one batch after the
-other, bit for bit; a forward also waits for the stage below, a backward for the one above, an update for both, and both
-for an update. `together` turns need the memory of as many batches (see ring.py).
+Each stage does one thing after the other: what precedes its first forward, all forwards, then all else in the order in
+which it was asked for, so that sums of gradients are those of one batch after the other, bit for bit. A forward also
+waits for the stage below, a backward for the one above. `together` turns need the memory of as many batches (see
+ring.py).
 
 What cannot wait (an eager batch, a look at the weights) has everything launched in the order in which it was asked for.
 """
@@ -99,16 +99,21 @@ class Windows(Deck):
 
     def _in_order(self, rows: list[tuple[int, Row]]) -> joining.Nodes:
         """What each row waits for, see above."""
-        nodes: joining.Nodes = []
-        last: dict[tuple[str, int], list[int]] = defaultdict(list)  # of each kind and stage
+        begun: set[int] = set()  # stages that forward
+        early: list[tuple[int, Row]] = []
+        forwards: list[tuple[int, Row]] = []
+        late: list[tuple[int, Row]] = []
         for rank, row in rows:
             if row.kind == "forward":
-                waits = [("forward", rank - 1), ("forward", rank), ("other", rank)]
-            elif row.kind == "backward":
-                above = ("backward", rank + 1) if rank < self.K - 1 else ("forward", rank)
-                waits = [above, ("backward", rank), ("other", rank)]
+                begun.add(rank)
+                forwards.append((rank, row))
             else:
-                waits = [("forward", rank), ("backward", rank), ("other", rank)]
-            kind = "other" if row.kind == "update" else row.kind
-            last[kind, rank] = add_row(nodes, row, [number for before in waits for number in last[before]])
+                (late if rank in begun else early).append((rank, row))
+        nodes: joining.Nodes = []
+        last: dict[int, list[int]] = defaultdict(list)  # of each stage
+        made: dict[tuple[str, int], list[int]] = defaultdict(list)  # its last forward and its last backward
+        for rank, row in (*early, *forwards, *late):
+            other = rank - 1 if row.kind == "forward" else rank + 1
+            before = made[row.kind, other] if row.kind in ("forward", "backward") else []
+            last[rank] = made[row.kind, rank] = add_row(nodes, row, [*last[rank], *before])
         return nodes
