@@ -33,6 +33,7 @@ from offbeat.engines import Engine
 from offbeat.engines.streams import Streams
 from offbeat.stage.deck import AHEAD
 
+MOST_PASSES = 20  # of turns before a measurement
 FEW = AHEAD // 2  # turns that the host can ask for without waiting
 
 
@@ -61,7 +62,7 @@ class Row:
             precision=options.precision, compile=options.compile and recorded, fuse=options.fuse and recorded,
         )  # fmt: skip
         self.batch = x, y
-        self.turns(4 * (2 * K + options.M) + 20)  # until all turns have been recorded
+        self._settle(4 * (2 * K + options.M) + 20)
         self.held = self._held() - before
         self.figures: dict[str, list[float]] = {"ms": [], "host": []}
 
@@ -74,6 +75,16 @@ class Row:
         asked = time.perf_counter() - began
         self._wait()
         return time.perf_counter() - began, asked
+
+    def _settle(self, turns: int) -> None:
+        """Turns until all kinds of ticks have been joined: none comes that is not known."""
+        self.turns(turns)
+        joined = getattr(getattr(self.pipe.engine, "deck", None), "joined", {})
+        for _ in range(MOST_PASSES):
+            known = sum(together is not None for together in joined.values())
+            self.turns(turns)
+            if sum(together is not None for together in joined.values()) == known:
+                return
 
     def _held(self) -> int:
         """Bytes of the device that nobody else can have."""

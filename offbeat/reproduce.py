@@ -263,7 +263,9 @@ def reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
         path = folder / "runs" / run.name
         if (path / "config.json").exists():
             kept_recipe(path, run)
-        todo += [] if report.read_run(path, run.seed).over else [run]
+        told = report.read_run(path, run.seed)
+        kept = told.state != "done" or (path / "model.safetensors").exists()  # else stopped behind its last epoch
+        todo += [] if told.over and kept else [run]
     data_set = open_data(request, runs[0].recipe) if todo else None
     provenance = record.provenance(request.command, device=settings.get("device"))
     content["invocations"].append(provenance)

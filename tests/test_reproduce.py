@@ -265,6 +265,28 @@ def test_each_run_has_its_own_number_of_threads_in_its_turns(tmp_path):
     assert seen == {1: {1}, 2: {2}}
 
 
+def test_a_budget_does_not_end_a_run_that_has_no_epoch_left(offbeat, table, monkeypatch):
+    reproduce(offbeat, "--only", "net-adl", out="whole")
+    spend_budget_after(monkeypatch, 4 * 7 + 6)  # epochs of six batches and an evaluation of six
+    reproduce(offbeat, "--only", "net-adl", "--budget-minutes", 9, out="x")
+    assert (Path("x/runs/net-adl-seed0") / "model.safetensors").exists()
+    assert told("x", "net-adl-seed0") == told("whole", "net-adl-seed0")
+
+
+def test_a_run_that_was_killed_behind_its_last_epoch_is_done_and_only_writes_its_last_lines(offbeat, table):
+    reproduce(offbeat, "--only", "net-adl", out="whole")
+    lines = Path("whole/runs/net-adl-seed0/metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["kind"] != "result"]
+    killed = Path("whole/runs/net-adl-seed0")
+    (killed / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    model = (killed / "model.safetensors").read_bytes()
+    assert read_run(killed, 0).state == "done"
+    (killed / "model.safetensors").unlink()
+    assert read_run(killed, 0).error == json.loads(lines[-1])["error"]
+    assert "0 of 1 runs are done" in reproduce(offbeat, "--only", "net-adl", out="whole").err
+    assert (killed / "model.safetensors").read_bytes() == model
+
+
 def test_bp_on_a_gpu_is_cut_as_well():
     on_gpu = {"device": "cuda", "engine": "streams"}
     cut = reproduction.in_stages(complete(method="bp", M=4, cuts=None, **on_gpu))
