@@ -76,5 +76,6 @@ class Streams(Simulate):
         copy = torch.empty_like(tensor)
         if self.aside.stream is not None:
             copy.record_stream(self.aside.stream)
-        self.deck.later(k - 1, lambda: copy.copy_(tensor))
+        with self.aside.here():  # where it may be launched at once
+            self.deck.later(k - 1, lambda: copy.copy_(tensor))
         return Later.of(copy, self.settle)

@@ -33,7 +33,7 @@ from offbeat.metrics import batch_size
 from offbeat.stage.deck import Deck, Row
 from offbeat.stage.memory import size
 from offbeat.stage.notes import Notes
-from offbeat.stage.recorded import Recorded, captures, recording
+from offbeat.stage.recorded import Recorded, captures, own_stream, recording
 from offbeat.stage.ring import BEHIND, Ring
 from offbeat.stage.stage import USERS_CODE, InFlight, Stage
 from offbeat.stage.weights import Stash, Version, Work
@@ -74,7 +74,7 @@ class GraphedStage(Stage):
     def __init__(self, *arguments: Any, deck: Deck, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.deck, self.rank = deck, self.k - 1
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # to record on
+        self.stream = own_stream(self.device)
         self.window = FixedSums(self.parameters)
         self.notes = Notes(self.device)
         self.eager: str | None = None  # why nothing is recorded

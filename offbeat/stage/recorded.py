@@ -58,6 +58,16 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
+def own_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream to record on; None where there is none."""
+    if device.type != "cuda":
+        return None
+    told = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if told is not None:
+        told(False)  # that gradients of eager batches come from another stream, for which autograd waits
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def recording(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
     """Around several recordings: nobody collects garbage, such as older recordings, in the middle of a capture.

@@ -79,8 +79,8 @@ class Windows(Deck):
 
     def tick(self) -> None:
         """All stages have done their turn. An update ends a window, so that the next turns are the first of another."""
-        self.turns += 1
-        if self.turns == self.together or self.updated:
+        self.turns += 1 if self.rows else 0
+        if not self.rows or self.turns == self.together or self.updated:
             self._launch_all(whole=self.turns == self.together)
 
     def _launch_all(self, *, whole: bool) -> None:
