@@ -6,6 +6,7 @@
 Every round times each row in turn, after a warm-up in which its stages fill and record; what is compared are medians,
 each ratio taken within its round. `host` is the share of the time that the host needs to ask for the work, while
 nothing holds it up: where it is near 1, the host is the bottleneck. The batch lies on the device; no data is read.
+"BP, recorded" does one batch after the other; "at once" those of a window, in K stages, which gives the same bits.
 `held` are the bytes of the device that a row keeps; `rings` the slots and versions of its stages beside those that the
 method needs at least.
 """
@@ -28,9 +29,11 @@ from torch import nn
 
 import offbeat
 from offbeat import models, record
+from offbeat.engines import Engine
 from offbeat.engines.streams import Streams
 from offbeat.stage.deck import AHEAD
 
+MOST_PASSES = 20  # of turns before a measurement
 FEW = AHEAD // 2  # turns that the host can ask for without waiting
 
 
@@ -41,21 +44,25 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 class Row:
     """A pipeline that is timed."""
 
-    def __init__(self, name: str, options: argparse.Namespace, model: str, b: int, K: int, *, recorded: bool) -> None:
+    def __init__(
+        self, name: str, options: argparse.Namespace, model: str, b: int, K: int, *, engine: Engine | str,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
         self.name, self.K = name, K
+        recorded = isinstance(engine, Streams)
         self.device = torch.device(options.device)
         before = self._held()
         torch.manual_seed(0)
-        method = offbeat.BP(M=options.M) if K == 1 else offbeat.ADL(M=options.M, weights=options.weights)
+        method = offbeat.BP(M=options.M) if exact else offbeat.ADL(M=options.M, weights=options.weights)
         shape = models.describe(model).shape
         x, y = torch.randn(b, *shape, device=self.device), torch.randint(10, (b,), device=self.device)
         self.pipe = offbeat.Pipeline(
             models.build(model, shape=shape, classes=10), K, method=method, loss=nn.functional.cross_entropy,
-            optimizer=sgd, sample=x, device=self.device, engine=Streams(K, self.device) if recorded else "simulate",
+            optimizer=sgd, sample=x, device=self.device, engine=engine,
             precision=options.precision, compile=options.compile and recorded, fuse=options.fuse and recorded,
         )  # fmt: skip
         self.batch = x, y
-        self.turns(4 * (2 * K + options.M) + 20)  # until all turns have been recorded
+        self._settle(4 * (2 * K + options.M) + 20)
         self.held = self._held() - before
         self.figures: dict[str, list[float]] = {"ms": [], "host": []}
 
@@ -68,6 +75,16 @@ class Row:
         asked = time.perf_counter() - began
         self._wait()
         return time.perf_counter() - began, asked
+
+    def _settle(self, turns: int) -> None:
+        """Turns until all kinds of ticks have been joined: none comes that is not known."""
+        self.turns(turns)
+        joined = getattr(getattr(self.pipe.engine, "deck", None), "joined", {})
+        for _ in range(MOST_PASSES):
+            known = sum(together is not None for together in joined.values())
+            self.turns(turns)
+            if sum(together is not None for together in joined.values()) == known:
+                return
 
     def _held(self) -> int:
         """Bytes of the device that nobody else can have."""
@@ -104,13 +121,19 @@ class Row:
 
 def measured(options: argparse.Namespace, model: str, b: int) -> dict[str, Any]:
     """The rows of one model and batch size, in rounds."""
-    made = [Row(f"BP, {how}", options, model, b, 1, recorded=how == "recorded") for how in ("eager", "recorded")]
-    made += [Row(f"ADL, K={K}", options, model, b, K, recorded=True) for K in options.K]
+    device = torch.device(options.device)
+    made = [
+        Row("BP, eager", options, model, b, 1, engine="simulate", exact=True),
+        Row("BP, recorded", options, model, b, 1, engine=Streams(1, device, together=1), exact=True),
+    ]
+    if 8 in options.K:
+        made.append(Row("BP, K=8, at once", options, model, b, 8, engine=Streams(8, device), exact=True))
+    made += [Row(f"ADL, K={K}", options, model, b, K, engine=Streams(K, device)) for K in options.K]
     for _ in range(options.rounds):
         for row in made:
             row.measure(options.turns)
             print(f"{model} {row.name}: {row.figures['ms'][-1]:.3f} ms", file=sys.stderr, flush=True)
-    bp = made[1].figures["ms"]
+    bp = made[1].figures["ms"]  # one batch after the other
     for row in made:
         ratios = [one / other for one, other in zip(bp, row.figures["ms"], strict=True)]
         print(f"{model:10} b={b:<4} {row.name:14} {median(row.figures['ms']):8.3f} ms "
@@ -144,14 +167,15 @@ def main() -> None:
     options.K = [int(K) for K in options.K.split(",")]
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     models_and_sizes = [(m, int(b)) for m in options.models.split(",") for b in options.batch_sizes.split(",")]
-    found = [measured(options, model, b) for model, b in models_and_sizes]
-    if options.out:
-        made = {**record.provenance(), "command": ["python", "benchmarks/gpu.py", *arguments()]}
-        if options.device == "cuda":
-            made["machine"] = torch.cuda.get_device_name()
-        settings = {name: value for name, value in vars(options).items() if name != "out"}
-        whole = {"settings": settings, "found": found, "provenance": made}
-        Path(options.out).write_text(json.dumps(whole, indent=1) + "\n")
+    made = {**record.provenance(), "command": ["python", "benchmarks/gpu.py", *arguments()]}
+    if options.device == "cuda":
+        made["machine"] = torch.cuda.get_device_name()
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    whole: dict[str, Any] = {"settings": settings, "found": [], "provenance": made}
+    for model, b in models_and_sizes:
+        whole["found"].append(measured(options, model, b))
+        if options.out:  # what is measured is not lost if the next one takes too long
+            Path(options.out).write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":

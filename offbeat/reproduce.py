@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from offbeat.turns import Ending
 
 ASKED = "reproduction.json"
+STAGES = 8  # of a network without lag on one GPU
 REPORTS_AN_EPOCH = 2  # lines of training in the records: a folder that is carried around stays small
 PLACES = ("cuts", "units", "threads_per_stage", "data_dir")  # decided where a run began, and kept
 
@@ -224,6 +225,21 @@ def kept_recipe(path: Path, run: Run) -> Recipe:
     return there
 
 
+def in_stages(recipe: Recipe) -> Recipe:
+    """The recipe as it is run: on streams of a GPU a network without lag is cut, too, so that the batches of a window
+    run at once (see stage/windows.py), which leaves the numbers as they are."""
+    alone = recipe.K == 1 and recipe.M > 1 and recipe.engine == "streams"
+    if not alone or recipe.make_method().lag(1, 1):
+        return recipe
+    import torch
+
+    from offbeat import models
+
+    with torch.device("meta"):
+        long_enough = len(models.build(recipe.model)) >= STAGES
+    return replace(recipe, K=STAGES, cuts=None, units=None) if long_enough else recipe
+
+
 # ---- running
 
 
@@ -247,7 +263,9 @@ def reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
         path = folder / "runs" / run.name
         if (path / "config.json").exists():
             kept_recipe(path, run)
-        todo += [] if report.read_run(path, run.seed).over else [run]
+        told = report.read_run(path, run.seed)
+        kept = told.state != "done" or (path / "model.safetensors").exists()  # else stopped behind its last epoch
+        todo += [] if told.over and kept else [run]
     data_set = open_data(request, runs[0].recipe) if todo else None
     provenance = record.provenance(request.command, device=settings.get("device"))
     content["invocations"].append(provenance)
@@ -322,14 +340,18 @@ class Work:
     def start(self, run: Run) -> train.Run:
         from offbeat import train as training
 
-        together = self.request.together
+        together, recipe = self.request.together, in_stages(self.ready(run))
         made = training.begin(
-            self.ready(run), self.path(run), show=self.show, folder_ready=True, data_set=self.data_set, name=run.name,
+            recipe, self.path(run), show=self.show, folder_ready=True, data_set=self.data_set, name=run.name,
             reports=REPORTS_AN_EPOCH,
         )  # fmt: skip
-        self.say(f"{run.name}: {run.row.title}" + (f", from epoch {made.first_epoch + 1}" if made.first_epoch else ""))
+        cut = f", in {recipe.K} stages" if recipe.K > run.recipe.K else ""
+        since = f", from epoch {made.first_epoch + 1}" if made.first_epoch else ""
+        self.say(f"{run.name}: {run.row.title}{cut}{since}")
         if together > 1:
             record.RunFolder(self.path(run)).line("together", runs=together)
+        if cut:
+            record.RunFolder(self.path(run)).line("cut", stages=recipe.K)
         return made
 
     def ended(self, run: Run, ending: Ending) -> None:

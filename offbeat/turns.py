@@ -128,7 +128,10 @@ class Turns(Generic[Name]):
                 self.ended(name, Ending())
 
     def _out_of_time(self, seat: Seat) -> bool:
-        """Whether the budget is spent, or would be before the next checkpoint of a run that has just made one."""
+        """Whether the budget is spent, or would be before the next checkpoint of a run that has just made one; a run
+        that has trained for all its epochs only has to say so."""
+        if seat.run.first_epoch >= seat.run.recipe.epochs:
+            return False
         now = time.monotonic()
         if seat.run.saver.saved != seat.saved:
             seat.saved = seat.run.saver.saved

@@ -124,7 +124,7 @@ class Worker:
         for operation in iteration:
             source = self._source(operation)
             while source is not None and not wait and not source.ready():
-                self.stage.launch()
+                self.stage.pause()
                 yield False
             self._acts[type(operation)](operation, source)
             yield True

@@ -17,7 +17,7 @@ from offbeat.stage.recorded import Recorded
 
 
 def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
-    """Have everything captured from now on; the sizes of what is launched at once are noted in the list."""
+    """Have everything captured from now on; how many pieces are launched at once is noted in the list."""
     order, launched = random.Random(seed), []
 
     class Captured(Recorded):
@@ -28,14 +28,16 @@ def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
             launched.append(1)
             self.repeat()
 
-    def join(branches, waits):
+    def join(nodes):
+        for number, (_, waits) in enumerate(nodes):
+            assert all(before < number for before in waits)
+
         def launch() -> None:
-            launched.append(len(branches))
-            todo = {(i, a): piece for i, branch in enumerate(branches) for a, piece in enumerate(branch)}
+            launched.append(len(nodes))
+            todo = dict(enumerate(nodes))
             while todo:
-                held = {(i, a) for i, a, j, b in waits if (j, b) in todo}
-                free = [(i, a) for i, a in todo if (i, a - 1) not in todo and (i, a) not in held]
-                todo.pop(order.choice(free)).repeat()
+                free = [number for number, (_, waits) in todo.items() if not any(before in todo for before in waits)]
+                todo.pop(order.choice(free))[0].repeat()
 
         return launch
 

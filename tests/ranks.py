@@ -34,7 +34,8 @@ def trained(method: str, engine: str, K: int) -> dict:
     first = engine != "processes" or int(os.environ["RANK"]) == 0
     made = Processes(K, device=GPU) if engine == "processes" else engine
     pipe = offbeat.Pipeline(
-        network(), K, method=method, M=2, loss=nn.functional.cross_entropy, optimizer=sgd, device=GPU, engine=made,
+        network(), K, method=method, M=2 if method == "adl" else None, loss=nn.functional.cross_entropy, optimizer=sgd,
+        device=GPU, engine=made,
         cuts=[1, 2, 3][: K - 1], scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
     )  # fmt: skip
     losses = []  # looked at only in the end: what a step gives must last

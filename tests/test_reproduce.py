@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from command import Command, Outcome, check_refused
 
 from offbeat import checkpoint, models, recipes, train, turns
 from offbeat import reproduce as reproducing
+from offbeat import reproduce as reproduction
 from offbeat.recipe import Recipe, complete
 from offbeat.recipes import TABLES, Paper, Table
 from offbeat.recipes.row import row
@@ -261,6 +263,57 @@ def test_each_run_has_its_own_number_of_threads_in_its_turns(tmp_path):
 
     Counting(start, lambda name, ending: None, together=2).all([1, 2])
     assert seen == {1: {1}, 2: {2}}
+
+
+def test_a_budget_does_not_end_a_run_that_has_no_epoch_left(offbeat, table, monkeypatch):
+    reproduce(offbeat, "--only", "net-adl", out="whole")
+    spend_budget_after(monkeypatch, 4 * 7 + 6)  # epochs of six batches and an evaluation of six
+    reproduce(offbeat, "--only", "net-adl", "--budget-minutes", 9, out="x")
+    assert (Path("x/runs/net-adl-seed0") / "model.safetensors").exists()
+    assert told("x", "net-adl-seed0") == told("whole", "net-adl-seed0")
+
+
+def test_a_run_that_was_killed_behind_its_last_epoch_is_done_and_only_writes_its_last_lines(offbeat, table):
+    reproduce(offbeat, "--only", "net-adl", out="whole")
+    lines = Path("whole/runs/net-adl-seed0/metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["kind"] != "result"]
+    killed = Path("whole/runs/net-adl-seed0")
+    (killed / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    model = (killed / "model.safetensors").read_bytes()
+    assert read_run(killed, 0).state == "done"
+    (killed / "model.safetensors").unlink()
+    assert read_run(killed, 0).error == json.loads(lines[-1])["error"]
+    assert "0 of 1 runs are done" in reproduce(offbeat, "--only", "net-adl", out="whole").err
+    assert (killed / "model.safetensors").read_bytes() == model
+
+
+def test_bp_on_a_gpu_is_cut_as_well():
+    on_gpu = {"device": "cuda", "engine": "streams"}
+    cut = reproduction.in_stages(complete(method="bp", M=4, cuts=None, **on_gpu))
+    assert (cut.K, cut.M, cut.cuts, cut.method) == (8, 4, None, "bp")
+    for whole in (
+        complete(method="bp", M=1, **on_gpu), complete(method="adl", K=4, M=4, **on_gpu), complete(method="bp", M=4),
+        complete(method="bp", M=4, model="mlp", data="digits", **on_gpu),
+    ):  # fmt: skip
+        assert reproduction.in_stages(whole) is whole
+
+
+def test_a_run_that_began_whole_goes_on_in_stages_with_the_same_bits(offbeat, monkeypatch):
+    @row(1)
+    def net_bp(**given: object) -> Recipe:
+        """Net, BP."""
+        return small("bp", M=2, **given)
+
+    monkeypatch.setitem(recipes.TABLES, "small", Table(name="small", title="Small", rows=(net_bp,)))
+    reproduce(offbeat, out="whole")
+    spend_budget_after(monkeypatch, 15)
+    assert reproduce(offbeat, "--budget-minutes", 9, out="cut").code == 0
+    monkeypatch.setattr(reproduction, "in_stages", lambda recipe: replace(recipe, K=3, cuts=None, units=None))
+    outcome = reproduce(offbeat, out="cut")
+    assert "Net, BP, in 3 stages, from epoch" in outcome.err
+    assert weights("cut", "net-bp-seed0") == weights("whole", "net-bp-seed0")
+    assert told("cut", "net-bp-seed0") == told("whole", "net-bp-seed0")
+    assert json.loads(Path("cut/runs/net-bp-seed0/config.json").read_text())["recipe"]["K"] == 1
 
 
 def test_compare_takes_turns_too_and_says_that_speeds_are_shared(offbeat):

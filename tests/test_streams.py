@@ -18,7 +18,7 @@ from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, UserError
 from offbeat.methods import METHODS, named
-from offbeat.stage import graphed
+from offbeat.stage import graphed, joining
 from offbeat.stage.graphed import LOOK
 from offbeat.stage.ring import BEHIND, Ring, _period
 
@@ -123,7 +123,61 @@ def test_ticks_in_which_stages_are_missing_are_not_joined(monkeypatch):
         if t % 7 == 6:
             pipe.reports()
     assert all(len(key) >= 2 * K for key in pipe.engine.deck.joined)
-    assert set(launched) == {1, K}
+    assert all(pieces == 1 or pieces >= 2 * K for pieces in launched)
+
+
+@pytest.mark.parametrize(("M", "stages", "precision"), [
+    (1, 4, "fp32"), (2, 1, "bf16"), (4, 4, "fp32"), (4, 2, "bf16"), (6, 4, "bf16"), (6, 2, "fp32"), (16, 3, "fp32"),
+])  # fmt: skip
+@pytest.mark.parametrize("seed", [1, 2])
+def test_batches_of_a_window_without_lag_run_in_any_order_that_leaves_the_bits(monkeypatch, M, stages, precision, seed):
+    """A window ends in the middle of an epoch, the middle of a window is looked at, and a batch is short."""
+    launched = capture(monkeypatch, seed)
+
+    def trained(engine) -> tuple[list, list, offbeat.Pipeline]:
+        pipe = offbeat.Pipeline(
+            network(), stages, method=offbeat.BP(M=M), cuts=[1, 2, 3][: stages - 1], seed=3, engine=engine,
+            loss=nn.functional.cross_entropy, optimizer=on_device, precision=precision, clip_norm=1.0,
+            scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
+        )  # fmt: skip
+        losses, told = [], []
+        for epoch in range(3):
+            for x, y in batches(10 * M + 3):
+                losses.append(pipe.step(x, y))
+                x.fill_(7.0)
+            told += [(r.updates, r.samples, r.lr, r.loss and round(r.loss, 6)) for r in pipe.reports()]
+            told.append(pipe.evaluate(batches(2))["loss"])
+            if epoch == 1:
+                pipe.drain()
+        pipe.drain()
+        return [loss.item() for loss in losses], told, pipe
+
+    (losses, told, one), (losses_there, told_there, other) = trained("simulate"), trained(Streams(stages, CPU))
+    assert losses == losses_there
+    assert told == told_there
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+    assert all(stage.eager is None and stage.irregular == 3 for stage in other.stages.values())
+    together = other.engine.deck.together
+    assert together == max(n for n in range(1, 2 * stages) if M % n == 0)
+    assert sum(pieces >= 2 * together * stages for pieces in launched) >= 3 * (10 * M // together - 4)
+
+
+def test_forwards_of_a_window_do_not_wait_for_backwards(monkeypatch):
+    found = []
+    launched = capture(monkeypatch)
+    join = joining.join
+    monkeypatch.setattr(joining, "join", lambda nodes: found.append(nodes) or join(nodes))
+    pipe = pipeline(offbeat.BP(M=4), optimizer=lambda p: sgd(p, fused=True))
+    train(pipe, batches(40, short=False))
+    longest = [0]
+    for nodes in found[-1:]:
+        for _, waits in nodes:
+            longest.append(1 + max((longest[before + 1] for before in waits), default=0))
+    pieces = len(found[-1])
+    assert pieces == max(launched)
+    # Of 4 batches through 4 stages and back (a copy ahead of most), and an update: one behind the other it is all.
+    assert max(longest) < pieces / 2
 
 
 class Halves(nn.Module):
@@ -147,7 +201,7 @@ def test_stages_that_give_several_tensors_wait_for_all_of_them(monkeypatch, name
              for engine in ("simulate", Streams(K, CPU))]  # fmt: skip
     assert train(pipes[0], batches(120)) == train(pipes[1], batches(120))
     assert all(map(torch.equal, pipes[0].model.parameters(), pipes[1].model.parameters()))
-    assert launched.count(K) > 20
+    assert sum(pieces >= 2 * K for pieces in launched) > 20
 
 
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
@@ -158,7 +212,7 @@ def test_adl_launches_a_tick_at_a_time_and_in_any_order_gives_the_bits_of_simula
                       optimizer=on_device, data=lambda: batches(90),
                       scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)))  # fmt: skip
     assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
-    assert launched.count(K) > 20
+    assert sum(pieces >= 2 * K for pieces in launched) > 20
 
 
 @pytest.mark.parametrize("name", some(ALIKE))

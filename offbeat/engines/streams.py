@@ -20,26 +20,36 @@ from offbeat.links import Link
 from offbeat.links.local import Entrance
 from offbeat.method import Method
 from offbeat.stage.deck import Deck
+from offbeat.stage.ring import together
+from offbeat.stage.windows import Windows
 
 
 class Streams(Simulate):
     """All stages here, at once. `sleeps` lets them sleep at random, which must change no number.
 
-    On a device that has no streams the stages run one after the other; nothing else is different.
+    `together` turns of a method without lag are launched at once, by default as many as keep all stages busy. On a
+    device that has no streams the stages run one after the other; nothing else is different.
     """
 
     records = True
 
-    def __init__(self, K: int, device: torch.device, *, sleeps: int | None = None) -> None:
+    def __init__(
+        self, K: int, device: torch.device, *, sleeps: int | None = None, together: int | None = None
+    ) -> None:
         super().__init__(K)
-        self.device, self.sleeps = device, sleeps
+        self.device, self.sleeps, self.together = device, sleeps, together
         many_queues(device)
         self.aside = Aside(device, urgent=K == 1)  # each kernel of which waits for the one before
         self.deck = Deck([0] * K, device)
 
     def make_deck(self, method: Method) -> Deck:
         """Where the stages of a method put their work."""
-        self.deck = Deck([method.lag(k, self.K) for k in self.here], self.device, sleeps=self.sleeps)
+        lags = [method.lag(k, self.K) for k in self.here]
+        if any(lags):
+            self.deck = Deck(lags, self.device, sleeps=self.sleeps)
+        else:
+            turns = self.together or together(method, self.K)
+            self.deck = Windows(self.K, self.device, turns, sleeps=self.sleeps)
         return self.deck
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
@@ -66,5 +76,6 @@ class Streams(Simulate):
         copy = torch.empty_like(tensor)
         if self.aside.stream is not None:
             copy.record_stream(self.aside.stream)
-        self.deck.first(k - 1, lambda: copy.copy_(tensor))  # in its next turn
+        with self.aside.here():  # where it may be launched at once
+            self.deck.later(k - 1, lambda: copy.copy_(tensor))
         return Later.of(copy, self.settle)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -68,7 +69,21 @@ def read_run(path: Path, seed: int) -> Run:
     if last["kind"] == "failed":
         state = "diverged" if last.get("diverged") else "failed"
         return Run(seed=seed, state=state, reason=last["reason"], **told)
+    if epochs and told["epochs"] == _epochs(path):  # stopped behind the last of them, before it could say so
+        speeds = [line["samples_per_second"] for line in epochs]
+        values = {"error": epochs[-1]["test_error"], "top5": epochs[-1]["test_top5"],
+                  "samples_per_second": median(speeds[1:] or speeds)}  # fmt: skip
+        return Run(seed=seed, state="done", **values, **told)
     return Run(seed=seed, state="under way" if (path / "config.json").exists() else "missing", **told)
+
+
+def _epochs(path: Path) -> int | None:
+    """For how many epochs the run in the folder is to train."""
+    try:
+        number: int = json.loads((path / "config.json").read_text())["recipe"]["epochs"]
+        return number
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

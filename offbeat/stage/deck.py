@@ -10,8 +10,8 @@ branches of one graph, which the device runs at the same time:
     stage 3             0    1    2
 
 With a smaller lag a gradient would come too late for that. Then all stages do the same turn in one tick, and each
-forward waits for the one below; only backwards and updates overlap. Without any lag there is nothing that could, and
-everything is launched in order.
+forward waits for the one below; only backwards and updates overlap. Where a gradient is used in the turn in which it is
+made, everything is launched in order; but see windows.py for methods without any lag.
 
 Whatever cannot wait flushes first. Between two turns (a look at the weights) the stages catch up with the first in a
 few more ticks; within one (an eager batch) all that was asked for is launched in the order in which it was asked for,
@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,18 +37,20 @@ LOOKS = 4  # ticks from one look at how far the device is to the next
 MOST = 1024  # different ticks that are joined
 NAPS = (10_000, 1_000_000)  # cycles
 Action = Callable[[], object]
+Kind = Literal["forward", "backward", "update", "other"]
 
 
 class Row:
     """Recorded pieces that come one behind the other, time and again: the same row every time, so that it is known.
 
-    One that `forwards` reads what the stage below has made, and makes what the stage above uses.
+    A forward reads what the stage below has made, and makes what the stage above uses; a backward the other way round.
+    All others read and write what belongs to the stage alone, such as its weights.
     """
 
-    __slots__ = ("forwards", "pieces")
+    __slots__ = ("kind", "pieces")
 
-    def __init__(self, *pieces: Recorded, forwards: bool = False) -> None:
-        self.pieces, self.forwards = pieces, forwards
+    def __init__(self, *pieces: Recorded, kind: Kind = "other") -> None:
+        self.pieces, self.kind = pieces, kind
 
     def __call__(self) -> None:
         for piece in self.pieces:
@@ -115,6 +117,14 @@ class Deck:
         else:
             action()
 
+    def later(self, rank: int, action: Action) -> None:
+        """Between two turns: work behind all that was recorded of the last one, which that stage has closed."""
+        self.first(rank, action)
+
+    def pause(self) -> None:
+        """A stage waits for a message from another one."""
+        self.flush()
+
     def close(self, rank: int) -> None:
         """That stage has done its turn."""
         if not self.defers:
@@ -169,32 +179,36 @@ class Deck:
     def _launch(self, branches: list[list[Row]]) -> None:
         if self.sleeps:
             branches = [[self._nap(), *branch] for branch in branches]
-        key = tuple(chain.from_iterable(branches))
-        together = self.joined.get(key)
-        if together is None and len(branches) == len(self.open):  # where some are missing it will hardly come again
-            together = self._join(key, branches)
+        complete = len(branches) == len(self.open)  # else it will hardly come again
+        self._launch_rows(tuple(chain.from_iterable(branches)), partial(self._nodes, branches) if complete else None)
+
+    def _launch_rows(self, rows: tuple[Row, ...], nodes: Callable[[], joining.Nodes] | None) -> None:
+        """At once where they come again and it is known what waits for what, else one behind the other."""
+        together = self.joined.get(rows)
+        if together is None and nodes is not None:
+            again = rows in self.joined or bool(self.sleeps)
+            if len(self.joined) >= MOST:
+                del self.joined[next(iter(self.joined))]
+            self.joined[rows] = together = joining.join(nodes()) if again else None
         if together is not None:
             together()
         else:
-            for row in key:
+            for row in rows:
                 row()
 
-    def _join(self, key: tuple[Row, ...], branches: list[list[Row]]) -> Callable[[], None] | None:
-        """All of them as one, if they come again."""
-        again = key in self.joined or bool(self.sleeps)
-        if len(self.joined) >= MOST:
-            del self.joined[next(iter(self.joined))]
-        graphs = [[piece.graph for row in branch for piece in row.pieces if piece.graph] for branch in branches]
-        self.joined[key] = together = joining.join(graphs, self._waits(branches)) if again else None
-        return together
-
-    def _waits(self, branches: list[list[Row]]) -> list[tuple[int, int, int, int]]:
-        """(branch, piece) that waits, (branch, piece) for which it does."""
-        if not self.chained:
-            return []
-        found = [_forward(branch) for branch in branches]
-        return [(here, above[0], here - 1, below[1])
-                for here, (below, above) in enumerate(pairwise(found), start=1) if below and above]  # fmt: skip
+    def _nodes(self, branches: list[list[Row]]) -> joining.Nodes:
+        """Those of a branch wait for each other, and in a chain forwards for the ones of the stage below."""
+        nodes: joining.Nodes = []
+        below: list[int] = []
+        for branch in branches:
+            before: list[int] = []
+            forwarded = below
+            for row in branch:
+                waits = below if self.chained and row.kind == "forward" else []
+                before = add_row(nodes, row, [*before, *waits])
+                forwarded = before if row.kind == "forward" else forwarded
+            below = forwarded
+        return nodes
 
     def _nap(self) -> Row:
         assert self.sleeps
@@ -222,11 +236,10 @@ class Deck:
         self.joined.clear()
 
 
-def _forward(branch: Iterable[Row]) -> tuple[int, int] | None:
-    """Which pieces of a branch are the first and the last of its forward."""
-    before = 0
-    for row in branch:
-        if row.forwards:
-            return before, before + len(row.pieces) - 1
-        before += len(row.pieces)
-    return None
+def add_row(nodes: joining.Nodes, row: Row, waits: list[int]) -> list[int]:
+    """Add the pieces of a row, the first of which waits for those; what waits for the row waits for the result."""
+    for piece in row.pieces:
+        if piece.graph:
+            nodes.append((piece.graph, waits))
+            waits = [len(nodes) - 1]
+    return waits

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -32,7 +33,7 @@ from offbeat.metrics import batch_size
 from offbeat.stage.deck import Deck, Row
 from offbeat.stage.memory import size
 from offbeat.stage.notes import Notes
-from offbeat.stage.recorded import Recorded, captures, recording
+from offbeat.stage.recorded import Recorded, captures, own_stream, recording
 from offbeat.stage.ring import BEHIND, Ring
 from offbeat.stage.stage import USERS_CODE, InFlight, Stage
 from offbeat.stage.weights import Stash, Version, Work
@@ -73,6 +74,7 @@ class GraphedStage(Stage):
     def __init__(self, *arguments: Any, deck: Deck, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.deck, self.rank = deck, self.k - 1
+        self.stream = own_stream(self.device)
         self.window = FixedSums(self.parameters)
         self.notes = Notes(self.device)
         self.eager: str | None = None  # why nothing is recorded
@@ -197,12 +199,15 @@ class GraphedStage(Stage):
                 if self.kind is not None:
                     self.small[key] = None
                 return
-            with recording(self.device):
+            with self._recording():
                 row = self.small[key] = Row(self._recorded(work))
         self.deck.put(self.rank, row)
 
     def launch(self) -> None:
         self.deck.flush()
+
+    def pause(self) -> None:
+        self.deck.pause()
 
     def end_turn(self) -> None:
         self.deck.close(self.rank)
@@ -260,11 +265,11 @@ class GraphedStage(Stage):
         for place, tensor in zip(places, tensors, strict=True):
             key = id(tensor), id(place)
             if key not in self.carried:
-                with recording(self.device):
+                with self._recording():
                     self.carried[key] = self._recorded(partial(place.copy_, tensor))
             copies.append(self.carried[key])
         self.comes[id(given)] = given
-        rows[id(given)] = made = Row(*copies, *row.pieces, forwards=row.forwards)
+        rows[id(given)] = made = Row(*copies, *row.pieces, kind=row.kind)
         return made
 
     # ---- recording
@@ -274,7 +279,7 @@ class GraphedStage(Stage):
         try:
             if captures(self.device):
                 gc.collect()  # also memory of older recordings
-            with recording(self.device):
+            with self._recording():
                 entered, target = self._entering(x), self._here(target)  # which copies into slots do on their way
                 self._warm_up(entered, target)
                 if self.eager is None:
@@ -282,6 +287,9 @@ class GraphedStage(Stage):
                     self.kind, self.target = _looks(x), _looks(target) if self.last else None
         except USERS_CODE as error:
             self._refuse(first_line(error))
+
+    def _recording(self) -> AbstractContextManager[None]:
+        return recording(self.device, self.stream)
 
     def _refuse(self, why: str) -> None:
         """Go on eagerly."""
@@ -340,7 +348,7 @@ class GraphedStage(Stage):
                 )
                 slot.below = [None if gradient is None else torch.empty_like(gradient) for gradient in self.below]
                 work = partial(self._work_forward, slot)
-                slot.forward = Row(self._recorded(work, _pool(self.device)), forwards=True)
+                slot.forward = Row(self._recorded(work, _pool(self.device)), kind="forward")
             self.rings.append((version, slots))
         self._rewind()
 
@@ -360,9 +368,10 @@ class GraphedStage(Stage):
             into = [None if gradient is None else copied_tensor(self._here(gradient)) for gradient in gradients]
         pool = _pool(self.device)
         try:
-            with recording(self.device):
+            with self._recording():
                 for slot in chain(self.slots.values(), *self.free.values()):
-                    slot.backward = Row(self._recorded(partial(self._work_backward, slot, into), pool))
+                    work = partial(self._work_backward, slot, into)
+                    slot.backward = Row(self._recorded(work, pool), kind="backward")
         except USERS_CODE as error:
             self._refuse(first_line(error))
         else:
@@ -422,8 +431,8 @@ class GraphedStage(Stage):
     def _record_step(self) -> Row | Work:
         work = partial(self._work_update, self.M)
         try:
-            with recording(self.device):
-                return Row(self._recorded(work))
+            with self._recording():
+                return Row(self._recorded(work), kind="update")
         except USERS_CODE:
             return work  # an optimizer that asks the device
 

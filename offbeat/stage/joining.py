@@ -20,15 +20,12 @@ def new_graph() -> torch.cuda.CUDAGraph:
 
 
 Graph = torch.cuda.CUDAGraph
-Waits = list[tuple[int, int, int, int]]
+Nodes = list[tuple[Graph, list[int]]]  # graphs, each with the numbers of those before it that it waits for
 
 
-def join(branches: list[list[Graph]], waits: Waits) -> Callable[[], None] | None:
-    """A function that launches branches, of graphs in a row, on the current stream; None where they cannot be joined.
-
-    (i, a, j, b) in `waits`: graph a of branch i waits for graph b of branch j, a branch before it.
-    """
-    return _Joined(branches, waits) if _kept() and _driver() is not None else None
+def join(nodes: Nodes) -> Callable[[], None] | None:
+    """A function that launches all of them at once on the current stream; None where they cannot be joined."""
+    return _Joined(nodes) if _kept() and _driver() is not None else None
 
 
 @cache
@@ -51,18 +48,16 @@ def _driver() -> Any:
 class _Joined:
     """A graph of child graphs, ready to be launched; holds them, since it works on their memory."""
 
-    def __init__(self, branches: list[list[Graph]], waits: Waits) -> None:
-        self.branches, self.driver = branches, _driver()
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes, self.driver = nodes, _driver()
         self.device = torch.cuda.current_device()
         self.executable = ctypes.c_void_p()
         whole = ctypes.c_void_p()
         self._ask("cuGraphCreate", ctypes.byref(whole), 0)
-        nodes: dict[tuple[int, int], Any] = {}
+        added: list[Any] = []
         try:
-            for i, branch in enumerate(branches):
-                for a, graph in enumerate(branch):
-                    before = [nodes[j, b] for here, there, j, b in waits if (here, there) == (i, a)]
-                    nodes[i, a] = self._add(whole, graph, before + ([nodes[i, a - 1]] if a else []))
+            for graph, waits in nodes:
+                added.append(self._add(whole, graph, [added[before] for before in waits]))
             self._ask("cuGraphInstantiateWithFlags", ctypes.byref(self.executable), whole, 0)
         finally:
             self.driver.cuGraphDestroy(whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -58,9 +58,23 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
+def own_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream to record on; None where there is none."""
+    if device.type != "cuda":
+        return None
+    told = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if told is not None:
+        told(False)  # that gradients of eager batches come from another stream, for which autograd waits
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
-def recording(device: torch.device) -> Iterator[None]:
-    """Around several recordings: nobody collects garbage, such as older recordings, in the middle of a capture."""
+def recording(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Around several recordings: nobody collects garbage, such as older recordings, in the middle of a capture.
+
+    They are captured on `stream`, or on the current one. Libraries have a workspace for each stream: what is captured
+    on one must not run at the same time, what is captured on two may.
+    """
     if not captures(device):
         yield
         return
@@ -68,7 +82,10 @@ def recording(device: torch.device) -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            yield
+        if stream:
+            torch.cuda.current_stream(device).wait_stream(stream)
     finally:
         if enabled:
             gc.enable()

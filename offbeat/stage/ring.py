@@ -60,10 +60,23 @@ def _least(method: Method, k: int, K: int, *, copies: bool) -> int:
     """Slots that stage k cannot do without."""
     lag = method.lag(k, K)
     least = max(lag, method.lag(k - 1, K) - lag if k > 1 else 0) + BEHIND
+    if not any(method.lag(j, K) for j in range(1, K + 1)):
+        least = max(least, together(method, K))
     if not copies:
         return least
     versions = method.versions(k, K) + (method.forward == "before")  # one is made before the oldest goes
     return method.M * max(versions, -(-least // method.M))
+
+
+def together(method: Method, K: int) -> int:
+    """Turns of a method without lag that are launched at once (see windows.py): fewer than 2K, since memory grows with
+    them, and such that a window is a whole number of them.
+
+    >>> from offbeat.methods import BP
+    >>> [together(BP(M=M), 8) for M in (1, 4, 32)], together(BP(M=4), 1)
+    ([1, 4, 8], 1)
+    """
+    return max(n for n in range(1, 2 * K) if method.M % n == 0)
 
 
 def _round(period: int, least: int, M: int) -> int:

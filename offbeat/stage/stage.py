@@ -491,6 +491,9 @@ class Stage:
     def launch(self) -> None:
         """Have done what was only asked for so far."""
 
+    def pause(self) -> None:
+        """A message from another stage is not there yet."""
+
     def end_turn(self) -> None:
         """This stage has done all operations of its local iteration."""
 

@@ -90,6 +90,36 @@ def test_streams_that_sleep_at_random_change_no_bit(M, seed):
     check_same(offbeat.ADL(M=M, corrector="sc"), Streams(K, GPU, sleeps=seed), drains=(20,))
 
 
+@pytest.mark.parametrize(("M", "precision", "seed"), [
+    (4, "fp32", None), (4, "fp32", 1), (3, "bf16", 2), (6, "fp32", 3),
+])  # fmt: skip
+def test_batches_of_a_window_without_lag_run_at_once(M, precision, seed):
+    pipe = check_same(offbeat.BP(M=M), Streams(K, GPU, sleeps=seed), drains=(19,), precision=precision)
+    assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
+    assert any(pipe.engine.deck.joined.values())
+
+
+@pytest.mark.parametrize("method", [offbeat.ADL(M=2), offbeat.ADL1F1B(M=2), offbeat.BP(M=4)], ids=lambda m: m.name)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stages_of_products_do_not_share_what_the_library_works_in(method, precision):
+    """Products over many numbers are split, and their parts lie in a workspace that a stream has once."""
+
+    def trained(engine) -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(2048 if i % 2 else 64, 64 if i % 2 else 2048), nn.Tanh()) for i in range(8)]
+        stages = [nn.Sequential(*layers[i : i + 2]) for i in (0, 2, 4, 6)]
+        pipe = offbeat.Pipeline(stages, method=method, loss=nn.functional.cross_entropy, optimizer=sgd, device=GPU,
+                                engine=engine, seed=3, precision=precision)  # fmt: skip
+        data = [(torch.randn(32, 64, device=GPU), torch.randint(64, (32,), device=GPU)) for _ in range(60)]
+        losses = [pipe.step(x, y) for x, y in data]
+        pipe.drain()
+        return list(map(float, losses)), list(pipe.model.parameters())
+
+    (one, weights), (other, weights_there) = trained("simulate"), trained(Streams(4, GPU))
+    assert one == other
+    assert all(map(torch.equal, weights, weights_there))
+
+
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
 def test_bfloat16_gives_the_bits_of_simulate(weights):
     check_same(offbeat.ADL(M=2, weights=weights), precision="bf16")
