@@ -19,6 +19,7 @@ from command import check_refused, offbeat  # noqa: F401
 from processes import ENVIRONMENT, START, STOP, wait_for
 
 from offbeat.bench import rounds, scaling
+from offbeat.bench.nursery import Nursery
 from offbeat.bench.rows import ROWS, Setting, chosen, left_out, method_of, micro_batches
 from offbeat.bench.where import check, counted, placed
 from offbeat.cutting.profile import Profile, UnitCost
@@ -429,3 +430,37 @@ def test_records_make_sections_of_the_page_and_none_makes_none(tmp_path, monkeyp
     assert "bench-2cores-mlp-k2.svg" not in said
     draw_bench(record, tmp_path / "bench-2cores-mlp-k2.svg")
     assert "(results/bench-2cores-mlp-k2.svg)" in "\n".join(module.section())
+
+
+# ---- where workers come from
+
+
+@pytest.fixture
+def nursery():
+    made = Nursery()
+    yield made
+    made.close()
+
+
+def test_a_worker_is_forked_with_its_own_surroundings_and_its_end_is_known(nursery, tmp_path):
+    born = [nursery.bear({"OFFBEAT_TOLD": str(n)}, tmp_path / f"{n}.err") for n in range(2)]
+    for worker in born:
+        told = {"row": "bp", "setting": SETTING.as_dict(), "rank": 0, "world": 1, "store": "", "threads": 1,
+                "cores": sorted(os.sched_getaffinity(0))[:1]}  # fmt: skip
+        worker.stdin.write(json.dumps(told) + "\n")
+        assert json.loads(worker.stdout.readline()) == {}
+    born[0].kill()
+    assert born[0].wait() == -signal.SIGKILL
+    born[1].stdin.close()
+    assert born[1].wait() == 0
+    for worker in born:
+        worker.close()
+
+
+def test_workers_end_with_the_process_that_bore_them_and_the_benchmark_says_so(nursery, tmp_path):
+    worker = nursery.bear({}, tmp_path / "err")
+    nursery.process.kill()
+    assert worker.stdout.readline() == ""  # within the half second in which it looks for its parent
+    with pytest.raises(UserError, match="the process that starts the workers has ended: run the benchmark again"):
+        nursery.bear({}, tmp_path / "err")
+    worker.close()

@@ -6,17 +6,15 @@ import contextlib
 import json
 import os
 import select
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from offbeat import launch
+from offbeat.bench.nursery import Born, Nursery
 from offbeat.bench.rows import Row, Setting, cores_here
 from offbeat.links import LOOPBACK_INTERFACE
 
-CHILD = "from offbeat.bench.worker import serve; serve()"
 PATIENCE = 600.0  # seconds until an answer must have come: a schedule whose workers wait for each other never gives one
 
 
@@ -31,35 +29,28 @@ class Crew:
     """
 
     def __init__(
-        self, row: Row, setting: Setting, folder: Path, *, first_core: int = 0, patience: float = PATIENCE
-    ) -> None:
-        self.row, self.setting, self.folder = row, setting, folder
+        self, row: Row, setting: Setting, folder: Path, nursery: Nursery, *, first_core: int = 0,
+        patience: float = PATIENCE,
+    ) -> None:  # fmt: skip
+        self.row, self.setting, self.folder, self.nursery = row, setting, folder, nursery
         self.first_core, self.patience = first_core, patience
         self.count = setting.K if row.workers == "K" and setting.device == "cpu" else 1
         self.m: int | None = None
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Born] = []
 
     def start(self) -> None:
         """Start them, and tell them their places; `ready` waits until they are there."""
         cores = cores_here()
         threads = len(cores) if self.row.cores == "all" else 1
         loopback = LOOPBACK_INTERFACE.get(sys.platform)
-        surroundings = {
-            **os.environ, "OMP_NUM_THREADS": str(threads), launch.LAUNCHER: str(os.getpid()),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }  # fmt: skip
+        surroundings = {"OMP_NUM_THREADS": str(threads)}
         if self.setting.device != "cpu":
-            surroundings.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # or streams wait for each other
+            queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # or streams wait for each other
+            surroundings["CUDA_DEVICE_MAX_CONNECTIONS"] = queues
         if loopback:
             surroundings["GLOO_SOCKET_IFNAME"] = loopback
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            surroundings.pop(name, None)
         for rank in range(self.count):
-            with self._errors(rank).open("w") as errors:
-                self.processes.append(subprocess.Popen(
-                    [sys.executable, "-c", CHILD], env=surroundings, text=True, bufsize=1, start_new_session=True,
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                ))  # fmt: skip
+            self.processes.append(self.nursery.bear(surroundings, self._errors(rank)))
             mine = [cores[(self.first_core + rank) % len(cores)]]
             if self.row.cores == "all" or self.setting.device != "cpu":
                 mine = cores
@@ -85,7 +76,6 @@ class Crew:
 
     def _say(self, rank: int, what: dict[str, Any]) -> None:
         pipe = self.processes[rank].stdin
-        assert pipe is not None
         with contextlib.suppress(OSError):  # one that has ended is noticed when its answer is waited for
             pipe.write(json.dumps(what) + "\n")
             pipe.flush()
@@ -121,5 +111,5 @@ class Crew:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.communicate()
+            process.close()
         self.processes.clear()

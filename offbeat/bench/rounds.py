@@ -17,6 +17,7 @@ from typing import Any
 
 from offbeat import models, record
 from offbeat.bench.crew import PATIENCE, Crew, RowFailedError
+from offbeat.bench.nursery import Nursery
 from offbeat.bench.rows import ALWAYS, OURS, Row, Setting, chosen, cores_here, left_out, method_of, micro_batches
 from offbeat.bench.where import check, placed
 from offbeat.errors import Interrupted, UserError, first_line, unknown
@@ -108,6 +109,7 @@ class Bench:
     say: Spoken
     rows: list[Row]
     crews: dict[str, Crew] = field(default_factory=dict)
+    nursery: Nursery = field(default_factory=Nursery)
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
@@ -120,13 +122,13 @@ class Bench:
     # ---- before the rounds
 
     def start(self, folder: Path) -> None:
-        """All processes at once: most of their time goes into importing torch."""
+        """All processes at once."""
         for row in self.rows:
             if reason := left_out(row, self.setting):
                 self.left_out[row.name] = reason
                 continue
             place = len(self.crews) % self._side_by_side()
-            self.crews[row.name] = Crew(row, self.setting, folder, first_core=place * self.setting.K,
+            self.crews[row.name] = Crew(row, self.setting, folder, self.nursery, first_core=place * self.setting.K,
                                         patience=self._patience())  # fmt: skip
             self.crews[row.name].start()
         count = sum(crew.count for crew in self.crews.values())
@@ -303,6 +305,7 @@ class Bench:
     def close(self) -> None:
         for crew in self.crews.values():
             crew.close()
+        self.nursery.close()
 
     # ---- what is known
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from offbeat import models
 from offbeat.bench.crew import Crew, RowFailedError
+from offbeat.bench.nursery import Nursery
 from offbeat.bench.rounds import Spoken, folder_for, origin, save
 from offbeat.bench.rows import ROWS, Setting, cores_here
 from offbeat.bench.where import counted, measured
@@ -96,6 +97,7 @@ class Study:
     simulation: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     origin: dict[str, Any] = field(default_factory=origin)
+    nursery: Nursery = field(default_factory=Nursery)
 
     def as_dict(self) -> dict[str, Any]:
         request = {name: value for name, value in asdict(self.request).items() if name != "out"}
@@ -151,9 +153,9 @@ def wanted(request: Request) -> Iterator[tuple[str, Setting]]:
         yield "depth", replace(at, model=depth, shape=known.shape, classes=known.classes)
 
 
-def measure(setting: Setting, request: Request, folder: Path) -> dict[str, Any]:
+def measure(setting: Setting, request: Request, folder: Path, nursery: Nursery) -> dict[str, Any]:
     """Time a batch and memory of ADL on K workers, of back-propagation on one."""
-    crew = Crew(ROWS["adl" if setting.K > 1 else "bp"], setting, folder)
+    crew = Crew(ROWS["adl" if setting.K > 1 else "bp"], setting, folder, nursery)
     try:
         crew.start()
         crew.ready()
@@ -264,6 +266,8 @@ def scaling(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Pat
     except KeyboardInterrupt:
         finish(study)
         raise Interrupted(f"stopped by Ctrl-C; what was found so far is in {out}") from None
+    finally:
+        study.nursery.close()
     finish(study)
     return study.as_dict(), out
 
@@ -299,7 +303,7 @@ def go(study: Study, base: Setting, folder: Path) -> None:
         place = folder / str(number)
         place.mkdir()
         try:
-            found = measure(replace(setting, cuts=cuts), request, place)
+            found = measure(replace(setting, cuts=cuts), request, place, study.nursery)
         except RowFailedError as error:
             study.left_out.append(f"{told}: {error}")
             say(f"{told} is left out: {error}")
