@@ -41,7 +41,7 @@ from offbeat.worker import SAVE, Links, Worker
 EPOCH_END = "epoch"  # the kind of a mark behind the last batch of an epoch; its number is that of batches so far
 END = Message(-1, kind="end")
 Loader = Iterable[tuple[Any, Any]]
-AfterEpoch = Callable[[int], Iterable[None] | None]  # what is left to do, a little at a time, if anything
+AfterEpoch = Callable[[int], object]  # an iterator of what is left to do, a little at a time, or anything else
 
 
 class Pipeline:
@@ -363,7 +363,9 @@ class Pipeline:
                         after_step(self.batches - 1)
                     yield
                 if after_epoch:
-                    yield from after_epoch(epoch) or ()
+                    left = after_epoch(epoch)
+                    if isinstance(left, Iterator):
+                        yield from left
                 yield
         if drain:
             self.drain()

@@ -229,7 +229,7 @@ def in_stages(recipe: Recipe) -> Recipe:
     """The recipe as it is run: on streams of a GPU a network without lag is cut, too, so that the batches of a window
     run at once (see stage/windows.py), which leaves the numbers as they are."""
     alone = recipe.K == 1 and recipe.M > 1 and recipe.engine == "streams"
-    if not alone or recipe.make_method().lag(1, 1):
+    if not alone or recipe.clip_norm or recipe.make_method().lag(1, 1):  # gradients are clipped stage by stage
         return recipe
     import torch
 
@@ -264,8 +264,8 @@ def reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
         if (path / "config.json").exists():
             kept_recipe(path, run)
         told = report.read_run(path, run.seed)
-        kept = told.state != "done" or (path / "model.safetensors").exists()  # else stopped behind its last epoch
-        todo += [] if told.over and kept else [run]
+        stopped = (path / "checkpoints").exists() and not (path / "model.safetensors").exists()  # behind its last epoch
+        todo += [] if told.over and not stopped else [run]
     data_set = open_data(request, runs[0].recipe) if todo else None
     provenance = record.provenance(request.command, device=settings.get("device"))
     content["invocations"].append(provenance)

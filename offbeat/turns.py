@@ -152,6 +152,7 @@ class Turns(Generic[Name]):
         on_gpu = seat.run.recipe.device == "cuda"
         del seat
         if on_gpu:
+            torch.cuda.synchronize()  # a run that failed may still be at work in its memory
             gc.collect()  # stages and graphs know each other; the next run needs their memory
 
 

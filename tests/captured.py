@@ -66,7 +66,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
 
     monkeypatch.setattr(graphed, "Recorded", Captured)
     monkeypatch.setattr(deck, "captures", lambda device: True)
-    monkeypatch.setattr(deck.Deck, "_keep_up", lambda self, work: None)
+    monkeypatch.setattr(deck.Deck, "_keep_up", lambda self, work, turns=1: None)
     monkeypatch.setattr(joining, "join", join)
     monkeypatch.setattr(graphed.GraphedStage, "_work_forward", into_its_place)
     monkeypatch.setattr(graphed.GraphedStage, "_record_forwards", with_places)

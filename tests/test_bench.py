@@ -18,6 +18,7 @@ import pytest
 from command import check_refused, offbeat  # noqa: F401
 from processes import ENVIRONMENT, START, STOP, wait_for
 
+from offbeat.bench import nursery as nursery_module
 from offbeat.bench import rounds, scaling
 from offbeat.bench.nursery import Nursery
 from offbeat.bench.rows import ROWS, Setting, chosen, left_out, method_of, micro_batches
@@ -455,6 +456,23 @@ def test_a_worker_is_forked_with_its_own_surroundings_and_its_end_is_known(nurse
     assert born[1].wait() == 0
     for worker in born:
         worker.close()
+
+
+def test_a_question_that_was_broken_off_ends_it_and_closing_goes_on(nursery, tmp_path, monkeypatch):
+    born = [nursery.bear({}, tmp_path / f"{n}.err") for n in range(2)]
+    real = nursery_module._line
+
+    def broken_off(connection):
+        monkeypatch.setattr(nursery_module, "_line", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nursery_module, "_line", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        nursery.bear({}, tmp_path / "last.err")
+    for worker in born:
+        worker.close()
+    nursery.close()
+    wait_for(lambda: not any(Path(f"/proc/{worker.pid}").exists() for worker in born), 5)
 
 
 def test_workers_end_with_the_process_that_bore_them_and_the_benchmark_says_so(nursery, tmp_path):

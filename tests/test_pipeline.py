@@ -277,6 +277,7 @@ def test_an_evaluation_gives_way_behind_every_batch_and_so_does_what_follows_an_
     assert whole["samples"] == seen[0]["samples"] == 15
     assert seen[0]["loss"] < whole["loss"]
     assert pipe.evaluate(vectors(3)) == seen[1]
+    pipe.fit(vectors(5), after_epoch=lambda epoch: pipe.evaluate(vectors(3))["loss"])  # what it gives is nobody's
 
 
 def test_a_function_of_the_epoch_gives_its_own_batches():

@@ -273,8 +273,13 @@ def test_a_budget_does_not_end_a_run_that_has_no_epoch_left(offbeat, table, monk
     assert told("x", "net-adl-seed0") == told("whole", "net-adl-seed0")
 
 
-def test_a_run_that_was_killed_behind_its_last_epoch_is_done_and_only_writes_its_last_lines(offbeat, table):
-    reproduce(offbeat, "--only", "net-adl", out="whole")
+def test_a_run_that_was_killed_behind_its_last_epoch_is_done_and_only_writes_its_last_lines(offbeat, table, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reproduction.shutil, "rmtree", lambda path, ignore_errors=False: None)
+        reproduce(offbeat, "--only", "net-adl", out="whole")
+    newest = tmp_path / max(p.name for p in Path("whole/runs/net-adl-seed0/checkpoints").iterdir())
+    shutil.move(Path("whole/runs/net-adl-seed0/checkpoints") / newest.name, newest)
+    shutil.rmtree("whole/runs/net-adl-seed0/checkpoints")
     lines = Path("whole/runs/net-adl-seed0/metrics.jsonl").read_text().splitlines()
     kept = [line for line in lines if json.loads(line)["kind"] != "result"]
     killed = Path("whole/runs/net-adl-seed0")
@@ -283,6 +288,8 @@ def test_a_run_that_was_killed_behind_its_last_epoch_is_done_and_only_writes_its
     assert read_run(killed, 0).state == "done"
     (killed / "model.safetensors").unlink()
     assert read_run(killed, 0).error == json.loads(lines[-1])["error"]
+    assert "1 of 1 runs are done" in reproduce(offbeat, "--only", "net-adl", out="whole").err  # with no checkpoint
+    shutil.copytree(newest, killed / "checkpoints" / newest.name)
     assert "0 of 1 runs are done" in reproduce(offbeat, "--only", "net-adl", out="whole").err
     assert (killed / "model.safetensors").read_bytes() == model
 
@@ -302,11 +309,11 @@ def test_a_run_that_began_whole_goes_on_in_stages_with_the_same_bits(offbeat, mo
     @row(1)
     def net_bp(**given: object) -> Recipe:
         """Net, BP."""
-        return small("bp", M=2, **given)
+        return small("bp", M=4, **{**given, "epochs": 8})  # windows that drained checkpoints end early
 
     monkeypatch.setitem(recipes.TABLES, "small", Table(name="small", title="Small", rows=(net_bp,)))
     reproduce(offbeat, out="whole")
-    spend_budget_after(monkeypatch, 15)
+    spend_budget_after(monkeypatch, 60)
     assert reproduce(offbeat, "--budget-minutes", 9, out="cut").code == 0
     monkeypatch.setattr(reproduction, "in_stages", lambda recipe: replace(recipe, K=3, cuts=None, units=None))
     outcome = reproduce(offbeat, out="cut")

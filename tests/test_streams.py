@@ -163,6 +163,44 @@ def test_batches_of_a_window_without_lag_run_in_any_order_that_leaves_the_bits(m
     assert sum(pieces >= 2 * together * stages for pieces in launched) >= 3 * (10 * M // together - 4)
 
 
+@pytest.mark.parametrize(("M", "stages"), [(1, 4), (5, 2), (4, 4), (2, 3)])
+def test_what_is_left_of_a_turn_that_was_launched_in_part_keeps_its_order(monkeypatch, M, stages):
+    """Where batches in flight are to be saved, every forward launches what was asked for before it."""
+    capture(monkeypatch, seed=3)
+    losses = []
+    for engine in ("simulate", Streams(stages, CPU)):
+        pipe = offbeat.Pipeline(network(), stages, method=offbeat.BP(M=M), cuts=[1, 2, 3][: stages - 1], engine=engine,
+                                loss=nn.functional.cross_entropy, optimizer=lambda p: sgd(p, fused=True))  # fmt: skip
+        losses.append([])
+        for t, (x, y) in enumerate(batches(60, short=False)):
+            if t == 20:
+                pipe.keep()
+            losses[-1].append(pipe.step(x, y))
+        pipe.drain()
+        losses[-1] = [loss.item() for loss in losses[-1]]
+    assert losses[0] == losses[1]
+
+
+def test_no_more_turns_are_launched_at_once_than_there_are_slots():
+    pipe = offbeat.Pipeline(network(), 2, method=offbeat.BP(M=8), cuts=[1], engine=Streams(2, CPU, together=8),
+                            loss=nn.functional.cross_entropy, optimizer=sgd)  # fmt: skip
+    assert pipe.engine.deck.together == pipe.stages[1].ring.slots == 2
+
+
+def test_a_backward_that_cannot_be_recorded_leaves_no_version_behind(monkeypatch):
+    capture(monkeypatch)
+    record = graphed.GraphedStage._recorded
+
+    def refusing(stage, work, pool=None):
+        if stage.k == 1 and "_work_backward" in repr(work):
+            raise RuntimeError("not here")
+        return record(stage, work, pool)
+
+    monkeypatch.setattr(graphed.GraphedStage, "_recorded", refusing)
+    with pytest.warns(offbeat.NotRecorded, match="stage 1 is not recorded and runs eagerly: not here"):
+        check_same(offbeat.ADL(M=2), data=lambda: batches(60), optimizer=lambda p: sgd(p, fused=True))
+
+
 def test_forwards_of_a_window_do_not_wait_for_backwards(monkeypatch):
     found = []
     launched = capture(monkeypatch)

@@ -35,6 +35,7 @@ class Born:
     def __init__(self, nursery: Nursery, pid: int, stdin: int, stdout: int) -> None:
         self.nursery, self.pid = nursery, pid
         self.code: int | None = None
+        self.lock = threading.Lock()
         self.stdin = os.fdopen(stdin, "w", buffering=1)
         self.stdout = os.fdopen(stdout)
 
@@ -45,8 +46,9 @@ class Born:
 
     def wait(self) -> int | None:
         """Its exit code, when it has ended."""
-        if self.code is None:
-            self.code = self.nursery.ask({"wait": self.pid})["code"]
+        with self.lock:
+            if self.code is None:
+                self.code = self.nursery.ask({"wait": self.pid})["code"]
         return self.code
 
     def close(self) -> None:
@@ -59,7 +61,7 @@ class Born:
 
 
 class Nursery:
-    """The same seen from its maker; started at the first worker."""
+    """The same seen from its maker; started at the first worker, and once."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -72,20 +74,29 @@ class Nursery:
         try:
             with errors.open("w") as file:
                 pid = self.ask({"bear": surroundings}, [its_in, its_out, file.fileno()])["pid"]
+        except BaseException:
+            os.close(our_in)
+            os.close(our_out)
+            raise
         finally:
             os.close(its_in)
             os.close(its_out)
         return Born(self, pid, our_out, our_in)
 
     def ask(self, what: dict[str, Any], files: list[int] | None = None) -> dict[str, Any]:
-        if self.socket is None:
-            self.socket = self._started()
         with self.lock:  # rows are filled by several threads
+            if self.process is None:
+                self.socket = self._started()
             try:
+                assert self.socket is not None
                 socket.send_fds(self.socket, [json.dumps(what).encode() + b"\n"], files or [])
                 line = _line(self.socket)[0]
             except OSError:
                 line = b""
+            except BaseException:  # its answer would be taken for that to the next question
+                assert self.socket is not None
+                self.socket.close()
+                raise
         if not line:
             raise UserError("the process that starts the workers has ended: run the benchmark again")
         said: dict[str, Any] = json.loads(line)
@@ -106,7 +117,6 @@ class Nursery:
         if self.socket is not None and self.process is not None:
             self.socket.close()
             self.process.wait()
-        self.socket = self.process = None
 
 
 def _line(connection: socket.socket) -> tuple[bytes, list[int]]:
@@ -129,6 +139,7 @@ def rear() -> None:
     from offbeat.bench.timing import sgd
 
     sgd([torch.nn.Parameter(torch.zeros(1))])  # for which torch loads as much again
+    own = os.getpid()
     while True:
         line, files = _line(connection)
         if not line:
@@ -144,10 +155,13 @@ def rear() -> None:
                 for number, file in enumerate(files):
                     os.dup2(file, number)
                     os.close(file)
-                os.environ.update(asked["bear"], **{launch.LAUNCHER: str(os.getppid())})
+                os.environ.update(asked["bear"], **{launch.LAUNCHER: str(own)})
                 worker.serve()
             said = {"pid": pid}
         for file in files:
             os.close(file)
-        connection.sendall(json.dumps(said).encode() + b"\n")
+        try:
+            connection.sendall(json.dumps(said).encode() + b"\n")
+        except OSError:  # nobody is there any more
+            break
     os._exit(0)

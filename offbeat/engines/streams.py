@@ -48,7 +48,7 @@ class Streams(Simulate):
         if any(lags):
             self.deck = Deck(lags, self.device, sleeps=self.sleeps)
         else:
-            turns = self.together or together(method, self.K)
+            turns = min(self.together or method.M, together(method, self.K))  # the rings have no room for more
             self.deck = Windows(self.K, self.device, turns, sleeps=self.sleeps)
         return self.deck
 

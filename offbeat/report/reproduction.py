@@ -69,7 +69,8 @@ def read_run(path: Path, seed: int) -> Run:
     if last["kind"] == "failed":
         state = "diverged" if last.get("diverged") else "failed"
         return Run(seed=seed, state=state, reason=last["reason"], **told)
-    if epochs and told["epochs"] == _epochs(path):  # stopped behind the last of them, before it could say so
+    ended = epochs and told["epochs"] == _epochs(path) and isfinite(epochs[-1]["test_loss"])
+    if ended:  # stopped behind the last of them, before it could say so
         speeds = [line["samples_per_second"] for line in epochs]
         values = {"error": epochs[-1]["test_error"], "top5": epochs[-1]["test_top5"],
                   "samples_per_second": median(speeds[1:] or speeds)}  # fmt: skip

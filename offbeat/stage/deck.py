@@ -89,6 +89,7 @@ class Deck:
         self.closed: list[deque[Tape]] = [deque() for _ in range(K)]
         self.joined: dict[tuple[Row, ...], Callable[[], None] | None] = {}
         self.asked: list[Any] = []  # what the ticks since the last look work on
+        self.unseen = 0  # ticks since the last look
         self.ahead: deque[tuple[torch.cuda.Event, Any]] = deque()  # the same up to a look that is not done
         self.spare: list[torch.cuda.Event] = []
         self.sleeps = None if sleeps is None else random.Random(sleeps)
@@ -217,11 +218,13 @@ class Deck:
                 self.naps = [Row(Recorded(partial(torch.cuda._sleep, nap), device=self.device)) for nap in (1, *NAPS)]
         return self.sleeps.choice(self.naps)
 
-    def _keep_up(self, work: Any) -> None:
+    def _keep_up(self, work: Any, turns: int = 1) -> None:
         """Hold what was launched until it is done; do not get too far ahead of the device."""
         self.asked.append(work)
-        if len(self.asked) < LOOKS:
+        self.unseen += turns
+        if self.unseen < LOOKS:
             return
+        self.unseen = 0
         event = self.spare.pop() if self.spare else torch.cuda.Event(blocking=True)
         event.record()
         self.ahead.append((event, self.asked))

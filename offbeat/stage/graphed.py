@@ -131,6 +131,9 @@ class GraphedStage(Stage):
                 self.passed[t], version = slot, slot.batch.version
             if self.k > 1:
                 x = pytree.tree_map_only(Tensor, copied_tensor, x)  # what was given is the memory of somebody's slot
+            for tensor in _only_tensors((x, target)):
+                if tensor.is_cuda:  # made on the caller's stream, and read on this one
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
             output = self._forward(t, x, target, share, steady, version)
             return pytree.tree_map_only(Tensor, copied_tensor, output)
         batch = slot.batch
@@ -157,9 +160,11 @@ class GraphedStage(Stage):
     def backward(self, t: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
         slot = self.slots.get(t)
         if slot is None:
-            self.weights.returning(self.in_flight[t].version)
+            batch = self.in_flight[t]
+            self.weights.returning(batch.version)
             self.launch()
             below = super().backward(t, gradients)
+            batch.version, batch.kept = NOTHING, None  # where recording was given up, its slot is still known to others
             if t in self.passed:
                 self._leave(self.passed.pop(t))
             return [None if gradient is None else copied_tensor(gradient) for gradient in below]

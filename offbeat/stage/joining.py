@@ -19,6 +19,7 @@ def new_graph() -> torch.cuda.CUDAGraph:
     return torch.cuda.CUDAGraph(keep_graph=True) if _kept() else torch.cuda.CUDAGraph()
 
 
+NON_BLOCKING = 1  # a stream that does not wait for the default one
 Graph = torch.cuda.CUDAGraph
 Nodes = list[tuple[Graph, list[int]]]  # graphs, each with the numbers of those before it that it waits for
 
@@ -26,6 +27,17 @@ Nodes = list[tuple[Graph, list[int]]]  # graphs, each with the numbers of those 
 def join(nodes: Nodes) -> Callable[[], None] | None:
     """A function that launches all of them at once on the current stream; None where they cannot be joined."""
     return _Joined(nodes) if _kept() and _driver() is not None else None
+
+
+def new_stream(device: int) -> torch.cuda.Stream | None:
+    """A stream that nobody else has; None where the driver cannot be asked for one."""
+    driver, handle = _driver(), ctypes.c_void_p()
+    if driver is None:
+        return None
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # so that the device has its context
+        failed = driver.cuStreamCreate(ctypes.byref(handle), NON_BLOCKING)
+    return None if failed or not handle.value else torch.cuda.ExternalStream(handle.value, device=device)
 
 
 @cache

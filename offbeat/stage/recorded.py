@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 
 from offbeat.stage import joining
+
+MOST = 256
+_streams: dict[int, deque[torch.cuda.Stream]] = {}  # by device, the one that was given last at the end
 
 
 def captures(device: torch.device) -> bool:
@@ -59,13 +63,19 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream to record on; None where there is none."""
+    """A stream to record on, of MOST that take turns (torch itself has 32); None where there is none."""
     if device.type != "cuda":
         return None
     told = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
     if told is not None:
         told(False)  # that gradients of eager batches come from another stream, for which autograd waits
-    return torch.cuda.Stream(device)
+    number = device.index if device.index is not None else torch.cuda.current_device()
+    streams = _streams.setdefault(number, deque())
+    if len(streams) < MOST:
+        streams.append(joining.new_stream(number) or torch.cuda.Stream(device))
+    else:
+        streams.rotate(-1)
+    return streams[-1]
 
 
 @contextmanager
@@ -84,8 +94,8 @@ def recording(device: torch.device, stream: torch.cuda.Stream | None = None) -> 
     try:
         with torch.cuda.stream(stream) if stream else nullcontext():
             yield
+    finally:
         if stream:
             torch.cuda.current_stream(device).wait_stream(stream)
-    finally:
         if enabled:
             gc.enable()

@@ -33,7 +33,7 @@ class Windows(Deck):
         self, K: int, device: torch.device, together: int, *, sleeps: int | None = None, defers: bool | None = None
     ) -> None:
         super().__init__([0] * K, device, sleeps=sleeps, defers=defers)
-        self.K, self.together = K, together
+        self.together = together
         self._empty()
 
     def _empty(self) -> None:
@@ -84,7 +84,7 @@ class Windows(Deck):
             self._launch_all(whole=self.turns == self.together)
 
     def _launch_all(self, *, whole: bool) -> None:
-        actions, rows, behind = self.actions, self.rows, self.behind_all
+        actions, rows, behind, turns = self.actions, self.rows, self.behind_all, max(1, self.turns)
         self._empty()
         if not (actions or rows or behind):
             return
@@ -95,7 +95,7 @@ class Windows(Deck):
         self._launch_rows(tuple(row for _, row in rows), partial(self._in_order, rows) if whole else None)
         for action in behind:
             action()
-        self._keep_up((actions, rows, behind))
+        self._keep_up((actions, rows, behind), turns)
 
     def _in_order(self, rows: list[tuple[int, Row]]) -> joining.Nodes:
         """What each row waits for, see above."""
@@ -104,8 +104,9 @@ class Windows(Deck):
         forwards: list[tuple[int, Row]] = []
         late: list[tuple[int, Row]] = []
         for rank, row in rows:
-            if row.kind == "forward":
+            if row.kind == "forward" or (row.kind == "backward" and begun):  # some may have been launched already
                 begun.add(rank)
+            if row.kind == "forward":
                 forwards.append((rank, row))
             else:
                 (late if rank in begun else early).append((rank, row))
