@@ -239,7 +239,7 @@ def test_a_record_of_five_long_runs_is_small_and_its_curves_are_those_of_the_run
         folder = record.RunFolder.create(tmp_path / "runs" / f"{name}-seed0", replace(recipe, cuts=(4, 8)))
         for epoch in range(300):
             folder.line("epoch", epoch=epoch, batches=1563 * (epoch + 1), seconds=3.123456789 + epoch / 7,
-                        test_error=100 / (epoch / 3 + 1), test_top5=1.0, samples_per_second=9.0,
+                        test_error=100 / (epoch / 3 + 1), test_top5=1.0, test_loss=1.0, samples_per_second=9.0,
                         staleness=[3.5, 0.0])  # fmt: skip
     (tmp_path / "reproduction.json").write_text(json.dumps(content))
     join(tmp_path, "--out", tmp_path / "r.json")
