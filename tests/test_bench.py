@@ -411,6 +411,13 @@ def test_a_scaling_study_has_its_points_its_simulation_and_what_it_left_out(offb
     assert all(f'id="{name}"' in (tmp_path / "again.svg").read_text() for name in ("adl-NVLink", "measured"))
 
 
+def test_the_picture_of_a_study_tells_the_stages_that_there_were_cores_for(tmp_path):
+    record = json.loads((ROOT / "docs/results/scaling-2cores-resnet110.json").read_text())
+    assert record["settings"]["K"] == 4
+    draw_scaling(record, tmp_path / "study.svg")
+    assert "(batch and depth: K=2)" in (tmp_path / "study.svg").read_text()
+
+
 # ---- what is published
 
 

@@ -135,7 +135,8 @@ def _times(axes: Axes, points: list[dict[str, Any]], settings: dict[str, Any]) -
     _plain(axes)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.2g}"))
     axes.legend(frameon=False, fontsize=8)
-    axes.set_title(f"time a batch (batch and depth: K={settings['K']})", loc="left", fontsize=11)
+    K = next((point["K"] for point in points if point["axis"] in ("batch", "depth")), settings["K"])
+    axes.set_title(f"time a batch (batch and depth: K={K})", loc="left", fontsize=11)
     axes.set_xlabel("times the smallest")
     axes.set_ylabel("seconds")
 
