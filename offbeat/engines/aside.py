@@ -16,15 +16,12 @@ def many_queues(device: torch.device) -> None:
 
 
 class Aside:
-    """Work that is recorded must not be on the default stream, and need not wait for what its caller does there.
+    """Work that is recorded must not be on the default stream, and need not wait for what its caller does there."""
 
-    `urgent` work goes ahead of other work that waits for the device.
-    """
-
-    def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         on_gpu = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if on_gpu else None
+        self.stream = torch.cuda.Stream(device) if on_gpu else None
         self.asked = torch.cuda.Event() if on_gpu else None  # on the caller's stream
 
     @contextmanager

@@ -39,7 +39,7 @@ class Streams(Simulate):
         super().__init__(K)
         self.device, self.sleeps, self.together = device, sleeps, together
         many_queues(device)
-        self.aside = Aside(device, urgent=K == 1)  # each kernel of which waits for the one before
+        self.aside = Aside(device)
         self.deck = Deck([0] * K, device)
 
     def make_deck(self, method: Method) -> Deck:

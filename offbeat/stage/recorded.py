@@ -12,7 +12,7 @@ import torch
 
 from offbeat.stage import joining
 
-MOST = 256
+MOST = 256  # streams to record on, of one device
 _streams: dict[int, deque[torch.cuda.Stream]] = {}  # by device, the one that was given last at the end
 
 
