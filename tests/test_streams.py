@@ -6,6 +6,7 @@ What only a GPU can show (that captured graphs do the same, and that nothing rac
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -199,6 +200,21 @@ def test_a_backward_that_cannot_be_recorded_leaves_no_version_behind(monkeypatch
     monkeypatch.setattr(graphed.GraphedStage, "_recorded", refusing)
     with pytest.warns(offbeat.NotRecorded, match="stage 1 is not recorded and runs eagerly: not here"):
         check_same(offbeat.ADL(M=2), data=lambda: batches(60), optimizer=lambda p: sgd(p, fused=True))
+
+
+@pytest.mark.parametrize("method", [offbeat.ADL(M=2), named("2bw")], ids=lambda method: method.name)
+def test_a_tool_that_holds_what_functions_work_on_changes_nothing(monkeypatch, method):
+    """As compute-sanitizer does with the frames of Python in which work was launched."""
+    capture(monkeypatch)
+    held = []
+    pipe = pipeline(method, optimizer=lambda p: sgd(p, fused=True))
+    sys.setprofile(lambda frame, event, _: held.append(frame) if "/stage/" in frame.f_code.co_filename else None)
+    try:
+        train(pipe, batches())
+    finally:
+        sys.setprofile(None)
+    assert len(held) > N
+    assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
 
 
 def test_forwards_of_a_window_do_not_wait_for_backwards(monkeypatch):

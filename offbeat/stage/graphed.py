@@ -160,11 +160,9 @@ class GraphedStage(Stage):
     def backward(self, t: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
         slot = self.slots.get(t)
         if slot is None:
-            batch = self.in_flight[t]
-            self.weights.returning(batch.version)
+            self.weights.returning(self.in_flight[t].version)
             self.launch()
             below = super().backward(t, gradients)
-            batch.version, batch.kept = NOTHING, None  # where recording was given up, its slot is still known to others
             if t in self.passed:
                 self._leave(self.passed.pop(t))
             return [None if gradient is None else copied_tensor(gradient) for gradient in below]

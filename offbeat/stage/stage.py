@@ -109,13 +109,16 @@ class Stage:
             own, self.corrections.forward_weights(own), self.corrections.backward_weights(own),
             method.version_used if method.forward == "before" else None, method.M, self.numbers,
         )  # fmt: skip
-        self.weights: WeightPolicy = make_policy(method.weights, answers, lag=self.lag, recompute=method.recompute)
+        self.in_flight = in_flight = dict[int, InFlight]()
+        self.weights: WeightPolicy = make_policy(
+            method.weights, answers, lag=self.lag, recompute=method.recompute,
+            in_flight=lambda: [batch.version for batch in in_flight.values()],
+        )  # fmt: skip
         self.most_versions, self.most_in_flight = method.versions(k, K), method.held(k, K)
         self.deferred = DeferredStatistics(module) if method.m > 1 else None
         self._call = self._compiled() if compile else self._fused() if fuse else partial(call, module)
         self.random = RandomStream(self.device, seed, "stage", k)
         self.evaluation_random = RandomStream(self.device, seed, "evaluation", k)
-        self.in_flight: dict[int, InFlight] = {}
         self.lessons: dict[int, tuple[Tensor, Any]] = {}  # outputs whose true gradient has not been reported yet
         self.held_bytes: int | None = None  # for one batch in flight
         self.keeping = False

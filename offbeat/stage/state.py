@@ -127,7 +127,8 @@ def load(stage: Stage, tree: Tree) -> None:
     versions = [Version({name: tensor.to(stage.device).requires_grad_() for name, tensor in tensors.items()})
                 for tensors in tree["versions"]]  # fmt: skip
     stage.weights.load(tree["policy"], versions)
-    stage.in_flight = {entry["t"]: _load_batch(stage, entry, versions) for entry in tree["in_flight"]}
+    stage.in_flight.clear()
+    stage.in_flight.update({entry["t"]: _load_batch(stage, entry, versions) for entry in tree["in_flight"]})
 
 
 def load_model(

@@ -20,8 +20,7 @@ batch counts once. (A module that computes with a buffer it writes, unlike Batch
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +46,7 @@ class Version:
         self.tensors, self.age, self.number = tensors, age, number
 
 
+InFlightOn = Callable[[], Iterable[Version]]  # what the batches in flight were forwarded on
 Prediction = Callable[[], list[Tensor]]  # values to use instead of the parameters, in their order
 Work = Callable[[], object]
 
@@ -294,10 +294,9 @@ class Stash(Live):
 
     copies = 1  # of the newest version
 
-    def __init__(self, answers: Answers) -> None:
-        self.answers, self.do = answers, at_once
+    def __init__(self, answers: Answers, in_flight: InFlightOn) -> None:
+        self.answers, self.in_flight, self.do = answers, in_flight, at_once
         self.newest: Version | None = None
-        self.held: list[weakref.ref[Version]] = []  # by batches, or as the newest; some may be gone
         self.memory: list[Tensors] = []
         self.made = 0  # versions so far
 
@@ -311,13 +310,15 @@ class Stash(Live):
         if place is not None:  # the next one goes where nobody has been for longest
             self.memory = [other for other in self.memory if other is not place] + [place]
             self.do(id(place), partial(self.answers.snapshot, place))
-        version = Version(self.answers.snapshot() if place is None else place, number=self.made)
-        self.held = [held for held in self.held if held() is not None] + [weakref.ref(version)]
-        return version
+        return Version(self.answers.snapshot() if place is None else place, number=self.made)
+
+    def ready(self) -> list[Version]:
+        """Those that the next forwards may use."""
+        return [] if self.newest is None else [self.newest]
 
     def alive(self) -> list[Version]:
-        """The versions that somebody holds."""
-        return [version for held in self.held if (version := held()) is not None]
+        """Those, and the ones that batches in flight need."""
+        return [*self.in_flight(), *self.ready()]
 
     def room(self) -> Tensors | None:
         """Memory for another version, if there is some."""
@@ -326,8 +327,8 @@ class Stash(Live):
 
     def again_elsewhere(self) -> Version:
         """The newest version once more, in memory of its own."""
-        self.newest = None
-        return self.current()
+        self.newest = self._make()
+        return self.newest
 
     def changed(self) -> None:
         self.newest = None
@@ -343,7 +344,6 @@ class Stash(Live):
         return {"newest": versions.index(self.newest) if self.newest in versions else None}
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
-        self.held += map(weakref.ref, versions)
         self.newest = None if saved["newest"] is None else versions[saved["newest"]]
         for number, version in enumerate(versions):
             version.number = self.made if version is self.newest else -1 - number
@@ -352,8 +352,8 @@ class Stash(Live):
 class Before(Stash):
     """Snapshots of the last two versions, of which a forward uses the one that its place in the program asks for."""
 
-    def __init__(self, answers: Answers) -> None:
-        super().__init__(answers)
+    def __init__(self, answers: Answers, in_flight: InFlightOn) -> None:
+        super().__init__(answers, in_flight)
         self.kept: list[Version] = []  # none before the first forward: the parameters may yet be loaded
         self.forwards = 0
 
@@ -365,6 +365,9 @@ class Before(Stash):
         version = self.kept[-1 - age]
         version.age = age
         return version
+
+    def ready(self) -> list[Version]:
+        return self.kept
 
     def settled(self) -> bool:
         return self.forwards >= self.answers.M  # the first window has none before it
@@ -378,7 +381,7 @@ class Before(Stash):
         self.forwards = self.made = 0
 
     def versions(self) -> int:
-        return max(1, len(self.alive()))
+        return max(1, len(set(self.alive())))
 
     def save(self, versions: list[Version]) -> dict[str, Any]:
         versions += [version for version in self.kept if version not in versions]
@@ -386,22 +389,23 @@ class Before(Stash):
                 "made": self.made}  # fmt: skip
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
-        self.held = list(map(weakref.ref, versions))
         self.kept = [versions[number] for number in saved["kept"]]
         self.forwards, self.made = saved["forwards"], saved["made"]
 
 
-def make_policy(weights: str, answers: Answers, *, lag: int, recompute: bool) -> WeightPolicy:
+def make_policy(
+    weights: str, answers: Answers, *, lag: int, recompute: bool, in_flight: InFlightOn
+) -> WeightPolicy:
     """The policy for a stage of that lag; `recompute` repeats forwards although their weights have not changed."""
     if answers.version_used:
-        return Before(answers)
+        return Before(answers, in_flight)
     if recompute or (weights == "replay" and (lag or answers.forward or answers.backward)):
         return Replay(answers)
     if weights == "hybrid" and (answers.forward or answers.backward):
         return PredictedHybrid(answers)
     if not lag and not answers.forward:
         return Live(answers)
-    return Hybrid(answers) if weights == "hybrid" else Stash(answers)
+    return Hybrid(answers) if weights == "hybrid" else Stash(answers, in_flight)
 
 
 def substituted(module: nn.Module, version: Version) -> AbstractContextManager[object]:
