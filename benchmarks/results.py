@@ -354,7 +354,7 @@ def main() -> None:
         *results_bench.section(), *results_torture.section(), *results_trace.section(),
     ]  # fmt: skip
     tables = {"results": engine_table(engine, without=("commit", "the cut allows")), "errors": errors_table(compared),
-              "gpu": results_gpu.headline(records("gpu")),
+              "gpu": results_gpu.headline(records("gpu")), "bench": results_bench.headline(),
               "reproduction": results_reproduction.headline(again)}  # fmt: skip
     readme = ROOT / "README.md"
     wanted = {

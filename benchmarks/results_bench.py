@@ -63,6 +63,38 @@ def scaling_section(name: str, record: Record) -> list[str]:
     ]  # fmt: skip
 
 
+AIMS = 1.4, 0.9  # of ADL: times the best synchronous pipeline, and of the bound
+SHOWN = ("bp", "bp-cores", "torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "adl")  # in the README
+
+
+def headline() -> str:
+    """ADL beside torch's own, a line for each record: samples a second, for the README."""
+    from offbeat.report import standings
+
+    titles: dict[str, str] = {}
+    lines, missed = [], []
+    for record in records("bench").values():
+        rows, best = standings.measured(record), standings.best_synchronous(record)
+        if "adl" not in rows or best is None:
+            continue
+        titles.update({name: rows[name]["title"] for name in SHOWN if name in rows})
+        figures = standings.times_faster(rows["adl"], best), standings.share_of_bound(rows["adl"], record)
+        settings = record["settings"]
+        name = f"{settings['model']}, b={settings['batch_size']}, K={settings['K']}"
+        lines.append([name, str(settings["rounds"]), *(
+            f"{standings.speed(rows[row]):.0f}" if row in rows else "" for row in SHOWN
+        ), *("" if figure is None else f"{figure:.2f}" for figure in figures)])  # fmt: skip
+        missed += [f"{name} {figure:.2f} of {aim} {what}" for figure, aim, what in
+                   zip(figures, AIMS, ("times", "of the bound"), strict=True)
+                   if figure is not None and round(figure, 2) < aim]  # fmt: skip
+    if not lines:
+        return "Nothing has been measured yet."
+    head = ["one core a worker", "rounds", *(titles.get(row, row) for row in SHOWN), "ADL / best synchronous pipeline",
+            "ADL / bound of its cuts"]  # fmt: skip
+    return "\n".join([markdown(head, lines), "",
+                      point(f"Aims are {AIMS[0]} and {AIMS[1]}. Missed: {'; '.join(missed) or 'none'}.")])  # fmt: skip
+
+
 def section() -> list[str]:
     """Nothing where there are no records."""
     benches, studies = records("bench"), records("scaling")
