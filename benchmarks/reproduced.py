@@ -224,6 +224,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="leave the joined folder here")
     parser.add_argument("--commit", help="of invocations that could not tell theirs")
     parser.add_argument("--gpu", help="its name, for invocations that do not tell it")
+    parser.add_argument("--remark", action="append", default=[], help="what else a reader of the record should know")
     options = parser.parse_args()
     try:
         if options.commit is not None and not re.fullmatch(r"[0-9a-f]{40}\+?", options.commit):
@@ -231,6 +232,7 @@ def main() -> None:
         if not options.out.absolute().parent.is_dir():
             raise UserError(f"--out {options.out}: there is no folder {options.out.parent}, make it first")
         content = join(options.folders, options.into, {"commit": options.commit, "gpu": options.gpu})
+        content["notes"] = [*content["notes"], *options.remark]
         record.write(options.out, text(content))
     except UserError as error:
         fail(str(error))

@@ -12,7 +12,7 @@ from offbeat.report.words import markdown
 # at b=32. What is joined, by torch.compile or by us, has the same aims: it takes most of BP's idle time away.
 AIMS = {("resnet56", "plain"): 3.3, ("resnet110", "plain"): 3.6, ("resnet18-cifar", "plain"): 1.6,
         ("resnet56", "joined"): 3.0, ("resnet110", "joined"): 3.2, ("resnet18-cifar", "joined"): 1.6}  # fmt: skip
-AIMED_AT = "ADL, K=8"
+AIMED_AT, AT_ONCE = "ADL, K=8", "BP, K=8, at once"
 
 
 def how(record: Record) -> str:
@@ -33,23 +33,30 @@ def ratios_of(rows: list[Record], row: Record) -> list[float]:
     return [one / other for one, other in zip(recorded["ms"], row["ms"], strict=True)]
 
 
+def at_once(rows: list[Record], row: Record) -> list[float]:
+    """How many times faster than BP whose windows run at once, in each round; none where that was not measured."""
+    other = next((other for other in rows if other["name"] == AT_ONCE), None)
+    return [one / two for one, two in zip(other["ms"], row["ms"], strict=True)] if other else []
+
+
 def spread(values: list[float], digits: int) -> str:
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def table(found: Records) -> str:
-    head = ["network, b", "kernels", "row", "ms a batch", "times recorded BP", "aim", "host's share", "stage 1 stale",
-            "GiB held"]  # fmt: skip
+    head = ["network, b", "kernels", "row", "ms a batch", "times recorded BP", "aim", "times BP at once",
+            "host's share", "stage 1 stale", "GiB held"]  # fmt: skip
     lines = []
     for record in found.values():
         for case in record["found"]:
             for row in case["rows"]:
-                ratios = ratios_of(case["rows"], row)
+                ratios, more = ratios_of(case["rows"], row), at_once(case["rows"], row)
                 aim = aim_of(record, case) if row["name"] == AIMED_AT else None
                 lines.append([
                     f"{case['model']}, {case['batch_size']}", how(record) if row["name"] != "BP, eager" else "",
                     row["name"], spread(row["ms"], 2), "" if row["name"] == "BP, recorded" else spread(ratios, 2),
-                    f"{aim}" if aim else "", f"{median(row['host']):.2f}", f"{row['staleness'][0]:.1f}",
+                    f"{aim}" if aim else "", spread(more, 2) if more and row["name"].startswith("ADL") else "",
+                    f"{median(row['host']):.2f}", f"{row['staleness'][0]:.1f}",
                     f"{row['held'] / 2**30:.2f}" if "held" in row else "",
                 ])  # fmt: skip
     return markdown(head, lines)
@@ -57,8 +64,9 @@ def table(found: Records) -> str:
 
 def headline(found: Records) -> str:
     """The rows at b=32 with which aims go: plain PyTorch, the same recorded and with windows at once, and ADL."""
-    names, lines = ("BP, eager", "BP, recorded", "BP, K=8, at once", AIMED_AT), []
-    head = ["", "BP as PyTorch runs it", "BP recorded", "BP, windows at once", AIMED_AT, "times recorded BP", "aim"]
+    names, lines = ("BP, eager", "BP, recorded", AT_ONCE, AIMED_AT), []
+    head = ["", "BP as PyTorch runs it", "BP recorded", "BP, windows at once", AIMED_AT, "times recorded BP", "aim",
+            "times BP at once"]  # fmt: skip
     for record in found.values():
         for case in record["found"]:
             rows = {row["name"]: row for row in case["rows"]}
@@ -66,8 +74,27 @@ def headline(found: Records) -> str:
             if AIMED_AT in rows and aim:
                 ms = [f"{median(rows[name]['ms']):.2f} ms" if name in rows else "" for name in names]
                 name = ", ".join(word for word in (case["model"], how(record)) if word)
-                lines.append([name, *ms, spread(ratios_of(case["rows"], rows[AIMED_AT]), 2), f"{aim}"])
-    return "\n".join([markdown(head, lines), "", *told_of_misses(found)])
+                more = at_once(case["rows"], rows[AIMED_AT])
+                lines.append([name, *ms, spread(ratios_of(case["rows"], rows[AIMED_AT]), 2), f"{aim}",
+                              spread(more, 2) if more else ""])  # fmt: skip
+    return "\n".join([markdown(head, lines), "", *told_of_misses(found), *told_of_exactness(found)])
+
+
+def told_of_exactness(found: Records) -> list[str]:
+    """ADL beside the fastest BP there is."""
+    pairs = [(case, {row["name"]: row for row in case["rows"]}) for record in found.values() for case in record["found"]
+             if case["batch_size"] == 32]  # fmt: skip
+    both = [(at_once(case["rows"], rows[AIMED_AT]), rows[AIMED_AT], rows[AT_ONCE]) for case, rows in pairs
+            if AIMED_AT in rows and AT_ONCE in rows]  # fmt: skip
+    if not both:
+        return []
+    faster = [median(ratios) for ratios, _, _ in both]
+    memory = [adl["held"] / bp["held"] for _, adl, bp in both]
+    return [point(
+        f"BP with the batches of a window at once is exact, and the stronger baseline: at b=32 ADL is "
+        f"{min(faster):.2f} to {max(faster):.2f} times as fast as it, holds {min(memory):.1f} to {max(memory):.1f} "
+        f"times its memory, and its gradients are {both[0][1]['staleness'][0]:g} updates old in stage 1."
+    )]  # fmt: skip
 
 
 def told_of_misses(found: Records) -> list[str]:
@@ -99,6 +126,21 @@ def told_of_rings(found: Records) -> list[str]:
     )]  # fmt: skip
 
 
+def told_of_gaps(found: Records) -> list[str]:
+    """Networks that a command names and that did not come to an end in the time there was; older engines."""
+    gaps = []
+    for record in found.values():
+        there = {case["model"] for case in record["found"]}
+        lost = [model for model in record["settings"]["models"].split(",") if model not in there]
+        gaps += [f"{model}{', ' * bool(how(record))}{how(record)}" for model in lost]
+    old = [name for name, record in found.items()
+           if not any(row["name"] == AT_ONCE for case in record["found"] for row in case["rows"])]  # fmt: skip
+    return [
+        *([point(f"Asked for and not there, since the time was over: {'; '.join(gaps)}.")] if gaps else []),
+        *([point(f"Of an earlier engine, without BP at once: {', '.join(old)}.")] if old else []),
+    ]
+
+
 def section(found: Records) -> list[str]:
     if not found:
         return []
@@ -114,7 +156,7 @@ def section(found: Records) -> list[str]:
               "read or augmented."),
         "", table(found), "",
     ]  # fmt: skip
-    lines += [*told_of_misses(found), *told_of_rings(found)]
+    lines += [*told_of_misses(found), *told_of_exactness(found), *told_of_rings(found), *told_of_gaps(found)]
     if any(case["model"] == "resnet18" for record in found.values() for case in record["found"]):
         lines += [point("resnet18 is ImageNet's network on images of 224x224; resnet18-cifar has those of 32x32.")]
     unsettled = [f"{case['model']} b={case['batch_size']} {row['name']}" for record in found.values()
@@ -123,8 +165,9 @@ def section(found: Records) -> list[str]:
     if unsettled:
         lines += [point(f"Not settled when they were measured (the slowest round took more than 1.5 times the fastest, "
                         f"since ticks were still being joined): {', '.join(unsettled)}.")]  # fmt: skip
-    slow = sorted({f"{case['model']} K={row['K']}" for record in found.values() for case in record["found"]
-                   for row in case["rows"] if row["K"] > 1 and median(row["host"]) > 0.8})  # fmt: skip
+    slow = [f"{case['model']}, b={case['batch_size']}{', ' * bool(how(record))}{how(record)}, {row['name']}"
+            for record in found.values() for case in record["found"]
+            for row in case["rows"] if row["K"] > 1 and median(row["host"]) > 0.8]  # fmt: skip
     if slow:
-        lines += [point(f"Here the host is the bottleneck (a share above 0.8): {', '.join(slow)}.")]
+        lines += [point(f"Here the host is the bottleneck (a share above 0.8): {'; '.join(slow)}.")]
     return [*lines, "", *(source(name, record) for name, record in found.items()), ""]

@@ -124,11 +124,21 @@ def verdicts(record: Record) -> list[str]:
             reached = [f"{ours(row)} %"] if row["n"] else []
             told = ", ".join([*reached, state(row, record["settings"]["epochs"])])
             lines.append(point(f"{row['title']}: the paper says that it diverged; {here}: {told}."))
-    if single := [row["title"] for row in done if row["n"] == 1]:
+    single = [row["title"] for row in done if row["n"] == 1]
+    if single and len(single) == len(done):
+        lines.append(point("One seed a row: there is no spread, and a small difference says little."))
+    elif single:
         lines.append(point(f"One seed has no spread, and a small difference says little: {listed(single)}."))
     if any(run["state"] == "under way" for row in rows for run in row["runs"]):
         lines.append(point("An error at an epoch before the last is no result: the rate drops late in the schedule."))
     return lines
+
+
+def without_bp(record: Record) -> list[str]:
+    """Rows that are done and have no BP of the same b and M beside them yet."""
+    alone = [row["title"] for row in record["rows"]
+             if row["error"] is not None and not is_bp(record, row) and to_bp(record, row) is None]  # fmt: skip
+    return [point(f"BP at the same b and M has not been run for: {listed(alone)}.")] if alone else []
 
 
 def missing(record: Record) -> list[str]:
@@ -246,20 +256,22 @@ def section(found: Records) -> list[str]:
                   "where both are done. Staleness in updates, as measured. All runs:", f"{how(record)}."), "",
             table(record), "",
             f"![Test error against the epoch](results/{picture(name).name})", "",
-            *verdicts(record), *missing(record), *notes(record), "", *sources(name, record), "",
+            *verdicts(record), *without_bp(record), *missing(record), *notes(record), "", *sources(name, record), "",
         ]  # fmt: skip
     return lines
 
 
 def headline(found: Records) -> str:
-    """The most valuable rows, for the README: those of tier 1 of one network, also those that are missing."""
+    """For the README: the most valuable rows (tier 1 of one network), also those that are missing, and what else is
+    done; then what they say."""
     parts = []
     for record in found.values():
         epochs, rows = record["settings"]["epochs"], []
-        for row in record["rows"]:
-            if record["tiers"][row["name"]] == 1 and row["name"].startswith(NETWORK):
-                rows.append([row["title"], paper(row), ours(row), str(row["n"]), signed(to_bp(record, row)),
-                             state(row, epochs)])  # fmt: skip
+        shown = [row for row in record["rows"] if row["error"] is not None
+                 or (record["tiers"][row["name"]] == 1 and row["name"].startswith(NETWORK))]  # fmt: skip
+        for row in shown:
+            rows.append([row["title"], paper(row), ours(row), str(row["n"]), signed(to_bp(record, row)),
+                         state(row, epochs)])  # fmt: skip
         for row in record["missing"]:
             if rows and row["tier"] == 1 and row["name"].startswith(NETWORK):
                 rows.append([row["title"], paper(row), "-", "0", "", "missing"])
@@ -270,5 +282,6 @@ def headline(found: Records) -> str:
                       "seeds (lowest-highest); beside ADL its distance to our BP with accumulation",
                       f"(more in [docs/results.md](docs/results.md#{ANCHOR})){shorter}:"), "",
                 markdown(["", "paper", "ours", "n", "to BP, same b and M", "state"], rows), "",
+                *verdicts({**record, "rows": shown}), *without_bp(record), "",
             ]  # fmt: skip
     return "\n".join(parts[:-1]) or f"The paper's schedule ({EPOCHS} epochs on CIFAR-10) has not been repeated yet."

@@ -83,7 +83,8 @@ def bench(path: Path) -> Path:
             row("ddg", "Offbeat DDG", "offbeat", []),
             row("adl", "Offbeat ADL", "offbeat", [180.0, 185.0, 190.0], exact=False, staleness=[0.5, 0.0])]  # fmt: skip
     settings = {"model": "resnet20", "batch_size": 32, "K": 2, "M": 4, "device": "cpu", "cores": 2, "load": 0.1,
-                "cores_shared": False, "cuts": [9], "rounds": 3, "memory": "the most that a worker held"}  # fmt: skip
+                "cores_shared": False, "cuts": [9], "rounds": 3, "batches": 8,
+                "memory": "the most that a worker held"}  # fmt: skip
     bound = {"seconds_per_batch": [0.16, 0.16, 0.16], "samples_per_second": [200.0] * 3, "meaning": "the slowest stage"}
     content = {"settings": settings, "rows": rows, "bound": bound, "left_out": {"fr": "no time"},
                "provenance": {"command": ["offbeat", "bench"], "commit": "0" * 40, "machine": "a machine",

@@ -239,7 +239,8 @@ def test_a_folder_that_holds_a_record_is_refused(offbeat, tmp_path):  # noqa: F8
 
 
 def test_rows_are_named_once_and_all_are_those_listed():
-    assert [row.name for row in chosen("all")] == list(ROWS)
+    assert [row.name for row in chosen("all", "cuda")] == list(ROWS)
+    assert set(ROWS) - {row.name for row in chosen("all")} == {"bp-windows"}  # which is for GPUs
     assert [row.name for row in chosen("ddp, bp")] == ["bp", "ddp", "adl"]
 
 
@@ -251,7 +252,9 @@ def test_rows_that_cannot_be_are_left_out_with_a_reason():
     assert left_out(ROWS["torch-interleaved"], placed(SETTING, by="flops", cuts=None, units=None)) is None
     gpu = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=4, device="cuda")
     assert {name for name, row in ROWS.items() if left_out(row, gpu) is None} == {
-        "bp", "bp-cores", "adl", "adl-1f1b", "ddg", "fr", "dsp"}  # fmt: skip
+        "bp", "bp-cores", "bp-windows", "adl", "adl-1f1b", "ddg", "fr", "dsp"}  # fmt: skip
+    assert left_out(ROWS["bp-windows"], SETTING) == (
+        "batches of a window run at once on one GPU alone: give --device cuda")  # fmt: skip
     assert left_out(ROWS["ddp"], gpu) == "one GPU: its workers need one each"
 
 
@@ -281,7 +284,7 @@ def row(name: str, seconds: list[float], *, staleness: tuple[float, ...] = (), m
 
 def made(*rows: dict, bound: tuple[float, ...] = (0.9, 1.1)) -> dict:
     settings = {"model": "mlp", "batch_size": 8, "K": 2, "M": 4, "device": "cpu", "cores_shared": False, "rounds": 2,
-                "cores": 2, "load": 0.1, "cuts": [3], "memory": "counted"}  # fmt: skip
+                "batches": 2, "cores": 2, "load": 0.1, "cuts": [3], "memory": "counted"}  # fmt: skip
     provenance = {"command": ["offbeat", "bench"], "commit": "0" * 40, "versions": {"torch": "2"}, "machine": "m"}
     return {"settings": settings, "rows": list(rows), "left_out": {"ddg": "no reason"}, "provenance": provenance,
             "bound": {"seconds_per_batch": list(bound), "samples_per_second": [8 / value for value in bound],

@@ -131,8 +131,9 @@ def refused(capsys, *arguments: object) -> str:
 
 
 def test_joined_folders_are_the_table_of_all_their_runs(three):
-    join(*three, "--out", "r.json", "--gpu", "some GPU")
+    join(*three, "--out", "r.json", "--gpu", "some GPU", "--remark", "one was moved", "--remark", "and so on")
     found = json.loads(Path("r.json").read_text())
+    assert found["notes"][-2:] == ["one was moved", "and so on"]
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == ["resnet56-adl-k3-m2", "resnet56-adl-k3-m1", "resnet56-bp-m2"]
     errors = [read_run(Path(f"bp/runs/resnet56-bp-m2-seed{seed}"), seed).error for seed in (0, 1)]
@@ -329,7 +330,7 @@ def test_adl_stands_beside_bp_of_the_same_batch_and_m_whichever_is_better(offbea
         wanted = "Worse than our BP at the same b and M: {}. Not worse: {}."
         found = f"Net, ADL, K=3, M=2 ({better:+.2f})"
         assert wanted.format(*((found, "none") if better > 0 else ("none", found))) in told
-    assert "One seed has no spread" in told
+    assert "One seed a row: there is no spread" in told
     assert "there is no record yet" in (copied / "docs/results.md").read_text()  # of so many epochs as the paper's
     content["settings"]["epochs"] = 300
     path.write_text(json.dumps(content))

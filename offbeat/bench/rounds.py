@@ -213,7 +213,7 @@ class Bench:
             "micro_batches": crew.m, "sweep": {str(m): seconds for m, seconds in tried.items()},
             "samples_per_second": [], "seconds_per_batch": [], "processor_seconds": [],
             "memory_per_worker": max(said["memory"] for said in looked), "memory": [said["memory"] for said in looked],
-            "bytes_moved": sum(sent), "note": note(row, self.setting, crew.m),
+            "bytes_moved": sum(sent), "note": note(row, self.setting, crew.m, len(tried)),
         }  # fmt: skip
 
     def _fitting(self) -> int:
@@ -269,10 +269,10 @@ class Bench:
 
     def _timed(self, row: Row, batches: int) -> int:
         """One worker takes as long for a batch as K together for K of them; a GPU takes milliseconds."""
-        if self.setting.device != "cpu":
-            return GPU_TIMES * batches
+        on_gpu = self.setting.device != "cpu"
         if row.workers == "one":
-            return max(LEAST, 2 * batches // self.setting.K)
+            return GPU_TIMES * batches if on_gpu else max(LEAST, 2 * batches // self.setting.K)
+        batches *= GPU_TIMES if on_gpu else 1
         M = method_of(row, self.setting, self.crews[row.name].m).M if row.kind == "pipeline" else 1
         return -(-batches // M) * M  # whole windows: as many updates in every stage
 
@@ -330,14 +330,15 @@ class Bench:
         save(self.out / "bench.json", self.as_dict())
 
 
-def note(row: Row, setting: Setting, m: int | None) -> str:
-    """What the figures of a row mean beyond its name."""
+def note(row: Row, setting: Setting, m: int | None, tried: int = 1) -> str:
+    """What the figures of a row mean beyond its name; m is the best of so many that were tried."""
     parts = []
     if row.kind == "loop":
         parts.append("a hand-written loop" if setting.device == "cpu" else
                      "recorded as CUDA graphs" if row.cores == "all" else "eager")  # fmt: skip
     if m:
-        parts.append(f"{m} micro-batches of {setting.batch_size // m}, the best of those tried")
+        best = "the best of those tried" if tried > 1 else "no other number tried"
+        parts.append(f"{m} micro-batches of {setting.batch_size // m}, {best}")
     if row.kind == "pipelining":
         parts.append("BatchNorm sees micro-batches, and its running statistics move with each of them")
     if row.setting == "ScheduleInterleaved1F1B":
@@ -393,7 +394,7 @@ def folder_for(out: Path | None, default: str, file: str) -> Path:
 
 def bench(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Path]:
     """The whole run; what was measured is in the folder also where it is stopped by Ctrl-C."""
-    rows = chosen(request.against)
+    rows = chosen(request.against, request.device)
     setting = request.setting()
     name = f"bench-{setting.model}-b{setting.batch_size}-K{setting.K}"
     out = folder_for(request.out, name, "bench.json")

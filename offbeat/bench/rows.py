@@ -39,6 +39,7 @@ class Row:
     workers: Literal["one", "K"] = "K"
     cores: Literal["one", "all"] = "one"
     swept: bool = False
+    on_gpu: bool = False  # there alone
 
     def title_on(self, device: str) -> str:
         return self.title if device == "cpu" else ON_GPU.get(self.name, f"{self.title}, on streams")
@@ -47,6 +48,7 @@ class Row:
 LISTED = (
     Row("bp", "BP, one worker", "bp", "loop", workers="one"),
     Row("bp-cores", "BP, all cores", "bp", "loop", workers="one", cores="all"),
+    Row("bp-windows", "BP, windows at once", "bp", "pipeline", "bp", on_gpu=True),
     Row("torch-gpipe", "torch pipelining, GPipe", "torch", "pipelining", "ScheduleGPipe", swept=True),
     Row("torch-1f1b", "torch pipelining, 1F1B", "torch", "pipelining", "Schedule1F1B", swept=True),
     Row("torch-interleaved", "torch pipelining, interleaved 1F1B", "torch", "pipelining", "ScheduleInterleaved1F1B",
@@ -60,7 +62,8 @@ LISTED = (
     Row("gpipe", "Offbeat GPipe", "offbeat", "pipeline", "gpipe", swept=True),
 )  # fmt: skip
 ROWS = {row.name: row for row in LISTED}
-ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where there are no cores to tell them apart
+ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded",  # the same rows, where there are no cores to tell them apart
+          "bp-windows": "BP, windows at once"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,8 @@ def method_of(row: Row, setting: Setting, m: int | None = None) -> Method:
     return named(row.setting, **{name: value for name, value in (("M", setting.M), ("m", m)) if name in takes})
 
 
-def chosen(against: str) -> list[Row]:
-    """The rows that a user asked for, in the order in which they are listed.
+def chosen(against: str, device: str = "cpu") -> list[Row]:
+    """The rows that a user asked for, in the order in which they are listed; all are those of the device.
 
     >>> [row.name for row in chosen("ddp")]
     ['bp', 'ddp', 'adl']
@@ -107,7 +110,8 @@ def chosen(against: str) -> list[Row]:
     for name in wanted:
         if name not in (*ROWS, "all"):
             raise unknown("row", name, ["all", *ROWS])
-    return [row for row in LISTED if "all" in wanted or row.name in (*wanted, *ALWAYS)]
+    whole = [row.name for row in LISTED if device != "cpu" or not row.on_gpu] if "all" in wanted else []
+    return [row for row in LISTED if row.name in (*whole, *wanted, *ALWAYS)]
 
 
 def left_out(row: Row, setting: Setting) -> str | None:
@@ -118,6 +122,8 @@ def left_out(row: Row, setting: Setting) -> str | None:
             return "one GPU: its workers need one each"
         if row.kind == "pipeline" and (reason := method_of(row, setting, 2).not_alike()):
             return f"it {reason}, so that its stages cannot be recorded for streams of one GPU"
+    elif row.on_gpu:
+        return "batches of a window run at once on one GPU alone: give --device cuda"
     if row.kind == "ddp" and b % K:
         return f"a batch of {b} cannot be divided equally among {K} workers"
     if row.swept and not micro_batches(row, setting):

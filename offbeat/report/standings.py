@@ -30,7 +30,7 @@ def is_pipeline(row: Row) -> bool:
 
 def best_synchronous(record: Record) -> Row | None:
     """The fastest pipeline whose gradient is exact."""
-    found = [row for row in measured(record).values() if row["exact"] and row["micro_batches"] is not None]
+    found = [row for row in measured(record).values() if row["exact"] and is_pipeline(row)]
     return max(found, key=speed, default=None)
 
 
@@ -40,8 +40,13 @@ def times_faster(row: Row, other: Row) -> float:
     >>> times_faster({"seconds_per_batch": [1.0, 2.0]}, {"seconds_per_batch": [3.0, 4.0, 9.0]})
     2.5
     """
+    return median(by_round(row, other))
+
+
+def by_round(row: Row, other: Row) -> list[float]:
+    """The same, of every round."""
     pairs = zip(other["seconds_per_batch"], row["seconds_per_batch"], strict=False)  # a round may not be complete
-    return median(a / b for a, b in pairs)
+    return [a / b for a, b in pairs]
 
 
 def share_of_bound(row: Row, record: Record) -> float | None:
@@ -165,10 +170,14 @@ def common_notes(record: Record) -> list[str]:
     said = [
         "x BP: times as fast as BP on one worker; x best sync.: as the fastest pipeline with exact gradients. Ratios, "
         "and shares of the bound, are those of a round, the median of them.",
-        "Late: how many updates old the gradient of stage 1 is, in the mean; that of the last stage never is.",
+        "Late: how many updates old the gradient of stage 1 is, in the mean and by formula; that of the last stage "
+        "never is.",
         f"Memory: {record['settings']['memory']}. Moved: by all workers together in one batch.",
         f"Bound: {record['bound']['meaning']}.",
     ]
+    if record["settings"]["device"] == "cpu":
+        batches = counted(record["settings"]["batches"], "batch", "batches")
+        said.insert(1, f"A round times {batches} of a row with K workers, or whole windows of M where it accumulates.")
     if record["settings"]["load"] > BUSY * record["settings"]["cores"]:
         load, cores = record["settings"]["load"], record["settings"]["cores"]
         said.append(f"The machine was busy with something else when this began (load {load:g} on "

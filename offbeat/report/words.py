@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from statistics import median
 
 
-def counted(count: int, word: str) -> str:
+def counted(count: int, word: str, several: str | None = None) -> str:
     """
-    >>> counted(1, "run"), counted(3, "run")
-    ('1 run', '3 runs')
+    >>> counted(1, "run"), counted(3, "run"), counted(2, "batch", "batches")
+    ('1 run', '3 runs', '2 batches')
     """
-    return f"{count} {word}{'s' * (count != 1)}"
+    return f"{count} {word if count == 1 else several or word + 's'}"
 
 
 def size(value: float) -> str:
@@ -37,14 +37,14 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def ranged(values: Sequence[float]) -> str:
+def ranged(values: Sequence[float], digits: int = 0) -> str:
     """Median (least-most); of a single one only that.
 
-    >>> ranged([1200.4, 1100, 1300]), ranged([7])
-    ('1,200 (1,100-1,300)', '7')
+    >>> ranged([1200.4, 1100, 1300]), ranged([7]), ranged([1.5, 1.2], digits=2)
+    ('1,200 (1,100-1,300)', '7', '1.35 (1.20-1.50)')
     """
-    middle = f"{median(values):,.0f}"
-    return middle if len(values) < 2 else f"{middle} ({min(values):,.0f}-{max(values):,.0f})"
+    middle, least, most = (f"{value:,.{digits}f}" for value in (median(values), min(values), max(values)))
+    return middle if len(values) < 2 else f"{middle} ({least}-{most})"
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -21,7 +21,8 @@ def test_rows_of_one_gpu_are_timed_and_the_others_say_why_not(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
-    assert [row["name"] for row in record["rows"]] == ["bp", "bp-cores", "adl", "adl-1f1b", "ddg", "fr", "dsp"]
+    names = ["bp", "bp-cores", "bp-windows", "adl", "adl-1f1b", "ddg", "fr", "dsp"]
+    assert [row["name"] for row in record["rows"]] == names
     assert all(len(row["seconds_per_batch"]) == 2 and row["memory_per_worker"] > 0 for row in record["rows"])
     assert set(record["left_out"]) == {"torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "gpipe"}
     assert record["bound"]["seconds_per_batch"] == []
