@@ -17,9 +17,10 @@ from torch import nn
 import offbeat
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
-from offbeat.errors import NotFinite, UserError
+from offbeat.errors import NotFinite, NotRecorded, UserError
 from offbeat.methods import METHODS, named
 from offbeat.stage import graphed, joining
+from offbeat.stage.deck import Row
 from offbeat.stage.graphed import LOOK
 from offbeat.stage.ring import BEHIND, Ring, _period
 
@@ -217,6 +218,21 @@ def test_a_tool_that_holds_what_functions_work_on_changes_nothing(monkeypatch, m
     assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
 
 
+@pytest.mark.parametrize(("optimizer", "why"), [
+    (sgd, "SGD has fused=False: give fused=True"),
+    (torch.optim.Adam, "Adam has capturable=False: give capturable=True"),
+    (lambda parameters: torch.optim.Adagrad(parameters), "Adagrad has fused=False: give fused=True"),
+])  # fmt: skip
+def test_an_optimizer_whose_updates_are_not_recorded_is_told_of(monkeypatch, optimizer, why):
+    capture(monkeypatch)
+    monkeypatch.setattr(graphed, "captures", lambda device: True)
+    pipe = pipeline(offbeat.ADL(M=2), optimizer=optimizer)
+    with pytest.warns(NotRecorded) as told:
+        train(pipe, batches())
+    line = f"updates are not recorded, so that stages wait for them: {why}"
+    assert [str(one.message) for one in told] == [line] * K  # of which Python shows one
+
+
 def test_forwards_of_a_window_do_not_wait_for_backwards(monkeypatch):
     found = []
     launched = capture(monkeypatch)
@@ -287,7 +303,7 @@ def test_adl_gives_the_bits_of_simulate(M, weights, window):
 @pytest.mark.parametrize("corrector", ["sc", "lwp+sc", "dc"])
 def test_correctors_and_recorded_updates_give_the_bits_of_simulate(corrector, fused):
     pipe = check_same(offbeat.ADL(M=2, corrector=corrector), optimizer=lambda p: sgd(p, fused=fused))
-    assert all((stage.step is not None) == fused for stage in pipe.stages.values())
+    assert all(isinstance(stage.step, Row) == fused for stage in pipe.stages.values())
 
 
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])

@@ -422,7 +422,7 @@ class GraphedStage(Stage):
 
     def _apply(self, over: int) -> None:
         self.applied.append(list(self.window.batches))
-        if self.step is None and self.stepped and over == self.M and self._steps_alike():
+        if self.step is None and self.stepped and over == self.M:
             self.step = self._record_step()
         if isinstance(self.step, Row) and over == self.M:
             self.deck.put(self.rank, self.step)
@@ -432,18 +432,31 @@ class GraphedStage(Stage):
         self.stepped = True  # so that the optimizer's state has its place
 
     def _record_step(self) -> Row | Work:
-        work = partial(self._work_update, self.M)
-        try:
-            with self._recording():
-                return Row(self._recorded(work), kind="update")
-        except USERS_CODE:
-            return work  # an optimizer that asks the device
+        """The update of a whole window: recorded, or else as it is, with a word why."""
+        work, why = partial(self._work_update, self.M), self._steps_unlike()
+        if why is None:
+            try:
+                with self._recording():
+                    return Row(self._recorded(work), kind="update")
+            except USERS_CODE as error:
+                why = first_line(error)
+        if self.eager is None and captures(self.device):
+            warnings.warn(f"updates are not recorded, so that stages wait for them: {why}", NotRecorded, stacklevel=3)
+        return work
 
-    def _steps_alike(self) -> bool:
-        """Whether the update is the same tensor work every time: the rate is on the device."""
+    def _steps_unlike(self) -> str | None:
+        """Why an update is not the same tensor work every time; the rate has to be on the device."""
         assert self.optimizer is not None
-        own = all(group.get("capturable", group.get("fused")) for group in self.optimizer.param_groups)
-        return own and self.eager is None and all(corrector.recordable for corrector in self.corrections.active)
+        if self.eager is not None:
+            return self.eager
+        for group in self.optimizer.param_groups:
+            option = "capturable" if "capturable" in group else "fused"
+            if not group.get(option):
+                name = type(self.optimizer).__name__
+                known = option in group
+                return f"{name} has {option}=False: give {option}=True" if known else f"{name} has no capturable=True"
+        unfit = [type(corrector).__name__ for corrector in self.corrections.active if not corrector.recordable]
+        return f"{', '.join(unfit)} reckons on the host" if unfit else None
 
     def _work_update(self, over: int) -> None:
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]

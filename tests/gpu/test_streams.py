@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 import offbeat
 from offbeat.engines.streams import Streams
-from offbeat.errors import NotFinite
+from offbeat.errors import NotFinite, NotRecorded
 from offbeat.methods import METHODS, named
+from offbeat.stage.deck import Row
 from offbeat.stage.graphed import LOOK
 
 pytestmark = [
@@ -45,8 +46,9 @@ def pipeline(method: offbeat.Method, engine="streams", **options) -> offbeat.Pip
     stages = 1 if method.workers > 1 else K
     return offbeat.Pipeline(
         network(), stages, method=method, cuts=[1, 2, 3][: stages - 1], loss=nn.functional.cross_entropy,
-        optimizer=sgd, device=GPU, engine=engine, seed=3,
-        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)), **options,
+        device=GPU, engine=engine, seed=3,
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
+        **{"optimizer": sgd, **options},
     )  # fmt: skip
 
 
@@ -81,7 +83,7 @@ def test_every_lagged_method_gives_the_bits_of_simulate(name):
 def test_adl_gives_the_bits_of_simulate_and_records_all_but_the_short_batch(M, weights):
     pipe = check_same(offbeat.ADL(M=M, weights=weights), drains=(20,))
     assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
-    assert all(stage.step is not None for stage in pipe.stages.values())
+    assert all(isinstance(stage.step, Row) for stage in pipe.stages.values())
 
 
 @pytest.mark.parametrize("M", [1, 4])
@@ -118,6 +120,17 @@ def test_stages_of_products_do_not_share_what_the_library_works_in(method, preci
     (one, weights), (other, weights_there) = trained("simulate"), trained(Streams(4, GPU))
     assert one == other
     assert all(map(torch.equal, weights, weights_there))
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "ASGD"])
+def test_every_capturable_optimizer_is_recorded_and_gives_the_bits_of_simulate(kind):
+    pipe = check_same(offbeat.ADL(M=2), optimizer=lambda p: getattr(torch.optim, kind)(p, lr=0.01, capturable=True))
+    assert all(isinstance(stage.step, Row) for stage in pipe.stages.values())
+
+
+def test_an_optimizer_that_is_not_capturable_is_told_of_and_gives_the_bits_of_simulate():
+    with pytest.warns(NotRecorded, match="give capturable=True"):
+        check_same(offbeat.ADL(M=2), optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
 
 
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
