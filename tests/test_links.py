@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import UserError
 from offbeat.links import Message
+from offbeat.links.distributed import WORDS
 from offbeat.links.local import LocalLink
 from offbeat.links.wire import ALIGNMENT, DTYPES, LIMIT, PREFIX, MalformedMessage, _sum, pack, size, unpack
 
@@ -334,7 +335,7 @@ if rank == 0:
             time.sleep(0.02)
     except AssertionError:
         assert sender.outbox.full()
-    sender.close()
+    sender.close(sys.argv[3])
     dist.barrier()  # the process lives on: nothing but a goodbye can tell the other one
     sender.thread.join(20)
     print(sent, sender.thread.is_alive(), flush=True)
@@ -355,9 +356,12 @@ dist.destroy_process_group()
 """
 
 
-def test_a_link_that_is_closed_while_it_is_full_gives_all_of_it_and_a_goodbye(tmp_path):
+@pytest.mark.parametrize(("word", "told"), [
+    ("", "it has stopped"), ("stage 1 failed: ü" + "x" * 1000, "stage 1 failed: ü" + "x" * (WORDS - 17)),
+], ids=["at the end", "of a failure"])  # fmt: skip
+def test_a_link_that_is_closed_while_it_is_full_gives_all_of_it_and_a_goodbye(tmp_path, word, told):
     both = [
-        subprocess.Popen([sys.executable, "-c", GOODBYE_BEHIND_A_FULL_LINK, str(rank), str(tmp_path / "store")],
+        subprocess.Popen([sys.executable, "-c", GOODBYE_BEHIND_A_FULL_LINK, str(rank), str(tmp_path / "store"), word],
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in (0, 1)
     ]  # fmt: skip
@@ -371,4 +375,4 @@ def test_a_link_that_is_closed_while_it_is_full_gives_all_of_it_and_a_goodbye(tm
     sent, alive = sender.split()
     assert alive == "False", said
     assert 2 < int(sent) < 100, "it was full"
-    assert receiver.split(maxsplit=2) == [sent, "False", "it has stopped\n"], said
+    assert receiver.split(maxsplit=2) == [sent, "False", f"{told}\n"], said

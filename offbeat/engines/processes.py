@@ -214,10 +214,11 @@ class Processes:
         try:
             yield
         except Exception as error:
+            word = str(error)
             if not isinstance(error, StageLost):
-                self._first_story(f"stage {self.rank + 1} failed: {first_line(error)}")
+                word = self._first_story(f"stage {self.rank + 1} failed: {first_line(error)}")
             for link in self.links:
-                link.close()
+                link.close(word)
             raise
 
     @contextmanager

@@ -33,5 +33,5 @@ class Link(Protocol):
     def ready(self) -> bool:
         """Whether `receive` would return at once."""
 
-    def close(self) -> None:
-        """No more messages."""
+    def close(self, word: str = "") -> None:
+        """No more messages; the word says why, where that is not the end of all."""

@@ -23,7 +23,9 @@ from offbeat.links import Message
 from offbeat.links.wire import PREFIX, pack, size, unpack
 
 FIRST_CAPACITY = 1 << 16
-GOODBYE = Message(-1, kind="close")
+GOODBYE = "close"  # kind of the last message; its content says why it is, if anybody knows
+FAREWELL = 1024  # bytes that it takes at most
+WORDS = 300  # characters of its reason
 
 
 class Sender:
@@ -35,7 +37,7 @@ class Sender:
         self.outbox: queue.Queue[Any] = queue.Queue(capacity)  # None ends it
         self.longest = FIRST_CAPACITY
         self.failure: str | None = None  # why nothing more can be sent
-        self.closing = False
+        self.closing, self.word = False, ""
         self.thread = threading.Thread(target=self._post, name=f"offbeat-send-{tag}", daemon=True)
         self.thread.start()
 
@@ -56,7 +58,7 @@ class Sender:
             while True:
                 parcel = None if self.closing and self.outbox.empty() else self.outbox.get()
                 if parcel is None:
-                    self._send(pack(GOODBYE), self.tag)
+                    self._send(pack(Message(-1, self.word[:WORDS], kind=GOODBYE)), self.tag)
                     return
                 self._deliver(parcel)
         except RuntimeError as error:
@@ -74,9 +76,9 @@ class Sender:
         assert work is not None
         work.wait()
 
-    def close(self) -> None:
-        """Say goodbye behind all that is sent, which ends the thread at the other end."""
-        self.closing = True
+    def close(self, word: str = "") -> None:
+        """Say goodbye behind all that is sent, and why, which ends the thread at the other end."""
+        self.closing, self.word = True, word or self.word
         with contextlib.suppress(queue.Full):  # then the thread is not waiting, and sees that it is the end
             self.outbox.put_nowait(None)
 
@@ -115,7 +117,7 @@ class Receiver:
                     whole[:capacity] = head
                     self._receive(whole[capacity:], self.tag + 1)
                     head, capacity = whole, length
-                goodbye = length <= 256 and unpack(head[:length]).kind == GOODBYE.kind
+                goodbye = length <= FAREWELL and unpack(head[:length]).kind == GOODBYE
                 self.inbox.put(head[:length] if goodbye else self._complete(head[:length]))
                 if goodbye:
                     return
@@ -145,9 +147,10 @@ class Receiver:
             except UserError as error:
                 self.inbox.put(str(error))
                 raise self.lost(str(error)) from error
-            if message.kind == GOODBYE.kind:
-                self.inbox.put("it has stopped")
-                raise self.lost("it has stopped")
+            if message.kind == GOODBYE:
+                why = message.content or "it has stopped"
+                self.inbox.put(why)
+                raise self.lost(why)
             self.next = message
             self.last_batch = message.t if message.kind == "batch" else self.last_batch
         return self.next
@@ -171,7 +174,7 @@ class Receiver:
     def send(self, message: Message) -> None:
         raise RuntimeError("this is the receiving end of a link")
 
-    def close(self) -> None:
+    def close(self, word: str = "") -> None:
         """The other end's goodbye ends this one."""
 
 

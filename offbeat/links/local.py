@@ -26,7 +26,7 @@ class Entrance:
     def ready(self) -> bool:
         return bool(self.messages)
 
-    def close(self) -> None:
+    def close(self, word: str = "") -> None:
         self.messages.clear()
 
 
