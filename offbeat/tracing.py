@@ -12,7 +12,7 @@ of evaluations is not counted.
 
 While nothing is recorded the workers run as ever; to record, others that note the time stand in for their links and
 stages. On one GPU the time is that of the device, by an event before and behind each operation, so nobody waits for it;
-but there all stages are launched together (stage/deck.py), and while a recording goes on each operation is launched by
+but there all stages are launched together (stage/ticks.py), and while a recording goes on each operation is launched by
 itself, one after the other: it tells how long each of them takes, not how they overlap.
 """
 

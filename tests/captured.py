@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from offbeat.engines import streams
 from offbeat.stage import deck, graphed, joining, notes
 from offbeat.stage.recorded import Recorded
 
@@ -65,8 +66,8 @@ def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
         stage.notes.bad.fill_(notes.NEVER)
 
     monkeypatch.setattr(graphed, "Recorded", Captured)
-    monkeypatch.setattr(deck, "captures", lambda device: True)
-    monkeypatch.setattr(deck.Deck, "_keep_up", lambda self, work, turns=1: None)
+    monkeypatch.setattr(streams, "captures", lambda device: True)
+    monkeypatch.setattr(deck.Deferring, "_keep_up", lambda self, work, turns=1: None)
     monkeypatch.setattr(joining, "join", join)
     monkeypatch.setattr(graphed.GraphedStage, "_work_forward", into_its_place)
     monkeypatch.setattr(graphed.GraphedStage, "_record_forwards", with_places)

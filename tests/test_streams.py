@@ -183,7 +183,8 @@ def test_what_is_left_of_a_turn_that_was_launched_in_part_keeps_its_order(monkey
     assert losses[0] == losses[1]
 
 
-def test_no_more_turns_are_launched_at_once_than_there_are_slots():
+def test_no_more_turns_are_launched_at_once_than_there_are_slots(monkeypatch):
+    capture(monkeypatch)
     pipe = offbeat.Pipeline(network(), 2, method=offbeat.BP(M=8), cuts=[1], engine=Streams(2, CPU, together=8),
                             loss=nn.functional.cross_entropy, optimizer=sgd)  # fmt: skip
     assert pipe.engine.deck.together == pipe.stages[1].ring.slots == 2

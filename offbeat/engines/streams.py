@@ -1,7 +1,7 @@
 """Engine `streams`: all K stages in this process, at once on one GPU.
 
 The host goes through the programs as `simulate` does, but only asks for the work; what is recorded is launched a tick
-at a time, a branch for each stage, which the device runs on streams of its own (stage/deck.py). Numbers depend on the
+at a time, a branch for each stage, which the device runs on streams of its own (stage/ticks.py). Numbers depend on the
 order within each stage alone.
 """
 
@@ -20,7 +20,9 @@ from offbeat.links import Link
 from offbeat.links.local import Entrance
 from offbeat.method import Method
 from offbeat.stage.deck import Deck
+from offbeat.stage.recorded import captures
 from offbeat.stage.ring import together
+from offbeat.stage.ticks import Ticks
 from offbeat.stage.windows import Windows
 
 
@@ -40,16 +42,18 @@ class Streams(Simulate):
         self.device, self.sleeps, self.together = device, sleeps, together
         many_queues(device)
         self.aside = Aside(device)
-        self.deck = Deck([0] * K, device)
+        self.deck = Deck()
 
     def make_deck(self, method: Method) -> Deck:
         """Where the stages of a method put their work."""
         lags = [method.lag(k, self.K) for k in self.here]
-        if any(lags):
-            self.deck = Deck(lags, self.device, sleeps=self.sleeps)
+        if not captures(self.device):  # only captured work gives its results before it has run
+            self.deck = Deck()
+        elif any(lags):
+            self.deck = Ticks(lags, self.device, sleeps=self.sleeps)
         else:
             turns = min(self.together or method.M, together(method, self.K))  # the rings have no room for more
-            self.deck = Windows(self.K, self.device, turns, sleeps=self.sleeps)
+            self.deck = Windows(turns, self.device, sleeps=self.sleeps)
         return self.deck
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:

@@ -9,7 +9,7 @@ groups of M that share the memory of one version, and the groups go round:
                      version   0  0  1  1  2  2  0  0  1      (ceil(3/2) + 1 = 3 are alive at once)
 
 A slot is used again when its batch has come back, and when the neighbours have read what it last gave them: they are at
-most `BEHIND` turns behind (see deck.py), and read a gradient `below` turns after it was made. The rings of all stages
+most `BEHIND` turns behind (see ticks.py), and read a gradient `below` turns after it was made. The rings of all stages
 divide a common period, so that after it everything comes again, also who gives to whom; this is why some stages have
 more slots than they need (with ADL and M = 4 three times as many at K = 2, twice at K = 4, fewer beyond).
 """

@@ -23,16 +23,14 @@ from functools import partial
 import torch
 
 from offbeat.stage import joining
-from offbeat.stage.deck import Action, Deck, Row, add_row
+from offbeat.stage.deck import Action, Deferring, Row, add_row
 
 
-class Windows(Deck):
-    """What K stages without lag have asked for, in the order of asking; a deck that is launched every few turns."""
+class Windows(Deferring):
+    """What stages without lag have asked for, in the order of asking; launched every `together` turns."""
 
-    def __init__(
-        self, K: int, device: torch.device, together: int, *, sleeps: int | None = None, defers: bool | None = None
-    ) -> None:
-        super().__init__([0] * K, device, sleeps=sleeps, defers=defers)
+    def __init__(self, together: int, device: torch.device, *, sleeps: int | None = None) -> None:
+        super().__init__(device, sleeps=sleeps)
         self.together = together
         self._empty()
 
@@ -44,17 +42,14 @@ class Windows(Deck):
         self.updated = False
 
     def put(self, rank: int, row: Row) -> None:
-        if not self.defers:
-            row()
-            return
         self.rows.append((rank, row))
         self.updated = self.updated or row.kind == "update"
 
     def first(self, rank: int, action: Action) -> None:
-        self._keep(self.actions, action)
+        self.actions.append(action)
 
     def after(self, rank: int, action: Action) -> None:
-        self._keep(self.behind_all, action)
+        self.behind_all.append(action)
 
     def later(self, rank: int, action: Action) -> None:
         if self.rows:
@@ -62,23 +57,14 @@ class Windows(Deck):
         else:  # it has been launched
             action()
 
-    def _keep(self, actions: list[Action], action: Action) -> None:
-        if self.defers:
-            actions.append(action)
-        else:
-            action()
-
     def pause(self) -> None:
         """The stage that it waits for is one of these."""
-
-    def close(self, rank: int) -> None:
-        """Turns are counted when all stages have done theirs."""
 
     def flush(self) -> None:
         self._launch_all(whole=False)
 
     def tick(self) -> None:
-        """All stages have done their turn. An update ends a window, so that the next turns are the first of another."""
+        """An update ends a window, so that the next turns are the first of another."""
         self.turns += 1 if self.rows else 0
         if not self.rows or self.turns == self.together or self.updated:
             self._launch_all(whole=self.turns == self.together)
