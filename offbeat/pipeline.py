@@ -565,6 +565,7 @@ class Pipeline:
             self._settle()
             while self._evaluate_next(batches, meter).kind == "batch":
                 yield
+                self.engine.settle()  # whoever took their turn meanwhile may have trained
             result = self.engine.share(meter.read() if self.last else None, self.K)
             self._share_staleness()
         if self.tracing is not None:

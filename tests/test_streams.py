@@ -13,6 +13,7 @@ import torch
 from captured import capture
 from cases import Steep, some
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import offbeat
 from offbeat.engines.simulate import Simulate
@@ -114,6 +115,21 @@ def test_short_batches_and_drains_do_not_make_ever_new_ticks(monkeypatch, M, wei
             pipe.drain()
         known.append((set(pipe.engine.deck.joined), [len(stage.carried) for stage in pipe.stages.values()]))
     assert known[-1] == known[-2] == known[-3]
+
+
+@pytest.mark.parametrize("epoch", [2, 3, 5, 7, 9])
+@pytest.mark.parametrize("captured", [False, True])
+def test_epochs_shorter_than_the_rings_give_the_bits_of_simulate(monkeypatch, captured, epoch):
+    """Short batches are in flight when the backwards of all slots are recorded."""
+    if captured:
+        capture(monkeypatch)
+    whole, short = batches(12 * epoch, short=False), batches(12 * epoch)[-1]
+
+    def data() -> list:
+        return [tuple(part.clone() for part in (short if t % epoch == epoch - 1 else batch))
+                for t, batch in enumerate(whole)]  # fmt: skip
+
+    check_same(offbeat.ADL(M=4), optimizer=lambda p: sgd(p, fused=True), data=data)
 
 
 def test_ticks_in_which_stages_are_missing_are_not_joined(monkeypatch):
@@ -317,6 +333,26 @@ def test_schedules_and_clipping_give_the_bits_of_simulate():
                scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (s + 1)))  # fmt: skip
 
 
+def test_an_evaluation_beside_training_sees_all_updates_so_far(monkeypatch):
+    capture(monkeypatch)
+
+    def losses(engine: str) -> list[float]:
+        pipe = pipeline(offbeat.ADL(M=1), engine, optimizer=lambda p: sgd(p, fused=True))
+        data = batches(20, short=False)
+        for x, y in data[:12]:
+            pipe.step(x, y)
+        found, left = [], iter(data[12:])
+        evaluation = pipe.evaluating([data[0]] * 4)
+        while True:
+            try:
+                next(evaluation)
+            except StopIteration as over:
+                return [*found, over.value["loss"]]
+            pipe.step(*next(left))
+
+    assert losses("simulate") == pytest.approx(losses("streams"), rel=1e-6)
+
+
 def test_training_goes_on_beside_an_evaluation():
     pipes = [pipeline(offbeat.ADL(M=2), engine) for engine in ("simulate", "streams")]
     seen = []
@@ -343,6 +379,23 @@ def test_saved_in_flight_it_goes_on_bit_for_bit_in_either_engine(weights, into):
     again.load(saved.state(), batches=14)
     train(again, batches()[14:])
     assert all(map(torch.equal, whole.model.state_dict().values(), again.model.state_dict().values()))
+
+
+@pytest.mark.parametrize("into", ["simulate", "streams"])
+def test_copies_of_one_version_are_one_after_loading_too(into):
+    """A drain in the middle of an aligned window leaves copies of a version in several places."""
+    method = offbeat.ADL(M=4, window="aligned")
+    one, other, data = pipeline(method), pipeline(method, into), batches(40, short=False)
+    for t, (x, y) in enumerate(data[:12]):
+        if t == 5:
+            one.drain()
+        one.step(x, y)
+    other.load(pytree.tree_map_only(torch.Tensor, torch.clone, one.state()), batches=12)
+    for pipe in (one, other):
+        for x, y in data[12:]:
+            pipe.step(x, y)
+        pipe.drain()
+    assert all(map(torch.equal, one.model.state_dict().values(), other.model.state_dict().values()))
 
 
 def test_a_pipeline_that_has_trained_can_be_loaded_too():
@@ -382,8 +435,49 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_update():
         train(pipeline(offbeat.ADL(M=2), model=model), batches())
 
 
-def test_a_batch_that_is_left_out_gives_the_bits_of_simulate():
-    check_same(offbeat.ADL(M=2), left_out=[6], data=lambda: batches(poisoned=(6,)))
+@pytest.mark.parametrize(("M", "out"), [(2, [6]), (2, [6, 7]), (1, [6])])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_that_is_left_out_gives_the_bits_of_simulate(M, out, fused):
+    """Also where its window has no other: then the optimizer has no gradients, and changes nothing."""
+    check_same(offbeat.ADL(M=M), left_out=out, data=lambda: batches(poisoned=tuple(out)),
+               optimizer=lambda p: sgd(p, fused=fused))  # fmt: skip
+
+
+class BySize(nn.Module):
+    """Parameters of which some get no gradient in some windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long, self.short = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.long(x) if len(x) == 6 else self.short(x)
+
+
+@pytest.mark.parametrize(("M", "fused", "loaded"), [  # torch's fused one wants all of them in its first step
+    (1, False, False), (2, False, False), (2, False, True), (2, True, False), (2, True, True),
+])  # fmt: skip
+def test_parameters_without_a_gradient_in_a_window_are_left_alone(M, fused, loaded):
+    def trained(engine) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        made = [
+            offbeat.Pipeline(
+                nn.Sequential(BySize(), nn.Linear(4, 3)), 2, method=offbeat.ADL(M=M), cuts=[1], engine=engine(),
+                loss=nn.functional.cross_entropy, optimizer=lambda p: sgd(p, fused=fused),
+            ) for _ in range(2)
+        ]  # fmt: skip
+        pipe, generator = made[0], torch.Generator().manual_seed(1)
+        for t, size in enumerate([6, 3, 6, 6, 3, 6, 6, 3, 3, 3, 6, 6, 6, 6, 6, 3, 6, 6]):
+            pipe.step(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
+            if loaded and t in (4, 9, 10):
+                state = pytree.tree_map_only(torch.Tensor, torch.clone, pipe.state())
+                pipe.drain()
+                pipe = made[1] if pipe is made[0] else made[0]  # the other one may have trained, too
+                pipe.load(state, batches=t + 1)
+        pipe.drain()
+        return list(pipe.model.parameters())
+
+    assert all(map(torch.equal, trained(lambda: "simulate"), trained(lambda: Streams(2, CPU))))
 
 
 def test_skipping_looks_at_every_loss_and_so_records_nothing():

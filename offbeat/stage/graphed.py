@@ -108,7 +108,7 @@ class GraphedStage(Stage):
         self.rings: list[tuple[Version, list[Slot]]] = []  # all of them, in the order in which a program begins
         self.given: list[Tensor] = []  # where a recorded backward finds the gradients from above
         self.step: Row | Work | None = None  # the recorded update of a whole window
-        self.stepped = False
+        self.stepped = frozenset[int]()  # parameters that have been
         if isinstance(self.weights, Stash):
             self.weights.memory = []
 
@@ -176,7 +176,7 @@ class GraphedStage(Stage):
         if not self.window.levels:
             self._do("zero", self.window.zero)
         self.deck.put(self.rank, row)
-        self.window.count(t, self._level(batch))
+        self.window.recorded(t, self._level(batch))
         self.backwards += 1
         del self.slots[t], self.in_flight[t]
         self._leave(slot)
@@ -333,7 +333,7 @@ class GraphedStage(Stage):
                     old_values = before.get(parameter, {})
                     tensor.copy_(old_values[key]) if key in old_values else tensor.zero_()
             self.notes.clear()
-        self.window.fix(taken)
+        self.window.usual = self.window.fix(taken)
         self.below = [None if gradient is None else copied_tensor(gradient) for gradient in below]
         if drawn:
             self._refuse("it draws random numbers")
@@ -372,7 +372,7 @@ class GraphedStage(Stage):
         pool = _pool(self.device)
         try:
             with self._recording():
-                for slot in chain(self.slots.values(), *self.free.values()):
+                for slot in chain(*(slots for _, slots in self.rings)):
                     work = partial(self._work_backward, slot, into)
                     slot.backward = Row(self._recorded(work, pool), kind="backward")
         except USERS_CODE as error:
@@ -422,18 +422,20 @@ class GraphedStage(Stage):
 
     def _apply(self, over: int) -> None:
         self.applied.append(list(self.window.batches))
-        if self.step is None and self.stepped and over == self.M:
+        given = self.window.given
+        usual = over == self.M and given == self.window.usual
+        if usual and self.step is None and given <= self.stepped:
             self.step = self._record_step()
-        if isinstance(self.step, Row) and over == self.M:
+        if usual and isinstance(self.step, Row):
             self.deck.put(self.rank, self.step)
         else:
             self.launch()
-            self._work_update(over)
-        self.stepped = True  # so that the optimizer's state has its place
+            self._work_update(over, given)
+        self.stepped |= given  # so that the optimizer's state has its place
 
     def _record_step(self) -> Row | Work:
         """The update of a whole window: recorded, or else as it is, with a word why."""
-        work, why = partial(self._work_update, self.M), self._steps_unlike()
+        work, why = partial(self._work_update, self.M, self.window.usual), self._steps_unlike()
         if why is None:
             try:
                 with self._recording():
@@ -458,11 +460,12 @@ class GraphedStage(Stage):
         unfit = [type(corrector).__name__ for corrector in self.corrections.active if not corrector.recordable]
         return f"{', '.join(unfit)} reckons on the host" if unfit else None
 
-    def _work_update(self, over: int) -> None:
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        if gradients and self.on_nan == "stop":
-            self.notes.gradients(gradients)
-        super()._apply(over)
+    def _work_update(self, over: int, given: frozenset[int]) -> None:
+        with self.window.only(given):
+            gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+            if gradients and self.on_nan == "stop":
+                self.notes.gradients(gradients)
+            super()._apply(over)
 
     def _advance(self) -> None:
         """The schedule reckons on the host; the device learns of a new rate when it has made this update."""

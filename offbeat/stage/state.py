@@ -34,7 +34,6 @@ def save(stage: Stage) -> Tree:
     in_flight = [_save_batch(t, batch, versions, replays=stage.weights.replays)
                  for t, batch in stage.in_flight.items()]  # fmt: skip
     policy = stage.weights.save(versions)
-    gradients = {name: p.grad for name, p in stage.parameters.items() if p.grad is not None}
     return {
         "k": stage.k,
         "K": stage.K,
@@ -47,7 +46,7 @@ def save(stage: Stage) -> Tree:
         "random": stage.random.state,
         "evaluation_random": stage.evaluation_random.state,
         "window": {"levels": list(stage.window.levels), "batches": list(stage.window.batches),
-                   "gradients": gradients if stage.window.levels else {}},
+                   "gradients": stage.window.gradients()},
         "bad": sorted(stage.bad),
         "versions": [version.tensors for version in versions],
         "policy": policy,
@@ -120,15 +119,15 @@ def load(stage: Stage, tree: Tree) -> None:
     stage.staleness.update(dict(tree["staleness"]))
     stage.meter.samples, stage.meter.sums = tree["meter"]["samples"], dict(tree["meter"]["sums"])
     stage.lessons = {t: (stage._here(h), stage._here(target)) for t, h, target in tree["lessons"]}
-    stage.window.levels, stage.window.batches = list(tree["window"]["levels"]), list(tree["window"]["batches"])
+    window = tree["window"]
+    stage.window.load(list(window["levels"]), list(window["batches"]), window["gradients"])
     stage.bad = set(tree["bad"])
-    for name, gradient in tree["window"]["gradients"].items():
-        stage.parameters[name].grad = gradient.to(stage.parameters[name].device)
     versions = [Version({name: tensor.to(stage.device).requires_grad_() for name, tensor in tensors.items()})
                 for tensors in tree["versions"]]  # fmt: skip
     stage.weights.load(tree["policy"], versions)
+    in_flight = {entry["t"]: _load_batch(stage, entry, versions) for entry in tree["in_flight"]}
     stage.in_flight.clear()
-    stage.in_flight.update({entry["t"]: _load_batch(stage, entry, versions) for entry in tree["in_flight"]})
+    stage.in_flight.update(in_flight)
 
 
 def load_model(

@@ -341,12 +341,15 @@ class Stash(Live):
         return len({version.number for version in self.alive()} | {self.made})  # the parameters themselves
 
     def save(self, versions: list[Version]) -> dict[str, Any]:
-        return {"newest": versions.index(self.newest) if self.newest in versions else None}
+        return {"newest": versions.index(self.newest) if self.newest in versions else None,
+                "numbers": [version.number - self.made for version in versions]}  # fmt: skip
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
         self.newest = None if saved["newest"] is None else versions[saved["newest"]]
-        for number, version in enumerate(versions):
-            version.number = self.made if version is self.newest else -1 - number
+        numbers = saved.get("numbers")  # which older files do not tell
+        for place, version in enumerate(versions):
+            apart = 0 if version is self.newest else -1 - place
+            version.number = self.made + (apart if numbers is None else numbers[place])
 
 
 class Before(Stash):

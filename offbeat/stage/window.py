@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,16 @@ class Window:
         self.levels.append(level)
         self.batches.append(t)
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The sums so far, by name."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None} if self.levels else {}
+
+    def load(self, levels: list[int | None], batches: list[int], gradients: Mapping[str, Tensor]) -> None:
+        """Take up what was saved."""
+        self.levels, self.batches = levels, batches
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
+
     def finite(self) -> bool:
         """Whether all gradients are."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
@@ -70,7 +81,48 @@ class Window:
 
 
 class FixedSums(Window):
-    """A window whose sums stay where they are, so that recorded backwards can add to them."""
+    """A window whose sums stay where they are, so that recorded backwards can add to them.
+
+    An optimizer leaves parameters alone that have no gradient, so it must not see the sum of one that got none in this
+    window. Parameters are known by their numbers.
+
+    given    those that got a gradient so far
+    usual    those to which a recorded backward adds
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__(parameters)
+        self.given = self.usual = frozenset[int]()
+
+    def clear(self) -> None:
+        super().clear()
+        self.given = frozenset()
+
+    def gradients(self) -> dict[str, Tensor]:
+        with self.only(self.given):
+            return super().gradients()
+
+    def load(self, levels: list[int | None], batches: list[int], gradients: Mapping[str, Tensor]) -> None:
+        super().load(levels, batches, gradients)
+        self.given = frozenset(number for number, name in enumerate(self.parameters) if name in gradients)
+
+    def recorded(self, t: int, level: int | None) -> None:
+        """A recorded backward adds the gradients of batch t."""
+        self.given = self.given | self.usual if self.given else self.usual
+        self.count(t, level)
+
+    @contextmanager
+    def only(self, given: frozenset[int]) -> Iterator[None]:
+        """The sums of other parameters are out of sight."""
+        others = [p for number, p in enumerate(self.parameters.values()) if number not in given]
+        sums = [parameter.grad for parameter in others]
+        for parameter in others:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, kept in zip(others, sums, strict=True):
+                parameter.grad = kept
 
     def zero(self) -> None:
         """Ahead of the first gradient of a window; nothing but tensor work."""
@@ -78,12 +130,17 @@ class FixedSums(Window):
         if sums:
             torch._foreach_zero_(sums)
 
-    def fix(self, gradients: Iterable[Tensor | None]) -> None:
-        """Make room for the sum of every parameter that gets gradients such as those."""
-        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
-            if gradient is not None and parameter.grad is None:
+    def fix(self, gradients: Iterable[Tensor | None]) -> frozenset[int]:
+        """Make room for the sum of every parameter that gets gradients such as those; which they are."""
+        found = set()
+        for number, ((name, parameter), gradient) in enumerate(zip(self.parameters.items(), gradients, strict=True)):
+            if gradient is None:
+                continue
+            found.add(number)
+            if parameter.grad is None:
                 _check_dense(name, gradient)
                 parameter.grad = torch.zeros_like(parameter)
+        return frozenset(found)
 
     def sum(self, gradients: Iterable[Tensor | None]) -> None:
         """Add to the sums; nothing but tensor work."""
@@ -98,7 +155,7 @@ class FixedSums(Window):
         gradients = list(gradients)
         if not self.levels:
             self.zero()
-        self.fix(gradients)
+        self.given |= self.fix(gradients)
         self.sum(gradients)
         self.count(t, level)
 
