@@ -108,7 +108,7 @@ class GraphedStage(Stage):
         self.rings: list[tuple[Version, list[Slot]]] = []  # all of them, in the order in which a program begins
         self.given: list[Tensor] = []  # where a recorded backward finds the gradients from above
         self.step: Row | Work | None = None  # the recorded update of a whole window
-        self.stepped = frozenset[int]()  # parameters that have been
+        self.stepped = self.window.usual = frozenset()  # parameters that have been; those of a recorded backward
         if isinstance(self.weights, Stash):
             self.weights.memory = []
 
@@ -189,7 +189,8 @@ class GraphedStage(Stage):
         slot.batch.version, slot.batch.kept = NOTHING, None
 
     def _do(self, key: object, work: Work) -> None:
-        """Work that reads and writes the same memory for the same key: recorded when it is done for the second time.
+        """Work that reads and writes the same memory for the same key: recorded when it is done for the second time
+        (never without a key).
 
         Predictions are left alone: what they read comes and goes with the first updates.
         """
@@ -199,7 +200,7 @@ class GraphedStage(Stage):
             if self.kind is None or answers.forward or answers.backward or key not in self.small:
                 self.launch()
                 work()
-                if self.kind is not None:
+                if self.kind is not None and key is not None:
                     self.small[key] = None
                 return
             with self._recording():
@@ -423,7 +424,7 @@ class GraphedStage(Stage):
     def _apply(self, over: int) -> None:
         self.applied.append(list(self.window.batches))
         given = self.window.given
-        usual = over == self.M and given == self.window.usual
+        usual = over == self.M and bool(given) and given == self.window.usual
         if usual and self.step is None and given <= self.stepped:
             self.step = self._record_step()
         if usual and isinstance(self.step, Row):

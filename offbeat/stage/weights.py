@@ -52,7 +52,8 @@ Work = Callable[[], object]
 
 
 def at_once(key: object, work: Work) -> None:
-    """Do tensor work of a policy now; work of the same key reads and writes the same memory every time."""
+    """Do tensor work of a policy now; work of the same key reads and writes the same memory every time, that of None
+    another one."""
     work()
 
 
@@ -310,7 +311,11 @@ class Stash(Live):
         if place is not None:  # the next one goes where nobody has been for longest
             self.memory = [other for other in self.memory if other is not place] + [place]
             self.do(id(place), partial(self.answers.snapshot, place))
-        return Version(self.answers.snapshot() if place is None else place, number=self.made)
+        else:
+            made: list[Tensors] = []
+            self.do(None, lambda: made.append(self.answers.snapshot()))
+            place = made[0]
+        return Version(place, number=self.made)
 
     def ready(self) -> list[Version]:
         """Those that the next forwards may use."""
