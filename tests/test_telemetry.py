@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import offbeat
+from offbeat.links import Message
 from offbeat.links.distributed import GOODBYE
 from offbeat.telemetry import Telemetry
 
@@ -17,7 +18,7 @@ def test_the_last_reports_are_waited_for_and_the_goodbye_behind_them_is_left():
     pipe.step(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
     telemetry = Telemetry(pipe)
     telemetry.tell()
-    telemetry.links[2].send(GOODBYE)
+    telemetry.links[2].send(Message(-1, kind=GOODBYE))
     (reports,) = telemetry.collect(wait=True)
     assert [report.k for report in reports] == [1, 2]
     assert telemetry.links[2].receive() == GOODBYE

@@ -24,7 +24,7 @@ from offbeat.links.wire import PREFIX, pack, size, unpack
 
 FIRST_CAPACITY = 1 << 16
 GOODBYE = "close"  # kind of the last message; its content says why it is, if anybody knows
-FAREWELL = 1024  # bytes that it takes at most
+FAREWELL = 4096  # bytes that it takes at most
 WORDS = 300  # characters of its reason
 
 
