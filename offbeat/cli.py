@@ -340,8 +340,8 @@ def bench(
     K: Annotated[int, typer.Option("-K", help="Workers, and stages.")] = 4,
     M: Annotated[int, typer.Option("-M", help="Gradients an update of ADL.")] = 4,
     against: Annotated[
-        str, typer.Option(help="all, or some of bp-cores, bp-windows (GPU), torch-gpipe, torch-1f1b, torch-interleaved, "
-                               "ddp, adl-1f1b, ddg, fr, dsp, gpipe; bp and adl are always there.")
+        str, typer.Option(help="all, or some of bp-cores, bp-windows (GPU), torch-gpipe, torch-1f1b, torch-interleaved,"
+                               " ddp, adl-1f1b, ddg, fr, dsp, gpipe; bp and adl are always there.")
     ] = "all",
     shape: Annotated[str | None, typer.Option(help="C,H,W of a sample. (default the network's)")] = None,
     device: Annotated[str, typer.Option(help="cpu, a core a worker; or cuda, one GPU.")] = "cpu",
