@@ -296,6 +296,18 @@ def made(*rows: dict, bound: tuple[float, ...] = (0.9, 1.1)) -> dict:
                       "stages": [[value, value / 2] for value in bound], "meaning": "slowest"}}  # fmt: skip
 
 
+def test_windows_at_once_are_a_synchronous_pipeline_to_be_compared_with():
+    record = made(row("bp", [2.0, 2.0]), row("bp-windows", [1.5, 1.5], staleness=(0.0, 0.0)),
+                  row("adl", [1.0, 1.0], staleness=(0.5, 0.0)))  # fmt: skip
+    assert standings.best_synchronous(record)["name"] == "bp-windows"
+    assert ROWS["bp-windows"].title_on("cuda") == "BP, windows at once"
+
+
+def test_a_number_of_micro_batches_is_the_best_only_of_several():
+    assert "the best of those tried" in rounds.note(ROWS["gpipe"], SETTING, 4, tried=3)
+    assert "no other number tried" in rounds.note(ROWS["gpipe"], SETTING, 4, tried=1)
+
+
 def test_ratios_are_taken_within_a_round():
     record = made(row("bp", [2.0, 4.0]), row("torch-gpipe", [1.0, 1.6], m=4), row("torch-1f1b", [1.25, 2.5], m=4),
                   row("adl", [1.0, 1.25], staleness=(0.5, 0.0)))  # fmt: skip
@@ -446,6 +458,17 @@ def test_records_make_sections_of_the_page_and_none_makes_none(tmp_path, monkeyp
     assert "bench-2cores-mlp-k2.svg" not in said
     draw_bench(record, tmp_path / "bench-2cores-mlp-k2.svg")
     assert "(results/bench-2cores-mlp-k2.svg)" in "\n".join(module.section())
+    assert module.headline() == "Nothing has been measured yet."  # no synchronous pipeline to compare with
+    others = [row("bp", [2.0, 2.0]), row("bp-cores", [0.5, 0.5]), row("torch-1f1b", [1.3, 1.5], m=4),
+              row("ddp", [0.8, 0.8])]  # fmt: skip
+    record = made(*others, row("adl", [1.0, 1.0], staleness=(0.5, 0.0)), bound=(0.7, 0.7))
+    (tmp_path / "bench-2cores-mlp-k2.json").write_text(json.dumps(record))
+    said = " ".join(module.headline().split())
+    assert "| mlp, b=8, K=2 | 2 | 2 | 4 | 16 | | 6 | | 10 | 8 | 1.40 (1.30-1.50) | 0.70 (0.70-0.70) |" in said
+    assert "BP on all cores of a run is 2.00 times as fast as ADL on K of them" in said
+    assert "ADL is 0.80 times as fast as DistributedDataParallel" in said
+    assert "Missed: mlp, b=8, K=2 0.70 of 0.9 of the bound." in said
+    assert "Not in every round: mlp, b=8, K=2 1.40 of 1.4 times (its rounds: 1.30, 1.50)." in said
 
 
 # ---- where workers come from

@@ -100,10 +100,13 @@ class Spring(nn.Module):
                 time.sleep(2.5 * SILENCE)
             if case == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if case == "failing":
+                raise ValueError("a fault of this stage")
         return x
 
 
 engine = Processes(K, silence=SILENCE)
+engine.store_answers = case != "failing"  # as if its process had ended first
 model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), Spring()) for _ in range(K)))
 pipe = offbeat.Pipeline(model, K, method="adl", M=2, cuts=list(range(1, K)), loss=nn.functional.mse_loss, engine=engine,
                         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
@@ -163,6 +166,12 @@ def test_all_that_wait_for_a_stopped_process_are_told_also_those_who_are_not_its
         assert "stage 2 has not answered for 4 s" in last, err
         assert "StageSilent" in last or "StageLost" in last
         assert seconds < SECONDS + 8
+
+
+def test_a_stage_that_fails_tells_its_neighbours_why_without_the_store_too(tmp_path):
+    (code, _, err, _), _ = members(tmp_path, "failing", 2)
+    assert code == 1
+    assert "a fault of this stage" in err.strip().splitlines()[-1], err
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ class Row:
     on_gpu: bool = False  # there alone
 
     def title_on(self, device: str) -> str:
-        return self.title if device == "cpu" else ON_GPU.get(self.name, f"{self.title}, on streams")
+        return self.title if device == "cpu" or self.on_gpu else ON_GPU.get(self.name, f"{self.title}, on streams")
 
 
 LISTED = (
@@ -62,8 +62,7 @@ LISTED = (
     Row("gpipe", "Offbeat GPipe", "offbeat", "pipeline", "gpipe", swept=True),
 )  # fmt: skip
 ROWS = {row.name: row for row in LISTED}
-ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded",  # the same rows, where there are no cores to tell them apart
-          "bp-windows": "BP, windows at once"}  # fmt: skip
+ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where there are no cores to tell them apart
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ class GraphedStage(Stage):
         self.rings: list[tuple[Version, list[Slot]]] = []  # all of them, in the order in which a program begins
         self.given: list[Tensor] = []  # where a recorded backward finds the gradients from above
         self.step: Row | Work | None = None  # the recorded update of a whole window
-        self.stepped = self.window.usual = frozenset()  # parameters that have been; those of a recorded backward
+        self.stepped = frozenset[int]()  # parameters that have been
+        self.window.usual = frozenset()
         if isinstance(self.weights, Stash):
             self.weights.memory = []
 
@@ -443,15 +444,13 @@ class GraphedStage(Stage):
                     return Row(self._recorded(work), kind="update")
             except USERS_CODE as error:
                 why = first_line(error)
-        if self.eager is None and captures(self.device):
+        if captures(self.device):
             warnings.warn(f"updates are not recorded, so that stages wait for them: {why}", NotRecorded, stacklevel=3)
         return work
 
     def _steps_unlike(self) -> str | None:
         """Why an update is not the same tensor work every time; the rate has to be on the device."""
         assert self.optimizer is not None
-        if self.eager is not None:
-            return self.eager
         for group in self.optimizer.param_groups:
             option = "capturable" if "capturable" in group else "fused"
             if not group.get(option):

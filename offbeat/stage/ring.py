@@ -11,7 +11,7 @@ groups of M that share the memory of one version, and the groups go round:
 A slot is used again when its batch has come back, and when the neighbours have read what it last gave them: they are at
 most `BEHIND` turns behind (see ticks.py), and read a gradient `below` turns after it was made. The rings of all stages
 divide a common period, so that after it everything comes again, also who gives to whom; this is why some stages have
-more slots than they need (with ADL and M = 4 three times as many at K = 2, twice at K = 4, fewer beyond).
+more slots than they need (how many more stands with the records of benchmarks/gpu.py).
 """
 
 from __future__ import annotations
