@@ -26,7 +26,9 @@ class Data:
     shape: Annotated[str | None, typer.Option(help="C,H,W of a sample, for data that can take one.")] = None
     classes: Annotated[int | None, typer.Option(help="Classes of synthetic data.")] = None
     samples: Annotated[int | None, typer.Option(help="Samples of synthetic data.")] = None
-    data_workers: Annotated[int | None, typer.Option(help="Processes that decode an image folder. (default 2)")] = None
+    data_workers: Annotated[
+        int | None, typer.Option(help="Processes that decode an image folder. (default the cores, at most 8)")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ class Recipe:
     shape: tuple[int, ...] | None = None
     classes: int | None = None
     samples: int | None = None
-    data_workers: int = 2
+    data_workers: int | None = None  # None: as many as there are cores, up to 8
     method: str
     K: int
     M: int

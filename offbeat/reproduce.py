@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 ASKED = "reproduction.json"
 STAGES = 8  # of a network without lag on one GPU
 REPORTS_AN_EPOCH = 2  # lines of training in the records: a folder that is carried around stays small
-PLACES = ("cuts", "units", "threads_per_stage", "data_dir")  # decided where a run began, and kept
+PLACES = ("cuts", "units", "threads_per_stage", "data_dir", "data_workers")  # decided where a run began, and kept
 
 
 @dataclass(frozen=True, kw_only=True)

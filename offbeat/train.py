@@ -26,7 +26,7 @@ from offbeat.errors import UserError
 from offbeat.pipeline import Pipeline
 from offbeat.precision import Numbers
 from offbeat.progress import Progress
-from offbeat.recipe import Recipe
+from offbeat.recipe import Recipe, cores
 from offbeat.record import Diagnoses, RunFolder
 from offbeat.saving import Saver
 from offbeat.seeds import derive
@@ -35,6 +35,7 @@ from offbeat.telemetry import Telemetry
 
 REPORTS_AN_EPOCH = 20
 TESTED = 2000 * 3 * 32 * 32  # numbers in what a GPU evaluates at once
+MOST_WORKERS = 8  # that decode images, unless a recipe says it
 DATA_DIR = "OFFBEAT_DATA_DIR"  # where the data of recipes lie that do not say it
 
 
@@ -51,9 +52,10 @@ def open_data(recipe: Recipe) -> data.DataSet:
     """The recipe's data; a recipe that names no folder takes that of OFFBEAT_DATA_DIR, which no record repeats."""
     kind = data.KINDS.get(recipe.data)
     outside = os.environ.get(DATA_DIR) if kind and kind.layout else None
+    workers = min(cores(), MOST_WORKERS) if recipe.data_workers is None else recipe.data_workers
     return data.open(
         recipe.data, folder=recipe.data_dir or outside, shape=shape_of(recipe.shape), classes=recipe.classes,
-        samples=recipe.samples, workers=recipe.data_workers,
+        samples=recipe.samples, workers=workers,
     )  # fmt: skip
 
 
