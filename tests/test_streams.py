@@ -6,7 +6,9 @@ What only a GPU can show (that captured graphs do the same, and that nothing rac
 from __future__ import annotations
 
 import math
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -612,3 +614,11 @@ def test_slots_go_round_so_that_no_batch_runs_eagerly(name, M):
         assert len(slots) == stage.ring.slots
         assert not stage.slots
         assert stage.weights.versions() <= stage.most_versions
+
+
+@pytest.mark.parametrize("name", ["adl", "adl-1f1b", "bp"])
+def test_the_training_that_sanitizers_watch_launches_whole_ticks(monkeypatch, name):
+    launched = capture(monkeypatch)
+    trained = runpy.run_path(str(Path(__file__).parent / "gpu" / "small.py"))["trained"]
+    assert 0 < trained(name, "fp32", CPU) < 2.4
+    assert sum(pieces >= 2 * 4 for pieces in launched) >= 5
