@@ -31,7 +31,7 @@ from offbeat import recipes, record
 from offbeat import reproduce as reproducing
 from offbeat.errors import UserError, first_line
 from offbeat.recipe import complete, load
-from offbeat.recipes import Row, Table
+from offbeat.recipes import Images, Row, Table
 from offbeat.report import reproduction as report
 
 DIGITS = 4  # of errors and times, behind the point
@@ -46,6 +46,7 @@ class Joined:
 
     table: Table
     settings: dict[str, Any]
+    images: Images | None
     invocations: list[dict[str, Any]]
     runs: dict[str, Path]
 
@@ -66,6 +67,7 @@ class Joined:
 def joined(folders: list[Path]) -> Joined:
     """What all folders hold together; refuses what does not belong together."""
     first: tuple[Path, Table, dict[str, Any]] | None = None
+    images: Images | None = None
     invocations: list[dict[str, Any]] = []
     runs: dict[str, Path] = {}
     for folder in folders:
@@ -79,6 +81,9 @@ def joined(folders: list[Path]) -> Joined:
                                 f"{', '.join(recipes.TABLES)}: leave it out")  # fmt: skip
             first = folder, recipes.TABLES[there["table"]], settings
         check_alike(first, folder, there["table"], settings)
+        if images and there["images"] and images != there["images"]:
+            raise UserError(f"{first[0]} has {images}, {folder} has {there['images']}: join those of the same data")
+        images = images or there["images"]
         invocations += there["invocations"]
         for path in sorted((folder / "runs").iterdir()) if (folder / "runs").is_dir() else ():
             check_run(path, first[1], settings)
@@ -89,7 +94,7 @@ def joined(folders: list[Path]) -> Joined:
     if not runs:
         raise UserError(f"no run in {', '.join(map(str, folders))}: there is nothing to join yet")
     invocations.sort(key=lambda invocation: invocation["started"])
-    return Joined(first[1], first[2], invocations, runs)
+    return Joined(first[1], first[2], images, invocations, runs)
 
 
 def check_alike(first: tuple[Path, Table, dict[str, Any]], folder: Path, table: str, settings: dict[str, Any]) -> None:
@@ -204,10 +209,12 @@ def join(folders: list[Path], into: Path | None = None, given: dict[str, str | N
         raise UserError(f"--into {into}: give a folder that is empty or not there yet, in one that is")
     made_of = {row.name: reproducing.recipe_of(row, 0, all_of.settings) for row in all_of.rows}
     with together(all_of, into) as folder:
-        found = report.read(folder, all_of.table, made_of, asked(all_of)[1], all_of.settings, all_of.invocations[-1])
-        content = {"table": all_of.table.name, "settings": all_of.settings, "invocations": all_of.invocations}
+        found = report.read(folder, all_of.table, made_of, asked(all_of)[1], all_of.settings, all_of.invocations[-1],
+                            all_of.images)  # fmt: skip
+        content = {"table": all_of.table.name, "settings": all_of.settings, "images": all_of.images,
+                   "invocations": all_of.invocations}  # fmt: skip
         if into is not None:
-            (folder / reproducing.ASKED).write_text(json.dumps(content, indent=2) + "\n")
+            (folder / reproducing.ASKED).write_text(reproducing.content_text(content))
             reproducing.written(folder, found)
         return made(all_of, found)
 

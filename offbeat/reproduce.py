@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
@@ -32,7 +32,7 @@ from rich.console import Console
 from offbeat import launch, recipes, record
 from offbeat.errors import Interrupted, NotFinite, UserError, first_line, unknown
 from offbeat.recipe import Recipe, complete, load
-from offbeat.recipes import Row, Table
+from offbeat.recipes import Images, Row, Table
 from offbeat.report import draw_curves
 from offbeat.report import reproduction as report
 from offbeat.report.reproduction import Reproduction
@@ -169,12 +169,15 @@ def _folder(request: Request) -> Path:
 
 
 def stored(folder: Path) -> dict[str, Any] | None:
-    """Table, settings and invocations in the folder's reproduction.json; None where there is none."""
+    """What the folder's reproduction.json says: table, settings, images, invocations; None where there is none."""
     path = folder / ASKED
     try:
         content = json.loads(path.read_text()) if path.exists() else None
-        return None if content is None else {"table": content["table"], "settings": dict(content["settings"]),
-                                             "invocations": list(content["invocations"])}  # fmt: skip
+        if content is None:
+            return None
+        images = content.get("images")  # in folders of earlier versions nobody says
+        return {"table": content["table"], "settings": dict(content["settings"]), "images": images and Images(**images),
+                "invocations": list(content["invocations"])}  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({first_line(error)}): choose another folder") from None
 
@@ -184,10 +187,25 @@ def opened(request: Request, table: Table, folder: Path) -> dict[str, Any]:
     there = stored(folder)
     if there is None:
         record.check_free(folder)
-        return {"table": table.name, "settings": settings_of(request, table, None), "invocations": []}
+        return {"table": table.name, "settings": settings_of(request, table, None), "images": None, "invocations": []}
     if there["table"] != table.name:
         raise UserError(f"{folder} holds a reproduction of {there['table']}, not of {table.name}: choose another --out")
     return {**there, "settings": settings_of(request, table, there["settings"])}
+
+
+def content_text(content: dict[str, Any]) -> str:
+    """Of reproduction.json."""
+    return json.dumps({**content, "images": content["images"] and asdict(content["images"])}, indent=2) + "\n"
+
+
+def same_images(table: Table, data_set: DataSet, there: Images | None, folder: Path) -> Images | None:
+    """What the folder's runs train on, where any images can be taken; must be that of the runs before."""
+    if table.images is None:
+        return None
+    here = Images(data_set.classes, data_set.train_samples, data_set.test_samples)
+    if there is not None and there != here:
+        raise UserError(f"--data holds {here}, but the runs in {folder} have {there}: give theirs, or another --out")
+    return here
 
 
 def _write(path: Path, text: str) -> None:
@@ -267,18 +285,20 @@ def reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
         stopped = (path / "checkpoints").exists() and not (path / "model.safetensors").exists()  # behind its last epoch
         todo += [] if told.over and not stopped else [run]
     data_set = open_data(request, runs[0].recipe) if todo else None
+    if data_set is not None:
+        content["images"] = same_images(table, data_set, content["images"], folder)
     provenance = record.provenance(request.command, device=settings.get("device"))
     content["invocations"].append(provenance)
     try:
         (folder / "runs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to {folder} ({first_line(error)}): choose another --out") from error
-    _write(folder / ASKED, json.dumps(content, indent=2) + "\n")
+    _write(folder / ASKED, content_text(content))
     work = Work(folder, request, data_set, until, Console(stderr=True, highlight=False, quiet=not show), show)
     work.say(f"{len(runs) - len(todo)} of {len(runs)} runs are done")
 
     def result() -> Reproduction:
-        return written(folder, report.read(folder, table, made, request.seeds, settings, provenance))
+        return written(folder, report.read(folder, table, made, request.seeds, settings, provenance, content["images"]))
 
     try:
         work.all(todo)

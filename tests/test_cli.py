@@ -11,6 +11,7 @@ from command import check_refused, contents
 
 from offbeat import models
 from offbeat.recipe import complete
+from offbeat.train import open_data
 
 SMALL = ("--data", "synthetic", "--samples", "8", "--model", "mlp", "--epochs", "1")  # 5 units
 RECIPE = {"model": "mlp", "data": "synthetic", "samples": 8}
@@ -270,6 +271,16 @@ def test_the_defaults_for_image_folders_are_the_papers_for_imagenet():
     assert recipe.lr == 0.1 * 64 * 2 / 256
     assert (recipe.epochs, recipe.weight_decay, recipe.milestones) == (90, 1e-4, (1 / 3, 2 / 3, 8 / 9))
     assert (recipe.momentum, recipe.warmup) == (0.9, 3.0)
+
+
+@pytest.mark.parametrize(("given", "cores", "decoding"), [(None, 3, 3), (None, 64, 8), (0, 64, 0), (20, 3, 20)])
+def test_images_are_decoded_on_all_cores_up_to_eight_unless_it_is_said(monkeypatch, tmp_path, given, cores, decoding):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        (tmp_path / split / "a" / "x.png").touch()
+    monkeypatch.setattr("offbeat.train.cores", lambda: cores)
+    recipe = complete(data="imagefolder", data_dir=str(tmp_path), model="resnet18", data_workers=given)
+    assert open_data(recipe).workers == decoding
 
 
 @pytest.mark.parametrize(("method", "M", "lr"), [("bp", None, 0.0125), ("bp", 4, 0.05), ("adl", 1, 0.0125)])

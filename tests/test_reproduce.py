@@ -12,15 +12,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from command import Command, Outcome, check_refused
+from PIL import Image
 
 from offbeat import checkpoint, models, recipes, train, turns
 from offbeat import reproduce as reproducing
 from offbeat import reproduce as reproduction
 from offbeat.recipe import Recipe, complete
-from offbeat.recipes import TABLES, Paper, Table
+from offbeat.recipes import TABLES, Images, Paper, Table
 from offbeat.recipes.row import row
 from offbeat.report.reproduction import read_run
 
@@ -195,6 +197,49 @@ def test_runs_are_run_folders_and_the_table_is_what_they_recorded(offbeat, table
     assert not list(Path("x").rglob("checkpoints")), "a finished run is small"
     again = reproduce(offbeat, "--json", seeds=2)
     assert json.loads(again.out)["rows"] == list(json.loads(Path("x/results.json").read_text())["rows"])
+
+
+@row(1, Paper(29.75, "Table 0, images", top5=10.55, remark="a remark"))
+def net_images(**given: object) -> Recipe:
+    """Net on images, ADL."""
+    fixed = {"model": "resnet8", "data": "imagefolder", "shape": (3, 8, 8), "data_workers": 0, "K": 2, "M": 2,
+             "batch_size": 4, "threads_per_stage": 1, "engine": "simulate", "epochs": 2}  # fmt: skip
+    return complete(**{**given, **fixed})
+
+
+def save_images(folder: Path, *, classes: int, train: int) -> None:
+    for split, number in (("train", train), ("val", 2)):
+        for n in range(classes * number):
+            path = folder / split / f"class{n % classes}" / f"{n}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.random.default_rng(n).integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(path)
+
+
+def test_the_papers_values_stand_beside_those_of_its_own_images_alone(offbeat, monkeypatch):
+    save_images(Path("mine"), classes=3, train=4)
+    save_images(Path("more"), classes=3, train=5)
+
+    def made(images: Images, out: str, data: str = "mine") -> Outcome:
+        shown = Table(name="small", title="Images", rows=(net_images,), top5=True, images=images)
+        monkeypatch.setitem(recipes.TABLES, "small", shown)
+        return reproduce(offbeat, "--data", data, out=out, seeds=2 if data == "more" else 1)
+
+    same = made(Images(3, 12, 6), "same")
+    assert same.code == 0, same.err
+    assert results("same")["net-images"]["difference"] is not None
+    assert re.search(r"net-images +29.75 ", same.out)
+    assert "other images" not in same.out
+    other = made(Images(1000, 1_281_167, 50_000), "other")
+    assert results("other")["net-images"]["difference"] is None
+    assert results("other")["net-images"]["error"] == results("same")["net-images"]["error"]
+    assert "Images, on other images, 2 epochs" in other.out
+    assert re.search(r"net-images +- ", other.out)
+    assert "29.75" not in other.out + Path("other/table.md").read_text()
+    assert "trained on 3 classes, 12 images to train and 6 to test with" in other.out
+    refused = made(Images(3, 12, 6), "same", data="more")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "--data holds 3 classes, 15 images to train" in refused.err
+    assert "the runs in same have 3 classes, 12 images" in refused.err
 
 
 def test_a_run_that_diverges_is_a_row_that_says_so_and_the_others_go_on(offbeat, table):

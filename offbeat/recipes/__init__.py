@@ -6,8 +6,8 @@ from offbeat.recipes.ablation import ABLATION
 from offbeat.recipes.cifar10 import CIFAR10_TABLE
 from offbeat.recipes.curves import CURVES
 from offbeat.recipes.imagenet import IMAGENET_TABLE
-from offbeat.recipes.row import Paper, Row, Table
+from offbeat.recipes.row import Images, Paper, Row, Table
 
 TABLES: dict[str, Table] = {table.name: table for table in (CIFAR10_TABLE, ABLATION, CURVES, IMAGENET_TABLE)}
 
-__all__ = ["TABLES", "Paper", "Row", "Table"]
+__all__ = ["TABLES", "Images", "Paper", "Row", "Table"]

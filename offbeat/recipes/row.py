@@ -60,14 +60,36 @@ def row(tier: int, paper: Paper | None = None) -> Callable[[Callable[..., Recipe
     return made
 
 
+@dataclass(frozen=True)
+class Images:
+    """How much a data set holds.
+
+    >>> imagenet, ours = Images(1000, 1_281_167, 50_000), Images(1000, 1_281_150, 50_000)
+    >>> imagenet.alike(ours), imagenet.alike(Images(100, 126_689, 5_000)), str(ours)
+    (True, False, '1,000 classes, 1,281,150 images to train and 50,000 to test with')
+    """
+
+    classes: int
+    train: int
+    test: int
+
+    def alike(self, other: Images) -> bool:
+        """Whether it may be the same one; copies lack a file or two."""
+        return self.classes == other.classes and abs(self.train - other.train) <= self.train / 100
+
+    def __str__(self) -> str:
+        return f"{self.classes:,} classes, {self.train:,} images to train and {self.test:,} to test with"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows that are run and shown together."""
+    """Rows that are run and shown together; `images` are the paper's, where any others can be taken."""
 
     name: str
     title: str
     rows: tuple[Row, ...]
     top5: bool = False  # whether top-5 errors are shown
+    images: Images | None = None
 
     def order(self, seeds: int) -> list[tuple[Row, int]]:
         """All (row, seed) by worth: the first seed of tiers 1 and 2, their other seeds, then the later tiers."""

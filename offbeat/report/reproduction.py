@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from math import isfinite
 from pathlib import Path
@@ -21,7 +21,7 @@ from rich import box
 from rich.table import Table as Grid
 
 from offbeat.recipe import Recipe
-from offbeat.recipes import Paper, Row, Table
+from offbeat.recipes import Images, Paper, Row, Table
 from offbeat.record import lines
 
 
@@ -137,19 +137,24 @@ def run_name(row: str, seed: int) -> str:
 
 def read(
     folder: Path, table: Table, recipes: dict[str, Recipe], seeds: int, settings: dict[str, Any],
-    provenance: dict[str, Any],
+    provenance: dict[str, Any], images: Images | None = None,
 ) -> Reproduction:  # fmt: skip
-    """What the folder holds of these rows (those in `recipes`), and of others of the table that were run in it."""
+    """What the folder holds of these rows (those in `recipes`), and of others of the table that were run in it.
+
+    The paper's values stand beside ours unless it trained on other images.
+    """
     rows = []
+    others = images if table.images and images and not table.images.alike(images) else None
     for row in table.rows:
         there = {int(path.name.rpartition("-seed")[2]) for path in (folder / "runs").glob(f"{row.name}-seed[0-9]*")}
         wanted = set(range(seeds)) if row.name in recipes else set()
         if runs := [read_run(folder / "runs" / run_name(row.name, seed), seed) for seed in sorted(wanted | there)]:
-            rows.append(_result(row, recipes.get(row.name), runs))
+            rows.append(_result(replace(row, paper=None) if others else row, recipes.get(row.name), runs))
     epochs = settings["epochs"]
-    title = f"{table.title}, {epochs} epochs" if epochs else table.title
+    title = f"{table.title}, on other images" if others else table.title
+    title = f"{title}, {epochs} epochs" if epochs else title
     return Reproduction(table=table.name, title=title, settings=settings, top5=table.top5, rows=rows,
-                        notes=list(_notes(table, rows, epochs)), provenance=provenance)  # fmt: skip
+                        notes=list(_notes(table, rows, epochs, others)), provenance=provenance)  # fmt: skip
 
 
 def _result(row: Row, recipe: Recipe | None, runs: list[Run]) -> Result:
@@ -171,12 +176,14 @@ def setting(recipe: Recipe) -> str:
     return f"K={recipe.K}, M={recipe.M}, b={recipe.batch_size}, lr={recipe.lr:g}"
 
 
-def _notes(table: Table, rows: list[Result], epochs: int | None) -> Iterable[str]:
+def _notes(table: Table, rows: list[Result], epochs: int | None, others: Images | None) -> Iterable[str]:
     yield "error: test error in % at the last epoch, median over the seeds; the paper's are medians of 3 runs"
+    if others:
+        yield f"trained on {others}; the paper's values are of {table.images} and do not stand beside ours"
     usual = next(iter(table.rows)).recipe().epochs
     if epochs is not None and epochs != usual:
-        yield f"{epochs} epochs instead of {usual}: the paper's values are of longer training" if epochs < usual else (
-            f"{epochs} epochs instead of {usual}")  # fmt: skip
+        longer = ": the paper's values are of longer training" if epochs < usual and not others else ""
+        yield f"{epochs} epochs instead of {usual}{longer}"
     remarks: dict[str, list[str]] = {}
     for row in rows:
         if row.paper and row.paper.remark:
