@@ -121,9 +121,9 @@ def option(command: list[str], name: str) -> str | None:
     return command[command.index(name) + 1] if name in command else None
 
 
-def asked(all_of: Joined) -> tuple[set[str], int]:
-    """The rows that the invocations asked for, and the most seeds."""
-    names, most = set(), 1
+def asked(all_of: Joined) -> dict[str, int]:
+    """The rows that the invocations asked for, and with how many seeds."""
+    most: dict[str, int] = {}
     for invocation in all_of.invocations:
         command = invocation["command"]
         seeds = int(option(command, "--seeds") or 1)
@@ -131,9 +131,8 @@ def asked(all_of: Joined) -> tuple[set[str], int]:
             table=all_of.table.name, only=option(command, "--only"), epochs=None, seeds=seeds, minutes=None,
             together=1, data=None, out=None, running={},
         )  # fmt: skip
-        names |= {row.name for row in reproducing.rows_of(request)[1]}
-        most = max(most, seeds)
-    return names, most
+        most |= {row.name: max(seeds, most.get(row.name, 0)) for row in reproducing.rows_of(request)[1]}
+    return most
 
 
 # ---- the record
@@ -157,7 +156,7 @@ def made(all_of: Joined, found: report.Reproduction) -> dict[str, Any]:
     content = found.as_dict()
     for row in content["rows"]:
         row["runs"] = [rounded(run) for run in row["runs"]]
-    names, _ = asked(all_of)
+    names = asked(all_of)
     begun = {row.name for row in all_of.rows}
     return {
         **content,
@@ -208,8 +207,9 @@ def join(folders: list[Path], into: Path | None = None, given: dict[str, str | N
     if taken or (into is not None and not into.absolute().parent.is_dir()):
         raise UserError(f"--into {into}: give a folder that is empty or not there yet, in one that is")
     made_of = {row.name: reproducing.recipe_of(row, 0, all_of.settings) for row in all_of.rows}
+    seeds = {name: number for name, number in asked(all_of).items() if name in made_of}
     with together(all_of, into) as folder:
-        found = report.read(folder, all_of.table, made_of, asked(all_of)[1], all_of.settings, all_of.invocations[-1],
+        found = report.read(folder, all_of.table, made_of, seeds, all_of.settings, all_of.invocations[-1],
                             all_of.images)  # fmt: skip
         content = {"table": all_of.table.name, "settings": all_of.settings, "images": all_of.images,
                    "invocations": all_of.invocations}  # fmt: skip
@@ -231,6 +231,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="leave the joined folder here")
     parser.add_argument("--commit", help="of invocations that could not tell theirs")
     parser.add_argument("--gpu", help="its name, for invocations that do not tell it")
+    parser.add_argument("--images", metavar="NAME", help="what other images than the paper's are called")
     parser.add_argument("--remark", action="append", default=[], help="what else a reader of the record should know")
     options = parser.parse_args()
     try:
@@ -240,6 +241,10 @@ def main() -> None:
             raise UserError(f"--out {options.out}: there is no folder {options.out.parent}, make it first")
         content = join(options.folders, options.into, {"commit": options.commit, "gpu": options.gpu})
         content["notes"] = [*content["notes"], *options.remark]
+        if options.images:
+            if report.OTHERS not in content["title"]:
+                raise UserError(f"--images {options.images}: these runs have those of the paper, leave it out")
+            content["title"] = content["title"].replace(report.OTHERS, f"on {options.images}")
         record.write(options.out, text(content))
     except UserError as error:
         fail(str(error))

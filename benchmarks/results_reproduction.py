@@ -17,6 +17,7 @@ ANCHOR = "the-papers-rows-again"
 STATES = ("done", "diverged", "failed")
 NETWORK = "resnet56"  # of the README
 EPOCHS = 300  # of the paper's schedule on CIFAR-10
+MISSING: Record = {"state": "missing", "errors": []}
 
 
 # ---- a row
@@ -88,12 +89,28 @@ def staleness(record: Record, row: Record) -> str:
 # ---- tables and words
 
 
-def table(record: Record) -> str:
-    head = ["row", "paper", "ours", "n", "to the paper", "to BP, same b and M", "staleness of stage 1", "state"]
-    epochs = record["settings"]["epochs"]
-    return markdown(head, [[row["title"], paper(row), ours(row), str(row["n"]), signed(row["difference"]),
-                            signed(to_bp(record, row)), staleness(record, row), state(row, epochs)]
-                           for row in record["rows"]])  # fmt: skip
+def compared(record: Record) -> bool:
+    """Whether the paper has values for any of the rows; of other images it has none."""
+    return any(row["paper"] for row in record["rows"])
+
+
+def cells(record: Record, row: Record) -> dict[str, str]:
+    """What is told of a row, by column."""
+    told = {
+        "row": row["title"], "paper": paper(row), "ours": ours(row),
+        "top-5": "-" if row["top5"] is None else f"{row['top5']:.2f}", "n": str(row["n"]),
+        "to the paper": signed(row["difference"]), "to BP, same b and M": signed(to_bp(record, row)),
+        "staleness of stage 1": staleness(record, row), "state": state(row, record["settings"]["epochs"]),
+    }  # fmt: skip
+    unknown = [] if compared(record) else ["paper", "to the paper"]
+    unknown += [] if record["top5"] else ["top-5"]
+    return {name: value for name, value in told.items() if name not in unknown}
+
+
+def table(record: Record, rows: list[Record], left_out: tuple[str, ...] = ()) -> str:
+    told = [cells(record, row) for row in rows]
+    columns = [name for name in told[0] if name not in left_out]
+    return markdown(columns, [[row[name] for name in columns] for row in told])
 
 
 def verdicts(record: Record) -> list[str]:
@@ -251,10 +268,11 @@ def section(found: Records) -> list[str]:
     for name, record in found.items():
         lines += [
             f"### {record['title']}", "",
-            prose("Test error (%) at the last epoch. Ours: median (lowest-highest) of n seeds; the paper's are medians",
-                  "of 3. `To BP`: ours minus our own BP with accumulation of the same network, b, M and learning rate,",
+            prose("Test error (%) at the last epoch. Ours: median (lowest-highest) of n seeds"
+                  + ("; the paper's are medians of 3." if compared(record) else "."),
+                  "`To BP`: ours minus our own BP with accumulation of the same network, b, M and learning rate,",
                   "where both are done. Staleness in updates, as measured. All runs:", f"{how(record)}."), "",
-            table(record), "",
+            table(record, record["rows"]), "",
             f"![Test error against the epoch](results/{picture(name).name})", "",
             *verdicts(record), *without_bp(record), *missing(record), *notes(record), "", *sources(name, record), "",
         ]  # fmt: skip
@@ -266,22 +284,17 @@ def headline(found: Records) -> str:
     done; then what they say."""
     parts = []
     for record in found.values():
-        epochs, rows = record["settings"]["epochs"], []
         shown = [row for row in record["rows"] if row["error"] is not None
                  or (record["tiers"][row["name"]] == 1 and row["name"].startswith(NETWORK))]  # fmt: skip
-        for row in shown:
-            rows.append([row["title"], paper(row), ours(row), str(row["n"]), signed(to_bp(record, row)),
-                         state(row, epochs)])  # fmt: skip
-        for row in record["missing"]:
-            if rows and row["tier"] == 1 and row["name"].startswith(NETWORK):
-                rows.append([row["title"], paper(row), "-", "0", "", "missing"])
-        if rows:
+        absent = [{**row, "error": None, "top5": None, "difference": None, "n": 0, "runs": [MISSING]}
+                  for row in record["missing"] if row["tier"] == 1 and row["name"].startswith(NETWORK)]  # fmt: skip
+        if shown:
             shorter = "".join(f"; {note}" for note in record["notes"] if "epochs instead of" in note)
             parts += [
                 prose(f"The paper's rows again: {record['title']}, test error (%) at the last epoch, median of n",
                       "seeds (lowest-highest); beside ADL its distance to our BP with accumulation",
                       f"(more in [docs/results.md](docs/results.md#{ANCHOR})){shorter}:"), "",
-                markdown(["", "paper", "ours", "n", "to BP, same b and M", "state"], rows), "",
+                table(record, shown + absent, left_out=("to the paper", "staleness of stage 1")), "",
                 *verdicts({**record, "rows": shown}), *without_bp(record), "",
             ]  # fmt: skip
     return "\n".join(parts[:-1]) or f"The paper's schedule ({EPOCHS} epochs on CIFAR-10) has not been repeated yet."

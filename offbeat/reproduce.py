@@ -298,7 +298,8 @@ def reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
     work.say(f"{len(runs) - len(todo)} of {len(runs)} runs are done")
 
     def result() -> Reproduction:
-        return written(folder, report.read(folder, table, made, request.seeds, settings, provenance, content["images"]))
+        seeds = dict.fromkeys(made, request.seeds)
+        return written(folder, report.read(folder, table, made, seeds, settings, provenance, content["images"]))
 
     try:
         work.all(todo)

@@ -161,7 +161,8 @@ def _reproduction(folder: Path, name: str) -> Part:
     try:
         known = recipes.TABLES[content["table"]]
         made = {row.name: row.recipe(**content["settings"]) for row in known.rows if row.name in groups}
-        told = reproduction.read(folder, known, made, 0, content["settings"], provenance)
+        images = content.get("images") and recipes.Images(**content["images"])
+        told = reproduction.read(folder, known, made, {}, content["settings"], provenance, images)
     except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         why = first_line(error)
         problems.append(f"the paper's table cannot be put beside the runs ({why}): they are shown as they are")

@@ -24,6 +24,8 @@ from offbeat.recipe import Recipe
 from offbeat.recipes import Images, Paper, Row, Table
 from offbeat.record import lines
 
+OTHERS = "on other images"  # in a title
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -136,10 +138,10 @@ def run_name(row: str, seed: int) -> str:
 
 
 def read(
-    folder: Path, table: Table, recipes: dict[str, Recipe], seeds: int, settings: dict[str, Any],
+    folder: Path, table: Table, recipes: dict[str, Recipe], seeds: dict[str, int], settings: dict[str, Any],
     provenance: dict[str, Any], images: Images | None = None,
 ) -> Reproduction:  # fmt: skip
-    """What the folder holds of these rows (those in `recipes`), and of others of the table that were run in it.
+    """What the folder holds of rows that were asked for, with so many `seeds`, and of others that were run in it.
 
     The paper's values stand beside ours unless it trained on other images.
     """
@@ -147,11 +149,11 @@ def read(
     others = images if table.images and images and not table.images.alike(images) else None
     for row in table.rows:
         there = {int(path.name.rpartition("-seed")[2]) for path in (folder / "runs").glob(f"{row.name}-seed[0-9]*")}
-        wanted = set(range(seeds)) if row.name in recipes else set()
+        wanted = set(range(seeds.get(row.name, 0)))
         if runs := [read_run(folder / "runs" / run_name(row.name, seed), seed) for seed in sorted(wanted | there)]:
             rows.append(_result(replace(row, paper=None) if others else row, recipes.get(row.name), runs))
     epochs = settings["epochs"]
-    title = f"{table.title}, on other images" if others else table.title
+    title = f"{table.title}, {OTHERS}" if others else table.title
     title = f"{title}, {epochs} epochs" if epochs else title
     return Reproduction(table=table.name, title=title, settings=settings, top5=table.top5, rows=rows,
                         notes=list(_notes(table, rows, epochs, others)), provenance=provenance)  # fmt: skip
