@@ -77,7 +77,8 @@ def headline(found: Records) -> str:
                 more = at_once(case["rows"], rows[AIMED_AT])
                 lines.append([name, *ms, spread(ratios_of(case["rows"], rows[AIMED_AT]), 2), f"{aim}",
                               spread(more, 2) if more else ""])  # fmt: skip
-    return "\n".join([markdown(head, lines), "", *told_of_misses(found), *told_of_exactness(found)])
+    told = [*told_of_misses(found), *told_of_gaps(found), *told_of_exactness(found), *told_of_host(found)]
+    return "\n".join([markdown(head, lines), "", *told])
 
 
 def told_of_exactness(found: Records) -> list[str]:
@@ -127,18 +128,26 @@ def told_of_rings(found: Records) -> list[str]:
 
 
 def told_of_gaps(found: Records) -> list[str]:
-    """Networks that a command names and that did not come to an end in the time there was; older engines."""
+    """Networks that a command names and that did not come to an end in the time there was."""
     gaps = []
     for record in found.values():
         there = {case["model"] for case in record["found"]}
         lost = [model for model in record["settings"]["models"].split(",") if model not in there]
         gaps += [f"{model}{', ' * bool(how(record))}{how(record)}" for model in lost]
+    return [point(f"Asked for and not there, since the time was over: {'; '.join(gaps)}.")] if gaps else []
+
+
+def told_of_age(found: Records) -> list[str]:
     old = [name for name, record in found.items()
            if not any(row["name"] == AT_ONCE for case in record["found"] for row in case["rows"])]  # fmt: skip
-    return [
-        *([point(f"Asked for and not there, since the time was over: {'; '.join(gaps)}.")] if gaps else []),
-        *([point(f"Of an earlier engine, without BP at once: {', '.join(old)}.")] if old else []),
-    ]
+    return [point(f"Of an earlier engine, without BP at once: {', '.join(old)}.")] if old else []
+
+
+def told_of_host(found: Records) -> list[str]:
+    slow = [f"{case['model']}, b={case['batch_size']}{', ' * bool(how(record))}{how(record)}, {row['name']}"
+            for record in found.values() for case in record["found"]
+            for row in case["rows"] if row["K"] > 1 and median(row["host"]) > 0.8]  # fmt: skip
+    return [point(f"Here the host is the bottleneck (a share above 0.8): {'; '.join(slow)}.")] if slow else []
 
 
 def section(found: Records) -> list[str]:
@@ -156,7 +165,8 @@ def section(found: Records) -> list[str]:
               "read or augmented."),
         "", table(found), "",
     ]  # fmt: skip
-    lines += [*told_of_misses(found), *told_of_exactness(found), *told_of_rings(found), *told_of_gaps(found)]
+    lines += [*told_of_misses(found), *told_of_exactness(found), *told_of_rings(found), *told_of_gaps(found),
+              *told_of_age(found)]  # fmt: skip
     if any(case["model"] == "resnet18" for record in found.values() for case in record["found"]):
         lines += [point("resnet18 is ImageNet's network on images of 224x224; resnet18-cifar has those of 32x32.")]
     unsettled = [f"{case['model']} b={case['batch_size']} {row['name']}" for record in found.values()
@@ -165,9 +175,4 @@ def section(found: Records) -> list[str]:
     if unsettled:
         lines += [point(f"Not settled when they were measured (the slowest round took more than 1.5 times the fastest, "
                         f"since ticks were still being joined): {', '.join(unsettled)}.")]  # fmt: skip
-    slow = [f"{case['model']}, b={case['batch_size']}{', ' * bool(how(record))}{how(record)}, {row['name']}"
-            for record in found.values() for case in record["found"]
-            for row in case["rows"] if row["K"] > 1 and median(row["host"]) > 0.8]  # fmt: skip
-    if slow:
-        lines += [point(f"Here the host is the bottleneck (a share above 0.8): {'; '.join(slow)}.")]
-    return [*lines, "", *(source(name, record) for name, record in found.items()), ""]
+    return [*lines, *told_of_host(found), "", *(source(name, record) for name, record in found.items()), ""]

@@ -187,6 +187,14 @@ def how(record: Record) -> str:
     return ", ".join(words)
 
 
+def command(record: Record) -> str:
+    """That gives the rows, in one go."""
+    words = ["offbeat", "reproduce", record["table"], "--only", ",".join(row["name"] for row in record["rows"])]
+    for name, value in {**record["settings"], "seeds": max(row["n"] for row in record["rows"])}.items():
+        words += [f"--{name}"] if value is True else [] if value in (None, False) else [f"--{name}", f"{value}"]
+    return " ".join([*words, "--data", "DATA"])
+
+
 def sources(name: str, record: Record) -> list[str]:
     """The record, and every command that added to it."""
     lines = [f"- [{name}](results/{name}), joined from these invocations:"]
@@ -293,7 +301,8 @@ def headline(found: Records) -> str:
             parts += [
                 prose(f"The paper's rows again: {record['title']}, test error (%) at the last epoch, median of n",
                       "seeds (lowest-highest); beside ADL its distance to our BP with accumulation",
-                      f"(more in [docs/results.md](docs/results.md#{ANCHOR})){shorter}:"), "",
+                      f"(more in [docs/results.md](docs/results.md#{ANCHOR})){shorter}.",
+                      f"`{command(record)}`:"), "",
                 table(record, shown + absent, left_out=("to the paper", "staleness of stage 1")), "",
                 *verdicts({**record, "rows": shown}), *without_bp(record), "",
             ]  # fmt: skip

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         WeightPrediction,
     )
     from offbeat.cutting import partition
-    from offbeat.errors import NotCompiled, NotFinite, NotRecorded, StageLost, UserError
+    from offbeat.errors import NotCompiled, NotFinite, NotFused, NotRecorded, StageLost, UserError
     from offbeat.method import Method
     from offbeat.methods import (
         ADL,
@@ -71,6 +71,7 @@ __all__ = [
     "NAGAsync",
     "NotCompiled",
     "NotFinite",
+    "NotFused",
     "NotRecorded",
     "PipeDream",
     "PipeMare",

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat import launch, options
-from offbeat.errors import Interrupted, NotCompiled, NotFinite, NotRecorded, UserError
+from offbeat.errors import Interrupted, NotCompiled, NotFinite, NotFused, NotRecorded, UserError
 from offbeat.options import numbers, spread
 from offbeat.recipe import ANSWERS, Recipe, complete, load
 
@@ -60,11 +60,17 @@ def main() -> NoReturn:
 
 
 def told_or(show: Callable[..., None]) -> Callable[..., None]:
-    """Warnings of ours in one line, all others as they are shown anyway."""
+    """Warnings of ours in one line, and a reason once, of however many stages it is; all others as they are shown."""
+    told: set[tuple[type[Warning], str]] = set()
 
     def tell(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, NotCompiled | NotRecorded):
-            print("offbeat: " + " ".join(str(message).split()), file=sys.stderr)
+        if issubclass(category, NotCompiled | NotFused | NotRecorded):
+            line = " ".join(str(message).split())
+            reason = category, line.partition(": ")[2] or line
+            if reason not in told:
+                first = " (told of the first such stage)" * line.startswith("stage ")
+                print(f"offbeat: {line}{first}", file=sys.stderr)
+            told.add(reason)
         else:
             show(message, category, *place, **more)
 
@@ -324,7 +330,10 @@ def reproduce(
     elif dry_run:
         reproducing.show_ready(request, as_json=as_json)
     else:
-        reproducing.show(*reproducing.reproduce(request, show=not as_json), as_json=as_json)
+        made, folder = reproducing.reproduce(request, show=not as_json)
+        reproducing.show(made, folder, as_json=as_json)
+        if made.count("failed"):
+            raise typer.Exit(1)
 
 
 benches = typer.Typer(help="Time everything that people use today beside Offbeat.", invoke_without_command=True,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from offbeat.turns import Ending
 
 ASKED = "reproduction.json"
+MOST_RUNS = 1000  # of a row, or at a time
 STAGES = 8  # of a network without lag on one GPU
 REPORTS_AN_EPOCH = 2  # lines of training in the records: a folder that is carried around stays small
 PLACES = ("cuts", "units", "threads_per_stage", "data_dir", "data_workers")  # decided where a run began, and kept
@@ -124,8 +125,8 @@ def _no_row(text: str, table: Table) -> UserError:
 def check(request: Request) -> None:
     """What can be wrong without looking at the data."""
     for name, number in (("seeds", request.seeds), ("side-by-side", request.together)):
-        if number < 1:
-            raise UserError(f"--{name} {number}: use a whole number from 1 up")
+        if not 1 <= number <= MOST_RUNS:
+            raise UserError(f"--{name} {number}: use a whole number from 1 to {MOST_RUNS}")
     if request.minutes is not None and not 0 < request.minutes < float("inf"):
         raise UserError(f"--budget-minutes {request.minutes:g}: use a number above 0, or leave it out for no end")
     if launch.joined_group():
@@ -154,11 +155,15 @@ def default_engine(table: Table, given: dict[str, Any]) -> str:
 
 
 def recipe_of(row: Row, seed: int, settings: dict[str, Any]) -> Recipe:
-    """The recipe of a run; one stage needs no processes."""
-    made = row.recipe(seed=seed, **settings)
-    if made.K == 1 and made.engine == "processes":
-        made = row.recipe(seed=seed, **{**settings, "engine": None})
-    return made
+    """The recipe of a run. One stage needs no processes; on a GPU it is recorded as the stages of other rows are, and
+    rows of methods that cannot be recorded are simulated."""
+    made = row.recipe(seed=seed, **{**settings, "engine": None})
+    engine = settings.get("engine")
+    if made.device == "cuda" and engine in (None, "streams"):
+        engine = None if made.make_method().not_alike() else "streams"
+    elif made.K == 1 and engine == "processes":
+        engine = None
+    return row.recipe(seed=seed, **{**settings, "engine": engine})
 
 
 def _folder(request: Request) -> Path:
@@ -284,7 +289,8 @@ def reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
         told = report.read_run(path, run.seed)
         stopped = (path / "checkpoints").exists() and not (path / "model.safetensors").exists()  # behind its last epoch
         todo += [] if told.over and not stopped else [run]
-    data_set = open_data(request, runs[0].recipe) if todo else None
+    unknown_images = table.images is not None and content["images"] is None and request.data is not None
+    data_set = open_data(request, runs[0].recipe) if todo or unknown_images else None
     if data_set is not None:
         content["images"] = same_images(table, data_set, content["images"], folder)
     provenance = record.provenance(request.command, device=settings.get("device"))
@@ -341,6 +347,10 @@ class Work:
                 turns = Turns(self.start, self.ended, together=self.request.together, until=self.until)
                 turns.all(group)
                 self.safe += len(turns.intervals)
+        begun = self.safe + self.broken_off
+        if runs and not begun:
+            self.say(f"the budget of {self.request.minutes:g} minutes was spent before a run began: give more "
+                     "--budget-minutes")  # fmt: skip
         if self.broken_off:
             which = f"{self.broken_off} runs go" if self.broken_off > 1 else "1 run goes"
             self.say(f"stopped by the budget: {which} on with the same command")
@@ -396,6 +406,8 @@ class Work:
         if not (path / "config.json").exists():
             record.RunFolder.create(path, run.recipe, command=self.request.command)
         reason = str(error) if account is None else f"{type(error).__name__}: {first_line(error)}"
+        if self.request.data is not None:  # nothing here names a place
+            reason = reason.replace(str(self.request.data.absolute()), "DATA")
         record.RunFolder(path).line("failed", reason=reason, diverged=isinstance(error, NotFinite))
         if isinstance(error, NotFinite):
             shutil.rmtree(path / "checkpoints", ignore_errors=True)
@@ -517,9 +529,11 @@ def show_ready(request: Request, *, as_json: bool) -> None:
 
     check(request)
     table, rows = rows_of(request)
-    settings = opened(request, table, _folder(request))["settings"]
+    content = opened(request, table, _folder(request))
+    settings = content["settings"]
     made = {row.name: recipe_of(row, 0, settings) for row in rows}
     data_set = open_data(request, next(iter(made.values())))
+    same_images(table, data_set, content["images"], _folder(request))
     ready = {name: training.check(recipe, data_set)[0] for name, recipe in made.items()}
     if as_json:
         print(json.dumps({name: recipe.as_dict() for name, recipe in ready.items()}))

@@ -10,6 +10,8 @@ import pytest
 from command import check_refused, contents
 
 from offbeat import models
+from offbeat.cli import told_or
+from offbeat.errors import NotFused, NotRecorded
 from offbeat.recipe import complete
 from offbeat.train import open_data
 
@@ -312,3 +314,19 @@ def test_the_factor_ramps_up_over_three_epochs_and_falls_to_a_tenth_at_each_mile
         assert factor(epoch * batches - 1) == pytest.approx(before)
         assert factor(epoch * batches) == pytest.approx(after)
     assert factor(36 * batches - 1) == pytest.approx(0.001)
+
+
+def test_a_reason_is_told_once_in_one_line_of_however_many_stages_it_is(capsys):
+    others = []
+    tell = told_or(lambda *told, **more: others.append(told))
+    for k in (1, 2, 3):
+        tell(f"stage {k} is not recorded and runs eagerly: it draws\nrandom numbers", NotRecorded, "x.py", 1)
+        tell(NotFused(f"stage {k} is not fused and goes on as it is: no BatchNorm"), NotFused, "x.py", 1)
+    tell(NotRecorded("stage 3 is not recorded and runs eagerly: too large"), NotRecorded, "x.py", 1)
+    tell("of torch", UserWarning, "x.py", 1)
+    assert capsys.readouterr().err.splitlines() == [
+        "offbeat: stage 1 is not recorded and runs eagerly: it draws random numbers (told of the first such stage)",
+        "offbeat: stage 1 is not fused and goes on as it is: no BatchNorm (told of the first such stage)",
+        "offbeat: stage 3 is not recorded and runs eagerly: too large (told of the first such stage)",
+    ]
+    assert [message for message, *_ in others] == ["of torch"]

@@ -348,7 +348,7 @@ def test_runs_at_a_time_are_processes_that_give_the_same_bits(offbeat, compared)
     outcome = compare(offbeat, "bp,adl", "--jobs", 2)
     assert outcome.code == 0, outcome.err
     together = {run: model_bytes(run) for run in ("bp-seed0", "adl-seed0")}
-    assert "2 runs at a time shared the cores" in outcome.out
+    assert "2 runs at a time shared the machine" in outcome.out
     shutil.rmtree("x")
     compared(1)
     assert {run: model_bytes(run) for run in together} == together

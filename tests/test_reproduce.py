@@ -236,10 +236,37 @@ def test_the_papers_values_stand_beside_those_of_its_own_images_alone(offbeat, m
     assert re.search(r"net-images +- ", other.out)
     assert "29.75" not in other.out + Path("other/table.md").read_text()
     assert "trained on 3 classes, 12 images to train and 6 to test with" in other.out
+    page = Path("other/table.md").read_text()
+    assert "Table 0, images" in page
+    assert "medians of 3" not in page
+    stored = json.loads(Path("other/reproduction.json").read_text())
+    Path("other/reproduction.json").write_text(json.dumps({**stored, "images": None}))
+    assert "29.75" not in made(Images(1000, 1_281_167, 50_000), "other").out, "looked at again where nobody knows"
+    dry = offbeat("reproduce", "small", "--out", "other", "--data", "more", "--dry-run")
+    assert (dry.code, "--data holds 3 classes, 15 images" in dry.err) == (2, True)
     refused = made(Images(3, 12, 6), "same", data="more")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert "--data holds 3 classes, 15 images to train" in refused.err
     assert "the runs in same have 3 classes, 12 images" in refused.err
+
+
+def test_a_run_that_fails_by_its_data_says_which_without_naming_a_place(offbeat, monkeypatch):
+    save_images(Path("mine"), classes=3, train=4)
+    Path("mine/train/class0/0.png").write_text("no image")
+    shown = Table(name="small", title="Images", rows=(net_images,), images=Images(3, 12, 6))
+    monkeypatch.setitem(recipes.TABLES, "small", shown)
+    outcome = reproduce(offbeat, "--data", "mine")
+    assert outcome.code == 1
+    assert "cannot decode the image DATA/train/class0/0.png" in outcome.out
+    assert not any(str(Path.cwd()) in path.read_text() for path in Path("x").rglob("*.[jm][sd]*"))
+
+
+def test_the_table_has_the_settings_of_rows_of_other_invocations_and_a_spent_budget_is_told(offbeat, table):
+    reproduce(offbeat, "--only", "net-adl")
+    outcome = reproduce(offbeat, "--only", "other-hybrid", "--budget-minutes", 1e-6)
+    assert "the budget of 1e-06 minutes was spent before a run began" in outcome.err
+    settings = {name: found["setting"] for name, found in results().items()}
+    assert settings == {"net-adl": "K=3, M=2, b=4, lr=0.003125", "other-hybrid": "K=2, M=2, b=4, lr=0.003125"}
 
 
 def test_a_run_that_diverges_is_a_row_that_says_so_and_the_others_go_on(offbeat, table):
@@ -264,7 +291,7 @@ def test_a_run_that_fails_otherwise_is_a_row_too_and_is_tried_again(offbeat, tab
         return real(recipe, *arguments, **options)
 
     monkeypatch.setattr(train, "begin", broken)
-    assert reproduce(offbeat).code == 0
+    assert reproduce(offbeat).code == 1
     run = results()["other-hybrid"]["runs"][0]
     assert (run["state"], run["reason"]) == ("failed", "RuntimeError: no memory left")
     assert "Traceback" in Path("x/runs/other-hybrid-seed0/traceback.txt").read_text()
@@ -339,6 +366,19 @@ def test_a_run_that_was_killed_behind_its_last_epoch_is_done_and_only_writes_its
     assert (killed / "model.safetensors").read_bytes() == model
 
 
+@pytest.mark.parametrize("given", [{}, {"engine": "streams"}])
+def test_on_a_gpu_all_rows_are_recorded_that_can_be(given):
+    """Also BP: an eager baseline would take ten times as long, and compare nothing."""
+    for found in TABLES.values():
+        for one in found.rows:
+            made = reproducing.recipe_of(one, 0, {"device": "cuda", **given})
+            assert (made.engine == "streams") == (made.make_method().not_alike() is None), one.name
+            assert reproducing.recipe_of(one, 0, {"device": "cuda", "engine": "simulate"}).engine == "simulate"
+            assert reproducing.recipe_of(one, 0, {}).engine == ("simulate" if made.K == 1 else "processes")
+    bp = next(one for one in TABLES["cifar10-table"].rows if one.name == "resnet56-bp-m4")
+    assert reproducing.in_stages(reproducing.recipe_of(bp, 0, {"device": "cuda", **given})).K == 8
+
+
 def test_bp_on_a_gpu_is_cut_as_well():
     on_gpu = {"device": "cuda", "engine": "streams"}
     cut = reproduction.in_stages(complete(method="bp", M=4, cuts=None, **on_gpu))
@@ -380,6 +420,7 @@ def test_compare_takes_turns_too_and_says_that_speeds_are_shared(offbeat):
         assert alone == together
         assert f"{run}: epoch 1/2" in outcome.err
     assert "3 runs at a time" in outcome.out
+    assert "x BP: ratio" not in outcome.out, "a run that is left alone is faster, and no better"
 
 
 @pytest.fixture
@@ -532,7 +573,8 @@ MISUSE = {
     "no such row": (("cifar10-table", "--only", "resnet65"), ("--only resnet65", "did you mean 'resnet56'?", "--list")),
     "no data": (("cifar10-table",), ("needs --data DIR", "cifar-10-batches-bin")),
     "no such folder": (("cifar10-table", "--data", "nowhere"), ("nowhere", "does not exist")),
-    "no seeds": (("cifar10-table", "--seeds", 0), ("--seeds 0: use a whole number from 1 up",)),
+    "no seeds": (("cifar10-table", "--seeds", 0), ("--seeds 0: use a whole number from 1 to 1000",)),
+    "too many seeds": (("cifar10-table", "--seeds", 10**9), ("--seeds 1000000000: use a whole number from 1 to 1000",)),
     "nobody beside": (("cifar10-table", "--side-by-side", 0), ("--side-by-side 0",)),
     "no budget": (("cifar10-table", "--budget-minutes", 0), ("--budget-minutes 0: use a number above 0",)),
     "no epochs": (("cifar10-table", "--epochs", 0), ("epochs = 0",)),

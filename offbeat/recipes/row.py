@@ -75,7 +75,8 @@ class Images:
 
     def alike(self, other: Images) -> bool:
         """Whether it may be the same one; copies lack a file or two."""
-        return self.classes == other.classes and abs(self.train - other.train) <= self.train / 100
+        near = abs(self.train - other.train) <= self.train / 1000 and abs(self.test - other.test) <= self.test / 1000
+        return self.classes == other.classes and near
 
     def __str__(self) -> str:
         return f"{self.classes:,} classes, {self.train:,} images to train and {self.test:,} to test with"

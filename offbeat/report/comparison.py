@@ -88,12 +88,13 @@ def read(folder: Path) -> Comparison:
         rows.append(_row(label, recipes[-1], {run["seed"]: lines(folder / run["folder"]) for run in mine}))
     baseline = next((row for row, recipe in zip(rows, recipes, strict=True)
                      if set(recipe.make_method().locks) == ALL_LOCKS and row.samples_per_second), None)  # fmt: skip
-    if baseline and baseline.samples_per_second:
+    jobs = written["comparison"]["jobs"]
+    if baseline and baseline.samples_per_second and jobs == 1:  # others had a part of the machine, which changes
         speed = baseline.samples_per_second
         rows = [replace(row, speed_up=row.samples_per_second and row.samples_per_second / speed) for row in rows]
     return Comparison(
         title=_title(asked, recipes), match=asked["match"], baseline=baseline.label if baseline else None, rows=rows,
-        notes=list(_notes(asked, written["comparison"]["jobs"], rows, recipes, baseline)),
+        notes=list(_notes(asked, jobs, rows, recipes, baseline)),
         provenance=written["provenance"],
     )  # fmt: skip
 
@@ -156,7 +157,7 @@ def _notes(
     """What must be known to read the figures."""
     yield _rule(asked)
     yield "error: test error at the last epoch, median over the seeds (lowest-highest)"
-    if baseline:
+    if baseline and jobs == 1:
         cut = f" cut into the same {baseline.K} stages" if baseline.K > 1 else ""
         yield f"x BP: ratio of the medians of samples/s, over {baseline.label}{cut}"
     if any(row.memory for row in rows):
@@ -180,7 +181,7 @@ def _notes(
     if {recipe.engine for recipe in recipes} == {"simulate"} and most > 1:
         yield "engine simulate: the stages take turns in one process, so samples/s tells their work, not a speed-up"
     if jobs > 1:
-        yield f"{jobs} runs at a time shared the cores: samples/s is only roughly comparable"
+        yield f"{jobs} runs at a time shared the machine: samples/s is only roughly comparable"
     for row in rows:
         for seed, reason in row.failed.items():
             yield f"{row.label}, seed {seed}: no result ({reason})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from math import isfinite
 from pathlib import Path
@@ -20,7 +20,8 @@ from typing import Any
 from rich import box
 from rich.table import Table as Grid
 
-from offbeat.recipe import Recipe
+from offbeat.errors import UserError
+from offbeat.recipe import Recipe, complete, load
 from offbeat.recipes import Images, Paper, Row, Table
 from offbeat.record import lines
 
@@ -96,6 +97,7 @@ class Result:
     name: str
     title: str
     paper: Paper | None
+    place: str  # where the row stands in the paper, also where its value is left out
     setting: str
     error: float | None
     error_range: tuple[float, float] | None
@@ -151,22 +153,32 @@ def read(
         there = {int(path.name.rpartition("-seed")[2]) for path in (folder / "runs").glob(f"{row.name}-seed[0-9]*")}
         wanted = set(range(seeds.get(row.name, 0)))
         if runs := [read_run(folder / "runs" / run_name(row.name, seed), seed) for seed in sorted(wanted | there)]:
-            rows.append(_result(replace(row, paper=None) if others else row, recipes.get(row.name), runs))
+            recipe = recipes.get(row.name) or _recipe(folder / "runs" / run_name(row.name, runs[0].seed))
+            rows.append(_result(row, recipe, runs, compared=not others))
     epochs = settings["epochs"]
     title = f"{table.title}, {OTHERS}" if others else table.title
-    title = f"{title}, {epochs} epochs" if epochs else title
+    title = f"{title}, {epochs} epoch{'s' * (epochs > 1)}" if epochs else title
     return Reproduction(table=table.name, title=title, settings=settings, top5=table.top5, rows=rows,
                         notes=list(_notes(table, rows, epochs, others)), provenance=provenance)  # fmt: skip
 
 
-def _result(row: Row, recipe: Recipe | None, runs: list[Run]) -> Result:
+def _recipe(path: Path) -> Recipe | None:
+    """With which a run of another invocation began."""
+    try:
+        return complete(**load(path / "config.json"))
+    except UserError:
+        return None
+
+
+def _result(row: Row, recipe: Recipe | None, runs: list[Run], *, compared: bool) -> Result:
     done = [run for run in runs if run.state == "done"]
     errors = [run.error for run in done if run.error is not None]
     tops = [run.top5 for run in done if run.top5 is not None]
     middle = median(errors) if errors else None
-    paper = row.paper.error if row.paper else None
+    paper = row.paper.error if row.paper and compared else None
     return Result(
-        name=row.name, title=row.title, paper=row.paper, setting=setting(recipe) if recipe else "", error=middle,
+        name=row.name, title=row.title, paper=row.paper if compared else None,
+        place=row.paper.place if row.paper else "(ours)", setting=setting(recipe) if recipe else "", error=middle,
         error_range=(min(errors), max(errors)) if errors else None, top5=median(tops) if tops else None, n=len(errors),
         difference=None if middle is None or paper is None else middle - paper,
         samples_per_second=median(run.samples_per_second or 0.0 for run in done) if done else None, runs=runs,
@@ -179,13 +191,14 @@ def setting(recipe: Recipe) -> str:
 
 
 def _notes(table: Table, rows: list[Result], epochs: int | None, others: Images | None) -> Iterable[str]:
-    yield "error: test error in % at the last epoch, median over the seeds; the paper's are medians of 3 runs"
+    medians = "" if others else "; the paper's are medians of 3 runs"
+    yield f"error: test error in % at the last epoch, median over the seeds{medians}"
     if others:
         yield f"trained on {others}; the paper's values are of {table.images} and do not stand beside ours"
     usual = next(iter(table.rows)).recipe().epochs
     if epochs is not None and epochs != usual:
         longer = ": the paper's values are of longer training" if epochs < usual and not others else ""
-        yield f"{epochs} epochs instead of {usual}{longer}"
+        yield f"{epochs} epoch{'s' * (epochs > 1)} instead of {usual}{longer}"
     remarks: dict[str, list[str]] = {}
     for row in rows:
         if row.paper and row.paper.remark:
@@ -270,7 +283,7 @@ def markdown(reproduction: Reproduction) -> str:
     head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     rows = []
     for row in reproduction.rows:
-        told = {**cells(row), "setting": row.setting, "in the paper": row.paper.place if row.paper else "(ours)"}
+        told = {**cells(row), "setting": row.setting, "in the paper": row.place}
         rows.append(f"| {' | '.join(told[name] for name in columns)} |")
     ran = reproduction.provenance
     source = f"`{' '.join(ran['command'])}`, commit {ran['commit'] or 'unknown'}, {ran['machine']}, {ran['started']}"
