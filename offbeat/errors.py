@@ -50,7 +50,7 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     unknown method 'ald': did you mean 'adl'? (one of adl, bp)
     """
     names = list(allowed)
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? (one of " if nearest else "use one of ("
     return UserError(f"unknown {kind} {name!r}: {hint}{', '.join(names)})")
 

@@ -118,6 +118,7 @@ class Pipeline:
         if clip_norm is not None and not clip_norm > 0:
             raise UserError(f"clip_norm = {clip_norm}: use a number above 0, or None for no clipping")
         cutting.check_stages(self.model, self.K)
+        _check_hooks(self.model)
         self.units: cutting.Units = units or cutting.default_units(self.model, self.K)
         self.cuts = None if cuts is None else list(cuts)
         if self.cuts is not None and self.units == "blocks":
@@ -164,7 +165,7 @@ class Pipeline:
                                 "device='cuda', or use simulate or processes")  # fmt: skip
             reason = self.method.not_alike()
             if reason is None:
-                return Streams(self.K, self.device)
+                return Streams(self.K, _there(self.device))
             told = f"{self.method.name} {reason}: its stages are not recorded, and run one after the other"
             warnings.warn(told, NotRecorded, stacklevel=3)
             name = "simulate"
@@ -175,7 +176,7 @@ class Pipeline:
     def _build(self, sample: Any) -> None:
         """Cut, agree on cuts and initial weights, make this process's stages. The first stage's process decides."""
         with self._guard():
-            self.model.to(self.device)
+            self.model.to(_there(self.device))
             self.numbers.lay_out(self.model)
             self.parts = self._agree_on_cuts(sample)
             self._same_model()
@@ -218,12 +219,13 @@ class Pipeline:
         return made.stages
 
     @contextmanager
-    def _guard(self) -> Iterator[None]:
-        """Around everything that runs stages: after a failure their programs no longer agree, so nothing goes on."""
+    def _guard(self, *, computes: bool = True) -> Iterator[None]:
+        """Around everything that runs stages: after a failure their programs no longer agree, so nothing goes on. What
+        others may compute meanwhile is none of its business (`computes`)."""
         if self.failure is not None:
             raise UserError(f"this pipeline has stopped, make a new one: {self.failure}")
         try:
-            with self.engine.guard(), self.numbers.switched():
+            with self.engine.guard(), self.numbers.switched() if computes else nullcontext():
                 yield
         except Exception as error:
             self.failure = self.failure or first_line(error)
@@ -293,8 +295,8 @@ class Pipeline:
                 # What stays in flight is copied, since the caller may use its memory again.
                 if self.engine.records:
                     x, y = self._moved(x), self._moved(y)
-                elif self.method.lag(1, self.K):
-                    x = pytree.tree_map_only(Tensor, Tensor.clone, x)
+                elif self.method.lag(1, self.K) or self.method.feedback == "synthesiser":
+                    x, y = pytree.tree_map_only(Tensor, Tensor.clone, (x, y))
                 for message in micro_batches(t, x, y, self.method.m):
                     self.entrance.send(message)
             try:
@@ -305,6 +307,9 @@ class Pipeline:
                     self._traced(t, work)
             except NotFinite:
                 self._settle()  # another stage may have noted what it came from
+                raise
+            except KeyboardInterrupt:
+                self.failure = f"it was interrupted within batch {t}, which some of its stages have done"
                 raise
         self.batches += 1
 
@@ -353,7 +358,7 @@ class Pipeline:
     ) -> Iterator[None]:
         """`fit` a little at a time: yields behind every batch and every epoch, so that several pipelines of one process
         can take turns. Left before its end, it leaves what is in flight where it is."""
-        with self._guard():
+        with self._guard(computes=False):  # other pipelines take turns between its steps
             for epoch in range(first_epoch, epochs):
                 for batch in self._epoch(loader, epoch):
                     if before_step:
@@ -375,8 +380,15 @@ class Pipeline:
         if self.first:
             if loader is None:
                 raise UserError("no loader in the first stage's process: give an iterable of (x, y)")
-            before = self.batches
-            yield from (loader(epoch) if callable(loader) else loader)
+            before, given = self.batches, loader(epoch) if callable(loader) else loader
+            if not isinstance(given, Iterable):
+                raise UserError(f"the loader is {_kind(given)}: give an iterable of (x, y), or a function of the epoch")
+            for batch in given:
+                if not isinstance(batch, tuple | list) or len(batch) != 2:
+                    length = f" with {len(batch)} entries" if isinstance(batch, tuple | list) else ""
+                    raise UserError(f"batch {self.batches} of the loader is {_kind(batch)}{length}: give pairs (x, y), "
+                                    "each of which may be a tuple or a dict of tensors")  # fmt: skip
+                yield batch[0], batch[1]
             if self.batches == before:
                 raise UserError(f"the loader gave no batch in epoch {epoch}: give a list, a DataLoader, or a function "
                                 "of the epoch; a generator is empty after one")  # fmt: skip
@@ -463,7 +475,8 @@ class Pipeline:
         With weights="hybrid" and batches in flight, `keep` must have been called far enough ahead; `keep_on` says that
         the next time is near enough to need what is kept now.
         """
-        self._settle()
+        with self._guard():
+            self._settle()
         found: dict[int, Any] = {
             worker.stage.k: {"stage": stage_state.save(worker.stage), "worker": worker.save()}
             for worker in self.workers
@@ -475,15 +488,27 @@ class Pipeline:
         return found
 
     def load(self, trees: Mapping[int, Any], batches: int) -> None:
-        """Go on from saved states of the same method, K and cuts, behind so many batches."""
+        """Go on from saved states of the same method, K, cuts, optimizer and scheduler, behind so many batches."""
+        if not self.workers:
+            raise UserError("load() before there are stages, which the first batch would make: give sample= or cuts=")
+        if any(stage.in_flight for stage in self.stages.values()):
+            raise UserError("load() with batches in flight: call drain() before, or load into a new pipeline")
         with self._guard():
             self._settle()
             for worker in self.workers:
-                with self.engine.beside(worker.stage.k):
-                    stage_state.load(worker.stage, trees[worker.stage.k]["stage"])
-                    worker.load(trees[worker.stage.k]["worker"])
-            for k, diagnosis in self.diagnoses.items():
-                diagnosis.take_up(trees[k].get("diagnosis", []))
+                k = worker.stage.k
+                try:
+                    tree = _copied(trees[k])  # may be loaded again
+                    _check_place(worker.stage, tree, batches)
+                    with self.engine.beside(k):
+                        stage_state.load(worker.stage, tree["stage"])
+                        worker.load(tree["worker"])
+                    if k in self.diagnoses:
+                        self.diagnoses[k].take_up(tree.get("diagnosis", []))
+                except (KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
+                    raise UserError(f"the state of stage {k} is not one of a pipeline like this "
+                                    f"({type(error).__name__}: {first_line(error)}): load what state() gave with the "
+                                    "same method, K, cuts, optimizer and scheduler") from error  # fmt: skip
             self.batches = batches
 
     # ---- looking
@@ -597,7 +622,8 @@ class Pipeline:
 
     def reports(self) -> list[Report]:
         """What the stages of this process tell about themselves since they were last asked."""
-        self._settle()
+        with self._guard():
+            self._settle()
         told = {k: diagnosis.take() for k, diagnosis in self.diagnoses.items()}
         return [replace(stage.report(), diagnosis=told.get(k, [])) for k, stage in self.stages.items()]
 
@@ -651,6 +677,36 @@ def _device(device: torch.device | str | None) -> torch.device:
         return torch.device(device or "cpu")
     except RuntimeError as error:
         raise UserError(f"device {device!r}: {first_line(error)}") from error
+
+
+def _there(device: torch.device) -> torch.device:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device '{device}', but torch sees no CUDA device here: use 'cpu'")
+    return device
+
+
+def _copied(tree: Any) -> Any:
+    """The tree with tensors of its own; what was one tensor in several places stays one."""
+    made: dict[int, Tensor] = {}
+    return pytree.tree_map_only(Tensor, lambda one: made.setdefault(id(one), one.detach().clone()), tree)
+
+
+def _check_place(stage: Stage, tree: Mapping[str, Any], batches: int) -> None:
+    """Whether the state of a stage is that behind so many batches, with as many in flight as its method has then."""
+    begun, entered = tree["worker"]["entered"] or (batches, batches)  # nothing right behind a drain
+    if entered != batches:
+        raise UserError(f"load(..., batches={batches}), but this is a state behind {entered} batches: give that")
+    held, lag = len(tree["stage"]["in_flight"]), min(stage.lag, entered - begun)
+    if not stage.method.order and held != lag * stage.method.m:
+        raise UserError(f"a state of stage {stage.k} with {held} batches in flight, of which {stage.method.name} has "
+                        f"{lag} by then: load what the same method gave, or drain() before state()")  # fmt: skip
+
+
+def _check_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UserError(f"parameter {name} has a hook on its gradient, which late gradients would pass by, since "
+                            "stages differentiate copies: remove it (clip_norm and the optimizer see all)")  # fmt: skip
 
 
 def _check_loss(loss: Loss) -> None:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,12 @@ class RunFolder:
 
     def line(self, kind: str, **values: Any) -> None:
         """Add one line to metrics.jsonl."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
+        text = json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n"
+        try:
+            with (self.path / "metrics.jsonl").open("a") as file:
+                file.write(text)
+        except OSError as error:
+            raise _full(self.path, error) from error
 
     def scalars(self, step: int, **values: float | None) -> None:
         """Add points to the TensorBoard events; `step` counts batches."""
@@ -135,6 +140,7 @@ class RunFolder:
 
     def model(self, state: dict[str, Any]) -> None:
         """Write the model's tensors, complete or not at all."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         temporary = self.path / "model.safetensors.part"
@@ -144,12 +150,22 @@ class RunFolder:
             shared = tensor.untyped_storage().data_ptr() in seen
             seen.add(tensor.untyped_storage().data_ptr())
             tensors[name] = tensor.detach().cpu().clone() if shared else tensor.detach().cpu().contiguous()
-        save_file(tensors, str(temporary))
-        os.replace(temporary, self.path / "model.safetensors")
+        try:
+            save_file(tensors, str(temporary))
+            os.replace(temporary, self.path / "model.safetensors")
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise _full(self.path, error) from error
 
     def close(self) -> None:
         if self._events is not None:
             self._events.close()
+
+
+def _full(path: Path, error: Exception) -> UserError:
+    return UserError(f"cannot write to {path} ({first_line(error)}): make room there; a run with a checkpoint goes on "
+                     "by --resume")  # fmt: skip
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -206,7 +222,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     """
     file = path / "metrics.jsonl"
     texts = file.read_text().split("\n")[:-1] if file.exists() else ()
-    return standing(json.loads(text) for text in texts)
+    found = []
+    for number, text in enumerate(texts, 1):
+        try:
+            found.append(json.loads(text))
+        except ValueError as error:
+            raise UserError(f"{file}, line {number}, is damaged ({first_line(error)}): remove that line") from None
+    return standing(found)
 
 
 def standing(told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

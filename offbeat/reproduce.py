@@ -351,7 +351,7 @@ class Work:
         if runs and not begun:
             self.say(f"the budget of {self.request.minutes:g} minutes was spent before a run began: give more "
                      "--budget-minutes")  # fmt: skip
-        if self.broken_off:
+        if self.broken_off and self.safe:
             which = f"{self.broken_off} runs go" if self.broken_off > 1 else "1 run goes"
             self.say(f"stopped by the budget: {which} on with the same command")
         if self.broken_off and not self.safe:

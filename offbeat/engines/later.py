@@ -28,4 +28,9 @@ class Later(Tensor):
                 if isinstance(leaf, Later) and leaf.settle is not None:
                     settle, leaf.settle = leaf.settle, None
                     settle()
-            return function(*arguments, **(options or {}))
+            made = pytree.tree_map_only(Later, _plain, (arguments, options or {}))  # what it calls may ask for the type
+            return function(*made[0], **made[1])
+
+
+def _plain(later: Later) -> Tensor:
+    return later.as_subclass(Tensor)

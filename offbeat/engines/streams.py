@@ -44,8 +44,10 @@ class Streams(Simulate):
         self.aside = Aside(device)
         self.deck = Deck()
 
-    def make_deck(self, method: Method) -> Deck:
-        """Where the stages of a method put their work."""
+    def make_deck(self, method: Method) -> Deck | None:
+        """Where the stages of a method put their work; nowhere if they are not to be recorded."""
+        if method.not_alike() is not None:
+            return None
         lags = [method.lag(k, self.K) for k in self.here]
         if not captures(self.device):  # only captured work gives its results before it has run
             self.deck = Deck()

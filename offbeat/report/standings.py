@@ -115,7 +115,7 @@ def advice(record: Record) -> list[str]:
     adl, said = rows.get("adl"), []
     if adl is None:
         return []
-    late = f"its gradients are up to {max(adl['staleness']):.3g} updates late"
+    late = f"ADL's gradients are up to {max(adl['staleness']):.3g} updates late"
     if ddp := rows.get("ddp"):
         said.append(_against_ddp(adl, ddp, late))
     if best:

@@ -94,7 +94,16 @@ class _Joined(nn.Module):
         self.run = _Interpreter(module, graph=graph)
 
     def forward(self, *arguments: Any) -> Any:
-        return self.run.run(*arguments)
+        return _plain(self.run.run(*arguments))
+
+
+def _plain(output: Any) -> Any:
+    """An output as the module gives it: a graph keeps lists and dicts as kinds of its own."""
+    if isinstance(output, dict):
+        return {key: _plain(value) for key, value in output.items()}
+    if type(output) is tuple:
+        return tuple(map(_plain, output))
+    return list(map(_plain, output)) if isinstance(output, list) else output
 
 
 class _Interpreter(fx.Interpreter):

@@ -35,7 +35,7 @@ from offbeat.stage.memory import size
 from offbeat.stage.notes import Notes
 from offbeat.stage.recorded import Recorded, captures, own_stream, recording
 from offbeat.stage.ring import BEHIND, Ring
-from offbeat.stage.stage import USERS_CODE, InFlight, Stage
+from offbeat.stage.stage import USERS_CODE, InFlight, Stage, differentiable
 from offbeat.stage.weights import Stash, Version, Work
 from offbeat.stage.window import FixedSums
 
@@ -81,7 +81,7 @@ class GraphedStage(Stage):
         self.ring = Ring.of(self.method, self.k, self.K, copies=self._copies)
         self.rest = self.ring.below + BEHIND - self.lag  # turns from a backward until the neighbours have read it
         self.seen: deque[int] = deque(maxlen=4 * LOOK)  # batches of the last recorded losses
-        self.applied: deque[list[int]] = deque(maxlen=4 * LOOK)  # and of the last updates
+        self.applied: deque[tuple[int, list[int]]] = deque(maxlen=4 * LOOK)  # and of the last updates with gradients
         self.turn = self.irregular = 0  # forwards so far, and those of them that were not recorded
         self.below: list[Tensor | None] = []  # what gradients of inputs look like
         self.recording = False
@@ -108,6 +108,7 @@ class GraphedStage(Stage):
         self.rings: list[tuple[Version, list[Slot]]] = []  # all of them, in the order in which a program begins
         self.given: list[Tensor] = []  # where a recorded backward finds the gradients from above
         self.step: Row | Work | None = None  # the recorded update of a whole window
+        self.stepped_by: list[dict[str, Any]] = []  # the options that it has
         self.stepped = frozenset[int]()  # parameters that have been
         self.window.usual = frozenset()
         if isinstance(self.weights, Stash):
@@ -370,6 +371,9 @@ class GraphedStage(Stage):
         """
         into = gradients
         if gradients is not None:
+            if self._lacks(gradients):
+                self._refuse("the stage above does not use all that it gives")
+                return
             into = [None if gradient is None else copied_tensor(self._here(gradient)) for gradient in gradients]
         pool = _pool(self.device)
         try:
@@ -381,6 +385,13 @@ class GraphedStage(Stage):
             self._refuse(first_line(error))
         else:
             self.given = _only_tensors(into)
+
+    def _lacks(self, gradients: list[Tensor | None]) -> bool:
+        """Whether a gradient is missing that the warm-up had, so that fewer parameters get one."""
+        slot = next(chain(*(slots for _, slots in self.rings)))
+        given = slot.batch.roots or pytree.tree_leaves(slot.output)
+        return any(gradient is None and differentiable(leaf) and (leaf.requires_grad or self.weights.replays)
+                   for leaf, gradient in zip(given, gradients, strict=True))  # fmt: skip
 
     def _recorded(self, work: Work, pool: Any = None) -> Recorded:
         """The work as a recording: nothing in it may ask the device, and graphs are kept for all its repetitions."""
@@ -423,8 +434,9 @@ class GraphedStage(Stage):
         return True if self.on_nan == "stop" else super()._usable()  # what is not finite is noted, and found later
 
     def _apply(self, over: int) -> None:
-        self.applied.append(list(self.window.batches))
         given = self.window.given
+        if given:
+            self.applied.append((self.update_index, list(self.window.batches)))
         usual = over == self.M and bool(given) and given == self.window.usual
         if usual and self.step is None and given <= self.stepped:
             self.step = self._record_step()
@@ -441,12 +453,16 @@ class GraphedStage(Stage):
         if why is None:
             try:
                 with self._recording():
+                    self.stepped_by = _options(self.optimizer)
                     return Row(self._recorded(work), kind="update")
             except USERS_CODE as error:
                 why = first_line(error)
+        self._tell(why)
+        return work
+
+    def _tell(self, why: str) -> None:
         if captures(self.device):
             warnings.warn(f"updates are not recorded, so that stages wait for them: {why}", NotRecorded, stacklevel=3)
-        return work
 
     def _steps_unlike(self) -> str | None:
         """Why an update is not the same tensor work every time; the rate has to be on the device."""
@@ -457,6 +473,8 @@ class GraphedStage(Stage):
                 name = type(self.optimizer).__name__
                 known = option in group
                 return f"{name} has {option}=False: give {option}=True" if known else f"{name} has no capturable=True"
+        if getattr(self.scheduler, "cycle_momentum", False):
+            return f"{type(self.scheduler).__name__} changes the momentum, too: give cycle_momentum=False"
         unfit = [type(corrector).__name__ for corrector in self.corrections.active if not corrector.recordable]
         return f"{', '.join(unfit)} reckons on the host" if unfit else None
 
@@ -468,6 +486,12 @@ class GraphedStage(Stage):
             super()._apply(over)
 
     def _advance(self) -> None:
+        self._advance_rates()
+        if isinstance(self.step, Row) and _options(self.optimizer) != self.stepped_by:
+            self.step = partial(self._work_update, self.M, self.window.usual)
+            self._tell("the schedule changes more than the rate, such as the momentum")
+
+    def _advance_rates(self) -> None:
         """The schedule reckons on the host; the device learns of a new rate when it has made this update."""
         groups = self.optimizer.param_groups if self.optimizer and self.deck.defers else []
         there = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
@@ -516,7 +540,7 @@ class GraphedStage(Stage):
                                    "lower the learning rate, or look at this batch", [t]))  # fmt: skip
         if bad[1]:
             behind = updates - bad[1]
-            found.append(self._not_finite(self.update_index - 1 - behind, self.applied[-1 - behind]))
+            found.append(self._not_finite(*self.applied[-1 - behind]))
         raise earliest(found)
 
     def memory(self) -> int:
@@ -524,6 +548,13 @@ class GraphedStage(Stage):
             return super().memory()
         spare = self.ring.slots - self.most_held, self.ring.groups - self.most_versions
         return super().memory() + spare[0] * (self.held_bytes or 0) + spare[1] * size(list(self.parameters.values()))
+
+
+def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """What a recorded update has fixed: all options of its groups but the rates."""
+    groups = optimizer.param_groups if optimizer else []
+    return [{name: value for name, value in group.items() if name not in ("params", "param_names", "lr")
+             and not isinstance(value, Tensor)} for group in groups]  # fmt: skip
 
 
 def _unfit(stage: Stage) -> str | None:

@@ -81,7 +81,7 @@ def _normalise(  # type: ignore[no-untyped-def]
         if OTHER:
             value += tl.load(other + place, inside, 0.0).to(tl.float32)
         if RELU:
-            value = tl.maximum(value, 0.0)
+            value = tl.where(value < 0, 0.0, value)  # what is no number stays none
         tl.store(y + place, value, inside)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -122,6 +122,7 @@ class Stage:
         self.lessons: dict[int, tuple[Tensor, Any]] = {}  # outputs whose true gradient has not been reported yet
         self.held_bytes: int | None = None  # for one batch in flight
         self.keeping = False
+        self.writes_input: bool | None = None  # in place; the first forward tells
         self.most_held = 0  # batches in flight at once, so far
         self.newest_used = 0
         self.window = Window(self.parameters)
@@ -145,7 +146,7 @@ class Stage:
         return head.to(device=self.device, dtype=dtype)
 
     def _make_optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
-        return _rates_on_device(_checked_optimizer(make(list(self.parameters.items()))), self.device)
+        return _rates_on_device(_checked_optimizer(make(list(self.parameters.items())), self.parameters), self.device)
 
     def _make_teacher(self, lr: float | None) -> torch.optim.Optimizer | None:
         trained = [p for p in self.head.parameters() if p.requires_grad] if self.head is not None else []
@@ -212,7 +213,7 @@ class Stage:
         """Leaves of an input, marked where the stage below waits for their gradients."""
         if self.k == 1 or self.method.feedback == "local":
             return leaves
-        return [leaf.requires_grad_() if _differentiable(leaf) else leaf for leaf in leaves]
+        return [leaf.requires_grad_() if differentiable(leaf) else leaf for leaf in leaves]
 
     def keep(self, wanted: bool = True) -> None:
         """From now on remember the weights of every forward, so that the batches in flight can be saved."""
@@ -239,21 +240,27 @@ class Stage:
     def _run(self, t: int, batch: InFlight, version: Version, *, again: bool = False) -> Any:
         """The stage's part of the network on one batch, and at the last stage the loss."""
         leaves = batch.inputs
-        if self.k > 1 or self.weights.replays:
-            # A copy, since a first operation in place would raise on a leaf, and spoil the input of a replay.
+        if self.k > 1 or self.weights.replays or self.writes_input is not False:
+            # A copy, since a first operation in place would raise on a leaf, and spoil the input of a replay, or of
+            # the forward that follows a checkpoint.
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         x = pytree.tree_unflatten(leaves, batch.structure)
         counted = not again and not self._left_out(t)
         before = [b.clone() for b in self.module.buffers()] if counted and self.on_nan == "skip" else []
+        seen = dict(self.deferred.seen) if self.deferred else {}
         try:
             with self.numbers.computing():
                 output = self._call(version.tensors, (x,), buffers=counted)
         except USERS_CODE as error:
             given = f"{self._batch(t)} of {_shapes(x)}"
             raise UserError(f"stage {self.k} cannot take {given}: {first_line(error)}") from error
+        if self.writes_input is None:
+            self.writes_input = any(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
         if before and not _finite(output):  # such a batch leaves no trace in BatchNorm's statistics
             for buffer, old in zip(self.module.buffers(), before, strict=True):
                 buffer.data.copy_(old)  # its graphs may hold it
+            if self.deferred:
+                self.deferred.seen = seen
         return self._loss(t, self.numbers.scoring(output), batch.target, again=again) if self.last else output
 
     def _local_loss(self, t: int, output: Any, target: Any) -> Any:
@@ -297,6 +304,9 @@ class Stage:
         if not isinstance(loss, Tensor) or loss.dim():
             told = f"the loss of {self._batch(t)} is {_shapes(loss)}"
             raise UserError(f"{told}: return the mean, a tensor with a single number")
+        if torch.is_grad_enabled() and self.parameters and not loss.requires_grad:
+            raise UserError(f"the loss of {self._batch(t)} has no gradient, so nothing would be trained: do not detach "
+                            "it, nor what it is computed from")  # fmt: skip
         if not again:
             self._observe(t, loss, output, target)
         return loss
@@ -427,9 +437,12 @@ class Stage:
         levels = [level for level in self.window.levels if level is not None]
         if len(levels) == self.M:
             self.staleness.update(levels)
-        if self.window.levels and self.optimizer and self._usable():
-            self._apply(over)
-            self.weights.changed()
+        if self.window.levels and self.optimizer:
+            if self._usable():
+                self._apply(over)
+                self.weights.changed()
+            else:
+                self.weights.passed()
         if self.deferred:
             self.deferred.commit()
         if self.scheduler:
@@ -564,7 +577,15 @@ class Stage:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)
 
 
-def _checked_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _checked_optimizer(optimizer: torch.optim.Optimizer, given: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    """One that steps the parameters that it was given, or some of them."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer(parameters) returned an object of type {type(optimizer).__name__}: return a "
+                        "torch.optim.Optimizer")  # fmt: skip
+    known = {id(parameter) for parameter in given.values()}
+    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError("optimizer(parameters) holds other parameters than those of its stage: make it of its argument "
+                        "alone, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)")  # fmt: skip
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(f"optimizer {type(optimizer).__name__} repeats the forward in each step: use a first-order one")
@@ -581,13 +602,16 @@ def _rates_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 
 def _checked_scheduler(scheduler: Any) -> Any:
+    if not callable(getattr(scheduler, "step", None)):
+        raise UserError(f"scheduler(optimizer) returned an object of type {type(scheduler).__name__}: return one of "
+                        "torch.optim.lr_scheduler")  # fmt: skip
     if "metrics" in inspect.signature(scheduler.step).parameters:
         name = type(scheduler).__name__
         raise UserError(f"scheduler {name} steps on a metric, which stages cannot share: use one that counts steps")
     return scheduler
 
 
-def _differentiable(leaf: Any) -> bool:
+def differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 

@@ -21,6 +21,7 @@ from offbeat.stage.stage import InFlight, Stage
 from offbeat.stage.weights import Version
 
 Tree = dict[str, Any]
+KINDS = {"momentum", "betas", "alpha", "rho", "lr_decay", "etas"}  # options that tell optimizers apart
 COUNTERS = ("update_index", "samples", "last_batch", "backwards", "most_held", "held_bytes", "skipped")
 
 
@@ -141,6 +142,9 @@ def load_model(
                 there = f"of shape {list(model[name].shape)}" if name in model else "not there"
                 raise UserError(f"{name} of shape {list(tensor.shape)} is {there} in the checkpoint: use its model")
             tensor.copy_(model[name])
+    if stage.optimizer is not None:
+        stage.optimizer.state.clear()  # what the checkpoint has none of has not begun
+    stage.corrections.place.memory.clear()
     for name, parameter in stage.parameters.items():
         if stage.optimizer is not None and name in optimizer:
             stage.optimizer.state[parameter] = {
@@ -155,6 +159,10 @@ def _load_groups(stage: Stage, groups: list[Tree]) -> None:
     if stage.optimizer is None:
         return
     for group, saved in zip(stage.optimizer.param_groups, groups, strict=True):
+        if KINDS & group.keys() != KINDS & saved.keys():
+            theirs = ", ".join(sorted(KINDS & saved.keys())) or "other options"
+            raise UserError(f"this state is of another optimizer than {type(stage.optimizer).__name__}, with {theirs}: "
+                            "make the same one")  # fmt: skip
         for option, value in saved.items():
             if isinstance(group.get(option), Tensor) and not isinstance(value, Tensor):
                 group[option].fill_(value)

@@ -119,6 +119,9 @@ class WeightPolicy(Protocol):
     def changed(self) -> None:
         """The optimizer has made a new version."""
 
+    def passed(self) -> None:
+        """A window has closed without an update, since something in it was not finite."""
+
     def restart(self) -> None:
         """All batches are done; the program starts afresh."""
 
@@ -189,6 +192,9 @@ class Live:
 
     def changed(self) -> None:
         self.behind = self.answers.numbers.lowers
+
+    def passed(self) -> None:
+        pass
 
     def restart(self) -> None:
         pass
@@ -383,6 +389,9 @@ class Before(Stash):
     def changed(self) -> None:
         self.made += 1
         self.kept = [*self.kept[-1:], self._make()]
+
+    def passed(self) -> None:
+        self.changed()  # the next version is like the one before, but it is the next
 
     def restart(self) -> None:
         self.kept = []
