@@ -157,13 +157,13 @@ def default_engine(table: Table, given: dict[str, Any]) -> str:
 def recipe_of(row: Row, seed: int, settings: dict[str, Any]) -> Recipe:
     """The recipe of a run. One stage needs no processes; on a GPU it is recorded as the stages of other rows are, and
     rows of methods that cannot be recorded are simulated."""
-    made = row.recipe(seed=seed, **{**settings, "engine": None})
-    engine = settings.get("engine")
+    others = {name: value for name, value in settings.items() if name != "engine"}
+    made, engine = row.recipe(seed=seed, **others), settings.get("engine")
     if made.device == "cuda" and engine in (None, "streams"):
         engine = None if made.make_method().not_alike() else "streams"
     elif made.K == 1 and engine == "processes":
         engine = None
-    return row.recipe(seed=seed, **{**settings, "engine": engine})
+    return row.recipe(seed=seed, **others, **({"engine": engine} if engine else {}))
 
 
 def _folder(request: Request) -> Path:

