@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,8 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         facts = write_tensors(temporary, tensors)
         os.replace(temporary, out)
     except (OSError, CheckpointFailed) as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of a folder that is read-only
+            temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {out} ({first_line(error.__cause__ or error)}): choose another name") from error
     return {"out": str(out), "source": str(source), "tensors": len(tensors), "bytes": facts.size, "notes": notes}
 
