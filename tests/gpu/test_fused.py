@@ -58,6 +58,14 @@ def test_it_is_batchnorm_a_sum_and_relu(shape, dtype):
         assert int(layer.num_batches_tracked) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_stays_none(dtype):
+    x = image(4, 16, 8, 8, dtype=dtype)
+    x[1, 3, 2, 2] = float("nan")
+    y = norms.norm(nn.BatchNorm2d(16, device=GPU), x, None, relu=True)
+    assert [bool(channel.isnan().all()) for channel in y.unbind(1)] == [number == 3 for number in range(16)]
+
+
 NARROW = [(32, 16, 32, 32), (32, 32, 16, 16), (32, 64, 8, 8), (3, 32, 5, 7), (300, 16, 32, 32)]
 
 
