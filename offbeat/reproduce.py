@@ -347,8 +347,7 @@ class Work:
                 turns = Turns(self.start, self.ended, together=self.request.together, until=self.until)
                 turns.all(group)
                 self.safe += len(turns.intervals)
-        begun = self.safe + self.broken_off
-        if runs and not begun:
+        if runs and not self.safe and not self.broken_off:
             self.say(f"the budget of {self.request.minutes:g} minutes was spent before a run began: give more "
                      "--budget-minutes")  # fmt: skip
         if self.broken_off and self.safe:
