@@ -106,9 +106,12 @@ def test_a_network_may_write_into_its_input_and_be_saved_in_flight(weights, engi
 # ---- states
 
 
-@pytest.mark.parametrize("done", [1, 3, 6])
-@pytest.mark.parametrize("method", [offbeat.ADL(M=2), offbeat.ADL(M=2, corrector="lwp+sc")], ids=["plain", "corrected"])
-def test_a_state_can_be_loaded_again_and_again_also_where_training_has_gone_on(method, done):
+@pytest.mark.parametrize("done", [0, 1, 3, 6])
+@pytest.mark.parametrize("corrector", [
+    None, "lwp+sc", offbeat.WeightPrediction(form="weight"),  # which remembers the last step
+], ids=["plain", "corrected", "remembering"])  # fmt: skip
+def test_a_state_can_be_loaded_again_and_again_also_where_training_has_gone_on(corrector, done):
+    method = offbeat.ADL(M=2, corrector=corrector)
     expected = train(pipeline(method), batches())
     pipe = pipeline(method)
     for x, y in batches()[:done]:
