@@ -144,6 +144,18 @@ def resnet56_adl_1f1b_k8_m1(**given: Any) -> Recipe:
     return cifar10("resnet56", "adl-1f1b", K=8, M=1, **given)
 
 
+@row(3)
+def resnet56_adl_1f1b_k8_m4_sc(**given: Any) -> Recipe:
+    """ResNet-56, ADL on the 1F1B lag, K=8, M=4, with spike compensation."""
+    return cifar10("resnet56", "adl-1f1b", K=8, M=4, corrector="sc", **given)
+
+
+@row(4)
+def resnet56_adl_1f1b_k28_m1_sc(**given: Any) -> Recipe:
+    """ResNet-56, ADL on the 1F1B lag, K=28, M=1, with spike compensation."""
+    return cifar10("resnet56", "adl-1f1b", K=28, M=1, corrector="sc", **given)
+
+
 @row(4)
 def resnet56_adl_k14_m4(**given: Any) -> Recipe:
     """ResNet-56, ADL, K=14, M=4."""
@@ -403,8 +415,9 @@ CIFAR10_TABLE = Table(name="cifar10-table", title="CIFAR-10, Table I(a)", rows=(
     resnet56_adl_k8_m4, resnet56_adl_k8_m1, resnet56_adl_k8_m1_sc, resnet56_adl_k8_m4_sc, resnet56_bp_m4,
     resnet56_adl_k2_m2, resnet56_adl_k3_m4, resnet56_adl_k4_m4, resnet56_adl_k8_m2, resnet56_bp_m2, resnet56_bp_m1,
     resnet56_adl_k8_m4_hybrid, resnet56_adl_k8_m1_hybrid, resnet56_adl_k8_m4_fixed, resnet56_bp_m4_fixed,
-    resnet56_adl_1f1b_k8_m4, resnet56_adl_1f1b_k8_m1, resnet56_adl_k14_m4, resnet56_adl_k14_m4_sc,
-    resnet56_adl_k28_m4, resnet56_adl_k28_m4_sc, resnet18_adl_k8_m4, resnet18_bp_m4, resnet18_adl_k8_m4_sc,
+    resnet56_adl_1f1b_k8_m4, resnet56_adl_1f1b_k8_m1, resnet56_adl_1f1b_k8_m4_sc, resnet56_adl_1f1b_k28_m1_sc,
+    resnet56_adl_k14_m4, resnet56_adl_k14_m4_sc, resnet56_adl_k28_m4, resnet56_adl_k28_m4_sc,
+    resnet18_adl_k8_m4, resnet18_bp_m4, resnet18_adl_k8_m4_sc,
     resnet18_adl_k8_m1, resnet18_bp_m1, resnet110_adl_k8_m4, resnet110_bp_m4, resnet110_adl_k8_m4_sc,
     resnet18_adl_k2_m2, resnet18_bp_m2, resnet110_adl_k2_m2, resnet110_bp_m2, resnet98_adl_k4_m3, resnet98_bp_m3,
     resnet164_adl_k4_m2, resnet164_adl_k10_m2, resnet164_bp_m2, resnet56_bp_b128, resnet18_bp_b128,
