@@ -19,7 +19,7 @@ import typer
 from offbeat import launch, options
 from offbeat.errors import Interrupted, NotCompiled, NotFinite, NotFused, NotRecorded, UserError
 from offbeat.options import numbers, spread
-from offbeat.recipe import ANSWERS, Recipe, complete, load
+from offbeat.recipe import ANSWERS, Recipe, complete, linear_rate, load
 
 INTERRUPTED = 130
 MOST_ROLLBACKS = 5  # of one run
@@ -158,8 +158,8 @@ def going_on(run: Path, chosen: dict[str, Any]) -> Recipe:
     if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:
         for name in ("cuts", "units", "threads_per_stage", "speeds", "engine"):
             before.pop(name, None)
-    if any(name in chosen for name in ("M", "batch_size", "method")) and "lr" not in chosen:
-        before.pop("lr", None)
+    if before["lr"] == linear_rate(before["batch_size"], before["M"]):  # which follows what changes
+        before.pop("lr")
     if chosen.get("method", before["method"]) != before["method"]:
         for name in ANSWERS:
             before.pop(name, None)
@@ -170,7 +170,7 @@ def execute(
     recipe: Recipe, out: Path, *, dry_run: bool = False, show: bool = True, resumed: bool = False, max_restarts: int = 0
 ) -> dict[str, Any] | None:
     """Check and run a recipe here, in workers started here, or as a member of the group that torchrun started."""
-    from offbeat import record
+    from offbeat import record, saving
     from offbeat.train import check
     from offbeat.train import train as run
 
@@ -188,8 +188,11 @@ def execute(
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
         raise UserError("there is not enough memory here: use smaller --shape, --classes or --batch-size") from error
+    if resumed and (found := saving.find(out)[0]):
+        saving.continued(recipe, known.samples, found.run())
     if dry_run:
-        return {"recipe": recipe.as_dict(), "batches_an_epoch": known.batches, "out": str(out)}
+        epochs = recipe.count(known.samples)
+        return {"recipe": recipe.as_dict(), "batches_an_epoch": epochs.per_epoch, "out": str(out)}
     for rollback in range(MOST_ROLLBACKS + 1):
         record.RunFolder.create(out, recipe, again=resumed or rollback > 0)
         try:

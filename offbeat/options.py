@@ -91,6 +91,10 @@ class Schedule:
 
     epochs: Annotated[int | None, typer.Option(help="(default 300; image folders 90)")] = None
     batch_size: Annotated[int | None, typer.Option(help="Samples a batch, b. (default 32)")] = None
+    drop_last: Annotated[bool | None, typer.Option(help="Leave out the short last batch of an epoch.")] = None
+    weighting: Annotated[
+        str | None, typer.Option(help="Mean of an update over batches or over samples. (default batches)")
+    ] = None
     lr: Annotated[float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256)")] = None
     momentum: Annotated[float | None, typer.Option(help="(default 0.9)")] = None
     weight_decay: Annotated[float | None, typer.Option(help="(default 5e-4; image folders 1e-4)")] = None

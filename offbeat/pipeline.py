@@ -34,7 +34,7 @@ from offbeat.stage import diagnosis as stage_diagnosis
 from offbeat.stage import state as stage_state
 from offbeat.stage.diagnosis import Diagnosis
 from offbeat.stage.graphed import GraphedStage
-from offbeat.stage.stage import Loss, MakeOptimizer, MakeScheduler, OnNan
+from offbeat.stage.stage import Loss, MakeOptimizer, MakeScheduler, OnNan, Weighting
 from offbeat.tracing import Tracing
 from offbeat.worker import SAVE, Links, Worker
 
@@ -55,6 +55,7 @@ class Pipeline:
     cuts        optional: cut before these units, instead of by equal forward FLOPs of the first batch (or of `sample`)
     units       "blocks" (entries of an nn.Sequential) or "layers" (also inside blocks); default: the first that will do
     clip_norm   optional: largest norm of an update's gradient, stage by stage
+    weighting   the mean of a window's gradients, over "batches" (a short one counts as much as the others) or "samples"
     on_nan      a loss or gradient that is not finite: "stop" with NotFinite, or "skip" it
     left_out    batches whose gradients are not used
     precision   "fp32", "tf32" (CUDA) or "bf16"; master weights, sums of gradients and optimizer are float32 in all
@@ -94,6 +95,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         engine: Engine | str | None = None,
         seed: int = 0,
+        weighting: Weighting = "batches",
         on_nan: OnNan = "stop",
         left_out: Sequence[int] = (),
         precision: Precision = "fp32",
@@ -140,7 +142,8 @@ class Pipeline:
         self._make_stage = partial(
             kind,
             method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm, device=self.device,
-            seed=seed, on_nan=_on_nan(on_nan), left_out=left_out, numbers=self.numbers, compile=compile, fuse=fuse,
+            seed=seed, on_nan=_one_of(on_nan, OnNan, "on_nan"), left_out=left_out, numbers=self.numbers,
+            compile=compile, fuse=fuse, weighting=_one_of(weighting, Weighting, "weighting"),
         )  # fmt: skip
         self._loss = loss
         self._elsewhere: dict[int, Staleness] = {}
@@ -666,9 +669,9 @@ def _method(method: Method | str, M: int | None) -> Method:
     return method
 
 
-def _on_nan(given: OnNan) -> OnNan:
-    if given not in get_args(OnNan):
-        raise unknown("on_nan", str(given), get_args(OnNan))
+def _one_of(given: str, allowed: Any, name: str) -> Any:
+    if given not in get_args(allowed):
+        raise unknown(name, str(given), get_args(allowed))
     return given
 
 

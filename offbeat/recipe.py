@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from offbeat.epochs import Epochs
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method, Weights
 from offbeat.methods import named
@@ -63,6 +64,8 @@ class Recipe:
     speeds: tuple[float, ...] | None = None
     epochs: int
     batch_size: int
+    drop_last: bool = False  # leave out the short last batch of an epoch
+    weighting: Literal["batches", "samples"] = "batches"  # in the mean of a window
     lr: float
     momentum: float
     weight_decay: float
@@ -82,19 +85,23 @@ class Recipe:
     def make_method(self) -> Method:
         return named(self.method, **{answer: getattr(self, answer) for answer in ANSWERS})
 
-    def learning_rate(self, batches_per_epoch: int) -> Callable[[int], float]:
+    def count(self, samples: int) -> Epochs:
+        """The epochs of a run of this recipe from its beginning, where one has so many samples."""
+        return Epochs(samples=samples, batch_size=self.batch_size, drop_last=self.drop_last)
+
+    def learning_rate(self, counted: Epochs) -> Callable[[int], float]:
         """Factor of lr for update s, which is that of batch M*s: a ramp, then a tenth at each milestone.
 
-        >>> recipe = complete(M=2, epochs=4, warmup=1.0, milestones=(0.5, 0.75))
-        >>> factor = recipe.learning_rate(10)
+        >>> recipe = complete(M=2, epochs=4, warmup=1.0, milestones=(0.5, 0.75), batch_size=8)
+        >>> factor = recipe.learning_rate(recipe.count(samples=80))
         >>> [round(factor(s), 4) for s in (0, 4, 5, 9, 10, 15)]
         [0.01, 0.802, 1.0, 1.0, 0.1, 0.01]
         """
-        M, ramp = self.M, self.warmup * batches_per_epoch
-        drops = [fraction * self.epochs * batches_per_epoch for fraction in self.milestones]
+        M, ramp = self.M, self.warmup * counted.per_epoch
+        drops = [fraction * self.epochs * counted.per_epoch for fraction in self.milestones]
 
         def factor(s: int) -> float:
-            batch = M * s
+            batch = counted.progress(M * s)
             if batch < ramp:
                 return WARMUP_START + (1 - WARMUP_START) * batch / ramp
             return 0.1 ** bisect_right(drops, batch)
@@ -103,6 +110,11 @@ class Recipe:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def linear_rate(batch_size: int, M: int) -> float:
+    """The paper's learning rate: it grows with the samples of an update."""
+    return 0.1 * batch_size * M / 256
 
 
 def cores() -> int:
@@ -136,7 +148,7 @@ def complete(**given: Any) -> Recipe:
         "window": method.window,
         "engine": _engine(values, method),
         "epochs": 90 if image_folder else 300,
-        "lr": 0.1 * values["batch_size"] * method.M / 256,
+        "lr": linear_rate(values["batch_size"], method.M),
         "weight_decay": 1e-4 if image_folder else 5e-4,
         "milestones": (1 / 3, 2 / 3, 8 / 9) if image_folder else (1 / 2, 3 / 4, 11 / 12),
         "threads_per_stage": max(1, cores() // values["K"]),
@@ -162,7 +174,7 @@ def _check(values: Mapping[str, Any]) -> None:
         raise unknown("engine", values["engine"], ENGINES)
     for name, allowed in (("units", ("blocks", "layers")), ("partition", ("flops", "measured")),
                           ("device", ("cpu", "cuda")), ("precision", ("fp32", "tf32", "bf16")),
-                          ("checkpoint_mode", ("in-flight", "drained")),
+                          ("checkpoint_mode", ("in-flight", "drained")), ("weighting", ("batches", "samples")),
                           ("on_nan", ("stop", "skip", "rollback"))):  # fmt: skip
         if values.get(name, allowed[0]) not in allowed:
             raise unknown(name, values[name], allowed)

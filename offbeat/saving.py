@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from offbeat import checkpoint
 from offbeat.checkpoint import Checkpoint, CheckpointFailed
+from offbeat.epochs import Epochs
 from offbeat.errors import Interrupted, UserError
 from offbeat.links import Link, Message
 from offbeat.pipeline import Pipeline
@@ -28,23 +29,27 @@ from offbeat.recipe import ANSWERS, Recipe
 from offbeat.stage import Stage
 from offbeat.stage import state as stage_state
 
-SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "precision", *ANSWERS)  # batches in flight do
+# What must not change if the batches in flight are to go on, and what recipes had before they had a choice.
+SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "drop_last", "weighting", "precision", *ANSWERS)
+EARLIER = {"precision": "fp32", "drop_last": False, "weighting": "batches"}
 RATES = ("lr", "momentum", "weight_decay")
+SCHEDULE = ("lr", "epochs", "warmup", "milestones")
 
 
 @dataclass(frozen=True)
 class Every:
-    """How often: after so many batches, or after so many seconds."""
+    """How often: every so many batches, epochs or seconds.
+
+    >>> Every.of("500b"), Every.of("0.5e"), Every.of("10min").seconds
+    (Every(batches=500, epochs=None, seconds=None), Every(batches=None, epochs=0.5, seconds=None), 600.0)
+    """
 
     batches: int | None = None
+    epochs: float | None = None
     seconds: float | None = None
 
     @classmethod
-    def of(cls, text: str | None, batches_an_epoch: int) -> Every:
-        """
-        >>> Every.of("500b", 100), Every.of("0.5e", 100), Every.of("10min", 100)
-        (Every(batches=500, seconds=None), Every(batches=50, seconds=None), Every(batches=None, seconds=600.0))
-        """
+    def of(cls, text: str | None) -> Every:
         if text is None:
             return cls()
         found = re.fullmatch(r"(\d+(?:\.\d+)?)(b|e|s|min)", text.strip())
@@ -52,14 +57,28 @@ class Every:
         if not found or amount <= 0 or (found[2] == "b" and not amount.is_integer()):
             raise UserError(f"--checkpoint-every {text}: give a number above 0 and b (whole batches), e (epochs), s or "
                             "min, such as 500b, 1e or 10min")  # fmt: skip
-        if found[2] in ("b", "e"):
-            return cls(batches=max(1, round(amount * (batches_an_epoch if found[2] == "e" else 1))))
-        return cls(seconds=amount * (60 if found[2] == "min" else 1))
+        if found[2] == "b":
+            return cls(batches=int(amount))
+        return cls(epochs=amount) if found[2] == "e" else cls(seconds=amount * (60 if found[2] == "min" else 1))
+
+    def counted(self, batches: int, epochs: Epochs) -> bool:
+        """Whether one is due after so many batches, by a count that every process knows.
+
+        >>> epochs = Epochs(samples=10, batch_size=1)
+        >>> [n for n in range(1, 31) if Every.of("1.5e").counted(n, epochs)]
+        [15, 30]
+        """
+        if self.batches is not None:
+            return batches % self.batches == 0
+        if self.epochs is None:
+            return False
+        interval = max(1, round(self.epochs * epochs.per_epoch))
+        return epochs.progress(batches) // interval > epochs.progress(batches - 1) // interval
 
 
-def check(recipe: Recipe, batches_an_epoch: int) -> None:
+def check(recipe: Recipe) -> None:
     """Refuse a schedule that makes no sense."""
-    every = Every.of(recipe.checkpoint_every, batches_an_epoch)
+    every = Every.of(recipe.checkpoint_every)
     if every.seconds is not None and recipe.checkpoint_mode == "drained":
         raise UserError(
             f"--checkpoint-every {recipe.checkpoint_every} with --checkpoint-mode drained, which changes the numbers "
@@ -83,10 +102,10 @@ class Pending:
 class Saver:
     """The checkpoints of one run, in one process."""
 
-    def __init__(self, recipe: Recipe, batches_an_epoch: int, pipe: Pipeline, folder: Path,
+    def __init__(self, recipe: Recipe, epochs: Epochs, pipe: Pipeline, folder: Path,
                  note: Callable[..., None]) -> None:  # fmt: skip
-        self.recipe, self.pipe, self.folder, self.note = recipe, pipe, folder, note
-        self.every = Every.of(recipe.checkpoint_every, batches_an_epoch)
+        self.recipe, self.epochs, self.pipe, self.folder, self.note = recipe, epochs, pipe, folder, note
+        self.every = Every.of(recipe.checkpoint_every)
         self.began = time.monotonic()
         self.requested: int | None = None  # a mark is under way for this batch
         self.stop_wanted = ""  # why
@@ -106,7 +125,7 @@ class Saver:
             pipe.keep()
 
     def _counted(self, batches: int) -> bool:
-        return self.every.batches is not None and batches % self.every.batches == 0
+        return self.every.counted(batches, self.epochs)
 
     def stop(self, why: str) -> None:
         """Save as soon as may be, then end the run."""
@@ -145,7 +164,8 @@ class Saver:
         told["pause"] = time.perf_counter() - began
         if self.pipe.first:
             mode = "in-flight" if any(stage.in_flight for stage in self.pipe.stages.values()) else "drained"
-            self.pending[t] = Pending(folder, mode, {**run, "batches": t, "recipe": self.recipe.as_dict()})
+            self.pending[t] = Pending(folder, mode, {**run, "batches": t, "recipe": self.recipe.as_dict(),
+                                                                "epochs": self.epochs.as_dict()})  # fmt: skip
             self._hear(t, told)
         else:
             for k in self.pipe.stages:
@@ -200,8 +220,7 @@ class Saver:
 
 def exact(recipe: Recipe, saved: dict[str, Any]) -> bool:
     """Whether a run of this recipe can go on with the batches that were in flight."""
-    now = recipe.as_dict()
-    before = {"precision": "fp32", **saved}  # there was no other once
+    now, before = recipe.as_dict(), {**EARLIER, **saved}
     return all(_listed(now[name]) == _listed(before.get(name)) for name in SAME)
 
 
@@ -209,8 +228,21 @@ def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def continued(recipe: Recipe, samples: int, run: dict[str, Any]) -> Epochs:
+    """The epochs of a run of this recipe that goes on from a checkpoint with this run.json; {}: from the beginning."""
+    new = recipe.count(samples)
+    if not run:
+        return new
+    before = {"samples": samples, "batch_size": run["recipe"]["batch_size"], **run.get("epochs", {})}
+    epochs = Epochs(**before).continued(run["batches"], new)
+    if epochs.position(run["batches"]) > (recipe.epochs, 0):
+        done = epochs.progress(run["batches"]) / epochs.per_epoch
+        raise UserError(f"epochs = {recipe.epochs}, but the checkpoint was made after {done:.4g}: give more epochs")
+    return epochs
+
+
 def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *, same: bool) -> list[str]:
-    """Put this process's stages into the state of a checkpoint of the recipe `saved`; what was lost on the way."""
+    """Put this process's stages into the state of a checkpoint of the recipe `saved`; notes on what was lost."""
     made = checkpoint.read(Path(path))
     if same:
         pipe.load({k: made.stage(k) for k in pipe.stages}, batches=made.t)
@@ -224,26 +256,60 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
     merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "corrections": {}}
     for part in parts:
         for kind, values in merged.items():
-            values.update(part[kind])
+            values.update({name: value for name, value in part[kind].items() if name in part["model"]})
+    heads = heads_by_cut(parts, saved)
     for stage in pipe.stages.values():
         stage_state.load_model(stage, merged["model"], merged["optimizer"], merged["corrections"])
+        stage_state.load_head(stage, heads.get(_end(recipe.as_dict(), stage.k)))
         stage.resume_schedule(updates)
     pipe.batches = made.t
+    return [*_lost_batches(parts), *_lost_heads(pipe, heads, recipe, parts), *_new_rate(recipe, saved)]
+
+
+def _end(recipe: Mapping[str, Any], k: int) -> tuple[Any, ...]:
+    """Where stage k ends: what its head is fitted to."""
+    return (recipe["model"], recipe["method"], recipe["units"], *list(recipe["cuts"])[k - 1 : k])
+
+
+def heads_by_cut(parts: list[dict[str, Any]], saved: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The stages of a checkpoint that have a head, by where they end."""
+    return {_end(saved, part["k"]): part for part in parts if part["head"] is not None}
+
+
+def _lost_batches(parts: list[dict[str, Any]]) -> list[str]:
     lost = sorted({entry["t"] for part in parts for entry in part["in_flight"]})
-    if not lost:
-        return []
-    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost to the change"]
+    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost to the change"] if lost else []
+
+
+def _lost_heads(
+    pipe: Pipeline, heads: Mapping[tuple[Any, ...], Any], recipe: Recipe, parts: list[dict[str, Any]]
+) -> list[str]:
+    """Heads that start anew, of all stages, and trained ones that no stage has a place for."""
+    wanted = {_end(recipe.as_dict(), k): k for k in range(1, pipe.K)} if pipe.method.head else {}
+    new = [str(k) for end, k in wanted.items() if end not in heads]
+    gone = [str(part["k"]) for end, part in heads.items() if end not in wanted]
+    notes = []
+    if new:
+        notes.append(f"the heads of stages {', '.join(new)} start anew: the checkpoint has no such heads at their cuts")
+    if gone:
+        notes.append(f"the heads of stages {', '.join(gone)} of the checkpoint are not used")
+    return notes
+
+
+def _new_rate(recipe: Recipe, saved: Mapping[str, Any]) -> list[str]:
+    return [f"the learning rate is {recipe.lr:g}, it was {saved['lr']:g}"] if recipe.lr != saved["lr"] else []
 
 
 def change_rates(stage: Stage, recipe: Recipe, saved: dict[str, Any]) -> None:
-    """Rate, momentum and weight decay of the recipe, where they are not those that were saved."""
-    if stage.optimizer is None or all(getattr(recipe, name) == saved[name] for name in RATES):
+    """Rate, momentum, weight decay and schedule of the recipe, from the next update on."""
+    changed = [name for name in {*RATES, *SCHEDULE} if _listed(getattr(recipe, name)) != _listed(saved[name])]
+    if stage.optimizer is None or not changed:
         return
     for group in stage.optimizer.param_groups:
-        group["lr"] = recipe.lr * (group["lr"] / saved["lr"]) if saved["lr"] else recipe.lr
         group.update(initial_lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
     if stage.scheduler:
         stage.scheduler.base_lrs = [recipe.lr for _ in stage.scheduler.base_lrs]
+    stage.resume_schedule(stage.update_index)
 
 
 def find(run: Path) -> tuple[Checkpoint | None, list[str]]:

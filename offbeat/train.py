@@ -22,6 +22,7 @@ from offbeat.engines import Engine
 from offbeat.engines.processes import Processes
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
+from offbeat.epochs import Epochs
 from offbeat.errors import UserError
 from offbeat.pipeline import Pipeline
 from offbeat.precision import Numbers
@@ -45,7 +46,7 @@ class Facts:
 
     shape: tuple[int, int, int]
     classes: int
-    batches: int  # an epoch
+    samples: int  # of a training epoch
 
 
 def open_data(recipe: Recipe) -> data.DataSet:
@@ -76,7 +77,7 @@ def shape_of(sizes: tuple[int, ...] | None) -> tuple[int, int, int] | None:
 
 
 def facts(recipe: Recipe, data_set: data.DataSet) -> Facts:
-    return Facts(data_set.shape, data_set.classes, -(-data_set.train_samples // recipe.batch_size))
+    return Facts(data_set.shape, data_set.classes, data_set.train_samples)
 
 
 def build_model(recipe: Recipe, known: Facts) -> nn.Sequential:
@@ -97,7 +98,8 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
     if recipe.diagnose:
         diagnosis.check(recipe.diagnose, recipe.make_method())
     known = facts(recipe, data_set or open_data(recipe))
-    saving.check(recipe, known.batches)
+    saving.check(recipe)
+    recipe.count(known.samples)
     return replace(recipe, **choose_cuts(recipe, known)), known
 
 
@@ -151,14 +153,16 @@ def begin(
             if recipe.cuts is None:
                 recipe = replace(recipe, **choose_cuts(recipe, known))
             folder = RunFolder(out) if folder_ready else RunFolder.create(out, recipe)
-        shared = engine.share(known and [known.shape, known.classes, known.batches, recipe.cuts, recipe.units], 1)
+        shared = engine.share(known and [known.shape, known.classes, known.samples, recipe.cuts, recipe.units], 1)
         known = Facts(*shared[:3])
         recipe = replace(recipe, cuts=tuple(shared[3]), units=shared[4])
-        pipe = make_pipeline(recipe, known, engine)
-        before = resume(recipe, pipe, out, folder) if folder_ready else {}
-        data_set, notes = move_data(recipe, data_set)
-        before["notes"] = [*before.get("notes", []), *notes]
-        return Run(recipe, known, pipe, folder, data_set, show, out, before, name=name, reports=reports)
+        found = find_checkpoint(recipe, engine, out) if folder_ready else NOTHING_SAVED
+        epochs = saving.continued(recipe, known.samples, found.run)
+        pipe = make_pipeline(recipe, known, epochs, engine)
+        notes = resume(recipe, pipe, found, folder) if folder_ready else []
+        data_set, others = move_data(recipe, data_set)
+        before = {**found.run, "notes": [*notes, *others]}
+        return Run(recipe, known, epochs, pipe, folder, data_set, show, out, before, name=name, reports=reports)
 
 
 def make_engine(recipe: Recipe) -> Engine:
@@ -169,20 +173,37 @@ def make_engine(recipe: Recipe) -> Engine:
     return Simulate(recipe.K)
 
 
-def resume(recipe: Recipe, pipe: Pipeline, out: Path, folder: RunFolder | None) -> dict[str, Any]:
-    """Put the pipeline into the state of the newest checkpoint, if there is one; what it says of the run."""
-    told: dict[str, Any] = {}
-    if folder:
+@dataclass(frozen=True)
+class Saved:
+    """The newest checkpoint of a run, as every process knows it; `run` is its run.json, empty where there is none."""
+
+    path: str | None
+    run: dict[str, Any]
+    same: bool  # whether the batches in flight can go on
+    notes: list[str]
+
+
+NOTHING_SAVED = Saved(None, {}, True, [])
+
+
+def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> Saved:
+    """Look for it in the first process, and share what was found."""
+    told = None
+    if 1 in engine.here:
         found, notes = saving.find(out)
-        told = {"notes": notes, "path": str(found.path) if found else None, "run": found.run() if found else {}}
-        told["same"] = saving.exact(recipe, told["run"]["recipe"]) if found else True
-    told = pipe.engine.share(told if folder else None, 1)
-    notes = list(told["notes"])
-    if told["path"] is not None:
-        notes += saving.restore(pipe, recipe, told["path"], told["run"]["recipe"], same=told["same"])
+        run = found.run() if found else {}
+        told = [str(found.path) if found else None, run, saving.exact(recipe, run["recipe"]) if run else True, notes]
+    return Saved(*engine.share(told, 1))
+
+
+def resume(recipe: Recipe, pipe: Pipeline, found: Saved, folder: RunFolder | None) -> list[str]:
+    """Put the pipeline into the state of a checkpoint, if there is one; notes on what was lost."""
+    notes = list(found.notes)
+    if found.path is not None:
+        notes += saving.restore(pipe, recipe, found.path, found.run["recipe"], same=found.same)
     if folder:
-        folder.go_on(pipe.batches, notes, exact=told["same"])
-    return {**told["run"], "notes": notes}
+        folder.go_on(pipe.batches, notes, exact=found.same)
+    return notes
 
 
 @contextmanager
@@ -212,8 +233,8 @@ def stopping(stop: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
-    factor = recipe.learning_rate(known.batches)
+def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) -> Pipeline:
+    factor = recipe.learning_rate(epochs)
 
     def optimizer(parameters: Iterable[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(
@@ -227,7 +248,7 @@ def make_pipeline(recipe: Recipe, known: Facts, engine: Engine) -> Pipeline:
         cuts=recipe.cuts, units=recipe.units, clip_norm=recipe.clip_norm, engine=engine, seed=recipe.seed,
         device=recipe.device, sample=torch.zeros(1, *known.shape), left_out=recipe.left_out or (),
         on_nan="skip" if recipe.on_nan == "skip" else "stop", precision=recipe.precision, compile=recipe.compile,
-        fuse=recipe.fuse,
+        fuse=recipe.fuse, weighting=recipe.weighting,
     )  # fmt: skip
     if recipe.diagnose:
         pipe.diagnose(recipe.diagnose)
@@ -243,14 +264,17 @@ def test_batch_size(recipe: Recipe, known: Facts) -> int:
 class Run:
     """The epochs of a run: training, reports, evaluation, records. Each process has one; the first writes."""
 
-    def __init__(self, recipe: Recipe, known: Facts, pipe: Pipeline, folder: RunFolder | None,
+    def __init__(self, recipe: Recipe, known: Facts, epochs: Epochs, pipe: Pipeline, folder: RunFolder | None,
                  data_set: data.DataSet | None, show: bool, out: Path, before: dict[str, Any], *, name: str = "",
                  reports: int = REPORTS_AN_EPOCH) -> None:  # fmt: skip
         self.recipe, self.known, self.pipe, self.folder, self.data_set = recipe, known, pipe, folder, data_set
+        self.epochs = epochs
         self.telemetry = Telemetry(pipe)
-        self.every = max(1, known.batches // (min(reports, 4) if pipe.engine.records else reports))  # stages catch up
+        reports = min(reports, 4) if pipe.engine.records else reports  # which make recorded stages catch up
+        self.every = max(1, epochs.per_epoch // reports)
         visible = show and folder is not None
-        self.progress = Progress(recipe.epochs, known.batches, show=visible, done=pipe.batches, name=name)
+        done = int(epochs.progress(pipe.batches))
+        self.progress = Progress(recipe.epochs, epochs.per_epoch, show=visible, done=done, name=name)
         self.epoch_began = time.perf_counter()
         self.told = self.began = time.perf_counter()
         self.entered = 0
@@ -260,7 +284,7 @@ class Run:
         self.seconds: float = before.get("seconds", 0.0)
         self.test: dict[str, Any] = before.get("test", {})
         self.memory: list[int] = list(before.get("memory", []))  # bytes of every stage, at its fullest
-        self.saver = Saver(recipe, known.batches, pipe, out, self._note)
+        self.saver = Saver(recipe, epochs, pipe, out, self._note)
         self.diagnoses = Diagnoses(out, pipe.batches) if recipe.diagnose and folder else None
         for note in before.get("notes", []):
             self.progress.say(note)
@@ -270,7 +294,7 @@ class Run:
     @property
     def first_epoch(self) -> int:
         """The epoch of the next batch."""
-        return self.pipe.batches // self.known.batches
+        return self.epochs.epoch_of(self.pipe.batches)
 
     def stop(self, why: str) -> None:
         """Save as soon as may be, then end, in all processes: the first one decides."""
@@ -330,15 +354,18 @@ class Run:
         assert self.data_set is not None
         self.epoch_began = self.told = time.perf_counter()
         self.entered = 0  # samples of the epoch, in this process's time
-        start = self.pipe.batches - epoch * self.known.batches  # above 0 where a run goes on
-        return self.data_set.train(batch_size=self.recipe.batch_size, seed=self.recipe.seed, epoch=epoch, start=start)
+        skip = self.epochs.position(self.pipe.batches)[1]  # above 0 where a run goes on
+        return self.data_set.train(
+            batch_size=self.recipe.batch_size, seed=self.recipe.seed, epoch=epoch, skip=skip,
+            drop_last=self.recipe.drop_last,
+        )  # fmt: skip
 
     def _after_step(self, t: int) -> None:
         self.progress.step()
-        if (t % self.known.batches + 1) % self.every == 0:
+        if int(self.epochs.progress(t)) % self.epochs.per_epoch % self.every == self.every - 1:
             self.telemetry.tell()
             self._write(self.telemetry.collect())
-        if (t + 1) % self.known.batches and self.saver.due(t + 1):  # at its end an epoch is evaluated first
+        if not self.epochs.ends_epoch(t + 1) and self.saver.due(t + 1):  # at its end an epoch is evaluated first
             self._save()
         self.saver.collect()
 
@@ -373,7 +400,7 @@ class Run:
             top, bottom = reports[-1], reports[0]
             self.memory = [report.memory for report in reports]
             if self.diagnoses:
-                self.diagnoses.add([{**line, "epoch": line["batch"] // self.known.batches}
+                self.diagnoses.add([{**line, "epoch": self.epochs.epoch_of(line["batch"])}
                                     for report in reports for line in report.diagnosis])  # fmt: skip
             self.rows.append({"loss": top.loss, "error": top.error, "samples": top.samples})
             now = time.perf_counter()
@@ -384,7 +411,7 @@ class Run:
             speed = bottom.samples / max(1e-9, now - self.told)
             self.told = now
             self.folder.line(
-                "train", batch=bottom.t, epoch=bottom.t // self.known.batches, loss=top.loss, error=top.error,
+                "train", batch=bottom.t, epoch=self.epochs.epoch_of(bottom.t), loss=top.loss, error=top.error,
                 samples_per_second=speed, lr=bottom.lr, staleness=staleness,
                 in_flight=[report.in_flight for report in reports], versions=[report.versions for report in reports],
                 memory=[report.memory for report in reports], skipped=max(report.skipped for report in reports),

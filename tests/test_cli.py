@@ -297,14 +297,16 @@ def test_one_process_is_the_default_for_one_stage_and_processes_for_more():
 @pytest.mark.parametrize("data", ["cifar10", "imagefolder"])
 def test_an_update_takes_the_factor_of_its_first_batch_whatever_m_is(data):
     batches = 10
-    factors = {M: complete(data=data, M=M, epochs=36).learning_rate(batches) for M in (1, 3, 4)}
+    recipes = {M: complete(data=data, M=M, epochs=36, batch_size=1) for M in (1, 3, 4)}
+    factors = {M: recipe.learning_rate(recipe.count(batches)) for M, recipe in recipes.items()}
     for M in (3, 4):
         updates = range(36 * batches // M)
         assert [factors[M](s) for s in updates] == [factors[1](M * s) for s in updates]
 
 
 def test_the_factor_ramps_up_over_three_epochs_and_falls_to_a_tenth_at_each_milestone():
-    batches, factor = 10, complete(M=1, epochs=36).learning_rate(10)
+    batches, recipe = 10, complete(M=1, epochs=36, batch_size=1)
+    factor = recipe.learning_rate(recipe.count(batches))
     ramp = [factor(t) for t in range(3 * batches + 1)]
     assert ramp[0] == pytest.approx(0.01)
     assert ramp[-1] == 1.0

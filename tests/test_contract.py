@@ -224,3 +224,15 @@ def test_every_method_says_what_it_is(name):
     assert "| F0" in drawn, "a drawn timeline"
     for fact in ("Lock", "Staleness", "Time a", "version"):
         assert fact in drawn, fact
+
+
+def test_staleness_of_2bw_is_one_also_in_stages_without_parameters():
+    layers = [torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1)]
+    pipe = offbeat.Pipeline(
+        layers, method=offbeat.TwoBW(M=4), loss=torch.nn.functional.mse_loss, engine="simulate",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    )  # fmt: skip
+    for _ in range(16):
+        pipe.step(torch.ones(2, 2), torch.zeros(2, 1))
+    pipe.drain()
+    assert [dict(stage) for stage in pipe.staleness] == [{1: 12}] * 5

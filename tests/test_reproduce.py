@@ -127,7 +127,7 @@ def test_the_schedule_is_the_papers_and_its_drops_stay_in_proportion(name, usual
         recipe = first.recipe(epochs=None if epochs == usual else epochs)
         assert (recipe.epochs, recipe.warmup, recipe.weight_decay, recipe.momentum) == (epochs, 3.0, decay, 0.9)
         assert (recipe.batch_size, recipe.lr) == (32, 0.1 * 32 * recipe.M / 256)
-        factor = recipe.learning_rate(100 * recipe.M)  # an epoch has 100 updates
+        factor = recipe.learning_rate(recipe.count(100 * recipe.M * recipe.batch_size))  # an epoch has 100 updates
         for count, drop in enumerate(drops):
             at = round(drop * epochs / usual * 100)
             assert factor(at - 1) == pytest.approx(0.1**count)
@@ -524,13 +524,14 @@ def test_what_is_not_given_again_stays_as_it_was_and_more_seeds_are_added(offbea
 
 def test_a_drained_checkpoint_of_resnet56_is_under_ten_megabytes(tmp_path):
     recipe = TABLES["cifar10-table"].rows[0].recipe(engine="simulate", threads_per_stage=1)
-    known = train.Facts((3, 32, 32), 10, 1563)
+    known = train.Facts((3, 32, 32), 10, 50_000)
     recipe = train.replace(recipe, **train.choose_cuts(recipe, known))
-    pipe = train.make_pipeline(recipe, known, train.Simulate(recipe.K))
+    epochs = recipe.count(known.samples)
+    pipe = train.make_pipeline(recipe, known, epochs, train.Simulate(recipe.K))
     for _ in range(4):  # momentum is there after an update
         pipe.step(torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.long))
     pipe.drain()
-    saver = train.Saver(train.replace(recipe, checkpoint_every="4b"), 1563, pipe, tmp_path, lambda kind, **_: None)
+    saver = train.Saver(train.replace(recipe, checkpoint_every="4b"), epochs, pipe, tmp_path, lambda kind, **_: None)
     saver.save({})
     (found,) = checkpoint.ls(tmp_path)
     assert found.checkpoint.mode == "drained"

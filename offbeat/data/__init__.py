@@ -30,7 +30,7 @@ __all__ = ["DataSet", "names", "on_device", "open", "open_data"]
 class DataSet(Protocol):
     """Labelled images for classification, split into training and test samples.
 
-    Batches are float32 (b, C, H, W) and int64 (b,); the short last batch is used, never dropped.
+    Batches are float32 (b, C, H, W) and int64 (b,); the short last batch of test samples is always used.
     """
 
     @property
@@ -44,8 +44,11 @@ class DataSet(Protocol):
     @property
     def test_samples(self) -> int: ...
 
-    def train(self, *, batch_size: int, seed: int, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """One shuffled and augmented epoch; start=n yields what the full epoch would from batch n (from 0) on."""
+    def train(
+        self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """One shuffled and augmented epoch without its first `skip` samples, and without a short last batch where
+        `drop_last`."""
 
     def test(self, *, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The test samples once, in their fixed order, without augmentation."""

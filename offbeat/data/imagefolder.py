@@ -63,9 +63,11 @@ class ImageFolder:
     def test_samples(self) -> int:
         return len(self.test_files.paths)
 
-    def train(self, *, batch_size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """One shuffled epoch of random-resized crops and flips, from batch `start` on; skipped images are not read."""
-        parts = slices(self.train_samples, batch_size=batch_size, start=start)
+    def train(
+        self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False
+    ) -> Iterator[Batch]:
+        """One shuffled epoch of random-resized crops and flips without its first `skip` samples, which are not read."""
+        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last)
         order = epoch_order(self.train_samples, seed=seed, epoch=epoch)
         reader = _Reader(self.train_files, self.shape, (seed, epoch))
         return _loaded(reader, [order[part].tolist() for part in parts], self.workers)

@@ -46,9 +46,12 @@ class InMemory:
     def test_samples(self) -> int:
         return len(self.test_labels)
 
-    def train(self, *, batch_size: int, seed: int, epoch: int, start: int = 0) -> Batches:
-        """One shuffled and augmented epoch from batch `start` on, prefetched."""
-        return prefetch(self._train(slices(self.train_samples, batch_size=batch_size, start=start), seed, epoch))
+    def train(
+        self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False
+    ) -> Batches:
+        """One shuffled and augmented epoch without its first `skip` samples, prefetched."""
+        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last)
+        return prefetch(self._train(parts, seed, epoch))
 
     def test(self, *, batch_size: int) -> Batches:
         """The test samples once, in order, normalised only, prefetched."""

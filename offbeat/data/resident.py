@@ -60,9 +60,11 @@ class Resident:
     channels_last: bool
     piece: int
 
-    def train(self, *, batch_size: int, seed: int, epoch: int, start: int = 0) -> Batches:
-        """One shuffled and augmented epoch from batch `start` on."""
-        parts = slices(self.train_samples, batch_size=batch_size, start=start)
+    def train(
+        self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False
+    ) -> Batches:
+        """One shuffled and augmented epoch without its first `skip` samples."""
+        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last)
         return self._batches(lambda: self.stock.epoch(seed, epoch), parts)
 
     def test(self, *, batch_size: int) -> Batches:

@@ -222,6 +222,8 @@ class GraphedStage(Stage):
         """Whether a batch is such as were recorded; the first one decides."""
         if self.eager is not None or (self.left_out and self._left_out(t)):
             return False
+        if self._weight(batch_size(target, x)) != 1.0:  # recorded backwards add gradients as they are
+            return False
         if self.kind is None:
             self.launch()
             self._record(x, target)
@@ -433,7 +435,7 @@ class GraphedStage(Stage):
     def _usable(self) -> bool:
         return True if self.on_nan == "stop" else super()._usable()  # what is not finite is noted, and found later
 
-    def _apply(self, over: int) -> None:
+    def _apply(self, over: float) -> None:
         given = self.window.given
         if given:
             self.applied.append((self.update_index, list(self.window.batches)))
@@ -478,7 +480,7 @@ class GraphedStage(Stage):
         unfit = [type(corrector).__name__ for corrector in self.corrections.active if not corrector.recordable]
         return f"{', '.join(unfit)} reckons on the host" if unfit else None
 
-    def _work_update(self, over: int, given: frozenset[int]) -> None:
+    def _work_update(self, over: float, given: frozenset[int]) -> None:
         with self.window.only(given):
             gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
             if gradients and self.on_nan == "stop":

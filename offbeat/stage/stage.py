@@ -33,6 +33,7 @@ from offbeat.stage.window import Window
 
 Loss = Callable[[Any, Any], Tensor]
 OnNan = Literal["stop", "skip"]
+Weighting = Literal["batches", "samples"]
 MakeOptimizer = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 USERS_CODE = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)  # what a model may raise
@@ -51,6 +52,7 @@ class InFlight:
     random: list[Tensor]
     share: float = 1.0  # of its batch's samples, for a micro-batch
     kept: Version | None = None  # what the forward used, where the policy itself forgets it
+    weight: float = 1.0  # of its gradient in the mean of a window
     roots: list[Any] = field(default_factory=list)  # leaves of the output tree, or the loss
 
 
@@ -85,8 +87,11 @@ class Stage:
         numbers: Numbers = FULL,
         compile: bool = False,
         fuse: bool = False,
+        weighting: Weighting = "batches",
     ) -> None:
         self.on_nan, self.left_out = on_nan, frozenset(left_out)
+        self.weighting = weighting
+        self.full_batch: int | None = None  # samples of the first batch, against which others are weighed
         self.bad: set[int] = set()  # batches whose loss is not finite
         self.skipped = 0
         self.k, self.K, self.module, self.method = k, K, module, method
@@ -200,6 +205,8 @@ class Stage:
     def _forwarded(self, t: int, batch: InFlight, samples: int) -> None:
         """Batch t is in flight from now on."""
         self.in_flight[t] = batch
+        self.full_batch = self.full_batch or samples
+        batch.weight = self._weight(samples)
         self.samples += samples
         self.last_batch = t
         if len(self.in_flight) > self.most_held:
@@ -208,6 +215,13 @@ class Stage:
         if id(batch.version) != self.newest_used:
             self.newest_used = id(batch.version)  # not the version itself, which would live on
             assert self.weights.versions() <= self.most_versions, "more weight versions than the window allows"
+
+    def _weight(self, samples: int) -> float:
+        """Of the gradient of a batch of so many samples in the mean of a window. A micro-batch has its share already,
+        and the mean of one gradient needs no weights."""
+        if self.weighting == "batches" or self.M == 1 or not self.full_batch:
+            return 1.0
+        return samples / self.full_batch
 
     def wanting(self, leaves: list[Any]) -> list[Any]:
         """Leaves of an input, marked where the stage below waits for their gradients."""
@@ -339,7 +353,7 @@ class Stage:
         """
         batch = self.in_flight.pop(t)
         taken, below, incoming = self._differentiate(t, batch, self.weights.returning(batch.version), gradients)
-        self.window.add(t, taken, self._level(batch), foreign=[*below, *incoming])
+        self.window.add(t, taken, self._level(batch), foreign=[*below, *incoming], weight=batch.weight)
         self.backwards += 1
         return below
 
@@ -432,17 +446,20 @@ class Stage:
     def update(self, over: int) -> None:
         """Apply the window: the sum of its gradients divided by `over`, at the learning rate of this update.
 
-        A window without gradients moves the schedule, not the weights.
+        `over` counts gradients; where they are weighted, it is the sum of their weights. A window without gradients
+        moves the schedule, not the weights.
         """
         levels = [level for level in self.window.levels if level is not None]
         if len(levels) == self.M:
             self.staleness.update(levels)
         if self.window.levels and self.optimizer:
             if self._usable():
-                self._apply(over)
+                self._apply(self.window.divisor(over))
                 self.weights.changed()
             else:
                 self.weights.passed()
+        elif self.window.levels:
+            self.weights.passed()  # without parameters, versions are counted all the same
         if self.deferred:
             self.deferred.commit()
         if self.scheduler:
@@ -459,7 +476,7 @@ class Stage:
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
             self.scheduler.step()  # type: ignore[union-attr]
 
-    def _apply(self, over: int) -> None:
+    def _apply(self, over: float) -> None:
         assert self.optimizer is not None
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.window.mean(over, clip_norm=self.clip_norm, of=trained)
@@ -486,7 +503,7 @@ class Stage:
         """Go on as if so many updates had been made, at the rate of the next; for a learning-rate schedule that is a
         function of the update (LambdaLR)."""
         self.update_index = updates
-        if self.scheduler and updates:
+        if self.scheduler:
             self.scheduler.last_epoch = updates - 1
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

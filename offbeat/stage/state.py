@@ -22,7 +22,7 @@ from offbeat.stage.weights import Version
 
 Tree = dict[str, Any]
 KINDS = {"momentum", "betas", "alpha", "rho", "lr_decay", "etas"}  # options that tell optimizers apart
-COUNTERS = ("update_index", "samples", "last_batch", "backwards", "most_held", "held_bytes", "skipped")
+COUNTERS = ("update_index", "samples", "last_batch", "backwards", "most_held", "held_bytes", "skipped", "full_batch")
 
 
 def save(stage: Stage) -> Tree:
@@ -47,7 +47,7 @@ def save(stage: Stage) -> Tree:
         "random": stage.random.state,
         "evaluation_random": stage.evaluation_random.state,
         "window": {"levels": list(stage.window.levels), "batches": list(stage.window.batches),
-                   "gradients": stage.window.gradients()},
+                   "weights": list(stage.window.weights), "gradients": stage.window.gradients()},
         "bad": sorted(stage.bad),
         "versions": [version.tensors for version in versions],
         "policy": policy,
@@ -95,6 +95,7 @@ def _save_batch(t: int, batch: InFlight, versions: list[Version], *, replays: bo
         "steady": batch.steady,
         "random": batch.random,
         "share": batch.share,
+        "weight": batch.weight,
     }
 
 
@@ -105,23 +106,20 @@ def _plain(leaf: Any) -> Any:
 def load(stage: Stage, tree: Tree) -> None:
     """Put a stage of the same k, K, method and cuts into the state that `save` saw."""
     load_model(stage, tree["model"], tree["optimizer"], tree["corrections"])
-    if stage.head is not None:
-        stage.head.load_state_dict(tree["head"])
-    if stage.teacher is not None:
-        stage.teacher.load_state_dict(_as_torch(tree["teacher"]))
+    load_head(stage, tree)
     _load_groups(stage, tree["groups"])
     if stage.scheduler:
         stage.scheduler.load_state_dict(tree["scheduler"])
     stage.random.state = list(tree["random"])
     stage.evaluation_random.state = list(tree["evaluation_random"])
     for name in COUNTERS:
-        setattr(stage, name, tree["counters"][name])
+        setattr(stage, name, tree["counters"].get(name, getattr(stage, name)))  # older files lack some
     stage.staleness.clear()
     stage.staleness.update(dict(tree["staleness"]))
     stage.meter.samples, stage.meter.sums = tree["meter"]["samples"], dict(tree["meter"]["sums"])
     stage.lessons = {t: (stage._here(h), stage._here(target)) for t, h, target in tree["lessons"]}
     window = tree["window"]
-    stage.window.load(list(window["levels"]), list(window["batches"]), window["gradients"])
+    stage.window.load(list(window["levels"]), list(window["batches"]), window["gradients"], window.get("weights"))
     stage.bad = set(tree["bad"])
     versions = [Version({name: tensor.to(stage.device).requires_grad_() for name, tensor in tensors.items()})
                 for tensors in tree["versions"]]  # fmt: skip
@@ -134,10 +132,12 @@ def load(stage: Stage, tree: Tree) -> None:
 def load_model(
     stage: Stage, model: Mapping[str, Tensor], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]
 ) -> None:
-    """Parameters, buffers and per-parameter state by name, from one stage or from all of another cut."""
+    """Parameters, buffers and per-parameter state of the stage's part of the model by name, from one stage or from all
+    of another cut."""
     stage.reset()
+    own = _tensors(stage)
     with torch.no_grad():
-        for name, tensor in _tensors(stage).items():
+        for name, tensor in own.items():
             if name not in model or model[name].shape != tensor.shape:
                 there = f"of shape {list(model[name].shape)}" if name in model else "not there"
                 raise UserError(f"{name} of shape {list(tensor.shape)} is {there} in the checkpoint: use its model")
@@ -145,7 +145,26 @@ def load_model(
     if stage.optimizer is not None:
         stage.optimizer.state.clear()  # what the checkpoint has none of has not begun
     stage.corrections.place.memory.clear()
-    for name, parameter in stage.parameters.items():
+    _load_state(stage, [name for name in stage.parameters if name in own], optimizer, corrections)
+
+
+def load_head(stage: Stage, tree: Tree | None) -> None:
+    """The auxiliary head of a stage that ended where this one does, with its optimizer's state; None: it stays new."""
+    if stage.head is None or tree is None:
+        return
+    stage.head.load_state_dict(tree["head"])
+    if stage.teacher is not None:
+        stage.teacher.load_state_dict(_as_torch(tree["teacher"]))
+    own = _tensors(stage)
+    _load_state(stage, [name for name in stage.parameters if name not in own], tree["optimizer"], tree["corrections"])
+
+
+def _load_state(
+    stage: Stage, names: list[str], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]
+) -> None:
+    """What the optimizer and the correctors remember of these parameters."""
+    for name in names:
+        parameter = stage.parameters[name]
         if stage.optimizer is not None and name in optimizer:
             stage.optimizer.state[parameter] = {
                 key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
@@ -177,6 +196,7 @@ def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
     batch = InFlight(
         stage.wanting(leaves), structure, stage._here(entry["target"]), forwarded, entry["update"], entry["steady"],
         list(entry["random"]), entry["share"], forwarded if stage.weights.forgets else None,
+        weight=entry.get("weight", 1.0),
     )  # fmt: skip
     if stage.weights.replays:
         return batch

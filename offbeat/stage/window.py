@@ -18,11 +18,15 @@ class Window:
         self.parameters = parameters
         self.levels: list[int | None] = []  # None for a gradient from while the stage was filling
         self.batches: list[int] = []
+        self.weights: list[float] = []  # of the batches in the mean
 
     def add(
-        self, t: int, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None]
-    ) -> None:
-        """Add the gradients of batch t; `foreign` are tensors that others hold and whose memory is not ours."""
+        self, t: int, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None],
+        *, weight: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Add the gradients of batch t, times `weight`; `foreign` are tensors that others hold and whose memory is not
+        ours."""
+        gradients = _weighted(gradients, weight)
         if not self.levels:
             # Not right after the step: with the gradients gone, malloc gives the memory of a whole graph back to the
             # system before the next forward takes it again, and page faults cost 7 % of the time (ResNet-56, b=64).
@@ -44,20 +48,30 @@ class Window:
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format) if shared else gradient
         if sums:
             torch._foreach_add_(sums, terms)
-        self.count(t, level)
+        self.count(t, level, weight)
 
-    def count(self, t: int, level: int | None) -> None:
+    def count(self, t: int, level: int | None, weight: float = 1.0) -> None:
         """Batch t has been added."""
         self.levels.append(level)
         self.batches.append(t)
+        self.weights.append(weight)
+
+    def divisor(self, over: int) -> float:
+        """What the sum is divided by: `over` gradients, of which those that are there count by their weights."""
+        extra = sum(weight - 1.0 for weight in self.weights)
+        return over + extra if extra else over
 
     def gradients(self) -> dict[str, Tensor]:
         """The sums so far, by name."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None} if self.levels else {}
 
-    def load(self, levels: list[int | None], batches: list[int], gradients: Mapping[str, Tensor]) -> None:
-        """Take up what was saved."""
+    def load(
+        self, levels: list[int | None], batches: list[int], gradients: Mapping[str, Tensor],
+        weights: list[float] | None = None,
+    ) -> None:  # fmt: skip
+        """Take up what was saved; older files have no weights."""
         self.levels, self.batches = levels, batches
+        self.weights = [1.0] * len(levels) if weights is None else list(weights)
         for name, parameter in self.parameters.items():
             parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
 
@@ -66,10 +80,10 @@ class Window:
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         return not gradients or bool(torch.stack(torch._foreach_norm(gradients)).isfinite().all())
 
-    def mean(self, over: int, *, clip_norm: float | None, of: Iterable[Tensor]) -> None:
+    def mean(self, over: float, *, clip_norm: float | None, of: Iterable[Tensor]) -> None:
         """Divide the sum by `over`, then clip the norm over the parameters `of` the optimizer."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        if over > 1 and gradients:
+        if over != 1 and gradients:
             torch._foreach_div_(gradients, over)
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(of, clip_norm)
@@ -78,6 +92,7 @@ class Window:
         """Open the next window; the gradients go when it gets its first."""
         self.levels.clear()
         self.batches.clear()
+        self.weights.clear()
 
 
 class FixedSums(Window):
@@ -102,8 +117,11 @@ class FixedSums(Window):
         with self.only(self.given):
             return super().gradients()
 
-    def load(self, levels: list[int | None], batches: list[int], gradients: Mapping[str, Tensor]) -> None:
-        super().load(levels, batches, gradients)
+    def load(
+        self, levels: list[int | None], batches: list[int], gradients: Mapping[str, Tensor],
+        weights: list[float] | None = None,
+    ) -> None:  # fmt: skip
+        super().load(levels, batches, gradients, weights)
         self.given = frozenset(number for number, name in enumerate(self.parameters) if name in gradients)
 
     def recorded(self, t: int, level: int | None) -> None:
@@ -150,14 +168,19 @@ class FixedSums(Window):
             torch._foreach_add_(sums, terms)
 
     def add(
-        self, t: int, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None]
-    ) -> None:
-        gradients = list(gradients)
+        self, t: int, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None],
+        *, weight: float = 1.0,
+    ) -> None:  # fmt: skip
+        gradients = list(_weighted(gradients, weight))
         if not self.levels:
             self.zero()
         self.given |= self.fix(gradients)
         self.sum(gradients)
-        self.count(t, level)
+        self.count(t, level, weight)
+
+
+def _weighted(gradients: Iterable[Tensor | None], weight: float) -> Iterable[Tensor | None]:
+    return gradients if weight == 1.0 else [None if gradient is None else gradient * weight for gradient in gradients]
 
 
 def _check_dense(name: str, gradient: Tensor) -> None:

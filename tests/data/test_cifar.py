@@ -213,7 +213,7 @@ def test_training_batches_equal_a_literal_reference_bit_for_bit(cifar: InMemory)
     order = epoch_order(50_000, seed=7, epoch=2)
     draws = augment.draw(50_000, pad=4, flip=True, generator=generator("augment", 7, 2))
     mean, std = torch.tensor(cifar.mean)[:, None, None], torch.tensor(cifar.std)[:, None, None]
-    images, labels = next(cifar.train(batch_size=256, seed=7, epoch=2, start=3))
+    images, labels = next(cifar.train(batch_size=256, seed=7, epoch=2, skip=3 * 256))
     for position in range(256):
         sample = int(order[3 * 256 + position])
         top, left, flip = (int(each[3 * 256 + position]) for each in (draws.top, draws.left, draws.flip))

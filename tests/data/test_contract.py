@@ -107,11 +107,11 @@ def test_an_epoch_is_a_pure_function_of_seed_and_epoch(data: DataSet) -> None:
     assert not same(first, epoch(1, 1))
 
 
-def test_starting_late_gives_the_same_bits_as_the_whole_epoch(data: DataSet) -> None:
+def test_skipping_samples_gives_the_same_bits_as_the_whole_epoch(data: DataSet) -> None:
     size = uneven(data.train_samples)
     whole = list(data.train(batch_size=size, seed=3, epoch=2))
     for start in range(len(whole) + 2):
-        assert same(whole[start:], list(data.train(batch_size=size, seed=3, epoch=2, start=start)))
+        assert same(whole[start:], list(data.train(batch_size=size, seed=3, epoch=2, skip=start * size)))
 
 
 def test_the_labels_follow_the_epoch_order_and_each_sample_comes_once(data: DataSet) -> None:
@@ -156,6 +156,20 @@ def test_a_batch_size_below_one_is_refused_at_once(data: DataSet, size: int) -> 
         data.test(batch_size=size)
 
 
-def test_a_negative_start_is_refused(data: DataSet) -> None:
-    with pytest.raises(UserError, match="start -1"):
-        data.train(batch_size=4, seed=0, epoch=0, start=-1)
+def test_a_negative_skip_is_refused(data: DataSet) -> None:
+    with pytest.raises(UserError, match="skip -1"):
+        data.train(batch_size=4, seed=0, epoch=0, skip=-1)
+
+
+def test_an_epoch_can_go_on_with_another_batch_size(data: DataSet) -> None:
+    whole = list(data.train(batch_size=4, seed=3, epoch=2))
+    rest = list(data.train(batch_size=3, seed=3, epoch=2, skip=8))
+    assert torch.equal(torch.cat([images for images, _ in whole[2:]]), torch.cat([images for images, _ in rest]))
+    assert torch.equal(torch.cat([labels for _, labels in whole[2:]]), torch.cat([labels for _, labels in rest]))
+
+
+def test_drop_last_leaves_out_the_short_batch_alone(data: DataSet) -> None:
+    size = data.train_samples // 2 + 1
+    whole = list(data.train(batch_size=size, seed=0, epoch=0))
+    assert len(whole) == 2
+    assert same(whole[:1], list(data.train(batch_size=size, seed=0, epoch=0, drop_last=True)))

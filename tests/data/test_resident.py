@@ -99,7 +99,7 @@ def test_batches_are_those_of_the_host_path_bit_for_bit(data: DataSet, size: int
 def test_resuming_in_mid_epoch_gives_the_same_bits(data: DataSet, device: str) -> None:
     there = moved(data, device, piece=70 * sample_bytes(data))
     for start in [0, 1, 2, 3, data.train_samples // 30, data.train_samples // 30 + 1, 1000]:
-        asked = {"batch_size": 30, "seed": 2, "epoch": 5, "start": start}
+        asked = {"batch_size": 30, "seed": 2, "epoch": 5, "skip": 30 * start}
         assert_same(there.train(**asked), data.train(**asked))
 
 
@@ -141,8 +141,8 @@ def test_bad_sizes_are_refused_when_the_epoch_is_asked_for(sets: dict[str, DataS
         there.train(batch_size=0, seed=0, epoch=0)
     with pytest.raises(UserError, match="batch_size 0"):
         there.test(batch_size=0)
-    with pytest.raises(UserError, match="start -1"):
-        there.train(batch_size=4, seed=0, epoch=0, start=-1)
+    with pytest.raises(UserError, match="skip -1"):
+        there.train(batch_size=4, seed=0, epoch=0, skip=-1)
 
 
 def test_batches_of_a_piece_lie_in_one_memory_and_each_begins_at_an_even_place(data: DataSet) -> None:
@@ -241,7 +241,7 @@ def test_an_image_folder_is_left_to_its_own_loader(tmp_path: Path) -> None:
 def test_synthetic_images_of_imagenet_size_are_made_a_piece_at_a_time() -> None:
     data = offbeat.data.open("synthetic", shape=(3, 224, 224), classes=1000, samples=5000)
     there = moved(data, limit=2**29)
-    asked = {"batch_size": 8, "seed": 0, "epoch": 0, "start": 620}
+    asked = {"batch_size": 8, "seed": 0, "epoch": 0, "skip": 8 * 620}
     assert_same(there.train(**asked), data.train(**asked))
 
 

@@ -104,7 +104,7 @@ def test_synthetic_samples_are_fixed_all_different_and_of_unit_noise() -> None:
 
 def test_synthetic_images_of_imagenet_size_take_little_memory() -> None:
     data = offbeat.data.open("synthetic", shape=(3, 224, 224), classes=1000, samples=1_281_167)
-    images, labels = next(data.train(batch_size=4, seed=0, epoch=0, start=1000))
+    images, labels = next(data.train(batch_size=4, seed=0, epoch=0, skip=4000))
     assert images.shape == (4, 3, 224, 224)
     assert labels.max() < 1000
     kept = data.noise.nbytes + data.patterns.nbytes  # type: ignore[attr-defined]
