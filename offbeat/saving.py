@@ -253,10 +253,7 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
     updates = made.t // recipe.M
     if saved["M"] == recipe.M:  # drains on the way have ended windows early
         updates = max(part["counters"]["update_index"] for part in parts)
-    merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "corrections": {}}
-    for part in parts:
-        for kind, values in merged.items():
-            values.update({name: value for name, value in part[kind].items() if name in part["model"]})
+    merged = merge(parts)
     heads = heads_by_cut(parts, saved)
     for stage in pipe.stages.values():
         stage_state.load_model(stage, merged["model"], merged["optimizer"], merged["corrections"])
@@ -264,6 +261,16 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
         stage.resume_schedule(updates)
     pipe.batches = made.t
     return [*_lost_batches(parts), *_lost_heads(pipe, heads, recipe, parts), *_new_rate(recipe, saved)]
+
+
+def merge(parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The whole model of a checkpoint by name, with what optimizers and correctors remember of it. Heads are left out:
+    several stages have one, under the same names."""
+    merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "corrections": {}}
+    for part in parts:
+        for kind, values in merged.items():
+            values.update({name: value for name, value in part[kind].items() if name in part["model"]})
+    return merged
 
 
 def _end(recipe: Mapping[str, Any], k: int) -> tuple[Any, ...]:

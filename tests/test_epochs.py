@@ -48,6 +48,12 @@ def test_the_schedule_follows_epochs_when_the_batch_size_changes():
     assert [factor(s) for s in (20, 31, 32, 33)] == [1.0, 1.0, 0.1, 0.1], "epoch 5 begins with batch 20 + 3 * 4"
 
 
+def test_progress_counts_the_part_of_an_epoch_that_is_done():
+    before, after = Epochs(samples=40, batch_size=4), Epochs(samples=40, batch_size=10)
+    epochs = before.continued(15, after)  # in the middle of the second epoch, of which 20 samples are left
+    assert [epochs.progress(n) / epochs.per_epoch for n in range(15, 19)] == [1.5, 1.75, 2.0, 2.25]
+
+
 def test_an_epoch_without_a_full_batch_is_refused():
     with pytest.raises(UserError, match="batch size 8 with drop_last, but an epoch has 7 samples"):
         Epochs(samples=7, batch_size=8, drop_last=True)

@@ -11,6 +11,7 @@ import torch
 from command import Command, check_refused
 from safetensors.torch import load_file
 
+from offbeat import saving
 from offbeat.checkpoint import ls
 from offbeat.record import lines
 
@@ -160,6 +161,17 @@ def test_heads_that_still_fit_are_kept(method, change, tmp_path, started, offbea
         assert all(torch.equal(trained["head"][name], again["head"][name]) for name in trained["head"]
                    if "running" not in name and "num_batches" not in name)  # fmt: skip
         assert any(name.startswith("head.") for name in again["optimizer"])
+
+
+def test_the_model_of_a_checkpoint_holds_no_auxiliary_heads():
+    own, auxiliary = {"momentum_buffer": 1}, {"momentum_buffer": 2}
+    parts = [
+        {"model": {"head.weight": 10}, "optimizer": {"head.weight": own}, "corrections": {}},
+        {"model": {"tail.weight": 20}, "optimizer": {"head.weight": auxiliary}, "corrections": {"head.weight": {}}},
+    ]
+    merged = saving.merge(parts)
+    assert merged == {"model": {"head.weight": 10, "tail.weight": 20}, "optimizer": {"head.weight": own},
+                      "corrections": {}}  # fmt: skip
 
 
 def test_heads_move_with_their_cuts_and_what_is_lost_is_reported(tmp_path, started, offbeat: Command):
