@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from offbeat.stage import state as stage_state
 
 SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "precision", *ANSWERS)  # batches in flight do
 RATES = ("lr", "momentum", "weight_decay")
+RECORDS = 1 << 20  # bytes to keep free for all that is small
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Saver:
         self.stop_wanted = ""  # why
         self.saved: int | None = None  # batches behind which the newest checkpoint of this process was made
         self.pending: dict[int, Pending] = {}
+        self.model_bytes = sum(tensor.nbytes for tensor in pipe.model.state_dict().values())
+        self.short = False  # whether checkpoints were removed for lack of space
         self.links: dict[int, Link] = {}  # from stages to the first process, where they are not in it
         for k in range(2, pipe.K + 1):
             if pipe.first and k in pipe.stages:
@@ -139,7 +143,8 @@ class Saver:
             folder = checkpoint.begin(self.folder, t)
             near = any(self.due(batches) for batches in range(t + 1, t + self.ahead + 1))
             for k, tree in self.pipe.state(keep_on=near).items():
-                told["facts"] += [f.as_dict() for f in checkpoint.write_part(folder, checkpoint.part_name(k), tree)]
+                write = partial(checkpoint.write_part, folder, checkpoint.part_name(k), tree)
+                told["facts"] += [f.as_dict() for f in checkpoint.with_room(self.folder, write)]
         except UserError as error:  # CheckpointFailed, or a state that cannot be written down
             told["failed"] = str(error)
         told["pause"] = time.perf_counter() - began
@@ -186,16 +191,22 @@ class Saver:
                 if pending.folder is not None:
                     checkpoint.abandon(pending.folder)
                 raise CheckpointFailed(pending.failed or "no folder for it could be made")
+            checkpoint.make_room(self.folder, needed=RECORDS)
             made = checkpoint.finish(
                 pending.folder, pending.facts, t=t, mode=pending.mode, K=self.pipe.K,
                 method=self.pipe.method.name, run=pending.run,
             )  # fmt: skip
             checkpoint.prune(self.folder, self.recipe.keep)
+            early = checkpoint.make_room(self.folder, needed=made.size + self.model_bytes + RECORDS)
         except CheckpointFailed as error:
             self.note("checkpoint failed", batch=t, reason=str(error))
         else:
             self.saved = t
             self.note("checkpoint", batch=t, bytes=made.size, pause=pending.pause, mode=made.mode)
+            if early and not self.short:
+                self.short = True
+                self.note("disk nearly full", batch=t, reason=f"no room for {self.recipe.keep} checkpoints, the next "
+                          "one and the model: the oldest are removed early")  # fmt: skip
 
 
 def exact(recipe: Recipe, saved: dict[str, Any]) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.checkpoint import container
-from offbeat.checkpoint.files import CheckpointDamaged, FileFacts, load, parse, write_file
+from offbeat.checkpoint.files import CheckpointDamaged, FileFacts, load, parse, sync_folder, write_file, writing
 from offbeat.checkpoint.tree import NATIVE, flatten, references, unflatten
 
 if TYPE_CHECKING:
@@ -46,6 +47,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
                 yield x.detach().reshape(-1).view(torch.uint8).numpy().data
 
     return write_file(path, chunks())
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
+    """The same, under its name only once all of it is on the disk; what was there before stays until then."""
+    temporary = path.with_name(f".{path.name}.part")
+    with writing(path):
+        try:
+            facts = write_tensors(temporary, tensors)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    return facts
 
 
 def read_part(folder: Path, name: str, facts: Mapping[str, FileFacts], *, device: torch.device | str | None) -> Any:

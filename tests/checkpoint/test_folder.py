@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disks import fill, small_disk
 from safetensors.torch import load_file
 from trees import same
 
@@ -330,45 +331,35 @@ def test_manifests_that_lie_are_refused(tmp_path, changes):
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def disk(tmp_path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 1 << 16) as folder:
+        yield folder
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
-def test_a_full_disk_stops_the_checkpoint_and_leaves_the_one_before(small_disk):
-    write(small_disk, 1)
+def test_a_full_disk_stops_the_checkpoint_and_leaves_the_one_before(disk):
+    write(disk, 1)
     big = {"model": {"w": torch.zeros(40_000)}}
-    folder = checkpoints.begin(small_disk, 2)
+    folder = checkpoints.begin(disk, 2)
     with pytest.raises(CheckpointFailed, match=r"stage-01.safetensors \(No space left on device\): free some space"):
         checkpoints.write_part(folder, "stage-01", big)
     assert list(folder.iterdir()) == []
     checkpoints.abandon(folder)
-    assert checkpoints.newest(small_disk)[0].t == 1
-    assert checkpoints.newest(small_disk)[1] == []
-    write(small_disk, 3, K=1)  # there is room again
-    assert checkpoints.newest(small_disk)[0].t == 3
+    assert checkpoints.newest(disk)[0].t == 1
+    assert checkpoints.newest(disk)[1] == []
+    write(disk, 3, K=1)  # there is room again
+    assert checkpoints.newest(disk)[0].t == 3
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
 @pytest.mark.parametrize("left", range(0, 12_000, 1000))
-def test_wherever_the_disk_gets_full_there_is_a_checkpoint_or_none_never_a_part_of_one(small_disk, left):
-    ballast = small_disk / "ballast"
-    space = os.statvfs(small_disk)
-    ballast.write_bytes(bytes(max(0, space.f_bavail * space.f_frsize - left)))
+def test_wherever_the_disk_gets_full_there_is_a_checkpoint_or_none_never_a_part_of_one(disk, left):
+    fill(disk, left)
     told = None
     try:
-        write(small_disk, 1, K=1)
+        write(disk, 1, K=1)
     except CheckpointFailed as error:
         told = str(error)
-    checkpoints.clean(small_disk)
-    assert [checkpoints.verify(listed.path) for listed in checkpoints.ls(small_disk)] == ([[]] if told is None else [])
+    checkpoints.clean(disk)
+    assert [checkpoints.verify(listed.path) for listed in checkpoints.ls(disk)] == ([[]] if told is None else [])
     assert told is None or "No space left" in told
 
 
