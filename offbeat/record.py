@@ -6,6 +6,7 @@
     trace.json          what the stages did and when, likewise
     events.out.*        the same for TensorBoard
     model.safetensors   the whole model under the names of the unsplit module, whatever K was
+    run.lock            while the run is running: who uses the folder (see lock.py)
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.checkpoint import CheckpointFailed, free, is_full, with_room
-from offbeat.errors import UserError, first_line
+from offbeat.errors import FolderTaken, UserError, first_line
 from offbeat.recipe import Recipe
 
 PACKAGES = ("torch", "numpy", "safetensors")
@@ -229,7 +230,7 @@ def check_free(path: Path) -> None:
     """Refuse a folder that holds a run, or that cannot be made."""
     try:
         if (path / "config.json").exists():
-            raise UserError(f"{path} already holds a run: choose another --out")
+            raise FolderTaken(f"{path} already holds a run: choose another --out")
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise UserError(f"--out {path}: {above} cannot hold a run: choose a folder that can be written to")

@@ -7,20 +7,22 @@ and sends a mark ahead of a batch, far enough before the one to save at that eve
     last stage    ...          F6 [save at 12] F7 ...       F11 | save |  F12
 
 Each process writes its own parts and tells the first, which finishes the checkpoint once it has heard of all. Nobody
-waits for anybody, unless the run stops there.
+waits for anybody, unless the run stops there. A process that does not see the run folder sends its parts to the first,
+which writes them in a thread (see transfer.py).
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offbeat import checkpoint
+from offbeat import checkpoint, transfer
 from offbeat.checkpoint import Checkpoint, CheckpointFailed
 from offbeat.errors import Interrupted, UserError
 from offbeat.links import Link, Message
@@ -78,6 +80,7 @@ class Pending:
     run: dict[str, Any]
     facts: list[Any] = field(default_factory=list)
     heard: list[Link] = field(default_factory=list)  # of the stages elsewhere that have told
+    coming: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)  # parts that stages send, being written
     failed: str | None = None
     pause: float = 0.0
 
@@ -86,7 +89,8 @@ class Saver:
     """The checkpoints of one run, in one process."""
 
     def __init__(self, recipe: Recipe, batches_an_epoch: int, pipe: Pipeline, folder: Path,
-                 note: Callable[..., None]) -> None:  # fmt: skip
+                 note: Callable[..., None], *, apart: Collection[int] = ()) -> None:  # fmt: skip
+        """apart: stages whose processes do not see the folder."""
         self.recipe, self.pipe, self.folder, self.note = recipe, pipe, folder, note
         self.every = Every.of(recipe.checkpoint_every, batches_an_epoch)
         self.began = time.monotonic()
@@ -103,6 +107,8 @@ class Saver:
             link = pipe.engine.link("checkpoint", k, 1, capacity=16, patient=True)
             if link is not None:
                 self.links[k] = link
+        self.apart = apart
+        self.writers = {k: ThreadPoolExecutor(1, f"offbeat-part-{k}") for k in apart if pipe.first}
         self.ahead = max(pipe.method.lag(k, pipe.K) for k in range(1, pipe.K + 1)) + 2
         if pipe.method.order:  # stages that run freely may be long without a message from below
             self.ahead += 16 * pipe.K
@@ -140,17 +146,23 @@ class Saver:
         told: dict[str, Any] = {"facts": [], "failed": None}
         folder = None
         try:
-            folder = checkpoint.begin(self.folder, t)
             near = any(self.due(batches) for batches in range(t + 1, t + self.ahead + 1))
             for k, tree in self.pipe.state(keep_on=near).items():
-                write = partial(checkpoint.write_part, folder, checkpoint.part_name(k), tree)
-                told["facts"] += [f.as_dict() for f in checkpoint.with_room(self.folder, write)]
+                if k in self.apart:
+                    made = transfer.send_part(self.links[k], t, k, tree)
+                else:
+                    folder = checkpoint.begin(self.folder, t)
+                    write = partial(checkpoint.write_part, folder, checkpoint.part_name(k), tree)
+                    made = checkpoint.with_room(self.folder, write)
+                told["facts"] += [facts.as_dict() for facts in made]
         except UserError as error:  # CheckpointFailed, or a state that cannot be written down
             told["failed"] = str(error)
         told["pause"] = time.perf_counter() - began
         if self.pipe.first:
             mode = "in-flight" if any(stage.in_flight for stage in self.pipe.stages.values()) else "drained"
             self.pending[t] = Pending(folder, mode, {**run, "batches": t, "recipe": self.recipe.as_dict()})
+            for k, writer in self.writers.items():
+                self.pending[t].coming[k] = writer.submit(transfer.receive_part, self.links[k], folder, k)
             self._hear(t, told)
         else:
             for k in self.pipe.stages:
@@ -164,17 +176,29 @@ class Saver:
         """Finish the checkpoints of which all stages have told; with wait=True all that are pending."""
         if not self.pipe.first:
             return
-        for link in self.links.values():  # each stage tells once of each checkpoint, in order
+        for k, link in self.links.items():  # each stage tells once of each checkpoint, in order
+            if k in self.apart:
+                self._collect_sent(k, wait=wait)
+                continue
             while any(link not in pending.heard for pending in self.pending.values()) and (wait or link.ready()):
                 message = link.receive()
                 self.pending[message.t].heard.append(link)
                 self._hear(message.t, message.content)
+
+    def _collect_sent(self, k: int, *, wait: bool) -> None:
+        for t, pending in list(self.pending.items()):
+            if k in pending.coming and (wait or pending.coming[k].done()):
+                told = pending.coming.pop(k).result()
+                pending.heard.append(self.links[k])
+                self._hear(t, told)
 
     def close(self) -> None:
         """Finish what is pending; nobody leaves before all have saved."""
         self.pipe.engine.barrier()
         self.collect(wait=True)
         self.pipe.engine.barrier()
+        for writer in self.writers.values():
+            writer.shutdown()
 
     def _hear(self, t: int, told: dict[str, Any]) -> None:
         pending = self.pending[t]

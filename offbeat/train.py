@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat import cutting, data, models, saving
+from offbeat import cutting, data, lock, models, saving, transfer
+from offbeat.checkpoint.folder import FOLDER
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
-from offbeat.errors import UserError
+from offbeat.errors import FolderTaken, UserError
 from offbeat.pipeline import Pipeline
 from offbeat.precision import Numbers
 from offbeat.progress import Progress
@@ -143,22 +144,46 @@ def begin(
     torch.set_num_threads(recipe.threads_per_stage)
     torch.backends.cudnn.benchmark = recipe.tune
     engine = make_engine(recipe)
-    with engine.guard():
-        known, folder = None, None
+    with engine.guard(), ExitStack() as locks:
+        known = None
         if 1 in engine.here:
             data_set = data_set or open_data(recipe)
             known = facts(recipe, data_set)
             if recipe.cuts is None:
                 recipe = replace(recipe, **choose_cuts(recipe, known))
-            folder = RunFolder(out) if folder_ready else RunFolder.create(out, recipe)
         shared = engine.share(known and [known.shape, known.classes, known.batches, recipe.cuts, recipe.units], 1)
         known = Facts(*shared[:3])
         recipe = replace(recipe, cuts=tuple(shared[3]), units=shared[4])
+        folder, apart = enter(recipe, out, engine, locks, ready=folder_ready)
         pipe = make_pipeline(recipe, known, engine)
-        before = resume(recipe, pipe, out, folder) if folder_ready else {}
+        before = resume(recipe, pipe, out, folder, apart) if folder_ready else {}
         data_set, notes = move_data(recipe, data_set)
+        if apart:
+            notes.append(f"stages that do not see {out} send their parts of checkpoints to stage 1: {apart}")
         before["notes"] = [*before.get("notes", []), *notes]
-        return Run(recipe, known, pipe, folder, data_set, show, out, before, name=name, reports=reports)
+        return Run(recipe, known, pipe, folder, data_set, show, out, before, name=name, reports=reports,
+                   apart=apart, locks=locks.pop_all())  # fmt: skip
+
+
+def enter(
+    recipe: Recipe, out: Path, engine: Engine, locks: ExitStack, *, ready: bool
+) -> tuple[RunFolder | None, list[int]]:
+    """The run folder where the first stage is, held by all processes; and the stages whose processes do not see it.
+
+    Where it cannot be had, all processes are told why, and raise.
+    """
+    folder, told = None, {}
+    if 1 in engine.here:
+        try:
+            told["token"] = locks.enter_context(lock.held(out))
+            folder = RunFolder(out) if ready else RunFolder.create(out, recipe)
+        except UserError as error:
+            told = {"refused": str(error)}
+    told = engine.share(told, 1)
+    if "refused" in told:
+        raise FolderTaken(told["refused"])
+    sees = folder is not None or locks.enter_context(lock.joined(out, told["token"]))
+    return folder, [k for k, there in enumerate(engine.exchange(sees), start=1) if not there]
 
 
 def make_engine(recipe: Recipe) -> Engine:
@@ -169,8 +194,13 @@ def make_engine(recipe: Recipe) -> Engine:
     return Simulate(recipe.K)
 
 
-def resume(recipe: Recipe, pipe: Pipeline, out: Path, folder: RunFolder | None) -> dict[str, Any]:
-    """Put the pipeline into the state of the newest checkpoint, if there is one; what it says of the run."""
+def resume(
+    recipe: Recipe, pipe: Pipeline, out: Path, folder: RunFolder | None, apart: Collection[int] = ()
+) -> dict[str, Any]:
+    """Put the pipeline into the state of the newest checkpoint, if there is one; what it says of the run.
+
+    apart: stages whose processes do not see the run folder.
+    """
     told: dict[str, Any] = {}
     if folder:
         found, notes = saving.find(out)
@@ -179,7 +209,9 @@ def resume(recipe: Recipe, pipe: Pipeline, out: Path, folder: RunFolder | None) 
     told = pipe.engine.share(told if folder else None, 1)
     notes = list(told["notes"])
     if told["path"] is not None:
-        notes += saving.restore(pipe, recipe, told["path"], told["run"]["recipe"], same=told["same"])
+        path = out / FOLDER / Path(told["path"]).name
+        with transfer.at_hand(pipe.engine, path, apart, whole=not told["same"]) as path:
+            notes += saving.restore(pipe, recipe, str(path), told["run"]["recipe"], same=told["same"])
     if folder:
         folder.go_on(pipe.batches, notes, exact=told["same"])
     return {**told["run"], "notes": notes}
@@ -245,7 +277,9 @@ class Run:
 
     def __init__(self, recipe: Recipe, known: Facts, pipe: Pipeline, folder: RunFolder | None,
                  data_set: data.DataSet | None, show: bool, out: Path, before: dict[str, Any], *, name: str = "",
-                 reports: int = REPORTS_AN_EPOCH) -> None:  # fmt: skip
+                 reports: int = REPORTS_AN_EPOCH, apart: Collection[int] = (),
+                 locks: ExitStack | None = None) -> None:  # fmt: skip
+        self.locks = locks or ExitStack()  # on the run folder, until it is closed
         self.recipe, self.known, self.pipe, self.folder, self.data_set = recipe, known, pipe, folder, data_set
         self.telemetry = Telemetry(pipe)
         self.every = max(1, known.batches // (min(reports, 4) if pipe.engine.records else reports))  # stages catch up
@@ -260,7 +294,7 @@ class Run:
         self.seconds: float = before.get("seconds", 0.0)
         self.test: dict[str, Any] = before.get("test", {})
         self.memory: list[int] = list(before.get("memory", []))  # bytes of every stage, at its fullest
-        self.saver = Saver(recipe, known.batches, pipe, out, self._note)
+        self.saver = Saver(recipe, known.batches, pipe, out, self._note, apart=apart)
         self.diagnoses = Diagnoses(out, pipe.batches) if recipe.diagnose and folder else None
         for note in before.get("notes", []):
             self.progress.say(note)
@@ -418,3 +452,4 @@ class Run:
     def close(self) -> None:
         if self.folder:
             self.folder.close()
+        self.locks.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,26 +27,28 @@ def write_part(folder: Path, name: str, tree: Any) -> list[FileFacts]:
 
 def write_flat(folder: Path, name: str, tensors: Mapping[str, Tensor], plain: Any) -> list[FileFacts]:
     """The same for a tree that is flat already: `flatten(tree, copy=True)` first, then this in a thread."""
+    return [write_file(folder / file, chunks) for file, chunks in part_files(name, tensors, plain).items()]
+
+
+def part_files(name: str, tensors: Mapping[str, Tensor], plain: Any) -> dict[str, Iterable[bytes | memoryview]]:
+    """The files of a part by their names, as bytes to be written."""
     text = json.dumps({"format": FORMAT, "part": name, "tree": plain}, allow_nan=False, separators=(",", ":"))
-    return [
-        write_tensors(folder / f"{name}{TENSORS}", tensors),
-        write_file(folder / f"{name}{TREE}", [text.encode()]),
-    ]
+    return {f"{name}{TENSORS}": _bytes(tensors), f"{name}{TREE}": [text.encode()]}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
     """A safetensors file of row-major tensors on the CPU."""
+    return write_file(path, _bytes(tensors))
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     import torch
 
     described = {name: (NATIVE[str(x.dtype).removeprefix("torch.")], list(x.shape)) for name, x in tensors.items()}
-
-    def chunks() -> Iterator[bytes | memoryview]:
-        yield container.header(described, {"format": "pt"})
-        for x in tensors.values():
-            if x.numel():
-                yield x.detach().reshape(-1).view(torch.uint8).numpy().data
-
-    return write_file(path, chunks())
+    yield container.header(described, {"format": "pt"})
+    for x in tensors.values():
+        if x.numel():
+            yield x.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
