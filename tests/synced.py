@@ -17,11 +17,14 @@ class Recorded:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Call] = []
         self.before: dict[Path, Path] = {}  # the name under which a file was written, by the one that it got
+        self.bytes: dict[Path, int] = {}  # that a file had when it was synced
         sync = os.fsync
 
         def fsync(descriptor: int) -> None:
             sync(descriptor)
-            self.calls.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+            path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            self.bytes[path] = os.fstat(descriptor).st_size
+            self.calls.append(("fsync", path))
 
         monkeypatch.setattr(os, "fsync", fsync)
         monkeypatch.setattr(os, "replace", self._renaming(os.replace))

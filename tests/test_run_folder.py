@@ -61,3 +61,4 @@ def test_the_model_is_on_the_disk_before_it_has_its_name_and_the_name_after(run,
     run.model({"weight": torch.ones(2)})
     model = run.path / "model.safetensors"
     calls.check_order(("fsync", calls.before[model]), ("rename", model), ("fsync", run.path))
+    assert calls.bytes[calls.before[model]] == model.stat().st_size, "all of it"

@@ -18,6 +18,7 @@ import pytest
 import torch
 from disks import fill, small_disk
 from safetensors.torch import load_file
+from synced import Recorded
 from trees import same
 
 from offbeat import checkpoint as checkpoints
@@ -64,6 +65,23 @@ def test_what_is_written_is_what_is_found(tmp_path):
     assert sorted(path.name for path in found.path.iterdir()) == [
         "manifest.json", "run.json", "stage-01.json", "stage-01.safetensors", "stage-02.json", "stage-02.safetensors"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "replaced"])
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, again):
+    """Else a machine that loses its power could keep the name and lose what it names."""
+    if again:
+        write(tmp_path, 500, seed=1)
+    calls = Recorded(monkeypatch)
+    made = write(tmp_path, 500)
+    part = made.path.with_name("000000500.part")
+    for facts in made.files:
+        calls.check_order(("fsync", part / facts.name), ("fsync", part / "manifest.json"), ("rename", made.path))
+        assert calls.bytes[part / facts.name] == facts.size, "all of it"
+    calls.check_order(("fsync", part / "manifest.json"), ("fsync", part), ("rename", made.path),
+                      ("fsync", made.path.parent))  # fmt: skip
+    assert calls.bytes[part / "manifest.json"] == (made.path / "manifest.json").stat().st_size
+    assert calls.before[made.path] == part
 
 
 def test_any_program_can_read_the_tensors(tmp_path):
