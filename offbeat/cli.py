@@ -17,9 +17,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat import launch, options
-from offbeat.errors import Interrupted, NotCompiled, NotFinite, NotFused, NotRecorded, UserError
+from offbeat.errors import FolderTaken, Interrupted, NotCompiled, NotFinite, NotFused, NotRecorded, UserError
+from offbeat.group import from_first
 from offbeat.options import numbers, spread
-from offbeat.recipe import ANSWERS, Recipe, complete, linear_rate, load
+from offbeat.recipe import ANSWERS, Recipe, complete, linear_rate, load, settings
 
 INTERRUPTED = 130
 MOST_ROLLBACKS = 5  # of one run
@@ -131,7 +132,8 @@ def train(
     if resume is not None:
         if config is not None or out is not None:
             raise UserError("--resume names the run folder: leave out --config and --out")
-        recipe, out = going_on(resume, chosen), resume
+        agreed = from_first(lambda: going_on(resume, chosen).as_dict())
+        recipe, out = complete(**settings(agreed, resume / "config.json")), resume
     else:
         recipe = complete(**{**(load(config) if config else {}), **chosen})
     result = execute(recipe, out or free_folder(recipe), dry_run=dry_run, show=not as_json,
@@ -146,14 +148,16 @@ def train(
 
 def going_on(run: Path, chosen: dict[str, Any]) -> Recipe:
     """The recipe of a run that goes on, with what is to change; cuts and threads follow a new K."""
-    from offbeat import record, saving
+    from offbeat import lock, record, saving
 
     before = load(run / "config.json")
     before.pop("trace", None)  # it has one
     finished = any(line["kind"] == "result" for line in record.lines(run))
     if finished and chosen.get("epochs", 0) <= before["epochs"]:
         raise UserError(f"{run} is finished, after {before['epochs']} epochs: give more --epochs to go on")
-    if saving.find(run)[0] is None:
+    with lock.held(run):  # it clears away what is unfinished
+        found, _ = saving.find(run)
+    if found is None:
         raise UserError(f"{run} has no sound checkpoint to go on from: start it anew, with --checkpoint-every")
     if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:
         for name in ("cuts", "units", "threads_per_stage", "speeds", "engine"):
@@ -170,7 +174,7 @@ def execute(
     recipe: Recipe, out: Path, *, dry_run: bool = False, show: bool = True, resumed: bool = False, max_restarts: int = 0
 ) -> dict[str, Any] | None:
     """Check and run a recipe here, in workers started here, or as a member of the group that torchrun started."""
-    from offbeat import record, saving
+    from offbeat import checkpoint, lock, record, saving
     from offbeat.train import check
     from offbeat.train import train as run
 
@@ -188,15 +192,15 @@ def execute(
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
         raise UserError("there is not enough memory here: use smaller --shape, --classes or --batch-size") from error
-    if resumed and (found := saving.find(out)[0]):
+    if resumed and (found := checkpoint.newest(out)[0]):
         saving.continued(recipe, known.samples, found.run())
     if dry_run:
         epochs = recipe.count(known.samples)
         return {"recipe": recipe.as_dict(), "batches_an_epoch": epochs.per_epoch, "out": str(out)}
     for rollback in range(MOST_ROLLBACKS + 1):
-        record.RunFolder.create(out, recipe, again=resumed or rollback > 0)
         try:
-            with kept(out):
+            with lock.held(out), kept(out):
+                record.RunFolder.create(out, recipe, again=resumed or rollback > 0)
                 if recipe.engine != "processes":
                     return run(recipe, out, show=show, folder_ready=True)
                 arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
@@ -228,6 +232,8 @@ def kept(out: Path) -> Iterator[None]:
     except NotFinite as error:
         last_line("failed", reason=str(error))
         raise NotFinite(f"{error} ({last_good(out)}; records so far: {out})", error.batches) from None
+    except FolderTaken:  # the records there are those of another run
+        raise
     except UserError as error:
         last_line("failed", reason=str(error))
         raise type(error)(f"{error} (records so far: {out})") from None

@@ -28,8 +28,8 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from offbeat import launch, record
-from offbeat.errors import Interrupted, UserError, first_line, unknown
+from offbeat import launch, lock, record
+from offbeat.errors import FolderTaken, Interrupted, UserError, first_line, unknown
 from offbeat.method import Method
 from offbeat.methods import METHODS, named
 from offbeat.recipe import Recipe, answer, complete, cores, load, settings
@@ -100,6 +100,14 @@ def compare(
     recipes = {entry.label: recipe_of(entry, asked) for entry in entries}
     first = next(iter(recipes.values()))
     folder = out or Path("runs") / f"compare-{first.data}-{first.model}-K{K}-M{M}"
+    with lock.held(folder):
+        return _compare(folder, asked, recipes, jobs=jobs, execute=execute, show=show, together=together), folder
+
+
+def _compare(
+    folder: Path, asked: dict[str, Any], recipes: Mapping[str, Recipe], *, jobs: int, execute: Execute, show: bool,
+    together: int,
+) -> Comparison:  # fmt: skip
     crowd = max(jobs, together)
     runs = _resumed(folder, asked, crowd) or _begun(folder, asked, crowd, recipes)
     todo = [run for run in runs if not finished(folder / run.folder, run.recipe)]
@@ -115,7 +123,7 @@ def compare(
             in_turn(todo, folder, execute, teller, show=show)
     except (Interrupted, KeyboardInterrupt):
         raise Interrupted(f"stopped by Ctrl-C; the same command goes on with what is finished in {folder}") from None
-    return written(folder), folder
+    return written(folder)
 
 
 def _check(
@@ -254,6 +262,8 @@ def finished(path: Path, recipe: Recipe) -> bool:
         if complete(**load(path / "config.json")) != recipe:
             raise UserError(f"{path} was run with another recipe than this comparison's: move it away")
         return True
+    with lock.held(path):  # nobody has taken it up by itself
+        pass
     aside = path.parent / ASIDE
     aside.mkdir(exist_ok=True)
     count = 1
@@ -292,6 +302,8 @@ def in_turn(runs: Iterable[Run], folder: Path, execute: Execute, teller: Console
         teller.print(f"[bold]{run.folder}[/bold]", soft_wrap=True)
         try:
             execute(run.recipe, path, show=show)
+        except FolderTaken:  # not this one's to write to
+            raise
         except UserError as error:
             failed(path, run, str(error))
         except Interrupted:

@@ -11,6 +11,10 @@ class UserError(ValueError):
     """Bad input or a failed run, told in one line; the command line prints it and exits with 2."""
 
 
+class FolderTaken(UserError):
+    """A folder that belongs to another run, so that nothing of this one may be written there."""
+
+
 class NotFinite(UserError):
     """A loss or a gradient became NaN or infinite; names the stage and the batches."""
 

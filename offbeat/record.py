@@ -6,6 +6,7 @@
     trace.json          what the stages did and when, likewise
     events.out.*        the same for TensorBoard
     model.safetensors   the whole model under the names of the unsplit module, whatever K was
+    run.lock            while the run is running: who uses the folder (see lock.py)
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from offbeat.errors import UserError, first_line
+from offbeat.checkpoint import CheckpointFailed, free, is_full, with_room
+from offbeat.errors import FolderTaken, UserError, first_line
 from offbeat.recipe import Recipe
 
 PACKAGES = ("torch", "numpy", "safetensors")
+EVENTS = 1 << 16  # bytes that must be free for TensorBoard's, whose writer does not take an error well
+RETRIES, RETRY_SECONDS = 20, 0.1  # of a line, where the disk is full
 
 
 def provenance(command: list[str] | None = None, *, device: str | None = None) -> dict[str, Any]:
@@ -95,11 +99,11 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if again:
-                number = len(list(path.glob("config-*.json"))) + 1
-                os.replace(path / "config.json", path / f"config-{number}.json")
+                kept, number = (path / "config.json").read_bytes(), len(list(path.glob("config-*.json"))) + 1
+                with_room(path, lambda: write(path / f"config-{number}.json", kept))
             text = json.dumps({"recipe": recipe.as_dict(), "provenance": provenance(command, device=recipe.device)},
                               indent=2)  # fmt: skip
-            (path / "config.json").write_text(text + "\n")
+            with_room(path, lambda: write(path / "config.json", text + "\n"))
         except OSError as error:
             raise UserError(f"cannot write to {path} ({first_line(error)}): choose another --out") from error
         return cls(path)
@@ -123,49 +127,70 @@ class RunFolder:
         """Add one line to metrics.jsonl."""
         text = json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n"
         try:
-            with (self.path / "metrics.jsonl").open("a") as file:
-                file.write(text)
+            append(self.path, "metrics.jsonl", text)
         except OSError as error:
             raise _full(self.path, error) from error
 
     def scalars(self, step: int, **values: float | None) -> None:
-        """Add points to the TensorBoard events; `step` counts batches."""
-        if self._events is None:
-            from torch.utils.tensorboard import SummaryWriter
+        """Add points to the TensorBoard events; `step` counts batches. Where they cannot be written, they are lost."""
+        try:
+            if free(self.path) < EVENTS:
+                return
+            if self._events is None:
+                from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(self.path))
-        for name, value in values.items():
-            if value is not None:
-                self._events.add_scalar(name.replace("__", "/"), value, step)
+                self._events = SummaryWriter(str(self.path))
+            for name, value in values.items():
+                if value is not None:
+                    self._events.add_scalar(name.replace("__", "/"), value, step)
+        except OSError:  # metrics.jsonl has them; the next ones go to another file
+            self._events = None
 
     def model(self, state: dict[str, Any]) -> None:
         """Write the model's tensors, complete or not at all."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        from offbeat.checkpoint.parts import save_tensors
 
-        temporary = self.path / "model.safetensors.part"
-        seen: set[int] = set()
-        tensors = {}
-        for name, tensor in state.items():
-            shared = tensor.untyped_storage().data_ptr() in seen
-            seen.add(tensor.untyped_storage().data_ptr())
-            tensors[name] = tensor.detach().cpu().clone() if shared else tensor.detach().cpu().contiguous()
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         try:
-            save_file(tensors, str(temporary))
-            os.replace(temporary, self.path / "model.safetensors")
-        except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise _full(self.path, error) from error
+            with_room(self.path, lambda: save_tensors(self.path / "model.safetensors", tensors))
+        except CheckpointFailed as error:
+            raise _full(self.path, error.__cause__ or error) from error
 
     def close(self) -> None:
         if self._events is not None:
-            self._events.close()
+            with suppress(OSError):
+                self._events.close()
 
 
-def _full(path: Path, error: Exception) -> UserError:
+def _full(path: Path, error: BaseException) -> UserError:
     return UserError(f"cannot write to {path} ({first_line(error)}): make room there; a run with a checkpoint goes on "
                      "by --resume")  # fmt: skip
+
+
+def append(run: Path, name: str, text: str) -> None:
+    """Add whole lines to a file of a run, or nothing; a disk that is full has old checkpoints removed.
+
+    What fills it may be a checkpoint that another process is about to give up, so a full disk is tried again.
+    """
+
+    def add() -> None:
+        with (run / name).open("ab", buffering=0) as file:
+            end, left = file.tell(), memoryview(text.encode())
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                file.truncate(end)
+                raise
+
+    for _ in range(RETRIES):
+        try:
+            return with_room(run, add)
+        except OSError as error:
+            if not is_full(error):
+                raise
+        time.sleep(RETRY_SECONDS)
+    add()
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -198,15 +223,14 @@ class Diagnoses:
         new = [line for line in lines if (line["stage"], line["batch"]) not in self.told]
         self.told.update((line["stage"], line["batch"]) for line in new)
         if new:
-            with self.file.open("a") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in new))
+            append(self.file.parent, self.file.name, "".join(json.dumps(line) + "\n" for line in new))
 
 
 def check_free(path: Path) -> None:
     """Refuse a folder that holds a run, or that cannot be made."""
     try:
         if (path / "config.json").exists():
-            raise UserError(f"{path} already holds a run: choose another --out")
+            raise FolderTaken(f"{path} already holds a run: choose another --out")
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise UserError(f"--out {path}: {above} cannot hold a run: choose a folder that can be written to")

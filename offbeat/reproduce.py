@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from offbeat import launch, recipes, record
-from offbeat.errors import Interrupted, NotFinite, UserError, first_line, unknown
+from offbeat import launch, lock, recipes, record
+from offbeat.errors import FolderTaken, Interrupted, NotFinite, UserError, first_line, unknown
 from offbeat.recipe import Recipe, complete, load
 from offbeat.recipes import Images, Row, Table
 from offbeat.report import draw_curves
@@ -268,8 +268,14 @@ def in_stages(recipe: Recipe) -> Recipe:
 
 def reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
     """Run what is not done, as far as the budget goes; then write the table of all that there is."""
-    until = None if request.minutes is None else time.monotonic() + 60 * request.minutes
     check(request)
+    rows_of(request)
+    with lock.held(_folder(request)):
+        return _reproduce(request, show=show)
+
+
+def _reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
+    until = None if request.minutes is None else time.monotonic() + 60 * request.minutes
     table, rows = rows_of(request)
     folder = _folder(request)
     content = opened(request, table, folder)
@@ -364,7 +370,8 @@ class Work:
         path = self.path(run)
         again = (path / "config.json").exists()
         recipe = kept_recipe(path, run) if again else training.check(run.recipe, self.data_set)[0]
-        record.RunFolder.create(path, recipe, again=again, command=self.request.command)
+        with lock.held(path):
+            record.RunFolder.create(path, recipe, again=again, command=self.request.command)
         return recipe
 
     def start(self, run: Run) -> train.Run:
@@ -429,7 +436,7 @@ class Work:
         try:
             recipe = self.ready(run)
             arguments = ["train", "--config", str(path / "config.json"), "--out", str(path)]
-            with interrupting(self.until, spent):
+            with lock.held(path), interrupting(self.until, spent):
                 launch.launch(recipe.K, arguments + ([] if self.show else ["--json"]))
         except (Interrupted, KeyboardInterrupt):
             if not spent.is_set():
@@ -437,6 +444,8 @@ class Work:
             self.broken_off += 1
             self.safe += 1
             record.RunFolder(path).line("stopped", reason="the budget is spent")
+        except FolderTaken:  # not this one's to write to
+            raise
         except UserError as error:
             self.failed(run, error, None)
         except Exception as error:  # a defect of one row must not take the results of the others

@@ -7,19 +7,22 @@ and sends a mark ahead of a batch, far enough before the one to save at that eve
     last stage    ...          F6 [save at 12] F7 ...       F11 | save |  F12
 
 Each process writes its own parts and tells the first, which finishes the checkpoint once it has heard of all. Nobody
-waits for anybody, unless the run stops there.
+waits for anybody, unless the run stops there. A process that does not see the run folder sends its parts to the first,
+which writes them in a thread (see transfer.py).
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offbeat import checkpoint
+from offbeat import checkpoint, transfer
 from offbeat.checkpoint import Checkpoint, CheckpointFailed
 from offbeat.epochs import Epochs
 from offbeat.errors import Interrupted, UserError
@@ -34,6 +37,7 @@ SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "drop_las
 EARLIER = {"precision": "fp32", "drop_last": False, "weighting": "batches"}
 RATES = ("lr", "momentum", "weight_decay")
 SCHEDULE = ("lr", "epochs", "warmup", "milestones")
+RECORDS = 1 << 20  # bytes to keep free for all that is small
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class Pending:
     run: dict[str, Any]
     facts: list[Any] = field(default_factory=list)
     heard: list[Link] = field(default_factory=list)  # of the stages elsewhere that have told
+    coming: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)  # parts that stages send, being written
     failed: str | None = None
     pause: float = 0.0
 
@@ -103,7 +108,8 @@ class Saver:
     """The checkpoints of one run, in one process."""
 
     def __init__(self, recipe: Recipe, epochs: Epochs, pipe: Pipeline, folder: Path,
-                 note: Callable[..., None]) -> None:  # fmt: skip
+                 note: Callable[..., None], *, apart: Collection[int] = ()) -> None:  # fmt: skip
+        """apart: stages whose processes do not see the folder."""
         self.recipe, self.epochs, self.pipe, self.folder, self.note = recipe, epochs, pipe, folder, note
         self.every = Every.of(recipe.checkpoint_every)
         self.began = time.monotonic()
@@ -111,6 +117,8 @@ class Saver:
         self.stop_wanted = ""  # why
         self.saved: int | None = None  # batches behind which the newest checkpoint of this process was made
         self.pending: dict[int, Pending] = {}
+        self.model_bytes = sum(tensor.nbytes for tensor in pipe.model.state_dict().values())
+        self.short = False  # whether checkpoints were removed for lack of space
         self.links: dict[int, Link] = {}  # from stages to the first process, where they are not in it
         for k in range(2, pipe.K + 1):
             if pipe.first and k in pipe.stages:
@@ -118,6 +126,8 @@ class Saver:
             link = pipe.engine.link("checkpoint", k, 1, capacity=16, patient=True)
             if link is not None:
                 self.links[k] = link
+        self.apart = apart
+        self.writers = {k: ThreadPoolExecutor(1, f"offbeat-part-{k}") for k in apart if pipe.first}
         self.ahead = max(pipe.method.lag(k, pipe.K) for k in range(1, pipe.K + 1)) + 2
         if pipe.method.order:  # stages that run freely may be long without a message from below
             self.ahead += 16 * pipe.K
@@ -155,10 +165,15 @@ class Saver:
         told: dict[str, Any] = {"facts": [], "failed": None}
         folder = None
         try:
-            folder = checkpoint.begin(self.folder, t)
             near = any(self.due(batches) for batches in range(t + 1, t + self.ahead + 1))
             for k, tree in self.pipe.state(keep_on=near).items():
-                told["facts"] += [f.as_dict() for f in checkpoint.write_part(folder, checkpoint.part_name(k), tree)]
+                if k in self.apart:
+                    made = transfer.send_part(self.links[k], t, k, tree)
+                else:
+                    folder = checkpoint.begin(self.folder, t)
+                    write = partial(checkpoint.write_part, folder, checkpoint.part_name(k), tree)
+                    made = checkpoint.with_room(self.folder, write)
+                told["facts"] += [facts.as_dict() for facts in made]
         except UserError as error:  # CheckpointFailed, or a state that cannot be written down
             told["failed"] = str(error)
         told["pause"] = time.perf_counter() - began
@@ -166,6 +181,8 @@ class Saver:
             mode = "in-flight" if any(stage.in_flight for stage in self.pipe.stages.values()) else "drained"
             self.pending[t] = Pending(folder, mode, {**run, "batches": t, "recipe": self.recipe.as_dict(),
                                                                 "epochs": self.epochs.as_dict()})  # fmt: skip
+            for k, writer in self.writers.items():
+                self.pending[t].coming[k] = writer.submit(transfer.receive_part, self.links[k], folder, k)
             self._hear(t, told)
         else:
             for k in self.pipe.stages:
@@ -179,17 +196,29 @@ class Saver:
         """Finish the checkpoints of which all stages have told; with wait=True all that are pending."""
         if not self.pipe.first:
             return
-        for link in self.links.values():  # each stage tells once of each checkpoint, in order
+        for k, link in self.links.items():  # each stage tells once of each checkpoint, in order
+            if k in self.apart:
+                self._collect_sent(k, wait=wait)
+                continue
             while any(link not in pending.heard for pending in self.pending.values()) and (wait or link.ready()):
                 message = link.receive()
                 self.pending[message.t].heard.append(link)
                 self._hear(message.t, message.content)
+
+    def _collect_sent(self, k: int, *, wait: bool) -> None:
+        for t, pending in list(self.pending.items()):
+            if k in pending.coming and (wait or pending.coming[k].done()):
+                told = pending.coming.pop(k).result()
+                pending.heard.append(self.links[k])
+                self._hear(t, told)
 
     def close(self) -> None:
         """Finish what is pending; nobody leaves before all have saved."""
         self.pipe.engine.barrier()
         self.collect(wait=True)
         self.pipe.engine.barrier()
+        for writer in self.writers.values():
+            writer.shutdown()
 
     def _hear(self, t: int, told: dict[str, Any]) -> None:
         pending = self.pending[t]
@@ -206,16 +235,22 @@ class Saver:
                 if pending.folder is not None:
                     checkpoint.abandon(pending.folder)
                 raise CheckpointFailed(pending.failed or "no folder for it could be made")
+            checkpoint.make_room(self.folder, needed=RECORDS)
             made = checkpoint.finish(
                 pending.folder, pending.facts, t=t, mode=pending.mode, K=self.pipe.K,
                 method=self.pipe.method.name, run=pending.run,
             )  # fmt: skip
             checkpoint.prune(self.folder, self.recipe.keep)
+            early = checkpoint.make_room(self.folder, needed=made.size + self.model_bytes + RECORDS)
         except CheckpointFailed as error:
             self.note("checkpoint failed", batch=t, reason=str(error))
         else:
             self.saved = t
             self.note("checkpoint", batch=t, bytes=made.size, pause=pending.pause, mode=made.mode)
+            if early and not self.short:
+                self.short = True
+                self.note("disk nearly full", batch=t, reason=f"no room for {self.recipe.keep} checkpoints, the next "
+                          "one and the model: the oldest are removed early")  # fmt: skip
 
 
 def exact(recipe: Recipe, saved: dict[str, Any]) -> bool:

@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat import cutting, data, models, saving
+from offbeat import cutting, data, lock, models, saving, transfer
+from offbeat.checkpoint.folder import FOLDER
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
 from offbeat.epochs import Epochs
-from offbeat.errors import UserError
+from offbeat.errors import FolderTaken, UserError
 from offbeat.pipeline import Pipeline
 from offbeat.precision import Numbers
 from offbeat.progress import Progress
@@ -145,24 +146,48 @@ def begin(
     torch.set_num_threads(recipe.threads_per_stage)
     torch.backends.cudnn.benchmark = recipe.tune
     engine = make_engine(recipe)
-    with engine.guard():
-        known, folder = None, None
+    with engine.guard(), ExitStack() as locks:
+        known = None
         if 1 in engine.here:
             data_set = data_set or open_data(recipe)
             known = facts(recipe, data_set)
             if recipe.cuts is None:
                 recipe = replace(recipe, **choose_cuts(recipe, known))
-            folder = RunFolder(out) if folder_ready else RunFolder.create(out, recipe)
         shared = engine.share(known and [known.shape, known.classes, known.samples, recipe.cuts, recipe.units], 1)
         known = Facts(*shared[:3])
         recipe = replace(recipe, cuts=tuple(shared[3]), units=shared[4])
+        folder, apart = enter(recipe, out, engine, locks, ready=folder_ready)
         found = find_checkpoint(recipe, engine, out) if folder_ready else NOTHING_SAVED
         epochs = saving.continued(recipe, known.samples, found.run)
         pipe = make_pipeline(recipe, known, epochs, engine)
-        notes = resume(recipe, pipe, found, folder) if folder_ready else []
+        notes = resume(recipe, pipe, found, folder, apart) if folder_ready else []
         data_set, others = move_data(recipe, data_set)
+        if apart:
+            others.append(f"stages that do not see {out} send their parts of checkpoints to stage 1: {apart}")
         before = {**found.run, "notes": [*notes, *others]}
-        return Run(recipe, known, epochs, pipe, folder, data_set, show, out, before, name=name, reports=reports)
+        return Run(recipe, known, epochs, pipe, folder, data_set, show, out, before, name=name, reports=reports,
+                   apart=apart, locks=locks.pop_all())  # fmt: skip
+
+
+def enter(
+    recipe: Recipe, out: Path, engine: Engine, locks: ExitStack, *, ready: bool
+) -> tuple[RunFolder | None, list[int]]:
+    """The run folder where the first stage is, held by all processes; and the stages whose processes do not see it.
+
+    Where it cannot be had, all processes are told why, and raise.
+    """
+    folder, told = None, {}
+    if 1 in engine.here:
+        try:
+            told["token"] = locks.enter_context(lock.held(out))
+            folder = RunFolder(out) if ready else RunFolder.create(out, recipe)
+        except UserError as error:
+            told = {"refused": str(error)}
+    told = engine.share(told, 1)
+    if "refused" in told:
+        raise FolderTaken(told["refused"])
+    sees = folder is not None or locks.enter_context(lock.joined(out, told["token"]))
+    return folder, [k for k, there in enumerate(engine.exchange(sees), start=1) if not there]
 
 
 def make_engine(recipe: Recipe) -> Engine:
@@ -177,7 +202,7 @@ def make_engine(recipe: Recipe) -> Engine:
 class Saved:
     """The newest checkpoint of a run, as every process knows it; `run` is its run.json, empty where there is none."""
 
-    path: str | None
+    path: Path | None
     run: dict[str, Any]
     same: bool  # whether the batches in flight can go on
     notes: list[str]
@@ -187,20 +212,27 @@ NOTHING_SAVED = Saved(None, {}, True, [])
 
 
 def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> Saved:
-    """Look for it in the first process, and share what was found."""
-    told = None
+    """Look for it in the first process, and share what was found; the folder may have another path elsewhere."""
+    shared = None
     if 1 in engine.here:
         found, notes = saving.find(out)
         run = found.run() if found else {}
-        told = [str(found.path) if found else None, run, saving.exact(recipe, run["recipe"]) if run else True, notes]
-    return Saved(*engine.share(told, 1))
+        shared = [found and found.path.name, run, saving.exact(recipe, run["recipe"]) if run else True, notes]
+    name, run, same, notes = engine.share(shared, 1)
+    return Saved(None if name is None else out / FOLDER / name, run, same, notes)
 
 
-def resume(recipe: Recipe, pipe: Pipeline, found: Saved, folder: RunFolder | None) -> list[str]:
-    """Put the pipeline into the state of a checkpoint, if there is one; notes on what was lost."""
+def resume(
+    recipe: Recipe, pipe: Pipeline, found: Saved, folder: RunFolder | None, apart: Collection[int] = ()
+) -> list[str]:
+    """Put the pipeline into the state of a checkpoint, if there is one; notes on what was lost.
+
+    apart: stages whose processes do not see the run folder.
+    """
     notes = list(found.notes)
     if found.path is not None:
-        notes += saving.restore(pipe, recipe, found.path, found.run["recipe"], same=found.same)
+        with transfer.at_hand(pipe.engine, found.path, apart, whole=not found.same) as path:
+            notes += saving.restore(pipe, recipe, str(path), found.run["recipe"], same=found.same)
     if folder:
         folder.go_on(pipe.batches, notes, exact=found.same)
     return notes
@@ -266,7 +298,9 @@ class Run:
 
     def __init__(self, recipe: Recipe, known: Facts, epochs: Epochs, pipe: Pipeline, folder: RunFolder | None,
                  data_set: data.DataSet | None, show: bool, out: Path, before: dict[str, Any], *, name: str = "",
-                 reports: int = REPORTS_AN_EPOCH) -> None:  # fmt: skip
+                 reports: int = REPORTS_AN_EPOCH, apart: Collection[int] = (),
+                 locks: ExitStack | None = None) -> None:  # fmt: skip
+        self.locks = locks or ExitStack()  # on the run folder, until it is closed
         self.recipe, self.known, self.pipe, self.folder, self.data_set = recipe, known, pipe, folder, data_set
         self.epochs = epochs
         self.telemetry = Telemetry(pipe)
@@ -284,7 +318,7 @@ class Run:
         self.seconds: float = before.get("seconds", 0.0)
         self.test: dict[str, Any] = before.get("test", {})
         self.memory: list[int] = list(before.get("memory", []))  # bytes of every stage, at its fullest
-        self.saver = Saver(recipe, epochs, pipe, out, self._note)
+        self.saver = Saver(recipe, epochs, pipe, out, self._note, apart=apart)
         self.diagnoses = Diagnoses(out, pipe.batches) if recipe.diagnose and folder else None
         for note in before.get("notes", []):
             self.progress.say(note)
@@ -445,3 +479,4 @@ class Run:
     def close(self) -> None:
         if self.folder:
             self.folder.close()
+        self.locks.close()

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from offbeat.errors import Interrupted, UserError
+from offbeat.errors import FolderTaken, Interrupted, UserError
 from offbeat.train import Run, stopping
 
 Name = TypeVar("Name", bound=Hashable)
@@ -98,7 +98,7 @@ class Turns(Generic[Name]):
     def _sit_down(self, name: Name) -> None:
         try:
             run = self.start(name)
-        except (Interrupted, KeyboardInterrupt):
+        except (Interrupted, KeyboardInterrupt, FolderTaken):
             raise
         except Exception as error:
             self._end(name, error)

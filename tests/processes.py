@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 START = 90  # seconds until a run must have begun to train, on a busy machine
 STOP = 20  # seconds for "within seconds", on a busy machine
+Completed = subprocess.CompletedProcess
 ENDLESS = ("--data", "synthetic", "--model", "resnet8", "--shape", "3,8,8", "--epochs", "100000", "-M", "2")
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
@@ -187,3 +189,20 @@ def free_ports(count: int) -> list[int]:
         if len(found) == count:
             return found
     raise AssertionError(f"no {count} free ports")
+
+
+def group(folders: list[Path], *arguments: object, program: tuple[str, ...] = ("-m", "offbeat")) -> list[Completed]:
+    """The command in as many processes as there are folders, each in its own, as members of a group that it did not
+    start itself, as under torchrun."""
+    command = [sys.executable, *program, *map(str, arguments)]
+    shared = {"WORLD_SIZE": str(len(folders)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+
+    def member(rank: int) -> Completed:
+        surroundings = {**ENVIRONMENT, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return subprocess.run(
+            command, cwd=folders[rank], capture_output=True, text=True, timeout=2 * START, check=False,
+            env=surroundings, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return list(pool.map(member, range(len(folders))))

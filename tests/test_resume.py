@@ -91,6 +91,25 @@ def test_a_killed_run_goes_on_bit_for_bit(name, tmp_path, offbeat: Command):
     assert told(tmp_path / "broken") == told(tmp_path / "whole"), "the records are those of one run"
 
 
+def test_a_drained_checkpoint_holds_nothing_in_flight_and_goes_on_bit_for_bit(tmp_path, offbeat: Command):
+    settings = [*SMALL, "-K", "3", "-M", "2", "--checkpoint-every", "7b"]
+    drained = ("--checkpoint-mode", "drained")
+    here(offbeat, *settings, *drained, "--out", tmp_path / "whole")
+    here(offbeat, *settings, "--out", tmp_path / "in flight")
+    killed(tmp_path / "broken", 19, *settings, *drained)
+    for run, mode, empty in (("broken", "drained", True), ("in flight", "in-flight", False)):
+        for listed in ls(tmp_path / run):
+            assert listed.checkpoint.mode == mode
+            parts = [listed.checkpoint.stage(k) for k in (1, 2, 3)]
+            held = [part["stage"][name] for part in parts for name in ("in_flight", "versions")]
+            held += [part["stage"]["window"]["levels"] for part in parts]
+            held += [part["worker"][name] for part in parts for name in ("messages", "buffer")]
+            assert not any(held) if empty else any(held)
+    here(offbeat, "--resume", tmp_path / "broken", "--json")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "broken") != weights(tmp_path / "in flight"), "a drain is part of the numbers"
+
+
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path, offbeat: Command):
     settings = [*RUN, "-K", "2", "--checkpoint-every", "5b", "-M", "2", "--weights", "hybrid"]

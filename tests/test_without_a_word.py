@@ -6,7 +6,6 @@ Each case once gave other numbers without a word, or ended in a traceback.
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -426,20 +425,10 @@ def test_fused_stages_may_give_lists_and_dicts(kind):
     assert pipe.step(torch.randn(4, 2, 4, 4), torch.tensor([0, 1, 2, 0])).isfinite()
 
 
-def test_a_damaged_line_of_the_records_and_a_full_disk_are_told_in_one_line(tmp_path, monkeypatch):
+def test_a_damaged_line_of_the_records_is_reported_in_one_line(tmp_path):
     folder = record.RunFolder.create(tmp_path / "run", complete(model="mlp", data="digits"))
     folder.line("note", text="first")
     file = tmp_path / "run/metrics.jsonl"
     file.write_text(file.read_text() + "garbage\n")
     with pytest.raises(UserError, match=r"metrics.jsonl, line 2, is damaged .*: remove that line"):
         record.lines(tmp_path / "run")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(UserError, match=r"cannot write to .*No space left on device.*make room there"):
-        folder.model({"w": torch.zeros(2)})
-    monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(UserError, match=r"cannot write to .*No space left on device"):
-        folder.line("note", text="second")

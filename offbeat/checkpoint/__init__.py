@@ -15,8 +15,9 @@ may write their own parts from different processes or machines into a shared fol
     finish(folder, facts, t=t, mode=..., K=..., ...)      # one process, with the facts of all parts
 
 Writing raises CheckpointFailed where the disk is full or broken: `abandon(folder)` in place of `finish`, and training
-can go on. Reading raises CheckpointDamaged. To write while training goes on, take `flatten(tree, copy=True)` at once
-and hand it to `write_flat` in a thread. `clean(run)` once, before a run begins to write.
+can go on. `with_room(run, write)` removes old checkpoints of the run where the disk is full, and writes again. Reading
+raises CheckpointDamaged. To write while training goes on, take `flatten(tree, copy=True)` at once and hand it to
+`write_flat` in a thread. `clean(run)` once, before a run begins to write.
 
     checkpoint, notes = newest(run)                       # the newest sound one; notes say which were not, and why
     tree = checkpoint.stage(k)
@@ -62,9 +63,11 @@ from offbeat.checkpoint.folder import (
     verify,
 )
 from offbeat.checkpoint.parts import write_flat, write_part
+from offbeat.checkpoint.room import free, is_full, make_room, with_room
 from offbeat.checkpoint.tree import flatten, unflatten
 
 __all__ = [
     "Checkpoint", "CheckpointDamaged", "CheckpointFailed", "FileFacts", "Listed", "abandon", "begin", "clean", "finish",
-    "flatten", "ls", "newest", "part_name", "prune", "read", "unflatten", "verify", "write_flat", "write_part",
+    "flatten", "free", "is_full", "ls", "make_room", "newest", "part_name", "prune", "read", "unflatten", "verify",
+    "with_room", "write_flat", "write_part",
 ]  # fmt: skip

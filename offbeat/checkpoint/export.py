@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.checkpoint import container
 from offbeat.checkpoint.files import CheckpointFailed
 from offbeat.checkpoint.folder import FOLDER, MANIFEST, Checkpoint, newest, read
-from offbeat.checkpoint.parts import read_tensors, write_tensors
+from offbeat.checkpoint.parts import read_tensors, save_tensors
 from offbeat.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -26,13 +24,9 @@ def export(run: Path, out: Path) -> dict[str, Any]:
     if not out.parent.is_dir():
         raise UserError(f"{out}: {out.parent} is no folder: make it, or choose another name")
     tensors, source, notes = newest_model(run)
-    temporary = out.with_name(f".{out.name}.part")
     try:
-        facts = write_tensors(temporary, tensors)
-        os.replace(temporary, out)
-    except (OSError, CheckpointFailed) as error:
-        with suppress(OSError):  # of a folder that is read-only
-            temporary.unlink(missing_ok=True)
+        facts = save_tensors(out, tensors)
+    except CheckpointFailed as error:
         raise UserError(f"cannot write {out} ({first_line(error.__cause__ or error)}): choose another name") from error
     return {"out": str(out), "source": str(source), "tensors": len(tensors), "bytes": facts.size, "notes": notes}
 

@@ -188,17 +188,24 @@ def prune(run: Path, keep: int) -> list[Path]:
     """Throw away all but the newest `keep` checkpoints, and whatever older folders are none; returns what went."""
     if keep < 1:
         raise UserError(f"keep = {keep}: use 1 or more")
-    gone, kept = [], 0
+    gone: list[Path] = []
+    kept = 0
     for listed in reversed(ls(run)):
         if kept < keep:
             kept += listed.checkpoint is not None
             continue
-        doomed = listed.path.with_name(listed.path.name + UNFINISHED)
-        with contextlib.suppress(OSError):
-            listed.path.rename(doomed)  # half of it must not look like a checkpoint
-            shutil.rmtree(doomed)
-            gone.append(listed.path)
+        gone += [listed.path] * remove(listed.path)
     return gone
+
+
+def remove(path: Path) -> bool:
+    """Throw a checkpoint away; False where that fails, or another process was faster."""
+    doomed = path.with_name(path.name + UNFINISHED)
+    with contextlib.suppress(OSError):
+        path.rename(doomed)  # half of it must not look like a checkpoint
+        shutil.rmtree(doomed)
+        return True
+    return False
 
 
 # ---- finding

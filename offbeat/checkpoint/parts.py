@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.checkpoint import container
-from offbeat.checkpoint.files import CheckpointDamaged, FileFacts, load, parse, write_file
+from offbeat.checkpoint.files import CheckpointDamaged, FileFacts, load, parse, sync_folder, write_file, writing
 from offbeat.checkpoint.tree import NATIVE, flatten, references, unflatten
 
 if TYPE_CHECKING:
@@ -26,26 +27,41 @@ def write_part(folder: Path, name: str, tree: Any) -> list[FileFacts]:
 
 def write_flat(folder: Path, name: str, tensors: Mapping[str, Tensor], plain: Any) -> list[FileFacts]:
     """The same for a tree that is flat already: `flatten(tree, copy=True)` first, then this in a thread."""
+    return [write_file(folder / file, chunks) for file, chunks in part_files(name, tensors, plain).items()]
+
+
+def part_files(name: str, tensors: Mapping[str, Tensor], plain: Any) -> dict[str, Iterable[bytes | memoryview]]:
+    """The files of a part by their names, as bytes to be written."""
     text = json.dumps({"format": FORMAT, "part": name, "tree": plain}, allow_nan=False, separators=(",", ":"))
-    return [
-        write_tensors(folder / f"{name}{TENSORS}", tensors),
-        write_file(folder / f"{name}{TREE}", [text.encode()]),
-    ]
+    return {f"{name}{TENSORS}": _bytes(tensors), f"{name}{TREE}": [text.encode()]}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
     """A safetensors file of row-major tensors on the CPU."""
+    return write_file(path, _bytes(tensors))
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     import torch
 
     described = {name: (NATIVE[str(x.dtype).removeprefix("torch.")], list(x.shape)) for name, x in tensors.items()}
+    yield container.header(described, {"format": "pt"})
+    for x in tensors.values():
+        if x.numel():
+            yield x.detach().reshape(-1).view(torch.uint8).numpy().data
 
-    def chunks() -> Iterator[bytes | memoryview]:
-        yield container.header(described, {"format": "pt"})
-        for x in tensors.values():
-            if x.numel():
-                yield x.detach().reshape(-1).view(torch.uint8).numpy().data
 
-    return write_file(path, chunks())
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
+    """The same, under its name only once all of it is on the disk; what was there before stays until then."""
+    temporary = path.with_name(f".{path.name}.part")
+    with writing(path):
+        try:
+            facts = write_tensors(temporary, tensors)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    return facts
 
 
 def read_part(folder: Path, name: str, facts: Mapping[str, FileFacts], *, device: torch.device | str | None) -> Any:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.engines.aside import Aside, many_queues
-from offbeat.errors import StageLost, StageSilent, UserError, first_line
+from offbeat.errors import FolderTaken, StageLost, StageSilent, UserError, first_line
 from offbeat.links import LOOPBACK_INTERFACE, Link, Message
 from offbeat.links.device import Carrier, DeviceReceiver, DeviceSender
 from offbeat.links.distributed import Receiver, Sender
@@ -101,7 +101,7 @@ class Processes:
             )
         self.joined = not dist.is_initialized()
         if self.joined:
-            _join(K)
+            join(K)
         self.K = K
         self.rank = dist.get_rank()
         self.here: Sequence[int] = [self.rank + 1]
@@ -215,7 +215,7 @@ class Processes:
             yield
         except Exception as error:
             word = str(error)
-            if not isinstance(error, StageLost):
+            if not isinstance(error, StageLost | FolderTaken):  # of which all have heard
                 word = self._first_story(f"stage {self.rank + 1} failed: {first_line(error)}")
             for link in self.links:
                 link.close(word)
@@ -311,7 +311,7 @@ class Processes:
             dist.destroy_process_group()
 
 
-def _join(K: int) -> None:
+def join(K: int) -> None:
     """Join the group that torchrun (or the launcher) has described."""
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if alone and sys.platform in LOOPBACK_INTERFACE:

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from disks import fill, small_disk
 from safetensors.torch import load_file
+from synced import Recorded
 from trees import same
 
 from offbeat import checkpoint as checkpoints
@@ -63,6 +65,23 @@ def test_what_is_written_is_what_is_found(tmp_path):
     assert sorted(path.name for path in found.path.iterdir()) == [
         "manifest.json", "run.json", "stage-01.json", "stage-01.safetensors", "stage-02.json", "stage-02.safetensors"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "replaced"])
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, again):
+    """Else a machine that loses its power could keep the name and lose what it names."""
+    if again:
+        write(tmp_path, 500, seed=1)
+    calls = Recorded(monkeypatch)
+    made = write(tmp_path, 500)
+    part = made.path.with_name("000000500.part")
+    for facts in made.files:
+        calls.check_order(("fsync", part / facts.name), ("fsync", part / "manifest.json"), ("rename", made.path))
+        assert calls.bytes[part / facts.name] == facts.size, "all of it"
+    calls.check_order(("fsync", part / "manifest.json"), ("fsync", part), ("rename", made.path),
+                      ("fsync", made.path.parent))  # fmt: skip
+    assert calls.bytes[part / "manifest.json"] == (made.path / "manifest.json").stat().st_size
+    assert calls.before[made.path] == part
 
 
 def test_any_program_can_read_the_tensors(tmp_path):
@@ -330,45 +349,35 @@ def test_manifests_that_lie_are_refused(tmp_path, changes):
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def disk(tmp_path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 1 << 16) as folder:
+        yield folder
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
-def test_a_full_disk_stops_the_checkpoint_and_leaves_the_one_before(small_disk):
-    write(small_disk, 1)
+def test_a_full_disk_stops_the_checkpoint_and_leaves_the_one_before(disk):
+    write(disk, 1)
     big = {"model": {"w": torch.zeros(40_000)}}
-    folder = checkpoints.begin(small_disk, 2)
+    folder = checkpoints.begin(disk, 2)
     with pytest.raises(CheckpointFailed, match=r"stage-01.safetensors \(No space left on device\): free some space"):
         checkpoints.write_part(folder, "stage-01", big)
     assert list(folder.iterdir()) == []
     checkpoints.abandon(folder)
-    assert checkpoints.newest(small_disk)[0].t == 1
-    assert checkpoints.newest(small_disk)[1] == []
-    write(small_disk, 3, K=1)  # there is room again
-    assert checkpoints.newest(small_disk)[0].t == 3
+    assert checkpoints.newest(disk)[0].t == 1
+    assert checkpoints.newest(disk)[1] == []
+    write(disk, 3, K=1)  # there is room again
+    assert checkpoints.newest(disk)[0].t == 3
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
 @pytest.mark.parametrize("left", range(0, 12_000, 1000))
-def test_wherever_the_disk_gets_full_there_is_a_checkpoint_or_none_never_a_part_of_one(small_disk, left):
-    ballast = small_disk / "ballast"
-    space = os.statvfs(small_disk)
-    ballast.write_bytes(bytes(max(0, space.f_bavail * space.f_frsize - left)))
+def test_wherever_the_disk_gets_full_there_is_a_checkpoint_or_none_never_a_part_of_one(disk, left):
+    fill(disk, left)
     told = None
     try:
-        write(small_disk, 1, K=1)
+        write(disk, 1, K=1)
     except CheckpointFailed as error:
         told = str(error)
-    checkpoints.clean(small_disk)
-    assert [checkpoints.verify(listed.path) for listed in checkpoints.ls(small_disk)] == ([[]] if told is None else [])
+    checkpoints.clean(disk)
+    assert [checkpoints.verify(listed.path) for listed in checkpoints.ls(disk)] == ([[]] if told is None else [])
     assert told is None or "No space left" in told
 
 
