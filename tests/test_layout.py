@@ -18,8 +18,9 @@ ORDER = [
     "errors", "seeds", "ops", "theory", "correctors", "method", "precision", "heads", "methods", "clock", "timeline",
     "epochs", "recipe", "recipes", "options", "metrics", "links", "stage", "outputs", "micro", "worker", "engines",
     "skew", "tracing", "cutting", "pipeline",
-    "models", "data", "record", "checkpoint", "telemetry", "progress", "report", "describe", "plan", "planning",
-    "saving", "train", "turns", "rendezvous", "launch", "demo", "compare", "reproduce", "bench",
+    "models", "data", "checkpoint", "rendezvous", "launch", "group", "lock", "record", "transfer", "telemetry",
+    "progress", "report", "describe", "plan", "planning", "saving", "train", "turns", "demo", "compare", "reproduce",
+    "bench",
     "cli", "__main__",
 ]  # fmt: skip
 TORCH_FREE = [
