@@ -33,7 +33,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
         for key, label in before.items():
             alike = {values[other] for other in before if before[other] == label}
             if len(alike) > 1 and values[key] is not None:
-                made[key] = f"{label} {name.replace('_', '-')}={values[key]}"
+                made[key] = f"{label} {name.removesuffix('_per_stage').replace('_', '-')}={values[key]}"
     return [made[_key(run.recipe)] if run.recipe is not None else run.path.name for run in runs]
 
 

@@ -27,7 +27,7 @@ def shares(rows: Sequence[tuple[str, Sequence[float]]]) -> alt.LayerChart:
                     "start": at,
                     "end": at + share,
                     "shade": colour(shade(k, len(values))),
-                    "dark": k <= len(values) / 2,
+                    "dark": 2 * (k - 1) < max(1, len(values) - 1),
                     "first": quantity == rows[0][0],
                 }
             )
