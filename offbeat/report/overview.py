@@ -37,6 +37,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [made[_key(run.recipe)] if run.recipe is not None else run.path.name for run in runs]
 
 
+MOST_POINTS = 1200  # of a chart of curves: four lines of 300 epochs
 MORE = (
     "data",
     "batch_size",
@@ -192,14 +193,25 @@ def curves(groups: Groups, name: str) -> Section:
         unit = "seconds"
         by_time = [replace(line, points=[(60 * at, value) for at, value in line.points]) for line in by_time]
     what = "error, %" if alone else "test error, %"
+    by_epoch, every = _thinned(by_epoch)
+    by_time, _ = _thinned(by_time)
+    caption = f"One epoch of {every} is drawn." if every > 1 else ""
     return section.add(
         drawings(
-            Drawing(f"{name}-curves", "By epoch", charts.curves(by_epoch, what=what), across=across),
+            Drawing(f"{name}-curves", "By epoch", charts.curves(by_epoch, what=what), caption, across),
             Drawing(
-                f"{name}-curves-time", "By time", charts.curves(by_time, across=f"{unit} of training"), across=across
+                f"{name}-curves-time", "By time", charts.curves(by_time, across=f"{unit} of training"), caption, across
             ),
         )
     )
+
+
+def _thinned(drawn: Sequence[Line]) -> tuple[list[Line], int]:
+    """The lines with one point of so many that a page of many runs stays small, the last among them; and how many."""
+    every = -(-sum(len(line.points) for line in drawn) // MOST_POINTS)
+    return [
+        replace(line, points=line.points[::-1][::every][::-1], band=line.band[::-1][::every][::-1]) for line in drawn
+    ], every
 
 
 def errors(groups: Groups) -> Section:

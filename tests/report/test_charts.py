@@ -114,7 +114,7 @@ def test_the_boxes_of_a_method_are_its_spans(name, costs, unit):
             expected.append((f"stage {span.k}", kind, start, span.end / unit))
     found = [(row["stage"], row["kind"], row["start"], row["end"])
              for row in rows(figures.method_timeline(method, costs, 4))]  # fmt: skip
-    wanted = [(*place[:2], pytest.approx(place[2]), pytest.approx(place[3])) for place in sorted(expected)]
+    wanted = [(*place[:2], pytest.approx(place[2], 1e-6), pytest.approx(place[3], 1e-6)) for place in sorted(expected)]
     assert sorted(found) == wanted
 
 

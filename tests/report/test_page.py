@@ -19,9 +19,9 @@ from offbeat.recipe import Recipe
 from offbeat.recipes import TABLES, Paper, Table
 from offbeat.recipes.row import row
 from offbeat.report.cuts import parts as stages
-from offbeat.report.overview import grouped
-from offbeat.report.page import html, parts, write_report
-from offbeat.report.read import read_run
+from offbeat.report.overview import curves, grouped
+from offbeat.report.page import Part, html, parts, write_report
+from offbeat.report.read import Epoch, Run, read_run
 
 VOID = {"meta", "link", "br", "img", "input"}
 
@@ -180,6 +180,19 @@ def test_runs_that_differ_in_their_seed_are_one_line_of_the_curves(tmp_path):
 def runs_data(runs: list[Path]) -> list[dict]:
     drawing = parts(runs)[0].sections[1].drawings()[0]
     return max(drawing.chart.to_dict()["datasets"].values(), key=len)
+
+
+def test_a_page_of_hundreds_of_long_runs_stays_below_3_megabytes():
+    def run(number: int) -> Run:
+        epochs = [Epoch(n + 1, 30 + number / 7, 100 / (n + number + 1.7), None) for n in range(300)]
+        return Run(path=Path("x"), recipe=None, provenance={}, epochs=epochs, state="finished")
+
+    rows = {f"resnet56-adl-k8-m4-sc-{number}": [run(number), run(number + 1)] for number in range(60)}
+    families = [curves(dict(list(rows.items())[at : at + 15]), f"curves-{at}") for at in range(0, 60, 15)]
+    assert families[0].drawings()[0].caption == "One epoch of 4 is drawn."
+    values = max(families[0].drawings()[0].chart.to_dict()["datasets"].values(), key=len)
+    assert [row["x"] for row in values if row["series"] == "resnet56-adl-k8-m4-sc-0"] == list(range(4, 301, 4))
+    assert len(html([Part("a title", "Reproduction", families)])) < 2_300_000
 
 
 def test_a_folder_of_runs_is_all_its_runs(tmp_path):

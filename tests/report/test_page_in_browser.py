@@ -94,6 +94,7 @@ def test_a_page_is_drawn_without_complaints_network_or_sideways_scrolling(browse
     with Seen(browser, report, width, scheme) as seen:
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
         assert seen.page.evaluate(OUTSIDE) == []
+        assert seen.page.locator(".chart text").count() > 10
         assert seen.page.evaluate(COLLIDE) == []
         assert seen.complaints == []
         assert seen.requests == [report.as_uri()]

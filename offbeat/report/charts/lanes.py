@@ -51,11 +51,10 @@ def lanes(drawn: Sequence[Box], *, K: int, unit: str, length: float | None = Non
         {
             "stage": f"stage {box.k}",
             "kind": box.kind,
-            "start": box.start,
-            "end": box.end,
-            "took": box.end - box.start,
+            "start": _short(box.start),
+            "end": _short(box.end),
             "number": "" if box.number is None else str(box.number),
-            "version": "" if box.version is None else f"v{box.version}",
+            **({} if box.version is None else {"version": f"v{box.version}"}),
         }
         for box in sorted(drawn, key=lambda box: list(KINDS).index(box.kind), reverse=True)
     ]
@@ -90,6 +89,7 @@ def lanes(drawn: Sequence[Box], *, K: int, unit: str, length: float | None = Non
         alt.Tooltip("took:Q", title="takes", format=",.3~r"),
     ]
     one = len(shown) < 2
+    chart = chart.transform_calculate(took="datum.end - datum.start")
     only = chart if one else chart.transform_filter(pick)
     wide = "(scale('x', datum.end) - scale('x', datum.start))"
     lane = chart_of(ground).mark_bar(color=colour("lane"), x=0, x2=alt.ExprRef("width")).encode(y=place)
@@ -123,3 +123,12 @@ def lanes(drawn: Sequence[Box], *, K: int, unit: str, length: float | None = Non
         )
     layers[1] = layers[1].add_params(move, *([] if one else [pick]))
     return layered(layers, rows, ground, height=step * K)
+
+
+def _short(value: float) -> float:
+    """With seven digits: a page holds thousands of them.
+
+    >>> _short(12.345678912)
+    12.34568
+    """
+    return float(f"{value:.7g}")

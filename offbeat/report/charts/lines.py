@@ -75,9 +75,8 @@ def lines(drawn: Sequence[Line], *, x: Axis, y: Axis, height: int = 300, width: 
             "y": b,
             **({"low": line.band[at][0], "high": line.band[at][1]} if line.band else {}),
             **({"text": f"{round(b, 2):g}"} if line.written and at % -(-len(line.points) // MOST_TEXTS) == 0 else {}),
-            "measured": line.measured,
-            "many": len(line.points) > MOST_DOTS,
-            "tip": (len(line.points) - 1 - at) % -(-len(line.points) // MOST_TIPS) == 0,
+            **({"measured": True} if line.measured else {"dot": True} if len(line.points) <= MOST_DOTS else {}),
+            **({"tip": True} if (len(line.points) - 1 - at) % -(-len(line.points) // MOST_TIPS) == 0 else {}),
         }
         for line in drawn
         for at, (a, b) in enumerate(line.points)
@@ -125,11 +124,7 @@ def lines(drawn: Sequence[Line], *, x: Axis, y: Axis, height: int = 300, width: 
         .mark_line(strokeWidth=2, strokeJoin="round", clip=True)
         .encode(x=across, y=up, color=hue, strokeDash=dash)
     )
-    dots = (
-        chart.transform_filter("!datum.measured && !datum.many")
-        .mark_circle(size=22, opacity=1)
-        .encode(x=across, y=up, color=hue)
-    )
+    dots = chart.transform_filter("datum.dot").mark_circle(size=22, opacity=1).encode(x=across, y=up, color=hue)
     rings = (
         chart.transform_filter("datum.measured")
         .mark_point(size=64, strokeWidth=2, fill=colour("page"), opacity=1)
