@@ -18,7 +18,7 @@ from offbeat.describe import Description, describe, module_text, possible, show_
 from offbeat.method import Method
 from offbeat.methods import METHODS, named
 from offbeat.options import OneMethod
-from offbeat.report.words import markdown
+from offbeat.report.formatting import markdown
 
 FOLDER = ROOT / "docs/methods"
 COMMAND = "python benchmarks/method_pages.py"

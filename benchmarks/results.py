@@ -2,6 +2,7 @@
 
     python benchmarks/results.py              write them
     python benchmarks/results.py --check      only compare, and fail where they are not current
+    python benchmarks/results.py --picture    draw all pictures again, also those that are current
     python benchmarks/results.py --balance    compute docs/results/balance.json anew (half a minute), then write them
 """
 
@@ -11,6 +12,7 @@ import hashlib
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import results_torture
 import results_trace
 from page import RECORDS, ROOT, Record, Records, listed, made, point, prose, records, shown, source
 
-from offbeat.report.words import markdown
+from offbeat.report.formatting import markdown
 
 PICTURE = RECORDS / "methods-cifar10.svg"
 BLOCK = re.compile(r"(<!-- (?P<name>[a-z]+): generated .*? -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
@@ -307,34 +309,15 @@ def digest(compared: Records) -> str:
 
 def draw(compared: Records, path: Path) -> None:
     """Median of the seeds in a band of all, a panel for each K; the file names what it was drawn from."""
-    from matplotlib.figure import Figure
+    from offbeat.record import write
+    from offbeat.report import figures
+    from offbeat.report.draw import PANEL, panels, rendered
 
-    from offbeat.report.curves import COLOURS, points
-    from offbeat.report.pictures import settings
-
-    panels = drawn(compared)
-    with settings():
-        figure = Figure(figsize=(10.4, 4.0), facecolor="white")
-        every = figure.subplots(1, len(panels), sharey=True)
-        for axes, (title, methods) in zip(every, panels.items(), strict=True):
-            for colour, (name, curves) in zip(COLOURS, methods.items(), strict=False):
-                line = points(curves)
-                epochs = [point.epoch for point in line]
-                axes.plot(epochs, [point.middle for point in line], color=colour, label=name, linewidth=1.8,
-                          linestyle="--" if name == "bp" else "-")  # fmt: skip
-                axes.fill_between(epochs, [point.lowest for point in line], [point.highest for point in line],
-                                  color=colour, alpha=0.12, linewidth=0)  # fmt: skip
-            axes.set_title(title, loc="left", fontsize=11)
-            axes.set_xlabel("epoch")
-            axes.set_ylim(0, 100)
-            axes.grid(axis="y", color="#EEEEEE")
-            axes.spines[["top", "right"]].set_visible(False)
-        every[0].set_ylabel("test error (%)")
-        figure.legend(*every[0].get_legend_handles_labels(), loc="center right", frameon=False)
-        figure.suptitle("CIFAR-10, ResNet-20, 6 epochs: median and range of 2 seeds (BP: run at K=2)", fontsize=11)
-        figure.tight_layout(rect=(0, 0, 0.92, 1))
-        extra = {"Date": None, "Description": f"drawn from {digest(compared)}"} if path.suffix == ".svg" else None
-        figure.savefig(path, metadata=extra)
+    made = [(title, figures.curves([replace(line, end="") for line in figures.curve_lines(methods)], most=100,
+                                   width=PANEL)) for title, methods in drawn(compared).items()]  # fmt: skip
+    title = "CIFAR-10, ResNet-20, 6 epochs: median and range of 2 seeds (BP: run at K=2)"
+    content = rendered(panels(made, shared=True), "svg", title=title, width=None).decode()
+    write(path, content.replace("</svg>", f"<!-- drawn from {digest(compared)} -->\n</svg>"))
 
 
 # ---- the page
@@ -372,6 +355,8 @@ def main() -> None:
         path.write_text(text)
     if PICTURE.name in stale or "--picture" in sys.argv:
         draw(compared, PICTURE)
+    if "--picture" in sys.argv:
+        results_bench.draw()
     for name, record in again.items():
         if (path := results_reproduction.picture(name)) in pictures or "--picture" in sys.argv:
             results_reproduction.draw(record, path)

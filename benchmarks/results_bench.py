@@ -11,7 +11,7 @@ from statistics import median
 
 from page import RECORDS, Record, point, prose, records, source
 
-from offbeat.report.words import markdown, ranged, size
+from offbeat.report.formatting import markdown, ranged, size
 
 
 def picture(name: str, told: str) -> list[str]:
@@ -20,15 +20,25 @@ def picture(name: str, told: str) -> list[str]:
     return [f"![{told}](results/{drawn.name})", ""] if drawn.exists() else []
 
 
+def draw() -> None:
+    """The pictures that are beside a record, again."""
+    from offbeat.report.draw import draw_bench, draw_scaling
+
+    for kind, draw_one in (("bench", draw_bench), ("scaling", draw_scaling)):
+        for name, record in records(kind).items():
+            if (path := RECORDS / name.replace(".json", ".svg")).exists():
+                draw_one(record, path)
+
+
 def bench_section(name: str, record: Record) -> list[str]:
-    from offbeat.report import standings
+    from offbeat.report import bench_table
 
     return [
-        f"### {standings.heading(record)}", "",
-        markdown(list(standings.HEAD), standings.cells(record)), "",
+        f"### {bench_table.heading(record)}", "",
+        markdown(list(bench_table.HEAD), bench_table.cells(record)), "",
         *picture(name, "Samples a second of every row"),
-        *(point(said) for said in standings.advice(record)), "",
-        *(point(said) for said in standings.notes(record)),
+        *(point(said) for said in bench_table.advice(record)), "",
+        *(point(said) for said in bench_table.notes(record)),
         *(point(f"Measured {remark}.") for remark in [record["provenance"].get("remark")] if remark), "",
         source(name, record), "",
     ]  # fmt: skip
@@ -72,21 +82,21 @@ SHOWN = ("bp", "bp-cores", "torch-gpipe", "torch-1f1b", "torch-interleaved", "dd
 
 def headline() -> str:
     """ADL beside torch's own, a line for each record: samples a second, for the README; and what speaks against it."""
-    from offbeat.report import standings
+    from offbeat.report import bench_table
 
     titles: dict[str, str] = {}
     lines, missed, unsure = [], [], []
     against: dict[str, list[float]] = {"bp-cores": [], "ddp": [], "adl": [], "best": []}
     for record in records("bench").values():
-        rows, best, bound = standings.measured(record), standings.best_synchronous(record), record["bound"]
+        rows, best, bound = bench_table.measured(record), bench_table.best_synchronous(record), record["bound"]
         if "adl" not in rows or best is None or not bound["seconds_per_batch"]:
             continue
         adl, settings = rows["adl"], record["settings"]
         titles.update({name: rows[name]["title"] for name in SHOWN if name in rows})
-        figures = [standings.by_round(adl, other) for other in (best, bound)]
+        figures = [bench_table.by_round(adl, other) for other in (best, bound)]
         name = f"{settings['model']}, b={settings['batch_size']}, K={settings['K']}"
         lines.append([name, str(settings["cores"]), str(settings["rounds"]), *(
-            f"{standings.speed(rows[row]):.0f}" if row in rows else "" for row in SHOWN
+            f"{bench_table.speed(rows[row]):.0f}" if row in rows else "" for row in SHOWN
         ), *(ranged(figure, 2) for figure in figures)])  # fmt: skip
         for figure, aim, what in zip(figures, AIMS, ("times", "of the bound"), strict=True):
             told = f"{name} {median(figure):.2f} of {aim} {what}"
@@ -94,8 +104,8 @@ def headline() -> str:
                 missed.append(told)
             elif round(min(figure), 2) < aim:
                 unsure.append(f"{told} (its rounds: {', '.join(f'{one:.2f}' for one in figure)})")
-        against["bp-cores"] += [standings.times_faster(rows["bp-cores"], adl)] if "bp-cores" in rows else []
-        against["ddp"] += [standings.times_faster(adl, rows["ddp"])] if "ddp" in rows else []
+        against["bp-cores"] += [bench_table.times_faster(rows["bp-cores"], adl)] if "bp-cores" in rows else []
+        against["ddp"] += [bench_table.times_faster(adl, rows["ddp"])] if "ddp" in rows else []
         against["adl"].append(adl["memory_per_worker"])
         against["best"].append(best["memory_per_worker"])
     if not lines:

@@ -6,7 +6,7 @@ from statistics import median
 
 from page import Record, Records, made, point, prose, source
 
-from offbeat.report.words import markdown
+from offbeat.report.formatting import markdown
 
 # What was aimed at, by network and how its kernels are made: how much faster than BP that is recorded in the same way,
 # at b=32. What is joined, by torch.compile or by us, has the same aims: it takes most of BP's idle time away.

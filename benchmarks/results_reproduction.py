@@ -10,7 +10,7 @@ from statistics import median
 
 from page import RECORDS, Record, Records, listed, point, prose
 
-from offbeat.report.words import markdown
+from offbeat.report.formatting import markdown
 
 TITLE = "The paper's rows again"
 ANCHOR = "the-papers-rows-again"

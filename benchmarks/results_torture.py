@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from page import RECORDS, Record, Records, listed, made, point, prose, shown, source
 
-from offbeat.report.words import markdown
+from offbeat.report.formatting import markdown
 
 TITLE = "What holds when something goes wrong"
 

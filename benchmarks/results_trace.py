@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from page import Record, point, prose, records, source
 
-from offbeat.report.words import markdown
+from offbeat.report.formatting import markdown
 
 WANTED = 1.02
 

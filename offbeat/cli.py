@@ -383,7 +383,7 @@ def bench(
     if context.invoked_subcommand:
         return
     from offbeat.bench import rounds
-    from offbeat.report import standings
+    from offbeat.report import bench_table
     from offbeat.train import shape_of
 
     request = rounds.Request(
@@ -397,7 +397,7 @@ def bench(
     if as_json:
         print(json.dumps(found))
     else:
-        standings.show(found, str(folder))
+        bench_table.show(found, str(folder))
 
 
 @benches.command("scaling")
@@ -541,20 +541,22 @@ def demo(
 @app.command()
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons, reproductions or benchmarks.")
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons, reproductions or benchmarks, "
+                                   "or folders that hold several of them.")
     ],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
     pictures: Annotated[
-        Path | None, typer.Option(help="Write every picture into this folder too: SVG, and PNG where Chromium is.")
+        Path | None, typer.Option(help="Write every chart into this folder too, as SVG and PNG.")
     ] = None,
 ) -> None:
     """Show runs in one HTML file: curves, errors, staleness, timelines, memory, partition."""
+    from offbeat.report.draw import require
+
+    require("altair", "vl_convert", "jinja2")
     from offbeat.report.page import write_report
 
-    drawn, said = write_report(folders, out, pictures)
-    for line in said:
-        print(f"offbeat: {line}", file=sys.stderr)
-    print(f"{out}: {drawn} pictures, {out.stat().st_size:,} bytes" + (f"; each in {pictures}" if pictures else ""))
+    drawn = write_report(folders, out, pictures)
+    print(f"{out}: {drawn} charts, {out.stat().st_size:,} bytes" + (f"; each in {pictures}" if pictures else ""))
 
 
 checkpoints = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True, add_completion=False)

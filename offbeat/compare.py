@@ -35,6 +35,7 @@ from offbeat.methods import METHODS, named
 from offbeat.recipe import Recipe, answer, complete, cores, load, settings
 from offbeat.report import draw_curves
 from offbeat.report.comparison import Comparison, markdown, read, table
+from offbeat.report.draw import by_the_way
 
 MATCHES = ("batch", "effective")
 STOP_SECONDS = 10  # that a run has to end after Ctrl-C
@@ -279,8 +280,8 @@ def written(folder: Path) -> Comparison:
     record.write(folder / "comparison.json", json.dumps(comparison.as_dict(), indent=2) + "\n")
     record.write(folder / "comparison.md", markdown(comparison))
     curves = {row.label: row.curves for row in comparison.rows}
-    for kind in ("png", "svg"):
-        draw_curves(curves, folder / f"curves.{kind}", title=comparison.title)
+    by_the_way(lambda path: draw_curves(curves, path, title=comparison.title), folder / "curves.png",
+               folder / "curves.svg")  # fmt: skip
     return comparison
 
 

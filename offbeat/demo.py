@@ -39,7 +39,7 @@ def show(out: Path | None, epochs: int, execute: Callable[..., dict[str, Any] | 
         assert result is not None
         results[name] = result
     console.print(table(results))
-    console.print(f"runs: {folder}", soft_wrap=True)
+    console.print(f"To see curves, staleness and timelines: offbeat report {folder}", soft_wrap=True)
 
 
 def table(results: dict[str, dict[str, Any]]) -> Table:

@@ -20,7 +20,7 @@ from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
 from offbeat.methods import DECLARED
 from offbeat.plan import Measured, Network, Plan, make_plan
-from offbeat.report import draw_staleness, draw_timeline
+from offbeat.report.draw import by_the_way, draw_staleness, draw_timeline
 from offbeat.theory import bound_table
 
 EVERY, DEFAULT = ("all",), "adl"  # every method's speed-up is printed anyway; the stages are those of one
@@ -92,9 +92,9 @@ def show_plan(
         max_staleness=max_staleness,
     )  # fmt: skip
     if picture:
-        draw_timeline(wanted, costs, picture)
+        by_the_way(lambda path: draw_timeline(wanted, costs, path), picture)
     if staleness_picture:
-        draw_staleness(lambda length: replace(wanted, M=length), K, staleness_picture)
+        by_the_way(lambda path: draw_staleness(lambda M: replace(wanted, M=M), K, path), staleness_picture)
     if as_json:
         print(json.dumps({**plan.as_dict(), **origin()}))
         return

@@ -35,6 +35,7 @@ from offbeat.recipe import Recipe, complete, load
 from offbeat.recipes import Images, Row, Table
 from offbeat.report import draw_curves
 from offbeat.report import reproduction as report
+from offbeat.report.draw import by_the_way
 from offbeat.report.reproduction import Reproduction
 
 if TYPE_CHECKING:
@@ -483,9 +484,10 @@ def written(folder: Path, reproduction: Reproduction) -> Reproduction:
     _write(folder / "table.md", report.markdown(reproduction))
     curves = {row.name: row.curves for row in reproduction.rows if row.curves}
     times = {row.name: row.times for row in reproduction.rows if row.curves}
-    for kind in ("png", "svg"):
-        draw_curves(curves, folder / f"curves.{kind}", title=reproduction.title)
-        draw_curves(curves, folder / f"curves-time.{kind}", title=reproduction.title, times=times)
+    by_the_way(lambda path: draw_curves(curves, path, title=reproduction.title), folder / "curves.png",
+               folder / "curves.svg")  # fmt: skip
+    by_the_way(lambda path: draw_curves(curves, path, title=reproduction.title, times=times),
+               folder / "curves-time.png", folder / "curves-time.svg")  # fmt: skip
     return reproduction
 
 

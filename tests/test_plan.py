@@ -264,7 +264,7 @@ def test_theory_shows_how_the_bound_moves_with_k(offbeat):
 @pytest.mark.parametrize("suffix", ["svg", "png", "txt"])
 def test_pictures_are_drawn(offbeat, suffix):
     done(offbeat(*SMALL, "-K", 3, "--picture", f"time.{suffix}", "--staleness-picture", f"late.{suffix}"))
-    starts = {"svg": b"<?xml", "png": b"\x89PNG", "txt": b""}
+    starts = {"svg": b"<svg", "png": b"\x89PNG", "txt": b""}
     for name in ("time", "late"):
         content = Path(f"{name}.{suffix}").read_bytes()
         assert content.startswith(starts[suffix])

@@ -339,7 +339,9 @@ def test_the_demo_ends_with_one_table_and_the_folder_of_three_runs(tmp_path):
     for path in runs:
         assert (path / "model.safetensors").exists()
         assert lines(path, "result")
-    assert done.stdout.splitlines()[-1] == f"runs: {out}"
+    assert done.stdout.splitlines()[-1].endswith(f": offbeat report {out}")
+    succeeded(python("-m", "offbeat", "report", out, "--out", tmp_path / "report.html"))
+    assert "<h1>3 runs: resnet20 on digits</h1>" in (tmp_path / "report.html").read_text()
     text = done.stdout[done.stdout.index("The same recipe") :]
     assert all(word in text for word in ("error", "samples/s", "x BP", "1 core", "cores", "staleness", "formula"))
     row = re.compile(r"^\W*((?:BP|ADL),.*?) {2,}\W*(\d+\.\d\d)%\W+([\d,]+)\W+(\d+\.\d\d)\W+(\d+\.\d\d)\W+(.*)$", re.M)

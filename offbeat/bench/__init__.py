@@ -8,5 +8,5 @@ crew        the workers of one row, seen from the process that started them
 rounds      the run: every round times every row once
 scaling     how time, memory and staleness grow; the clock beyond the cores that there are
 
-What a record says is told by report/standings.py, in tables, pages and reports alike.
+What a record says is told by report/bench_table.py, in tables, pages and reports alike.
 """

@@ -21,8 +21,8 @@ from offbeat.bench.nursery import Nursery
 from offbeat.bench.rows import ALWAYS, OURS, Row, Setting, chosen, cores_here, left_out, method_of, micro_batches
 from offbeat.bench.where import check, placed
 from offbeat.errors import Interrupted, UserError, first_line, unknown
-from offbeat.report import standings
-from offbeat.report.pictures import draw_bench
+from offbeat.report import bench_table
+from offbeat.report.draw import by_the_way, draw_bench
 
 LEAST = 2  # batches timed in a round, where time is short
 QUICK = 0.5  # seconds a batch below which one is too few to choose micro-batches by
@@ -432,9 +432,8 @@ def finish(run: Bench) -> str | None:
         return None
     run.write()
     content = run.as_dict()
-    (run.out / "table.md").write_text(standings.page(content))
-    for suffix in ("svg", "png"):
-        draw_bench(content, run.out / f"bench.{suffix}")
+    (run.out / "table.md").write_text(bench_table.page(content))
+    by_the_way(lambda path: draw_bench(content, path), run.out / "bench.svg", run.out / "bench.png")
     return f"stopped by Ctrl-C; what was measured so far is in {run.out}"
 
 

@@ -31,7 +31,7 @@ from offbeat.method import Method
 from offbeat.methods import named
 from offbeat.ops import Backward
 from offbeat.plan import Kept, Network
-from offbeat.report.pictures import draw_scaling
+from offbeat.report.draw import by_the_way, draw_scaling
 from offbeat.timeline import Costs, period, timeline
 
 # Latency in seconds and bandwidth in bytes a second, one way, as their makers or operators state them, rounded.
@@ -318,8 +318,7 @@ def finish(study: Study) -> None:
     study.write()
     content = study.as_dict()
     if content["simulation"]:
-        for suffix in ("svg", "png"):
-            draw_scaling(content, study.out / f"scaling.{suffix}")
+        by_the_way(lambda path: draw_scaling(content, path), study.out / "scaling.svg", study.out / "scaling.png")
 
 
 def show(content: dict[str, Any], where: str) -> None:

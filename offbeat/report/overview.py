@@ -8,12 +8,12 @@ from statistics import median
 from typing import Any
 
 from offbeat.recipe import Recipe
-from offbeat.report.charts import Line, lines
-from offbeat.report.curves import clock, points
-from offbeat.report.folders import Run
-from offbeat.report.parts import Section, facts, figures, missing, table
-from offbeat.report.svg import Picture
-from offbeat.report.words import counted, duration, size
+from offbeat.report import figures as charts
+from offbeat.report.charts import Line
+from offbeat.report.formatting import counted, duration, size
+from offbeat.report.read import Run
+from offbeat.report.sections import Block, Drawing, Section, facts, figures, missing, table
+from offbeat.report.sections import charts as drawings
 
 Groups = Mapping[str, Sequence[Run]]  # the runs of one setting, over its seeds, by their label
 
@@ -33,11 +33,24 @@ def labels(runs: Sequence[Run]) -> list[str]:
         for key, label in before.items():
             alike = {values[other] for other in before if before[other] == label}
             if len(alike) > 1 and values[key] is not None:
-                made[key] = f"{label} {name.replace('_', '-')}={values[key]}"
+                made[key] = f"{label} {name.removesuffix('_per_stage').replace('_', '-')}={values[key]}"
     return [made[_key(run.recipe)] if run.recipe is not None else run.path.name for run in runs]
 
 
-MORE = ("data", "batch_size", "weights", "window", "corrector", "engine", "lr", "epochs", "cuts", "precision")
+MOST_POINTS = 1200  # of a chart of curves: four lines of 300 epochs
+MORE = (
+    "data",
+    "batch_size",
+    "weights",
+    "window",
+    "corrector",
+    "engine",
+    "lr",
+    "epochs",
+    "cuts",
+    "precision",
+    "threads_per_stage",
+)
 
 
 BESIDE = ("seed", "data_workers", "trace", "diagnose", "checkpoint_every", "checkpoint_mode", "keep")  # the numbers
@@ -66,7 +79,7 @@ def _seeds_alone(one: Recipe | None, other: Recipe | None) -> bool:
 # ---- what was run
 
 
-def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Mapping[str, str] | None = None) -> str:
+def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Mapping[str, str] | None = None) -> Block:
     """Recipe, command, commit, hardware: as they were written when it ran."""
     shown: dict[str, str] = {}
     command = provenance.get("command")
@@ -83,7 +96,7 @@ def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Ma
             f"{recipe.weight_decay:g}, warm-up {recipe.warmup:g} epochs"
         )
         compiled = ", compiled" * recipe.compile + ", fused" * recipe.fuse
-        shown["run by"] = f"engine {recipe.engine}, {recipe.device}, {recipe.precision}{compiled}, {threads} a stage"
+        shown["run by"] = f"engine {recipe.engine}, {recipe.device}, {recipe.precision}{compiled}, {threads} per stage"
     shown.update(more or {})
     for name, key in (("machine", "machine"), ("started", "started"), ("commit", "commit")):
         if provenance.get(key):
@@ -91,13 +104,13 @@ def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Ma
     versions = provenance.get("versions")
     if isinstance(versions, dict):
         shown["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return facts(shown, code=("command", "commit")) if shown else missing("not known: config.json does not say it")
+    return facts(shown, code=("command", "commit")) if shown else missing("not known: it is not in config.json")
 
 
 # ---- headline figures
 
 
-def headline(run: Run) -> str:
+def headline(run: Run) -> Block:
     """The figures of one run."""
     recipe, last = run.recipe, run.epochs[-1] if run.epochs else None
     total = f" of {recipe.epochs}" if recipe else ""
@@ -109,7 +122,7 @@ def headline(run: Run) -> str:
         shown.append(("test error" if run.error is not None else "test error so far", f"{error:.2f} %", told))
     shown.append(("state", run.state, f"{len(run.epochs)}{total} epochs"))
     if run.samples_per_second:
-        shown.append(("samples a second", f"{run.samples_per_second:,.0f}", "median epoch"))
+        shown.append(("samples per second", f"{run.samples_per_second:,.0f}", "median epoch"))
     if run.seconds:
         told = "evaluation included" if run.state == "finished" else "of training"
         shown.append(("time", duration(run.seconds), told))
@@ -122,15 +135,21 @@ def headline(run: Run) -> str:
     return figures(shown)
 
 
-def headlines(groups: Groups) -> str:
+def headlines(groups: Groups) -> Block:
     """The figures of several: the best of them, and how many there are."""
     runs = [run for group in groups.values() for run in group]
     done = sum(run.state == "finished" for run in runs)
     shown = [("runs", f"{done} of {len(runs)}" if done < len(runs) else f"{done}", "finished")]
-    errors = {label: middle for label, group in groups.items()
-              if (middle := _middle([run.error for run in group])) is not None}  # fmt: skip
-    speeds = {label: middle for label, group in groups.items()
-              if (middle := _middle([run.samples_per_second for run in group]))}  # fmt: skip
+    errors = {
+        label: middle
+        for label, group in groups.items()
+        if (middle := _middle([run.error for run in group])) is not None
+    }
+    speeds = {
+        label: middle
+        for label, group in groups.items()
+        if (middle := _middle([run.samples_per_second for run in group]))
+    }
     if errors:
         best = min(errors, key=lambda label: errors[label])
         shown.append(("lowest test error", f"{errors[best]:.2f} %", best))
@@ -139,7 +158,7 @@ def headlines(groups: Groups) -> str:
         shown.append(("highest test error", f"{errors[worst]:.2f} %", worst))
     if speeds:
         fastest = max(speeds, key=lambda label: speeds[label])
-        shown.append(("most samples a second", f"{speeds[fastest]:,.0f}", fastest))
+        shown.append(("most samples per second", f"{speeds[fastest]:,.0f}", fastest))
     return figures(shown)
 
 
@@ -156,56 +175,86 @@ def curves(groups: Groups, name: str) -> Section:
     several = any(len(group) > 1 for group in groups.values())
     told = "; a line is the median of a setting's seeds, its band their range" if several else ""
     section = Section("Learning curves", f"Test error after each epoch{told}.")
-    by_epoch, by_time = [], []
-    for place, (label, group) in enumerate(groups.items()):
-        runs = [run for run in group if run.epochs]
-        drawn = points([run.errors for run in runs]) if runs else []
-        if not drawn:
-            continue
-        minutes = clock([run.times for run in runs])
-        band = [(point.lowest, point.highest) for point in drawn] if len(runs) > 1 else []
-        end = f"{drawn[-1].middle:.2f} %"
-        test = f"{label}" if len(groups) > 1 else "test"
-        by_epoch.append(Line(test, [(point.epoch, point.middle) for point in drawn], place, band, end=end))
-        by_time.append(Line(test, [(minute, point.middle) for minute, point in zip(minutes, drawn, strict=True)], place,
-                            band, end=end))  # fmt: skip
-    if not by_epoch:
-        return section.html(missing("no epoch is behind any run yet"))
-    only = next(iter(groups.values()))
-    alone = len(groups) == 1 and len(only) == 1
+    trained = {label: [run for run in group if run.epochs] for label, group in groups.items()}
+    errors_of = {label: [run.errors for run in group] for label, group in trained.items() if group}
+    if not errors_of:
+        return section.add(missing("no epoch is complete in any run yet"))
+    times = {label: [run.times for run in trained[label]] for label in errors_of}
+    by_epoch, by_time = (charts.curve_lines(errors_of, given) for given in (None, times))
+    alone = len(groups) == 1 and not several
     if alone:
-        train = [(float(epoch.number), epoch.train_error) for epoch in only[0].epochs if epoch.train_error is not None]
-        by_epoch += [Line("training", train, 7, dashed=True, end=f"{train[-1][1]:.2f} %")] if train else []
-    across, scale, unit = 1 if len(by_epoch) > 5 else 2, 1.0, "minutes"
+        (run,) = next(iter(trained.values()))
+        train = [(float(epoch.number), epoch.train_error) for epoch in run.epochs if epoch.train_error is not None]
+        by_epoch = [replace(by_epoch[0], label="test")]
+        by_time = [replace(by_time[0], label="test")]
+        by_epoch += [Line("training", train, colour=7, dash=1, end=f"{train[-1][1]:.2f} %")] if train else []
+    across, unit = 1 if len(by_epoch) > 5 else 2, "minutes"
     if max(line.points[-1][0] for line in by_time) < 2:
-        scale, unit = 60.0, "seconds"
-    by_time = [replace(line, points=[(at * scale, value) for at, value in line.points]) for line in by_time]
+        unit = "seconds"
+        by_time = [replace(line, points=[(60 * at, value) for at, value in line.points]) for line in by_time]
     what = "error, %" if alone else "test error, %"
-    return section.pictures(
-        Picture(f"{name}-curves", "By epoch", lambda width: lines(by_epoch, width, x="epoch", y=what, whole=True,
-                unit=" %"), across=across),
-        Picture(f"{name}-curves-time", "By time", lambda width: lines(by_time, width, x=f"{unit} of training",
-                y="test error, %", unit=" %", origin=True), across=across),
-    )  # fmt: skip
+    by_epoch, every = _thinned(by_epoch)
+    by_time, _ = _thinned(by_time)
+    caption = f"One epoch of {every} is drawn." if every > 1 else ""
+    return section.add(
+        drawings(
+            Drawing(f"{name}-curves", "By epoch", charts.curves(by_epoch, what=what), caption, across),
+            Drawing(
+                f"{name}-curves-time", "By time", charts.curves(by_time, across=f"{unit} of training"), caption, across
+            ),
+        )
+    )
+
+
+def _thinned(drawn: Sequence[Line]) -> tuple[list[Line], int]:
+    """The lines with one point of so many that a page of many runs stays small, the last among them; and how many."""
+    every = -(-sum(len(line.points) for line in drawn) // MOST_POINTS)
+    return [
+        replace(line, points=line.points[::-1][::every][::-1], band=line.band[::-1][::every][::-1]) for line in drawn
+    ], every
 
 
 def errors(groups: Groups) -> Section:
     """A row a run."""
     section = Section("Errors", "Test error at the last epoch, and the lowest on the way.")
-    columns = ["run", "error %", "lowest %", "at epoch", "top-5 %", "samples/s", "time", "seed", "K", "M", "batch",
-               "lr", "state"]  # fmt: skip
+    columns = [
+        "run",
+        "error %",
+        "lowest %",
+        "at epoch",
+        "top-5 %",
+        "samples/s",
+        "time",
+        "seed",
+        "K",
+        "M",
+        "batch",
+        "lr",
+        "state",
+    ]
     rows = []
     for label, group in groups.items():
         for run in group:
             recipe, best = run.recipe, run.best
-            setting = [f"{recipe.seed}", f"{recipe.K}", f"{recipe.M}", f"{recipe.batch_size}", f"{recipe.lr:g}"] if (
-                recipe) else ["-"] * 5  # fmt: skip
-            rows.append([
-                label, _cell(run.error), _cell(best.test_error if best else None),
-                f"{best.number}" if best else "-", _cell(run.top5), _cell(run.samples_per_second, ",.0f"),
-                duration(run.seconds) if run.seconds else "-", *setting, run.state,
-            ])  # fmt: skip
-    return section.html(table(columns, rows))
+            setting = (
+                [f"{recipe.seed}", f"{recipe.K}", f"{recipe.M}", f"{recipe.batch_size}", f"{recipe.lr:g}"]
+                if (recipe)
+                else ["-"] * 5
+            )
+            rows.append(
+                [
+                    label,
+                    _cell(run.error),
+                    _cell(best.test_error if best else None),
+                    f"{best.number}" if best else "-",
+                    _cell(run.top5),
+                    _cell(run.samples_per_second, ",.0f"),
+                    duration(run.seconds) if run.seconds else "-",
+                    *setting,
+                    run.state,
+                ]
+            )
+    return section.add(table(columns, rows))
 
 
 def _cell(value: float | None, form: str = ".2f") -> str:

@@ -1,6 +1,6 @@
-"""The timeline of a method as text, from the same spans as the chart.
+"""Pictures as text: the timeline of a method, staleness against M, learning curves, a benchmark, a scaling study.
 
-Stage 1 comes first, as in the documents:
+A timeline is of the same boxes as the chart. Stage 1 comes first, as in the documents:
 
     stage 1 | F0  F1  F2  .   B0  B0U .
     stage 2 | .   F0  B0  B0U F1  B1  B1U
@@ -9,12 +9,17 @@ Stage 1 comes first, as in the documents:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from statistics import median
+from typing import Any
 
 from offbeat.clock import draw
 from offbeat.method import Method
 from offbeat.ops import Update
+from offbeat.report.curves import points
 from offbeat.report.gantt import Box, boxes, heading, unit
+from offbeat.theory import mean_staleness
 from offbeat.timeline import Costs
 
 MOST_COLUMNS = 400
@@ -80,3 +85,80 @@ def _line(drawn: Iterable[Box], column: float) -> list[str]:
 
 def _round(columns: float) -> int:
     return math.floor(columns + 0.5 + 1e-6)  # halves always up, so that n columns stay n wherever they start
+
+
+# ---- the other pictures
+
+
+def staleness_of_stages(method_of_M: Callable[[int], Method], K: int, largest_M: int) -> list[list[float]]:
+    """Mean staleness in updates, lag / M (the paper's eq. 19): a row for each stage, a column for each M.
+
+    >>> from offbeat.methods import ADL
+    >>> staleness_of_stages(ADL, 3, 4)
+    [[4.0, 2.0, 1.3333333333333333, 1.0], [2.0, 1.0, 0.6666666666666666, 0.5], [0.0, 0.0, 0.0, 0.0]]
+    """
+    methods = [method_of_M(M) for M in range(1, largest_M + 1)]
+    return [[mean_staleness(method.lag(k, K), method.M) for method in methods] for k in range(1, K + 1)]
+
+
+def staleness_text(method_of_M: Callable[[int], Method], K: int, *, largest_M: int = 16) -> str:
+    """The paper's Fig. 2 as a table, a row for each M and a column for each stage.
+
+    >>> from offbeat.methods import ADL
+    >>> print(staleness_text(ADL, 3, largest_M=4))
+    adl, K=3: mean staleness in updates, lag / M
+    M | stage 1 | stage 2 | stage 3
+    1 |    4.00 |    2.00 |    0.00
+    2 |    2.00 |    1.00 |    0.00
+    3 |    1.33 |    0.67 |    0.00
+    4 |    1.00 |    0.50 |    0.00
+    """
+    rows = staleness_of_stages(method_of_M, K, largest_M)
+    names = [f"stage {k}" for k in range(1, K + 1)]
+    width = len(str(largest_M))
+    lines = [
+        f"{method_of_M(1).name}, K={K}: mean staleness in updates, lag / M",
+        " | ".join(["M".ljust(width), *names]),
+    ]
+    for M in range(1, largest_M + 1):
+        values = [f"{row[M - 1]:.2f}".rjust(len(name)) for row, name in zip(rows, names, strict=True)]
+        lines.append(" | ".join([str(M).ljust(width), *values]))
+    return "\n".join(lines)
+
+
+def curves_text(runs: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> str:
+    """Learning curves as a table, a row for each epoch and a column for each method.
+
+    >>> print(curves_text({"bp": [[9.0, 5.0], [8.0, 2.0]], "adl": [[9.5]]}, title="error"))
+    error
+    epoch | bp               | adl
+    1     | 8.50 (8.00-9.00) | 9.50 (9.50-9.50)
+    2     | 3.50 (2.00-5.00) |
+    """
+    columns = [
+        [f"{point.middle:.2f} ({point.lowest:.2f}-{point.highest:.2f})" for point in points(curves)]
+        for curves in runs.values()
+    ]
+    rows = [["epoch", *runs]]
+    rows += [[str(epoch), *cells] for epoch, cells in enumerate(zip_longest(*columns, fillvalue=""), start=1)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([title, *(line.rstrip() for line in lines)])
+
+
+def bench_text(record: Mapping[str, Any]) -> str:
+    """The speeds of a benchmark as bars of letters."""
+    rows = [row for row in record["rows"] if row["seconds_per_batch"]]
+    width = max(len(row["title"]) for row in rows)
+    most = max(median(row["samples_per_second"]) for row in rows)
+    return "\n".join(
+        f"{row['title']:<{width}} | {'#' * round(40 * median(row['samples_per_second']) / most)} "
+        f"{median(row['samples_per_second']):,.0f}"
+        for row in rows
+    )
+
+
+def scaling_text(record: Mapping[str, Any]) -> str:
+    """The speed-ups of a scaling study as lines."""
+    rows = record["simulation"]["rows"]
+    return "\n".join(f"{row['method']:9} {row['link']:16} K={row['K']:<4} {row['speedup']:8.2f}" for row in rows)

@@ -1,22 +1,27 @@
-"""Pictures: what is drawn is what the spans say, for every declared method, and a file is whole or not there."""
+"""Pictures in files: every kind of file for every declared method, whole or not there, and text."""
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
+import made_folders as made
 import pytest
 
 from offbeat.errors import UserError
-from offbeat.methods import ADL, BP, DECLARED, DSP, GPipe
+from offbeat.methods import ADL, BP, DECLARED, DSP
 from offbeat.ops import Backward, Update
-from offbeat.report import draw_staleness, draw_timeline
-from offbeat.report.gantt import boxes, timeline_figure
-from offbeat.report.lateness import staleness_figure
+from offbeat.report import draw, draw_curves, draw_staleness, draw_timeline
+from offbeat.report.draw import PackageMissing, by_the_way
+from offbeat.report.gantt import boxes
 from offbeat.report.text import timeline_text
-from offbeat.timeline import Costs, balanced, timeline
+from offbeat.timeline import Costs, balanced
 
 UNEQUAL = Costs([0.011, 0.014, 0.009], [0.023, 0.027, 0.019], update=[0.001] * 3, up=[0.003] * 2, down=[0.002] * 2)
+RUNS = {"bp": [[60.0, 30.0, 9.0], [70.0, 20.0, 8.0]], "adl": [[80.0, 40.0, 10.0]]}
+STARTS = {"svg": b"<svg", "png": b"\x89PNG"}
 
 DRAWN = """\
 adl, K=3, M=2, 4 batches
@@ -37,72 +42,57 @@ tick | stage 1             | stage 2             | stage 3
 """
 
 
-def drawn_patches(figure):
-    """gid -> (stage, start, width) of every rectangle of the chart."""
-    return {
-        patch.get_gid(): (round(patch.get_y() + patch.get_height() / 2), patch.get_x(), patch.get_width())
-        for patch in figure.axes[0].patches
-    }
-
-
 @pytest.mark.parametrize("name", DECLARED)
-def test_every_declared_method_draws_in_every_kind_of_file(name, tmp_path):
-    starts = {"svg": b"<?xml", "png": b"\x89PNG", "txt": name.encode()}
-    for kind, start in starts.items():
+def test_every_declared_method_draws_its_timeline_and_staleness(name, tmp_path):
+    for kind, start in {"svg": b"<svg", "txt": name.encode()}.items():
         draw_timeline(DECLARED[name](), UNEQUAL, tmp_path / f"timeline.{kind}", batches=3)
         assert (tmp_path / f"timeline.{kind}").read_bytes().startswith(start)
         draw_staleness(lambda M: DECLARED[name](), 3, tmp_path / f"staleness.{kind}", largest_M=3)
         assert (tmp_path / f"staleness.{kind}").read_bytes().startswith(start)
-    assert len(list(tmp_path.iterdir())) == 6, "nothing temporary is left"
+    assert len(list(tmp_path.iterdir())) == 4, "nothing temporary is left"
 
 
-@pytest.mark.parametrize("name", DECLARED)
-@pytest.mark.parametrize(("costs", "scale"), [(balanced(3), 1.0), (UNEQUAL, 0.001)], ids=["units of F", "ms"])
-def test_the_boxes_drawn_are_the_spans(name, costs, scale):
-    method, made = DECLARED[name](), Counter()
-    expected = {}
-    for span in timeline(method, 4, costs):
-        gid = f"stage{span.k}-{span.operation}"
-        if isinstance(span.operation, Update):
-            made[span.k] += 1
-            gid += str(made[span.k])
-        expected[gid] = (span.k, span.start / scale, (span.end - span.start) / scale)
-        if isinstance(span.operation, Backward) and method.replays(span.k, 3):
-            expected[f"{gid}-replay"] = (span.k, span.start / scale, costs.forward[span.k - 1] / method.m / scale)
-    found = drawn_patches(timeline_figure(method, costs, batches=4))
-    assert found.keys() == expected.keys()
-    for gid, place in expected.items():
-        assert found[gid] == pytest.approx(place), gid
+@pytest.mark.parametrize("kind", ["svg", "png", "txt"])
+def test_the_same_picture_is_the_same_bytes(kind, tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        draw_timeline(DSP(), UNEQUAL, tmp_path / folder / f"timeline.{kind}", batches=3)
+        draw_curves(RUNS, tmp_path / folder / f"curves.{kind}", title="a title")
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+        assert path.read_bytes().startswith(STARTS.get(kind, b""))
 
 
-def test_the_boxes_can_be_found_in_the_svg_by_name(tmp_path):
-    draw_timeline(ADL(M=2), balanced(3), tmp_path / "timeline.svg", batches=4)
-    ids = [element.get("id") for element in ElementTree.parse(tmp_path / "timeline.svg").iter()]
-    assert len([name for name in ids if name and name.startswith("stage")]) == len(timeline(ADL(M=2), 4, balanced(3)))
+def test_a_picture_has_its_title_its_labels_and_light_colours(tmp_path):
+    draw_curves(RUNS, tmp_path / "curves.svg", title="a <title>")
+    elements = ElementTree.parse(tmp_path / "curves.svg").iter()
+    texts = [element.text for element in elements if element.tag.endswith("text")]
+    assert {"a <title>", "bp  8.50 %", "adl  10.00 %", "epoch", "test error, %, log scale"} <= set(texts)
+    assert "var(" not in (tmp_path / "curves.svg").read_text()
 
 
-def test_stage_1_is_at_the_bottom_and_time_is_in_units_of_f_only_for_unit_costs():
-    axes = timeline_figure(ADL(), balanced(3)).axes[0]
-    assert axes.get_ylim()[0] < axes.get_ylim()[1]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 1", "stage 2", "stage 3"]
-    assert "F" in axes.get_xlabel()
-    assert "ms" in timeline_figure(ADL(), UNEQUAL).axes[0].get_xlabel()
+@pytest.mark.parametrize("runs", [{}, {"bp": []}, {"bp": [[], []]}], ids=["no method", "no run", "no epoch"])
+def test_nothing_to_draw_is_an_empty_picture(runs, tmp_path):
+    for suffix in ("svg", "png", "txt"):
+        draw_curves(runs, tmp_path / f"curves.{suffix}", title="nothing yet")
+    assert "nothing recorded yet" in (tmp_path / "curves.svg").read_text()
 
 
-@pytest.mark.parametrize(("K", "batches"), [(4, 8), (8, 12)])
-def test_every_box_is_labelled_up_to_8_stages_and_12_batches(K, batches):
-    drawn = boxes(ADL(M=4), balanced(K), batches)
-    texts = Counter(text.get_text() for text in timeline_figure(ADL(M=4), balanced(K), batches=batches).axes[0].texts)
-    for t in range(batches):
-        assert texts[str(t)] == 2 * K
-    assert texts["v0"] == sum(box.version == 0 for box in drawn)
+def test_a_scaling_study_is_panels_with_their_titles(tmp_path):
+    import json
+
+    record = json.loads((made.scaling(tmp_path / "a") / "scaling.json").read_text())
+    record["simulation"] |= {"model": "resnet110", "batch_size": 32, "M": 2}
+    draw.draw_scaling(record, tmp_path / "study.svg")
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "study.svg").read_text())
+    for title in ("resnet110, b=32, M=2", "ADL", "GPipe, at most 4K micro-batches", "Memory", "Mean staleness"):
+        assert texts.count(title) == 1
 
 
-def test_labels_that_do_not_fit_are_left_out():
-    assert not timeline_figure(GPipe(32), balanced(4), batches=8).axes[0].texts
+# ---- text
 
 
-def test_a_replaying_backward_uses_the_newest_weights_and_a_stashing_one_those_of_its_forward():
+def test_a_replaying_backward_uses_the_newest_weights_and_a_stashing_one_old_ones():
     def versions(method):
         return [box.version for box in boxes(method, balanced(2), 5)
                 if box.span.k == 1 and isinstance(box.span.operation, Backward)]  # fmt: skip
@@ -134,25 +124,7 @@ def test_a_very_short_stage_does_not_make_the_text_endless():
     assert "F3" in text.splitlines()[2]
 
 
-def test_the_staleness_drawn_is_lag_over_m():
-    lines = {line.get_gid(): line for line in staleness_figure(ADL, 4, largest_M=6).axes[0].lines}
-    for k in range(1, 5):
-        assert list(lines[f"stage{k}"].get_ydata()) == pytest.approx([2 * (4 - k) / M for M in range(1, 7)])
-    assert lines["stage1"].get_linewidth() > 2 * lines["stage2"].get_linewidth()
-
-
-@pytest.mark.parametrize("kind", ["svg", "png", "txt"])
-def test_the_same_picture_is_the_same_bytes_whatever_the_users_settings(kind, tmp_path):
-    import matplotlib
-
-    for folder, size in (("one", 10.0), ("two", 20.0)):
-        (tmp_path / folder).mkdir()
-        with matplotlib.rc_context({"font.size": size}):
-            draw_timeline(DSP(), UNEQUAL, tmp_path / folder / f"timeline.{kind}", batches=3)
-            draw_staleness(ADL, 3, tmp_path / folder / f"staleness.{kind}")
-            assert matplotlib.rcParams["font.size"] == size
-    for path in (tmp_path / "one").iterdir():
-        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+# ---- what cannot be drawn
 
 
 def draw_either(which, path):
@@ -163,7 +135,7 @@ def draw_either(which, path):
 
 
 @pytest.mark.parametrize("which", ["timeline", "staleness"])
-def test_an_unknown_kind_of_file_a_missing_folder_and_an_unwritable_place_are_refused_in_one_line(which, tmp_path):
+def test_an_unknown_kind_of_file_a_missing_folder_and_an_unwritable_place_are_refused(which, tmp_path):
     (tmp_path / "taken.svg").mkdir()
     refused = {"a.pdf": r"\.svg, \.png, \.txt", "a": r"\.svg", "none/a.svg": "no folder", "taken.svg": "written"}
     for name, reason in refused.items():
@@ -187,3 +159,57 @@ def test_counts_below_one_are_refused(tmp_path):
         draw_timeline(ADL(), balanced(2), tmp_path / "a.svg", batches=0)
     with pytest.raises(UserError, match="largest M = 0"):
         draw_staleness(ADL, 2, tmp_path / "a.svg", largest_M=0)
+
+
+# ---- a package that is missing
+
+
+@pytest.mark.parametrize(("module", "package"), [("altair", "altair"), ("vl_convert", "vl-convert-python")])
+def test_a_missing_package_is_named_in_one_line_and_text_is_still_drawn(module, package, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    draw._print_once.cache_clear()
+    with pytest.raises(PackageMissing, match=f"pip install {package}"):
+        draw_curves(RUNS, tmp_path / "curves.svg", title="a title")
+    for _ in range(2):
+        by_the_way(lambda path: draw_curves(RUNS, path, title="a title"), tmp_path / "a.svg", tmp_path / "a.png")
+    written = capsys.readouterr().err
+    assert written.startswith(f"offbeat: no pictures: charts need the package {package}, ")
+    assert written.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+    draw_curves(RUNS, tmp_path / "curves.txt", title="a title")
+    assert (tmp_path / "curves.txt").exists()
+
+
+def test_commands_that_draw_beside_their_table_go_on_without_the_packages(offbeat, monkeypatch):
+    monkeypatch.setitem(sys.modules, "altair", None)
+    draw._print_once.cache_clear()
+    options = "--model resnet8 --data synthetic --shape 3,8,8 --classes 3 --samples 24 --batch-size 4 --epochs 1"
+    done = offbeat("compare", "--methods", "bp,adl", *options.split(), "-K", 2, "--seeds", 1, "--engine", "simulate",
+                   "--out", "both", "--json")  # fmt: skip
+    assert done.code == 0
+    assert done.err.count("no pictures: charts need the package altair") == 1
+    assert Path("both/comparison.md").exists()
+    assert not Path("both/curves.svg").exists()
+    small = "--model resnet8 --shape 3,8,8 -K 2 --batch-size 2 --picture p.svg"
+    planned = offbeat("plan", *small.split())
+    assert planned.code == 0
+    assert "balance" in planned.out
+
+
+@pytest.mark.parametrize("module", ["altair", "vl_convert", "jinja2"])
+def test_a_report_without_its_packages_is_refused_in_one_line(offbeat, tmp_path, monkeypatch, module):
+    made.run(tmp_path / "a")
+    monkeypatch.setitem(sys.modules, module, None)
+    done = offbeat("report", "a")
+    assert done.code == 2
+    assert f"pip install {draw.PACKAGES[module]}" in done.err
+    assert done.err.count("\n") == 1
+    assert not Path("report.html").exists()
+
+
+def test_the_modules_that_training_needs_import_no_chart_package():
+    import subprocess
+
+    code = ("import sys, offbeat.cli, offbeat.compare, offbeat.reproduce, offbeat.report, offbeat.bench.rounds; "
+            "sys.exit(bool({'altair', 'vl_convert'} & sys.modules.keys()))")  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from offbeat.report.words import counted, markdown, ranged, size
+from offbeat.report.formatting import counted, markdown, ranged, size
 
 Record = dict[str, Any]
 Row = dict[str, Any]

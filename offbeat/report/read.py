@@ -1,8 +1,8 @@
 """What lies in the folders that a report is about, read with care: half-written and broken files are told, not thrown.
 
-    a run              config.json, metrics.jsonl, trace.json, diagnosis.jsonl
-    a comparison       config.json with its runs;  a reproduction: reproduction.json and runs/
-    a benchmark        bench.json;  a scaling study: scaling.json
+a run              config.json, metrics.jsonl, trace.json, diagnosis.jsonl
+a comparison       config.json with its runs;  a reproduction: reproduction.json and runs/
+a benchmark        bench.json;  a scaling study: scaling.json
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from offbeat.errors import UserError, first_line
 from offbeat.recipe import Recipe, complete, settings
 from offbeat.record import standing
+from offbeat.report.formatting import counted
 from offbeat.report.traces import Trace, read_trace
-from offbeat.report.words import counted
 
 T = TypeVar("T")
 
@@ -97,8 +97,9 @@ def kind_of(path: Path) -> str:
     """Which of the kinds a folder is; UserError where it is none."""
     try:
         if not path.is_dir():
-            raise UserError(f"{path} is no folder: give the folder of a run, a comparison, a reproduction or a "
-                            "benchmark")  # fmt: skip
+            raise UserError(
+                f"{path} is no folder: give the folder of a run, a comparison, a reproduction or a benchmark"
+            )
         for name, kind in (("reproduction.json", "reproduction"), ("bench.json", "bench"), ("scaling.json", "scaling")):
             if (path / name).exists():
                 return kind
@@ -109,8 +110,32 @@ def kind_of(path: Path) -> str:
             return "run"
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or first_line(error)}): give another folder") from None
-    raise UserError(f"{path} holds none of config.json, metrics.jsonl, reproduction.json, bench.json, scaling.json: "
-                    "give the folder of a run, a comparison, a reproduction or a benchmark")  # fmt: skip
+    raise UserError(
+        f"{path} holds none of config.json, metrics.jsonl, reproduction.json, bench.json, scaling.json: "
+        "give the folder of a run, a comparison, a reproduction or a benchmark, or a folder of such"
+    )
+
+
+def folders_of_runs(folder: Path) -> list[Path]:
+    """The folder itself, or those in it that a report can show where it holds no records; UserError where there are
+    none."""
+    try:
+        kind_of(folder)
+    except UserError:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+        found = [path for path in inside if _is_shown(path)]
+        if not found:
+            raise
+        return found
+    return [folder]
+
+
+def _is_shown(path: Path) -> bool:
+    try:
+        kind_of(path)
+    except UserError:
+        return False
+    return True
 
 
 def read_json(path: Path, problems: list[str], *, again: str = "") -> Any:
@@ -147,8 +172,11 @@ def read_run(path: Path) -> Run:
     """What a run folder holds."""
     problems: list[str] = []
     recipe, provenance = _config(path, problems)
-    told = [line for line in read_lines(path / "metrics.jsonl", problems) if isinstance(line.get("kind"), str)] if (
-        path / "metrics.jsonl").exists() else []  # fmt: skip
+    told = (
+        [line for line in read_lines(path / "metrics.jsonl", problems) if isinstance(line.get("kind"), str)]
+        if (path / "metrics.jsonl").exists()
+        else []
+    )
     try:
         lines = standing(told)
     except (KeyError, TypeError):
@@ -165,15 +193,22 @@ def read_run(path: Path) -> Run:
     K = recipe.K if recipe else None
     speeds = [line.get("samples_per_second") for line in lines if line["kind"] == "epoch"]
     return Run(
-        path=path, recipe=recipe, provenance=provenance, epochs=epochs, state=state,
+        path=path,
+        recipe=recipe,
+        provenance=provenance,
+        epochs=epochs,
+        state=state,
         reason=str(last.get("reason", "")) if state == "failed" else "",
-        error=_number(result.get("error")), top5=_number(result.get("top5")),
+        error=_number(result.get("error")),
+        top5=_number(result.get("top5")),
         samples_per_second=_number(result.get("samples_per_second", speeds[-1] if speeds else None)),
         seconds=_number(result.get("seconds")) or sum(epoch.seconds for epoch in epochs) or None,
         staleness=_of_stages([line.get("staleness") for line in lines if line["kind"] in ("epoch", "result")], K),
         memory=_of_stages([line["memory"] for line in stages], K),
-        trace=_trace(path, problems), diagnosis=_diagnosis(path, problems), problems=problems,
-    )  # fmt: skip
+        trace=_trace(path, problems),
+        diagnosis=_diagnosis(path, problems),
+        problems=problems,
+    )
 
 
 def _config(path: Path, problems: list[str]) -> tuple[Recipe | None, dict[str, Any]]:
@@ -193,8 +228,9 @@ def _config(path: Path, problems: list[str]) -> tuple[Recipe | None, dict[str, A
     return recipe, provenance if isinstance(provenance, dict) else {}
 
 
-def _each(lines: list[dict[str, Any]], kind: str, make: Callable[[dict[str, Any]], T], name: str,
-          problems: list[str]) -> list[T]:  # fmt: skip
+def _each(
+    lines: list[dict[str, Any]], kind: str, make: Callable[[dict[str, Any]], T], name: str, problems: list[str]
+) -> list[T]:
     """What can be made of the lines of a kind; the others are counted."""
     made, odd = [], 0
     for line in lines:
@@ -238,6 +274,16 @@ def _trace(path: Path, problems: list[str]) -> Trace | None:
     except UserError as error:
         problems.append(f"trace.json cannot be read ({error}): train with --trace 200 again")
         return None
+
+
+def numbers(value: Any) -> list[float]:
+    """The finite numbers in a list, or a number alone.
+
+    >>> numbers([1, None, float("nan"), "2", 3.5]), numbers(7)
+    ([1.0, 3.5], [7.0])
+    """
+    found = map(_number, value if isinstance(value, list) else [value])
+    return [number for number in found if number is not None]
 
 
 def _number(value: Any) -> float | None:

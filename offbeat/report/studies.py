@@ -1,0 +1,211 @@
+"""What a page shows of runs, of a comparison and of a reproduction: each a title, a kind and sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from offbeat import recipes
+from offbeat.errors import UserError, first_line
+from offbeat.report import comparison as compared
+from offbeat.report import overview
+from offbeat.report import reproduction as reproduced
+from offbeat.report.formatting import counted
+from offbeat.report.read import Run, read_json, read_run
+from offbeat.report.sections import Block, Section, facts, figures, missing, notes, slug, table
+from offbeat.report.stages import stage_sections
+
+MOST_RUNS = 12  # whose stages are shown one by one: a reproduction has hundreds
+Shown = tuple[str, str, list[Section]]  # title, kind, sections
+
+
+def _problems(section: Section, runs: Iterable[tuple[str, Run]]) -> Section:
+    """What is wrong with the runs, in lines of its own."""
+    for label, run in runs:
+        where = f"{label}: " if label else ""
+        if run.reason:
+            section.add(missing(f"{where}{run.state}: {run.reason}", warn=True))
+        for problem in run.problems:
+            section.add(missing(where + problem, warn=True))
+    return section
+
+
+def runs(folders: Sequence[Path]) -> Shown:
+    """Several runs, or one."""
+    read = [read_run(folder) for folder in folders]
+    if len(read) == 1:
+        return _run(read[0])
+    groups = overview.grouped(read)
+    first = Section("What was run").add(overview.headlines(groups))
+    _problems(first, [(f"{label} ({run.path.name})", run) for label, group in groups.items() for run in group])
+    commands = {
+        f"{label}: {run.path.name}": " ".join(map(str, run.provenance["command"]))
+        for label, group in groups.items()
+        for run in group
+        if isinstance(run.provenance.get("command"), list)
+    }
+    first.add(facts(commands, code=list(commands)))
+    first.add(
+        overview.ran(
+            {
+                key: value
+                for key, value in read[0].provenance.items()
+                if key != "command" and all(run.provenance.get(key) == value for run in read)
+            }
+        )
+    )
+    return (
+        f"{counted(len(read), 'run')}: {_what(read)}",
+        "Runs",
+        [first, overview.curves(groups, "runs"), overview.errors(groups), *_each(groups)],
+    )
+
+
+def _run(run: Run) -> Shown:
+    recipe = run.recipe
+    title = f"{recipe.model} on {recipe.data}, {recipe.method}, K={recipe.K}, M={recipe.M}" if recipe else run.path.name
+    first = _problems(Section("What was run").add(overview.headline(run)), [("", run)])
+    first.add(overview.ran(run.provenance, recipe))
+    groups = {overview.labels([run])[0]: [run]}
+    return (title, "Run", [first, overview.curves(groups, "run"), overview.errors(groups), *stage_sections(run, "run")])
+
+
+def _what(runs: Iterable[Run]) -> str:
+    """Networks and data, as far as there are few."""
+    found = dict.fromkeys(f"{run.recipe.model} on {run.recipe.data}" for run in runs if run.recipe)
+    return ", ".join(found) if 0 < len(found) <= 2 else "several networks" if found else "recipes unknown"
+
+
+def _each(groups: overview.Groups) -> list[Section]:
+    """The stages of one run of every group, the first that is finished; folded, or the page would have no end."""
+    holder = Section("The stages of each", "One run of each setting, the first that is finished.")
+    for place, (label, group) in enumerate(groups.items()):
+        if place == MOST_RUNS:
+            more = len(groups) - MOST_RUNS
+            holder.add(missing(f"{more} more are not shown: give the folder of a run to see its stages"))
+            break
+        run = next((run for run in group if run.state == "finished"), group[0])
+        if run.recipe is None and run.staleness is None:
+            continue
+        name = f"{label}, seed {run.recipe.seed}" if run.recipe and len(group) > 1 else label
+        holder.below.append(Section(name, below=stage_sections(run, slug(label)), fold=not holder.below))
+    return [holder] if holder.below or holder.blocks else []
+
+
+def comparison(folder: Path, name: str) -> Shown:
+    """The table, curves and stages of `offbeat compare`."""
+    problems: list[str] = []
+    content = read_json(folder / "config.json", problems) or {}
+    groups: dict[str, list[Run]] = {}
+    for entry in _dicts(_at(content, "comparison", "runs")):
+        if isinstance(entry.get("folder"), str) and (folder / entry["folder"]).is_dir():
+            groups.setdefault(str(entry.get("label")), []).append(read_run(folder / entry["folder"]))
+    first = Section("What was run")
+    try:
+        told = compared.read(folder)
+    except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        problems.append(f"the comparison's table cannot be made ({first_line(error)}): its runs are shown as they are")
+        errors = overview.errors(groups)
+        title = folder.name
+    else:
+        title = told.title
+        cells = [compared.cells(row) for row in told.rows]
+        shown = [place for place in range(len(compared.COLUMNS)) if any(row[place] != "-" for row in cells)]
+        columns = [compared.COLUMNS[place] for place in shown]
+        errors = Section("Errors", "Median over the seeds, with the lowest and the highest.")
+        errors.add(table(columns, [[row[place] for place in shown] for row in cells]))
+        errors.add(notes(told.notes))
+    first.add(overview.headlines(groups))
+    for problem in problems:
+        first.add(missing(problem, warn=True))
+    _problems(first, [(f"{label}, {run.path.name}", run) for label, group in groups.items() for run in group])
+    first.add(overview.ran(_dict(_at(content, "provenance"))))
+    return (title, "Comparison", [first, overview.curves(groups, name), errors, *_each(groups)])
+
+
+def reproduction(folder: Path, name: str) -> Shown:
+    """The table, curves and stages of `offbeat reproduce`."""
+    problems: list[str] = []
+    content = read_json(folder / "reproduction.json", problems) or {}
+    first, title = Section("What was run"), folder.name
+    invocations = (
+        [_dict(each) for each in _at(content, "invocations") or [] if isinstance(each, dict)]
+        if isinstance(_at(content, "invocations"), list)
+        else []
+    )
+    provenance = invocations[-1] if invocations else {}
+    sections: list[Section] = []
+    paths = sorted((folder / "runs").glob("*-seed[0-9]*"))
+    groups: dict[str, list[Run]] = {}
+    for path in paths:
+        groups.setdefault(path.name.rpartition("-seed")[0], []).append(read_run(path))
+    try:
+        known = recipes.TABLES[content["table"]]
+        made = {row.name: row.recipe(**content["settings"]) for row in known.rows if row.name in groups}
+        images = content.get("images") and recipes.Images(**content["images"])
+        told = reproduced.read(folder, known, made, {}, content["settings"], provenance, images)
+    except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        why = first_line(error)
+        problems.append(f"the paper's table cannot be put beside the runs ({why}): they are shown as they are")
+        sections.append(overview.errors(groups))
+        first.add(overview.headlines(groups))
+    else:
+        title = told.title
+        groups = {row.name: groups[row.name] for row in told.rows if row.name in groups}
+        first.add(_reproduced(told))
+        columns = (*(reproduced.TOP5 if told.top5 else reproduced.COLUMNS), "setting")
+        cells = [{**reproduced.cells(row), "setting": row.setting} for row in told.rows]
+        section = Section(
+            "Errors",
+            "The paper's test error beside ours: median over the seeds, lowest, highest, how "
+            "many, and ours minus the paper's.",
+        )
+        if cells:
+            listed = [[row[column] for column in columns] for row in cells]
+            section.add(table(columns, listed, names=("state", "setting")))
+        sections.append(section.add(notes(told.notes)))
+    for problem in problems:
+        first.add(missing(problem, warn=True))
+    _problems(first, [(run.path.name, run) for group in groups.values() for run in group if run.problems])
+    first.add(overview.ran(provenance))
+    return (title, "Reproduction", [first, *_families(groups, name), *sections, *_each(groups)])
+
+
+def _reproduced(told: reproduced.Reproduction) -> Block:
+    done, total = told.count("done"), sum(len(row.runs) for row in told.rows)
+    off = [row.difference for row in told.rows if row.difference is not None]
+    known = sum(row.error is not None for row in told.rows)
+    shown = [("runs", f"{done} of {total}", "done"), ("rows", f"{known} of {len(told.rows)}", "have a result")]
+    if off:
+        shown.append(("ours minus paper", f"{median(off):+.2f}", f"% error, median of {counted(len(off), 'row')}"))
+        shown.append(("range", f"{min(off):+.2f} to {max(off):+.2f}", "lowest and highest row"))
+    return figures(shown)
+
+
+def _families(groups: dict[str, list[Run]], name: str) -> list[Section]:
+    """Learning curves, a section for each network: a table has more rows than a picture can hold."""
+    families: dict[str, dict[str, list[Run]]] = {}
+    for label, group in groups.items():
+        families.setdefault(label.partition("-")[0], {})[label] = group
+    made = []
+    for family, members in families.items():
+        section = overview.curves(members, f"{name}-{slug(family)}")
+        section.title += f": {family}" if len(families) > 1 else ""
+        made.append(section)
+    return made
+
+
+def _at(content: Any, *names: str) -> Any:
+    for name in names:
+        content = content.get(name) if isinstance(content, dict) else None
+    return content
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
