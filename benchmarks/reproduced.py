@@ -232,6 +232,7 @@ def main() -> None:
     parser.add_argument("--commit", help="of invocations that could not tell theirs")
     parser.add_argument("--gpu", help="its name, for invocations that do not tell it")
     parser.add_argument("--images", metavar="NAME", help="what other images than the paper's are called")
+    parser.add_argument("--title", help="of the record, where there are several of one table")
     parser.add_argument("--remark", action="append", default=[], help="what else a reader of the record should know")
     options = parser.parse_args()
     try:
@@ -245,6 +246,7 @@ def main() -> None:
             if report.OTHERS not in content["title"]:
                 raise UserError(f"--images {options.images}: these runs have those of the paper, leave it out")
             content["title"] = content["title"].replace(report.OTHERS, f"on {options.images}")
+        content["title"] = options.title or content["title"]
         record.write(options.out, text(content))
     except UserError as error:
         fail(str(error))

@@ -291,11 +291,13 @@ def headline(found: Records) -> str:
     """For the README: the most valuable rows (tier 1 of one network), also those that are missing, and what else is
     done; then what they say."""
     parts = []
+    begun = {row["name"] for record in found.values() for row in record["rows"]}
     for record in found.values():
         shown = [row for row in record["rows"] if row["error"] is not None
                  or (record["tiers"][row["name"]] == 1 and row["name"].startswith(NETWORK))]  # fmt: skip
         absent = [{**row, "error": None, "top5": None, "difference": None, "n": 0, "runs": [MISSING]}
-                  for row in record["missing"] if row["tier"] == 1 and row["name"].startswith(NETWORK)]  # fmt: skip
+                  for row in record["missing"]
+                  if row["tier"] == 1 and row["name"].startswith(NETWORK) and row["name"] not in begun]  # fmt: skip
         if shown:
             shorter = "".join(f"; {note}" for note in record["notes"] if "epochs instead of" in note)
             parts += [
