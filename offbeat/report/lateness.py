@@ -1,4 +1,4 @@
-"""Mean staleness against M (the paper's Fig. 2) as a chart and as a table: lag / M of every stage, eq. (19)."""
+"""Mean staleness against M (the paper's Fig. 2) as a chart and as a table, for every stage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from offbeat.method import Method
-from offbeat.theory import mean_staleness
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +22,7 @@ def staleness_of_stages(method_of_M: Callable[[int], Method], K: int, largest_M:
     [[4.0, 2.0, 1.3333333333333333, 1.0], [2.0, 1.0, 0.6666666666666666, 0.5], [0.0, 0.0, 0.0, 0.0]]
     """
     methods = [method_of_M(M) for M in range(1, largest_M + 1)]
-    return [[mean_staleness(method.lag(k, K), method.M) for method in methods] for k in range(1, K + 1)]
+    return [[method.staleness(k, K) for method in methods] for k in range(1, K + 1)]
 
 
 def staleness_figure(method_of_M: Callable[[int], Method], K: int, *, largest_M: int = 16) -> Figure:
@@ -73,7 +72,7 @@ def staleness_text(method_of_M: Callable[[int], Method], K: int, *, largest_M: i
 
     >>> from offbeat.methods import ADL
     >>> print(staleness_text(ADL, 3, largest_M=4))
-    adl, K=3: mean staleness in updates, lag / M
+    adl, K=3: mean staleness in updates
     M | stage 1 | stage 2 | stage 3
     1 |    4.00 |    2.00 |    0.00
     2 |    2.00 |    1.00 |    0.00
@@ -84,7 +83,7 @@ def staleness_text(method_of_M: Callable[[int], Method], K: int, *, largest_M: i
     names = [f"stage {k}" for k in range(1, K + 1)]
     width = len(str(largest_M))
     lines = [
-        f"{method_of_M(1).name}, K={K}: mean staleness in updates, lag / M",
+        f"{method_of_M(1).name}, K={K}: mean staleness in updates",
         " | ".join(["M".ljust(width), *names]),
     ]
     for M in range(1, largest_M + 1):

@@ -95,7 +95,7 @@ def _staleness(run: Run, name: str) -> Picture | None:
     off = max(abs(value - wanted) for value, wanted in zip(run.staleness, formula or run.staleness, strict=True))
     told = "Updates between the forward and the backward of a batch, as counted while training"
     told += f"; within {max(off, 0.001):.3f} of the formula." if formula else "."
-    mark = "lag / M, the formula" if formula else ""
+    mark = "the formula" if formula else ""
     return Picture(f"{name}-staleness", "Mean staleness", lambda width: bars(drawn, width, mark=mark), told, 3)
 
 
