@@ -1,16 +1,18 @@
-"""The interpreter without tensors: which stage does what in which tick, with which weights.
+"""Lock-step ticks: which stage does what in which tick, with which weights.
 
-Ticks are lock-step: a message sent in one tick can be used in the next, and a stage does at most one local iteration a
-tick, or as much of it as the messages of earlier ticks allow.
+A message sent in one tick can be used in the next, and a stage does at most one local iteration per tick, or as much of
+it as the messages of earlier ticks allow.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from offbeat.interpreter import Mail, Step
 from offbeat.method import Method
-from offbeat.ops import Backward, Barrier, Forward, Operation, Program, Take, Teach, Update
+from offbeat.ops import Backward, Barrier, Forward, Operation, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,58 +39,32 @@ class Event:
 
 
 def ticks(method: Method, K: int, batches: Iterable[int]) -> Iterator[list[Event]]:
-    """The events of each tick until every stage has drained."""
+    """The events of each tick until every stage has drained. Barriers order time within a tick: none is waited for."""
     indices = list(batches)
-    programs = [method.program(k, K, indices) for k in range(1, K + 1)]
-    waiting: list[list[Operation] | None] = [_operations(program) for program in programs]  # None: drained
-    version = [0] * K
-    forwards = [0] * K
-    forwarded_by: list[dict[int, int]] = [{} for _ in range(K)]
-    outputs: list[set[int]] = [set() for _ in range(K)]  # batches that stage k has forwarded in an earlier tick
-    gradients: list[set[int]] = [set() for _ in range(K)]  # and backwarded
-    tick = 0
-    while any(operations is not None for operations in waiting):
+    programs = [method.steps(k, K, indices) for k in range(1, K + 1)]
+    waiting = [_iteration(program) for program in programs]
+    mail, tick = Mail(), 0
+    while any(steps is not None for steps in waiting):
         events: list[Event] = []
-        for k, operations in enumerate(waiting, start=1):
-            here = k - 1
-            while operations:
-                operation = operations[0]
-                if isinstance(operation, Forward | Take) and k > 1 and operation.t not in outputs[here - 1]:
-                    break
-                waits = isinstance(operation, Teach) or (isinstance(operation, Backward) and method.waits(k, K))
-                if waits and operation.t not in gradients[here + 1]:  # type: ignore[union-attr]
-                    break
-                if isinstance(operation, Forward):
-                    used = method.version_used(forwards[here], version[here])
-                    forwarded_by[here][operation.t] = used
-                    forwards[here] += 1
-                    events.append(Event(tick, k, operation, used))
-                elif isinstance(operation, Backward):
-                    used = forwarded_by[here].pop(operation.t)
-                    events.append(Event(tick, k, operation, used, version[here] - used))
-                elif isinstance(operation, Update):
-                    version[here] += 1
-                    events.append(Event(tick, k, operation, version[here]))
-                elif not isinstance(operation, Barrier):
-                    events.append(Event(tick, k, operation, version[here]))
-                operations.pop(0)
-        if not events and [] not in waiting:
+        for steps in waiting:
+            while steps and mail.take(steps[0], tick) is not None:
+                step = steps.popleft()
+                mail.send(step, tick + 1)
+                if not isinstance(step.operation, Barrier):
+                    version = step.forwarded if isinstance(step.operation, Backward) else step.version
+                    events.append(Event(tick, step.k, step.operation, version, step.staleness))
+        if not events and deque() not in waiting:
             raise RuntimeError(f"{method.name}, K={K}: no stage can go on; the programs wait for each other")
-        for event in events:  # only now may the neighbours see them
-            if isinstance(event.operation, Forward):
-                outputs[event.k - 1].add(event.operation.t)
-            elif isinstance(event.operation, Backward):
-                gradients[event.k - 1].add(event.operation.t)
-        for here, program in enumerate(programs):
-            if waiting[here] == []:
-                waiting[here] = _operations(program)
+        waiting = [_iteration(program) if steps == deque() else steps
+                   for steps, program in zip(waiting, programs, strict=True)]  # fmt: skip
         yield events
         tick += 1
 
 
-def _operations(program: Program) -> list[Operation] | None:
+def _iteration(program: Iterator[tuple[Step, ...]]) -> deque[Step] | None:
+    """The steps of the next local iteration; None where all are done."""
     iteration = next(program, None)
-    return None if iteration is None else list(iteration)
+    return None if iteration is None else deque(iteration)
 
 
 def draw(method: Method, K: int, batches: Iterable[int]) -> str:

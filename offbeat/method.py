@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from offbeat.correctors import Corrections, Corrector, Place, correctors
 from offbeat.errors import UserError, unknown
-from offbeat.ops import Program, Window, fill_drain, lagged, locked, taught
-from offbeat.theory import mean_staleness, versions_held
+from offbeat.interpreter import Step, steady_state, steps, unused
+from offbeat.ops import (
+    LESSON,
+    Backward,
+    Forward,
+    Operation,
+    Program,
+    Take,
+    Teach,
+    Window,
+    fill_drain,
+    lagged,
+    locked,
+    taught,
+)
 
 Weights = Literal["stash", "hybrid", "replay"]
 ForwardWeights = Literal["newest", "before"]
 Feedback = Literal["above", "local", "synthesiser"]
 Head = Callable[[tuple[int, ...], int], Any]  # (shape of one sample's output, classes) -> nn.Module
-LESSON = 2  # ticks until the stage above has reported the gradient of what was sent up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +87,8 @@ class Method:
     workers: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("locks", "correctors"):  # a method is hashed, since what follows from it is kept
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for letter, number, meaning in (
             ("M", self.M, "gradients an update"), ("m", self.m, "micro-batches"), ("N", self.workers, "workers"),
         ):  # fmt: skip
@@ -153,32 +167,88 @@ class Method:
         """Where the correctors of stage k work."""
         return Place(k, K, self.staleness(k, K))
 
-    def version_used(self, forwards: int, newest: int) -> int:
+    # ---- what an operation receives, sends and computes with
+
+    def receives(self, operation: Operation, k: int, K: int) -> int | None:
+        """The stage whose message the operation of stage k takes: k-1 for an input (0: the data), k+1 for a gradient;
+        None for nothing."""
+        kind = type(operation)
+        if kind is Forward:
+            return None if operation.buffered else k - 1  # type: ignore[union-attr]
+        if kind is Backward:
+            return k + 1 if k < K and self.feedback == "above" else None
+        if kind is Take:
+            return k - 1
+        return k + 1 if kind is Teach else None
+
+    def sends(self, operation: Operation, k: int, K: int) -> int | None:
+        """The stage that the operation of stage k sends a message to: k+1 its output, k-1 the gradient of its input;
+        None for nobody."""
+        kind = type(operation)
+        if kind is Forward:
+            return k + 1 if k < K else None
+        return k - 1 if kind is Backward and k > 1 and self.feedback != "local" else None
+
+    def forward_version(self, forwards: int, newest: int) -> int:
         """Version of a stage's weights that its next forward uses, after so many forwards and updates of a program."""
         return newest if self.forward == "newest" else min(newest, max(0, forwards // self.M - 1))
 
+    def backward_version(self, forwarded: int, newest: int) -> int:
+        """Version that a backward uses whose forward used `forwarded`."""
+        return forwarded if self.weights == "stash" else newest
+
+    def versions_kept(self) -> int:
+        """How many of its newest versions a stage keeps beside those that batches in flight need; 0: there is but one,
+        which updates change."""
+        if self.weights != "stash":
+            return 0
+        return 1 if self.forward == "newest" else 2
+
     def replays(self, k: int, K: int) -> bool:
         """Whether a backward of stage k repeats its forward first."""
-        return self.recompute or (self.weights == "replay" and self.lag(k, K) > 0)
+        return self.recompute or (self.weights == "replay" and (self.lag(k, K) > 0 or self._predicts(k, K)))
 
-    def hears(self, k: int, K: int) -> bool:
-        """Whether stage k is sent gradients by the stage above."""
-        return k < K and self.feedback != "local"
+    def _predicts(self, k: int, K: int) -> bool:
+        place = self.place(k, K)
+        return any(corrector.active(place) and {"forward weights", "backward weights"} & {*corrector.answers}
+                   for corrector in self.correctors)  # fmt: skip
 
-    def waits(self, k: int, K: int) -> bool:
-        """Whether a backward of stage k needs the gradient from above."""
-        return k < K and self.feedback == "above"
+    # ---- what follows from the order of them
+
+    def steps(self, k: int, K: int, batches: Iterable[int]) -> Iterator[tuple[Step, ...]]:
+        """The program of stage k with what each operation receives, sends and computes with (see interpreter.py)."""
+        return steps(self, k, K, batches)
+
+    def full(self, k: int, K: int, *, in_flight: int, forwards: int) -> bool:
+        """Whether a forward that finds so many batches in flight, after so many forwards, is one of steady state."""
+        return in_flight >= self.lag(k, K) and (self.forward == "newest" or forwards >= self.M)
+
+    def counted(self, levels: Iterable[int | None]) -> list[int]:
+        """Of the levels of staleness of a window those that count: all, if it is a whole one in steady state."""
+        known = [level for level in levels if level is not None]
+        return known if len(known) == self.M else []
 
     def staleness(self, k: int, K: int) -> float:
         """Mean level of staleness of stage k, in updates."""
-        return 1.0 if self.forward == "before" else mean_staleness(self.lag(k, K), self.M)
+        return steady_state(self, k, K).staleness
 
     def versions(self, k: int, K: int) -> int:
         """Most parameter versions that stage k holds, the newest included."""
-        if self.forward == "before":
-            return 2
-        return versions_held(self.lag(k, K), self.M) if self.weights == "stash" else 1
+        return steady_state(self, k, K).versions
 
     def held(self, k: int, K: int) -> int:
         """Most batches (micro-batches) between forward and backward that stage k holds, as graphs or as inputs."""
-        return self.lag(k, K) + self.m
+        return steady_state(self, k, K).held
+
+    def resting(self, k: int, K: int, iterations: int) -> int:
+        """Those of them that stage k holds between two local iterations, after so many of them."""
+        held = steady_state(self, k, K).resting
+        return held[min(iterations, len(held) - 1)]
+
+    def fill(self, K: int) -> int:
+        """Local iterations until all stages are in steady state."""
+        return max(steady_state(self, k, K).fill for k in range(1, K + 1))
+
+    def unused(self, k: int, K: int) -> int:
+        """Most gradients from stage k that the stage below has still to use when both have done as many iterations."""
+        return unused(self, k, K) if k > 1 else 0

@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 Window = Literal["count", "aligned"]
+LESSON = 2  # ticks until the stage above has reported the gradient of what was sent up
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Forward batch t: take its input from below, give its output to the stage above (or to the loss)."""
+    """Forward batch t: take its input from below, or from the buffer; give its output to the stage above, or to the
+    loss."""
 
     t: int
+    buffered: bool = False  # an earlier Take has put it into the buffer
 
     def __str__(self) -> str:
         return f"F{self.t}"

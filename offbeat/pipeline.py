@@ -24,9 +24,10 @@ from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded, UserError, earliest, first_line, unknown
 from offbeat.links import Link, Message
 from offbeat.links.local import Entrance
-from offbeat.method import LESSON, Method
+from offbeat.method import Method
 from offbeat.metrics import Meter, Metric
 from offbeat.micro import micro_batches
+from offbeat.ops import LESSON, Backward
 from offbeat.outputs import shapes_and_classes
 from offbeat.precision import Numbers, Precision
 from offbeat.stage import Report, Stage, Staleness
@@ -250,8 +251,8 @@ class Pipeline:
         for k in range(1, self.K):
             bound = 2 * (self.method.held(k, self.K) + LESSON) + (8 * self.K if self.method.order else 0)
             up[k] = self.engine.link("activations", k, k + 1, capacity=bound, patient=free)
-            hears = self.method.hears(k, self.K)
-            down[k] = self.engine.link("gradients", k + 1, k, capacity=bound) if hears else None
+            sent = self.method.sends(Backward(0), k + 1, self.K) is not None
+            down[k] = self.engine.link("gradients", k + 1, k, capacity=bound) if sent else None
             self._evaluate_links[k] = self.engine.link("evaluate", k, k + 1, capacity=4, patient=True)
         for k, stage in self.stages.items():
             inputs = up[k - 1]
@@ -699,10 +700,10 @@ def _check_place(stage: Stage, tree: Mapping[str, Any], batches: int) -> None:
     begun, entered = tree["worker"]["entered"] or (batches, batches)  # nothing right behind a drain
     if entered != batches:
         raise UserError(f"load(..., batches={batches}), but this is a state behind {entered} batches: give that")
-    held, lag = len(tree["stage"]["in_flight"]), min(stage.lag, entered - begun)
-    if not stage.method.order and held != lag * stage.method.m:
+    held, resting = len(tree["stage"]["in_flight"]), stage.method.resting(stage.k, stage.K, entered - begun)
+    if not stage.method.order and held != resting:
         raise UserError(f"a state of stage {stage.k} with {held} batches in flight, of which {stage.method.name} has "
-                        f"{lag} by then: load what the same method gave, or drain() before state()")  # fmt: skip
+                        f"{resting} by then: load what the same method gave, or drain() before state()")  # fmt: skip
 
 
 def _check_hooks(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from offbeat.cutting.walk import verify
 from offbeat.errors import UserError
 from offbeat.method import Method
 from offbeat.methods import DECLARED
-from offbeat.theory import mean_staleness, versions_held
+from offbeat.theory import smallest_M
 from offbeat.timeline import Costs, period, speed_up
 
 FEW = 4  # stages from which the clock tells what a method exposes of a message: more do not change it
@@ -151,7 +151,7 @@ def make_plan(
             in_flight=kept.in_flight[k - 1],
             versions=kept.versions[k - 1],
             memory_bytes=kept.bytes(costs, k, start, end),
-            mean_staleness=mean_staleness(method.lag(k, K), method.M),
+            mean_staleness=kept.staleness[k - 1],
         )
         for k, (start, end) in enumerate(pairwise([0, *solution.cuts, len(costs.units)]), start=1)
     ]
@@ -224,16 +224,17 @@ def exposure(
 
 @dataclass(frozen=True)
 class Kept:
-    """Of each stage: the batches in flight, and the weight versions."""
+    """Of each stage: the batches in flight, the weight versions, and the mean staleness that they are for."""
 
     in_flight: list[int]
     versions: list[int]
+    staleness: list[float]
 
     @classmethod
     def of(cls, method: Method, K: int) -> Kept:
-        lags = [method.lag(k, K) for k in range(1, K + 1)]
-        stash = method.weights == "stash"
-        return cls([lag + method.m for lag in lags], [versions_held(lag, method.M) if stash else 1 for lag in lags])
+        stages = range(1, K + 1)
+        return cls([method.held(k, K) for k in stages], [method.versions(k, K) for k in stages],
+                   [method.staleness(k, K) for k in stages])  # fmt: skip
 
     def bytes(self, costs: Profile, k: int, start: int, end: int) -> int:
         """Parameters, gradients and momentum, the versions, and what autograd saves for the batches in flight."""
@@ -285,10 +286,8 @@ def _fewest(
 def _advice(
     method: Method, K: int, stages: list[StagePlan], fewest: int, max_staleness: float | None
 ) -> Iterator[str]:
-    lag = max(method.lag(k, K) for k in range(1, K + 1))
     if max_staleness is not None:
-        M = max(1, -int(-lag // max_staleness))
-        yield f"M = {M} is the smallest that keeps the mean staleness of every stage at or below {max_staleness:g}"
+        yield _advised_window(method, K, max_staleness)
     largest = max(stages, key=lambda stage: stage.memory_bytes)
     yield (
         f"memory is largest at stage {largest.k}: {largest.memory_bytes / 1e6:,.0f} MB for {largest.in_flight} batches "
@@ -296,3 +295,15 @@ def _advice(
     )
     if fewest < K:
         yield f"K = {fewest} would be as fast, within {AS_FAST - 1:.0%}"
+
+
+def _advised_window(method: Method, K: int, most: float) -> str:
+    """The M that the formula gives, if the method keeps to it."""
+    M = smallest_M(max(method.lag(k, K) for k in range(1, K + 1)), most)
+    try:
+        least = max(Kept.of(replace(method, M=M), K).staleness)
+    except UserError as error:
+        return f"no M keeps the mean staleness at or below {most:g}: {error}"
+    if least > most:
+        return f"no M keeps the mean staleness at or below {most:g}: with {method.name} it is {least:g}"
+    return f"M = {M} is the smallest that keeps the mean staleness of every stage at or below {most:g}"

@@ -1,4 +1,4 @@
-"""The interpreter with durations and without tensors: when every stage does what, and how long a batch takes.
+"""Steps with durations: when every stage does what, and how long a batch takes.
 
 A stage does its operations in the order of its program, each as soon as it is free and the message has arrived; sends
 cost the stage nothing. So what a method hides of a link's latency, and what not, follows from its program alone.
@@ -6,12 +6,14 @@ cost the stage nothing. So what a method hides of a link's latency, and what not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from offbeat.errors import UserError
+from offbeat.interpreter import Mail, Step
 from offbeat.method import Method
-from offbeat.ops import Backward, Barrier, Forward, Operation, Take, Teach, Update
+from offbeat.ops import Backward, Barrier, Forward, Operation, Update
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,20 @@ class Costs:
 
     def of(self, operation: Operation, k: int, method: Method) -> float:
         """Seconds that the operation keeps stage k busy."""
-        forward, backward = self.forward[k - 1], self.backward[k - 1]
         if isinstance(operation, Forward):
-            return forward / method.m
+            return self.forward[k - 1] / method.m
         if isinstance(operation, Backward):
-            return (backward + (forward if method.replays(k, self.K) else 0.0)) / method.m
+            return self.backward[k - 1] / method.m + self.replayed(k, method)
         return self.update[k - 1] if isinstance(operation, Update) and self.update else 0.0
+
+    def replayed(self, k: int, method: Method) -> float:
+        """Seconds at the start of a backward in which stage k repeats the forward."""
+        return self.forward[k - 1] / method.m if method.replays(k, self.K) else 0.0
+
+    def under_way(self, source: int, target: int, method: Method) -> float:
+        """Seconds that a message between two stages takes."""
+        times = self.up if target > source else self.down
+        return times[min(source, target) - 1] / method.m if times else 0.0
 
 
 def balanced(K: int, *, forward: float = 1.0, backward: float = 2.0) -> Costs:
@@ -54,73 +64,63 @@ def balanced(K: int, *, forward: float = 1.0, backward: float = 2.0) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation of one stage, from when to when."""
+    """One operation of one stage, from when to when.
+
+    version    of the weights that it computes with, or that an update makes
+    replayed   seconds at the start of a backward in which it repeats its forward
+    """
 
     k: int
     operation: Operation
     start: float
     end: float
+    version: int = 0
+    replayed: float = 0.0
 
 
 def timeline(method: Method, batches: int, costs: Costs) -> list[Span]:
     """The spans of all stages for that many batches, fill and drain included, in the order of each stage's program."""
     K = costs.K
-    todo = [[op for iteration in method.program(k, K, range(batches)) for op in iteration] for k in range(1, K + 1)]
-    place, free = [0] * K, [0.0] * K
-    arrived: dict[tuple[str, int, int], float] = {}  # (direction, stage that receives, batch) -> when
-    spans: list[Span] = []
-    while any(place[here] < len(todo[here]) for here in range(K)):
-        before = list(place)
-        for here in range(K):
-            k = here + 1
-            while place[here] < len(todo[here]):
-                operation = todo[here][place[here]]
-                if isinstance(operation, Barrier):
-                    break
-                start = _start(operation, k, K, free[here], arrived, method)
-                if start is None:
-                    break
-                end = start + costs.of(operation, k, method)
-                _send(operation, k, K, end, costs, method, arrived)
-                spans.append(Span(k, operation, start, end))
-                free[here] = end
-                place[here] += 1
-        if place == before and not _pass_barrier(todo, place, free):
+    programs = [chain.from_iterable(method.steps(k, K, range(batches))) for k in range(1, K + 1)]
+    ahead = [next(program, None) for program in programs]
+    replayed = [costs.replayed(k, method) for k in range(1, K + 1)]
+    busy: list[dict[type, float]] = [
+        {type(each): costs.of(each, k, method) for each in (Forward(0), Backward(0), Update(1))}
+        for k in range(1, K + 1)
+    ]
+    free, mail, spans = [0.0] * K, Mail(), list[Span]()
+    awake = list(range(K, 0, -1))  # stages that may be able to go on
+    while awake or any(ahead):
+        awake = awake or _pass_barrier(ahead, programs, free)
+        if not awake:
             raise UserError(f"{method.name} at K={K}: its programs wait for each other; no stage can go on")
+        here = awake.pop() - 1
+        while (step := ahead[here]) is not None and not isinstance(operation := step.operation, Barrier):
+            when = mail.take(step)
+            if when is None:
+                break
+            start = max(free[here], when)
+            end = free[here] = start + busy[here].get(type(operation), 0.0)
+            if step.sends:
+                awake.append(step.sends)
+                mail.send(step, end + costs.under_way(step.k, step.sends, method))
+            repeated = replayed[here] if isinstance(operation, Backward) else 0.0
+            spans.append(Span(step.k, operation, start, end, step.version, repeated))
+            ahead[here] = next(programs[here], None)
     return spans
 
 
-def _start(
-    operation: Operation, k: int, K: int, free: float, arrived: dict[tuple[str, int, int], float], method: Method
-) -> float | None:
-    """When the operation can begin; None while its message is not known to be under way."""
-    if isinstance(operation, Forward | Take) and k > 1:
-        when = arrived.get(("up", k, operation.t))
-    elif isinstance(operation, Teach) or (isinstance(operation, Backward) and method.waits(k, K)):
-        when = arrived.get(("down", k, operation.t))
-    else:
-        return free
-    return None if when is None else max(free, when)
-
-
-def _send(operation: Operation, k: int, K: int, end: float, costs: Costs, method: Method,
-          arrived: dict[tuple[str, int, int], float]) -> None:  # fmt: skip
-    if isinstance(operation, Forward) and k < K:
-        arrived["up", k + 1, operation.t] = end + (costs.up[k - 1] / method.m if costs.up else 0.0)
-    elif isinstance(operation, Backward) and k > 1:
-        arrived["down", k - 1, operation.t] = end + (costs.down[k - 2] / method.m if costs.down else 0.0)
-
-
-def _pass_barrier(todo: list[list[Operation]], place: list[int], free: list[float]) -> bool:
-    """Let all stages pass the barrier that they have reached; those that are through with their program are past it."""
-    waiting = [here for here, at in enumerate(place) if at < len(todo[here])]
-    if not all(isinstance(todo[here][place[here]], Barrier) for here in waiting):
-        return False
+def _pass_barrier(ahead: list[Step | None], programs: Sequence[Iterator[Step]], free: list[float]) -> list[int]:
+    """Let all stages pass the barrier that they have reached, if all have: which these are. Those that are through with
+    their program are past it."""
+    waiting = [step.k for step in ahead if step is not None]
+    if not all(isinstance(step.operation, Barrier) for step in ahead if step is not None):
+        return []
     latest = max(free)
-    for here in waiting:
-        place[here] += 1
-        free[here] = latest
-    return True
+    for k in waiting:
+        ahead[k - 1] = next(programs[k - 1], None)
+        free[k - 1] = latest
+    return waiting[::-1]
 
 
 def period(method: Method, costs: Costs) -> float:
@@ -129,11 +129,11 @@ def period(method: Method, costs: Costs) -> float:
     if method.order:  # batches may be skipped or repeated: what the slowest stage takes for many
         many = 40 * K
         return max(span.end for span in timeline(method, many, costs)) / many / method.workers
-    lag = max(method.lag(k, K) for k in range(1, K + 1))
-    first = 4 * K + 4 * method.M + lag
+    fill = method.fill(K)
+    first = 4 * K + 4 * method.M + fill
     last = first + method.M * (8 + -(-4 * K // method.M))  # whole windows, or updates would be counted unevenly
     ends: dict[tuple[int, int], float] = {}
-    for span in timeline(method, last + 4 * K + lag, costs):
+    for span in timeline(method, last + 4 * K + fill, costs):
         if isinstance(span.operation, Backward):
             place = span.k, span.operation.t // method.m
             ends[place] = max(span.end, ends.get(place, 0.0))

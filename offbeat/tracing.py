@@ -222,7 +222,7 @@ class Tracing:
         """Turns until all stages are full, and have closed two windows (an engine may record updates then)."""
         method, K = self.method, self.engine.K
         free = 4 * K if method.order else 0  # stages that run freely begin by chance
-        return max(method.lag(k, K) for k in range(1, K + 1)) + 2 * method.M + free
+        return method.fill(K) + 2 * method.M + free
 
     @property
     def recording(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offbeat.errors import UserError
 from offbeat.links import Link, Message
-from offbeat.method import LESSON, Method
+from offbeat.method import Method
 from offbeat.ops import Backward, Barrier, Drop, Forward, Iteration, Operation, Program, Take, Teach, Update
 from offbeat.stage import Stage
 
@@ -50,7 +50,6 @@ class Worker:
         self.actor: Actor = stage
         self.loss: Tensor | None = None  # of the newest batch, at the last stage
         self.marks: dict[int, str] = {}  # batches behind which to save -> why to stop there, or nothing
-        self._waits = method.waits(stage.k, stage.K)
         self._acts: dict[type, Callable[[Any, Link | None], None]] = {
             Forward: self._forward, Backward: self._backward, Update: self._update, Barrier: self._barrier,
             Teach: self._teach, Take: self._take, Drop: self._drop,
@@ -64,7 +63,8 @@ class Worker:
         self.buffer: dict[int, Any] = {}  # batches taken ahead, to draw from
         self.empty: set[int] = set()  # micro-batches without samples
         self.entered: list[int] = []  # first and next batch of this program
-        self.sent: deque[Message] = deque(maxlen=self._unused())  # gradients that the stage below has not used yet
+        unused = self.method.unused(self.stage.k, self.stage.K)
+        self.sent: deque[Message] = deque(maxlen=unused)  # gradients that the stage below has not used yet
         self.stage.restart()
 
     def iteration(self, t: int, *, wait: bool) -> Iterator[bool]:
@@ -84,13 +84,6 @@ class Worker:
     def newest(self) -> int:
         """The newest batch that has entered, which counts the local iterations."""
         return self.entered[1] - 1
-
-    def _unused(self) -> int:
-        """Most gradients that are still to be used below when this stage and that one have done the same iteration."""
-        k, K = self.stage.k, self.stage.K
-        if k == 1 or not self.method.hears(k - 1, K):
-            return 0
-        return LESSON if not self.method.waits(k - 1, K) else self.method.lag(k - 1, K) - self.method.lag(k, K)
 
     def save(self) -> dict[str, Any]:
         """Where the program is, and what is under way to the stage below or lies in the buffer."""
@@ -132,12 +125,11 @@ class Worker:
 
     def _source(self, operation: Operation) -> Link | None:
         """The link that the operation takes a message from."""
-        kind = type(operation)
-        if (kind is Forward and operation.t not in self.buffer) or kind is Take:  # type: ignore[union-attr]
-            return self.links.inputs
-        if (kind is Backward and self._waits) or kind is Teach:
-            return self.links.gradients
-        return None
+        k = self.stage.k
+        source = self.method.receives(operation, k, self.stage.K)
+        if source is None:
+            return None
+        return self.links.gradients if source > k else self.links.inputs
 
     def _receive(self, operation: Forward | Backward | Take | Teach, source: Link | None) -> Any:
         if source is None:

@@ -244,6 +244,20 @@ def test_the_advice_for_a_staleness_budget_is_the_smallest_m(offbeat, K, budget)
     assert planned(offbeat, "-K", K, "--max-staleness", budget)["advice"][0].startswith(f"M = {least} ")
 
 
+def test_the_plan_of_2bw_is_one_update_late_with_two_versions_everywhere(offbeat):
+    plan = planned(offbeat, "-K", 4, "-M", 8, "--method", "2bw")
+    assert [stage["mean_staleness"] for stage in plan["stages"]] == [1, 1, 1, 1]
+    assert [stage["versions"] for stage in plan["stages"]] == [2, 2, 2, 2]
+    assert [stage["in_flight"] for stage in plan["stages"]] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(("method", "reason"), [("2bw", "with 2bw it is 1"), ("spectrain", "one a batch")])
+def test_no_m_is_advised_where_none_lowers_the_staleness(offbeat, method, reason):
+    advice = planned(offbeat, "-K", 3, "--method", method, "--max-staleness", 0.5)["advice"][0]
+    assert advice.startswith("no M keeps the mean staleness at or below 0.5: ")
+    assert reason in advice
+
+
 def test_theory_says_which_bound_is_meant(offbeat):
     said = done(offbeat(*SMALL, "-K", 3, "--theory"))
     assert "as stated" in said

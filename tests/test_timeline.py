@@ -69,11 +69,11 @@ def test_spans_of_a_stage_never_overlap_and_messages_never_come_early(name):
         ]
     when: dict = {}
     for span in spans:
-        when.setdefault((span.k, span.operation), span)  # the first: a method with buffers repeats batches
+        when.setdefault((span.k, str(span.operation)), span)  # the first: a method with buffers repeats batches
     for (k, operation), span in when.items():
-        if isinstance(operation, Forward) and k > 1:
+        if isinstance(span.operation, Forward) and k > 1:
             assert span.start >= when[k - 1, operation].end
-        if isinstance(operation, Backward) and method.waits(k, 3):
+        if isinstance(span.operation, Backward) and method.receives(span.operation, k, 3):
             assert span.start >= when[k + 1, operation].end
 
 

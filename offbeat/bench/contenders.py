@@ -270,9 +270,7 @@ class Ours:
             device=setting.device, precision=setting.precision,  # type: ignore[arg-type]
             engine=("streams" if recorded else "simulate") if on_gpu else "processes",
         )  # fmt: skip
-        declared = self.pipe.method
-        lag = max(declared.lag(k, K) for k in range(1, K + 1))
-        self.fill = RECORDING if on_gpu else lag + 2
+        self.fill = RECORDING if on_gpu else self.pipe.method.fill(K) + 2
 
     def step(self) -> Tensor | None:
         if self.pipe.engine.records:  # without waiting for the loss

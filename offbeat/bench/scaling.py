@@ -121,8 +121,7 @@ def kept_by(method: Method, setting: Setting, costs: Profile, cuts: tuple[int, .
     pieces = list(pairwise([0, *cuts, len(costs.units)]))
     return {
         "model": setting.model, "batch_size": setting.batch_size, "K": K, "cuts": list(cuts),
-        "staleness": [method.staleness(k, K) for k in range(1, K + 1)], "in_flight": kept.in_flight,
-        "versions": kept.versions,
+        "staleness": kept.staleness, "in_flight": kept.in_flight, "versions": kept.versions,
         "memory_counted": [kept.bytes(costs, k, *piece) for k, piece in enumerate(pieces, 1)],
     }  # fmt: skip
 
@@ -184,10 +183,10 @@ def steady(method: Method, costs: Costs) -> float:
         return max(span.end for span in timeline(method, 1, costs))
     if K <= FEW:
         return period(method, costs)
-    lag = max(method.lag(k, K) for k in range(1, K + 1))
-    first = lag + 4 * method.M
+    fill = method.fill(K)
+    first = fill + 4 * method.M
     last = first + WINDOWS * method.M
-    ends = {(span.k, span.operation.t): span.end for span in timeline(method, last + lag + 1, costs)
+    ends = {(span.k, span.operation.t): span.end for span in timeline(method, last + fill + 1, costs)
             if isinstance(span.operation, Backward)}  # fmt: skip
     return max((ends[k, last - 1] - ends[k, first - 1]) / (last - first) for k in range(1, K + 1))
 

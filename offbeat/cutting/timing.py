@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,7 @@ from torch.utils import _pytree as pytree
 from offbeat.cutting.trace import Traced
 from offbeat.errors import first_line
 from offbeat.method import Method
+from offbeat.ops import Backward, Forward, Update
 from offbeat.stage import Stage
 
 LEAST, SHORTEST = 3, 0.1  # laps, and seconds of laps: the quicker a stage, the more of them a median needs
@@ -66,10 +68,12 @@ class Runner:
     """One stage on one batch, again and again, as a worker runs it; nothing is sent, and the weights stay."""
 
     def __init__(self, module: nn.Module, x: Any, *, first: bool, lag: int, M: int) -> None:
-        self.x, self.lag, self.M, self.t = x, lag, M, 0
+        self.x, self.M = x, M
         device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         method = Method(name="timed", lag=lambda k, K: lag, M=M)
-        self.stage = Stage(1 if first else 2, 3, module.train(), method=method, optimizer=_momentum, device=device)
+        k, K = 1 if first else 2, 3
+        self.program = method.program(k, K, count())
+        self.stage = Stage(k, K, module.train(), method=method, optimizer=_momentum, device=device)
         self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self.gradients: list[Tensor | None] | None = None
         self.laps: tuple[list[float], list[float], list[float]] = ([], [], [])
@@ -98,22 +102,23 @@ class Runner:
         return min(found, key=lambda taken: taken.batch(self.M))
 
     def _lap(self) -> None:
-        began = self._now()
-        output = self.stage.forward(self.t, self.x, None)
-        self.laps[0].append(self._now() - began)
-        if self.gradients is None:
-            leaves = pytree.tree_leaves(output)
-            self.gradients = [torch.ones_like(leaf) if _differentiable(leaf) else None for leaf in leaves]
-        if self.t >= self.lag:
+        """The next local iteration."""
+        output: Any = None
+        for operation in next(self.program):
             began = self._now()
-            self.stage.backward(self.t - self.lag, self.gradients)
-            self.laps[1].append(self._now() - began)
-            if (self.t - self.lag + 1) % self.M == 0:
-                began = self._now()
-                self.stage.update(self.M)
+            if isinstance(operation, Forward):
+                output = self.stage.forward(operation.t, self.x, None)
+                self.laps[0].append(self._now() - began)
+            elif isinstance(operation, Backward):
+                self.stage.backward(operation.t, self.gradients)
+                self.laps[1].append(self._now() - began)
+            elif isinstance(operation, Update):
+                self.stage.update(operation.over)
                 self.stage.weights.current()  # the next forward's copy, which belongs to the update
                 self.laps[2].append(self._now() - began)
-        self.t += 1
+            if self.gradients is None:
+                leaves = pytree.tree_leaves(output)
+                self.gradients = [torch.ones_like(leaf) if _differentiable(leaf) else None for leaf in leaves]
 
     def _now(self) -> float:
         self.wait()

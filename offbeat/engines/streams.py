@@ -48,11 +48,11 @@ class Streams(Simulate):
         """Where the stages of a method put their work; nowhere if they are not to be recorded."""
         if method.not_alike() is not None:
             return None
-        lags = [method.lag(k, self.K) for k in self.here]
         if not captures(self.device):  # only captured work gives its results before it has run
             self.deck = Deck()
-        elif any(lags):
-            self.deck = Ticks(lags, self.device, sleeps=self.sleeps)
+        elif any(method.lag(k, self.K) for k in self.here):
+            room = min((method.unused(k, self.K) for k in self.here if k > 1), default=2)
+            self.deck = Ticks(self.K, room, self.device, sleeps=self.sleeps)
         else:
             turns = min(self.together or method.M, together(method, self.K))  # the rings have no room for more
             self.deck = Windows(turns, self.device, sleeps=self.sleeps)

@@ -71,16 +71,16 @@ def free_running(k: int, K: int, batches: Iterable[int], *, size: int, seed: int
             if drawn is None:
                 continue
             if stage == k:
-                mine += learn(drawn)
+                mine += learn(drawn, buffered=k > 1)
             if stage < K:
                 received = buffers[stage + 1].add(drawn)
                 mine += received if stage + 1 == k else ()
         yield tuple(mine)
 
 
-def learn(t: int) -> Iteration:
+def learn(t: int, *, buffered: bool) -> Iteration:
     """Forward, backward on the local loss, update."""
-    return Forward(t), Backward(t), Update(1)
+    return Forward(t, buffered), Backward(t), Update(1)
 
 
 def AsyncDGL(buffer: int = 2, *, seed: int = 0) -> Method:  # noqa: N802

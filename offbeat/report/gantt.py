@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offbeat.method import Method
-from offbeat.ops import Backward, Forward, Update
 from offbeat.timeline import Costs, Span, timeline
 
 
@@ -31,24 +30,7 @@ def boxes(method: Method, costs: Costs, batches: int) -> list[Box]:
     >>> print(" ".join(f"{box.span.operation}@v{box.version}" for box in stage_1))
     F0@v0 F1@v0 F2@v0 B0@v0 U@v1 F3@v1 B1@v0 U@v2 B2@v0 U@v3 B3@v1 U@v4
     """
-    version = [0] * (costs.K + 1)
-    forwarded_by: dict[tuple[int, int], int] = {}
-    found = []
-    for span in timeline(method, batches, costs):
-        k, operation = span.k, span.operation
-        used, replayed = version[k], 0.0
-        if isinstance(operation, Forward):
-            forwarded_by[k, operation.t] = used
-        elif isinstance(operation, Backward):
-            if method.weights == "stash":
-                used = forwarded_by[k, operation.t]
-            if method.replays(k, costs.K):
-                replayed = costs.forward[k - 1] / method.m
-        elif isinstance(operation, Update):
-            version[k] += 1
-            used = version[k]
-        found.append(Box(span, used, replayed))
-    return found
+    return [Box(span, span.version, span.replayed) for span in timeline(method, batches, costs)]
 
 
 def heading(method: Method, costs: Costs, batches: int) -> str:

@@ -113,7 +113,7 @@ def _staleness(run: Run, name: str) -> Drawing | None:
     told = "Updates between the forward and the backward of a batch, counted during training"
     told += f"; within {max(off, 0.001):.3f} of the formula." if formula else "."
     chart = bars(
-        drawn, title="updates", groups={"measured": colour(0)}, mark="formula, lag / M" if formula else "", form=".4f"
+        drawn, title="updates", groups={"measured": colour(0)}, mark="formula" if formula else "", form=".4f"
     )
     return Drawing(f"{name}-staleness", "Mean staleness", chart, told, 3)
 

@@ -19,7 +19,6 @@ from offbeat.method import Method
 from offbeat.ops import Update
 from offbeat.report.curves import points
 from offbeat.report.gantt import Box, boxes, heading, unit
-from offbeat.theory import mean_staleness
 from offbeat.timeline import Costs
 
 MOST_COLUMNS = 400
@@ -91,14 +90,14 @@ def _round(columns: float) -> int:
 
 
 def staleness_of_stages(method_of_M: Callable[[int], Method], K: int, largest_M: int) -> list[list[float]]:
-    """Mean staleness in updates, lag / M (the paper's eq. 19): a row for each stage, a column for each M.
+    """Mean staleness in updates (the paper's eq. 19): a row for each stage, a column for each M.
 
     >>> from offbeat.methods import ADL
     >>> staleness_of_stages(ADL, 3, 4)
     [[4.0, 2.0, 1.3333333333333333, 1.0], [2.0, 1.0, 0.6666666666666666, 0.5], [0.0, 0.0, 0.0, 0.0]]
     """
     methods = [method_of_M(M) for M in range(1, largest_M + 1)]
-    return [[mean_staleness(method.lag(k, K), method.M) for method in methods] for k in range(1, K + 1)]
+    return [[method.staleness(k, K) for method in methods] for k in range(1, K + 1)]
 
 
 def staleness_text(method_of_M: Callable[[int], Method], K: int, *, largest_M: int = 16) -> str:
@@ -106,7 +105,7 @@ def staleness_text(method_of_M: Callable[[int], Method], K: int, *, largest_M: i
 
     >>> from offbeat.methods import ADL
     >>> print(staleness_text(ADL, 3, largest_M=4))
-    adl, K=3: mean staleness in updates, lag / M
+    adl, K=3: mean staleness in updates
     M | stage 1 | stage 2 | stage 3
     1 |    4.00 |    2.00 |    0.00
     2 |    2.00 |    1.00 |    0.00
@@ -117,7 +116,7 @@ def staleness_text(method_of_M: Callable[[int], Method], K: int, *, largest_M: i
     names = [f"stage {k}" for k in range(1, K + 1)]
     width = len(str(largest_M))
     lines = [
-        f"{method_of_M(1).name}, K={K}: mean staleness in updates, lag / M",
+        f"{method_of_M(1).name}, K={K}: mean staleness in updates",
         " | ".join(["M".ljust(width), *names]),
     ]
     for M in range(1, largest_M + 1):

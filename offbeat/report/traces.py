@@ -171,7 +171,7 @@ def planned(
     [(1, 'forward', 0.0, 1.0), (1, 'backward', 1.0, 3.0)]
     """
     K = costs.K
-    fill = 2 * K + 2 * method.M + 2 * max(method.lag(k, K) for k in range(1, K + 1))
+    fill = 2 * K + 2 * method.M + 2 * method.fill(K)
     fill += ((first or 0) // method.m - fill) % method.M  # so that updates come where they came there
     turn = period(method, costs) * method.workers
     length = length or turns * turn

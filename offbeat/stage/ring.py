@@ -46,8 +46,7 @@ class Ring:
     @classmethod
     def of(cls, method: Method, k: int, K: int, *, copies: bool) -> Ring:
         """The ring of stage k of K; `copies` says whether its forwards run on copies of the weights."""
-        below = method.lag(k - 1, K) - method.lag(k, K) if k > 1 else 0
-        M = method.M if copies else 1
+        below, M = method.unused(k, K), method.M if copies else 1
         slots = _round(_period(method, K), _least(method, k, K, copies=copies), M)
         return cls(slots // M, M, below) if copies else cls(1, slots, below)
 
@@ -58,8 +57,7 @@ class Ring:
 
 def _least(method: Method, k: int, K: int, *, copies: bool) -> int:
     """Slots that stage k cannot do without."""
-    lag = method.lag(k, K)
-    least = max(lag, method.lag(k - 1, K) - lag if k > 1 else 0) + BEHIND
+    least = max(method.lag(k, K), method.unused(k, K)) + BEHIND
     if not any(method.lag(j, K) for j in range(1, K + 1)):
         least = max(least, together(method, K))
     if not copies:

@@ -112,11 +112,11 @@ class Stage:
         self.corrections = Corrections(method, k, K, self.optimizer)
         answers = Answers(
             own, self.corrections.forward_weights(own), self.corrections.backward_weights(own),
-            method.version_used if method.forward == "before" else None, method.M, self.numbers,
+            method.forward_version if method.forward == "before" else None, self.numbers,
         )  # fmt: skip
         self.in_flight = in_flight = dict[int, InFlight]()
         self.weights: WeightPolicy = make_policy(
-            method.weights, answers, lag=self.lag, recompute=method.recompute,
+            method.weights, answers, lag=self.lag, replays=method.replays(k, K),
             in_flight=lambda: [batch.version for batch in in_flight.values()],
         )  # fmt: skip
         self.most_versions, self.most_in_flight = method.versions(k, K), method.held(k, K)
@@ -185,7 +185,7 @@ class Stage:
 
     def _full(self) -> bool:
         """Whether the next forward is one of steady state, so that its staleness is the formula's."""
-        return len(self.in_flight) >= self.lag and self.weights.settled()
+        return self.method.full(self.k, self.K, in_flight=len(self.in_flight), forwards=self.weights.forwards)
 
     def _forward(self, t: int, x: Any, target: Any, share: float, steady: bool, version: Version) -> Any:
         leaves, structure = pytree.tree_flatten(self._entering(x))
@@ -449,17 +449,13 @@ class Stage:
         `over` counts gradients; where they are weighted, it is the sum of their weights. A window without gradients
         moves the schedule, not the weights.
         """
-        levels = [level for level in self.window.levels if level is not None]
-        if len(levels) == self.M:
-            self.staleness.update(levels)
-        if self.window.levels and self.optimizer:
-            if self._usable():
+        self.staleness.update(self.method.counted(self.window.levels))
+        if self.window.levels:
+            if self.optimizer and self._usable():
                 self._apply(self.window.divisor(over))
                 self.weights.changed()
             else:
                 self.weights.passed()
-        elif self.window.levels:
-            self.weights.passed()  # without parameters, versions are counted all the same
         if self.deferred:
             self.deferred.commit()
         if self.scheduler:

@@ -21,9 +21,8 @@ which is that of a simulation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 
 import torch
 
@@ -43,11 +42,10 @@ class Tape:
 
 
 class Ticks(Deferring):
-    """The tapes of stages with those lags."""
+    """The tapes of K stages, whose gradients are used at least `room` turns after they were made."""
 
-    def __init__(self, lags: Sequence[int], device: torch.device, *, sleeps: int | None = None) -> None:
+    def __init__(self, K: int, room: int, device: torch.device, *, sleeps: int | None = None) -> None:
         super().__init__(device, sleeps=sleeps)
-        K, room = len(lags), min((below - above for below, above in pairwise(lags)), default=2)
         self.in_order, self.chained = room < 1, room < 2
         self.behind = [0 if self.chained else rank for rank in range(K)]
         self.turn = 0

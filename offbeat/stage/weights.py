@@ -61,16 +61,14 @@ def at_once(key: object, work: Work) -> None:
 class Answers:
     """What a policy is made of: the parameters, and what stands in for them in forwards and backwards (None: they do).
 
-    version_used   (forwards, newest) -> version, for policies that do not use the newest
-    M              forwards of a window
+    version        (forwards, newest) -> version of a forward, for policies that do not use the newest
     numbers        the types in which forwards use the values
     """
 
     parameters: Tensors
     forward: Prediction | None = None
     backward: Prediction | None = None
-    version_used: Callable[[int, int], int] | None = None
-    M: int = 1
+    version: Callable[[int, int], int] | None = None
     numbers: Numbers = FULL
 
     def named(self, values: list[Tensor]) -> Tensors:
@@ -105,13 +103,11 @@ class WeightPolicy(Protocol):
     replays: bool
     forgets: bool  # whether what a forward used is gone with the next update
     copies: int  # sets of parameters of its own beside the optimizer's and the older versions
+    forwards: int  # of this program, where the version depends on their number
     do: Callable[[object, Work], None]  # how its copies are made
 
     def current(self) -> Version:
         """What a forward uses now."""
-
-    def settled(self) -> bool:
-        """Whether the next forward uses what it would in steady state."""
 
     def returning(self, version: Version) -> Version:
         """What the backward of a batch uses whose forward used that version."""
@@ -120,7 +116,7 @@ class WeightPolicy(Protocol):
         """The optimizer has made a new version."""
 
     def passed(self) -> None:
-        """A window has closed without an update, since something in it was not finite."""
+        """A window has closed without an update: something in it was not finite, or there are no parameters."""
 
     def restart(self) -> None:
         """All batches are done; the program starts afresh."""
@@ -152,7 +148,7 @@ class Live:
 
     replays = False
     forgets = False
-    copies = 0
+    copies = forwards = 0
     behind = False  # the parameters
     do: Callable[[object, Work], None]
 
@@ -181,9 +177,6 @@ class Live:
         if self.behind:
             self._refresh()
         return self.own
-
-    def settled(self) -> bool:
-        return True
 
     def returning(self, version: Version) -> Version:
         if self.behind:
@@ -372,9 +365,9 @@ class Before(Stash):
         self.forwards = 0
 
     def current(self) -> Version:
-        assert self.answers.version_used is not None
+        assert self.answers.version is not None
         self.kept = self.kept or [self._make()]
-        age = self.made - self.answers.version_used(self.forwards, self.made)
+        age = self.made - self.answers.version(self.forwards, self.made)
         self.forwards += 1
         version = self.kept[-1 - age]
         version.age = age
@@ -382,9 +375,6 @@ class Before(Stash):
 
     def ready(self) -> list[Version]:
         return self.kept
-
-    def settled(self) -> bool:
-        return self.forwards >= self.answers.M  # the first window has none before it
 
     def changed(self) -> None:
         self.made += 1
@@ -411,12 +401,12 @@ class Before(Stash):
 
 
 def make_policy(
-    weights: str, answers: Answers, *, lag: int, recompute: bool, in_flight: InFlightOn
+    weights: str, answers: Answers, *, lag: int, replays: bool, in_flight: InFlightOn
 ) -> WeightPolicy:
-    """The policy for a stage of that lag; `recompute` repeats forwards although their weights have not changed."""
-    if answers.version_used:
+    """The policy for a stage of that lag; `replays`: its backwards repeat their forwards."""
+    if answers.version:
         return Before(answers, in_flight)
-    if recompute or (weights == "replay" and (lag or answers.forward or answers.backward)):
+    if replays:
         return Replay(answers)
     if weights == "hybrid" and (answers.forward or answers.backward):
         return PredictedHybrid(answers)
