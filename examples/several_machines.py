@@ -9,8 +9,9 @@ On real ones, type on the machine whose address is HOST (R=0) and on the other (
         -m offbeat train --model resnet56 --data cifar10 --data-dir DIR -K 2 -M 4 \\
         --checkpoint-every 10min --out /shared/runs/x
 
---out is a folder that all of them see; the data are read on the first machine alone. What crosses the network is
-neither encrypted nor authenticated, and torch's store listens on all addresses of HOST: use a network of your own.
+--out may be a folder that all of them see; where it is not, the first machine holds the run. The data are read there
+alone. What crosses the network is neither encrypted nor authenticated, and torch's store listens on all addresses of
+HOST: use a network of your own.
 """
 
 from __future__ import annotations

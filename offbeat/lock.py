@@ -66,16 +66,19 @@ def held(folder: Path) -> Iterator[str]:
     Yields the token with which other processes join. FolderTaken where processes of another run use it. The folder is
     made where there is none, and removed again where nothing was written.
     """
+    made: list[Path] = []
     try:
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, token = _take(folder)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder} ({first_line(error)}): choose another --out") from error
-    try:
-        yield token
+        try:
+            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor, token = _take(folder)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder} ({first_line(error)}): choose another --out") from error
+        try:
+            yield token
+        finally:
+            _leave(folder, descriptor)
     finally:
-        _leave(folder, descriptor)
         for path in made:
             with suppress(OSError):  # not empty
                 path.rmdir()
@@ -105,15 +108,18 @@ def _take(folder: Path) -> tuple[int, str]:
     until = time.monotonic() + LEAVING
     while True:
         descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
-        alone = _lock(descriptor, fcntl.LOCK_EX)
-        if alone and not _is_current(folder, descriptor):  # removed since it was opened, by the last to leave
-            os.close(descriptor)
-            continue
-        holder = _name(folder, descriptor) if alone else _holder(descriptor)
-        if holder and holder.is_own and _lock(descriptor, fcntl.LOCK_SH):
-            return descriptor, holder.token
-        os.close(descriptor)
-        if time.monotonic() > until or (holder and not holder.is_gone):
+        try:
+            alone = _lock(descriptor, fcntl.LOCK_EX)
+            if alone and not _is_current(folder, descriptor):
+                continue  # it was removed since it was opened, by the last to leave
+            holder = _name(folder, descriptor) if alone else _holder(descriptor)
+            if holder and holder.is_own and _lock(descriptor, fcntl.LOCK_SH):
+                taken, descriptor = descriptor, -1
+                return taken, holder.token
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        if time.monotonic() > until or (holder and not holder.is_own and not holder.is_gone):
             who = f"process {holder.process} on {holder.host}" if holder else "another process"
             raise FolderTaken(f"{folder} is in use by the run of {who}: a folder takes one run at a time; wait until "
                               "that one has ended or stop it, then repeat the command")  # fmt: skip
@@ -155,7 +161,11 @@ def _name(folder: Path, descriptor: int) -> Holder:
         if os.pwrite(descriptor, text, 0) < len(text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with_room(folder, write)
+    try:
+        with_room(folder, write)
+    except OSError:
+        (folder / FILE).unlink()
+        raise
     return holder
 
 

@@ -18,11 +18,15 @@ import torch
 from command import Command
 from disks import PAGE, fill, free, small_disk, taken
 from safetensors.torch import load_file
+from torch import nn
 from trees import same
 
+import offbeat as offbeat_package
 from offbeat import checkpoint as checkpoints
 from offbeat.errors import UserError
+from offbeat.recipe import complete
 from offbeat.record import RunFolder, lines
+from offbeat.saving import Saver
 
 RUN = ("--model", "mlp", "--data", "synthetic", "--samples", "512", "--shape", "3,8,8", "--batch-size", "16", "-K", "2",
        "-M", "2", "--epochs", "2", "--threads-per-stage", "1", "--checkpoint-every", "7b", "--json")  # fmt: skip
@@ -113,6 +117,33 @@ def test_a_run_that_goes_on_where_the_disk_is_full_makes_room_first(whole, tmp_p
         assert json.loads((run / "config.json").read_text())["recipe"]["epochs"] == 3
         assert json.loads((run / "config-1.json").read_text())["recipe"]["epochs"] == 2
         assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1, 2]
+
+
+def test_a_disk_that_others_fill_leaves_the_newest_checkpoint_and_the_next(tmp_path):
+    torch.manual_seed(0)
+    pipe = offbeat_package.Pipeline(
+        nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), 2, loss=nn.functional.mse_loss, cuts=[1], M=2,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), engine="simulate",
+    )  # fmt: skip
+    recipe = complete(model="mlp", data="synthetic", K=2, M=2, checkpoint_every="5b", keep=3)
+    noted: list[str] = []
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        saver = Saver(recipe, 1000, pipe, disk, lambda kind, **_: noted.append(kind))
+
+        def train(batches: range) -> None:
+            for t in batches:
+                saver.before(t)
+                pipe.step(torch.randn(3, 32), torch.randn(3, 32))
+                if saver.due(t + 1):
+                    saver.save({})
+
+        train(range(15))
+        assert names(disk) == ["000000005", "000000010", "000000015"], "as many as are to be kept"
+        fill(disk, 2 * PAGE)
+        train(range(15, 20))
+        assert noted == ["checkpoint"] * 4 + ["disk nearly full"]
+        assert names(disk) == ["000000020"]
+        assert checkpoints.verify(checkpoints.ls(disk)[0].path) == []
 
 
 # ---- what makes room

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import pytest
 from command import Command, check_refused, contents
+from disks import fill, small_disk
 from processes import ENVIRONMENT, START, Run, group, processes_of, wait_for
 from safetensors.torch import load_file
 
 from offbeat import lock
 from offbeat.checkpoint import ls
-from offbeat.errors import FolderTaken
+from offbeat.errors import FolderTaken, UserError
 from offbeat.record import lines
 
 SMALL = ("--model", "resnet8", "--data", "synthetic", "--samples", "256", "--shape", "3,8,8", "--batch-size", "8",
@@ -74,6 +75,7 @@ def test_resuming_a_run_that_still_runs_is_refused_and_changes_nothing(engine, t
     run = Run(tmp_path / "run", *SMALL, "--engine", engine)
     try:
         frozen = freeze(run)
+        (run.out / "checkpoints" / "000000099.part").mkdir(exist_ok=True)  # that it is about to write
         before = contents(run.out)
         said = check_refused(offbeat, ("train", "--resume", run.out), *IN_USE, str(run.out), str(run.process.pid))
         assert "records so far" not in said
@@ -271,3 +273,11 @@ def test_a_held_folder_is_refused_at_once(tmp_path):
         with pytest.raises(FolderTaken), lock.held(tmp_path):
             pass
         assert time.monotonic() - began < lock.LEAVING / 2
+
+
+def test_a_folder_that_cannot_be_held_for_lack_of_space_is_left_as_it_was(tmp_path):
+    with small_disk(tmp_path / "disk", 1 << 16) as disk:
+        fill(disk, 0)
+        with pytest.raises(UserError, match=r"cannot write to .*No space left on device"), lock.held(disk / "run"):
+            pass
+        assert [path.name for path in disk.iterdir()] == ["ballast"]
