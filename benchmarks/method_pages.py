@@ -9,16 +9,18 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from page import ROOT, prose
 
 from offbeat.describe import Description, describe, module_text, possible, show_methods
 from offbeat.method import Method
-from offbeat.methods import METHODS, named
+from offbeat.methods import METHODS, named, settings_of
 from offbeat.options import OneMethod
 from offbeat.report.formatting import markdown
+from offbeat.settings import shown
 
 FOLDER = ROOT / "docs/methods"
 COMMAND = "python benchmarks/method_pages.py"
@@ -47,37 +49,23 @@ def source_of(name: str) -> str:
 # ---- sections
 
 
-def option(setting: str) -> str:
-    """The option of the command line that sets it."""
-    annotated = get_type_hints(OneMethod, include_extras=True).get(setting)
-    if annotated is None:
-        return "in Python alone"
-    told = get_args(annotated)[1]  # where typer is given no default, it keeps the option's first name as one
-    declared = [name for name in (told.default, *(told.param_decls or ())) if str(name).startswith("-")]
-    return f"`{declared[0] if declared else '--' + setting.replace('_', '-')}`"
-
-
-def kind(setting: inspect.Parameter, hint: Any) -> str:
-    """What may be given, in words."""
-    if setting.annotation == "Corrections":
-        return "correctors, or text such as `lwp+sc`"
-    if get_origin(hint) is Literal:
-        return " or ".join(f"`{choice!r}`" for choice in get_args(hint))
-    return "`" + str(setting.annotation).replace("|", "\\|") + "`"
+def short_form(setting: str) -> str:
+    """The option of the command line that sets it by itself, where there is one."""
+    options = {field.name: "-M" if field.name == "M" else f"--{field.name}" for field in fields(OneMethod)}
+    return f"`{options[setting]}`" if setting in options else ""
 
 
 def settings(name: str) -> list[str]:
-    make = METHODS[name]
+    make, takes = METHODS[name], settings_of(name)
     first = str(inspect.getdoc(make)).splitlines()[0]
-    hints = get_type_hints(make)
     called = f"`offbeat.{make.__name__}`: {escaped(first)}"
-    rows = [
-        [f"`{setting.name}`", kind(setting, hints[setting.name]), f"`{setting.default!r}`", option(setting.name)]
-        for setting in inspect.signature(make).parameters.values()
-    ]  # fmt: skip
-    if not rows:
+    if not takes:
         return ["## Settings", "", called, "", "It has none.", ""]
-    return ["## Settings", "", called, "", markdown(["setting", "kind", "default", "command line"], rows), ""]
+    rows = [[f"`{each.name}`", each.allowed, f"`{shown(each.default)}`", short_form(each.name)]
+            for each in takes.values()]  # fmt: skip
+    example = f"`--method {name}:{','.join(map(str, list(takes.values())[:2]))}`"
+    return ["## Settings", "", called, "", f"On the command line as in {example}:", "",
+            markdown(["setting", "allowed", "default", "short form"], rows), ""]  # fmt: skip
 
 
 def facts(told: Description) -> list[str]:

@@ -140,10 +140,10 @@ def asked(all_of: Joined) -> dict[str, int]:
 
 def told_of(path: Path, seed: int) -> dict[str, Any]:
     """What tells a run from the others; staleness is that of its result, or of its last epoch if it has none yet."""
-    recipe = complete(**load(path / "config.json")).as_dict()
+    recipe = complete(**load(path / "config.json"))
     ends = [line for line in record.lines(path) if line["kind"] in ("epoch", "result") and line.get("staleness")]
     last = ends[-1] if ends else {"kind": None, "staleness": None}
-    return {"seed": seed, **{name: recipe[name] for name in TOLD}, "staleness": last["staleness"],
+    return {"seed": seed, **{name: getattr(recipe, name) for name in TOLD}, "staleness": last["staleness"],
             "staleness_of": last["kind"]}  # fmt: skip
 
 

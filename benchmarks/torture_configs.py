@@ -90,10 +90,13 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "--corrector": (("sc", "lwp", "lwp+sc", "dc", "dc:0.1", "t1:500", "t2", "nag", "shrink:0.5", "spec", "sc+t1",
                      "sc:2"),
                     ("sx", "sc+nag", "spec:1", "t1:0", "t2:2", "dc:-1", "sc:x", "shrink:0", "lwp+spec", "nag:1")),
-    "--micro-batches": (("1", "2", "4", "100"), ("0", "-2", "half")),
-    "--beta": (("0.5", "1", "0.99"), ("-0.5", "nan", "inf", "b", "2")),
-    "--workers": (("1", "2", "4"), ("0", "-1", "x")),
-    "--buffer": (("1", "2", "5"), ("0", "-1", "x")),
+    "m": (("1", "2", "4", "100"), ("0", "-2", "half")),  # names without a dash are settings within --method
+    "beta": (("0.5", "1", "0.99"), ("-0.5", "nan", "inf", "b", "2")),
+    "N": (("1", "2", "4"), ("0", "-1", "x")),
+    "buffer": (("1", "2", "5"), ("0", "-1", "x")),
+    "recompute": (("yes", "no"), ("maybe", "1")),
+    "barrier": (("yes", "no"), ("maybe", "2")),
+    "conditional": (("yes", "no"), ("maybe",)),
     "-K": (("1", "2", "3", "4", "5"), ("0", "-1", "two", "400", "2.5", "")),
     "--engine": (("simulate", "processes"), ("threads", "", "process")),
     "--device": (("cpu",), ("tpu", "", "cuda:0")),
@@ -122,13 +125,12 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
                                   "deep.json", "bytes.json", "number.json", "taken")),
     "--resume": ((), ("nowhere", "good.json", "taken")),
 }  # fmt: skip
-FLAGS = ("--recompute", "--no-recompute", "--barrier", "--no-barrier", "--conditional")
 ODD = (("extra",), ("--bogus",), ("--bogus", "3"), ("--lr",), ("-Q",), ("--learning-rate", "0.1"))
 EXTREME = (("--checkpoint-every", LONG + "e"), ("--checkpoint-every", LONG + "min"), ("--samples", LONG),
            ("-K", LONG), ("--lr", "1e400"), ("--classes", "1" + "0" * 30), ("--batch-size", "1" + "0" * 25),
            ("--config", "huge.json"), ("--shape", f"3,{LONG[:30]},8"), ("--seed", LONG), ("--epochs", LONG),
            ("--milestones", ""), ("--cuts", ""), ("--speeds", ""), ("--config", "nan.json"),
-           ("--corrector", ""), ("--keep", LONG), ("--micro-batches", LONG), ("-M", LONG),
+           ("--corrector", ""), ("--keep", LONG), ("m", LONG), ("-M", LONG),
            ("--classes", "1000000000"), ("--shape", "3,100000,100000"))  # fmt: skip
 
 
@@ -137,13 +139,20 @@ class Configuration:
     """Options as they were drawn, in their order, and what else stands on the command line."""
 
     given: dict[str, str] = field(default_factory=dict)
-    flags: list[str] = field(default_factory=list)
     odd: tuple[str, ...] = ()
     extreme: bool = False
 
     def arguments(self) -> list[str]:
-        return ["train", *(part for pair in self.given.items() for part in pair), *self.flags, "--dry-run", "--json",
-                *self.odd]  # fmt: skip
+        return [*command(self.given), *self.odd]
+
+
+def command(given: dict[str, str]) -> list[str]:
+    """The arguments, with the settings of the method in its text."""
+    settings = ",".join(f"{name}={value}" for name, value in given.items() if not name.startswith("-"))
+    options = {option: value for option, value in given.items() if option.startswith("-")}
+    if settings:
+        options["--method"] = f"{options.get('--method', 'adl')}:{settings}"
+    return ["train", *(part for pair in options.items() for part in pair), "--dry-run", "--json"]
 
 
 def drawn(seed: int, number: int) -> Configuration:
@@ -156,8 +165,6 @@ def drawn(seed: int, number: int) -> Configuration:
         right = OPTIONS[option][0]
         if right:
             made.given[option] = draw.choice(right)
-    if draw.random() < 0.15:
-        made.flags = [draw.choice(FLAGS)]
     if draw.random() < 0.6:
         repair(made, draw)
     if draw.random() < 0.45:
@@ -181,7 +188,6 @@ def repair(made: Configuration, draw: random.Random) -> None:
     for option, answer in ANSWERS.items():
         if answer not in takes:
             given.pop(option, None)
-    made.flags = [flag for flag in made.flags if flag.startswith("--no-") or flag.removeprefix("--") in takes]
     if given["--data"] != "synthetic":
         given.pop("--classes", None)
         given.pop("--samples", None)
@@ -201,8 +207,8 @@ def repair(made: Configuration, draw: random.Random) -> None:
         given["--checkpoint-every"] = "1e"
 
 
-ANSWERS = {"-M": "M", "--weights": "weights", "--window": "window", "--corrector": "corrector", "--micro-batches": "m",
-           "--beta": "beta", "--workers": "N", "--buffer": "buffer"}  # fmt: skip
+ANSWERS = {"-M": "M", "--weights": "weights", "--window": "window", "--corrector": "corrector",
+           **{name: name for name in ("m", "beta", "N", "buffer", "recompute", "barrier", "conditional")}}  # fmt: skip
 
 # ---- which are valid
 
@@ -238,7 +244,10 @@ def judged(made: Configuration) -> tuple[str, str]:
     unclear = "extreme" if made.extreme else ""
     if unclear:
         return UNCLEAR, unclear
-    return together({**CONFIG, **given} if "--config" in given else given, made.flags)
+    config = CONFIG if "--config" in given else {}
+    if given.get("--method", CONFIG["--method"]) != CONFIG["--method"]:  # another method starts from its own settings
+        config = {option: value for option, value in config.items() if option not in ANSWERS}
+    return together({**config, **given})
 
 
 def every(text: str) -> bool:
@@ -273,10 +282,11 @@ ALONE: dict[str, Any] = {  # what can be said of one option
     "--weights": lambda text: text in ("stash", "hybrid", "replay"),
     "--window": lambda text: text in ("count", "aligned"),
     "--corrector": corrector,
-    "--micro-batches": lambda text: whole(text, 1),
-    "--beta": real,
-    "--workers": lambda text: whole(text, 1),
-    "--buffer": lambda text: whole(text, 1),
+    "m": lambda text: whole(text, 1),
+    "beta": real,
+    "N": lambda text: whole(text, 1),
+    "buffer": lambda text: whole(text, 1),
+    **dict.fromkeys(("recompute", "barrier", "conditional"), lambda text: text in ("yes", "no")),
     "-K": lambda text: whole(text, 1) and int(text) < 400,
     "--engine": lambda text: text in ("simulate", "processes"),
     "--device": lambda text: text == "cpu",
@@ -306,10 +316,10 @@ ALONE: dict[str, Any] = {  # what can be said of one option
 CONFIG = {"--model": "mlp", "--data": "digits", "--method": "adl", "-K": "2", "-M": "2"}  # good.json
 
 
-def together(given: dict[str, str], flags: list[str]) -> tuple[str, str]:
+def together(given: dict[str, str]) -> tuple[str, str]:
     """What can be said of options with each other."""
     model, data, name, K = given["--model"], given["--data"], given.get("--method", "adl"), int(given.get("-K", "1"))
-    for reason in (_data(model, data, given), _cutting(model, K, given), _answers(name, K, given, flags)):
+    for reason in (_data(model, data, given), _cutting(model, K, given), _answers(name, K, given)):
         if reason:
             return reason
     if given.get("--checkpoint-mode") == "drained" and given.get("--checkpoint-every", "e").strip()[-1] in "sn":
@@ -344,25 +354,23 @@ def _cutting(model: str, K: int, given: dict[str, str]) -> tuple[str, str] | Non
     return None
 
 
-def _answers(name: str, K: int, given: dict[str, str], flags: list[str]) -> tuple[str, str] | None:
+def _answers(name: str, K: int, given: dict[str, str]) -> tuple[str, str] | None:
     """A method refuses what it does not take, unless it is what it does anyway."""
     M, weights, _, _, takes = METHODS[name]
-    anyway = {"-M": str(M), "--weights": weights, "--window": "count", "--micro-batches": "1"}
+    anyway = {"-M": str(M), "--weights": weights, "--window": "count", "m": "1", "recompute": "no",
+              "barrier": "no"}  # fmt: skip
     unclear = ""
     for option, answer in ANSWERS.items():
         if option not in given or answer in takes or answer == "corrector" or given[option] == anyway.get(option):
             continue
         if (weights == "-" and option == "--weights" and given[option] == "stash") or (option, given[option]) == (
-            "--workers", "1"):  # fmt: skip
+            "N", "1"):  # fmt: skip
             unclear = "weights of a method that keeps none, or one worker"
             continue
-        if name == "gpipe" and option == "--micro-batches":
+        if name == "gpipe" and option == "m":
             continue
         return INVALID, f"{name} takes no {answer}"
-    for flag in flags:
-        if not flag.startswith("--no-") and flag.removeprefix("--") not in takes:
-            return INVALID, f"{name} takes no {flag}"
-    beta = float(given["--beta"]) if "--beta" in given else 0.5
+    beta = float(given["beta"]) if "beta" in given else 0.5
     if beta > 1 or (name == "fdg" and beta == 0) or (name == "predsim" and beta in (0, 1)):
         return INVALID, "beta beyond 1, or of predsim one that leaves out one of its two losses"
     if name in ("asgd", "dc-asgd") and K > 1:
@@ -378,7 +386,7 @@ def _corrected(name: str, given: dict[str, str]) -> tuple[str, str] | None:
         names = list(own)
     else:
         asked = [part.partition(":")[0] for part in given["--corrector"].split("+")]
-        if feedback != "above" or (name == "gpipe" and given.get("--micro-batches") != "1"):
+        if feedback != "above" or (name == "gpipe" and given.get("m") != "1"):
             return INVALID, "gradients that are not late"
         if name in ("bp", "gpipe"):
             return UNCLEAR, "correctors of gradients that are not late"
@@ -388,6 +396,9 @@ def _corrected(name: str, given: dict[str, str]) -> tuple[str, str] | None:
         return INVALID, "two correctors set the same"
     if any(given.get("--weights", weights) not in CORRECTORS[each][1] for each in names):
         return INVALID, "a corrector for other weights"
+    one_way = ("ddg", "fr", "pipedream", "adl-1f1b", "spectrain", "nag-async")
+    if "spec" in names and (name not in one_way or given.get("-M", str(METHODS[name][0])) != "1"):
+        return INVALID, "speculation counts the updates of 1F1B"
     return (INVALID, "2bw sets the forward weights") if name == "2bw" and "forward weights" in sets else None
 
 

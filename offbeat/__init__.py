@@ -102,4 +102,10 @@ def __getattr__(name: str) -> Any:
             module = importlib.import_module(f"offbeat.{home}")
             if hasattr(module, name):
                 return getattr(module, name)
+    if name[:1].isupper():  # a method that is not listed above: of a new file, or of another package
+        methods = importlib.import_module("offbeat.methods")
+        methods.add_packages()
+        for make in methods.METHODS.values():
+            if getattr(make, "__name__", None) == name:
+                return make
     raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

@@ -20,7 +20,7 @@ from offbeat import launch, options
 from offbeat.errors import FolderTaken, Interrupted, NotCompiled, NotFinite, NotFused, NotRecorded, UserError
 from offbeat.group import from_first
 from offbeat.options import numbers, spread
-from offbeat.recipe import ANSWERS, Recipe, complete, linear_rate, load, settings
+from offbeat.recipe import Recipe, changed, complete, linear_rate, load, settings
 
 INTERRUPTED = 130
 MOST_ROLLBACKS = 5  # of one run
@@ -135,7 +135,7 @@ def train(
         agreed = from_first(lambda: going_on(resume, chosen).as_dict())
         recipe, out = complete(**settings(agreed, resume / "config.json")), resume
     else:
-        recipe = complete(**{**(load(config) if config else {}), **chosen})
+        recipe = complete(**changed(load(config) if config else {}, chosen))
     result = execute(recipe, out or free_folder(recipe), dry_run=dry_run, show=not as_json,
                      resumed=resume is not None, max_restarts=max_restarts)  # fmt: skip
     if result is None or launch.is_worker():
@@ -162,12 +162,9 @@ def going_on(run: Path, chosen: dict[str, Any]) -> Recipe:
     if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:
         for name in ("cuts", "units", "threads_per_stage", "speeds", "engine"):
             before.pop(name, None)
-    if before["lr"] == linear_rate(before["batch_size"], before["M"]):  # which follows what changes
+    if before["lr"] == linear_rate(before["batch_size"], before["settings"]["M"]):  # which follows what changes
         before.pop("lr")
-    if chosen.get("method", before["method"]) != before["method"]:
-        for name in ANSWERS:
-            before.pop(name, None)
-    return complete(**{**before, **chosen})
+    return complete(**changed(before, chosen))
 
 
 def execute(
@@ -260,9 +257,10 @@ def free_folder(recipe: Recipe) -> Path:
 def report_result(result: dict[str, Any], *, dry_run: bool) -> None:
     if dry_run:
         recipe = result["recipe"]
+        M = recipe["settings"]["M"]
         how = f"{recipe['engine']}, {recipe['precision']}{', compiled' * recipe['compile']}{', fused' * recipe['fuse']}"
         print(
-            f"ready: {recipe['model']} on {recipe['data']}, {recipe['method']} K={recipe['K']} M={recipe['M']} "
+            f"ready: {recipe['model']} on {recipe['data']}, {recipe['method']} K={recipe['K']} M={M} "
             f"({how}), cuts {list(recipe['cuts'])}, {result['batches_an_epoch']} batches an epoch, "
             f"lr {recipe['lr']:g}; nothing was trained"
         )
@@ -276,7 +274,9 @@ def report_result(result: dict[str, Any], *, dry_run: bool) -> None:
 @app.command()
 @spread
 def compare(
-    methods: Annotated[str, typer.Option(help="Such as bp,ddg,adl; with settings bp:M=2,gpipe:m=8,adl:corrector=sc.")],
+    methods: Annotated[
+        str, typer.Option(help="Such as bp,ddg,adl; with settings bp:M=2,gpipe:m=8,adl:M=4,corrector=sc.")
+    ],
     data: options.Data,
     stages: options.Stages,
     schedule: options.Schedule,
@@ -313,6 +313,9 @@ def reproduce(
     only: Annotated[
         str | None, typer.Option(help="Rows of these names, or that begin so: resnet56, or a,b; * stands for anything.")
     ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Rows of this method alone; with other settings, as in adl:M=2,corrector=sc.")
+    ] = None,
     epochs: Annotated[
         int | None, typer.Option(help="Drops of the rate stay in proportion. (default the paper's, 300 or 90)")
     ] = None,
@@ -331,8 +334,8 @@ def reproduce(
     from offbeat import reproduce as reproducing
 
     request = reproducing.Request(
-        table=table, only=only, epochs=epochs, seeds=seeds, minutes=budget_minutes, together=side_by_side,
-        data=data, out=out, running=options.chosen(running),
+        table=table, only=only, method=method, epochs=epochs, seeds=seeds, minutes=budget_minutes,
+        together=side_by_side, data=data, out=out, running=options.chosen(running),
     )  # fmt: skip
     if list_rows:
         reproducing.show_rows(request, as_json=as_json)
@@ -356,7 +359,16 @@ def bench(
     model: Annotated[str, typer.Option(help="Network; see 'offbeat models'.")] = "resnet110",
     batch_size: Annotated[int, typer.Option(help="Samples a batch, of all workers together.")] = 128,
     K: Annotated[int, typer.Option("-K", help="Workers, and stages.")] = 4,
-    M: Annotated[int, typer.Option("-M", help="Gradients an update of ADL.")] = 4,
+    M: Annotated[
+        int | None, typer.Option("-M", help="Gradients per update of the methods that take M. (default 4)")
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Settings of a method of ours, as in adl:corrector=sc; one that is not listed is timed too. Can be "
+            "repeated."
+        ),
+    ] = None,
     against: Annotated[
         str, typer.Option(help="all, or some of bp-cores, bp-windows (GPU), torch-gpipe, torch-1f1b, torch-interleaved,"
                                " ddp, adl-1f1b, ddg, fr, dsp, gpipe; bp and adl are always there.")
@@ -387,7 +399,7 @@ def bench(
     from offbeat.train import shape_of
 
     request = rounds.Request(
-        model=model, batch_size=batch_size, K=K, M=M, against=against,
+        model=model, batch_size=batch_size, K=K, M=M, methods=tuple(method or ()), against=against,
         shape=shape_of(numbers(shape, int, "--shape", ",x")),
         device=device, precision=precision, partition=partition, cuts=numbers(cuts, int, "--cuts"), units=units,
         profile=profile, micro_batches=numbers(micro_batches, int, "--micro-batches"), repetitions=repetitions,
@@ -436,7 +448,9 @@ def bench_scaling(
 @app.command()
 def plan(
     model: Annotated[str, typer.Option(help="Network; see 'offbeat models'.")] = "resnet56",
-    method: Annotated[str, typer.Option(help="A declared method, or all.")] = "adl",
+    method: Annotated[
+        str, typer.Option(help="A method, with settings as in adl:M=4,corrector=sc; or all.")
+    ] = "adl",
     K: Annotated[int, typer.Option("-K", help="Stages.")] = 4,
     M: Annotated[int | None, typer.Option("-M", help="Gradients an update.")] = None,
     batch_size: Annotated[int, typer.Option(help="Samples a batch.")] = 32,
@@ -517,10 +531,13 @@ def methods(
     M: Annotated[int | None, typer.Option("-M", help="Gradients an update in the timeline.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """List the training methods: locks, lag, weights, staleness, ideal speed-up; or tell one, with its timeline."""
+    """List the training methods: locks, lag, weights, staleness, ideal speed-up; or one with settings and timeline."""
     from offbeat.describe import print_methods, show_methods
+    from offbeat.methods import add_packages
 
     told = show_methods(name, K=K, M=M)
+    for entry, reason in add_packages().items() if name is None else ():
+        print(f"offbeat: method {entry} {reason}: update or uninstall the package", file=sys.stderr)
     if as_json:
         print(json.dumps(told))
     else:

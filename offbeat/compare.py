@@ -11,7 +11,6 @@ command goes on where it was stopped.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import signal
@@ -31,11 +30,12 @@ from rich.console import Console
 from offbeat import launch, lock, record
 from offbeat.errors import FolderTaken, Interrupted, UserError, first_line, unknown
 from offbeat.method import Method
-from offbeat.methods import METHODS, named
-from offbeat.recipe import Recipe, answer, complete, cores, load, settings
+from offbeat.methods import parsed, settings_of, with_settings
+from offbeat.recipe import Recipe, complete, cores, load, settings
 from offbeat.report import draw_curves
 from offbeat.report.comparison import Comparison, markdown, read, table
 from offbeat.report.draw import by_the_way
+from offbeat.settings import split_list
 
 MATCHES = ("batch", "effective")
 STOP_SECONDS = 10  # that a run has to end after Ctrl-C
@@ -46,28 +46,19 @@ Execute = Callable[..., dict[str, Any] | None]
 
 @dataclass(frozen=True)
 class Entry:
-    """One of --methods: a name, and what it is to do otherwise than by default, as in adl:M=2:corrector=sc."""
+    """One of --methods: a method, and settings that differ from its defaults, as in adl:M=2,corrector=sc."""
 
     label: str
     method: str
-    answers: Mapping[str, Any]
+    settings: Mapping[str, Any]
 
     @classmethod
     def of(cls, text: str) -> Entry:
         """
         >>> Entry.of("gpipe:m=8")
-        Entry(label='gpipe:m=8', method='gpipe', answers={'m': 8})
+        Entry(label='gpipe:m=8', method='gpipe', settings={'m': 8})
         """
-        name, *parts = (part.strip() for part in text.split(":"))
-        answers: dict[str, Any] = {}
-        for part in parts:
-            setting, equals, value = part.partition("=")
-            if not equals or not value or setting in answers:
-                raise UserError(f"{text!r} in --methods: give each setting once, as in {name}:M=2 or gpipe:m=8")
-            answers[setting] = answer(setting, value)
-        if name not in METHODS:
-            raise unknown("method", name, METHODS)
-        return cls(text, name, answers)
+        return cls(text, *parsed(text))
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,15 @@ class Run:
 
     @property
     def folder(self) -> str:
-        return f"{self.label.replace(':', '-')}-seed{self.seed}"
+        return f"{folder_name(self.label)}-seed{self.seed}"
+
+
+def folder_name(label: str) -> str:
+    """
+    >>> folder_name("adl:M=2,corrector=sc")
+    'adl-M=2-corrector=sc'
+    """
+    return label.replace(":", "-").replace(",", "-")
 
 
 def compare(
@@ -91,7 +90,7 @@ def compare(
 
     jobs, together   runs at a time: in processes of their own, or by turns in this one
     """
-    entries = [Entry.of(text.strip()) for text in methods.split(",") if text.strip()]
+    entries = [Entry.of(text) for text in split_list(methods)]
     _check(entries, match, seeds, M, jobs, together, chosen)
     K = chosen.get("K", 1)
     if "engine" not in chosen and chosen.get("device") != "cuda":
@@ -130,8 +129,8 @@ def _compare(
 def _check(
     entries: list[Entry], match: str, seeds: int, M: int, jobs: int, together: int, chosen: Mapping[str, Any]
 ) -> None:
-    labels = [entry.label for entry in entries]
-    twice = [label for label in labels if labels.count(label) > 1]
+    labels = [folder_name(entry.label) for entry in entries]
+    twice = [entry.label for entry in entries if labels.count(folder_name(entry.label)) > 1]
     if not entries or twice:
         raise UserError(f"--methods {twice[0]!r} is there twice: name each once" if twice else
                         "--methods names none: give some, such as bp,adl")  # fmt: skip
@@ -162,27 +161,27 @@ def recipe_of(entry: Entry, asked: Mapping[str, Any]) -> Recipe:
     -M goes to the methods whose gradients are late and that take an M against it; others accumulate where their entry
     says so. To match the effective batch a method takes b*M samples an update, in batches of that divided by its own M.
     """
-    answers = dict(entry.answers)
-    if "M" not in answers and _takes_M(entry):
-        answers["M"] = asked["M"]
-    method = named(entry.method, **answers)
+    settings = dict(entry.settings)
+    if "M" not in settings and _takes_M(entry):
+        settings["M"] = asked["M"]
+    method = with_settings(entry.method, settings)
     b = asked["batch_size"]
     if asked["match"] == "effective":
         b, rest = divmod(b * asked["M"], method.M)
         if rest:
             raise UserError(f"{entry.label} with M = {method.M}: {asked['batch_size'] * asked['M']} samples an update "
                             "cannot be split into so many batches, choose -M or --batch-size otherwise")  # fmt: skip
-    given = {name: value for name, value in asked.items() if name not in ("methods", "match", "seeds", "M", *answers)}
+    given = {name: value for name, value in asked.items() if name not in ("methods", "match", "seeds", "M")}
     given |= {"threads_per_stage": asked.get("threads_per_stage") or max(1, cores() // asked.get("K", 1))}
     method.check(1 if one_stage(method) else asked.get("K", 1))
     if one_stage(method):
         given |= {"K": 1, "engine": None, "cuts": None, "speeds": None, "partition": "flops"}
-    return complete(**{**given, "method": entry.method, "batch_size": b, **answers})
+    return complete(**{**given, "method": entry.method, "batch_size": b, "settings": settings})
 
 
 def _takes_M(entry: Entry) -> bool:  # noqa: N802
-    lagging = named(entry.method, **entry.answers).lag(1, 2) > 0
-    return lagging and "M" in inspect.signature(METHODS[entry.method]).parameters
+    lagging = with_settings(entry.method, entry.settings).lag(1, 2) > 0
+    return lagging and "M" in settings_of(entry.method)
 
 
 def one_stage(method: Method) -> bool:

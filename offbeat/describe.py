@@ -14,10 +14,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from offbeat.errors import UserError, unknown
+from offbeat.errors import UserError
 from offbeat.method import Method
-from offbeat.methods import METHODS, named
+from offbeat.methods import METHODS, add_packages, named, settings_of
 from offbeat.report.text import timeline_text
+from offbeat.settings import shown
 from offbeat.timeline import balanced, speed_up
 
 LOCKS = ("forward", "backward", "update")
@@ -37,6 +38,7 @@ x at K: speed-up of K workers over BP on one, by the clock
 class Description:
     """A method with its own settings.
 
+    settings    name, what is allowed, and default, of each
     K           stages that staleness, versions and held are of, a list from stage 1: the most it can have up to 4
     speed_up    ideal, over back-propagation on one worker: K equal stages, B = 2F, no communication, steady state;
                 for a method that trains whole networks, of K workers
@@ -53,6 +55,7 @@ class Description:
     feedback: str
     correctors: list[str]
     takes: list[str]
+    settings: list[dict[str, Any]]
     K: int
     staleness: list[float]
     versions: list[int]
@@ -62,8 +65,7 @@ class Description:
 
 def describe(name: str) -> Description:
     """What the declaration of a method says, and what the clock makes of it."""
-    if name not in METHODS:
-        raise unknown("method", name, METHODS)
+    takes = settings_of(name)
     method = named(name)
     K = max(K for K in range(1, K_SHOWN + 1) if possible(method, K))
     ks = range(1, K + 1)
@@ -73,9 +75,16 @@ def describe(name: str) -> Description:
         weights=weights_text(method, K), feedback=method.feedback,
         correctors=[corrector.name for corrector in method.correctors],
         takes=list(inspect.signature(METHODS[name]).parameters), K=K,
+        settings=[{"name": setting.name, "allowed": setting.allowed, "default": _plain(setting.default)}
+                  for setting in takes.values()],
         staleness=[method.staleness(k, K) for k in ks], versions=[method.versions(k, K) for k in ks],
         held=[method.held(k, K) for k in ks], speed_up={K: ideal_speed_up(name, K) for K in SPEEDS},
     )  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it."""
+    return value if value is None or isinstance(value, bool | int | float | str) else shown(value)
 
 
 def possible(method: Method, K: int) -> bool:
@@ -85,8 +94,7 @@ def possible(method: Method, K: int) -> bool:
 
 def ideal_speed_up(name: str, K: int) -> float | None:
     """By the clock, for K workers: a stage each, or a copy of the whole network where the method cannot be cut."""
-    takes = inspect.signature(METHODS[name]).parameters
-    method = named(name, N=K if "N" in takes else None)
+    method = named(name, N=K if "N" in settings_of(name) else None)
     if possible(method, K):
         return speed_up(method, balanced(K))
     return speed_up(method, balanced(1)) if method.workers == K else None
@@ -138,6 +146,7 @@ def show_methods(name: str | None, *, K: int | None, M: int | None) -> Any:
     if name is None:
         if K is not None or M is not None:
             raise UserError("-K and -M draw the timeline of one method: name it, as in 'offbeat methods adl -K 4'")
+        add_packages()
         return [asdict(describe(each)) for each in METHODS]
     described = describe(name)
     stages = K if K is not None else max(K for K in range(1, DRAWN_K + 1) if possible(named(name), K))
@@ -175,12 +184,18 @@ def summary(told: dict[str, Any]) -> str:
         "weights": told["weights"],
         "gradient": f"from {told['feedback']}" if told["feedback"] == "above" else told["feedback"],
         "correctors": ", ".join(told["correctors"]) or "none",
-        "takes": ", ".join(told["takes"]) or "no settings",
+        "settings": "none",
         f"K={told['K']}": f"staleness {each(told['staleness'])}; versions {each(told['versions'])}; "
         f"batches held {each(told['held'])}",
         "ideal speed-up": ", ".join(speeds) or "-",
     }
     width = max(map(len, lines))
+    if told["settings"]:
+        written = [(f"{each['name']}={shown(each['default'])}", each["allowed"]) for each in told["settings"]]
+        longest = max(len(setting) for setting, _ in written)
+        below = f"\n{' ' * width}  "
+        lines["settings"] = below.join(f"{setting.ljust(longest)}  {allowed}" for setting, allowed in written)
+        lines["settings"] += f"{below}as in 'offbeat train --method {told['name']}:{written[0][0]}'"
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines.items())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from offbeat.errors import UserError
-from offbeat.methods import METHODS
+from offbeat.methods import METHODS, parsed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +33,26 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class OneMethod:
-    """A method and its answers; it refuses those that it does not take."""
+    """A method and its settings; it refuses those that it does not take. All but `method` are short forms."""
 
-    method: Annotated[str | None, typer.Option(help=f"{', '.join(METHODS)}. (default adl)")] = None
-    M: Annotated[int | None, typer.Option("-M", help="Gradients an update. (default the method's)")] = None
+    method: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(METHODS)}; with settings as in adl:M=4,corrector=sc; 'offbeat methods NAME' "
+                     "lists them. (default adl)"),
+    ] = None  # fmt: skip
+    M: Annotated[int | None, typer.Option("-M", help="Gradients per update. (default the method's)")] = None
     weights: Annotated[str | None, typer.Option(help="stash, hybrid or replay. (default the method's)")] = None
     window: Annotated[str | None, typer.Option(help="count or aligned. (default count)")] = None
-    corrector: Annotated[str | None, typer.Option(help="Against staleness, such as sc, or lwp+sc.")] = None
-    m: Annotated[int | None, typer.Option("--micro-batches", help="Parts of a batch, m.")] = None
-    beta: Annotated[float | None, typer.Option(help="What a gradient is multiplied by on its way down.")] = None
-    N: Annotated[int | None, typer.Option("--workers", help="Workers of a data-parallel method, N.")] = None
-    recompute: Annotated[bool | None, typer.Option(help="Hold inputs, and repeat forwards.")] = None
-    barrier: Annotated[bool | None, typer.Option(help="Wait for all stages in each iteration.")] = None
-    conditional: Annotated[bool | None, typer.Option("--conditional", help="Tell synthesisers the labels.")] = None
-    buffer: Annotated[int | None, typer.Option(help="Batches between stages that run freely.")] = None
+    corrector: Annotated[str | None, typer.Option(help="Corrections of late gradients, such as sc or lwp+sc.")] = None
+
+    def given(self) -> dict[str, Any]:
+        """The name of the method and its settings, as far as they were given, in the recipe's form."""
+        short = {name: getattr(self, name) for name in ("M", "weights", "window", "corrector")}
+        if self.method is None:
+            settings = {name: value for name, value in short.items() if value is not None}
+            return {"settings": settings} if settings else {}
+        name, settings = parsed(self.method, **short)
+        return {"method": name, "settings": settings}
 
 
 ENGINE = "simulate, processes or, for one GPU, streams. (default for K > 1 processes, with a GPU streams)"
@@ -152,7 +158,10 @@ LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options that hold s
 
 def chosen(*groups: Data | OneMethod | Stages | Schedule | Saving | Looking) -> dict[str, Any]:
     """The settings that were given, in the recipe's names and types."""
-    values = {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
+    values: dict[str, Any] = {}
+    for group in groups:
+        values |= group.given() if isinstance(group, OneMethod) else {
+            field.name: getattr(group, field.name) for field in fields(group)}  # fmt: skip
     for name, (kind, separators) in LISTS.items():
         if values.get(name) is not None:
             values[name] = numbers(values[name], kind, f"--{name}", separators)

@@ -662,7 +662,7 @@ def _chain(stages: Sequence[nn.Module], K: int | None, cuts: object) -> tuple[nn
 
 def _method(method: Method | str, M: int | None) -> Method:
     if isinstance(method, str):
-        return methods.named(method, M=M)
+        return methods.with_settings(*methods.parsed(method, M=M))
     if not isinstance(method, Method):
         raise UserError(f"method {method!r}: use offbeat.ADL(M=4) and the like, or a name")
     if M is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from offbeat.cutting import Profile
 from offbeat.cutting.loopback import measure_links
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
-from offbeat.methods import DECLARED
+from offbeat.methods import DECLARED, METHODS, add_packages, parsed, with_settings
 from offbeat.plan import Measured, Network, Plan, make_plan
 from offbeat.report.draw import by_the_way, draw_staleness, draw_timeline
 from offbeat.theory import bound_table
@@ -26,16 +25,18 @@ from offbeat.theory import bound_table
 EVERY, DEFAULT = ("all",), "adl"  # every method's speed-up is printed anyway; the stages are those of one
 
 
-def chosen_method(name: str, M: int | None) -> Method:
-    """A declared method, with M where it takes one."""
+def chosen_method(text: str, M: int | None) -> Method:
+    """A declared method, with the settings of the text and M where it was given."""
+    name = text.partition(":")[0].strip()
+    if name not in DECLARED:
+        add_packages()
     if name not in DECLARED:
         raise unknown("method", name, DECLARED)
-    declare = DECLARED[name]
-    if M is None:
-        return declare()
-    if "M" not in inspect.signature(declare).parameters:
-        raise UserError(f"-M {M} with {name}, which applies every gradient at once: leave -M out, or use adl")
-    return declare(M=M)
+    if name in METHODS:
+        return with_settings(*parsed(text, M=M))
+    if M is not None or name != text:
+        raise UserError(f"{name} has no settings (given: {text if M is None else f'M={M}'}): leave them out")
+    return DECLARED[name]()
 
 
 def show_plan(

@@ -7,20 +7,24 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from offbeat.epochs import Epochs
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method, Weights
-from offbeat.methods import named
+from offbeat.methods import settings_of, with_settings
 from offbeat.ops import Window
 
 ENGINES = ("simulate", "processes", "streams")
 MOST = 2**31  # for whole numbers
 MOST_TURNS = 100_000  # of a trace, which is held in memory and read by people
-ANSWERS = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
+RESOLVED = ("M", "weights", "window")  # settings that every recipe states, as its method has them
+# Settings that were fields of their own in recipes of earlier versions, None where they were not given.
+EARLIER = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
+PAPER: dict[str, Any] = {"model": "resnet56", "data": "cifar10", "method": "adl", "K": 1, "batch_size": 32,
+                         "momentum": 0.9, "warmup": 3.0, "seed": 0}  # fmt: skip
 WARMUP_START = 0.01  # the released code ramps up from 1 % of the learning rate
 
 
@@ -28,8 +32,8 @@ WARMUP_START = 0.01  # the released code ramps up from 1 % of the learning rate
 class Recipe:
     """A training run, complete; `complete` fills in what the user left open.
 
-    The ANSWERS are the method's: M, weights and window stand here as it resolved them, the others as they were asked
-    for, None where they were not. A method refuses those that it does not take.
+    `settings` are the method's: M, weights and window as it has them, the others where they were given. It refuses
+    those that it does not take.
     """
 
     model: str
@@ -40,18 +44,8 @@ class Recipe:
     samples: int | None = None
     data_workers: int | None = None  # None: as many as there are cores, up to 8
     method: str
+    settings: dict[str, Any] = field(hash=False)
     K: int
-    M: int
-    weights: Weights
-    window: Window
-    corrector: str | None = None
-    m: int | None = None
-    beta: float | None = None
-    N: int | None = None
-    recompute: bool | None = None
-    barrier: bool | None = None
-    conditional: bool | None = None
-    buffer: int | None = None
     engine: str
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
@@ -82,8 +76,26 @@ class Recipe:
     trace: int | None = None  # local iterations to record, which changes no number
     diagnose: int | None = None  # updates between two looks at late gradients, nor does this
 
+    @property
+    def M(self) -> int:  # noqa: N802
+        return int(self.settings["M"])
+
+    @property
+    def weights(self) -> Weights:
+        found: Weights = self.settings["weights"]
+        return found
+
+    @property
+    def window(self) -> Window:
+        found: Window = self.settings["window"]
+        return found
+
+    @property
+    def corrector(self) -> str | None:
+        return self.settings.get("corrector")
+
     def make_method(self) -> Method:
-        return named(self.method, **{answer: getattr(self, answer) for answer in ANSWERS})
+        return with_settings(self.method, self.settings)
 
     def count(self, samples: int) -> Epochs:
         """The epochs of a run of this recipe from its beginning, where one has so many samples."""
@@ -123,7 +135,10 @@ def cores() -> int:
 
 
 def complete(**given: Any) -> Recipe:
-    """The recipe with these settings and the paper's for all others; None is the same as leaving a setting out.
+    """The recipe with these values and the paper's for all others; None is the same as leaving one out.
+
+    Names that are no field of a recipe are settings of the method; one that shares its name with a field goes in
+    `settings`.
 
     lr is 0.1 * batch_size * M / 256; CIFAR-like data takes 300 epochs, weight decay 5e-4 and a tenth of the rate at
     1/2, 3/4 and 11/12 of them; image folders 90 epochs, 1e-4 and 1/3, 2/3, 8/9.
@@ -131,21 +146,22 @@ def complete(**given: Any) -> Recipe:
     >>> recipe = complete(method="adl", K=4, M=4)
     >>> recipe.lr, recipe.epochs, recipe.engine
     (0.05, 300, 'processes')
+    >>> complete(method="dni", lr=0.1, settings={"lr": 1e-4}).settings
+    {'M': 1, 'weights': 'stash', 'window': 'count', 'lr': 0.0001}
     """
-    paper = {"model": "resnet56", "data": "cifar10", "method": "adl", "K": 1, "batch_size": 32, "momentum": 0.9,
-             "warmup": 3.0, "seed": 0}  # fmt: skip
-    values = {**paper, **{name: value for name, value in given.items() if value is not None}}
+    values = {**PAPER, **{name: value for name, value in given.items() if value is not None}}
+    names = {field.name for field in fields(Recipe)}
+    given = {**values.pop("settings", {}), **{name: values.pop(name) for name in list(values) if name not in names}}
     _check(values)
-    method = named(values["method"], **{answer: values.get(answer) for answer in ANSWERS})
+    method = with_settings(values["method"], given)
+    taken = sorted(given.keys() & settings_of(values["method"]).keys() - set(RESOLVED))
     for corrector in method.correctors:
         if corrector.reads_momentum and not 0 < values["momentum"] < 1:
             raise UserError(f"corrector {corrector.name} with momentum = {values['momentum']:g}: it reads the momentum "
                             "of SGD, use one between 0 and 1")  # fmt: skip
     image_folder = values["data"] == "imagefolder"
     defaults = {
-        "M": method.M,
-        "weights": method.weights,
-        "window": method.window,
+        "settings": {name: getattr(method, name) for name in RESOLVED} | {name: given[name] for name in taken},
         "engine": _engine(values, method),
         "epochs": 90 if image_folder else 300,
         "lr": linear_rate(values["batch_size"], method.M),
@@ -178,14 +194,14 @@ def _check(values: Mapping[str, Any]) -> None:
                           ("on_nan", ("stop", "skip", "rollback"))):  # fmt: skip
         if values.get(name, allowed[0]) not in allowed:
             raise unknown(name, values[name], allowed)
-    least = {"K": 1, "epochs": 1, "batch_size": 1, "threads_per_stage": 1, "data_workers": 0, "seed": 0, "m": 1, "N": 1,
-             "buffer": 1, "keep": 1, "trace": 1, "diagnose": 1}  # fmt: skip
+    least = {"K": 1, "epochs": 1, "batch_size": 1, "threads_per_stage": 1, "data_workers": 0, "seed": 0, "keep": 1,
+             "trace": 1, "diagnose": 1}  # fmt: skip
     for name, smallest in least.items():
         if name in values and values[name] < smallest:
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")
         if name in values and name != "K" and values[name] > MOST:  # the model says what K can be
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number up to {MOST}")
-    for name in ("classes", "samples", "shape", "M"):  # what they can be at least, data set and method say
+    for name in ("classes", "samples", "shape"):  # what they can be at least, the data set says
         sizes = values.get(name, ())
         if max(sizes if isinstance(sizes, tuple) else (sizes,), default=0) > MOST:
             raise UserError(f"{name} = {sizes}: use whole numbers up to {MOST}")
@@ -200,7 +216,7 @@ def _check(values: Mapping[str, Any]) -> None:
     every = re.match(r"\s*(\d+)", values.get("checkpoint_every", ""))
     if every and float(every[1]) > MOST:
         raise UserError(f"checkpoint-every = {values['checkpoint_every']}: use a number up to {MOST}")
-    for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm", "beta"):
+    for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm"):
         if name in values and not 0 <= values[name] < float("inf"):
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a number from 0 up")
     if any(not 0 < speed < float("inf") for speed in values.get("speeds", ())):
@@ -224,37 +240,55 @@ def load(path: Path) -> dict[str, Any]:
 def settings(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """A recipe as it was read from JSON, checked for its names and types; `path` is where it stood."""
     types = {field.name: str(field.type) for field in fields(Recipe)}
-    found = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    found = upgraded(values)
     for name, value in found.items():
         if name not in types:
             raise unknown(f"setting in {path}", name, types)
         if not _fits(value, types[name]):
             raise UserError(f"{path}: {name} = {values[name]!r} does not fit, it takes {types[name]}: correct it")
+    takes = settings_of(found.get("method", PAPER["method"]))
+    for name, value in found.get("settings", {}).items():
+        try:
+            if name in takes:
+                takes[name].check(value)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
     return found
 
 
-def answer(name: str, text: str) -> Any:
-    """A method's answer as it was written, in its own type.
+def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as it was read from JSON in the present form: earlier, settings of the method were fields of their own.
 
-    >>> answer("m", "8"), answer("beta", "0.5"), answer("barrier", "no"), answer("corrector", "lwp+sc")
-    (8, 0.5, False, 'lwp+sc')
+    >>> upgraded({"method": "fdg", "M": 1, "beta": 0.5, "m": None, "cuts": [2]})
+    {'method': 'fdg', 'cuts': (2,), 'settings': {'M': 1, 'beta': 0.5}}
     """
-    if name not in ANSWERS:
-        raise unknown("setting of a method", name, ANSWERS)
-    kind = next(str(field.type) for field in fields(Recipe) if field.name == name).split(" | ")[0]
-    try:
-        if kind == "bool":
-            return {"yes": True, "true": True, "no": False, "false": False}[text.lower()]
-        return {"int": int, "float": float}.get(kind, str)(text)
-    except (ValueError, KeyError):
-        wanted = {"bool": "yes or no", "int": "a whole number", "float": "a number"}[kind]
-        raise UserError(f"{name}={text}: give {wanted}") from None
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    earlier = {name: found.pop(name) for name in EARLIER if name in found}
+    own = found.get("settings", {})
+    if not earlier or not isinstance(own, dict):
+        return found
+    return {**found, "settings": {**{name: value for name, value in earlier.items() if value is not None}, **own}}
+
+
+def changed(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe with others instead of some; another method starts from its own settings.
+
+    >>> changed({"method": "adl", "settings": {"M": 2}}, {"settings": {"corrector": "sc"}})["settings"]
+    {'M': 2, 'corrector': 'sc'}
+    """
+    name = given.get("method", before.get("method", PAPER["method"]))
+    kept = before.get("settings", {}) if name == before.get("method", PAPER["method"]) else {}
+    takes = settings_of(name)  # what it states without taking it follows the others
+    kept = {setting: value for setting, value in kept.items() if setting in takes}
+    return {**before, **given, "settings": {**kept, **given.get("settings", {})}}
 
 
 def _fits(value: Any, annotation: str) -> bool:
     """Whether a JSON value fits one of the types that recipes use."""
     if value is None:
         return "None" in annotation
+    if isinstance(value, dict) or annotation.startswith("dict"):
+        return isinstance(value, dict) and annotation.startswith("dict")
     if isinstance(value, tuple):
         numbers = (int, float) if "float" in annotation else (int,)
         return annotation.startswith("tuple") and all(type(item) in numbers for item in value)

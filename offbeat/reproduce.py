@@ -31,6 +31,7 @@ from rich.console import Console
 
 from offbeat import launch, lock, recipes, record
 from offbeat.errors import FolderTaken, Interrupted, NotFinite, UserError, first_line, unknown
+from offbeat.methods import parsed
 from offbeat.recipe import Recipe, complete, load
 from offbeat.recipes import Images, Row, Table
 from offbeat.report import draw_curves
@@ -56,6 +57,7 @@ class Request:
 
     table: str
     only: str | None
+    method: str | None = None  # with settings, as text
     epochs: int | None
     seeds: int
     minutes: float | None
@@ -68,7 +70,8 @@ class Request:
     def command(self) -> list[str]:
         """The command without the names of places."""
         words = ["offbeat", "reproduce", self.table]
-        given = {"only": self.only, "epochs": self.epochs, "seeds": self.seeds, "budget-minutes": self.minutes,
+        given = {"only": self.only, "method": self.method, "epochs": self.epochs, "seeds": self.seeds,
+                 "budget-minutes": self.minutes,
                  "side-by-side": self.together if self.together > 1 else None,
                  **{name.replace("_", "-"): value for name, value in self.running.items()}}  # fmt: skip
         for name, value in given.items():
@@ -94,10 +97,20 @@ class Run:
 
 
 def rows_of(request: Request) -> tuple[Table, list[Row]]:
-    """The table, and those of its rows that --only names."""
+    """The table, and those of its rows that --only names and that --method trains."""
     if request.table not in recipes.TABLES:
         raise unknown("table", request.table, recipes.TABLES)
-    table = recipes.TABLES[request.table]
+    table, rows = _named_rows(recipes.TABLES[request.table], request)
+    if request.method is None:
+        return table, rows
+    wanted, trained = parsed(request.method)[0], {row.name: row.recipe().method for row in rows}
+    if wanted not in trained.values():
+        there = ", ".join(dict.fromkeys(trained.values()))
+        raise UserError(f"--method {request.method}: no row that is asked for trains by {wanted}: use one of {there}")
+    return table, [row for row in rows if trained[row.name] == wanted]
+
+
+def _named_rows(table: Table, request: Request) -> tuple[Table, list[Row]]:
     if request.only is None:
         return table, list(table.rows)
     wanted = [text.strip() for text in request.only.split(",") if text.strip()]
@@ -136,7 +149,7 @@ def check(request: Request) -> None:
 
 def settings_of(request: Request, table: Table, there: dict[str, Any] | None) -> dict[str, Any]:
     """What all runs of the folder share. What is not given now stays as it was; what is given must not differ."""
-    given = {"epochs": request.epochs, **request.running}
+    given = {"epochs": request.epochs, **_asked_method(request), **request.running}
     if there is None:
         first = recipe_of(table.rows[0], 0, given)
         if request.together > 1 and "engine" not in given and default_engine(table, given) == "processes":
@@ -148,6 +161,11 @@ def settings_of(request: Request, table: Table, there: dict[str, Any] | None) ->
             raise UserError(f"{_folder(request)} holds a reproduction with {name} = {was}, not {value}: leave it "
                             "out to go on with that, or choose another --out")  # fmt: skip
     return there
+
+
+def _asked_method(request: Request) -> dict[str, Any]:
+    """The method whose settings take the place of the rows' own, if there are any."""
+    return {"method": request.method} if request.method and ":" in request.method else {}
 
 
 def default_engine(table: Table, given: dict[str, Any]) -> str:
@@ -243,10 +261,17 @@ def kept_recipe(path: Path, run: Run) -> Recipe:
     there = complete(**load(path / "config.json"))
     here = replace(run.recipe, **{name: getattr(there, name) for name in PLACES})
     if there != here:
-        changed = [name for name in here.as_dict() if getattr(there, name) != getattr(here, name)]
-        raise UserError(f"{path} was run with another recipe ({changed[0]}: {getattr(there, changed[0])} there, "
-                        f"{getattr(here, changed[0])} here): move it away to run it anew")  # fmt: skip
+        was, now = _flat(there), _flat(here)
+        changed = next(name for name in {**now, **was} if was.get(name) != now.get(name))
+        raise UserError(f"{path} was run with another recipe ({changed}: {was.get(changed)} there, {now.get(changed)} "
+                        "here): move it away to run it anew")  # fmt: skip
     return there
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    """The values of a recipe, each setting of its method by itself."""
+    values = recipe.as_dict()
+    return {**{f"{recipe.method}:{name}": value for name, value in values.pop("settings").items()}, **values}
 
 
 def in_stages(recipe: Recipe) -> Recipe:
@@ -509,7 +534,7 @@ def show_rows(request: Request, *, as_json: bool) -> None:
     """The rows in the order in which their first runs come, with their recipes; nothing is read or run."""
     check(request)
     table, rows = rows_of(request)
-    given = {"epochs": request.epochs, **request.running}
+    given = {"epochs": request.epochs, **_asked_method(request), **request.running}
     first = {row.name: recipe_of(row, 0, given) for row, _ in table.order(1) if row in rows}
     named = {row.name: row for row in rows}
     if as_json:

@@ -27,13 +27,14 @@ from offbeat.checkpoint import Checkpoint, CheckpointFailed
 from offbeat.epochs import Epochs
 from offbeat.errors import Interrupted, UserError
 from offbeat.links import Link, Message
+from offbeat.methods import settings_of
 from offbeat.pipeline import Pipeline
-from offbeat.recipe import ANSWERS, Recipe
+from offbeat.recipe import Recipe, upgraded
 from offbeat.stage import Stage
 from offbeat.stage import state as stage_state
 
 # What must not change if the batches in flight are to go on, and what recipes had before they had a choice.
-SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "drop_last", "weighting", "precision", *ANSWERS)
+SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "drop_last", "weighting", "precision")
 EARLIER = {"precision": "fp32", "drop_last": False, "weighting": "batches"}
 RATES = ("lr", "momentum", "weight_decay")
 SCHEDULE = ("lr", "epochs", "warmup", "milestones")
@@ -255,8 +256,11 @@ class Saver:
 
 def exact(recipe: Recipe, saved: dict[str, Any]) -> bool:
     """Whether a run of this recipe can go on with the batches that were in flight."""
-    now, before = recipe.as_dict(), {**EARLIER, **saved}
-    return all(_listed(now[name]) == _listed(before.get(name)) for name in SAME)
+    now, before = recipe.as_dict(), {**EARLIER, **upgraded(saved)}
+    if any(_listed(now[name]) != _listed(before.get(name)) for name in SAME):
+        return False
+    defaults = {name: setting.default for name, setting in settings_of(recipe.method).items()}
+    return {**defaults, **recipe.settings} == {**defaults, **before["settings"]}
 
 
 def _listed(value: Any) -> Any:
@@ -286,7 +290,7 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
         return []
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
     updates = made.t // recipe.M
-    if saved["M"] == recipe.M:  # drains on the way have ended windows early
+    if upgraded(saved)["settings"]["M"] == recipe.M:  # drains on the way have ended windows early
         updates = max(part["counters"]["update_index"] for part in parts)
     merged = merge(parts)
     heads = heads_by_cut(parts, saved)

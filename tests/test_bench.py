@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -21,7 +22,16 @@ from processes import ENVIRONMENT, START, STOP, wait_for
 from offbeat.bench import nursery as nursery_module
 from offbeat.bench import rounds, scaling
 from offbeat.bench.nursery import Nursery
-from offbeat.bench.rows import ROWS, Setting, chosen, left_out, method_of, micro_batches
+from offbeat.bench.rows import (
+    ROWS,
+    Setting,
+    chosen,
+    left_out,
+    method_of,
+    micro_batches,
+    row_of,
+    settings_by_method,
+)
 from offbeat.bench.where import check, counted, placed
 from offbeat.cutting.profile import Profile, UnitCost
 from offbeat.errors import UserError
@@ -226,6 +236,10 @@ def failing(seconds):
     (("--device", "gpu"), ("unknown device",)),
     (("--micro-batches", "4,x"), ("--micro-batches", "give numbers")),
     (("--precision", "bf16"), ("--precision bf16 on the cpu",)),
+    (("-M", 0), ("-M 0",)),
+    (("-M", 2, "--method", "adl:M=3"), ("M is 3 in 'adl:M=3' and 2", "give it once")),
+    (("--method", "adl:beta=3"), ("adl takes no beta",)),
+    (("--method", "adl:M=3", "--method", "adl:M=2"), ("--method adl is given twice",)),
     (("--model", "resnet20", "-K", "3", "--cuts", "5"), ("1 cuts", "K = 3")),
     (("scaling", "--depths", "resnet21"), ("unknown model 'resnet21'",)),
     (("scaling", "--stages", "2,0"), ("--stages 0",)),
@@ -247,6 +261,22 @@ def test_rows_are_named_once_and_all_are_those_listed():
     assert [row.name for row in chosen("all", "cuda")] == list(ROWS)
     assert set(ROWS) - {row.name for row in chosen("all")} == {"bp-windows"}  # which is for GPUs
     assert [row.name for row in chosen("ddp, bp")] == ["bp", "ddp", "adl"]
+
+
+def test_a_method_of_ours_is_timed_with_the_settings_that_are_given():
+    given = settings_by_method(["adl:corrector=sc", "gpipe:m=2", "pipedream:weights=hybrid"], None)
+    setting = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=3, methods=given)
+    rows = {row.name: row for row in chosen("ddg", methods=list(given))}
+    assert list(rows) == ["bp", "adl", "ddg", "gpipe", "pipedream"]
+    adl, pipedream = method_of(rows["adl"], setting), method_of(rows["pipedream"], setting)
+    assert (adl.M, [corrector.name for corrector in adl.correctors]) == (3, ["sc"])
+    assert (pipedream.M, pipedream.weights) == (1, "hybrid")
+    assert micro_batches(rows["gpipe"], setting) == [2]
+    assert rounds.note(rows["adl"], setting, None).startswith("corrector=sc; ")
+    assert Setting.of(json.loads(json.dumps(setting.as_dict()))) == setting
+    assert "methods" not in replace(setting, methods={}).as_dict()
+    assert settings_by_method(["adl:M=2"], 2) == {"adl": {"M": 2}}
+    assert left_out(row_of("asgd"), setting).startswith("its workers hold the whole model")
 
 
 def test_rows_that_cannot_be_are_left_out_with_a_reason():

@@ -261,7 +261,8 @@ def test_the_version_is_printed(offbeat):
 
 def test_the_defaults_are_the_papers_recipe(offbeat):
     recipe = json.loads(offbeat("train", "--data", "synthetic", "-K", 4, "--dry-run", "--json").out)["recipe"]
-    expected = {"model": "resnet56", "method": "adl", "M": 4, "weights": "stash", "window": "count", "momentum": 0.9,
+    expected = {"model": "resnet56", "method": "adl", "momentum": 0.9,
+                "settings": {"M": 4, "weights": "stash", "window": "count"},
                 "batch_size": 32, "lr": 0.1 * 32 * 4 / 256, "warmup": 3.0, "epochs": 300, "weight_decay": 5e-4,
                 "milestones": [1 / 2, 3 / 4, 11 / 12], "seed": 0, "engine": "processes"}  # fmt: skip
     assert {name: recipe[name] for name in expected} == expected

@@ -140,6 +140,14 @@ def test_every_method_has_a_recipe_in_a_comparison(name):
     assert made.K in (1, 2)
 
 
+def test_settings_of_a_method_stand_after_its_name_with_commas_between_them(offbeat):
+    outcome = compare(offbeat, "adl:M=1,weights=hybrid,dni:lr=0.001,conditional=yes", "--lr", 0.01)
+    assert outcome.code == 0, outcome.err
+    adl, dni = recipe("adl-M=1-weights=hybrid-seed0"), recipe("dni-lr=0.001-conditional=yes-seed0")
+    assert adl["settings"] == {"M": 1, "weights": "hybrid", "window": "count"}
+    assert (dni["lr"], dni["settings"]["lr"], dni["settings"]["conditional"]) == (0.01, 0.001, True)
+
+
 def test_a_method_that_trains_whole_networks_runs_with_one_stage_which_is_stated(offbeat):
     outcome = compare(offbeat, "adl,asgd:N=3")
     assert outcome.code == 0
@@ -408,7 +416,8 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
     "no methods": (("--methods", ","), ("--methods names none",)),
     "an unknown method": (("--methods", "bp,ald"), ("'ald'", "did you mean 'adl'")),
     "a method twice": (("--methods", "bp,adl,bp"), ("'bp' is there twice",)),
-    "an unknown setting": (("--methods", "adl:N_=2"), ("'N_'", "setting of a method")),
+    "an unknown setting": (("--methods", "adl:N_=2"), ("adl takes no N_", "M=4, window=count")),
+    "the same in two forms": (("--methods", "adl:M=1:weights=hybrid,adl:M=1,weights=hybrid"), ("is there twice",)),
     "a setting without value": (("--methods", "adl:M"), ("adl:M", "give each setting once")),
     "a setting twice": (("--methods", "adl:M=1:M=2"), ("give each setting once",)),
     "a setting in words": (("--methods", "adl:M=two"), ("M=two", "a whole number")),

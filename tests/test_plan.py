@@ -297,7 +297,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "K=-1": (("-K", "-1"), ("K = -1",)),
     "K above the units": (("-K", "500"), ("500 stages", "K <= ")),
     "M=0": (("-M", "0"), ("M = 0",)),
-    "M with ddg": (("--method", "ddg", "-M", "4"), ("-M 4 with ddg",)),
+    "M with ddg": (("--method", "ddg", "-M", "4"), ("ddg takes no M (given: 4)",)),
     "batch size 0": (("--batch-size", "0"), ("batch-size = 0",)),
     "batch size beyond any memory": (("--batch-size", str(10**15)), ("batch",)),
     "shape of two": (("--shape", "8,8"), ("shape", "[8, 8]")),

@@ -148,10 +148,14 @@ def test_the_most_valuable_runs_come_first_and_their_other_seeds_before_what_is_
 
 def test_what_differs_from_the_papers_rows_is_what_their_names_say():
     named = {one.name: one.recipe() for one in TABLES["cifar10-table"].rows}
-    plain = named["resnet56-adl-k8-m4"].as_dict()
+
+    def values(name: str) -> dict:
+        return {**named[name].as_dict(), "corrector": None, **named[name].settings, "settings": None}
+
+    plain = values("resnet56-adl-k8-m4")
 
     def changed(name: str) -> dict:
-        return {key: value for key, value in named[name].as_dict().items() if plain[key] != value}
+        return {key: value for key, value in values(name).items() if plain[key] != value}
 
     assert changed("resnet56-adl-k8-m4-sc") == {"corrector": "sc"}
     assert changed("resnet56-adl-k8-m4-hybrid") == {"weights": "hybrid"}
@@ -594,6 +598,21 @@ def test_misuse_is_one_line_and_nothing_is_written(offbeat, table, name):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_gpu_that_is_not_there_is_told_before_anything_is_written(offbeat, table):
     check_refused(offbeat, ("reproduce", "small", "--device", "cuda", "--out", "x"), "torch sees no CUDA device here")
+
+
+def test_rows_with_other_settings_stand_without_the_papers_values(offbeat, table):
+    assert reproduce(offbeat, "--method", "adl:M=1,weights=hybrid", "--epochs", 1).code == 0
+    assert sorted(path.name for path in Path("x/runs").iterdir()) == ["net-adl-seed0", "other-hybrid-seed0"]
+    settings = json.loads(Path("x/runs/net-adl-seed0/config.json").read_text())["recipe"]["settings"]
+    assert settings == {"M": 1, "weights": "hybrid", "window": "count"}
+    found = json.loads(reproduce(offbeat, "--only", "net-adl", "--json").out)
+    assert found["settings"]["method"] == "adl:M=1,weights=hybrid"
+    assert [(row["name"], row["paper"], row["difference"], row["n"]) for row in found["rows"]] == [
+        ("net-adl", None, None, 1), ("other-hybrid", None, None, 1)
+    ]  # fmt: skip
+    changed = "settings adl:M=1,weights=hybrid instead of those of the rows"
+    assert any(note.startswith(changed) for note in found["notes"])
+    check_refused(offbeat, ("reproduce", "small", "--out", "x", "--method", "adl:M=4"), "not adl:M=4")
 
 
 def test_a_folder_of_something_else_is_refused(offbeat, table):

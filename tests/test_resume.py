@@ -14,7 +14,7 @@ from command import Command, check_refused
 from processes import KILLED, processes_of, wait_for
 from safetensors.torch import load_file
 
-from offbeat.checkpoint import ls
+from offbeat.checkpoint import begin, finish, ls
 from offbeat.record import lines
 
 RUN = ["--model", "resnet8", "--data", "synthetic", "--samples", "512", "--batch-size", "16", "--epochs", "2",
@@ -110,6 +110,42 @@ def test_a_drained_checkpoint_holds_nothing_in_flight_and_goes_on_bit_for_bit(tm
     assert weights(tmp_path / "broken") != weights(tmp_path / "in flight"), "a drain is part of the numbers"
 
 
+# fields of their own in recipes of earlier versions, which had no settings
+FIELDS = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
+
+
+def in_earlier_form(run: Path) -> None:
+    """Rewrite the recipes of a run folder as an earlier version wrote them."""
+
+    def flat(recipe: dict) -> dict:
+        values = {**recipe, **dict.fromkeys(FIELDS), **recipe["settings"]}
+        return {name: value for name, value in values.items() if name != "settings"}
+
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "recipe": flat(config["recipe"])}))
+    for made in [each.checkpoint for each in ls(run)]:
+        folder = begin(run, made.t)
+        folder.rmdir()
+        content = made.run()
+        made.path.rename(folder)
+        finish(folder, t=made.t, mode=made.mode, K=made.K, method=made.method,
+               run={**content, "recipe": flat(content["recipe"])})  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["fdg:beta=0.5,corrector=sc", "gpipe:m=2,recompute=yes"])
+def test_a_run_of_an_earlier_version_goes_on_bit_for_bit(method, tmp_path, offbeat: Command):
+    settings = [*SMALL, "-K", "3", "--checkpoint-every", "7b", "--method", method]
+    here(offbeat, *settings, "--out", tmp_path / "whole")
+    killed(tmp_path / "broken", 19, *settings)
+    in_earlier_form(tmp_path / "broken")
+    assert "settings" not in ls(tmp_path / "broken")[-1].checkpoint.run()["recipe"]
+    here(offbeat, "--resume", tmp_path / "broken", "--json")
+    assert [line["exact"] for line in lines(tmp_path / "broken") if line["kind"] == "resumed"] == [True]
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+    there = json.loads((tmp_path / "broken/config.json").read_text())["recipe"]
+    assert there == json.loads((tmp_path / "whole/config.json").read_text())["recipe"]
+
+
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path, offbeat: Command):
     settings = [*RUN, "-K", "2", "--checkpoint-every", "5b", "-M", "2", "--weights", "hybrid"]
@@ -172,7 +208,7 @@ def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_
         assert "lost to the change" in lost[0]
     assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1]
     recipe = json.loads((run / "config.json").read_text())["recipe"]
-    assert str(recipe[change[0].lstrip("-")]) == change[1]
+    assert str({**recipe, **recipe["settings"]}[change[0].lstrip("-")]) == change[1]
     assert (run / "config-1.json").exists()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import offbeat
 from offbeat import launch
 from offbeat.checkpoint import newest
+from offbeat.epochs import Epochs
 from offbeat.recipe import complete
 from offbeat.saving import Saver, restore
 
@@ -52,7 +53,7 @@ def test_numbers_and_files_beyond_all_measure_are_told_in_one_line_or_taken(conf
     configs.folder(tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     for option, value in (*configs.EXTREME, ("--config", "deep.json")):
-        arguments = ["train", "--model", "mlp", "--data", "synthetic", option, value, "--dry-run", "--json"]
+        arguments = configs.command({"--model": "mlp", "--data": "synthetic", option: value})
         assert configs.fault("unclear", *configs.tried(arguments)) is None, (option, value[:40])
 
 
@@ -79,7 +80,7 @@ def test_hybrid_goes_on_bit_for_bit_where_checkpoints_are_closer_than_the_lag(tm
     whole, saved, again = make(), make(), make()
     train(whole, range(20))
     recipe = complete(model="mlp", data="synthetic", K=K, M=2, weights="hybrid", checkpoint_every="5b")
-    train(saved, range(15), Saver(recipe, 1000, saved, tmp_path, lambda *_, **__: None))
+    train(saved, range(15), Saver(recipe, Epochs(samples=1000, batch_size=1), saved, tmp_path, lambda *_, **__: None))
     restore(again, recipe, str(newest(tmp_path)[0].path), recipe.as_dict(), same=True)
     train(again, range(15, 20))
     there = again.drain().state_dict()

@@ -18,11 +18,23 @@ from typing import Any
 from offbeat import models, record
 from offbeat.bench.crew import PATIENCE, Crew, RowFailedError
 from offbeat.bench.nursery import Nursery
-from offbeat.bench.rows import ALWAYS, OURS, Row, Setting, chosen, cores_here, left_out, method_of, micro_batches
+from offbeat.bench.rows import (
+    ALWAYS,
+    OURS,
+    Row,
+    Setting,
+    chosen,
+    cores_here,
+    left_out,
+    method_of,
+    micro_batches,
+    settings_by_method,
+)
 from offbeat.bench.where import check, placed
 from offbeat.errors import Interrupted, UserError, first_line, unknown
 from offbeat.report import bench_table
 from offbeat.report.draw import by_the_way, draw_bench
+from offbeat.settings import shown
 
 LEAST = 2  # batches timed in a round, where time is short
 QUICK = 0.5  # seconds a batch below which one is too few to choose micro-batches by
@@ -43,7 +55,8 @@ class Request:
     model: str = "resnet110"
     batch_size: int = 128
     K: int = 4
-    M: int = 4
+    M: int | None = None  # of all rows that take one; None: 4
+    methods: tuple[str, ...] = ()  # of ours with settings, as text
     against: str = "all"
     shape: tuple[int, int, int] | None = None
     device: str = "cpu"
@@ -60,7 +73,7 @@ class Request:
 
     def setting(self) -> Setting:
         """Checked as far as nothing has to be computed for it."""
-        for name, number in (("-K", self.K), ("-M", self.M), ("--batch-size", self.batch_size),
+        for name, number in (("-K", self.K), ("-M", 1 if self.M is None else self.M), ("--batch-size", self.batch_size),
                              ("--repetitions", self.repetitions), ("--batches", self.batches)):  # fmt: skip
             if number < 1:
                 raise UserError(f"{name} {number}: use a whole number from 1 up")
@@ -78,8 +91,9 @@ class Request:
         if any(m < 1 for m in self.micro_batches or ()):
             raise UserError(f"--micro-batches {self.micro_batches}: use whole numbers from 1 up")
         known = models.describe(self.model)
-        setting = Setting(self.model, self.shape or known.shape, known.classes, self.batch_size, self.K, self.M,
-                          self.device, self.precision)  # fmt: skip
+        setting = Setting(self.model, self.shape or known.shape, known.classes, self.batch_size, self.K,
+                          4 if self.M is None else self.M, self.device, self.precision,
+                          methods=settings_by_method(self.methods, self.M))  # fmt: skip
         check(setting)
         return setting
 
@@ -348,6 +362,8 @@ def note(row: Row, setting: Setting, m: int | None, tried: int = 1) -> str:
                      "formula of a ring")  # fmt: skip
     if row.kind == "pipeline":
         method = method_of(row, setting, m)
+        if own := setting.methods.get(row.setting):
+            parts.append(", ".join(f"{name}={shown(value)}" for name, value in own.items()))
         if method.m > 1:
             parts.append("BatchNorm normalises by micro-batch, its running statistics move once a batch")
         if method.M > 1:
@@ -394,8 +410,8 @@ def folder_for(out: Path | None, default: str, file: str) -> Path:
 
 def bench(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Path]:
     """The whole run; what was measured is in the folder also where it is stopped by Ctrl-C."""
-    rows = chosen(request.against, request.device)
     setting = request.setting()
+    rows = chosen(request.against, request.device, methods=tuple(setting.methods))
     name = f"bench-{setting.model}-b{setting.batch_size}-K{setting.K}"
     out = folder_for(request.out, name, "bench.json")
     say, load = Spoken(show=show), os.getloadavg()[0]

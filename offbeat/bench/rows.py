@@ -6,14 +6,14 @@ A row is a way to train the same network on the same batch. `bp` and `adl` are a
 
 from __future__ import annotations
 
-import inspect
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from offbeat.errors import UserError, unknown
 from offbeat.method import Method
-from offbeat.methods import METHODS, named
+from offbeat.methods import named, parsed, settings_of, with_settings
 
 Family = Literal["bp", "torch", "offbeat"]
 Kind = Literal["loop", "pipelining", "ddp", "pipeline"]
@@ -80,9 +80,10 @@ class Setting:
     cuts: tuple[int, ...] = ()
     units: str = "layers"
     chunk_cuts: tuple[int, ...] | None = None  # of 2K chunks between layers, two a worker
+    methods: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)  # settings of our methods, by name
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "methods" or value}
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Setting:
@@ -93,12 +94,41 @@ class Setting:
 
 def method_of(row: Row, setting: Setting, m: int | None = None) -> Method:
     """The method of one of our rows: with the run's M, and m micro-batches, where it takes them."""
-    takes = inspect.signature(METHODS[row.setting]).parameters
-    return named(row.setting, **{name: value for name, value in (("M", setting.M), ("m", m)) if name in takes})
+    takes = settings_of(row.setting)
+    shared = {name: value for name, value in (("M", setting.M), ("m", m)) if name in takes and value is not None}
+    return with_settings(row.setting, {**shared, **setting.methods.get(row.setting, {})})
 
 
-def chosen(against: str, device: str = "cpu") -> list[Row]:
+def row_of(name: str) -> Row:
+    """The row of that name: a listed one, or that of one of our methods."""
+    if name in ROWS:
+        return ROWS[name]
+    method = named(name)
+    return Row(name, f"Offbeat {name}: {method.title}", "offbeat", "pipeline", name, swept=method.m > 1)
+
+
+def settings_by_method(texts: Sequence[str], M: int | None) -> dict[str, dict[str, Any]]:
+    """Settings given as text, such as adl:corrector=sc, by the name of the method.
+
+    >>> settings_by_method(["adl:corrector=sc", "ddg:barrier=no"], None)
+    {'adl': {'corrector': 'sc'}, 'ddg': {'barrier': False}}
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, settings = parsed(text)
+        if M is not None and "M" in settings:
+            parsed(text, M=M)  # refuses another M
+        if name in found:
+            raise UserError(f"--method {name} is given twice: give all its settings once, as in adl:M=4,corrector=sc")
+        with_settings(name, settings)  # refuses what is wrong
+        found[name] = settings
+    return found
+
+
+def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) -> list[Row]:
     """The rows that a user asked for, in the order in which they are listed; all are those of the device.
+
+    methods   of ours that are timed too, whether they are listed or not
 
     >>> [row.name for row in chosen("ddp")]
     ['bp', 'ddp', 'adl']
@@ -110,12 +140,15 @@ def chosen(against: str, device: str = "cpu") -> list[Row]:
         if name not in (*ROWS, "all"):
             raise unknown("row", name, ["all", *ROWS])
     whole = [row.name for row in LISTED if device != "cpu" or not row.on_gpu] if "all" in wanted else []
-    return [row for row in LISTED if row.name in (*whole, *wanted, *ALWAYS)]
+    others = [row_of(name) for name in methods if name not in ROWS]
+    return [row for row in LISTED if row.name in (*whole, *wanted, *methods, *ALWAYS)] + others
 
 
 def left_out(row: Row, setting: Setting) -> str | None:
     """Why a row cannot be timed in this setting; None where it can."""
     b, K = setting.batch_size, setting.K
+    if row.kind == "pipeline" and (limit := method_of(row, setting).limit) and (reason := limit(K)):
+        return reason
     if setting.device != "cpu":
         if row.family == "torch":
             return "one GPU: its workers need one each"
@@ -138,7 +171,8 @@ def micro_batches(row: Row, setting: Setting, given: tuple[int, ...] | None = No
     Interleaved 1F1B needs whole rounds of K.
     """
     b, K = setting.batch_size, setting.K
-    fit = [m for m in given or (K, 2 * K, 4 * K) if m <= b and b % m == 0]
+    own = setting.methods.get(row.setting, {}).get("m")
+    fit = [m for m in (given if own is None else (own,)) or (K, 2 * K, 4 * K) if m <= b and b % m == 0]
     return [m for m in fit if m % K == 0] if row.setting == "ScheduleInterleaved1F1B" else fit
 
 

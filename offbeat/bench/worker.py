@@ -26,7 +26,7 @@ from torch import nn
 
 from offbeat import launch
 from offbeat.bench.contenders import Contender, Ours, Task, make
-from offbeat.bench.rows import ROWS, Setting
+from offbeat.bench.rows import Setting, row_of
 from offbeat.bench.timing import forget_peak, peak, pin, resident, sgd, timed
 from offbeat.errors import first_line
 
@@ -35,7 +35,7 @@ class Attendant:
     """What one process knows: its place, and its contender once it is built."""
 
     def __init__(self, told: dict[str, Any]) -> None:
-        self.row, self.setting, self.rank = ROWS[told["row"]], Setting.of(told["setting"]), told["rank"]
+        self.row, self.setting, self.rank = row_of(told["row"]), Setting.of(told["setting"]), told["rank"]
         self.on_gpu = self.setting.device != "cpu"
         pin(set(told["cores"]))  # before torch's threads are made: they stay where this one is
         torch.set_num_threads(told["threads"])

@@ -1,96 +1,207 @@
-"""Every method by name: one file a paper, listed here."""
+"""Every method by name: one file per paper in this folder, and the methods of other packages.
+
+A public function here that is annotated to return a `Method` declares one; a file that holds such a function is found,
+no list names it. A package of others declares its functions under the entry point group "offbeat.methods".
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from offbeat.errors import UserError, unknown
+from offbeat.correctors import Corrections
+from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
-from offbeat.methods.adl import ADL
-from offbeat.methods.adl_1f1b import ADL1F1B
-from offbeat.methods.asgd import ASGD
-from offbeat.methods.bp import BP
-from offbeat.methods.dc_asgd import DCASGD
-from offbeat.methods.ddg import DDG
-from offbeat.methods.dgl import DGL
-from offbeat.methods.dgl_async import AsyncDGL
-from offbeat.methods.dni import DNI
-from offbeat.methods.dsp import DSP
-from offbeat.methods.fdg import FDG
-from offbeat.methods.fr import FR
-from offbeat.methods.gpipe import GPipe
-from offbeat.methods.mostafa import Mostafa
-from offbeat.methods.nag_async import NAGAsync
-from offbeat.methods.pb import PB
-from offbeat.methods.pipedream import PipeDream
-from offbeat.methods.pipemare import PipeMare
-from offbeat.methods.predsim import Pred, PredSim, Sim
-from offbeat.methods.spectrain import SpecTrain
-from offbeat.methods.two_bw import TwoBW
+from offbeat.settings import Setting, declared, listed, shown, split
 
-METHODS: dict[str, Callable[..., Method]] = {
-    "bp": BP,
-    "gpipe": GPipe,
-    "ddg": DDG,
-    "fr": FR,
-    "fdg": FDG,
-    "dsp": DSP,
-    "adl": ADL,
-    "dgl": DGL,
-    "dgl-async": AsyncDGL,
-    "dni": DNI,
-    "mostafa": Mostafa,
-    "pred": Pred,
-    "sim": Sim,
-    "predsim": PredSim,
-    "asgd": ASGD,
-    "dc-asgd": DCASGD,
-    "pipedream": PipeDream,
-    "2bw": TwoBW,
-    "adl-1f1b": ADL1F1B,
-    "pipemare": PipeMare,
-    "spectrain": SpecTrain,
-    "pb": PB,
-    "nag-async": NAGAsync,
-}
+if TYPE_CHECKING:  # what a type checker cannot find in the folder by itself
+    from offbeat.methods.adl import ADL
+    from offbeat.methods.adl_1f1b import ADL1F1B
+    from offbeat.methods.asgd import ASGD
+    from offbeat.methods.bp import BP
+    from offbeat.methods.dc_asgd import DCASGD
+    from offbeat.methods.ddg import DDG
+    from offbeat.methods.dgl import DGL
+    from offbeat.methods.dgl_async import AsyncDGL
+    from offbeat.methods.dni import DNI
+    from offbeat.methods.dsp import DSP
+    from offbeat.methods.fdg import FDG
+    from offbeat.methods.fr import FR
+    from offbeat.methods.gpipe import GPipe
+    from offbeat.methods.mostafa import Mostafa
+    from offbeat.methods.nag_async import NAGAsync
+    from offbeat.methods.pb import PB
+    from offbeat.methods.pipedream import PipeDream
+    from offbeat.methods.pipemare import PipeMare
+    from offbeat.methods.predsim import Pred, PredSim, Sim
+    from offbeat.methods.spectrain import SpecTrain
+    from offbeat.methods.two_bw import TwoBW
 
+Make = Callable[..., Method]
+
+GROUP = "offbeat.methods"  # of entry points
+# How tables list them; a method that is not here comes after these.
+ORDER = (
+    "bp", "gpipe", "ddg", "fr", "fdg", "dsp", "adl", "dgl", "dgl-async", "dni", "mostafa", "pred", "sim", "predsim",
+    "asgd", "dc-asgd", "pipedream", "2bw", "adl-1f1b", "pipemare", "spectrain", "pb", "nag-async",
+)  # fmt: skip
+
+
+# ---- which there are
+
+
+def makers(module: ModuleType) -> list[Make]:
+    """The functions of a module that declare a method: public, of its own, and annotated to return a Method."""
+    found: list[Make] = []
+    for name, value in vars(module).items():
+        if name.startswith("_") or not inspect.isfunction(value) or value.__module__ != module.__name__:
+            continue
+        if value.__annotations__.get("return") in (Method, "Method"):
+            found.append(value)
+    return found
+
+
+def of_folder() -> dict[str, Make]:
+    """The methods that the files of this folder declare, by the names of the command line."""
+    modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    named: dict[str, Make] = {}
+    for make in [make for module in modules for make in makers(module)]:
+        name = make().name
+        if name in named:
+            raise TypeError(f"{named[name].__module__} and {make.__module__} both declare the method {name!r}")
+        named[name] = make
+    return {name: named[name] for name in sorted(named, key=lambda name: _place(name))}
+
+
+def _place(name: str) -> tuple[int, str]:
+    return (ORDER.index(name), "") if name in ORDER else (len(ORDER), name)
+
+
+METHODS = of_folder()
+globals().update({make.__name__: make for make in METHODS.values()})
 
 # Those whose time the clock foretells, also without the barriers that data flow does not need.
-DECLARED: dict[str, Callable[..., Method]] = {
+DECLARED: dict[str, Make] = {
     **{name: make for name, make in METHODS.items() if make().workers == 1},  # others keep the model whole
-    "ddg-dataflow": lambda: replace(DDG(barrier=False), name="ddg-dataflow"),
-    "fr-dataflow": lambda: replace(FR(barrier=False), name="fr-dataflow"),
+    "ddg-dataflow": lambda: replace(METHODS["ddg"](barrier=False), name="ddg-dataflow"),
+    "fr-dataflow": lambda: replace(METHODS["fr"](barrier=False), name="fr-dataflow"),
 }
 
 
-def named(name: str, **answers: Any) -> Method:
-    """The method of that name; answers that are None keep the method's own default.
+@cache
+def add_packages() -> dict[str, str]:
+    """Add the methods of other packages to the lists, once; by the name of its entry point, why one cannot be used.
 
-    An answer that the method does not take is refused, unless it is what the method does anyway. `corrector` goes to
-    any method whose gradients are late.
-
-    >>> named("adl", M=2, weights=None).M, named("dsp", weights="replay").weights
-    (2, 'replay')
+    They are looked for when a name is asked for that no file here declares, or all names: it takes a tenth of a second.
     """
+    from importlib.metadata import entry_points
+
+    failed: dict[str, str] = {}
+    for entry in entry_points(group=GROUP):
+        package = entry.dist.name if entry.dist else entry.value
+        try:
+            make = entry.load()
+            method = make()
+            declared(make)
+            if not isinstance(method, Method):
+                raise TypeError(f"{entry.value} returns no Method")
+            if method.name in METHODS:
+                raise TypeError(f"there is a method {method.name} already")
+        except Exception as error:  # whatever a package of others does, the methods here work
+            failed[entry.name] = f"of package {package} cannot be used ({type(error).__name__}: {first_line(error)})"
+            continue
+        METHODS[method.name] = make
+        if method.workers == 1:
+            DECLARED[method.name] = make
+    return failed
+
+
+# ---- with their settings
+
+
+def settings_of(name: str) -> dict[str, Setting]:
+    """The settings of a method, as its function declares them; a gradient from above can also be corrected.
+
+    >>> [str(setting) for setting in settings_of("bp").values()]
+    ['M=1', 'window=count', 'weights=stash', 'corrector=none']
+    """
+    if name not in METHODS and name in (failed := add_packages()):
+        raise UserError(f"method {name} {failed[name]}: update or uninstall the package")
     if name not in METHODS:
         raise unknown("method", str(name), METHODS)
-    make = METHODS[name]
-    given = {answer: value for answer, value in answers.items() if value is not None}
-    takes = inspect.signature(make).parameters
-    corrector = None if "corrector" in takes else given.pop("corrector", None)
-    method = make(**{answer: value for answer, value in given.items() if answer in takes})
-    for answer, value in given.items():
-        if answer not in takes and getattr(method, answer, None) != value:
-            allowed = f"it takes {', '.join(takes)}" if takes else "it has no settings"
-            raise UserError(f"{name} takes no {answer} (given: {value}): leave it out; {allowed}")
-    return method.corrected(corrector) if corrector else method
+    found = declared(METHODS[name])
+    if "corrector" in found or METHODS[name]().feedback != "above" or METHODS[name]().m > 1:
+        return found
+    return {**found, "corrector": CORRECTOR}
+
+
+def _corrected(*, corrector: Corrections = None) -> None:
+    """The setting that every method with late gradients has."""
+
+
+CORRECTOR = declared(_corrected)["corrector"]
+
+
+def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
+    """The method of that name with these settings.
+
+    One that the method does not take is refused, unless it is what the method does anyway.
+
+    >>> with_settings("adl", {"M": 2}).M, with_settings("dsp", {"weights": "replay"}).weights
+    (2, 'replay')
+    """
+    takes, function = settings_of(name), METHODS[name]
+    own = declared(function)
+    for setting in own.keys() & settings.keys():
+        own[setting].check(settings[setting])
+    method = function(**{setting: own[setting].value(settings[setting]) for setting in own if setting in settings})
+    for setting, value in settings.items():
+        if setting in own:
+            continue
+        if setting == "corrector":
+            CORRECTOR.check(value)
+            method = method.corrected(value)
+        elif not hasattr(method, setting) or shown(getattr(method, setting)) != shown(value):
+            raise UserError(f"{name} takes no {setting} (given: {shown(value)}): leave it out; {listed(takes)}")
+    return method
+
+
+def named(name: str, **settings: Any) -> Method:
+    """The method of that name; settings that are None keep the method's own default.
+
+    >>> named("adl", M=2, weights=None).M
+    2
+    """
+    return with_settings(name, {setting: value for setting, value in settings.items() if value is not None})
+
+
+def parsed(text: str, **besides: Any) -> tuple[str, dict[str, Any]]:
+    """The name and the settings of a method that is given as text, and those given besides, where they are not None.
+
+    >>> parsed("gpipe:m=8,recompute=yes"), parsed("adl:weights=hybrid", M=2)
+    (('gpipe', {'m': 8, 'recompute': True}), ('adl', {'weights': 'hybrid', 'M': 2}))
+    """
+    name, texts = split(text)
+    takes = settings_of(name)
+    settings = {setting: takes[setting].read(value) if setting in takes else value for setting, value in texts.items()}
+    for setting, value in besides.items():
+        if value is None:
+            continue
+        if setting in settings and shown(settings[setting]) != shown(value):
+            there = f"{shown(settings[setting])} in {text!r}"
+            raise UserError(f"{setting} is {there} and {shown(value)} in an option of its own: give it once")
+        settings.setdefault(setting, value)
+    return name, settings
 
 
 __all__ = [
-    "ADL", "ADL1F1B", "ASGD", "BP", "DCASGD", "DDG", "DECLARED", "DGL", "DNI", "DSP", "FDG", "FR", "METHODS", "PB",
-    "AsyncDGL", "GPipe", "Mostafa", "NAGAsync", "PipeDream", "PipeMare", "Pred", "PredSim", "Sim", "SpecTrain", "TwoBW",
-    "named",
+    "ADL", "ADL1F1B", "ASGD", "BP", "DCASGD", "DDG", "DECLARED", "DGL", "DNI", "DSP", "FDG", "FR", "METHODS",
+    "PB", "AsyncDGL", "GPipe", "Mostafa", "NAGAsync", "PipeDream", "PipeMare", "Pred", "PredSim", "Sim", "SpecTrain",
+    "TwoBW", "add_packages", "named", "parsed", "settings_of", "with_settings",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from offbeat.method import Method
 
 def alone(K: int) -> str | None:
     """Data parallelism has whole models."""
-    return None if K == 1 else "its workers hold the whole model: use K = 1 and --workers"
+    return None if K == 1 else "its workers hold the whole model: use K = 1, and N for the number of workers"
 
 
 def ASGD(N: int = 4, *, corrector: Corrections = None) -> Method:  # noqa: N802

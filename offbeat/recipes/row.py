@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offbeat.recipe import Recipe
+from offbeat.methods import parsed
+from offbeat.recipe import Recipe, changed, complete, linear_rate
 
 CHECKPOINTS = 30  # drained ones that a run makes at most, at epochs of its recipe: a 300-epoch run every 10 epochs
 
@@ -34,9 +35,18 @@ class Row:
     paper: Paper | None = None
     tier: int = 1
 
-    def recipe(self, *, seed: int = 0, **given: Any) -> Recipe:
-        """The recipe of one run of the row, with its checkpoints; what is given and is not None goes before."""
+    def recipe(self, *, seed: int = 0, method: str | None = None, **given: Any) -> Recipe:
+        """The recipe of one run of the row, with its checkpoints; what is given and is not None goes before.
+
+        method   one with settings, as text: they take the place of the row's own, where it is the row's method
+        """
         made = self.make(seed=seed, **given)
+        name, settings = parsed(method) if method else ("", {})
+        if settings and name == made.method:
+            before = made.as_dict()
+            if before["lr"] == linear_rate(made.batch_size, made.M):  # which follows M
+                before.pop("lr")
+            made = complete(**changed(before, {"settings": settings}))
         every = max(1, -(-made.epochs // CHECKPOINTS))
         return replace(made, checkpoint_every=f"{every}e", checkpoint_mode="drained", keep=1)
 

@@ -149,17 +149,26 @@ def read(
     """
     rows = []
     others = images if table.images and images and not table.images.alike(images) else None
+    method = settings.get("method")  # with settings that take the place of the rows' own
+    other_method = method.partition(":")[0] if method else None
     for row in table.rows:
         there = {int(path.name.rpartition("-seed")[2]) for path in (folder / "runs").glob(f"{row.name}-seed[0-9]*")}
         wanted = set(range(seeds.get(row.name, 0)))
         if runs := [read_run(folder / "runs" / run_name(row.name, seed), seed) for seed in sorted(wanted | there)]:
             recipe = recipes.get(row.name) or _recipe(folder / "runs" / run_name(row.name, runs[0].seed))
-            rows.append(_result(row, recipe, runs, compared=not others))
+            changed = recipe is not None and recipe.method == other_method
+            rows.append(_result(row, recipe, runs, compared=not others and not changed))
     epochs = settings["epochs"]
     title = f"{table.title}, {OTHERS}" if others else table.title
     title = f"{title}, {epochs} epoch{'s' * (epochs > 1)}" if epochs else title
     return Reproduction(table=table.name, title=title, settings=settings, top5=table.top5, rows=rows,
-                        notes=list(_notes(table, rows, epochs, others)), provenance=provenance)  # fmt: skip
+                        notes=[*_notes(table, rows, epochs, others), *_changed(method)],
+                        provenance=provenance)  # fmt: skip
+
+
+def _changed(method: str | None) -> list[str]:
+    told = f"settings {method} instead of those of the rows: the paper's values, which are of theirs, are left out"
+    return [told] if method else []
 
 
 def _recipe(path: Path) -> Recipe | None:

@@ -1,0 +1,195 @@
+"""The settings of a method: names, types and defaults, as the signature of its function declares them.
+
+    adl:M=4,corrector=sc        a method with settings, as text
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from offbeat.correctors import Corrections
+from offbeat.errors import UserError, first_line, unknown
+
+LARGEST = 2**31  # of whole numbers
+WORDS = {"yes": True, "true": True, "no": False, "false": False}
+_CALLABLE = get_origin(Callable[[], None])
+OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:function
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting; `kinds` are the alternatives of its annotation."""
+
+    name: str
+    kinds: tuple[Any, ...]
+    default: Any
+    allowed: str  # in words
+
+    @property
+    def choices(self) -> list[str]:
+        """The values of a setting that takes a few alone."""
+        return [str(choice) for kind in self.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+
+    def read(self, text: str) -> Any:
+        """The value that a text stands for.
+
+        >>> from offbeat.methods import settings_of
+        >>> settings_of("ddg")["barrier"].read("no"), settings_of("fdg")["beta"].read("0.5")
+        (False, 0.5)
+        """
+        for kind in self.kinds:
+            try:
+                return _read(kind, text.strip())
+            except (ValueError, KeyError):
+                continue
+        if self.choices:
+            raise unknown(self.name, text, self.choices)
+        raise UserError(f"{self.name}={text}: give {self.allowed}")
+
+    def check(self, value: Any) -> None:
+        """Refuse a value of another type than the declared one."""
+        if any(_fits(kind, value) for kind in self.kinds):
+            return
+        if self.choices:
+            raise unknown(self.name, str(value), self.choices)
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise UserError(f"{self.name} = {value}: use a whole number up to {LARGEST}")
+        raise UserError(f"{self.name} = {value!r}: use {self.allowed}")
+
+    def value(self, value: Any) -> Any:
+        """What the method's function is called with: a function that was given as text is imported."""
+        if isinstance(value, str) and any(get_origin(kind) is _CALLABLE for kind in self.kinds):
+            module, _, name = value.partition(":")
+            try:
+                return getattr(importlib.import_module(module), name)
+            except Exception as error:
+                raise UserError(f"{self.name} = {value} cannot be imported ({first_line(error)}): give "
+                                f"{self.allowed}") from error  # fmt: skip
+        return value
+
+    def __str__(self) -> str:
+        """With the default, as it is written after the name of a method."""
+        return f"{self.name}={shown(self.default)}"
+
+
+@cache
+def declared(make: Callable[..., Any]) -> dict[str, Setting]:
+    """The settings that the function of a method takes.
+
+    >>> from offbeat.methods import FDG
+    >>> [str(setting) for setting in declared(FDG).values()]
+    ['beta=1', 'weights=stash', 'corrector=none']
+    """
+    hints = get_type_hints(getattr(make, "func", make))  # of a partial: those of its function
+    found = {}
+    for name, parameter in inspect.signature(make).parameters.items():
+        hint = hints.get(name, type(parameter.default))
+        found[name] = Setting(name, _kinds(hint), parameter.default, _allowed(hint))
+    return found
+
+
+def split(text: str) -> tuple[str, dict[str, str]]:
+    """The name of a method and its settings, not yet read; a colon may stand for a comma.
+
+    >>> split("adl:M=4,corrector=dc:0.1"), split("adl:M=2:corrector=sc"), split("bp")
+    (('adl', {'M': '4', 'corrector': 'dc:0.1'}), ('adl', {'M': '2', 'corrector': 'sc'}), ('bp', {}))
+    """
+    name, colon, rest = text.partition(":")
+    found: dict[str, str] = {}
+    for part in re.split(r",|:(?=\s*\w+\s*=)", rest) if colon else ():
+        setting, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not value or setting in found:
+            raise UserError(f"{text!r}: give each setting once and with a value, as in adl:M=4,corrector=sc")
+        found[setting] = value
+    return name.strip(), found
+
+
+def split_list(text: str) -> list[str]:
+    """Several methods with their settings: what holds a setting alone belongs to the method before it.
+
+    >>> split_list("bp, adl:M=2,corrector=sc, gpipe:m=8")
+    ['bp', 'adl:M=2,corrector=sc', 'gpipe:m=8']
+    """
+    found: list[str] = []
+    for part in (part.strip() for part in text.split(",")):
+        if found and re.match(r"\w+\s*=", part):
+            found[-1] += f",{part}"
+        elif part:
+            found.append(part)
+    return found
+
+
+def listed(settings: Mapping[str, Setting]) -> str:
+    """All settings with their defaults, in the words of an error."""
+    return f"it takes {', '.join(map(str, settings.values()))}" if settings else "it has no settings"
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on the command line.
+
+    >>> shown(True), shown(None), shown(0.5), shown("stash")
+    ('yes', 'none', '0.5', 'stash')
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of an annotation; text is read as the first that fits, as a word of text only at last."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return tuple(sorted(kinds, key=lambda kind: (kind is str, kind is not NoneType)))
+
+
+def _read(kind: Any, text: str) -> Any:
+    """The text as a value of that kind; ValueError or KeyError where it is none."""
+    if get_origin(kind) is Literal:
+        return {str(choice): choice for choice in get_args(kind)}[text]
+    if kind is bool:
+        return WORDS[text.lower()]
+    if kind is NoneType:
+        return {"none": None}[text.lower()]
+    if kind in (int, float, str):
+        return kind(text)
+    if get_origin(kind) is _CALLABLE and OBJECT.fullmatch(text):
+        return text
+    raise ValueError(text)
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+    if kind is int:
+        return type(value) is int and abs(value) <= LARGEST
+    if kind is float:
+        return type(value) in (int, float) and abs(value) < math.inf
+    if origin is _CALLABLE:
+        return callable(value) or (isinstance(value, str) and bool(OBJECT.fullmatch(value)))
+    known = origin or kind
+    return isinstance(value, known) if isinstance(known, type) else True
+
+
+def _allowed(hint: Any) -> str:
+    """What may be given, in words."""
+    if hint == Corrections:
+        return "correctors such as sc or lwp+sc, or none"
+    words = {bool: "yes or no", int: "a whole number", float: "a number", str: "text", NoneType: "none"}
+    found = []
+    for kind in reversed(_kinds(hint)):
+        if get_origin(kind) is Literal:
+            *others, last = map(str, get_args(kind))
+            found.append(f"{', '.join(others)} or {last}" if others else last)
+        elif get_origin(kind) is _CALLABLE:
+            found.append("a function as package.module:name")
+        else:
+            found.append(words.get(kind, str(getattr(kind, "__name__", kind))))
+    return " or ".join(found)
