@@ -16,8 +16,8 @@ PACKAGE = ROOT / "offbeat"
 # Each may import what stands above it, never what stands below.
 ORDER = [
     "errors", "seeds", "ops", "interpreter", "theory", "correctors", "method", "precision", "heads", "settings",
-    "methods", "clock", "timeline", "epochs", "recipe", "recipes", "options", "metrics", "links", "stage", "outputs", "micro",
-    "worker", "engines", "skew", "tracing", "cutting", "pipeline",
+    "methods", "clock", "timeline", "epochs", "recipe", "recipes", "options", "metrics", "links", "stage", "outputs",
+    "micro", "worker", "engines", "skew", "tracing", "cutting", "pipeline",
     "models", "data", "checkpoint", "rendezvous", "launch", "group", "lock", "record", "transfer", "telemetry",
     "progress", "report", "describe", "plan", "planning", "saving", "train", "turns", "demo", "compare", "reproduce",
     "bench",
@@ -25,7 +25,8 @@ ORDER = [
 ]  # fmt: skip
 TORCH_FREE = [
     "errors", "seeds", "ops", "interpreter", "theory", "correctors", "method", "settings", "methods", "clock",
-    "timeline", "epochs", "recipe", "recipes", "options", "report", "describe", "checkpoint", "launch", "compare", "reproduce", "cli",
+    "timeline", "epochs", "recipe", "recipes", "options", "report", "describe", "checkpoint", "launch", "compare",
+    "reproduce", "cli",
 ]  # fmt: skip
 
 
