@@ -328,7 +328,8 @@ def side_by_side(together: int, runs: Iterable[Run], folder: Path, teller: Conso
 
     def start(run: Run) -> train.Run:
         path = folder / run.folder
-        record.RunFolder.create(path, run.recipe)
+        with lock.held(path):
+            record.RunFolder.create(path, run.recipe)
         return train.begin(run.recipe, path, show=show, folder_ready=True, data_set=data_set, name=run.folder)
 
     def ended(run: Run, ending: Ending) -> None:

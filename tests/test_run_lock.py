@@ -198,6 +198,7 @@ def test_a_group_that_finds_its_folder_in_use_is_refused_in_every_process(how, t
         assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_a_group_that_would_begin_where_a_run_is_leaves_its_records_alone(tmp_path, offbeat: Command):
     run = tmp_path / "run"
     assert offbeat("train", *SMALL, "--engine", "simulate", "--out", run).code == 0
