@@ -25,7 +25,7 @@ from torch import Tensor
 
 from offbeat.engines.aside import Aside, many_queues
 from offbeat.errors import StageLost, StageSilent, UserError, first_line
-from offbeat.links import LOOPBACK_INTERFACE, Link, Message
+from offbeat.links import LOOPBACK_INTERFACE, Link, Message, network
 from offbeat.links.device import Carrier, DeviceReceiver, DeviceSender
 from offbeat.links.distributed import Receiver, Sender, cause
 from offbeat.links.pulse import Pulse
@@ -327,6 +327,10 @@ def _join(K: int) -> None:
     if alone and sys.platform in LOOPBACK_INTERFACE:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE[sys.platform])  # one machine: nothing leaves it
     try:
-        dist.init_process_group("gloo", timeout=JOINING)
+        store, rank, _ = next(dist.rendezvous("env://", timeout=JOINING))
+        store = dist.PrefixStore(f"offbeat/{store.add(f'offbeat/groups/{rank}', 1)}", store)  # one may follow another
+        trial = None if alone else network.connect(store, rank, K, patience=JOINING)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=K, timeout=JOINING)
+        del trial
     except RuntimeError as error:
         raise StageLost(f"the {K} processes did not find each other: {first_line(error)}") from error
