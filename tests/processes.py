@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from offbeat.links.network import TCP_RTO_MAX_MS
 from offbeat.rendezvous import LOOPBACK, loopback_store
 
 START = 90  # seconds until a run must have begun to train, on a busy machine
@@ -203,6 +204,14 @@ def two_processes(
 def last_line(process: subprocess.Popen) -> str:
     """Of standard error, when it has ended."""
     return process.communicate(timeout=START)[1].strip().splitlines()[-1]
+
+
+def longest_pause(connection: socket.socket) -> int | None:
+    """The longest pause of TCP's retransmission in milliseconds; None on Linux before 6.15."""
+    try:
+        return connection.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS)
+    except OSError:
+        return None
 
 
 def free_ports(count: int) -> list[int]:

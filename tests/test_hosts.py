@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,11 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from processes import ENDLESS, ENVIRONMENT, START, free_ports, processes_of, wait_for
+from processes import ENDLESS, ENVIRONMENT, START, free_ports, longest_pause, processes_of, wait_for
 
 SILENCE = 6.0  # seconds
 SHORT = ("--data", "synthetic", "--samples", "256", "--model", "resnet8", "--shape", "3,8,8", "--epochs", "1")
 RENAMED = ("unshare", "--uts", "sh", "-c", 'echo localhost > /proc/sys/kernel/hostname && exec "$@"', "sh")
+NOBODY = "02:00:00:00:00:99"  # a hardware address that no host has
 SURROUNDINGS = {name: value for name, value in ENVIRONMENT.items() if name != "GLOO_SOCKET_IFNAME"}
 
 
@@ -38,6 +40,13 @@ class Host:
 
     def cable(self, state: str) -> None:
         ip("-n", self.namespace, "link", "set", self.interface, state)
+
+    def misdirect(self, address: str) -> None:
+        """Lose whatever is sent to an address, while the interface stays up."""
+        ip("-n", self.namespace, "neigh", "replace", address, "lladdr", NOBODY, "dev", self.interface)
+
+    def redirect(self, address: str) -> None:
+        ip("-n", self.namespace, "neigh", "del", address, "dev", self.interface)
 
     def start(self, command: list[str], surroundings: dict[str, str], *, output: Path) -> subprocess.Popen:
         with output.with_suffix(".out").open("w") as out, output.with_suffix(".err").open("w") as err:
@@ -97,6 +106,18 @@ class Pair:
                     os.kill(int(pid), signal.SIGKILL)
         for process in self.started:
             process.wait()
+
+    def cut(self, how: str) -> None:
+        if how == "unplugged":
+            return self.hosts[1].cable("down")
+        for host, other in zip(self.hosts, self.hosts[::-1]):
+            host.misdirect(other.address)
+
+    def mend(self, how: str) -> None:
+        if how == "unplugged":
+            return self.hosts[1].cable("up")
+        for host, other in zip(self.hosts, self.hosts[::-1]):
+            host.redirect(other.address)
 
 
 @pytest.fixture
@@ -191,6 +212,28 @@ def test_hosts_that_cannot_connect_all_end_within_a_minute(pair, tmp_path):
     assert wait_for(pair.ended, START + 60)
     assert pair.codes() == [1, 1]
     check_not_connected(pair, "lo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "seconds", "silence"), [
+    ("lost", 15, 30), ("lost", 20, 30), ("unplugged", 22, 30), ("lost", 7, 10),
+])  # fmt: skip
+def test_a_cut_of_three_quarters_of_the_silence_does_not_end_the_run(pair, tmp_path, how, seconds, silence):
+    """Messages are lost while all interfaces are up, or the cable is unplugged. TCP's own pauses double from 0.2 s: it
+    would send again 6.2 and 12.6 s after a cut began."""
+    with socket.socket() as fresh:
+        if longest_pause(fresh) is None:
+            pytest.skip("needs Linux 6.15")
+    folder = tmp_path / "cut"
+    pair.torchrun(folder, *ENDLESS, silence=silence)
+    metrics = folder / "run" / "metrics.jsonl"
+    assert wait_for(lambda: metrics.exists() or pair.ended(), START)
+    pair.cut(how)
+    time.sleep(seconds)
+    lines = metrics.read_text().count("\n")
+    pair.mend(how)
+    assert wait_for(lambda: metrics.read_text().count("\n") > lines + 2 or pair.ended(), 60)
+    assert not pair.ended(), [pair.said(rank) for rank in range(2)]
 
 
 @pytest.mark.slow

@@ -99,6 +99,7 @@ class Processes:
                 f"{K} stage{'s' * (K > 1)} but {available()} process{'es' * (available() > 1)}: start with "
                 f"torchrun --nproc-per-node {K}, or use the engine simulate"
             )
+        opened = network.descriptors()
         self.joined = not dist.is_initialized()
         if self.joined:
             _join(K)
@@ -114,6 +115,7 @@ class Processes:
         self.silent: str | None = None  # what was told of a neighbour that does not answer
         self.open = True
         self.carriers = self._carriers(payloads or self._payloads())
+        network.shorten_retransmission(network.descriptors() - opened, self.silence)
         neighbours = {rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < K}
         self.pulse = Pulse(
             neighbours if math.isfinite(self.silence) else (), lambda rank: self._tag("pulse", min(rank, self.rank)),
