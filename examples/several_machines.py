@@ -4,11 +4,11 @@
 
 On real ones, type on the machine whose address is HOST (R=0) and on the other (R=1), with a free PORT of HOST:
 
-    export GLOO_SOCKET_IFNAME=eth0      # the interface that the machines share, where they have several
     torchrun --nnodes 2 --nproc-per-node 1 --node-rank R --master-addr HOST --master-port PORT \\
         -m offbeat train --model resnet56 --data cifar10 --data-dir DIR -K 2 -M 4 \\
         --checkpoint-every 10min --out /shared/runs/x
 
+Links use the interface that leads to HOST; GLOO_SOCKET_IFNAME sets another.
 --out may be a folder that all of them see; where it is not, the first machine holds the run. The data are read there
 alone. What crosses the network is neither encrypted nor authenticated, and torch's store listens on all addresses of
 HOST: use a network of your own.

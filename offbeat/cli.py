@@ -214,7 +214,10 @@ def execute(
 
 @contextmanager
 def kept(out: Path) -> Iterator[None]:
-    """Whatever ends a run early is the last line of its records, and the message says where they are."""
+    """Whatever ends a run early is the last line of its records, and the message says where they are.
+
+    Under torchrun the first stage makes the folder once all processes have joined: before, there are none.
+    """
     from offbeat.record import RunFolder
 
     def last_line(kind: str, **values: str) -> None:
@@ -225,7 +228,8 @@ def kept(out: Path) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, Interrupted) as error:
         last_line("interrupted")
-        raise Interrupted(f"{str(error) or 'stopped by Ctrl-C'}; the records so far are in {out}") from None
+        where = f"; the records so far are in {out}" if out.exists() else ""
+        raise Interrupted(f"{str(error) or 'stopped by Ctrl-C'}{where}") from None
     except NotFinite as error:
         last_line("failed", reason=str(error))
         raise NotFinite(f"{error} ({last_good(out)}; records so far: {out})", error.batches) from None
@@ -233,7 +237,8 @@ def kept(out: Path) -> Iterator[None]:
         raise
     except UserError as error:
         last_line("failed", reason=str(error))
-        raise type(error)(f"{error} (records so far: {out})") from None
+        where = f" (records so far: {out})" if out.exists() else ""
+        raise type(error)(f"{error}{where}") from None
 
 
 def last_good(out: Path) -> str:

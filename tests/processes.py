@@ -10,10 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from offbeat.links.network import TCP_RTO_MAX_MS
+from offbeat.rendezvous import LOOPBACK, loopback_store
 
 START = 90  # seconds until a run must have begun to train, on a busy machine
 STOP = 20  # seconds for "within seconds", on a busy machine
@@ -102,14 +106,14 @@ def wait_for(condition: Callable[[], object], seconds: float, *, every: float = 
 class Run:
     """A run by the real command, in a session of its own."""
 
-    def __init__(self, out: Path, *arguments: object) -> None:
+    def __init__(self, out: Path, *arguments: object, **surroundings: str) -> None:
         self.out = out
         self.streams = [out.with_suffix(suffix) for suffix in (".stdout", ".stderr")]
         command = [sys.executable, "-m", "offbeat", "train", *arguments, "--out", out]
         with self.streams[0].open("w") as stdout, self.streams[1].open("w") as stderr:
             self.process = subprocess.Popen(
                 [str(part) for part in command], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                env={**ENVIRONMENT, "TMPDIR": str(out.parent)}, start_new_session=True,
+                env={**ENVIRONMENT, "TMPDIR": str(out.parent), **surroundings}, start_new_session=True,
             )  # fmt: skip
 
     def begin(self) -> None:
@@ -173,6 +177,43 @@ def check_stopped(ended: Ended, *words: str, code: int = 2, kind: str = "failed"
     assert ended.lines[-1]["kind"] == kind
     if kind == "failed":
         assert all(word in ended.lines[-1]["reason"] for word in words)
+
+
+@contextmanager
+def two_processes(
+    script: str, *, surroundings: dict[str, str] = ENVIRONMENT, around: tuple[str, ...] = ()
+) -> Iterator[list[subprocess.Popen]]:
+    """A script in two processes, as torchrun starts them on one machine, with a store that outlives both.
+
+    around: a command that starts each process
+    """
+    _store, port = loopback_store()
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port),
+             "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    started = [
+        subprocess.Popen([*around, sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         text=True, env={**group, **surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def last_line(process: subprocess.Popen) -> str:
+    """Of standard error, when it has ended."""
+    return process.communicate(timeout=START)[1].strip().splitlines()[-1]
+
+
+def longest_pause(connection: socket.socket) -> int | None:
+    """The longest pause of TCP's retransmission in milliseconds; None on Linux before 6.15."""
+    try:
+        return connection.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS)
+    except OSError:
+        return None
 
 
 def free_ports(count: int) -> list[int]:

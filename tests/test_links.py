@@ -19,7 +19,7 @@ from offbeat.errors import UserError
 from offbeat.links import Message
 from offbeat.links.distributed import WORDS
 from offbeat.links.local import LocalLink
-from offbeat.links.wire import ALIGNMENT, DTYPES, LIMIT, PREFIX, MalformedMessage, _sum, pack, size, unpack
+from offbeat.links.wire import ALIGNMENT, DTYPES, LIMIT, PREFIX, MalformedMessage, _sum, described, pack, size, unpack
 
 
 def layouts() -> dict[str, torch.Tensor]:
@@ -224,16 +224,35 @@ def test_headers_that_are_no_json_are_refused(text):
         unpack(forged(None, text=text))
 
 
-@pytest.mark.parametrize("total", [0, -2, 32, LIMIT + 1, 1 << 62, -(1 << 63)])
+@pytest.mark.parametrize("total", [0, -2, 32, (1 << 34) + 1, 1 << 62, -(1 << 63)])
 def test_no_memory_is_taken_for_a_length_beyond_the_limits(total):
     with pytest.raises(MalformedMessage, match="bytes announced"):
         size(forged(header(), total=total))
+
+
+def test_a_message_may_take_16_gib_and_no_more():
+    assert size(forged(header(), total=1 << 34)) == LIMIT == 1 << 34
+
+
+@pytest.mark.parametrize("count", [-1, (1 << 34) + 1, 1 << 62, 1.0, True, "7", None])
+def test_no_memory_is_taken_for_a_payload_beyond_the_limits(count):
+    with pytest.raises(MalformedMessage, match="a payload of"):
+        described(pack(Message(0, json.dumps({"bytes": count}))))
 
 
 def test_too_long_a_message_is_refused_where_it_is_sent(monkeypatch):
     monkeypatch.setattr("offbeat.links.wire.LIMIT", 1000)
     with pytest.raises(UserError, match="smaller batches"):
         pack(Message(0, torch.ones(1000)))
+
+
+def test_too_long_a_header_is_refused_where_it_is_sent_and_received(monkeypatch):
+    buffer = pack(Message(0, "x" * 1000))
+    monkeypatch.setattr("offbeat.links.wire.HEADER_LIMIT", 1000)
+    with pytest.raises(UserError, match="smaller batches"):
+        pack(Message(0, "x" * 1000))
+    with pytest.raises(MalformedMessage, match="a header of"):
+        unpack(buffer)
 
 
 STRANGER = """
@@ -243,7 +262,7 @@ import torch.distributed as dist
 from offbeat.errors import StageLost
 from offbeat.links import Message
 from offbeat.links.distributed import Receiver
-from offbeat.links.wire import LIMIT, pack
+from offbeat.links.wire import LIMIT, PREFIX, pack
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 sound = pack(Message(1, torch.ones(3)))
@@ -254,20 +273,30 @@ damaged[-1] ^= 1
 huge = sound.clone()
 huge[:8].view(torch.int64).fill_(LIMIT + 1)
 bad = [torch.zeros(5, dtype=torch.uint8), torch.randint(256, (500,), dtype=torch.uint8), announced, damaged, huge,
-       torch.full((100,), 255, dtype=torch.uint8)]
+       torch.full((100,), 255, dtype=torch.uint8), sound[:24].clone()]
 rank = 0 if os.fork() else 1
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 if rank == 1:
     for tag, buffer in enumerate(bad):
-        for each in (sound, buffer):
+        for each in (*[sound] * 64, buffer):
             dist.isend(each, 0, tag=2 * tag).wait()
     dist.barrier()
     os._exit(0)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+left = []  # in memory that was used for earlier messages, ahead of each
+
+
+class Watched(Receiver):
+    def _receive(self, buffer, tag):
+        left.append(int(buffer[:PREFIX].count_nonzero()))
+        super()._receive(buffer, tag)
+
+
 for tag in range(len(bad)):
     lost = lambda reason: StageLost("stage 2 is gone: " + reason)
-    link = Receiver(1, 2 * tag, dist.group.WORLD, capacity=4, lost=lost)
-    assert link.receive().content.tolist() == [1, 1, 1]
+    link = Watched(1, 2 * tag, dist.group.WORLD, capacity=66, lost=lost)
+    for _ in range(64):
+        assert link.receive().content.tolist() == [1, 1, 1]
     for _ in range(2):  # for ever
         try:
             link.receive()
@@ -276,6 +305,7 @@ for tag in range(len(bad)):
 dist.barrier()
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 assert grown < 100_000, grown
+assert sum(left) == 0, left  # it could complete a message that is too short
 os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
@@ -286,7 +316,7 @@ def test_a_link_refuses_what_no_stage_sends_and_takes_no_memory_for_it(tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
-    assert len(told) == 12
+    assert len(told) == 14
     assert all(line.startswith("stage 2 is gone: malformed message: ") for line in told), told
 
 

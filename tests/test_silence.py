@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 from command import check_refused
-from processes import ENDLESS, ENVIRONMENT, Run, check_stopped, free_ports, processes_of, wait_for
+from processes import (
+    ENDLESS,
+    ENVIRONMENT,
+    Run,
+    check_stopped,
+    free_ports,
+    last_line,
+    processes_of,
+    two_processes,
+    wait_for,
+)
 
 from offbeat.engines.processes import SILENCE, silence_allowed
 from offbeat.errors import UserError
@@ -73,6 +83,46 @@ def test_a_run_that_is_stopped_as_a_whole_and_continued_goes_on(tmp_path, monkey
     assert run.end().left == {}
     assert went_on
     assert alive, run.stderr
+
+
+STOPPED = """
+import os, signal
+
+from offbeat.engines.processes import Processes
+
+engine = Processes(2, silence=1.0)
+if engine.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+engine.share(None, 2 - engine.rank)  # each waits for the other
+"""
+ACCUSED = """
+from offbeat.engines.processes import Processes
+from offbeat.errors import StageSilent
+
+engine = Processes(2)
+link = engine.link("activations", 1, 2, capacity=1)
+if engine.rank == 1:
+    link.receive()
+with engine.guard():
+    raise StageSilent("stage 2 has not answered for 30 s")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names the loopback interface")
+def test_a_stopped_process_is_reported_by_the_other_and_never_by_itself():
+    """It finds the report of the other in the store when it goes on."""
+    with two_processes(STOPPED) as (first, second):
+        assert "StageSilent: stage 2 has not answered for 1 s" in last_line(first)
+        os.kill(second.pid, signal.SIGCONT)
+        last = last_line(second)
+        assert "another stage is gone: " in last or "stage 1 has not answered for 1 s" in last
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names the loopback interface")
+def test_a_stage_whose_neighbour_left_because_of_its_silence_reports_the_neighbour():
+    with two_processes(ACCUSED) as (first, second):
+        assert "stage 1 is gone: it no longer heard this stage" in last_line(second)
+        assert "stage 2 has not answered" in last_line(first)
 
 
 SCRIPT = """

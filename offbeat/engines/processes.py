@@ -25,9 +25,9 @@ from torch import Tensor
 
 from offbeat.engines.aside import Aside, many_queues
 from offbeat.errors import FolderTaken, StageLost, StageSilent, UserError, first_line
-from offbeat.links import LOOPBACK_INTERFACE, Link, Message
+from offbeat.links import LOOPBACK_INTERFACE, Link, Message, network
 from offbeat.links.device import Carrier, DeviceReceiver, DeviceSender
-from offbeat.links.distributed import Receiver, Sender
+from offbeat.links.distributed import Receiver, Sender, cause
 from offbeat.links.pulse import Pulse
 from offbeat.links.wire import LIMIT, MalformedMessage, pack, unpack
 from offbeat.method import Method
@@ -99,6 +99,7 @@ class Processes:
                 f"{K} stage{'s' * (K > 1)} but {available()} process{'es' * (available() > 1)}: start with "
                 f"torchrun --nproc-per-node {K}, or use the engine simulate"
             )
+        opened = network.descriptors()
         self.joined = not dist.is_initialized()
         if self.joined:
             join(K)
@@ -114,6 +115,7 @@ class Processes:
         self.silent: str | None = None  # what was told of a neighbour that does not answer
         self.open = True
         self.carriers = self._carriers(payloads or self._payloads())
+        network.shorten_retransmission(network.descriptors() - opened, self.silence)
         neighbours = {rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < K}
         self.pulse = Pulse(
             neighbours if math.isfinite(self.silence) else (), lambda rank: self._tag("pulse", min(rank, self.rank)),
@@ -227,10 +229,19 @@ class Processes:
             yield
         except RuntimeError as error:
             time.sleep(0.5)  # a neighbour of the lost one knows more and is about to say so
-            raise self._loss(f"another stage is gone: {first_line(error)}") from error
+            raise self._loss(f"another stage is gone: {cause(error)}") from error
 
     def _lost(self, stage: int) -> Callable[[str], StageLost]:
-        return lambda reason: self._loss(f"stage {stage} is gone: {reason}{self._heard_of(stage - 1)}")
+        def loss(reason: str) -> StageLost:
+            why = "it no longer heard this stage" if self._is_about_this_stage(reason) else reason
+            return self._loss(f"stage {stage} is gone: {why}{self._heard_of(stage - 1)}")
+
+        return loss
+
+    def _is_about_this_stage(self, story: str) -> bool:
+        """Whether another process reports the loss of this one, whose own report must be another."""
+        me = f"stage {self.rank + 1}"
+        return story.startswith((f"{me} has not answered", f"{me} is gone"))
 
     def _heard_of(self, rank: int) -> str:
         """Where a process was, as far as its messages tell."""
@@ -243,7 +254,7 @@ class Processes:
         return StageSilent(self.silent) if self.silent else StageLost(self._first_story(story))
 
     def _first_story(self, story: str) -> str:
-        """What the first process to notice told, if the store can be asked."""
+        """What the first process to notice told, if the store can be asked and it is not that this stage is lost."""
         answer: list[str] = []
 
         def ask() -> None:
@@ -255,7 +266,8 @@ class Processes:
             asking.start()
             asking.join(STORE_SECONDS)
             self.store_answers = bool(answer)
-        return (answer[0] if answer else "") or story
+        first = answer[0] if answer else ""
+        return story if self._is_about_this_stage(first) else first or story
 
     def _on_silence(self, rank: int) -> None:
         story = f"stage {rank + 1} has not answered for {self.silence:g} s{self._heard_of(rank)}"
@@ -317,6 +329,10 @@ def join(K: int) -> None:
     if alone and sys.platform in LOOPBACK_INTERFACE:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE[sys.platform])  # one machine: nothing leaves it
     try:
-        dist.init_process_group("gloo", timeout=JOINING)
+        store, rank, _ = next(dist.rendezvous("env://", timeout=JOINING))
+        store = dist.PrefixStore(f"offbeat/{store.add(f'offbeat/groups/{rank}', 1)}", store)  # one may follow another
+        trial = None if alone else network.connect(store, rank, K, patience=JOINING)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=K, timeout=JOINING)
+        del trial
     except RuntimeError as error:
         raise StageLost(f"the {K} processes did not find each other: {first_line(error)}") from error

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-LONGEST_PAUSE = 5.0  # seconds between signs
+LONGEST_PAUSE = 1.0  # seconds between signs
 ALIVE, GOODBYE = 1, 0
 
 
