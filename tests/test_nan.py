@@ -143,9 +143,9 @@ def poisoned(monkeypatch):
     def with_poison(recipe):
         data = opened(recipe)
 
-        def epoch(*, batch_size, seed, epoch, start=0):
-            made = data.train(batch_size=batch_size, seed=seed, epoch=epoch, start=start)
-            for number, (x, y) in enumerate(made, start):
+        def epoch(*, batch_size, seed, epoch, skip=0, drop_last=False):
+            made = data.train(batch_size=batch_size, seed=seed, epoch=epoch, skip=skip, drop_last=drop_last)
+            for number, (x, y) in enumerate(made, skip // batch_size):
                 yield (x * math.nan if (epoch, number) == (0, 7) else x), y
 
         facts = ("shape", "classes", "train_samples", "test_samples", "test")
