@@ -34,10 +34,11 @@ from start import arguments, in_processes
 from torch import nn
 
 import offbeat
-from offbeat import models, record
-from offbeat.bench.timing import Canned, Tap, pin, ratio, sgd, timed
-from offbeat.plan import Measured, make_plan
-from offbeat.worker import Links, Worker
+from offbeat import models
+from offbeat.core.worker import Links, Worker
+from offbeat.runs import record
+from offbeat.studies.bench.timing import Canned, Tap, pin, ratio, sgd, timed
+from offbeat.studies.plan import Measured, make_plan
 
 TIMED = 8  # batches
 

@@ -28,10 +28,11 @@ from start import arguments
 from torch import nn
 
 import offbeat
-from offbeat import models, record
+from offbeat import models
 from offbeat.engines import Engine
 from offbeat.engines.streams import Streams
-from offbeat.stage.deck import AHEAD
+from offbeat.graphs.launch_queue import AHEAD
+from offbeat.runs import record
 
 MOST_PASSES = 20  # of turns before a measurement
 FEW = AHEAD // 2  # turns that the host can ask for without waiting

@@ -15,10 +15,10 @@ from typing import Any
 
 from page import ROOT, prose
 
+from offbeat.cli.options import OneMethod
 from offbeat.describe import Description, describe, module_text, possible, show_methods
 from offbeat.method import Method
 from offbeat.methods import METHODS, named, settings_of
-from offbeat.options import OneMethod
 from offbeat.report.formatting import markdown
 from offbeat.settings import shown
 

@@ -25,9 +25,10 @@ from start import arguments, in_processes
 from torch import nn
 
 import offbeat
-from offbeat import models, record
-from offbeat.bench.timing import ratio, sgd, timed
+from offbeat import models
 from offbeat.methods import named
+from offbeat.runs import record
+from offbeat.studies.bench.timing import ratio, sgd, timed
 from offbeat.timeline import balanced, speed_up
 
 DEFAULT = "ddg,ddg:barrier=0,fr,gpipe,dsp,adl,adl-1f1b"

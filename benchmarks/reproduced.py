@@ -27,12 +27,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from offbeat import recipes, record
-from offbeat import reproduce as reproducing
 from offbeat.errors import UserError, first_line
-from offbeat.recipe import complete, load
-from offbeat.recipes import Images, Row, Table
 from offbeat.report import reproduction as report
+from offbeat.runs import record
+from offbeat.runs import tables as recipes
+from offbeat.runs.recipe import complete, load
+from offbeat.runs.tables import Images, Row, Table
+from offbeat.studies import reproduce as reproducing
 
 DIGITS = 4  # of errors and times, behind the point
 TOLD = ("method", "model", "K", "M", "batch_size", "lr", "weights", "corrector", "cuts", "units", "engine", "device",

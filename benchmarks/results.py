@@ -121,8 +121,9 @@ def deterministic() -> Record:
     """The balance by the deterministic cost, which is the same on every machine."""
     import torch
 
-    from offbeat import models, record
-    from offbeat.cutting import profile, solve
+    from offbeat import models
+    from offbeat.partitioning import profile, solve
+    from offbeat.runs import record
 
     rows = []
     for model, (pixels, batch_size) in SETTINGS.items():
@@ -309,9 +310,9 @@ def digest(compared: Records) -> str:
 
 def draw(compared: Records, path: Path) -> None:
     """Median of the seeds in a band of all, a panel for each K; the file names what it was drawn from."""
-    from offbeat.record import write
     from offbeat.report import figures
     from offbeat.report.draw import PANEL, panels, rendered
+    from offbeat.runs.record import write
 
     made = [(title, figures.curves([replace(line, end="") for line in figures.curve_lines(methods)], most=100,
                                    width=PANEL)) for title, methods in drawn(compared).items()]  # fmt: skip

@@ -251,8 +251,8 @@ def stale(found: Records) -> list[Path]:
 
 def draw(record: Record, path: Path) -> None:
     """The learning curves; the file names what it was drawn from."""
-    from offbeat.record import write
     from offbeat.report import draw_curves
+    from offbeat.runs.record import write
 
     draw_curves(drawn(record), path, title=caption(record))
     write(path, path.read_text().replace("</svg>", f"<!-- drawn from {digest(record)} -->\n</svg>"))

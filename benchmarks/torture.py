@@ -23,7 +23,7 @@ from typing import Any
 
 from start import arguments, in_processes
 
-from offbeat import record
+from offbeat.runs import record
 
 BEGUN = time.monotonic()
 MADE = record.provenance()  # of what was there at the beginning

@@ -499,7 +499,7 @@ def attempt(count: int, seed: int, place: Path, say: Any = None) -> tuple[Counte
 def run(options: argparse.Namespace) -> bool:
     from torture import say, write
 
-    from offbeat import launch
+    from offbeat.runs import launch
 
     def no_process(*_: Any, **__: Any) -> None:
         raise AssertionError("a dry run started workers")

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torture import as_workers, say, write
 
 import offbeat
-from offbeat.bench.timing import timed
-from offbeat.links import Link, Message
+from offbeat.core.links import Link, Message
 from offbeat.methods import named
+from offbeat.studies.bench.timing import timed
 from offbeat.timeline import Costs, period
 
 K, LATENCY = 3, 0.020

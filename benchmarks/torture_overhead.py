@@ -21,9 +21,9 @@ from torture import as_workers, say, write
 
 import offbeat
 from offbeat import models
-from offbeat.bench.timing import sgd, spread
-from offbeat.recipe import complete
-from offbeat.saving import Saver
+from offbeat.runs.recipe import complete
+from offbeat.runs.saving import Saver
+from offbeat.studies.bench.timing import sgd, spread
 
 K, M, BATCH_SIZE, EVERY = 2, 4, 16, 200
 WANTED = 1.02

@@ -27,11 +27,12 @@ from start import arguments, in_processes
 from torch import nn
 
 import offbeat
-from offbeat import models, record
-from offbeat.bench.timing import sgd, spread
-from offbeat.links import Link, Message
-from offbeat.links.local import Entrance
-from offbeat.tracing import HostWatch, Tape, TapedLink, Tracing
+from offbeat import models
+from offbeat.core.links import Link, Message
+from offbeat.core.links.local import Entrance
+from offbeat.observe.tracing import HostWatch, Tape, TapedLink, Tracing
+from offbeat.runs import record
+from offbeat.studies.bench.timing import sgd, spread
 
 K, M = 2, 4
 WANTED = 1.02

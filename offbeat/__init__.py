@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         SpikeCompensation,
         WeightPrediction,
     )
-    from offbeat.cutting import partition
     from offbeat.errors import NotCompiled, NotFinite, NotFused, NotRecorded, StageLost, UserError
     from offbeat.method import Method
     from offbeat.methods import (
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
         SpecTrain,
         TwoBW,
     )
+    from offbeat.partitioning import partition
     from offbeat.pipeline import Pipeline
 
 __all__ = [
@@ -93,7 +93,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Names load when they are used, so that drawing a program does not wait for torch.
-_HOMES = ("errors", "correctors", "method", "methods", "cutting", "pipeline")
+_HOMES = ("errors", "correctors", "method", "methods", "partitioning", "pipeline")
 
 
 def __getattr__(name: str) -> Any:

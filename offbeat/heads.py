@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offbeat.precision import raised
+from offbeat.core.precision import raised
 
 Loss = Callable[[Any, Any], Tensor]
 

@@ -16,28 +16,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from offbeat import cutting, methods, tracing
+from offbeat import methods
+from offbeat import partitioning as cutting
+from offbeat.core import state as stage_state
+from offbeat.core.links import Link, Message
+from offbeat.core.links.local import Entrance
+from offbeat.core.metrics import Meter, Metric
+from offbeat.core.micro_batches import micro_batches
+from offbeat.core.outputs import shapes_and_classes
+from offbeat.core.precision import Numbers, Precision
+from offbeat.core.stage import Loss, MakeOptimizer, MakeScheduler, OnNan, Stage, Weighting
+from offbeat.core.stage_report import Report, Staleness
+from offbeat.core.worker import SAVE, Links, Worker
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes, available
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded, UserError, earliest, first_line, unknown
-from offbeat.links import Link, Message
-from offbeat.links.local import Entrance
+from offbeat.graphs.recorded_stage import GraphedStage
 from offbeat.method import Method
-from offbeat.metrics import Meter, Metric
-from offbeat.micro import micro_batches
+from offbeat.observe import diagnosis as stage_diagnosis
+from offbeat.observe import tracing
+from offbeat.observe.diagnosis import Diagnosis
+from offbeat.observe.tracing import Tracing
 from offbeat.ops import LESSON, Backward
-from offbeat.outputs import shapes_and_classes
-from offbeat.precision import Numbers, Precision
-from offbeat.stage import Report, Stage, Staleness
-from offbeat.stage import diagnosis as stage_diagnosis
-from offbeat.stage import state as stage_state
-from offbeat.stage.diagnosis import Diagnosis
-from offbeat.stage.graphed import GraphedStage
-from offbeat.stage.stage import Loss, MakeOptimizer, MakeScheduler, OnNan, Weighting
-from offbeat.tracing import Tracing
-from offbeat.worker import SAVE, Links, Worker
 
 EPOCH_END = "epoch"  # the kind of a mark behind the last batch of an epoch; its number is that of batches so far
 END = Message(-1, kind="end")
@@ -544,7 +546,7 @@ class Pipeline:
     def diagnose(self, every: int) -> None:
         """From the next batch on, measure every so many updates of each stage how stale its gradients are: the distance
         of the weights from those that forwarded the batch, and the cosine between the stale gradient and the one that
-        the present weights give for the same input and the same gradient from above (see stage/diagnosis.py).
+        the present weights give for the same input and the same gradient from above (see observe/diagnosis.py).
 
         The figures come as `diagnosis` of `reports`. Changes no number.
         """

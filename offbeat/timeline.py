@@ -15,6 +15,8 @@ from offbeat.interpreter import Mail, Step
 from offbeat.method import Method
 from offbeat.ops import Backward, Barrier, Forward, Operation, Update
 
+MOST_TURNS = 100_000  # local iterations of a trace, which is held in memory and read by people
+
 
 @dataclass(frozen=True)
 class Costs:

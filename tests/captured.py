@@ -13,8 +13,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from offbeat.engines import streams
-from offbeat.stage import deck, graphed, joining, notes
-from offbeat.stage.recorded import Recorded
+from offbeat.graphs import device_counters as notes
+from offbeat.graphs import join as joining
+from offbeat.graphs import launch_queue as deck
+from offbeat.graphs import recorded_stage as graphed
+from offbeat.graphs.capture import Recorded
 
 
 def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:

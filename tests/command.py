@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat import cli, launch, train
+from offbeat import cli
+from offbeat.runs import launch, train
 
 
 @dataclass(frozen=True)

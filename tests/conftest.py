@@ -14,11 +14,11 @@ from command import offbeat  # noqa: F401  a fixture for all
 
 # Files that take longest, first: a worker takes whole files, and one that is left at the end leaves the others idle.
 LONG = (
-    "test_failures", "test_runs", "test_resume", "test_run_lock", "test_two_disks", "test_compare", "test_engines",
+    "test_failures", "test_runs", "test_resume", "test_lock", "test_two_disks", "test_compare", "test_engines",
     "test_bench", "test_plan", "test_silence", "test_hosts", "test_network", "test_tutorial", "test_partition_api",
-    "test_trace", "test_timing", "test_full_disk", "test_resume_changed", "test_interpreters",
-    "test_results", "test_contract", "test_closed", "test_serial", "test_identities", "test_diagnose", "test_layout",
-    "test_links", "test_reproduce", "test_reproduced", "test_streams", "test_precision",
+    "test_trace", "test_tracing", "test_timing", "test_full_disk", "test_resume_changed", "test_interpreter",
+    "test_results", "test_contract", "test_loopback_only", "test_serial", "test_identities", "test_diagnosis",
+    "test_layout", "test_links", "test_reproduce", "test_reproduced", "test_streams", "test_precision",
 )  # fmt: skip
 
 # A busy machine is no failure, and neither is luck: the same examples every time.

@@ -11,9 +11,9 @@ from tempfile import mkdtemp
 
 from offbeat.methods import named
 from offbeat.ops import Backward, Forward, Update
-from offbeat.recipe import Recipe, complete
+from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.train import check, train
 from offbeat.timeline import Costs, timeline
-from offbeat.train import check, train
 
 NAMES = {Forward: "forward", Backward: "backward", Update: "update"}
 

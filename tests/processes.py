@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.links.network import TCP_RTO_MAX_MS
-from offbeat.rendezvous import LOOPBACK, loopback_store
+from offbeat.core.links.network import TCP_RTO_MAX_MS
+from offbeat.runs.rendezvous import LOOPBACK, loopback_store
 
 START = 90  # seconds until a run must have begun to train, on a busy machine
 STOP = 20  # seconds for "within seconds", on a busy machine

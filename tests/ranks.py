@@ -13,7 +13,7 @@ from torch import nn
 
 import offbeat
 from offbeat.engines.processes import Processes
-from offbeat.stage.graphed import GraphedStage
+from offbeat.graphs.recorded_stage import GraphedStage
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

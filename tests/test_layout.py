@@ -15,18 +15,14 @@ PACKAGE = ROOT / "offbeat"
 
 # Each may import what stands above it, never what stands below.
 ORDER = [
-    "errors", "seeds", "ops", "interpreter", "theory", "correctors", "method", "precision", "heads", "settings",
-    "methods", "clock", "timeline", "epochs", "recipe", "recipes", "options", "metrics", "links", "stage", "outputs",
-    "micro", "worker", "engines", "skew", "tracing", "cutting", "pipeline",
-    "models", "data", "checkpoint", "rendezvous", "launch", "group", "lock", "record", "transfer", "telemetry",
-    "progress", "report", "describe", "plan", "planning", "saving", "train", "turns", "demo", "compare", "reproduce",
-    "bench",
-    "cli", "__main__",
+    "errors", "seeds", "ops", "interpreter", "theory", "correctors", "method", "kernels", "core", "heads", "settings",
+    "methods", "clock", "timeline", "graphs", "engines", "partitioning", "models", "data", "checkpoint", "observe",
+    "pipeline", "runs", "report", "describe", "studies", "cli", "__main__",
 ]  # fmt: skip
 TORCH_FREE = [
     "errors", "seeds", "ops", "interpreter", "theory", "correctors", "method", "settings", "methods", "clock",
-    "timeline", "epochs", "recipe", "recipes", "options", "report", "describe", "checkpoint", "launch", "compare",
-    "reproduce", "cli",
+    "timeline", "runs/epochs", "runs/recipe", "runs/tables", "runs/launch", "report", "describe", "checkpoint",
+    "studies/compare", "studies/reproduce", "cli",
 ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ A tree (see `flatten`) is made of dicts, lists, tuples, None, bool, int, float, 
 tensors. Tensors come back with their bits and their memory layout, which is part of the numbers; the same tensor in
 two places is stored once and comes back as one. Parameters come back as plain tensors, on the CPU or where asked for.
 
-The part of stage k holds what `Pipeline.state` gives for it (see stage/state.py and worker.py, which own the contents):
+The part of stage k holds what `Pipeline.state` gives for it (see core/state.py and worker.py, which own the contents):
 
     stage
         model       {name: tensor}       parameters and buffers, by the names of the unsplit model, as they are now

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from offbeat.links import Link
+from offbeat.core.links import Link
+from offbeat.graphs.launch_queue import Deck
 from offbeat.method import Method
-from offbeat.stage.deck import Deck
 
 
 class Engine(Protocol):

@@ -1,8 +1,8 @@
 """Engine `processes`: one stage a process, on torch.distributed.
 
 On GPUs each process takes that of its local rank (round robin where there are fewer), and records its stage as engine
-`streams` does. Where each has a GPU of its own, activations and gradients go from one to the other (links/device.py),
-else through host memory.
+`streams` does. Where each has a GPU of its own, activations and gradients go from one to the other
+(core/links/device.py), else through host memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.engines.aside import Aside, many_queues
+from offbeat.core.links import LOOPBACK_INTERFACE, Link, Message, network
+from offbeat.core.links.device import Carrier, DeviceReceiver, DeviceSender
+from offbeat.core.links.distributed import Receiver, Sender, cause
+from offbeat.core.links.heartbeat import Pulse
+from offbeat.core.links.wire import LIMIT, MalformedMessage, pack, unpack
+from offbeat.engines.stage_streams import Aside, many_queues
 from offbeat.errors import FolderTaken, StageLost, StageSilent, UserError, first_line
-from offbeat.links import LOOPBACK_INTERFACE, Link, Message, network
-from offbeat.links.device import Carrier, DeviceReceiver, DeviceSender
-from offbeat.links.distributed import Receiver, Sender, cause
-from offbeat.links.pulse import Pulse
-from offbeat.links.wire import LIMIT, MalformedMessage, pack, unpack
+from offbeat.graphs.launch_queue import Deck
 from offbeat.method import Method
-from offbeat.stage.deck import Deck
 
 CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "pulse", "abort", "trace")
 JOINING = timedelta(minutes=10)  # for all processes to come

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from offbeat.links import Link
-from offbeat.links.local import LocalLink
+from offbeat.core.links import Link
+from offbeat.core.links.local import LocalLink
+from offbeat.graphs.launch_queue import Deck
 from offbeat.method import Method
-from offbeat.stage.deck import Deck
 
 
 class Simulate:

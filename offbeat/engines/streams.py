@@ -1,7 +1,7 @@
 """Engine `streams`: all K stages in this process, at once on one GPU.
 
 The host goes through the programs as `simulate` does, but only asks for the work; what is recorded is launched a tick
-at a time, a branch for each stage, which the device runs on streams of its own (stage/ticks.py). Numbers depend on the
+at a time, a branch for each stage, which the device runs on streams of its own (graphs/ticks.py). Numbers depend on the
 order within each stage alone.
 """
 
@@ -13,17 +13,17 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from offbeat.engines.aside import Aside, many_queues
-from offbeat.engines.later import Later
+from offbeat.core.links import Link
+from offbeat.core.links.local import Entrance
+from offbeat.engines.deferred_tensor import Later
 from offbeat.engines.simulate import Simulate
-from offbeat.links import Link
-from offbeat.links.local import Entrance
+from offbeat.engines.stage_streams import Aside, many_queues
+from offbeat.graphs.capture import captures
+from offbeat.graphs.launch_queue import Deck
+from offbeat.graphs.ring import together
+from offbeat.graphs.ticks import Ticks
+from offbeat.graphs.windows import Windows
 from offbeat.method import Method
-from offbeat.stage.deck import Deck
-from offbeat.stage.recorded import captures
-from offbeat.stage.ring import together
-from offbeat.stage.ticks import Ticks
-from offbeat.stage.windows import Windows
 
 
 class Streams(Simulate):

@@ -10,7 +10,7 @@ eq. (11)-(12) of the ADL paper: theta^(s+1) = theta^s - gamma_s (1/M) sum_j g^(M
 Locks: forward, backward and update; all stages but one idle. Staleness 0. One graph, one version.
 Time a batch: K(F + B).
 
-On one GPU (engine streams) the batches of a window run at once where M > 1 (stage/windows.py): the same bits, most of
+On one GPU (engine streams) the batches of a window run at once where M > 1 (graphs/windows.py): the same bits, most of
 the waiting gone, up to M graphs a stage.
 """
 

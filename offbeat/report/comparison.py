@@ -21,8 +21,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from offbeat.recipe import Recipe, complete, settings
-from offbeat.record import lines
+from offbeat.runs.recipe import Recipe, complete, settings
+from offbeat.runs.record import lines
 
 ALL_LOCKS = {"forward", "backward", "update"}
 STAGES_IN_FULL = 4  # more are told by the first and the last; the JSON has all

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from offbeat.errors import UserError
-from offbeat.recipe import Recipe
+from offbeat.runs.recipe import Recipe
 
 KNOWN = {"cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100)}  # what their files would say
 
@@ -50,7 +50,8 @@ def _parts(model: str, shape: tuple[int, int, int] | None, classes: int | None, 
            units: str) -> tuple[Part, ...]:  # fmt: skip
     import torch
 
-    from offbeat import cutting, models
+    from offbeat import models
+    from offbeat import partitioning as cutting
 
     with torch.device("meta"):
         network = models.build(model, shape=shape, classes=classes)

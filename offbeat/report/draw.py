@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import UserError, first_line
 from offbeat.method import Method
-from offbeat.record import write
 from offbeat.report import text
 from offbeat.report.gantt import heading
+from offbeat.runs.record import write
 from offbeat.timeline import Costs
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from offbeat.recipe import Recipe
 from offbeat.report import figures as charts
 from offbeat.report.charts import Line
 from offbeat.report.formatting import counted, duration, size
 from offbeat.report.read import Run
 from offbeat.report.sections import Block, Drawing, Section, facts, figures, missing, table
 from offbeat.report.sections import charts as drawings
+from offbeat.runs.recipe import Recipe
 
 Groups = Mapping[str, Sequence[Run]]  # the runs of one setting, over its seeds, by their label
 

@@ -14,7 +14,6 @@ from functools import lru_cache
 from html import escape
 from pathlib import Path
 
-from offbeat import record
 from offbeat.errors import UserError, first_line
 from offbeat.report import benches, scaling, studies
 from offbeat.report.draw import PICTURE, rendered, require, vega_lite_version
@@ -22,6 +21,7 @@ from offbeat.report.formatting import counted
 from offbeat.report.read import folders_of_runs, kind_of
 from offbeat.report.sections import Drawing, Section, slug
 from offbeat.report.style import CONFIG, DARK, FONT, LIGHT, variables
+from offbeat.runs import record
 
 HERE = Path(__file__).parent
 WIDTHS = {1: PICTURE, 2: 504, 3: 340}  # pixels of a chart in a file, by how many stand in a row

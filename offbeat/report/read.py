@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from offbeat.errors import UserError, first_line
-from offbeat.recipe import Recipe, complete, settings
-from offbeat.record import standing
 from offbeat.report.formatting import counted
 from offbeat.report.traces import Trace, read_trace
+from offbeat.runs.recipe import Recipe, complete, settings
+from offbeat.runs.record import standing
 
 T = TypeVar("T")
 

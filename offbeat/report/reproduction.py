@@ -21,9 +21,9 @@ from rich import box
 from rich.table import Table as Grid
 
 from offbeat.errors import UserError
-from offbeat.recipe import Recipe, complete, load
-from offbeat.recipes import Images, Paper, Row, Table
-from offbeat.record import lines
+from offbeat.runs.recipe import Recipe, complete, load
+from offbeat.runs.record import lines
+from offbeat.runs.tables import Images, Paper, Row, Table
 
 OTHERS = "on other images"  # in a title
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from altair import LayerChart
 
 from offbeat.errors import UserError
-from offbeat.recipe import Recipe
 from offbeat.report.charts import Axis, Bar, Box, Line, bars, lanes, lines, shares
 from offbeat.report.cuts import Part, parts
 from offbeat.report.formatting import size
@@ -15,6 +14,7 @@ from offbeat.report.read import Diagnosis, Run
 from offbeat.report.sections import Drawing, Section, charts, missing, table
 from offbeat.report.style import colour, shade
 from offbeat.report.traces import Trace, alike, planned, planned_idle, usable
+from offbeat.runs.recipe import Recipe
 
 TRACE, DIAGNOSE = "--trace 200", "--diagnose 50"
 

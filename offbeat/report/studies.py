@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offbeat import recipes
 from offbeat.errors import UserError, first_line
 from offbeat.report import comparison as compared
 from offbeat.report import overview
@@ -16,6 +15,7 @@ from offbeat.report.formatting import counted
 from offbeat.report.read import Run, read_json, read_run
 from offbeat.report.sections import Block, Section, facts, figures, missing, notes, slug, table
 from offbeat.report.stages import stage_sections
+from offbeat.runs import tables as recipes
 
 MOST_RUNS = 12  # whose stages are shown one by one: a reproduction has hundreds
 Shown = tuple[str, str, list[Section]]  # title, kind, sections

@@ -22,8 +22,8 @@ from offbeat.data.cifar_files import CIFAR10, CIFAR100, Layout
 from offbeat.data.memory import InMemory
 from offbeat.data.resident import ALIGNMENT, Resident, on_device
 from offbeat.errors import UserError
-from offbeat.recipe import Recipe, complete
-from offbeat.train import move_data, train
+from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.train import move_data, train
 
 SETS = ["cifar10", "cifar100", "cifar10 not augmented", "digits", "large digits", "synthetic", "odd synthetic"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -266,7 +266,7 @@ def test_a_run_on_moved_data_ends_with_the_same_weights_and_says_its_notes(
         assert data is not None
         return moved(data), ["a note of the data"]
 
-    monkeypatch.setattr("offbeat.train.move_data", move)
+    monkeypatch.setattr("offbeat.runs.train.move_data", move)
     train(recipe, tmp_path / "moved", show=True)
     printed = capsys.readouterr()
     assert "a note of the data" in printed.out + printed.err

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import offbeat
 from offbeat import models
-from offbeat.stage import norms
-from offbeat.stage.narrow import convolution
+from offbeat.kernels import batch_norm as norms
+from offbeat.kernels.conv3x3 import convolution
 
 pytestmark = [
     pytest.mark.gpu,

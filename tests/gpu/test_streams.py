@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 import offbeat
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded
+from offbeat.graphs.launch_queue import Row
+from offbeat.graphs.recorded_stage import LOOK
 from offbeat.methods import METHODS, named
-from offbeat.stage.deck import Row
-from offbeat.stage.graphed import LOOK
 
 pytestmark = [
     pytest.mark.gpu,

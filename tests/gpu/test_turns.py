@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offbeat import train
-from offbeat.recipe import complete
-from offbeat.turns import Ending, Turns
+from offbeat.runs import train
+from offbeat.runs.recipe import complete
+from offbeat.runs.round_robin import Ending, Turns
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,13 +15,13 @@ import pytest
 from command import Command
 
 from offbeat import models
-from offbeat.recipe import Recipe
-from offbeat.recipes import TABLES, Paper, Table
-from offbeat.recipes.row import row
 from offbeat.report.cuts import parts as stages
 from offbeat.report.overview import curves, grouped
 from offbeat.report.page import Part, html, parts, write_report
 from offbeat.report.read import Epoch, Run, read_run
+from offbeat.runs.recipe import Recipe
+from offbeat.runs.tables import TABLES, Paper, Table
+from offbeat.runs.tables.row import row
 
 VOID = {"meta", "link", "br", "img", "input"}
 

@@ -210,6 +210,7 @@ def test_a_report_without_its_packages_is_refused_in_one_line(offbeat, tmp_path,
 def test_the_modules_that_training_needs_import_no_chart_package():
     import subprocess
 
-    code = ("import sys, offbeat.cli, offbeat.compare, offbeat.reproduce, offbeat.report, offbeat.bench.rounds; "
+    code = ("import sys, offbeat.cli, offbeat.report; "
+            "import offbeat.studies.compare, offbeat.studies.reproduce, offbeat.studies.bench.rounds; "
             "sys.exit(bool({'altair', 'vl_convert'} & sys.modules.keys()))")  # fmt: skip
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -8,9 +8,9 @@ from math import isclose
 import made_folders as made
 import pytest
 
-from offbeat import tracing
 from offbeat.errors import UserError
 from offbeat.methods import named
+from offbeat.observe import tracing
 from offbeat.report.traces import KINDS, Spell, Trace, planned, planned_idle, read_trace
 from offbeat.timeline import Costs, balanced, period
 

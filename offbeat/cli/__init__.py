@@ -1,0 +1,99 @@
+"""The command line, a file per command: reads options, prints results, and reports failures in one line."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from offbeat.cli.app import app
+from offbeat.errors import Interrupted, NotCompiled, NotFused, NotRecorded, UserError
+from offbeat.runs import launch
+
+INTERRUPTED = 130
+
+# In the order of the help.
+for _name in (
+    "train", "compare", "reproduce", "bench", "plan", "models", "methods", "demo", "report",
+    "checkpoint", "export",
+):  # fmt: skip
+    importlib.import_module(f"offbeat.cli.{_name}")
+
+
+def main() -> NoReturn:
+    """The console command. Exit codes: 0 done, 1 nothing to compare, 2 told in one line, 130 stopped by Ctrl-C."""
+    if launch.is_worker() or os.environ.get(launch.LAUNCHER) == str(os.getppid()):  # the latter: of a comparison
+        launch.die_with_parent()
+    warnings.showwarning = told_or(warnings.showwarning)
+    try:
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # typer's own answer to Ctrl-C
+            raise Interrupted("stopped by Ctrl-C")
+        leave(code if isinstance(code, int) else 0)
+    except UserError as error:
+        fail(error, str(error), 2)
+    except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough
+        fail(Interrupted(str(error)), str(error) or "stopped by Ctrl-C", INTERRUPTED)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            if launch.is_worker():
+                launch.last_words(error)
+            raise
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "offbeat"
+        said = error.format_message().rstrip(".") or "no command was given"
+        fail(error, f"{said}; see '{where} --help'", 2)
+
+
+def told_or(show: Callable[..., None]) -> Callable[..., None]:
+    """Warnings of ours in one line, and a reason once, of however many stages it is; all others as they are shown."""
+    told: set[tuple[type[Warning], str]] = set()
+
+    def tell(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, NotCompiled | NotFused | NotRecorded):
+            line = " ".join(str(message).split())
+            reason = category, line.partition(": ")[2] or line
+            if reason not in told:
+                first = " (told of the first such stage)" * line.startswith("stage ")
+                print(f"offbeat: {line}{first}", file=sys.stderr)
+            told.add(reason)
+        else:
+            show(message, category, *place, **more)
+
+    return tell
+
+
+def fail(error: BaseException, line: str, code: int) -> NoReturn:
+    """Say it in one line; a worker that was started here leaves it to its launcher."""
+    if launch.is_worker():
+        launch.last_words(error)
+    else:
+        print("offbeat: " + " ".join(line.split()), file=sys.stderr)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit; a member of a group does so at once, whatever its communication threads still wait for."""
+    if launch.joined_group():
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if show:
+        from offbeat import __version__
+
+        print(__version__)
+        raise typer.Exit

@@ -1,0 +1,30 @@
+"""offbeat export."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat.cli.app import app
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, or one checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="The file to write.")] = Path("model.safetensors"),
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Write the newest model of a run as plain safetensors, by the names of the unsplit network."""
+    from offbeat.checkpoint.export import export as write
+
+    written = write(run, out)
+    if as_json:
+        print(json.dumps(written))
+        return
+    for note in written["notes"]:
+        print(note, file=sys.stderr)
+    print(f"{written['tensors']} tensors, {written['bytes']:,} bytes from {written['source']} in {written['out']}")

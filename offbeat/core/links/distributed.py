@@ -1,0 +1,185 @@
+"""Links between processes, on torch.distributed.
+
+A gloo send completes only once its receive is posted, and a posted receive cannot be asked whether it is complete. So
+each end has a thread: the receiving one always has the next receive posted, the sending one waits in place of the
+compute. Header and payload are one message. Its length is not known beforehand, so both ends keep the same capacity,
+the longest message so far: what is longer comes in two pieces, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.core.links import Message
+from offbeat.core.links.wire import PREFIX, pack, size, unpack
+from offbeat.errors import StageLost, UserError, first_line
+
+FIRST_CAPACITY = 1 << 16
+GOODBYE = "close"  # kind of the last message; its content says why it is, if anybody knows
+FAREWELL = 4096  # bytes that it takes at most
+WORDS = 300  # characters of its reason
+
+
+class Sender:
+    """The sending end. `patient`: where the link is full, wait (evaluation) rather than call it an error (training)."""
+
+    def __init__(self, to_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int, patient: bool,
+                 lost: Callable[[str], StageLost]) -> None:  # fmt: skip
+        self.to_rank, self.tag, self.group, self.patient, self.lost = to_rank, tag, group, patient, lost
+        self.outbox: queue.Queue[Any] = queue.Queue(capacity)  # None ends it
+        self.longest = FIRST_CAPACITY
+        self.failure: str | None = None  # why nothing more can be sent
+        self.closing, self.word = False, ""
+        self.thread = threading.Thread(target=self._post, name=f"offbeat-send-{tag}", daemon=True)
+        self.thread.start()
+
+    def send(self, message: Message) -> None:
+        self._put(pack(message))
+
+    def _put(self, parcel: Any) -> None:
+        while self.failure is None:
+            try:
+                self.outbox.put(parcel, block=self.patient, timeout=1.0 if self.patient else None)
+                return
+            except queue.Full:
+                assert self.patient, "more messages on a link than its program can leave there"
+        raise self.lost(self.failure)
+
+    def _post(self) -> None:
+        try:
+            while True:
+                parcel = None if self.closing and self.outbox.empty() else self.outbox.get()
+                if parcel is None:
+                    self._send(pack(Message(-1, self.word[:WORDS], kind=GOODBYE)), self.tag)
+                    return
+                self._deliver(parcel)
+        except RuntimeError as error:
+            self.failure = cause(error)
+
+    def _deliver(self, buffer: Any) -> None:
+        head, tail = buffer[: self.longest], buffer[self.longest :]
+        self._send(head, self.tag)
+        if tail.numel():
+            self._send(tail, self.tag + 1)
+            self.longest = buffer.numel()
+
+    def _send(self, buffer: Tensor, tag: int) -> None:
+        work = dist.isend(buffer, self.to_rank, self.group, tag)
+        assert work is not None
+        work.wait()
+
+    def close(self, word: str = "") -> None:
+        """Say goodbye behind all that is sent, and why, which ends the thread at the other end."""
+        self.closing, self.word = True, word or self.word
+        with contextlib.suppress(queue.Full):  # then the thread is not waiting, and sees that it is the end
+            self.outbox.put_nowait(None)
+
+    def receive(self) -> Message:
+        raise RuntimeError("this is the sending end of a link")
+
+    peek = receive
+
+    def ready(self) -> bool:
+        return False
+
+
+class Receiver:
+    """The receiving end."""
+
+    def __init__(self, from_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int,
+                 lost: Callable[[str], StageLost]) -> None:  # fmt: skip
+        self.from_rank, self.tag, self.group, self.lost = from_rank, tag, group, lost
+        self.inbox: queue.Queue[Any] = queue.Queue(capacity)  # a text tells why no more will come
+        self.failure: str | None = None  # why nothing more will be waited for
+        self.next: Message | None = None
+        self.last_batch: int | None = None  # of what was received
+        self.thread = threading.Thread(target=self._listen, name=f"offbeat-receive-{tag}", daemon=True)
+        self.thread.start()
+
+    def _listen(self) -> None:
+        capacity = FIRST_CAPACITY
+        try:
+            while True:
+                head = torch.empty(capacity, dtype=torch.uint8)
+                head[:PREFIX].zero_()  # a message that is too short must not be completed by what was there before
+                self._receive(head, self.tag)
+                length = size(head)
+                if length > capacity:
+                    whole = torch.empty(length, dtype=torch.uint8)
+                    whole[:capacity] = head
+                    self._receive(whole[capacity:], self.tag + 1)
+                    head, capacity = whole, length
+                goodbye = length <= FAREWELL and unpack(head[:length]).kind == GOODBYE
+                self.inbox.put(head[:length] if goodbye else self._complete(head[:length]))
+                if goodbye:
+                    return
+        except (RuntimeError, UserError) as error:  # lost, or something that no stage sends
+            self.inbox.put(cause(error))
+
+    def _complete(self, buffer: Tensor) -> Any:
+        """What has come, with all that belongs to it."""
+        return buffer
+
+    def _read(self, arrived: Any) -> Message:
+        return unpack(arrived)
+
+    def _receive(self, buffer: Tensor, tag: int) -> None:
+        work = dist.irecv(buffer, self.from_rank, self.group, tag)
+        assert work is not None
+        work.wait()
+
+    def peek(self) -> Message:
+        if self.next is None:
+            arrived = self._wait()
+            if isinstance(arrived, str):
+                self.inbox.put(arrived)  # every later call must hear it too
+                raise self.lost(arrived)
+            try:
+                message = unpack(arrived) if isinstance(arrived, Tensor) else self._read(arrived)
+            except UserError as error:
+                self.inbox.put(str(error))
+                raise self.lost(str(error)) from error
+            if message.kind == GOODBYE:
+                why = message.content or "it has stopped"
+                self.inbox.put(why)
+                raise self.lost(why)
+            self.next = message
+            self.last_batch = message.t if message.kind == "batch" else self.last_batch
+        return self.next
+
+    def _wait(self) -> Any:
+        while True:  # in slices, so that Ctrl-C is heard
+            try:
+                return self.inbox.get(timeout=0.5)
+            except queue.Empty:
+                if self.failure is not None:
+                    return self.failure
+
+    def receive(self) -> Message:
+        message = self.peek()
+        self.next = None
+        return message
+
+    def ready(self) -> bool:
+        return self.next is not None or not self.inbox.empty()
+
+    def send(self, message: Message) -> None:
+        raise RuntimeError("this is the receiving end of a link")
+
+    def close(self, word: str = "") -> None:
+        """The other end's goodbye ends this one."""
+
+
+def cause(error: Exception) -> str:
+    """Gloo's words for a lost connection, without its file names."""
+    text = first_line(error)
+    return "its process has died" if "onnection" in text and "gloo" in text else text
+

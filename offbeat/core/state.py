@@ -1,0 +1,213 @@
+"""The whole state of a stage as a tree of tensors and plain values, and back.
+
+Graphs cannot be written down. A batch in flight is kept as what made its graph: its input, the weights of its forward
+and the random state before it; loading repeats the forward, which leaves BatchNorm's statistics alone. Stash has those
+weights anyway; hybrid does not, and remembers them from `stage.keep()` on until they are saved.
+
+Parameters, gradients and optimizer state go by their names in the unsplit model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from offbeat.core.stage import InFlight, Stage
+from offbeat.core.weights import Version
+from offbeat.errors import UserError
+
+Tree = dict[str, Any]
+KINDS = {"momentum", "betas", "alpha", "rho", "lr_decay", "etas"}  # options that tell optimizers apart
+COUNTERS = ("update_index", "samples", "last_batch", "backwards", "most_held", "held_bytes", "skipped", "full_batch")
+
+
+def save(stage: Stage) -> Tree:
+    """Everything that decides how this stage goes on; its tensors are the stage's own, so write them at once."""
+    stage.settle()
+    if stage.weights.forgets and any(batch.kept is None for batch in stage.in_flight.values()):
+        raise UserError(f"stage {stage.k} has not kept the weights of its batches in flight: call keep() "
+                        f"{stage.lag + 1} batches before saving")  # fmt: skip
+    versions: list[Version] = []
+    in_flight = [_save_batch(t, batch, versions, replays=stage.weights.replays)
+                 for t, batch in stage.in_flight.items()]  # fmt: skip
+    policy = stage.weights.save(versions)
+    return {
+        "k": stage.k,
+        "K": stage.K,
+        "model": dict(_tensors(stage)),
+        "head": None if stage.head is None else dict(stage.head.state_dict()),
+        "teacher": None if stage.teacher is None else stage.teacher.state_dict(),
+        **_optimizer(stage),
+        "scheduler": stage.scheduler.state_dict() if stage.scheduler else None,
+        "corrections": {name: dict(stage.corrections.place.memory.get(p, {})) for name, p in stage.parameters.items()},
+        "random": stage.random.state,
+        "evaluation_random": stage.evaluation_random.state,
+        "window": {"levels": list(stage.window.levels), "batches": list(stage.window.batches),
+                   "weights": list(stage.window.weights), "gradients": stage.window.gradients()},
+        "bad": sorted(stage.bad),
+        "versions": [version.tensors for version in versions],
+        "policy": policy,
+        "in_flight": in_flight,
+        "lessons": [[t, h, target] for t, (h, target) in stage.lessons.items()],
+        "counters": {name: getattr(stage, name) for name in COUNTERS},
+        "staleness": [[level, count] for level, count in stage.staleness.items()],
+        "meter": {"samples": stage.meter.samples, "sums": dict(stage.meter.sums)},
+    }  # fmt: skip
+
+
+def _tensors(stage: Stage) -> dict[str, Tensor]:
+    """Parameters (also frozen ones) and buffers, by name."""
+    return {**dict(stage.module.named_parameters()), **dict(stage.module.named_buffers())}
+
+
+def _optimizer(stage: Stage) -> Tree:
+    if stage.optimizer is None:
+        return {"optimizer": {}, "groups": []}
+    names = {id(parameter): name for name, parameter in stage.parameters.items()}
+    state = {names[id(p)]: dict(values) for p, values in stage.optimizer.state.items() if values}
+    groups = [
+        {**{option: _number(value) for option, value in group.items() if option not in ("params", "param_names")},
+         "names": [names[id(p)] for p in group["params"]]}
+        for group in stage.optimizer.param_groups
+    ]  # fmt: skip
+    return {"optimizer": state, "groups": groups}
+
+
+def _number(value: Any) -> Any:
+    """An option of an optimizer, which may be a number on the device."""
+    return value.item() if isinstance(value, Tensor) and not value.dim() else value
+
+
+def _save_batch(t: int, batch: InFlight, versions: list[Version], *, replays: bool) -> Tree:
+    used = Version(None) if replays else batch.kept or batch.version  # a replay takes what there is by then
+    if used.tensors is not None and used not in versions:
+        versions.append(used)
+    return {
+        "t": t,
+        "x": pytree.tree_unflatten([_plain(leaf) for leaf in batch.inputs], batch.structure),
+        "target": batch.target,
+        "version": versions.index(used) if used.tensors is not None else None,
+        "update": batch.update,
+        "steady": batch.steady,
+        "random": batch.random,
+        "share": batch.share,
+        "weight": batch.weight,
+    }
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def load(stage: Stage, tree: Tree) -> None:
+    """Put a stage of the same k, K, method and cuts into the state that `save` saw."""
+    load_model(stage, tree["model"], tree["optimizer"], tree["corrections"])
+    load_head(stage, tree)
+    _load_groups(stage, tree["groups"])
+    if stage.scheduler:
+        stage.scheduler.load_state_dict(tree["scheduler"])
+    stage.random.state = list(tree["random"])
+    stage.evaluation_random.state = list(tree["evaluation_random"])
+    for name in COUNTERS:
+        setattr(stage, name, tree["counters"].get(name, getattr(stage, name)))  # older files lack some
+    stage.staleness.clear()
+    stage.staleness.update(dict(tree["staleness"]))
+    stage.meter.samples, stage.meter.sums = tree["meter"]["samples"], dict(tree["meter"]["sums"])
+    stage.lessons = {t: (stage._here(h), stage._here(target)) for t, h, target in tree["lessons"]}
+    window = tree["window"]
+    stage.window.load(list(window["levels"]), list(window["batches"]), window["gradients"], window.get("weights"))
+    stage.bad = set(tree["bad"])
+    versions = [Version({name: tensor.to(stage.device).requires_grad_() for name, tensor in tensors.items()})
+                for tensors in tree["versions"]]  # fmt: skip
+    stage.weights.load(tree["policy"], versions)
+    in_flight = {entry["t"]: _load_batch(stage, entry, versions) for entry in tree["in_flight"]}
+    stage.in_flight.clear()
+    stage.in_flight.update(in_flight)
+
+
+def load_model(
+    stage: Stage, model: Mapping[str, Tensor], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]
+) -> None:
+    """Parameters, buffers and per-parameter state of the stage's part of the model by name, from one stage or from all
+    of another cut."""
+    stage.reset()
+    own = _tensors(stage)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if name not in model or model[name].shape != tensor.shape:
+                there = f"of shape {list(model[name].shape)}" if name in model else "not there"
+                raise UserError(f"{name} of shape {list(tensor.shape)} is {there} in the checkpoint: use its model")
+            tensor.copy_(model[name])
+    if stage.optimizer is not None:
+        stage.optimizer.state.clear()  # what the checkpoint has none of has not begun
+    stage.corrections.place.memory.clear()
+    _load_state(stage, [name for name in stage.parameters if name in own], optimizer, corrections)
+
+
+def load_head(stage: Stage, tree: Tree | None) -> None:
+    """The auxiliary head of a stage that ended where this one does, with its optimizer's state; None: it stays new."""
+    if stage.head is None or tree is None:
+        return
+    stage.head.load_state_dict(tree["head"])
+    if stage.teacher is not None:
+        stage.teacher.load_state_dict(_as_torch(tree["teacher"]))
+    own = _tensors(stage)
+    _load_state(stage, [name for name in stage.parameters if name not in own], tree["optimizer"], tree["corrections"])
+
+
+def _load_state(
+    stage: Stage, names: list[str], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]
+) -> None:
+    """What the optimizer and the correctors remember of these parameters."""
+    for name in names:
+        parameter = stage.parameters[name]
+        if stage.optimizer is not None and name in optimizer:
+            stage.optimizer.state[parameter] = {
+                key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in optimizer[name].items()
+            }
+        for key, value in corrections.get(name, {}).items():
+            stage.corrections.place.memory[parameter][key] = value.to(parameter.device)
+
+
+def _load_groups(stage: Stage, groups: list[Tree]) -> None:
+    if stage.optimizer is None:
+        return
+    for group, saved in zip(stage.optimizer.param_groups, groups, strict=True):
+        if KINDS & group.keys() != KINDS & saved.keys():
+            theirs = ", ".join(sorted(KINDS & saved.keys())) or "other options"
+            raise UserError(f"this state is of another optimizer than {type(stage.optimizer).__name__}, with {theirs}: "
+                            "make the same one")  # fmt: skip
+        for option, value in saved.items():
+            if isinstance(group.get(option), Tensor) and not isinstance(value, Tensor):
+                group[option].fill_(value)
+            elif option != "names":
+                group[option] = value
+
+
+def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
+    """The batch with its graph, made again."""
+    forwarded = versions[entry["version"]] if entry["version"] is not None else Version(None)
+    leaves, structure = pytree.tree_flatten(stage._here(entry["x"]))  # entered before
+    batch = InFlight(
+        stage.wanting(leaves), structure, stage._here(entry["target"]), forwarded, entry["update"], entry["steady"],
+        list(entry["random"]), entry["share"], forwarded if stage.weights.forgets else None,
+        weight=entry.get("weight", 1.0),
+    )  # fmt: skip
+    if stage.weights.replays:
+        return batch
+    with stage.weights.again(forwarded) as version:
+        batch.version = version
+        with stage.random.drawing(replay=batch.random):
+            batch.roots = pytree.tree_leaves(stage._run(entry["t"], batch, version, again=True))
+    return batch
+
+
+def _as_torch(saved: Tree) -> Tree:
+    """An optimizer's state_dict, whose keys are parameter numbers."""
+    return {"state": {int(number): values for number, values in saved["state"].items()},
+            "param_groups": saved["param_groups"]}  # fmt: skip

@@ -1,0 +1,437 @@
+"""Which parameters a forward and its backward run on when updates come in between.
+
+An optimizer changes its parameters in place, and autograd refuses (or, through `.data`, silently mixes) a graph whose
+parameters changed. So a graph never holds the parameters themselves unless no update can come before its backward:
+
+    live      no lag: the module's own parameters, plain PyTorch
+    stash     a snapshot an update, shared by the batches forwarded until the next one: backward is exact
+    before    snapshots of the last two versions: every batch of a window on the version of the window before
+    hybrid    aliases of the storage with a version counter of their own: old activations, current parameters
+    replay    no graph: the forward is repeated on the current parameters when the gradient is there
+
+A forward, and in hybrid and replay a backward, may run on predicted values instead of the parameters.
+
+Where forwards compute in another type than the parameters', snapshots are in that type, and live, hybrid and replay
+have one set of such copies, which is refreshed once an update.
+
+Buffers (BatchNorm statistics) stay live in all of them; a replay runs on copies of what they are by then, so that each
+batch counts once. (A module that computes with a buffer it writes, unlike BatchNorm, is replayed with a later value.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
+
+from offbeat.core.precision import FULL, Numbers
+
+Tensors = dict[str, Tensor]
+
+
+class Version:
+    """The parameters of one forward, by name in the stage; None stands for the module's own.
+
+    age: by how many updates they are older than the newest; number: of which version they are a copy, if anybody counts
+    """
+
+    def __init__(self, tensors: Tensors | None, age: int = 0, number: int = 0) -> None:
+        self.tensors, self.age, self.number = tensors, age, number
+
+
+InFlightOn = Callable[[], Iterable[Version]]  # what the batches in flight were forwarded on
+Prediction = Callable[[], list[Tensor]]  # values to use instead of the parameters, in their order
+Work = Callable[[], object]
+
+
+def at_once(key: object, work: Work) -> None:
+    """Do tensor work of a policy now; work of the same key reads and writes the same memory every time, that of None
+    another one."""
+    work()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a policy is made of: the parameters, and what stands in for them in forwards and backwards (None: they do).
+
+    version        (forwards, newest) -> version of a forward, for policies that do not use the newest
+    numbers        the types in which forwards use the values
+    """
+
+    parameters: Tensors
+    forward: Prediction | None = None
+    backward: Prediction | None = None
+    version: Callable[[int, int], int] | None = None
+    numbers: Numbers = FULL
+
+    def named(self, values: list[Tensor]) -> Tensors:
+        return {name: value.requires_grad_() for name, value in zip(self.parameters, values, strict=True)}
+
+    def snapshot(self, place: Tensors | None = None) -> Tensors:
+        """A copy of what forwards use now, in new memory or in that of `place`."""
+        if place is None:
+            return self.named([self.numbers.lower(v) for v in self.forward()] if self.forward else self.copies())
+        if place:
+            values = self.forward() if self.forward else [parameter.detach() for parameter in self.parameters.values()]
+            copy_all([tensor.data for tensor in place.values()], values)  # whose graphs are kept
+        return place
+
+    def copies(self) -> list[Tensor]:
+        """New tensors with the parameters as forwards use them."""
+        return [self.numbers.lower(p.detach()) if self.numbers.lowered(p) else p.detach().clone()
+                for p in self.parameters.values()]  # fmt: skip
+
+
+def copy_all(places: list[Tensor], values: list[Tensor]) -> None:
+    """Copy tensor by tensor; on a GPU in as many kernels as there are types, where a mixed list would take one each."""
+    for dtype in dict.fromkeys(place.dtype for place in places):
+        alike = [(place, value) for place, value in zip(places, values, strict=True) if place.dtype == dtype]
+        torch._foreach_copy_([place for place, _ in alike], [value for _, value in alike])
+
+
+class WeightPolicy(Protocol):
+    """The parameters that forwards run on, and whether their backwards repeat them."""
+
+    answers: Answers
+    replays: bool
+    forgets: bool  # whether what a forward used is gone with the next update
+    copies: int  # sets of parameters of its own beside the optimizer's and the older versions
+    forwards: int  # of this program, where the version depends on their number
+    do: Callable[[object, Work], None]  # how its copies are made
+
+    def current(self) -> Version:
+        """What a forward uses now."""
+
+    def returning(self, version: Version) -> Version:
+        """What the backward of a batch uses whose forward used that version."""
+
+    def changed(self) -> None:
+        """The optimizer has made a new version."""
+
+    def passed(self) -> None:
+        """A window has closed without an update: something in it was not finite, or there are no parameters."""
+
+    def restart(self) -> None:
+        """All batches are done; the program starts afresh."""
+
+    def versions(self) -> int:
+        """Versions that are held, for batches in flight or as the newest."""
+
+    def remember(self) -> Version | None:
+        """A lasting copy of what the last forward used, where the policy keeps none; shared until the next update."""
+
+    def forget(self) -> None:
+        """Drop the lasting copy."""
+
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        """What else the policy holds; versions that are not yet in the list are added to it."""
+
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        """Take up what was saved."""
+
+    def again(self, version: Version) -> AbstractContextManager[Version]:
+        """Around a repeated forward of a batch in flight: the version to run it on."""
+
+
+class Live:
+    """The module's own parameters; sound when no update comes between a forward and its backward.
+
+    In another type: copies of those that have it, refreshed in place, so that forwards and graphs can go on using them.
+    """
+
+    replays = False
+    forgets = False
+    copies = forwards = 0
+    behind = False  # the parameters
+    do: Callable[[object, Work], None]
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers, numbers, self.do = answers, answers.numbers, at_once
+        self.storage: list[Tensor] = [numbers.lower(parameter.data) for parameter in answers.parameters.values()]
+        if numbers.lowers:
+            self.copies, self.behind = 1, True
+        self.own = self._aliases() if numbers.lowers else Version(None)
+
+    def _aliases(self) -> Version:
+        """`.data` shares storage but not the version counter."""
+        return Version(self.answers.named([tensor.data for tensor in self.storage]))
+
+    def _refresh(self) -> None:
+        self.do("refresh", self._lower)
+        self.behind = False
+
+    def _lower(self) -> None:
+        pairs = [(copy, parameter.detach()) for copy, parameter in
+                 zip(self.storage, self.answers.parameters.values(), strict=True)
+                 if self.answers.numbers.lowered(parameter)]  # fmt: skip
+        copy_all([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
+
+    def current(self) -> Version:
+        if self.behind:
+            self._refresh()
+        return self.own
+
+    def returning(self, version: Version) -> Version:
+        if self.behind:
+            self._refresh()
+        return version
+
+    def changed(self) -> None:
+        self.behind = self.answers.numbers.lowers
+
+    def passed(self) -> None:
+        pass
+
+    def restart(self) -> None:
+        pass
+
+    def versions(self) -> int:
+        return 1
+
+    def remember(self) -> Version | None:
+        return None
+
+    def forget(self) -> None:
+        pass
+
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        return {}
+
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        self.changed()
+
+    @contextmanager
+    def again(self, version: Version) -> Iterator[Version]:
+        yield version
+
+
+class Replay(Live):
+    """The module's own parameters (or predicted ones), at the forward without a graph and again at the backward."""
+
+    replays = True
+
+    def current(self) -> Version:
+        return Version(self.answers.snapshot()) if self.answers.forward else super().current()
+
+    def returning(self, version: Version) -> Version:
+        if not self.answers.backward:
+            return super().returning(self.own)
+        return Version(self.answers.named([self.answers.numbers.lower(value) for value in self.answers.backward()]))
+
+
+class Hybrid(Live):
+    """Aliases of the parameters (or of the copies), whose version counter is their own: a stored graph stays usable
+    while the optimizer changes what its backward will read."""
+
+    forgets = True
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers)
+        self.own = self._aliases()
+        self.lasting: Version | None = None
+
+    def changed(self) -> None:
+        super().changed()
+        self.lasting = None
+
+    def remember(self) -> Version | None:
+        if self.lasting is None:
+            self.lasting = Version(self.answers.named([tensor.clone() for tensor in self.storage]))
+        return self.lasting
+
+    def forget(self) -> None:
+        self.lasting = None
+
+    @contextmanager
+    def again(self, version: Version) -> Iterator[Version]:
+        """The old values under the aliases while the graph is made, then the present ones."""
+        if self.behind:
+            self._refresh()
+        present = [tensor.clone() for tensor in self.storage]
+        if version.tensors:
+            copy_all(self.storage, [tensor.detach() for tensor in version.tensors.values()])
+        try:
+            yield self.own
+        finally:
+            copy_all(self.storage, present)
+
+
+class PredictedHybrid(Hybrid):
+    """Aliases of a second set of parameters, which is filled with what is due before each forward and each backward."""
+
+    copies = 1
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers)
+        self.storage, self.copies = answers.copies(), 1
+        self.own = self._aliases()
+
+    def _fill(self, prediction: Prediction | None) -> None:
+        values = prediction() if prediction else [p.detach() for p in self.answers.parameters.values()]
+        copy_all(self.storage, values)
+
+    def current(self) -> Version:
+        self.do("forward", partial(self._fill, self.answers.forward))
+        return self.own
+
+    def returning(self, version: Version) -> Version:
+        self.do("backward", partial(self._fill, self.answers.backward))
+        return version
+
+
+class Stash(Live):
+    """Snapshots, made at the first forward after an update and dropped with the last batch that needs them.
+
+    `memory` may hold places for them, which are used again when nobody needs what lies there.
+    """
+
+    copies = 1  # of the newest version
+
+    def __init__(self, answers: Answers, in_flight: InFlightOn) -> None:
+        self.answers, self.in_flight, self.do = answers, in_flight, at_once
+        self.newest: Version | None = None
+        self.memory: list[Tensors] = []
+        self.made = 0  # versions so far
+
+    def current(self) -> Version:
+        if self.newest is None:
+            self.newest = self._make()
+        return self.newest
+
+    def _make(self) -> Version:
+        place = self.room()
+        if place is not None:  # the next one goes where nobody has been for longest
+            self.memory = [other for other in self.memory if other is not place] + [place]
+            self.do(id(place), partial(self.answers.snapshot, place))
+        else:
+            made: list[Tensors] = []
+            self.do(None, lambda: made.append(self.answers.snapshot()))
+            place = made[0]
+        return Version(place, number=self.made)
+
+    def ready(self) -> list[Version]:
+        """Those that the next forwards may use."""
+        return [] if self.newest is None else [self.newest]
+
+    def alive(self) -> list[Version]:
+        """Those, and the ones that batches in flight need."""
+        return [*self.in_flight(), *self.ready()]
+
+    def room(self) -> Tensors | None:
+        """Memory for another version, if there is some."""
+        used = {id(version.tensors) for version in self.alive()}
+        return next((place for place in self.memory if id(place) not in used), None)
+
+    def again_elsewhere(self) -> Version:
+        """The newest version once more, in memory of its own."""
+        self.newest = self._make()
+        return self.newest
+
+    def changed(self) -> None:
+        self.newest = None
+        self.made += 1
+
+    def restart(self) -> None:
+        self.newest = None  # made anew where the first one lies
+
+    def versions(self) -> int:
+        return len({version.number for version in self.alive()} | {self.made})  # the parameters themselves
+
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        return {"newest": versions.index(self.newest) if self.newest in versions else None,
+                "numbers": [version.number - self.made for version in versions]}  # fmt: skip
+
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        self.newest = None if saved["newest"] is None else versions[saved["newest"]]
+        numbers = saved.get("numbers")  # which older files do not tell
+        for place, version in enumerate(versions):
+            apart = 0 if version is self.newest else -1 - place
+            version.number = self.made + (apart if numbers is None else numbers[place])
+
+
+class Before(Stash):
+    """Snapshots of the last two versions, of which a forward uses the one that its place in the program asks for."""
+
+    def __init__(self, answers: Answers, in_flight: InFlightOn) -> None:
+        super().__init__(answers, in_flight)
+        self.kept: list[Version] = []  # none before the first forward: the parameters may yet be loaded
+        self.forwards = 0
+
+    def current(self) -> Version:
+        assert self.answers.version is not None
+        self.kept = self.kept or [self._make()]
+        age = self.made - self.answers.version(self.forwards, self.made)
+        self.forwards += 1
+        version = self.kept[-1 - age]
+        version.age = age
+        return version
+
+    def ready(self) -> list[Version]:
+        return self.kept
+
+    def changed(self) -> None:
+        self.made += 1
+        self.kept = [*self.kept[-1:], self._make()]
+
+    def passed(self) -> None:
+        self.changed()  # the next version is like the one before, but it is the next
+
+    def restart(self) -> None:
+        self.kept = []
+        self.forwards = self.made = 0
+
+    def versions(self) -> int:
+        return max(1, len(set(self.alive())))
+
+    def save(self, versions: list[Version]) -> dict[str, Any]:
+        versions += [version for version in self.kept if version not in versions]
+        return {"kept": [versions.index(version) for version in self.kept], "forwards": self.forwards,
+                "made": self.made}  # fmt: skip
+
+    def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
+        self.kept = [versions[number] for number in saved["kept"]]
+        self.forwards, self.made = saved["forwards"], saved["made"]
+
+
+def make_policy(
+    weights: str, answers: Answers, *, lag: int, replays: bool, in_flight: InFlightOn
+) -> WeightPolicy:
+    """The policy for a stage of that lag; `replays`: its backwards repeat their forwards."""
+    if answers.version:
+        return Before(answers, in_flight)
+    if replays:
+        return Replay(answers)
+    if weights == "hybrid" and (answers.forward or answers.backward):
+        return PredictedHybrid(answers)
+    if not lag and not answers.forward:
+        return Live(answers)
+    return Hybrid(answers) if weights == "hybrid" else Stash(answers, in_flight)
+
+
+def substituted(module: nn.Module, version: Version) -> AbstractContextManager[object]:
+    """The module with the version's tensors in place of its parameters, for a backward that recomputes
+    (torch.utils.checkpoint)."""
+    if version.tensors is None:
+        return nullcontext()
+    return _reparametrize_module(module, version.tensors, tie_weights=True)
+
+
+def call(module: nn.Module, parameters: Tensors | None, arguments: tuple[Any, ...], *, buffers: bool = True) -> Any:
+    """The module's output on those parameters; with buffers=False its buffers are left as they were."""
+    replaced = replacements(module, parameters, buffers=buffers)
+    return functional_call(module, replaced, arguments) if replaced else module(*arguments)
+
+
+def replacements(module: nn.Module, parameters: Tensors | None, *, buffers: bool) -> Tensors:
+    """What takes the place of the module's own tensors: those parameters, and copies of buffers that are to stay."""
+    replaced = dict(parameters or {})
+    if not buffers:
+        replaced.update({name: buffer.clone() for name, buffer in module.named_buffers()})
+    return replaced

@@ -1,0 +1,200 @@
+"""The loop: runs the program of one stage over its links."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from offbeat.core.links import Link, Message
+from offbeat.core.stage import Stage
+from offbeat.errors import UserError
+from offbeat.method import Method
+from offbeat.ops import Backward, Barrier, Drop, Forward, Iteration, Operation, Program, Take, Teach, Update
+
+SAVE = "save"  # the kind of a mark that asks for a checkpoint
+
+
+class Actor(Protocol):
+    """Who does a stage's operations: the stage itself, or one that looks on (see tracing.py, observe/diagnosis.py)."""
+
+    def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any: ...
+
+    def backward(self, t: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]: ...
+
+    def update(self, over: int) -> None: ...
+
+    def teach(self, t: int, gradients: list[Tensor | None]) -> None: ...
+
+
+@dataclass
+class Links:
+    """The four directions of a stage; None where there is no neighbour."""
+
+    inputs: Link  # activations (or batches) from below
+    outputs: Link | None = None  # activations to the stage above
+    gradients: Link | None = None  # from the stage above
+    feedback: Link | None = None  # gradients to the stage below
+
+
+class Worker:
+    """Runs one stage. Numbers depend on the order of its program alone, never on when messages arrive."""
+
+    def __init__(
+        self, stage: Stage, method: Method, links: Links, *, barrier: Callable[[], None] = lambda: None
+    ) -> None:
+        self.stage, self.method, self.links, self.barrier = stage, method, links, barrier
+        self.actor: Actor = stage
+        self.loss: Tensor | None = None  # of the newest batch, at the last stage
+        self.marks: dict[int, str] = {}  # batches behind which to save -> why to stop there, or nothing
+        self._acts: dict[type, Callable[[Any, Link | None], None]] = {
+            Forward: self._forward, Backward: self._backward, Update: self._update, Barrier: self._barrier,
+            Teach: self._teach, Take: self._take, Drop: self._drop,
+        }  # fmt: skip
+        self._restart()
+
+    def _restart(self) -> None:
+        self.feed: deque[int | None] = deque()  # batches as they become known; None makes the program drain
+        batches: Iterator[int] = iter(self.feed.popleft, None)
+        self.program: Program = self.method.program(self.stage.k, self.stage.K, batches)
+        self.buffer: dict[int, Any] = {}  # batches taken ahead, to draw from
+        self.empty: set[int] = set()  # micro-batches without samples
+        self.entered: list[int] = []  # first and next batch of this program
+        unused = self.method.unused(self.stage.k, self.stage.K)
+        self.sent: deque[Message] = deque(maxlen=unused)  # gradients that the stage below has not used yet
+        self.stage.restart()
+
+    def iteration(self, t: int, *, wait: bool) -> Iterator[bool]:
+        """The local iteration that batch t sets off; yields True after an operation.
+
+        With wait=False it yields False instead of waiting where a message is not there yet.
+        """
+        return self._perform(self._enter(t), wait=wait)
+
+    def _enter(self, t: int) -> Iteration:
+        self.feed.append(t)
+        if not self.entered:
+            self.entered = [t, t]
+        self.entered[1] = t + 1
+        return next(self.program)
+
+    def newest(self) -> int:
+        """The newest batch that has entered, which counts the local iterations."""
+        return self.entered[1] - 1
+
+    def save(self) -> dict[str, Any]:
+        """Where the program is, and what is under way to the stage below or lies in the buffer."""
+        return {
+            "entered": list(self.entered),
+            "messages": [[message.t, message.content] for message in self.sent],
+            "buffer": [[t, list(content)] for t, content in self.buffer.items()],
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on from there: the program up to its place, the messages sent again."""
+        for t in range(*saved["entered"]) if saved["entered"] else ():  # none right behind a drain
+            self._enter(t)
+        self.buffer = {t: tuple(content) for t, content in saved["buffer"]}
+        for t, content in saved["messages"]:
+            self._feed_back(Message(t, content))
+
+    def _feed_back(self, message: Message) -> None:
+        if self.links.feedback:
+            self.links.feedback.send(message)
+            self.sent.append(message)
+
+    def drain(self, *, wait: bool) -> Iterator[bool]:
+        """What is left of the program once no batch will enter; the next iteration starts it afresh."""
+        self.feed.append(None)
+        for iteration in self.program:
+            yield from self._perform(iteration, wait=wait)
+        self._restart()
+
+    def _perform(self, iteration: Iteration, *, wait: bool) -> Iterator[bool]:
+        for operation in iteration:
+            source = self._source(operation)
+            while source is not None and not wait and not source.ready():
+                self.stage.pause()
+                yield False
+            self._acts[type(operation)](operation, source)
+            yield True
+        self.stage.end_turn()
+
+    def _source(self, operation: Operation) -> Link | None:
+        """The link that the operation takes a message from."""
+        k = self.stage.k
+        source = self.method.receives(operation, k, self.stage.K)
+        if source is None:
+            return None
+        return self.links.gradients if source > k else self.links.inputs
+
+    def _receive(self, operation: Forward | Backward | Take | Teach, source: Link | None) -> Any:
+        if source is None:
+            return None
+        message = source.receive()
+        while message.kind == SAVE and source is self.links.inputs:
+            self._mark(message)
+            message = source.receive()
+        if message.kind != "batch" or message.t != operation.t:
+            raise UserError(
+                f"stage {self.stage.k} is at {operation} but was sent {message.kind} {message.t}: "
+                "call step() and drain() equally often in every process"
+            )
+        return message.content
+
+    def ahead(self) -> Message:
+        """The next message from below, left in place; marks that ask for a checkpoint before it are taken up."""
+        while (message := self.links.inputs.peek()).kind == SAVE:
+            self._mark(self.links.inputs.receive())
+        return message
+
+    def _mark(self, message: Message) -> None:
+        """A checkpoint is wanted behind so many batches: prepare for it, and let the stage above know."""
+        if self.entered and message.t < self.entered[1]:
+            raise UserError(f"stage {self.stage.k} was asked too late to save behind {message.t} batches")
+        self.marks[message.t] = str(message.content)
+        self.stage.keep()
+        if self.links.outputs:
+            self.links.outputs.send(message)
+
+    def _update(self, operation: Update, source: Link | None) -> None:
+        self.actor.update(operation.over)
+
+    def _barrier(self, operation: Barrier, source: Link | None) -> None:
+        self.barrier()
+
+    def _teach(self, operation: Teach, source: Link | None) -> None:
+        self.actor.teach(operation.t, self._receive(operation, source))
+
+    def _take(self, operation: Take, source: Link | None) -> None:
+        self.buffer[operation.t] = self._receive(operation, source)
+
+    def _drop(self, operation: Drop, source: Link | None) -> None:
+        del self.buffer[operation.t]
+
+    def _forward(self, operation: Forward, source: Link | None) -> None:
+        t = operation.t
+        x, target, share = self.buffer[t] if source is None else self._receive(operation, source)
+        if share:
+            output = self.actor.forward(t, x, target, share)
+        else:  # more micro-batches than samples: nothing to compute, but the stages above count on a message
+            output = None
+            self.empty.add(t)
+        if self.links.outputs:
+            self.links.outputs.send(Message(t, (output, target, share)))
+        elif output is not None:
+            part = output if share == 1 else share * output
+            self.loss = part if self.loss is None or t % self.method.m == 0 else self.loss + part
+
+    def _backward(self, operation: Backward, source: Link | None) -> None:
+        t = operation.t
+        incoming = self._receive(operation, source)
+        if t in self.empty:
+            self.empty.remove(t)
+            gradients = None
+        else:
+            gradients = self.actor.backward(t, incoming)
+        self._feed_back(Message(t, gradients))

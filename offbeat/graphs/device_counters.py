@@ -1,0 +1,88 @@
+"""What a device writes down while nobody waits for it: the loss, wrong answers, and what was first not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.core.metrics import Meter, batch_size, scores_classes
+
+NEVER = 2**62
+
+
+class Notes:
+    """Counters on a device. `loss` and `gradients` are tensor work that can be recorded, in few kernels, since it is
+    done for every batch and every update; the rest is the host's.
+
+    Reading them at once would make the host wait for all that it has asked for. So `look` asks for a copy and reads the
+    one that it asked for before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, wrong answers in percent, samples
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # losses, updates
+        self.bad = torch.full((2,), NEVER, device=device)  # the first of each that was not finite
+        self.classes = True  # whether answers can be right or wrong
+        on_gpu = device.type == "cuda"
+        self.asked = torch.full((2,), NEVER, pin_memory=on_gpu)
+        self.one = torch.ones((), dtype=torch.float64, device=device)
+        self.shares: dict[int, Tensor] = {}  # what to multiply a mean, a number and one by, for batches of a size
+        self.arrived = torch.cuda.Event() if on_gpu else None
+
+    def loss(self, loss: Tensor, output: Any, target: Any) -> None:
+        """One more loss, of a batch with those outputs."""
+        value, size = loss.detach().double(), batch_size(target, output)
+        self.classes = scores_classes(output, target)
+        wrong = (output.detach().argmax(dim=1) != target).sum(dtype=torch.float64) if self.classes else self.one
+        if size not in self.shares:  # before anything is recorded, which a first batch is not
+            answers = target.numel() if self.classes else 1
+            self.shares[size] = self.sums.new_tensor([size, 100.0 * size / answers, size])
+        self.sums.addcmul_(torch.stack([value, wrong, self.one]), self.shares[size])
+        self._count(0, value.abs())
+
+    def gradients(self, gradients: list[Tensor]) -> None:
+        """One more update, with those gradients."""
+        self._count(1, torch.stack(torch._foreach_norm(gradients)).amax())
+
+    def _count(self, which: int, size: Tensor) -> None:
+        """One more of that size; NaN is not below anything."""
+        count, bad = self.counts[which], self.bad[which]
+        count += 1
+        torch.minimum(bad, torch.add(count, size < torch.inf, alpha=NEVER), out=bad)
+
+    def look(self) -> list[int | None]:
+        """Which loss and which update, from 1, were first not finite, as of the last look; None for none."""
+        if self.arrived is None:
+            return self.now()
+        if not self.arrived.query():
+            return [None, None]
+        seen = _numbers(self.asked)
+        self.asked.copy_(self.bad, non_blocking=True)
+        self.arrived.record()
+        return seen
+
+    def now(self) -> list[int | None]:
+        """The same as of now; waits."""
+        return _numbers(self.bad)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.sums.zero_()
+        self.counts.zero_()
+        self.bad.fill_(NEVER)
+
+    def read(self, meter: Meter) -> None:
+        """Move what was summed up into the meter; waits."""
+        loss, wrong, samples = self.sums.tolist()
+        self.sums.zero_()
+        if samples:
+            for name, value in (("loss", loss), ("error", wrong if self.classes else None), ("top5", None)):
+                before = meter.sums[name]
+                meter.sums[name] = None if value is None or before is None else before + value
+            meter.samples += int(samples)
+
+
+def _numbers(bad: Tensor) -> list[int | None]:
+    return [None if number >= NEVER else number for number in bad.tolist()]

@@ -1,0 +1,210 @@
+"""How stale the gradients of a stage really are, measured while it trains.
+
+Every so many updates, for the first batch t of an update's window, at its backward:
+
+    gap       || w - w' ||      w  the weights now;  w' those that forwarded batch t
+    norm      || w ||
+    gradient  || g' ||          g' the stale gradient: what the backward of batch t gives (from stashed weights, old
+                                activations or a replay, as the method has it), before any corrector
+    cosine    <g', g> / (|| g' || || g ||)      g the fresh gradient
+    lag       updates between the forward and now
+
+The fresh gradient is what a stage can know alone: that of its own function at the present weights, for the input that
+it was given then and the same gradient from above. (Where all stages were at their present weights, input and incoming
+gradient would be others too; that part of the staleness no stage can see.) At the last stage it is that of the loss.
+
+Norms and products are over all parameters of the stage, as forwards use them (in bfloat16 if so), summed in float64.
+Measuring repeats forward and backward twice, on copies: neither BatchNorm's statistics nor random numbers nor anything
+else of training notices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from offbeat.core.stage import InFlight, Stage
+from offbeat.core.weights import Version, at_once
+from offbeat.errors import UserError
+from offbeat.method import Method
+
+FIGURES = ("gap", "norm", "gradient", "cosine")
+Gradients = list[Tensor | None]
+
+
+def check(every: int, method: Method) -> None:
+    """Refuse what cannot be measured."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise UserError(f"diagnose = {every!r} updates: use a whole number from 1 up")
+    if method.head is not None:
+        raise UserError(f"diagnose with {method.name}, whose stages learn from heads of their own and have no late "
+                        "gradients: leave it out")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a forward used: its weights, and its input where the stage may have changed it in place."""
+
+    version: Version
+    x: Any = None
+
+
+class Diagnosis:
+    """Does a stage's operations, and looks at late gradients on the way; `turn` tells the newest batch that entered."""
+
+    def __init__(self, stage: Stage, every: int, turn: Callable[[], int]) -> None:
+        check(every, stage.method)
+        self.stage, self.every, self.turn = stage, every, turn
+        self.given: dict[int, Given] = {}  # of the batches in flight
+        self.lasting: tuple[int, Version] | None = None  # a copy of the weights, and of which update
+        self.measured: list[tuple[dict[str, int], Tensor]] = []  # figures stay on the device until somebody asks
+        self.restored: list[dict[str, Any]] = []  # told by an earlier process
+
+    # ---- the stage's operations
+
+    def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
+        stage = self.stage
+        mine = pytree.tree_map_only(Tensor, Tensor.clone, x) if stage.k == 1 else None
+        output = stage.forward(t, x, target, share)
+        self.given[t] = Given(self._used(stage.in_flight[t]), mine)
+        return output
+
+    def backward(self, t: int, gradients: Gradients | None) -> Gradients:
+        given = self.given.pop(t, None)
+        if given is not None and self._due(t):
+            with self._at_once():
+                self._measure(t, given, gradients)
+        return self.stage.backward(t, gradients)
+
+    def update(self, over: int) -> None:
+        self.stage.update(over)
+
+    def teach(self, t: int, gradients: Gradients) -> None:
+        self.stage.teach(t, gradients)
+
+    # ---- what a forward used
+
+    def _used(self, batch: InFlight) -> Version:
+        """A lasting version; one that the policy would change or forget is copied, once an update."""
+        weights = self.stage.weights
+        if weights.forgets:
+            self.stage.launch()  # what is copied must be there
+            return weights.remember() or batch.version
+        if weights.replays and batch.version is getattr(weights, "own", None):
+            self.stage.launch()
+            if self.lasting is None or self.lasting[0] != self.stage.update_index:
+                self.lasting = self.stage.update_index, self._present()
+            return self.lasting[1]
+        return batch.version
+
+    def take_up(self, lines: list[dict[str, Any]]) -> None:
+        """Go on with a stage that was restored: what an earlier process has not told yet, and its batches in flight.
+
+        A replay's are not measured: what forwarded them was not saved.
+        """
+        self.restored = list(lines)
+        self.given = {t: Given(batch.kept or batch.version) for t, batch in self.stage.in_flight.items()
+                      if not (self.stage.weights.replays and self.stage.lag)}  # fmt: skip
+
+    def _present(self) -> Version:
+        answers = self.stage.weights.answers
+        return Version(answers.named(answers.copies()))
+
+    # ---- measuring
+
+    def _due(self, t: int) -> bool:
+        stage = self.stage
+        first = not stage.window.levels
+        skipped = t in stage.bad or stage._left_out(t)
+        return first and (stage.update_index + 1) % self.every == 0 and not skipped and bool(stage.parameters)
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Whatever was only asked for is done now, and so is what the weights need meanwhile."""
+        weights = self.stage.weights
+        self.stage.launch()
+        before, weights.do = weights.do, at_once
+        try:
+            yield
+        finally:
+            weights.do = before
+
+    def _measure(self, t: int, given: Given, gradients: Gradients | None) -> None:
+        stage, batch = self.stage, self.stage.in_flight[t]
+        now = self._present()
+        stale = self._stale(t, batch, given, gradients)
+        fresh = self._gradients(t, now, self._roots(t, batch, given, now), batch, gradients)
+        assert now.tensors is not None
+        then = list((given.version.tensors or stage.parameters).values())
+        pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(now.tensors.values(), then, strict=True)]
+        both = [(a.double(), b.double()) for a, b in zip(stale, fresh, strict=True) if a is not None and b is not None]
+        if not both:
+            return  # nothing came from above
+        zero = torch.zeros((), dtype=torch.float64, device=stage.device)
+        gap = sum(((a - b).square().sum() for a, b in pairs), zero).sqrt()
+        norm = sum((a.square().sum() for a, _ in pairs), zero).sqrt()
+        lengths = [sum((g.square().sum() for g in each), zero).sqrt() for each in zip(*both, strict=True)]
+        product = sum(((a * b).sum() for a, b in both), zero)
+        facts = {"stage": stage.k, "update": stage.update_index, "batch": t // stage.method.m,
+                 "lag": stage.update_index - batch.update, "turn": self.turn()}  # fmt: skip
+        figures = torch.stack([gap, norm, lengths[0], product / (lengths[0] * lengths[1])])
+        self.measured.append((facts, figures))
+
+    def _stale(self, t: int, batch: InFlight, given: Given, gradients: Gradients | None) -> Gradients:
+        """The gradient as the method takes it, by a graph that is made again."""
+        weights = self.stage.weights
+        if weights.replays:
+            version = weights.returning(batch.version)
+            return self._gradients(t, version, self._roots(t, batch, given, version), batch, gradients)
+        with weights.again(given.version) as version:
+            roots = self._roots(t, batch, given, version)
+        return self._gradients(t, weights.returning(version), roots, batch, gradients)
+
+    def _roots(self, t: int, batch: InFlight, given: Given, version: Version) -> list[Any]:
+        """The forward again, on a copy of its input, with the random numbers of then."""
+        leaves = batch.inputs if given.x is None else pytree.tree_leaves(self.stage._entering(given.x))
+        copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        again = replace(batch, inputs=copies, roots=[])
+        with torch.enable_grad(), self.stage.random.drawing(replay=batch.random):
+            return pytree.tree_leaves(self.stage._run(t, again, version, again=True))
+
+    def _gradients(
+        self, t: int, version: Version, roots: list[Any], batch: InFlight, gradients: Gradients | None
+    ) -> Gradients:
+        stage = self.stage
+        if gradients is None:
+            gradients = [torch.full_like(root, batch.share * stage.method.top) for root in roots]
+        pairs = [
+            (root, stage.corrections.incoming(gradient.to(root.device)))
+            for root, gradient in zip(roots, gradients, strict=True)
+            if isinstance(root, Tensor) and root.requires_grad and gradient is not None
+        ]
+        targets = list((version.tensors or stage.parameters).values())
+        return stage._gradients(t, version, pairs, targets)
+
+    # ---- telling
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was measured and not taken yet."""
+        return self.restored + [
+            {**facts, **dict(zip(FIGURES, map(_told, figures.tolist()), strict=True))}
+            for facts, figures in self.measured
+        ]
+
+    def take(self) -> list[dict[str, Any]]:
+        """The lines, which are then forgotten."""
+        found = self.lines()
+        self.restored, self.measured = [], []
+        return found
+
+
+def _told(figure: float) -> float | None:
+    """A figure as JSON can have it; None where there is none, such as the angle to a gradient of zeros."""
+    return figure if math.isfinite(figure) else None

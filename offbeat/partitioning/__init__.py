@@ -1,0 +1,30 @@
+"""Where a model is cut into stages."""
+
+from offbeat.partitioning.cut import balanced, check_stages, cut, forward_flops, is_sequence, split, units
+from offbeat.partitioning.partition import By, Partition, Units, default_units, partition
+from offbeat.partitioning.profile import Profile, UnitCost, profile
+from offbeat.partitioning.solve import Memory, Solution, solve
+from offbeat.partitioning.trace import Traced, trace
+
+__all__ = [
+    "By",
+    "Memory",
+    "Partition",
+    "Profile",
+    "Solution",
+    "Traced",
+    "UnitCost",
+    "Units",
+    "balanced",
+    "check_stages",
+    "cut",
+    "default_units",
+    "forward_flops",
+    "is_sequence",
+    "partition",
+    "profile",
+    "solve",
+    "split",
+    "trace",
+    "units",
+]

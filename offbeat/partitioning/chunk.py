@@ -1,0 +1,134 @@
+"""A contiguous piece of a program as an nn.Module: one argument in, one value out.
+
+Between stages go the values that later stages need, in the order of their making: several as a tuple, one as itself
+(message.py says in what form).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.errors import UserError
+from offbeat.partitioning.message import decode, duplicate, each_tensor, encode
+from offbeat.partitioning.program import Step, execute, fill
+
+
+class Mode:
+    """The training flag of one of the model's modules, shared with it; a copy has a flag of its own."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mode:
+        return Mode(SimpleNamespace(training=self.module.training))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mode, (SimpleNamespace(training=self.module.training),)
+
+
+class Shell(nn.Module):
+    """Stands for a module of which a stage has only some: holds those under their names."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self._offbeat_mode = Mode(original)  # no name that a child could have
+
+    @property
+    def training(self) -> bool:
+        """As the original's: the model's train() and eval() reach its stages, and theirs reach it."""
+        return bool(self._offbeat_mode.module.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_offbeat_mode" in self.__dict__:
+            self._offbeat_mode.module.training = mode
+
+
+@dataclass
+class Plan:
+    """What a chunk does in one mode; `output` is a template at the last stage, else `outputs` are sent on."""
+
+    inputs: tuple[str, ...]
+    steps: list[Step]
+    outputs: tuple[str, ...]
+    output: Any
+    copied: tuple[str, ...]  # inputs that it may write into
+    constant: tuple[str, ...]  # inputs that no gradient flows through, as in the unsplit model
+    first: bool
+    last: bool
+
+
+class Chunk(Shell):
+    """A stage of a traced model; runs the plan of the mode that it is in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._offbeat_plans: dict[bool, Plan] = {}
+
+    def forward(self, x: Any) -> Any:
+        plan = self._offbeat_plans[self.training]
+        values = spread(x, plan.inputs) if plan.first else self._receive(x, plan)
+        execute(plan.steps, values)
+        if plan.last:
+            return fill(plan.output, values)
+        sent = encode(tuple(values[name] for name in plan.outputs))
+        return sent[0] if len(plan.outputs) == 1 else sent
+
+    def _receive(self, x: Any, plan: Plan) -> dict[str, Any]:
+        content = (x,) if len(plan.inputs) == 1 else tuple(x)
+        if len(content) != len(plan.inputs):
+            crossing = f"{len(plan.inputs)} cross the cut"
+            raise UserError(f"{len(content)} values arrived where {crossing}: cut all stages alike, in one mode")
+        received = decode(content, self._device(content))
+        values = dict(zip(plan.inputs, received, strict=True))
+        copies: dict[int, Tensor] = {}
+        for name in plan.copied:
+            values[name] = each_tensor(values[name], lambda tensor: _copy(tensor, copies))
+        for name in plan.constant:
+            values[name] = each_tensor(values[name], Tensor.detach)
+        return values
+
+    def _device(self, content: Any) -> torch.device:
+        found: list[Tensor] = []
+        each_tensor(content, found.append)
+        for tensor in (*found, *self.parameters(), *self.buffers()):
+            return tensor.device
+        return torch.get_default_device()
+
+
+class Spread(Shell):
+    """A whole model of several arguments as a module of one: the tuple of them. The model's names stay."""
+
+    def __init__(self, model: nn.Module, arguments: tuple[str, ...]) -> None:
+        super().__init__(model)
+        self._offbeat_whole = SimpleNamespace(model=model, arguments=arguments)  # hidden from named_modules
+        for held in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            setattr(self, held, getattr(model, held))  # the same dictionaries: functional_call reaches the model
+
+    def forward(self, x: Any) -> Any:
+        whole = self._offbeat_whole
+        whole.model.training = self.training  # a copy's flag is not its model's
+        return whole.model(*spread(x, whole.arguments).values())
+
+
+def spread(x: Any, arguments: tuple[str, ...]) -> dict[str, Any]:
+    """The batch as the arguments of forward: itself, or for several of them a tuple or list."""
+    if len(arguments) == 1:
+        return {arguments[0]: x}
+    if not isinstance(x, tuple | list) or len(x) != len(arguments):
+        given = f"{len(x)} values" if isinstance(x, tuple | list) else f"a {type(x).__name__}"
+        takes = ", ".join(arguments)
+        raise UserError(f"{given} given where the model's forward takes ({takes}): give a tuple of these")
+    return dict(zip(arguments, x, strict=True))
+
+
+def _copy(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
+    """A copy, the same one for one tensor under two names."""
+    if id(tensor) not in copies:
+        copies[id(tensor)] = duplicate(tensor)
+    return copies[id(tensor)]

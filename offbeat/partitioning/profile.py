@@ -1,0 +1,212 @@
+"""What each unit costs: time forward and backward, parameters, bytes held for the backward, bytes on each boundary.
+
+Times are medians of repetitions on the target device with the user's own sample. Sizes and FLOPs do not depend on the
+machine and can be had alone, on the meta device, which is what deterministic cuts use.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from offbeat.errors import UserError, first_line
+from offbeat.partitioning.trace import Traced, Unit, trace
+from offbeat.partitioning.walk import Values, run_units
+
+# What a byte that a unit reads or writes counts, in FLOPs, where nothing is timed. By FLOPs alone only convolutions and
+# products would weigh anything, though the rest takes a fifth of the time of ResNets for CIFAR. A fixed number, so that
+# cuts are the same everywhere: chosen among 0, 4, 8, ..., 128 by the measured balance of four ResNets on a CPU.
+FLOPS_A_BYTE = 8
+BUDGET = 8.0  # seconds to time all units in, where a model is deep; two laps of each in any case
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """One unit; seconds are 0 where nothing was timed."""
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+    flops: int  # forward
+    held_bytes: int  # saved by autograd for one batch, parameters not counted
+    moved_bytes: int  # of its inputs, outputs and parameters
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of all units; `boundary_bytes[c]` is what a batch sends up at cut c (its gradient comes down)."""
+
+    device: str
+    timed: bool
+    shapes: list[list[int]]
+    units: list[UnitCost]
+    boundary_bytes: list[int]
+    legal_cuts: list[int]
+    threads: int = 1  # of torch, at the measuring
+    model: str = ""  # what its user calls it
+
+    def misfit(self, sample: Any, traced: Traced, *, model: str, device: str) -> str | None:
+        """What makes this profile another model's, or another setting's; None where it fits."""
+        facts = {
+            "model": (self.model, model), "shape": (self.shapes, _shapes(sample)), "device": (self.device, device),
+            "number of threads": (self.threads, torch.get_num_threads()),
+        }  # fmt: skip
+        for name, (there, here) in facts.items():
+            if there != here:
+                return f"its {name} is {there}, here it is {here}"
+        same = [unit.name for unit in self.units] == [unit.name for unit in traced.units]
+        same = same and self.legal_cuts == traced.legal_cuts and self.timed
+        return None if same else "its units are not the model's, or were not timed"
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        try:
+            values = json.loads(path.read_text())
+            return cls(**{**values, "units": [UnitCost(**unit) for unit in values["units"]]})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"profile {path} cannot be read ({first_line(error)}): measure it again") from error
+
+    def costs(self) -> list[float]:
+        """What a partition balances: seconds where they were measured, otherwise FLOPs, with bytes moved as FLOPs."""
+        if self.timed:
+            return [unit.forward + unit.backward for unit in self.units]
+        return [float(unit.flops + FLOPS_A_BYTE * unit.moved_bytes) for unit in self.units]
+
+
+def profile(
+    model: nn.Module, sample: Any, *, timed: bool = True, repeat: int = 5, traced: Traced | None = None
+) -> Profile:
+    """Measure a copy of the model in training mode; with timed=False sizes and FLOPs alone.
+
+    Those come from the meta device, without computing; a model that looks at values, which meta tensors do not have,
+    runs once on its own device instead. `traced` is the model's trace, where there is one already. Of a deep model
+    units are repeated less often than `repeat`: all repetitions together are to take BUDGET seconds.
+    """
+    own = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if timed:
+        return _profile((traced or trace(model)).twin(), sample, own, repeat)
+    try:
+        return _profile(trace(copy.deepcopy(model).train().to("meta")), sample, torch.device("meta"), 0)
+    except UserError:
+        if own.type == "meta":
+            raise
+        return _profile((traced or trace(model)).twin(), sample, own, 0)
+
+
+def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> Profile:
+    """Of a traced copy."""
+    model = traced.model.train()
+    x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)
+    costs: list[UnitCost] = []
+    sizes = {name: _bytes(value) for name, value in zip(traced.inputs, _inputs(traced, x), strict=True)}
+    known = dict(model.named_parameters())
+    parameters = {id(parameter) for parameter in known.values()}
+    share = BUDGET / len(traced.units)
+
+    def visit(unit: Unit, call: Callable[[Values], Values], inputs: Values) -> Values:
+        own = [known[name] for name in unit.parameters if name in known]
+        held = _Held(parameters)
+        with held, FlopCounterMode(display=False) as counter:
+            outputs = call(inputs)
+        sizes.update({name: _bytes(value) for name, value in outputs.items()})
+        seconds = _seconds(call, inputs, own, repeat, device, share) if repeat else (0.0, 0.0)
+        numbers, size = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
+        moved = size + sum(_bytes(value) for values in (inputs, outputs) for value in values.values())
+        costs.append(UnitCost(unit.name, numbers, size, counter.get_total_flops(), held.bytes, moved, *seconds))
+        return outputs
+
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        run_units(traced, x, visit)
+    boundaries = [sum(sizes.get(name, 0) for name in traced.boundary(cut)) for cut in range(len(traced.units))]
+    threads = torch.get_num_threads()
+    return Profile(str(device), bool(repeat), _shapes(sample), costs, boundaries, list(traced.legal_cuts), threads)
+
+
+def _shapes(sample: Any) -> list[list[int]]:
+    return [list(leaf.shape) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
+
+
+def _inputs(traced: Traced, x: Any) -> list[Any]:
+    return [x] if len(traced.inputs) == 1 else list(x)
+
+
+def _bytes(content: Any) -> int:
+    leaves = pytree.tree_leaves(content)
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+class _Held(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes that autograd saves, each memory once, parameters not counted."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        self.bytes = 0
+        seen: set[int] = set()
+
+        def pack(tensor: Tensor) -> Tensor:
+            key = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
+            if key not in seen and id(tensor) not in parameters:
+                seen.add(key)
+                self.bytes += tensor.numel() * tensor.element_size()
+            return tensor
+
+        super().__init__(pack, lambda tensor: tensor)
+
+
+def _seconds(
+    call: Callable[[Values], Values], inputs: Values, parameters: Sequence[Tensor], repeat: int, device: torch.device,
+    share: float,
+) -> tuple[float, float]:  # fmt: skip
+    """Median forward and backward seconds of one unit in about `share` seconds; on a GPU by events on its stream."""
+    forwards, backwards = [], []
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    targets = [*leaves, *(parameter for parameter in parameters if parameter.requires_grad)]
+    for attempt in range(repeat + 1):
+        clock = _Clock(device)
+        outputs = pytree.tree_leaves(call(inputs))
+        forward = clock.lap()
+        roots = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+        if roots and targets:
+            incoming = [torch.ones_like(root) for root in roots]
+            clock = _Clock(device)
+            torch.autograd.grad(roots, targets, incoming, allow_unused=True)
+            backward = clock.lap()
+        else:
+            backward = 0.0
+        if attempt:  # the first one pays for memory and for choosing kernels
+            forwards.append(forward)
+            backwards.append(backward)
+        if len(forwards) >= 2 and sum(forwards) + sum(backwards) > share:
+            break
+    return statistics.median(forwards), statistics.median(backwards)
+
+
+class _Clock:
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self.event is not None:
+            self.event.record()
+        self.began = time.perf_counter()
+
+    def lap(self) -> float:
+        if self.event is None:
+            return time.perf_counter() - self.began
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        end.synchronize()
+        return self.event.elapsed_time(end) / 1000

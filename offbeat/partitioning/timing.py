@@ -1,0 +1,298 @@
+"""How long whole stages take: one after the other in this process, or all at once, a process each, as they will run.
+
+A stage alone on a machine is faster than one among others: K of them share the memory's bandwidth and the processor's
+turbo. So where there are cores enough, `Crew` keeps K processes, one pinned to the cores of each stage, that get a
+stage each and run it at the same time. They run the stage as training does (a snapshot of the weights an update,
+batches in flight, gradients summed, momentum), because for deep networks and small batches that is no small part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from offbeat.core.stage import Stage
+from offbeat.errors import first_line
+from offbeat.method import Method
+from offbeat.ops import Backward, Forward, Update
+from offbeat.partitioning.trace import Traced
+
+LEAST, SHORTEST = 3, 0.1  # laps, and seconds of laps: the quicker a stage, the more of them a median needs
+RUNS = 3  # of which the shortest counts
+CHILD = "from offbeat.partitioning.timing import serve; serve()"
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Median seconds: forward and backward of one batch, and one update with the copy of the weights that it needs."""
+
+    forward: float
+    backward: float
+    update: float = 0.0
+
+    def batch(self, M: int = 1) -> float:
+        """Seconds a batch where M of them make an update."""
+        return self.forward + self.backward + self.update / M
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a stage is run: the batches that it holds (the lag), the batches an update, and for how long at least."""
+
+    lags: Sequence[int]
+    M: int = 1
+    seconds: float = 0.0
+
+
+Meter = Callable[[Sequence[int], Load], list[StageTime]]  # of the stages between these cuts
+
+
+class Runner:
+    """One stage on one batch, again and again, as a worker runs it; nothing is sent, and the weights stay."""
+
+    def __init__(self, module: nn.Module, x: Any, *, first: bool, lag: int, M: int) -> None:
+        self.x, self.M = x, M
+        device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+        method = Method(name="timed", lag=lambda k, K: lag, M=M)
+        k, K = 1 if first else 2, 3
+        self.program = method.program(k, K, count())
+        self.stage = Stage(k, K, module.train(), method=method, optimizer=_momentum, device=device)
+        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.gradients: list[Tensor | None] | None = None
+        self.laps: tuple[list[float], list[float], list[float]] = ([], [], [])
+
+    def warm_up(self) -> None:
+        """Fill the stage, and once do everything: the first time pays for memory and for choosing kernels."""
+        while not self.laps[2]:
+            self._lap()
+        for laps in self.laps:
+            laps.clear()
+
+    def run(self, seconds: float) -> StageTime:
+        """Laps for that long and not too short a time, at least a few of them and one update."""
+        seconds, began = max(seconds, SHORTEST), time.perf_counter()
+        while min(len(self.laps[1]), LEAST * len(self.laps[2])) < LEAST or time.perf_counter() - began < seconds:
+            self._lap()
+        return StageTime(*(statistics.median(laps) for laps in self.laps))
+
+    def best(self, seconds: float) -> StageTime:
+        """The shortest of a few runs: what else the machine does only ever adds."""
+        found = []
+        for _ in range(RUNS):
+            for laps in self.laps:
+                laps.clear()
+            found.append(self.run(seconds / RUNS))
+        return min(found, key=lambda taken: taken.batch(self.M))
+
+    def _lap(self) -> None:
+        """The next local iteration."""
+        output: Any = None
+        for operation in next(self.program):
+            began = self._now()
+            if isinstance(operation, Forward):
+                output = self.stage.forward(operation.t, self.x, None)
+                self.laps[0].append(self._now() - began)
+            elif isinstance(operation, Backward):
+                self.stage.backward(operation.t, self.gradients)
+                self.laps[1].append(self._now() - began)
+            elif isinstance(operation, Update):
+                self.stage.update(operation.over)
+                self.stage.weights.current()  # the next forward's copy, which belongs to the update
+                self.laps[2].append(self._now() - began)
+            if self.gradients is None:
+                leaves = pytree.tree_leaves(output)
+                self.gradients = [torch.ones_like(leaf) if _differentiable(leaf) else None for leaf in leaves]
+
+    def _now(self) -> float:
+        self.wait()
+        return time.perf_counter()
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    """All the work of SGD with momentum and weight decay, without its effect."""
+    return torch.optim.SGD(parameters, lr=0.0, momentum=0.9, weight_decay=5e-4)
+
+
+def _differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def whole_time(twin: Traced, sample: Any) -> StageTime:
+    """The model as one stage without a lag: back-propagation on one worker, all others idle."""
+    runner = Runner(twin.split([])[0], sample, first=True, lag=0, M=1)
+    runner.warm_up()
+    return runner.run(0.0)
+
+
+def one_by_one(twin: Traced, sample: Any) -> Meter:
+    """Times stages one after the other in this process, on a twin of the model; with one batch in flight each."""
+
+    def times(cuts: Sequence[int], load: Load) -> list[StageTime]:
+        found = []
+        for k, (part, x) in enumerate(_parts(twin, cuts, sample)):
+            runner = Runner(part, x, first=k == 0, lag=min(1, load.lags[k]), M=load.M)
+            runner.warm_up()
+            found.append(runner.run(0.0))
+        return found
+
+    return times
+
+
+def _parts(twin: Traced, cuts: Sequence[int], sample: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """The stages with what comes in."""
+    x = sample
+    for part in twin.split(list(cuts), untie=True):  # whether they may be separated was decided before
+        yield part, x
+        with torch.no_grad():
+            x = part.train()(pytree.tree_map_only(Tensor, torch.clone, x))
+
+
+class Stopwatch:
+    """A Meter: all stages at once where that can be, otherwise one after the other, and a note that says why."""
+
+    def __init__(self, twin: Traced, sample: Any, K: int) -> None:
+        self.alone, self.notes = one_by_one(twin, sample), list[str]()
+        self.crew: Crew | None = Crew(twin, sample, K) if Crew.possible(twin, K) else None
+        if self.crew is None and K > 1:
+            self.notes.append(f"the {K} stages were timed one after the other: not as many cores on the cpu to run on")
+
+    def __enter__(self) -> Stopwatch:
+        if self.crew:
+            self.crew.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+                 ) -> None:  # fmt: skip
+        if self.crew:
+            self.crew.__exit__(kind, value, trace)
+
+    def __call__(self, cuts: Sequence[int], load: Load) -> list[StageTime]:
+        if self.crew:
+            try:
+                return self.crew.times(cuts, load)
+            except NoCrew as reason:
+                self.crew.__exit__(None, None, None)
+                self.crew = None
+                self.notes.append(f"the stages were timed one after the other: {reason}")
+        return self.alone(cuts, load)
+
+
+# ---- all at once
+
+
+class NoCrew(RuntimeError):
+    """Why stages cannot be timed at the same time."""
+
+
+class Crew:
+    """K processes that run a stage each at the same time; `times` is a Meter. For models on the CPU.
+
+    They are started by a command line of their own and not by multiprocessing, which would run the user's script again
+    where it has no __main__ guard. A stage reaches its process as a pickle in a private folder.
+    """
+
+    def __init__(self, twin: Traced, sample: Any, K: int) -> None:
+        self.twin, self.sample, self.K = twin, sample, K
+        self.threads = torch.get_num_threads()
+        self.processes: list[subprocess.Popen[str]] = []
+
+    @staticmethod
+    def possible(twin: Traced, K: int) -> bool:
+        """Whether this machine has cores for K stages of as many threads as this process uses."""
+        device = next((parameter.device.type for parameter in twin.model.parameters()), "cpu")
+        return K > 1 and device == "cpu" and len(os.sched_getaffinity(0)) >= K * torch.get_num_threads()
+
+    def __enter__(self) -> Crew:
+        self.folder = tempfile.TemporaryDirectory(prefix="offbeat-")
+        cores, n = sorted(os.sched_getaffinity(0)), self.threads
+        environment = {**os.environ, "OMP_NUM_THREADS": str(n), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        for rank in range(self.K):
+            mine = ",".join(map(str, cores[rank * n : (rank + 1) * n]))
+            self.processes.append(subprocess.Popen(
+                [sys.executable, "-c", CHILD, mine], env=environment, text=True, bufsize=1,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            ))  # fmt: skip
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+                 ) -> None:  # fmt: skip
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.communicate()
+        self.processes.clear()
+        self.folder.cleanup()
+
+    def times(self, cuts: Sequence[int], load: Load) -> list[StageTime]:
+        """Raises NoCrew where a stage cannot be sent, or run."""
+        for k, (part, x) in enumerate(_parts(self.twin, cuts, self.sample)):
+            path = Path(self.folder.name) / f"stage-{k + 1}"
+            try:
+                torch.save((part, x), path)
+            except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+                raise NoCrew(f"stage {k + 1} cannot be sent to a process ({first_line(error)})") from error
+            self._say(k, {"path": str(path), "first": k == 0, "lag": load.lags[k], "M": load.M})
+        for k in range(self.K):
+            self._hear(k)
+        for k in range(self.K):
+            self._say(k, {"seconds": load.seconds})
+        return [StageTime(**self._hear(k)) for k in range(self.K)]
+
+    def _say(self, k: int, what: dict[str, Any]) -> None:
+        pipe = self.processes[k].stdin
+        assert pipe is not None
+        try:
+            pipe.write(json.dumps(what) + "\n")
+            pipe.flush()
+        except OSError as error:
+            raise NoCrew(f"the process of stage {k + 1} has ended") from error
+
+    def _hear(self, k: int) -> dict[str, Any]:
+        pipe = self.processes[k].stdout
+        assert pipe is not None
+        line = pipe.readline()
+        if not line:
+            raise NoCrew(f"the process of stage {k + 1} has ended")
+        said: dict[str, Any] = json.loads(line)
+        if "failed" in said:
+            raise NoCrew(f"stage {k + 1} cannot run in a process of its own ({said['failed']})")
+        return said
+
+
+def serve() -> None:
+    """What a process of a crew does: stages as they come, until its standard input closes."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what the user's modules print is no reply
+    cores = {int(core) for core in sys.argv[1].split(",")}
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            module, x = torch.load(asked["path"], weights_only=False)  # written by our parent, in a folder of its own
+            runner = Runner(module, x, first=asked["first"], lag=asked["lag"], M=asked["M"])
+            runner.warm_up()
+            print("{}", file=replies)
+            seconds = json.loads(sys.stdin.readline())["seconds"]
+            print(json.dumps(asdict(runner.best(seconds))), file=replies)
+        except Exception as error:
+            print(json.dumps({"failed": first_line(error)}), file=replies)
+            return

@@ -1,0 +1,342 @@
+"""Any model as a list of units between which it may be cut, also inside its blocks.
+
+    relu(branch(x) + x):   x -> [conv1][norm1][relu1][conv2][norm2][add][relu]
+                                             ^ a cut here carries (relu1, x)
+
+A unit is one operation that computes (a layer, or a function or method called in some forward), together with the
+sizes that it asks for and the picking from a tuple that it returns. `trace` finds the units, `Traced.split` cuts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import difflib
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from offbeat.errors import UserError, first_line
+from offbeat.partitioning.aliases import Memory, carriers, opaque, returns_several
+from offbeat.partitioning.chunk import Chunk, Plan, Spread
+from offbeat.partitioning.program import Op, Program, Ref, State, bind, held, marks
+from offbeat.partitioning.record import Untraceable, input_names, record
+from offbeat.partitioning.tree import hold, own_tensors, put, shell_at, with_copies
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is never cut: operations `spans[training]` of the model's program in that mode."""
+
+    index: int
+    name: str  # dotted path of the layer, or of the submodule and what it does: layer1.0.add
+    module: str  # path of the layer, or of the submodule whose forward does it
+    parameters: tuple[str, ...]  # names in the model
+    spans: dict[bool, tuple[int, int]]
+
+
+def trace(model: nn.Module) -> Traced:
+    """The units of a model. What torch.fx cannot trace is one unit; `notes` says what and why.
+
+    The arguments of forward without a default are the batch: one is given as it is, several as a tuple or list of
+    them; the others keep their defaults.
+
+    >>> traced = trace(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))))
+    >>> [unit.name for unit in traced.units], traced.legal_cuts
+    (['0', '1.0', '1.1'], [1, 2])
+    >>> [list(part.state_dict()) for part in traced.split([2])]
+    [['0.weight', '0.bias'], ['1.1.weight', '1.1.bias']]
+    """
+    try:
+        programs, atomic = record(model)
+    except Untraceable as reason:
+        op = Op(type(model).__name__, "call_module", "", tuple(Ref(name) for name in _arguments(model)), {}, "")
+        program = Program(tuple(op.refs), (op,), Ref(op.name))
+        return Traced(model, {True: program, False: program}, {"": str(reason)})
+    return Traced(model, programs, atomic)
+
+
+def _arguments(model: nn.Module) -> tuple[str, ...]:
+    try:
+        return input_names(model) or ("x",)
+    except (TypeError, ValueError):
+        return ("x",)
+
+
+class Traced:
+    """A model as units. Cut c lies before unit c; `legal_cuts` are those that keep the model what it is.
+
+    units       in the order of their running, the same everywhere
+    notes       one line for each submodule that stays one unit, and for each copy that `untie` made
+    legal_cuts  neither between two uses of a parameter, buffer or untraceable submodule, nor where a value crosses
+                together with a view of it and is changed in place
+    """
+
+    def __init__(self, model: nn.Module, programs: dict[bool, Program], atomic: dict[str, str]) -> None:
+        self.model, self.programs = model, programs
+        self.notes = [_note(model, path, reason) for path, reason in atomic.items()]
+        self.whole = "" in atomic
+        self.memory = {mode: Memory(program, model) for mode, program in programs.items()}
+        self.last_use = {mode: _last_use(program) for mode, program in programs.items()}
+        self.units = self._units()
+        self._boundaries = {mode: self._crossing(mode) for mode in programs}
+        self.carriers = {
+            mode: carriers(program, model, self.memory[mode].descriptions) for mode, program in programs.items()
+        }
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the model's inputs."""
+        return self.programs[True].inputs
+
+    def twin(self) -> Traced:
+        """The same units over a copy of the model, which may be run without a change to the model."""
+        other = copy.copy(self)  # programs and units name layers and tensors by their paths alone
+        other.model, other.notes = copy.deepcopy(self.model), list(self.notes)
+        return other
+
+    # ---- units
+
+    def _units(self) -> list[Unit]:
+        """One for each working operation that both modes have; what one mode alone does belongs to the one before."""
+        heavy = {mode: self._starts(mode) for mode in (True, False)}
+        keys = {mode: [_key(self.programs[mode].ops[place]) for place, _ in heavy[mode]] for mode in heavy}
+        pairs = _matches(keys[True], keys[False]) or [(0, 0)]
+        ends = {mode: len(self.programs[mode].ops) for mode in heavy}
+        starts = [(heavy[True][i][1], heavy[False][j][1]) if n else (0, 0) for n, (i, j) in enumerate(pairs)]
+        units = []
+        for index, (start, end) in enumerate(zip(starts, [*starts[1:], (ends[True], ends[False])], strict=True)):
+            spans = {True: (start[0], end[0]), False: (start[1], end[1])}
+            main = heavy[True][pairs[index][0]][0] if heavy[True] else 0
+            op = self.programs[True].ops[main] if ends[True] else None
+            name, owner = (op.name, op.owner) if op else ("forward", "")
+            units.append(Unit(index, name, owner, self._parameters(spans), spans))
+        return units
+
+    def _starts(self, training: bool) -> list[tuple[int, int]]:
+        """For each working operation its place and where its unit begins: with the sizes that are asked for it."""
+        program, descriptions = self.programs[training], self.memory[training].descriptions
+        several = {op.name for op in program.ops if returns_several(op, self.model)}
+        starts: list[tuple[int, int]] = []
+        lead: int | None = None  # the first light operation after the end of the unit before
+        for place, op in enumerate(program.ops):
+            picks = op.target in (operator.getitem, getattr) and bool(op.refs) and op.refs[0] in several
+            if picks or op.name in descriptions:
+                if lead is None and not picks:
+                    lead = place
+                continue
+            starts.append((place, place if lead is None else lead))
+            lead = None
+        return starts
+
+    def _parameters(self, spans: dict[bool, tuple[int, int]]) -> tuple[str, ...]:
+        names = {name: tensor for name, tensor, _ in self._state(spans) if isinstance(tensor, nn.Parameter)}
+        return tuple(names)
+
+    def _state(self, spans: dict[bool, tuple[int, int]]) -> Iterator[tuple[str, Any, bool]]:
+        """What the operations keep from batch to batch: (name, tensor or untraceable submodule, is it a tensor)."""
+        for path in self._states(spans):
+            yield path, _attribute(self.model, path), True
+        for mode, (start, end) in spans.items():
+            for op in self.programs[mode].ops[start:end]:
+                if op.kind != "call_module":
+                    continue
+                layer = self.model.get_submodule(op.target)
+                for named in (layer.named_parameters, layer.named_buffers):
+                    for name, tensor in named(op.target, remove_duplicate=False):
+                        yield name, tensor, True
+                if opaque(op, self.model):
+                    yield op.target, layer, False
+
+    def _states(self, spans: dict[bool, tuple[int, int]]) -> Iterator[str]:
+        """Paths of the tensors that the operations read by themselves, or that the model returns as they are."""
+        for mode, (start, end) in spans.items():
+            program = self.programs[mode]
+            for op in program.ops[start:end]:
+                yield from op.states
+            if end == len(program.ops):
+                yield from (mark for mark in marks(program.output) if type(mark) is State)
+
+    # ---- cuts
+
+    def boundary(self, cut: int, *, training: bool = True) -> list[str]:
+        """The names of the values that cross a cut, in the order of their making."""
+        return list(self._boundaries[training][cut])
+
+    def _crossing(self, training: bool) -> list[tuple[str, ...]]:
+        program, last_use = self.programs[training], self.last_use[training]
+        made: list[tuple[str, ...]] = [program.inputs, *((op.name,) for op in program.ops)]
+        alive: dict[str, None] = {}
+        boundaries = []
+        place = 0
+        for unit in self.units:
+            for names in made[place : unit.spans[training][0] + 1]:
+                alive.update(dict.fromkeys(names))
+            place = unit.spans[training][0] + 1
+            alive = {name: None for name in alive if last_use.get(name, -1) >= unit.spans[training][0]}
+            boundaries.append(tuple(alive))
+        return boundaries
+
+    @cached_property
+    def unsafe_cuts(self) -> set[int]:
+        """Cuts that a value crosses together with a view of it (or what may be one) and that is changed in place."""
+        bad = {mode: self.memory[mode].unsafe(program, self.last_use[mode]) for mode, program in self.programs.items()}
+        return {unit.index for unit in self.units[1:] if any(unit.spans[mode][0] in bad[mode] for mode in bad)}
+
+    @cached_property
+    def shared(self) -> dict[str, tuple[int, int]]:
+        """First and last unit of what several units use: parameters, buffers, untraceable submodules."""
+        uses: dict[int, tuple[dict[str, None], list[int]]] = {}
+        for unit in self.units:
+            for name, thing, _ in self._state(unit.spans):
+                names, places = uses.setdefault(id(thing), ({}, []))
+                names[name] = None
+                places.append(unit.index)
+        return {" = ".join(names): (places[0], places[-1]) for names, places in uses.values() if places[0] < places[-1]}
+
+    @cached_property
+    def legal_cuts(self) -> list[int]:
+        """Where it can be cut; one stage more than these is the most."""
+        return self.legal()
+
+    def legal(self, *, untie: bool = False) -> list[int]:
+        """Where it can be cut; with `untie` also between two uses of a parameter, which then get a copy each."""
+        barred = set(self.unsafe_cuts)
+        if not untie:
+            for first, last in self.shared.values():
+                barred.update(range(first + 1, last + 1))
+        return [cut for cut in range(1, len(self.units)) if cut not in barred]
+
+    def split(self, cuts: Sequence[int], *, untie: bool = False) -> list[nn.Module]:
+        """The stages between the cuts. They train the model's own parameters, under the model's names.
+
+        With `untie`, a later stage gets its own copy of what an earlier one uses too; that copy is not the model's.
+        """
+        self._check(cuts, untie)
+        if not cuts:
+            return [self.model if len(self.inputs) == 1 else Spread(self.model, self.inputs)]
+        taken: dict[int, int] = {}
+        parts: list[nn.Module] = []
+        for k, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(self.units)], strict=True), start=1):
+            parts.append(self._chunk(start, end, k, taken))
+        return parts
+
+    def _check(self, cuts: Sequence[int], untie: bool) -> None:
+        count = len(self.units)
+        whole = all(isinstance(cut, int) and not isinstance(cut, bool) for cut in cuts)
+        if not whole or any(a >= b for a, b in zip([0, *cuts], [*cuts, count], strict=True)):
+            allowed = f"they must increase and lie from 1 to {count - 1}" if count > 1 else "there is nothing to cut"
+            raise UserError(f"cuts {list(cuts)} of {count} units: {allowed}{self._why_whole()}")
+        legal = self.legal(untie=untie)
+        for cut in cuts:
+            if cut in self.unsafe_cuts:
+                problem, remedy = "separates a value and a view of it, changed in place, from both of their uses", ""
+            elif (names := self._separated(cut)) and not untie:
+                problem = f"separates the uses of {names}"
+                remedy = "; or offbeat.partition(..., untie=True), a copy for each stage"
+            else:
+                continue
+            raise UserError(f"cut {cut} (before {self.units[cut].name}) {problem}: {_nearest(cut, legal)}{remedy}")
+
+    def _separated(self, cut: int) -> str:
+        names = [name for name, (first, last) in self.shared.items() if first < cut <= last]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    def _why_whole(self) -> str:
+        return f" ({self.notes[0]})" if self.whole else ""
+
+    # ---- stages
+
+    def as_one(self) -> Chunk:
+        """All units as one module, which runs as stages do."""
+        return self._chunk(0, len(self.units), 1, {})
+
+    def _chunk(self, start: int, end: int, k: int, taken: dict[int, int]) -> Chunk:
+        """Units start..end as a module; `taken` remembers the stage that has which tensor."""
+        first, last = start == 0, end == len(self.units)
+        spans = {mode: (self.units[start].spans[mode][0], self.units[end - 1].spans[mode][1]) for mode in self.programs}
+        chunk = Chunk(self.model)
+        self._furnish(chunk, spans, k, taken)
+        for mode, (a, b) in spans.items():
+            program, memory = self.programs[mode], self.memory[mode]
+            inputs = program.inputs if first else self._boundaries[mode][start]
+            outputs = () if last else self._boundaries[mode][end]
+            output = held(program.output, chunk) if last else None
+            keep = {str(mark) for mark in marks(program.output)} if last else set(outputs)
+            changed = frozenset[str]().union(*memory.writes[a:b])
+            chunk._offbeat_plans[mode] = Plan(
+                inputs, bind(program.ops[a:b], chunk, keep), outputs, output,
+                copied=tuple(name for name in inputs if not first and memory.roots[name] & changed),
+                constant=tuple(name for name in inputs if name not in self.carriers[mode]),
+                first=first, last=last,
+            )  # fmt: skip
+        return chunk
+
+    def _furnish(self, chunk: Chunk, spans: dict[bool, tuple[int, int]], k: int, taken: dict[int, int]) -> None:
+        """Give the chunk its layers and its part of the model's tree, in the model's order."""
+        ops = [op for mode, (a, b) in spans.items() for op in self.programs[mode].ops[a:b]]
+        layers = {op.target for op in ops if op.kind == "call_module"}
+        owners = {op.owner for op in ops}  # whose mode follows the stage's
+        states = set(self._states(spans))
+        copies = self._copies(spans, k, taken)
+        for path, module in self.model.named_modules():
+            if path in layers:
+                put(chunk, self.model, path, with_copies(module, copies))
+            elif path in owners:
+                shell_at(chunk, self.model, path)
+            for name, tensor in own_tensors(module):
+                if f"{path}.{name}".lstrip(".") in states:
+                    hold(shell_at(chunk, self.model, path), module, name, copies.get(id(tensor), tensor))
+
+    def _copies(self, spans: dict[bool, tuple[int, int]], k: int, taken: dict[int, int]) -> dict[int, Any]:
+        """Copies of what an earlier stage has, by the identity of the original."""
+        copies: dict[int, Any] = {}
+        for name, thing, is_tensor in self._state(spans):
+            if taken.setdefault(id(thing), k) != k and id(thing) not in copies:
+                copies[id(thing)] = copy.deepcopy(thing) if is_tensor else None
+                self.notes.append(f"{name} of stage {k} is a copy of its own: stage {taken[id(thing)]} uses it too")
+        return copies
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
+def _last_use(program: Program) -> dict[str, int]:
+    """The last operation that needs each value; their count for what the model returns."""
+    last = {ref: place for place, op in enumerate(program.ops) for ref in op.refs}
+    return last | {str(mark): len(program.ops) for mark in marks(program.output) if type(mark) is Ref}
+
+
+def _key(op: Op) -> tuple[str, Any, str]:
+    return op.kind, op.target, op.owner
+
+
+def _matches(train: list[Any], evaluate: list[Any]) -> list[tuple[int, int]]:
+    """Pairs of places at which both lists hold the same, in order."""
+    if train == evaluate:
+        return [(place, place) for place in range(len(train))]
+    blocks = difflib.SequenceMatcher(None, train, evaluate, autojunk=False).get_matching_blocks()
+    return [(block.a + n, block.b + n) for block in blocks for n in range(block.size)]
+
+
+def _note(model: nn.Module, path: str, reason: str) -> str:
+    kind = type(model.get_submodule(path)).__name__
+    return f"{path or 'the model'} ({kind}) stays one unit: {first_line(ValueError(reason))}"
+
+
+def _nearest(cut: int, legal: list[int]) -> str:
+    place = bisect.bisect_left(legal, cut)
+    near = legal[max(0, place - 1) : place + 1]
+    if not near:
+        return "there is no legal cut"
+    return (
+        "the nearest legal cut is " + " or ".join(map(str, near))
+        if len(near) == 1
+        else (f"the nearest legal cuts are {near[0]} and {near[1]}")
+    )

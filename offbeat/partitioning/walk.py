@@ -1,0 +1,112 @@
+"""Run a traced model unit by unit, to measure each of them, or beside its model, to be sure of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from offbeat.errors import UserError, first_line
+from offbeat.partitioning.chunk import Spread, spread
+from offbeat.partitioning.message import each_tensor
+from offbeat.partitioning.program import bind, execute, marks
+from offbeat.partitioning.trace import Traced, Unit
+
+Values = dict[str, Any]
+Visit = Callable[[Unit, Callable[[Values], Values], Values], Values]
+
+
+def run_units(traced: Traced, x: Any, visit: Visit) -> Values:
+    """Run the units in order, in the model's current mode; returns what the last one hands on.
+
+    visit(unit, call, inputs) is to return the outputs, call(inputs), and may call it as often as it likes. Inputs and
+    outputs are values by name, as in `Traced.boundary`. Tensors are detached between units, and under grad mode the
+    inputs require gradients where the model's would: call(inputs) yields the unit's own graph and no other. The layers
+    are the model's own: running them moves BatchNorm statistics, so measure a copy of the model. Works on any device,
+    also on meta.
+    """
+    mode = traced.model.training
+    program, memory, last_use = traced.programs[mode], traced.memory[mode], traced.last_use[mode]
+    carried = traced.carriers[mode]
+    values = spread(x, program.inputs)
+    outputs: Values = {}
+    for unit in traced.units:
+        start, end = unit.spans[mode]
+        ops = program.ops[start:end]
+        made = {op.name for op in ops}
+        needed = list(dict.fromkeys(ref for op in ops for ref in op.refs if ref not in made))
+        handed = [op.name for op in ops if last_use.get(op.name, -1) >= end]
+        changed = frozenset[str]().union(*memory.writes[start:end])
+        steps = bind(ops, traced.model, {*needed, *handed})
+        copied = [name for name in needed if memory.roots[name] & changed]
+
+        def call(inputs: Values, *, steps: Any = steps, handed: Any = handed, copied: Any = copied) -> Values:
+            here = dict(inputs)
+            for name in copied:  # a leaf that requires gradients must not be written, nor an input twice
+                here[name] = each_tensor(here[name], Tensor.clone)
+            execute(steps, here)
+            return {name: here[name] for name in handed}
+
+        inputs = {name: each_tensor(values[name], _leaf if name in carried else Tensor.detach) for name in needed}
+        try:
+            outputs = visit(unit, call, inputs)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"unit {unit.name} cannot run on this sample: {first_line(error)}") from error
+        values.update(outputs)
+        values = {name: value for name, value in values.items() if last_use.get(name, -1) >= end}
+    return {str(mark): values[mark] for mark in marks(program.output) if mark in values}
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    wanted = torch.is_grad_enabled() and (tensor.is_floating_point() or tensor.is_complex())
+    return detached.requires_grad_() if wanted else detached
+
+
+def verify(traced: Traced, x: Any) -> None:
+    """Refuse a trace that computes something else than its model on this batch; copies run, the model is left alone.
+
+    Tracing sees one path through Python code. What decides otherwise at another time (an attribute that changes, a
+    random generator of the model's own) it cannot see, but a run mostly shows it. On meta tensors only shapes are
+    compared.
+    """
+    if traced.whole:
+        return
+    whole, chunk = copy.deepcopy(traced.model), traced.twin().as_one()
+    for training in (True, False):
+        untraced = Spread(whole.train(training), traced.inputs)
+        if not _equal(_output(untraced, x), _output(chunk.train(training), x)):
+            mode = "training" if training else "evaluation"
+            raise UserError(
+                f"{type(traced.model).__name__} traced computes something else than untraced in {mode} mode: keep "
+                "what changes between runs out of its forward, or give the pipeline a list of stages"
+            )
+
+
+def _output(run: Callable[[Any], Any], x: Any) -> list[Any]:
+    batch = pytree.tree_map_only(Tensor, torch.clone, x)
+    cuda = sorted({leaf.device.index for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor) and leaf.is_cuda})
+    with torch.random.fork_rng(devices=cuda), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            return pytree.tree_leaves(run(batch))
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            raise UserError(f"the model cannot take this sample: {first_line(error)}") from error
+
+
+def _equal(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(_same, one, other))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.is_meta or bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,0 +1,271 @@
+"""The run folder: what was run, what came out, and the trained model.
+
+    config.json         the complete recipe, cuts, versions, commit, host
+    metrics.jsonl       a line for every report, epoch and event
+    diagnosis.jsonl     how stale gradients are, a line for every look at a stage, where that was asked for
+    trace.json          what the stages did and when, likewise
+    events.out.*        the same for TensorBoard
+    model.safetensors   the whole model under the names of the unsplit module, whatever K was
+    run.lock            while the run is running: who uses the folder (see lock.py)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from offbeat.checkpoint import CheckpointFailed, free, is_full, with_room
+from offbeat.errors import FolderTaken, UserError, first_line
+from offbeat.runs.recipe import Recipe
+
+PACKAGES = ("torch", "numpy", "safetensors")
+EVENTS = 1 << 16  # bytes that must be free for TensorBoard's, whose writer does not take an error well
+RETRIES, RETRY_SECONDS = 20, 0.1  # of a line, where the disk is full
+
+
+def provenance(command: list[str] | None = None, *, device: str | None = None) -> dict[str, Any]:
+    """Versions, commit, host and command of this process; `command` tells it otherwise, without paths for instance."""
+    from offbeat import __version__
+
+    versions = {"offbeat": __version__, "python": platform.python_version()}
+    versions.update({package: metadata.version(package) for package in PACKAGES})
+    return {
+        "versions": versions,
+        "commit": commit(),
+        "host": platform.node(),
+        "machine": f"{processor()}, {os.cpu_count()} cores{f', {gpu_name()}' if device == 'cuda' else ''}",
+        "command": command or ["offbeat", *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def gpu_name() -> str:
+    """The GPU's name."""
+    import torch
+
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "no GPU"
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        return names[0].partition(":")[2].strip()
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of the source tree, with + where it was changed; OFFBEAT_COMMIT, where set, knows better."""
+    if os.environ.get("OFFBEAT_COMMIT"):
+        return os.environ["OFFBEAT_COMMIT"]
+    here = Path(__file__).resolve().parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        )
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+class RunFolder:
+    """A new folder for one run; never one that holds another."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._events: Any = None
+
+    @classmethod
+    def create(
+        cls, path: Path, recipe: Recipe, *, again: bool = False, command: list[str] | None = None
+    ) -> RunFolder:
+        """Make the folder and write its config.json; `again`: a run that goes on, whose old one is kept beside it."""
+        if not again:
+            check_free(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if again:
+                kept, number = (path / "config.json").read_bytes(), len(list(path.glob("config-*.json"))) + 1
+                with_room(path, lambda: write(path / f"config-{number}.json", kept))
+            text = json.dumps({"recipe": recipe.as_dict(), "provenance": provenance(command, device=recipe.device)},
+                              indent=2)  # fmt: skip
+            with_room(path, lambda: write(path / "config.json", text + "\n"))
+        except OSError as error:
+            raise UserError(f"cannot write to {path} ({first_line(error)}): choose another --out") from error
+        return cls(path)
+
+    def go_on(self, batch: int, notes: list[str], *, exact: bool) -> None:
+        """The run goes on behind that many batches: what the records say of later ones is no longer true of it.
+
+        Nothing is taken back; `lines` leaves it out. Only a last line that was cut off goes.
+        """
+        file = self.path / "metrics.jsonl"
+        text = file.read_bytes() if file.exists() else b""
+        if text and not text.endswith(b"\n"):
+            with file.open("r+b") as open_file:
+                open_file.truncate(text.rfind(b"\n") + 1)
+        for note in notes:
+            self.line("note", text=note)
+        if text or batch:
+            self.line("resumed", batch=batch, exact=exact)
+
+    def line(self, kind: str, **values: Any) -> None:
+        """Add one line to metrics.jsonl."""
+        text = json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n"
+        try:
+            append(self.path, "metrics.jsonl", text)
+        except OSError as error:
+            raise _full(self.path, error) from error
+
+    def scalars(self, step: int, **values: float | None) -> None:
+        """Add points to the TensorBoard events; `step` counts batches. Where they cannot be written, they are lost."""
+        try:
+            if free(self.path) < EVENTS:
+                return
+            if self._events is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._events = SummaryWriter(str(self.path))
+            for name, value in values.items():
+                if value is not None:
+                    self._events.add_scalar(name.replace("__", "/"), value, step)
+        except OSError:  # metrics.jsonl has them; the next ones go to another file
+            self._events = None
+
+    def model(self, state: dict[str, Any]) -> None:
+        """Write the model's tensors, complete or not at all."""
+        from offbeat.checkpoint.parts import save_tensors
+
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        try:
+            with_room(self.path, lambda: save_tensors(self.path / "model.safetensors", tensors))
+        except CheckpointFailed as error:
+            raise _full(self.path, error.__cause__ or error) from error
+
+    def close(self) -> None:
+        if self._events is not None:
+            with suppress(OSError):
+                self._events.close()
+
+
+def _full(path: Path, error: BaseException) -> UserError:
+    return UserError(f"cannot write to {path} ({first_line(error)}): make room there; a run with a checkpoint goes on "
+                     "by --resume")  # fmt: skip
+
+
+def append(run: Path, name: str, text: str) -> None:
+    """Add whole lines to a file of a run, or nothing; a disk that is full has old checkpoints removed.
+
+    What fills it may be a checkpoint that another process is about to give up, so a full disk is tried again.
+    """
+
+    def add() -> None:
+        with (run / name).open("ab", buffering=0) as file:
+            end, left = file.tell(), memoryview(text.encode())
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                file.truncate(end)
+                raise
+
+    for _ in range(RETRIES):
+        try:
+            return with_room(run, add)
+        except OSError as error:
+            if not is_full(error):
+                raise
+        time.sleep(RETRY_SECONDS)
+    add()
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """A file, completely or not at all; OSError where it cannot be."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class Diagnoses:
+    """The lines of diagnosis.jsonl; each stage tells of a batch once, also where a run is taken back and goes on.
+
+    What an earlier process told of turns behind the `batches` that are done is taken back: it is measured again.
+    """
+
+    def __init__(self, folder: Path, batches: int) -> None:
+        self.file = folder / "diagnosis.jsonl"
+        text = self.file.read_text() if self.file.exists() else ""
+        lines = [json.loads(line) for line in text.split("\n")[:-1]]  # one that was cut off is not there yet
+        kept = [line for line in lines if line["turn"] < batches]
+        self.told = {(line["stage"], line["batch"]) for line in kept}
+        if text:
+            write(self.file, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def add(self, lines: list[dict[str, Any]]) -> None:
+        """Append those that are new; a checkpoint may bring back what was told before."""
+        new = [line for line in lines if (line["stage"], line["batch"]) not in self.told]
+        self.told.update((line["stage"], line["batch"]) for line in new)
+        if new:
+            append(self.file.parent, self.file.name, "".join(json.dumps(line) + "\n" for line in new))
+
+
+def check_free(path: Path) -> None:
+    """Refuse a folder that holds a run, or that cannot be made."""
+    try:
+        if (path / "config.json").exists():
+            raise FolderTaken(f"{path} already holds a run: choose another --out")
+        above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise UserError(f"--out {path}: {above} cannot hold a run: choose a folder that can be written to")
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror or first_line(error)}; choose another --out") from error
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, as far as the run that goes on has taken them over.
+
+    One that was being written when the run was killed is not there yet; what came after a checkpoint from which the run
+    was taken up again happened twice, and the second time counts.
+    """
+    file = path / "metrics.jsonl"
+    texts = file.read_text().split("\n")[:-1] if file.exists() else ()
+    found = []
+    for number, text in enumerate(texts, 1):
+        try:
+            found.append(json.loads(text))
+        except ValueError as error:
+            raise UserError(f"{file}, line {number}, is damaged ({first_line(error)}): remove that line") from None
+    return standing(found)
+
+
+def standing(told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of all lines of a run those that still hold: what was undone by going on from a checkpoint is left out."""
+    found: list[dict[str, Any]] = []
+    for line in told:
+        if line["kind"] == "resumed":
+            found = [earlier for earlier in found if not _undone(earlier, line["batch"])]
+        found.append(line)
+    return found
+
+
+def _undone(line: dict[str, Any], batches: int) -> bool:
+    """Whether a line tells of something behind that many batches."""
+    ends = {"train": line.get("batch", -1) + 1, "epoch": line.get("batches", 0), "result": math.inf}
+    return ends.get(line["kind"], 0) > batches

@@ -1,0 +1,323 @@
+"""Each row as one of its workers: something with a `step()`, which says what it sends.
+
+All train the same network on the same batch of random numbers, with the same loss and optimizer. Gradients are means
+over the whole batch in all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from offbeat import models
+from offbeat.core.links import Message
+from offbeat.core.links.wire import pack
+from offbeat.core.worker import Links, Worker
+from offbeat.partitioning import partition
+from offbeat.pipeline import Pipeline
+from offbeat.studies.bench.rows import Row, Setting, method_of
+from offbeat.studies.bench.timing import Canned, Tap, sgd
+
+LOSS = nn.functional.cross_entropy
+RECORDING = 60  # batches in which stages on streams fill, and record what they do
+
+
+class Contender(Protocol):
+    """A worker of a row. `fill`: steps until it computes as it will go on to."""
+
+    fill: int
+
+    def step(self) -> Tensor | None:
+        """One batch; the loss (of a pipeline: in the worker that has the last stage), where it is cheap to tell."""
+
+    def sent(self) -> int:
+        """Bytes that this worker sends for a batch; takes a step or more, of which nothing is timed."""
+
+    def staleness(self) -> list[float]:
+        """Mean measured level of the stages that are here."""
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Task:
+    """The network, the batch, and the place of this worker."""
+
+    setting: Setting
+    rank: int
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+
+    @classmethod
+    def of(cls, setting: Setting, rank: int, model: nn.Module | None = None) -> Task:
+        """The same numbers in every process; `model` takes the place of the named one."""
+        torch.manual_seed(0)
+        built = model or models.build(setting.model, shape=setting.shape, classes=setting.classes)
+        random = torch.Generator().manual_seed(1)
+        x = torch.randn(setting.batch_size, *setting.shape, generator=random)
+        y = torch.randint(setting.classes, (setting.batch_size,), generator=random)
+        return cls(setting, rank, built.to(setting.device), x.to(setting.device), y.to(setting.device))
+
+    def parts(self, cuts: tuple[int, ...], units: Any) -> list[nn.Module]:
+        return partition(self.model, len(cuts) + 1, self.x, cuts=list(cuts), units=units).stages
+
+
+def make(row: Row, task: Task, m: int | None = None) -> Contender:
+    """This worker of the row; m is its number of micro-batches, where it has one."""
+    if row.kind == "loop":
+        return Loop(task) if task.setting.device == "cpu" else Ours(row, task, alone=True)
+    if row.kind == "ddp":
+        return DataParallel(task)
+    if row.kind == "pipelining":
+        assert m is not None
+        return TorchPipelining(task, row.setting, m)
+    return Ours(row, task, m)
+
+
+class Loop:
+    """Back-propagation as one writes it by hand."""
+
+    fill = 1
+
+    def __init__(self, task: Task) -> None:
+        self.model, self.x, self.y = task.model, task.x, task.y
+        self.optimizer = sgd(self.model.parameters())
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = LOSS(self.model(self.x), self.y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def sent(self) -> int:
+        return 0
+
+    def staleness(self) -> list[float]:
+        return [0.0]
+
+    def close(self) -> None:
+        pass
+
+
+class DataParallel(Loop):
+    """torch's DistributedDataParallel: the whole network on a part of the batch, gradients averaged by all."""
+
+    fill = 2  # it arranges its buckets behind the first
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        K = dist.get_world_size()
+        self.whole = task.model
+        self.model = nn.parallel.DistributedDataParallel(task.model)
+        self.x, self.y = (tensor.tensor_split(K)[task.rank].contiguous() for tensor in (task.x, task.y))
+
+    def sent(self) -> int:
+        """By the formula of a ring: 2(K-1)/K of the gradients; and the first worker's buffers to all others."""
+        K = dist.get_world_size()
+        gradients = sum(parameter.nbytes for parameter in self.whole.parameters() if parameter.requires_grad)
+        buffers = sum(buffer.nbytes for buffer in self.whole.buffers())
+        return 2 * (K - 1) * gradients // K + (buffers * (K - 1) if dist.get_rank() == 0 else 0)
+
+
+@dataclass
+class Counter:
+    """Bytes that pass, while it is on."""
+
+    bytes: int = 0
+    on: bool = False
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        self.bytes, self.on = 0, True
+        yield
+        self.on = False
+
+    def see(self, tensor: Tensor) -> None:
+        if self.on:
+            self.bytes += tensor.nbytes
+
+
+class Flat(nn.Module):
+    """A stage whose values in and out are plain tensors, as torch.distributed.pipelining takes them.
+
+    `inputs` and `outputs` are trees of one sample message each; what is no tensor in them is the same for every batch.
+    """
+
+    def __init__(self, stage: nn.Module, inputs: Any, outputs: Any, counter: Counter, *, last: bool) -> None:
+        super().__init__()
+        self.stage, self.counter, self.last = stage, counter, last
+        leaves, self.structure = pytree.tree_flatten(inputs)
+        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for leaf in pytree.tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and not leaf.is_floating_point():
+                raise ValueError(f"a {leaf.dtype} tensor crosses a cut, which takes no gradient")
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+            if self.counter.on and tensor.requires_grad:
+                tensor.register_hook(self.counter.see)
+        output = self.stage(pytree.tree_unflatten(leaves, self.structure))
+        if self.last:
+            return output
+        sent = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        for tensor in sent:
+            self.counter.see(tensor)
+        return sent[0] if len(sent) == 1 else tuple(sent)
+
+
+class TorchPipelining:
+    """torch.distributed.pipelining, on the cuts of the run; interleaved: on 2K chunks, two a worker."""
+
+    fill = 2
+
+    def __init__(self, task: Task, schedule: str, m: int) -> None:
+        from torch.distributed import pipelining
+
+        setting, K = task.setting, task.setting.K
+        self.task, self.counter = task, Counter()
+        several = schedule == "ScheduleInterleaved1F1B"
+        if several:
+            assert setting.chunk_cuts is not None
+            parts = task.parts(setting.chunk_cuts, "layers")
+        else:
+            parts = task.parts(setting.cuts, setting.units)
+        n, x = len(parts), task.x[: setting.batch_size // m]
+        stages = []
+        self.parameters: list[Tensor] = []
+        for index, part in enumerate(parts):
+            with torch.no_grad():  # statistics of BatchNorm move once by this: no gradient in training depends on them
+                y = part.train()(pytree.tree_map_only(Tensor, torch.clone, x))
+            if index % K == task.rank:
+                flat = Flat(part, x, y, self.counter, last=index == n - 1)
+                stages.append(pipelining.PipelineStage(flat, index, n, task.x.device))
+                self.parameters += list(part.parameters())
+            x = y
+        kind = getattr(pipelining, schedule)
+        self.schedule = kind(stages if several else stages[0], m, loss_fn=LOSS)
+        self.optimizer = sgd(self.parameters)
+        self.first, self.last = task.rank == 0, (n - 1) % K == task.rank
+
+    def step(self) -> Tensor | None:
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+        given = (self.task.x,) if self.first else ()
+        told: dict[str, Any] = {"target": self.task.y, "losses": losses} if self.last else {}
+        self.schedule.step(*given, **told)
+        self.optimizer.step()
+        return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+
+    def sent(self) -> int:
+        with self.counter.counting():
+            self.step()
+        return self.counter.bytes
+
+    def staleness(self) -> list[float]:
+        return [0.0]
+
+    def close(self) -> None:
+        pass
+
+
+class Sized:
+    """A link that counts the bytes of what is sent."""
+
+    def __init__(self, link: Any, counter: Counter) -> None:
+        self.link, self.counter = link, counter
+
+    def send(self, message: Message) -> None:
+        self.counter.see(pack(message))
+        self.link.send(message)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.link, name)
+
+
+@dataclass
+class Ours:
+    """A Pipeline of this package: a stage in each of K processes, or all on streams of one GPU."""
+
+    row: Row
+    task: Task
+    m: int | None = None
+    alone: bool = False  # back-propagation in one worker
+    pipe: Pipeline = field(init=False)
+
+    def __post_init__(self) -> None:
+        setting = self.task.setting
+        on_gpu = setting.device != "cpu"
+        K = 1 if self.alone else setting.K
+        method: Any = "bp" if self.alone else method_of(self.row, setting, self.m)
+        units: Any = setting.units
+        recorded = on_gpu and not (self.alone and self.row.cores == "one")
+        self.pipe = Pipeline(
+            self.task.model, K, method=method, loss=LOSS, optimizer=partial(sgd, fused=on_gpu), sample=self.task.x,
+            cuts=None if self.alone else list(setting.cuts), units=None if self.alone else units,
+            device=setting.device, precision=setting.precision,  # type: ignore[arg-type]
+            engine=("streams" if recorded else "simulate") if on_gpu else "processes",
+        )  # fmt: skip
+        self.fill = RECORDING if on_gpu else self.pipe.method.fill(K) + 2
+
+    def step(self) -> Tensor | None:
+        if self.pipe.engine.records:  # without waiting for the loss
+            self.pipe._step(self.task.x, self.task.y)
+            return None
+        return self.pipe.step(self.task.x, self.task.y)
+
+    def sent(self) -> int:
+        """Of every message with its header, in a step once the pipeline is full."""
+        if len(self.pipe.workers) != 1 or self.pipe.K == 1:
+            return 0
+        links, counter = self.pipe.workers[0].links, Counter()
+        kept = links.outputs, links.feedback
+        links.outputs, links.feedback = (Sized(link, counter) if link else None for link in kept)
+        with counter.counting():
+            self.step()
+        links.outputs, links.feedback = kept
+        return counter.bytes
+
+    def staleness(self) -> list[float]:
+        return [stage.staleness.mean for stage in self.pipe.stages.values()]
+
+    def unlinked(self) -> Callable[[], None]:
+        """The stage that is here, on canned messages: what it takes where nothing is sent. Takes a step."""
+        worker = self.pipe.workers[0]
+        links, rank, K = worker.links, self.task.rank, self.pipe.K
+        taps = {name: Tap(getattr(links, name)) for name in ("inputs", "gradients") if getattr(links, name)}
+        kept = links.inputs, links.gradients
+        for name, tap in taps.items():
+            setattr(links, name, tap)
+        self.step()
+        links.inputs, links.gradients = kept
+        loss = LOSS if rank == K - 1 else None
+        stage = self.pipe._make_stage(rank + 1, K, copy.deepcopy(self.pipe.parts[rank]), loss=loss)
+        canned: Any = Links(
+            inputs=Canned(taps["inputs"].last),  # type: ignore[arg-type]
+            outputs=Canned(None) if rank < K - 1 else None,  # type: ignore[arg-type]
+            gradients=Canned(taps["gradients"].last) if "gradients" in taps else None,  # type: ignore[arg-type]
+            feedback=Canned(None) if rank else None,  # type: ignore[arg-type]
+        )
+        bare, index = Worker(stage, self.pipe.method, canned), count()
+
+        def iteration() -> None:
+            for _ in bare.iteration(next(index), wait=True):
+                pass
+
+        return iteration
+
+    def close(self) -> None:
+        self.pipe.close()

@@ -1,0 +1,99 @@
+"""The cuts that all rows share: measured here, by FLOPs, or as given; and those of 2K chunks for the interleaved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from offbeat import models
+from offbeat.errors import UserError
+from offbeat.partitioning import Profile, partition, profile, solve
+from offbeat.partitioning.partition import refine
+from offbeat.partitioning.timing import Stopwatch
+from offbeat.partitioning.trace import trace
+from offbeat.studies.bench.rows import Setting, cores_here
+from offbeat.studies.plan import Measured
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network and a batch for it, as every worker will have them."""
+
+    setting: Setting
+    model: nn.Module
+    sample: Tensor
+
+    @classmethod
+    def of(cls, setting: Setting, *, device: str | None = None) -> Network:
+        torch.manual_seed(0)
+        where = torch.device(device or "cpu")
+        with where:
+            model = models.build(setting.model, shape=setting.shape, classes=setting.classes)
+            sample = torch.empty(setting.batch_size, *setting.shape)
+        if where.type != "meta":
+            sample.normal_()
+        return cls(setting, model, sample)
+
+    @property
+    def most(self) -> int:
+        """Stages that it can be cut into."""
+        return len(trace(self.model).legal_cuts) + 1
+
+
+def check(setting: Setting) -> None:
+    """Refuse what cannot be cut, before anything starts; on the meta device, so that it costs next to nothing."""
+    most = Network.of(setting, device="meta").most
+    if most < setting.K:
+        raise UserError(f"{setting.K} stages but {setting.model} has only {most} units to cut between: use -K {most} "
+                        "or fewer, or a deeper model")  # fmt: skip
+
+
+def counted(setting: Setting) -> Profile:
+    """Sizes and FLOPs of all units: the same on every machine."""
+    network = Network.of(setting, device="meta")
+    return profile(network.model, network.sample, timed=False)
+
+
+def measured(setting: Setting, file: Path | None = None) -> Measured:
+    """Seconds of all units on one core of this machine; kept in the file, or read from it where it is there."""
+    torch.set_num_threads(1)
+    network = Network.of(setting)
+    known = Profile.load(file) if file and file.exists() else None
+    found = Measured.of(setting.model, network.model, network.sample, setting.batch_size, known=known)
+    if file and known is None:
+        found.profile.save(file)
+    return found
+
+
+def placed(
+    setting: Setting, *, by: str, cuts: Sequence[int] | None, units: str | None, file: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Setting:  # fmt: skip
+    """The setting with its cuts."""
+    K = setting.K
+    if cuts is not None:
+        kind = units or "layers"
+        network = Network.of(setting, device="meta")
+        partition(network.model, K, network.sample, cuts=list(cuts), units=kind)  # type: ignore[arg-type]
+        return _with_chunks(replace(setting, cuts=tuple(cuts), units=kind), counted(setting))
+    if by == "flops" or setting.device != "cpu" or len(cores_here()) < K:
+        costs = counted(setting)
+        return _with_chunks(replace(setting, cuts=solve(costs.costs(), K, legal=costs.legal_cuts).cuts), costs)
+    say(f"profiling {setting.model}, b={setting.batch_size}")
+    found = measured(setting, file)
+    say(f"cutting {len(found.profile.units)} units into {K} stages")
+    costs = found.profile
+    with Stopwatch(found.traced.twin(), found.sample, K) as stopwatch:
+        solution = refine(costs.costs(), K, stopwatch, legal=costs.legal_cuts)
+    return _with_chunks(replace(setting, cuts=solution.cuts), costs)
+
+
+def _with_chunks(setting: Setting, costs: Profile) -> Setting:
+    n = 2 * setting.K
+    if len(costs.legal_cuts) + 1 < n:
+        return setting
+    return replace(setting, chunk_cuts=solve(costs.costs(), n, legal=costs.legal_cuts).cuts)

@@ -1,0 +1,131 @@
+"""A process of a row: it builds its contender, and times it when told to; a line of JSON each way.
+
+    {"row": ..., "setting": {...}, "rank": 0, "world": 2, "store": file, "cores": [0], "threads": 1}
+    {"build": m}                    make the contender anew (m micro-batches), and fill it
+    {"sent": null}                  -> {"bytes": ..} that it sends for a batch
+    {"time": [warm_up, batches]}    -> {"seconds": .., "busy": ..} a batch: of the clock, and of the processor
+    {"bound": [warm_up, batches]}   the same of its stage alone, on canned messages
+    {"rest": null}                  give its memory back; it is built again when it is next timed
+    {"look": null}                  -> {"memory": .., "staleness": [..]}
+
+Between two lines it waits for its standard input, which takes no processor time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from offbeat.errors import first_line
+from offbeat.runs import launch
+from offbeat.studies.bench.contenders import Contender, Ours, Task, make
+from offbeat.studies.bench.rows import Setting, row_of
+from offbeat.studies.bench.timing import forget_peak, peak, pin, resident, sgd, timed
+
+
+class Attendant:
+    """What one process knows: its place, and its contender once it is built."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.row, self.setting, self.rank = row_of(told["row"]), Setting.of(told["setting"]), told["rank"]
+        self.on_gpu = self.setting.device != "cpu"
+        pin(set(told["cores"]))  # before torch's threads are made: they stay where this one is
+        torch.set_num_threads(told["threads"])
+        if self.row.workers == "K" and not self.on_gpu:
+            dist.init_process_group("gloo", init_method=f"file://{told['store']}", rank=self.rank,
+                                    world_size=told["world"])  # fmt: skip
+        if self.on_gpu:
+            torch.zeros(1, device=self.setting.device)
+        self.wait: Callable[[], Any] = torch.cuda.synchronize if self.on_gpu else lambda: None
+        small = nn.Sequential(nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1))
+        small(torch.ones(2, 1, 8, 8)).sum().backward()
+        sgd(small.parameters()).step()  # what torch loads when it first trains is no row's
+        self.empty = resident()
+        self.m: int | None = None
+        self.contender: Contender | None = None
+        self.unlinked: Callable[[], None] | None = None
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        ((what, given),) = asked.items()
+        said: dict[str, Any] = getattr(self, f"on_{what}")(given)
+        return said
+
+    def on_build(self, m: int | None) -> dict[str, Any]:
+        self.on_rest()
+        fresh = forget_peak()
+        self.m = m
+        self._made()
+        return {"fresh": fresh}
+
+    def on_sent(self, _: Any = None) -> dict[str, Any]:
+        return {"bytes": self._made().sent()}
+
+    def _made(self) -> Contender:
+        if self.contender is None:
+            if self.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            self.contender = make(self.row, Task.of(self.setting, self.rank), self.m)
+            for _ in range(self.contender.fill):
+                self.contender.step()
+            self.wait()
+        return self.contender
+
+    def on_time(self, given: list[int]) -> dict[str, Any]:
+        return self._timed(self._made().step, given)
+
+    def _timed(self, work: Callable[[], Any], given: list[int]) -> dict[str, Any]:
+        seconds, busy = timed(work, *given, wait=self.wait)
+        return {"seconds": seconds, "busy": busy}
+
+    def on_bound(self, given: list[int]) -> dict[str, Any]:
+        contender = self._made()
+        assert isinstance(contender, Ours)
+        if self.unlinked is None:
+            self.unlinked = contender.unlinked()
+            for _ in range(contender.fill):
+                self.unlinked()
+        return self._timed(self.unlinked, given)
+
+    def on_look(self, _: Any = None) -> dict[str, Any]:
+        used = torch.cuda.max_memory_allocated() if self.on_gpu else max(0, peak() - self.empty)
+        staleness = self.contender.staleness() if self.contender else []
+        return {"memory": used, "staleness": staleness}
+
+    def on_rest(self, _: Any = None) -> dict[str, Any]:
+        if self.contender:
+            self.wait()
+            self.contender.close()
+        self.contender = self.unlinked = None
+        forget_peak()
+        return {}
+
+
+def serve() -> None:
+    """Answer until the standard input closes."""
+    launch.die_with_parent()
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no reply
+    attendant: Attendant | None = None
+    for line in sys.stdin:
+        asked, said = json.loads(line), dict[str, Any]()
+        try:
+            if attendant is None:
+                attendant = Attendant(asked)
+            else:
+                said = attendant.answer(asked)
+        except Exception as error:  # whatever it is, the row is left out, with this for a reason
+            said = {"failed": f"{type(error).__name__}: {first_line(error)}"}
+        print(json.dumps(said), file=replies)
+        if "failed" in said:
+            break
+    with contextlib.suppress(OSError):
+        replies.flush()
+    os._exit(0)  # whatever its communication threads still wait for

@@ -1,0 +1,115 @@
+"""The workers of one row, seen from the process that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from offbeat.core.links import LOOPBACK_INTERFACE
+from offbeat.studies.bench.fork_server import Born, Nursery
+from offbeat.studies.bench.rows import Row, Setting, cores_here
+
+PATIENCE = 600.0  # seconds until an answer must have come: a schedule whose workers wait for each other never gives one
+
+
+class RowFailedError(RuntimeError):
+    """Why a row cannot be timed, in one line."""
+
+
+class Crew:
+    """The processes of a row, one core each; each is asked the same, and answers for itself.
+
+    They are started in a session of their own, so that Ctrl-C reaches the one that writes the record alone.
+    """
+
+    def __init__(
+        self, row: Row, setting: Setting, folder: Path, nursery: Nursery, *, first_core: int = 0,
+        patience: float = PATIENCE,
+    ) -> None:  # fmt: skip
+        self.row, self.setting, self.folder, self.nursery = row, setting, folder, nursery
+        self.first_core, self.patience = first_core, patience
+        self.count = setting.K if row.workers == "K" and setting.device == "cpu" else 1
+        self.m: int | None = None
+        self.processes: list[Born] = []
+
+    def start(self) -> None:
+        """Start them, and tell them their places; `ready` waits until they are there."""
+        cores = cores_here()
+        threads = len(cores) if self.row.cores == "all" else 1
+        loopback = LOOPBACK_INTERFACE.get(sys.platform)
+        surroundings = {"OMP_NUM_THREADS": str(threads)}
+        if self.setting.device != "cpu":
+            queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # or streams wait for each other
+            surroundings["CUDA_DEVICE_MAX_CONNECTIONS"] = queues
+        if loopback:
+            surroundings["GLOO_SOCKET_IFNAME"] = loopback
+        for rank in range(self.count):
+            self.processes.append(self.nursery.bear(surroundings, self._errors(rank)))
+            mine = [cores[(self.first_core + rank) % len(cores)]]
+            if self.row.cores == "all" or self.setting.device != "cpu":
+                mine = cores
+            self._say(rank, {
+                "row": self.row.name, "setting": self.setting.as_dict(), "rank": rank, "world": self.count,
+                "store": str(self.folder / f"{self.row.name}.store"), "cores": mine, "threads": threads,
+            })  # fmt: skip
+
+    def ready(self) -> None:
+        """Wait until all have started, however many start at the same time."""
+        self._hear(PATIENCE)
+
+    def ask(self, what: str, given: Any = None) -> list[dict[str, Any]]:
+        """The answer of every worker; RowFailedError as soon as one cannot."""
+        for rank in range(self.count):
+            self._say(rank, {what: given})
+        return self._hear(self.patience)
+
+    def seconds(self, warm_up: int, batches: int, *, what: str = "time") -> tuple[list[float], float]:
+        """Seconds a batch of each worker, and of the processors of all of them together."""
+        said = self.ask(what, [warm_up, batches])
+        return [one["seconds"] for one in said], sum(one["busy"] for one in said)
+
+    def _say(self, rank: int, what: dict[str, Any]) -> None:
+        pipe = self.processes[rank].stdin
+        with contextlib.suppress(OSError):  # one that has ended is noticed when its answer is waited for
+            pipe.write(json.dumps(what) + "\n")
+            pipe.flush()
+
+    def _hear(self, patience: float) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + patience
+        while len(found) < self.count:
+            waited = [rank for rank in range(self.count) if rank not in found]
+            pipes: dict[Any, int] = {self.processes[rank].stdout: rank for rank in waited}
+            there, _, _ = select.select(list(pipes), [], [], max(0.0, deadline - time.monotonic()))
+            if not there:
+                raise RowFailedError(f"worker {min(pipes.values())} did not answer within {patience:.0f} s")
+            for pipe in there:
+                rank = pipes[pipe]
+                line = pipe.readline()  # an answer is one line, so that nothing stays behind in the buffer
+                if not line:
+                    raise RowFailedError(f"worker {rank} has ended: {self._last_words(rank)}")
+                found[rank] = json.loads(line)
+                if "failed" in found[rank]:
+                    raise RowFailedError(found[rank]["failed"])
+        return [found[rank] for rank in range(self.count)]
+
+    def _errors(self, rank: int) -> Path:
+        return self.folder / f"{self.row.name}-{rank}.err"
+
+    def _last_words(self, rank: int) -> str:
+        code = self.processes[rank].wait()
+        lines = self._errors(rank).read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {code}"
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.close()
+        self.processes.clear()

@@ -1,0 +1,309 @@
+"""What will happen before it runs: stages, balance, memory, staleness, and the speed-up of every declared method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from offbeat.errors import UserError
+from offbeat.method import Method
+from offbeat.methods import DECLARED
+from offbeat.partitioning.partition import LAPS, LONGEST, By, refine, rescaled
+from offbeat.partitioning.profile import Profile, profile
+from offbeat.partitioning.solve import Memory, Solution, solve
+from offbeat.partitioning.timing import Load, StageTime, Stopwatch, whole_time
+from offbeat.partitioning.trace import Traced, trace
+from offbeat.partitioning.walk import verify
+from offbeat.theory import smallest_M
+from offbeat.timeline import Costs, period, speed_up
+
+FEW = 4  # stages from which the clock tells what a method exposes of a message: more do not change it
+POINTS = 9  # message times that it is asked for; between them exposure is interpolated
+AS_FAST = 1.03  # times as long a batch is as fast
+
+
+@dataclass(frozen=True)
+class Network:
+    """How long a message is under way: latency in seconds, bandwidth in bytes a second."""
+
+    latency: float = 1e-4
+    bandwidth: float = 2e9
+
+    def seconds(self, size: int) -> float:
+        return self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan; times of one batch on its worker."""
+
+    k: int
+    units: list[Any]  # first and last index, first and last name
+    params: int
+    forward_ms: float
+    backward_ms: float
+    update_ms: float  # one, for M batches
+    boundary_bytes: int  # sent up for one batch; 0 at the last stage
+    in_flight: int
+    versions: int
+    memory_bytes: int
+    mean_staleness: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The partition of a model for a method, and what to expect of it."""
+
+    model: str
+    method: str
+    K: int
+    M: int
+    batch_size: int
+    cuts: list[int]
+    balance: float
+    balance_bound: float  # what the largest unit permits
+    bp_ms: float  # a batch of back-propagation on one worker, the fastest, with an update for every batch
+    predicted_speedup: float
+    stages: list[StagePlan]
+    methods: dict[str, float]
+    advice: list[str]
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What planning measures once, for any K and method."""
+
+    name: str
+    model: nn.Module
+    sample: Any
+    batch_size: int
+    profile: Profile
+    traced: Traced
+
+    @classmethod
+    def of(cls, name: str, model: nn.Module, sample: Any, batch_size: int, *, known: Profile | None = None) -> Measured:
+        """`known` is a profile of this model from before; whether it fits is checked."""
+        traced = trace(model)
+        verify(traced, sample)
+        if known is None:
+            costs = replace(profile(model, sample, traced=traced), model=name)
+        else:
+            device = next((str(parameter.device) for parameter in model.parameters()), "cpu")
+            if why := known.misfit(sample, traced, model=name, device=device):
+                raise UserError(f"the profile does not fit: {why}; measure a new one, into another file")
+            costs = known
+        return cls(name, model, sample, batch_size, costs, traced)
+
+
+def make_plan(
+    measured: Measured,
+    method: Method,
+    K: int,
+    *,
+    by: By = "measured",
+    network: Network | None = None,
+    speeds: Sequence[float] | None = None,
+    memory_limit: float | None = None,
+    pinned: Sequence[int] = (),
+    max_staleness: float | None = None,
+) -> tuple[Plan, Costs]:
+    """Cut for the method, measure the stages, and ask the clock."""
+    network = network or Network()
+    if speeds is not None and len(speeds) != K:
+        raise UserError(f"{len(speeds)} speeds for {K} stages: give one for each")
+    if max_staleness is not None and not 0 < max_staleness < float("inf"):
+        raise UserError(f"a mean staleness of at most {max_staleness}: give a number above 0")
+    costs, traced = measured.profile, measured.traced
+    if len(traced.legal_cuts) + 1 < K:
+        most = len(traced.legal_cuts) + 1
+        raise UserError(f"{K} stages but only {most} units to cut between: use K <= {most}, or a deeper model")
+    kept = Kept.of(method, K)
+    options: dict[str, Any] = {
+        "speeds": speeds, "memory": kept.limited(costs, memory_limit), "pinned": pinned, "legal": costs.legal_cuts,
+    }  # fmt: skip
+    solution, taken, bp, notes = _measure(measured, method, K, by, network, options)
+    rates = list(speeds or [1.0] * K)
+    seconds = [StageTime(*(part / rate for part in (time.forward, time.backward, time.update)))
+               for time, rate in zip(taken, rates, strict=True)]  # fmt: skip
+    messages = [network.seconds(costs.boundary_bytes[cut]) for cut in solution.cuts]
+    timing = Costs(
+        [time.forward for time in seconds], [time.backward for time in seconds], [time.update for time in seconds],
+        up=messages, down=messages, baseline=bp / max(rates),
+    )  # fmt: skip
+    stages = [
+        StagePlan(
+            k=k,
+            units=[start, end - 1, costs.units[start].name, costs.units[end - 1].name],
+            params=sum(unit.parameters for unit in costs.units[start:end]),
+            forward_ms=1000 * seconds[k - 1].forward,
+            backward_ms=1000 * seconds[k - 1].backward,
+            update_ms=1000 * seconds[k - 1].update,
+            boundary_bytes=costs.boundary_bytes[end] if k < K else 0,
+            in_flight=kept.in_flight[k - 1],
+            versions=kept.versions[k - 1],
+            memory_bytes=kept.bytes(costs, k, start, end),
+            mean_staleness=kept.staleness[k - 1],
+        )
+        for k, (start, end) in enumerate(pairwise([0, *solution.cuts, len(costs.units)]), start=1)
+    ]
+    loads = [time.batch(method.M) for time in seconds]
+    free = speeds is None and memory_limit is None and not pinned
+    fewer = _fewest(method, costs, network, solution, taken) if free else K
+    plan = Plan(
+        model=measured.name, method=method.name, K=K, M=method.M, batch_size=measured.batch_size,
+        cuts=list(solution.cuts), balance=sum(loads) / K / max(loads), balance_bound=solution.balance_bound,
+        bp_ms=1000 * timing.alone, predicted_speedup=speed_up(method, timing), stages=stages,
+        methods={name: speed_up(method if name == method.name else declare(), timing)
+                 for name, declare in DECLARED.items()},
+        advice=list(_advice(method, K, stages, fewer, max_staleness)), notes=[*traced.notes, *notes],
+    )  # fmt: skip
+    return plan, timing
+
+
+def _measure(
+    measured: Measured, method: Method, K: int, by: By, network: Network, options: dict[str, Any]
+) -> tuple[Solution, list[StageTime], float, list[str]]:
+    """The cuts, what their stages take at speed 1, seconds a batch of BP on one worker, and notes."""
+    costs, twin = measured.profile, measured.traced.twin()
+    M = min(method.M, 4)  # an update is timed by itself; a longer window only takes longer to come to one
+    messages = [network.seconds(size) for size in costs.boundary_bytes]
+    with Stopwatch(twin, measured.sample, K) as stopwatch:
+        if by == "measured":
+            both = sum(unit.forward for unit in costs.units), sum(unit.backward for unit in costs.units)
+            exposed = exposure(method, K, *both, messages)
+            solution = refine(
+                costs.costs(), K, stopwatch, M=M, exposed_below=exposed, exposed_above=exposed, **options
+            )
+        else:
+            solution = solve(replace(costs, timed=False).costs(), K, **options)
+        units = costs.costs()
+        slowest = max(sum(units[start:end]) for start, end in pairwise([0, *solution.cuts, len(units)]))
+        # measured anew: the times by which the best was chosen are the luckiest
+        load = Load([method.lag(k, K) for k in range(1, K + 1)], M, seconds=min(LONGEST, 2 * LAPS * slowest))
+        taken = stopwatch(solution.cuts, load)
+    # What BP takes alone is at most what its stages take together; more would be noise.
+    bp = min(whole_time(twin, measured.sample).batch(), sum(time.batch() for time in taken))
+    return solution, taken, bp, stopwatch.notes
+
+
+def exposure(
+    method: Method, K: int, forward: float, backward: float, messages: Sequence[float]
+) -> list[float] | None:
+    """Seconds that a cut adds to each of its two stages: what the method cannot hide of a message that long.
+
+    By the clock: the period of equal stages with such messages, less their period without. None where it hides all.
+
+    >>> from offbeat.methods import ADL, DDG
+    >>> exposure(ADL(), 2, 2.0, 4.0, [0.5]), exposure(DDG(barrier=False), 2, 2.0, 4.0, [0.5])
+    (None, [0.5])
+    """
+    few = min(K, FEW)
+    if few < 2 or not messages:
+        return None
+    F, B = [forward / K] * few, [backward / K] * few
+    plain = period(method, Costs(F, B))
+    points = np.unique(np.linspace(min(messages), max(messages), POINTS))
+    sides = 1 if few == 2 else 2  # a stage between two cuts bears half of the whole at each
+    added = []
+    for message in points:
+        hops = [float(message)] * (few - 1)
+        added.append(max(0.0, period(method, Costs(F, B, up=hops, down=hops)) - plain) / sides)
+    if max(added) <= 1e-9 * plain:
+        return None
+    return [float(value) for value in np.interp(messages, points, added)]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Of each stage: the batches in flight, the weight versions, and the mean staleness that they are for."""
+
+    in_flight: list[int]
+    versions: list[int]
+    staleness: list[float]
+
+    @classmethod
+    def of(cls, method: Method, K: int) -> Kept:
+        stages = range(1, K + 1)
+        return cls([method.held(k, K) for k in stages], [method.versions(k, K) for k in stages],
+                   [method.staleness(k, K) for k in stages])  # fmt: skip
+
+    def bytes(self, costs: Profile, k: int, start: int, end: int) -> int:
+        """Parameters, gradients and momentum, the versions, and what autograd saves for the batches in flight."""
+        parameters = sum(unit.parameter_bytes for unit in costs.units[start:end])
+        held = sum(unit.held_bytes for unit in costs.units[start:end])
+        return parameters * (3 + self.versions[k - 1]) + held * self.in_flight[k - 1]
+
+    def limited(self, costs: Profile, limit: float | None) -> Memory | None:
+        """The same for the solver."""
+        if limit is None:
+            return None
+        return Memory(
+            parameters=[unit.parameter_bytes for unit in costs.units], held=[unit.held_bytes for unit in costs.units],
+            versions=[count + 3 for count in self.versions], in_flight=self.in_flight, limit=limit,
+        )  # fmt: skip
+
+
+def _fewest(
+    method: Method, costs: Profile, network: Network, solution: Solution, taken: Sequence[StageTime]
+) -> int:
+    """The smallest number of stages that the clock finds as fast as these, from units that sum to what they took."""
+    cuts, K = solution.cuts, len(taken)
+    forward = rescaled([unit.forward for unit in costs.units], cuts, [time.forward for time in taken])
+    backward = rescaled([unit.backward for unit in costs.units], cuts, [time.backward for time in taken])
+    update = rescaled([unit.parameter_bytes for unit in costs.units], cuts, [time.update for time in taken])
+    work = [sum(parts[:2]) + parts[2] / method.M for parts in zip(forward, backward, update, strict=True)]
+    messages = [network.seconds(size) for size in costs.boundary_bytes]
+
+    def seconds(chosen: Sequence[int]) -> float:
+        def sums(parts: Sequence[float]) -> list[float]:
+            total = list(accumulate(parts, initial=0.0))
+            return [total[end] - total[start] for start, end in pairwise([0, *chosen, len(work)])]
+
+        hops = [messages[cut] for cut in chosen]
+        return period(method, Costs(sums(forward), sums(backward), sums(update), up=hops, down=hops))
+
+    enough, fewest = AS_FAST * seconds(cuts), K
+    for fewer in range(K - 1, 0, -1):
+        if sum(work) / fewer > enough:  # not even if they balanced
+            break
+        exposed = exposure(method, fewer, sum(forward), sum(backward), messages)
+        found = solve(work, fewer, legal=costs.legal_cuts, exposed_below=exposed, exposed_above=exposed)
+        if seconds(found.cuts) > enough:
+            break
+        fewest = fewer
+    return fewest
+
+
+def _advice(
+    method: Method, K: int, stages: list[StagePlan], fewest: int, max_staleness: float | None
+) -> Iterator[str]:
+    if max_staleness is not None:
+        yield _advised_window(method, K, max_staleness)
+    largest = max(stages, key=lambda stage: stage.memory_bytes)
+    yield (
+        f"memory is largest at stage {largest.k}: {largest.memory_bytes / 1e6:,.0f} MB for {largest.in_flight} batches "
+        f"in flight and {largest.versions} versions"
+    )
+    if fewest < K:
+        yield f"K = {fewest} would be as fast, within {AS_FAST - 1:.0%}"
+
+
+def _advised_window(method: Method, K: int, most: float) -> str:
+    """The M that the formula gives, if the method keeps to it."""
+    M = smallest_M(max(method.lag(k, K) for k in range(1, K + 1)), most)
+    try:
+        least = max(Kept.of(replace(method, M=M), K).staleness)
+    except UserError as error:
+        return f"no M keeps the mean staleness at or below {most:g}: {error}"
+    if least > most:
+        return f"no M keeps the mean staleness at or below {most:g}: with {method.name} it is {least:g}"
+    return f"M = {M} is the smallest that keeps the mean staleness of every stage at or below {most:g}"

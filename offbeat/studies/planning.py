@@ -1,0 +1,171 @@
+"""`offbeat plan`: profile a network, cut it, and print what will happen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from offbeat import models
+from offbeat.errors import UserError, first_line, unknown
+from offbeat.method import Method
+from offbeat.methods import DECLARED, METHODS, add_packages, parsed, with_settings
+from offbeat.partitioning import Profile
+from offbeat.partitioning.loopback import measure_links
+from offbeat.report.draw import by_the_way, draw_staleness, draw_timeline
+from offbeat.runs import record
+from offbeat.studies.plan import Measured, Network, Plan, make_plan
+from offbeat.theory import bound_table
+
+EVERY, DEFAULT = ("all",), "adl"  # every method's speed-up is printed anyway; the stages are those of one
+
+
+def chosen_method(text: str, M: int | None) -> Method:
+    """A declared method, with the settings of the text and M where it was given."""
+    name = text.partition(":")[0].strip()
+    if name not in DECLARED:
+        add_packages()
+    if name not in DECLARED:
+        raise unknown("method", name, DECLARED)
+    if name in METHODS:
+        return with_settings(*parsed(text, M=M))
+    if M is not None or name != text:
+        raise UserError(f"{name} has no settings (given: {text if M is None else f'M={M}'}): leave them out")
+    return DECLARED[name]()
+
+
+def show_plan(
+    *,
+    model: str,
+    method: str,
+    K: int,
+    M: int | None,
+    batch_size: int,
+    shape: tuple[int, int, int] | None,
+    device: str,
+    threads: int,
+    by: Any,
+    speeds: tuple[float, ...] | None,
+    memory_limit: float | None,
+    pinned: tuple[int, ...],
+    latency: float | None,
+    bandwidth: float | None,
+    measure: bool,
+    profile_file: Path | None,
+    max_staleness: float | None,
+    picture: Path | None,
+    staleness_picture: Path | None,
+    theory: bool,
+    as_json: bool,
+) -> None:
+    """Everything that the command prints and draws."""
+    wanted = chosen_method(DEFAULT if method in EVERY else method, M)
+    if K < 1 or batch_size < 1 or threads < 1:
+        raise UserError(f"K = {K}, batch-size = {batch_size}, threads = {threads}: use whole numbers from 1 up")
+    if profile_file and (profile_file.is_dir() or not profile_file.resolve().parent.is_dir()):
+        raise UserError(f"profile {profile_file}: give a file in a folder that exists")
+    known = Profile.load(profile_file) if profile_file and profile_file.exists() else None
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    network_model = models.build(model, shape=shape)
+    size = shape or models.describe(model).shape
+    try:
+        if device == "meta":
+            raise RuntimeError("it computes nothing")
+        built = network_model.to(device)
+        sample = torch.randn(batch_size, *size, device=device)
+    except (RuntimeError, AssertionError, MemoryError, OverflowError) as error:
+        raise UserError(
+            f"a batch of {batch_size} on device {device!r} cannot be had ({first_line(error)}): use cpu, or cuda, or a "
+            "smaller batch"
+        ) from error
+    measured = Measured.of(model, built, sample, batch_size, known=known)
+    if profile_file and known is None:
+        measured.profile.save(profile_file)
+    network = network_of(latency, bandwidth, measure=measure)
+    plan, costs = make_plan(
+        measured, wanted, K, by=by, network=network, speeds=speeds, memory_limit=memory_limit, pinned=pinned,
+        max_staleness=max_staleness,
+    )  # fmt: skip
+    if picture:
+        by_the_way(lambda path: draw_timeline(wanted, costs, path), picture)
+    if staleness_picture:
+        by_the_way(lambda path: draw_staleness(lambda M: replace(wanted, M=M), K, path), staleness_picture)
+    if as_json:
+        print(json.dumps({**plan.as_dict(), **origin()}))
+        return
+    console = Console(highlight=False)
+    console.print(stage_table(plan))
+    console.print(method_table(plan))
+    links = f"messages take {1e3 * network.latency:.3g} ms and {network.bandwidth / 1e6:,.0f} MB/s"
+    for line in (*plan.advice, f"{links}, {'measured' if measure else 'unless given, assumed'}", *plan.notes):
+        console.print(f"- {line}", soft_wrap=True)
+    if theory:
+        console.print(theory_table(plan))
+
+
+def origin() -> dict[str, Any]:
+    """Where a plan comes from, in the terms of run records: its times hold for this hardware and these versions."""
+    made = record.provenance()
+    return {"commit": made["commit"], "torch": made["versions"]["torch"], "hardware": made["machine"],
+            "command": made["command"]}  # fmt: skip
+
+
+def network_of(latency: float | None, bandwidth: float | None, *, measure: bool) -> Network:
+    """What is given (seconds, bytes a second), else what is measured if that is wanted, else the defaults."""
+    found = Network(*measure_links()) if measure and (latency is None or bandwidth is None) else Network()
+    return Network(found.latency if latency is None else latency, found.bandwidth if bandwidth is None else bandwidth)
+
+
+def stage_table(plan: Plan) -> Table:
+    bound = f"{plan.balance:.3f} of at most {plan.balance_bound:.3f} (largest unit)"
+    table = Table(
+        title=f"{plan.model}, {plan.method}, K={plan.K}, M={plan.M}, b={plan.batch_size}", box=box.SIMPLE_HEAD,
+        caption=f"balance (mean / slowest stage) {bound}; mean staleness in updates", padding=(0, 0, 0, 1),
+    )  # fmt: skip
+    table.add_column("k", no_wrap=True)
+    table.add_column("units", no_wrap=True)
+    table.add_column("from", no_wrap=True, overflow="ellipsis", max_width=9)
+    for column in ("params", "F ms", "B ms", "kB\nup", "in\nflight", "ver-\nsions", "MB", "LoS"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for stage in plan.stages:
+        start, end, first, _ = stage.units
+        table.add_row(
+            str(stage.k), f"{start}-{end}", first, f"{stage.params:,}", f"{stage.forward_ms:.1f}",
+            f"{stage.backward_ms:.1f}", f"{stage.boundary_bytes / 1e3:,.0f}", str(stage.in_flight), str(stage.versions),
+            f"{stage.memory_bytes / 1e6:,.0f}", f"{stage.mean_staleness:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def method_table(plan: Plan) -> Table:
+    table = Table(title="predicted speed-up over BP on one worker, steady state", box=box.SIMPLE_HEAD)
+    table.add_column("method")
+    table.add_column("speed-up", justify="right")
+    for name, value in plan.methods.items():
+        table.add_row(name, f"{value:.2f}")
+    return table
+
+
+def theory_table(plan: Plan) -> Table:
+    """How the bound on the mean squared gradient moves with K and M, as the paper states it and as corrected."""
+    depths = sorted({max(1, plan.K // 2), plan.K, 2 * plan.K})
+    rows = bound_table(step=0.001, batches=100_000, Delta=1.0, A=1.0, L=1.0, K=depths, M=[1, 2, 4, 8, 16])
+    table = Table(
+        title="upper bounds on the mean squared gradient, linear learning-rate rule", box=box.SIMPLE_HEAD,
+        caption="A = L = Delta = 1, 100,000 batches, step 0.001 a batch; corrected: smooth, squared staleness",
+    )  # fmt: skip
+    for column in ("K", "M", "mean staleness, all stages", "staleness term", "as corrected", "as stated"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.K), str(row.M), f"{row.mean_staleness:.2f}", f"{row.staleness:.2e}", f"{row.corrected:.5f}",
+            f"{row.stated:.5f}",
+        )  # fmt: skip
+    return table

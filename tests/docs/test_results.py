@@ -1,0 +1,183 @@
+"""What is published is what was recorded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from offbeat import models
+from offbeat.partitioning import Profile, profile, solve
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = sorted((ROOT / "docs/results").glob("*.json"))
+COMPARED = [path for path in RECORDS if path.name.startswith("methods-cifar10")]
+COUNTED = json.loads((ROOT / "docs/results/balance.json").read_text())["rows"]
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """Pages, records and the script that makes the ones of the others."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+def checked(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, root / "benchmarks/results.py", "--check"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def made(root: Path) -> str:
+    """The page of results, made of the records that are there."""
+    subprocess.run([sys.executable, root / "benchmarks/results.py"], check=True, timeout=60)
+    return (root / "docs/results.md").read_text()
+
+
+def row(root: Path, torture: str) -> str:
+    """The line of a record in the table of what was wanted and seen."""
+    return next(line for line in made(root).splitlines() if line.startswith(f"| torture-{torture}.json |"))
+
+
+def changed(path: Path, change) -> None:
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+
+
+def test_pages_of_other_records_are_not_current(copied):
+    assert checked(copied).returncode == 0
+
+    def faster(record):
+        record["ratios"]["speedup_over_one_core"][0] += 0.01
+
+    changed(copied / "docs/results/core-16cores-resnet101-k8.json", faster)
+    told = checked(copied)
+    assert told.returncode == 1
+    assert "results.md, README.md" in told.stderr
+    assert "svg" not in told.stderr
+
+
+def test_a_picture_of_other_curves_is_not_current(copied):
+    def better(record):
+        record["comparison"]["rows"][0]["curves"][0][2] -= 1
+
+    changed(copied / "docs/results/methods-cifar10-k8.json", better)
+    assert "methods-cifar10.svg" in checked(copied).stderr
+
+
+def test_a_table_typed_by_hand_is_not_current(copied):
+    readme = copied / "README.md"
+    readme.write_text(readme.read_text().replace("24.13 (", "23.13 ("))
+    assert "README.md" in checked(copied).stderr
+
+
+def test_an_aim_that_was_missed_is_shown_as_missed(copied):
+    def failed(record):
+        record["good"] = False
+
+    changed(copied / "docs/results/torture-latency.json", failed)
+    assert row(copied, "latency").endswith("| **missed** |")
+
+
+def test_kills_that_were_not_done_or_not_as_wanted_are_missed(copied):
+    kills = copied / "docs/results/torture-kills.json"
+
+    def done(record, trials, good):
+        record["summary"] |= {"trials": trials, "good": good}
+        record["provenance"]["command"] = ["python", "benchmarks/torture.py", "kills", "--count", "100"]
+
+    for trials, good, verdict in ((100, 100, "yes"), (99, 99, "**missed**"), (100, 99, "**missed**")):
+        changed(kills, lambda record, trials=trials, good=good: done(record, trials, good))
+        assert row(copied, "kills").endswith(f"| {verdict} |")
+
+
+def test_the_page_is_made_of_the_torture_records_that_are_there(copied):
+    for path in (copied / "docs/results").glob("torture-*.json"):
+        if path.stem != "torture-soak":
+            path.unlink()
+    page = made(copied)
+    assert "results/torture-soak.json" in page
+    assert "torture-kills" not in page
+
+
+def test_what_is_said_of_reliability_holds_no_figures_of_its_own():
+    tried = (ROOT / "docs/reliability.md").read_text().split("## How it is tried")[1]
+    told = [line for line in tried.splitlines() if not line.startswith("    ")]
+    assert not re.search(r"\d", " ".join(told))
+    anchor = re.search(r"results\.md#([\w-]+)", tried)[1]
+    titles = re.findall(r"^## (.*)$", (ROOT / "docs/results.md").read_text(), re.MULTILINE)
+    assert anchor in [title.lower().replace(" ", "-") for title in titles]
+
+
+@pytest.mark.parametrize("path", COMPARED, ids=lambda path: path.stem)
+def test_the_errors_of_a_comparison_are_those_of_its_epochs(path):
+    record = json.loads(path.read_text())
+    rows = {row["label"]: row for row in record["comparison"]["rows"]}
+    assert len(record["runs"]) == len(rows) * record["asked"]["seeds"]
+    for label, row in rows.items():
+        runs = [run for run in record["runs"].values() if run["label"] == label]
+        curves = [[epoch["test_error"] for epoch in run["epochs"]] for run in sorted(runs, key=lambda run: run["seed"])]
+        assert curves == row["curves"]
+        assert all(len(curve) == record["asked"]["epochs"] for curve in curves)
+        assert row["error"] == pytest.approx(median(curve[-1] for curve in curves))
+        assert row["error_range"] == [min(curve[-1] for curve in curves), max(curve[-1] for curve in curves)]
+        assert {run["recipe"]["K"] for run in runs} == {record["asked"]["K"]}
+        assert not row["failed"]
+
+
+@cache
+def costs(model: str, pixels: int, batch_size: int) -> Profile:
+    """The deterministic ones, which are the same for every K."""
+    with torch.device("meta"):
+        network = models.build(model, shape=(3, pixels, pixels))
+        return profile(network, torch.empty(batch_size, 3, pixels, pixels), timed=False)
+
+
+@pytest.mark.parametrize("row", [row for row in COUNTED if row["model"] != "resnet1202"],
+                         ids=lambda row: f"{row['model']}-{row['K']}")  # fmt: skip
+def test_the_balance_by_the_deterministic_cost_is_what_it_was(row):
+    found = costs(row["model"], row["pixels"], row["batch_size"])
+    solution = solve(found.costs(), row["K"], legal=found.legal_cuts)
+    assert (solution.balance, list(solution.cuts)) == (pytest.approx(row["balance"]), row["cuts"])
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_record_says_where_it_comes_from_and_names_nobodys_folders(path):
+    record = json.loads(path.read_text())
+    source = (record.get("comparison") or record)["provenance"]
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", source["commit"])
+    assert source["machine"]
+    assert source["versions"]["torch"]
+    assert "command" in source or source["set"]  # where it was not recorded, that is said
+    assert not re.search(r'"/(tmp|home|root|data|work)\b', path.read_text())
+
+
+def test_a_single_round_is_shown_without_a_spread():
+    spec = importlib.util.spec_from_file_location("page", ROOT / "benchmarks/page.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    assert page.shown([1.5, 1.5, 1.5], 1) == "1.50"
+    assert page.shown([1.5, 1.25, 2.0], 3) == "1.50 (1.25-2.00)"
+
+
+def test_the_readmes_tree_names_what_there_is():
+    tree = (ROOT / "README.md").read_text().split("### The tree")[1]
+    named = set(re.findall(r"[\w-]+\.py\b|[\w-]+/", tree))
+    package = ROOT / "offbeat"
+    there = {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py"}
+    there |= {f"{path.name}/" for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert there <= named, f"not in the tree: {there - named}"
+    known = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    known |= {f"{path.name}/" for path in ROOT.rglob("*") if path.is_dir() and ".venv" not in path.parts}
+    assert named <= known, f"in the tree, but nowhere: {named - known}"

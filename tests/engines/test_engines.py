@@ -1,0 +1,62 @@
+"""simulate == shuffled simulate == K processes, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import CASES, train
+
+from offbeat.engines.processes import own_device
+from offbeat.engines.simulate import Simulate
+from offbeat.errors import UserError
+
+HERE = Path(__file__).parent.parent
+SIMULATED: dict[str, dict] = {}
+
+
+def simulated(name: str) -> dict:
+    if name not in SIMULATED:
+        SIMULATED[name] = train(CASES[name])
+    return SIMULATED[name]
+
+
+def torchrun(*arguments: str, nproc: int, timeout: float = 150) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def same_but_loss(found: dict, expected: dict) -> bool:
+    return {**found, "loss": None} == {**expected, "loss": None}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("method-")])  # those: the contract
+def test_interleaving_stages_at_random_changes_no_bit(name):
+    for seed in (1, 2):
+        assert train(CASES[name], engine=Simulate(CASES[name].K, shuffle=seed)) == simulated(name)
+
+
+@pytest.mark.parametrize(("K", "how"), [  # recorded as on GPUs; and with payloads that go apart from their headers
+    (2, "plain"), (2, "recorded"), (2, "apart"),
+    *(pytest.param(3, how, marks=pytest.mark.slow) for how in ("plain", "recorded", "apart")),
+])  # fmt: skip
+def test_processes_equal_the_simulator_bit_for_bit(K, how, tmp_path):
+    done = torchrun(str(HERE / "cases.py"), str(tmp_path), how, nproc=K)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(K):
+        results = json.loads((tmp_path / f"{K}-{rank}.json").read_text())
+        assert set(results) == {name for name, case in CASES.items() if case.K == K}
+        for name, result in results.items():
+            assert same_but_loss(result, simulated(name)), f"{name}, rank {rank}"
+            assert result["loss"] == (simulated(name)["loss"] if rank == K - 1 else None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_process_on_a_gpu_that_is_not_there_is_refused_in_one_line(device):
+    with pytest.raises(UserError, match=f"device {device}, but torch sees no CUDA device here: use cpu"):
+        own_device(torch.device(device))

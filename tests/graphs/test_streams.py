@@ -1,0 +1,625 @@
+"""Engine `streams` without a GPU: the ring, the versions and the recordings, which there run anew at every call.
+
+What only a GPU can show (that captured graphs do the same, and that nothing races) is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from captured import capture
+from cases import Steep, some
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import offbeat
+from offbeat.engines.simulate import Simulate
+from offbeat.engines.streams import Streams
+from offbeat.errors import NotFinite, NotRecorded, UserError
+from offbeat.graphs import join as joining
+from offbeat.graphs import recorded_stage as graphed
+from offbeat.graphs.launch_queue import Row
+from offbeat.graphs.recorded_stage import LOOK
+from offbeat.graphs.ring import BEHIND, Ring, _period
+from offbeat.methods import METHODS, named
+
+K, N, CPU = 4, 23, torch.device("cpu")
+ALIKE = [name for name in METHODS if not named(name).not_alike()]
+
+
+def network(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(wide, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for wide in (2, 4, 4)]
+    end = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout) if dropout else nn.Identity())
+    return nn.Sequential(*blocks, nn.Sequential(end, nn.Linear(4, 3)))
+
+
+def batches(n: int = N, poisoned: tuple[int, ...] = (), short: bool = True) -> list:
+    generator = torch.Generator().manual_seed(7)
+    sizes = [5] * (n - 1) + [3 if short else 5]
+    made = [(torch.randn(b, 2, 4, 4, generator=generator), torch.randint(3, (b,), generator=generator)) for b in sizes]
+    return [(x * math.nan if t in poisoned else x, y) for t, (x, y) in enumerate(made)]
+
+
+def sgd(parameters, **options) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3, **options)
+
+
+def on_device(parameters) -> torch.optim.SGD:
+    """With a learning rate as on a GPU."""
+    made = sgd(parameters, fused=True)
+    for group in made.param_groups:
+        group["initial_lr"], group["lr"] = group["lr"], torch.tensor(group["lr"])
+    return made
+
+
+def pipeline(method: offbeat.Method, engine: str = "streams", *, model: nn.Module | None = None, **options):
+    stages = 1 if method.workers > 1 else K
+    made = Streams(stages, CPU) if engine == "streams" else engine
+    return offbeat.Pipeline(
+        model or network(), stages, method=method, cuts=[1, 2, 3][: stages - 1], loss=nn.functional.cross_entropy,
+        engine=made, seed=3, **{"optimizer": sgd, **options},
+    )  # fmt: skip
+
+
+def train(pipe: offbeat.Pipeline, data: list, drains: tuple[int, ...] = ()) -> list[str]:
+    losses = []
+    for t, (x, y) in enumerate(data):
+        losses.append(pipe.step(x, y))
+        x.fill_(7.0)  # the caller may use its memory again
+        if t % 5 == 4 and t < 15:
+            losses[-1].item()  # waits for it, and for all that was asked for
+        if t in drains:
+            pipe.drain()
+    pipe.drain()
+    return [loss.item().hex() for loss in losses]
+
+
+def check_same(method: offbeat.Method, *, drains: tuple[int, ...] = (), data=batches, **options) -> offbeat.Pipeline:
+    """Streams and simulate end in the same bits, and have told the same on the way."""
+    one, other = pipeline(method, "simulate", **options), pipeline(method, **options)
+    assert train(one, data(), drains) == train(other, data(), drains)
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+    assert one.staleness == other.staleness
+    told = [[(r.updates, r.samples, r.versions, r.lr, r.loss, r.error) for r in p.reports()] for p in (one, other)]
+    for (*here, loss, error), (*there, loss_there, error_there) in zip(*told, strict=True):
+        assert here == there
+        assert loss is None or (loss, error) == pytest.approx((loss_there, error_there), rel=1e-6)
+    return other
+
+
+@pytest.mark.parametrize("name", some(ALIKE))
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_is_launched_together_may_run_in_any_order(monkeypatch, name, seed):
+    capture(monkeypatch, seed)
+    check_same(named(name), drains=(14,), optimizer=lambda p: sgd(p, fused=True), data=lambda: batches(40))
+
+
+@pytest.mark.parametrize(("M", "weights", "drains"), [
+    (1, "stash", True), (4, "stash", False), (2, "hybrid", True), (3, "replay", False),
+    *(pytest.param(M, weights, drains, marks=pytest.mark.slow) for M, weights, drains in
+      ((1, "stash", False), (4, "stash", True), (2, "hybrid", False), (3, "replay", True))),
+])  # fmt: skip
+def test_short_batches_and_drains_do_not_make_ever_new_ticks(monkeypatch, M, weights, drains):
+    capture(monkeypatch)
+    method = offbeat.ADL(M=M, weights=weights)
+    pipe = pipeline(method, optimizer=lambda p: sgd(p, fused=True))
+    epoch, known = batches(4 * _period(method, K)), []
+    for _ in range(6):
+        for x, y in epoch:
+            pipe.step(x, y)
+        if drains:
+            pipe.drain()
+        known.append((set(pipe.engine.deck.joined), [len(stage.carried) for stage in pipe.stages.values()]))
+    assert known[-1] == known[-2] == known[-3]
+
+
+@pytest.mark.parametrize("epoch", [2, 3, 5, 7, 9])
+@pytest.mark.parametrize("captured", [False, True])
+def test_epochs_shorter_than_the_rings_give_the_bits_of_simulate(monkeypatch, captured, epoch):
+    """Short batches are in flight when the backwards of all slots are recorded."""
+    if captured:
+        capture(monkeypatch)
+    whole, short = batches(12 * epoch, short=False), batches(12 * epoch)[-1]
+
+    def data() -> list:
+        return [tuple(part.clone() for part in (short if t % epoch == epoch - 1 else batch))
+                for t, batch in enumerate(whole)]  # fmt: skip
+
+    check_same(offbeat.ADL(M=4), optimizer=lambda p: sgd(p, fused=True), data=data)
+
+
+def test_ticks_in_which_stages_are_missing_are_not_joined(monkeypatch):
+    """Behind a look at the weights the stages find their distance again, each time in ticks of another kind."""
+    launched = capture(monkeypatch)
+    pipe = pipeline(offbeat.ADL(M=2), optimizer=lambda p: sgd(p, fused=True))
+    for t, (x, y) in enumerate(batches(200, short=False)):
+        pipe.step(x, y)
+        if t % 7 == 6:
+            pipe.reports()
+    assert all(len(key) >= 2 * K for key in pipe.engine.deck.joined)
+    assert all(pieces == 1 or pieces >= 2 * K for pieces in launched)
+
+
+@pytest.mark.parametrize(("M", "stages", "precision"), [
+    (1, 4, "fp32"), (2, 1, "bf16"), (4, 4, "fp32"), (4, 2, "bf16"), (6, 4, "bf16"), (6, 2, "fp32"), (16, 3, "fp32"),
+])  # fmt: skip
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_batches_of_a_window_without_lag_run_in_any_order_that_leaves_the_bits(monkeypatch, M, stages, precision, seed):
+    """A window ends in the middle of an epoch, the middle of a window is looked at, and a batch is short."""
+    launched = capture(monkeypatch, seed)
+
+    def trained(engine) -> tuple[list, list, offbeat.Pipeline]:
+        pipe = offbeat.Pipeline(
+            network(), stages, method=offbeat.BP(M=M), cuts=[1, 2, 3][: stages - 1], seed=3, engine=engine,
+            loss=nn.functional.cross_entropy, optimizer=on_device, precision=precision, clip_norm=1.0,
+            scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
+        )  # fmt: skip
+        losses, told = [], []
+        for epoch in range(3):
+            for x, y in batches(10 * M + 3):
+                losses.append(pipe.step(x, y))
+                x.fill_(7.0)
+            told += [(r.updates, r.samples, r.lr, r.loss and round(r.loss, 6)) for r in pipe.reports()]
+            told.append(pipe.evaluate(batches(2))["loss"])
+            if epoch == 1:
+                pipe.drain()
+        pipe.drain()
+        return [loss.item() for loss in losses], told, pipe
+
+    (losses, told, one), (losses_there, told_there, other) = trained("simulate"), trained(Streams(stages, CPU))
+    assert losses == losses_there
+    assert told == told_there
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+    assert all(stage.eager is None and stage.irregular == 3 for stage in other.stages.values())
+    together = other.engine.deck.together
+    assert together == max(n for n in range(1, 2 * stages) if M % n == 0)
+    assert sum(pieces >= 2 * together * stages for pieces in launched) >= 3 * (10 * M // together - 4)
+
+
+@pytest.mark.parametrize(("M", "stages"), [(1, 4), (5, 2), (4, 4), (2, 3)])
+def test_what_is_left_of_a_turn_that_was_launched_in_part_keeps_its_order(monkeypatch, M, stages):
+    """Where batches in flight are to be saved, every forward launches what was asked for before it."""
+    capture(monkeypatch, seed=3)
+    losses = []
+    for engine in ("simulate", Streams(stages, CPU)):
+        pipe = offbeat.Pipeline(network(), stages, method=offbeat.BP(M=M), cuts=[1, 2, 3][: stages - 1], engine=engine,
+                                loss=nn.functional.cross_entropy, optimizer=lambda p: sgd(p, fused=True))  # fmt: skip
+        losses.append([])
+        for t, (x, y) in enumerate(batches(60, short=False)):
+            if t == 20:
+                pipe.keep()
+            losses[-1].append(pipe.step(x, y))
+        pipe.drain()
+        losses[-1] = [loss.item() for loss in losses[-1]]
+    assert losses[0] == losses[1]
+
+
+def test_no_more_turns_are_launched_at_once_than_there_are_slots(monkeypatch):
+    capture(monkeypatch)
+    pipe = offbeat.Pipeline(network(), 2, method=offbeat.BP(M=8), cuts=[1], engine=Streams(2, CPU, together=8),
+                            loss=nn.functional.cross_entropy, optimizer=sgd)  # fmt: skip
+    assert pipe.engine.deck.together == pipe.stages[1].ring.slots == 2
+
+
+def test_a_backward_that_cannot_be_recorded_leaves_no_version_behind(monkeypatch):
+    capture(monkeypatch)
+    record = graphed.GraphedStage._recorded
+
+    def refusing(stage, work, pool=None):
+        if stage.k == 1 and "_work_backward" in repr(work):
+            raise RuntimeError("not here")
+        return record(stage, work, pool)
+
+    monkeypatch.setattr(graphed.GraphedStage, "_recorded", refusing)
+    with pytest.warns(offbeat.NotRecorded, match="stage 1 is not recorded and runs eagerly: not here"):
+        check_same(offbeat.ADL(M=2), data=lambda: batches(60), optimizer=lambda p: sgd(p, fused=True))
+
+
+@pytest.mark.parametrize("method", [offbeat.ADL(M=2), named("2bw")], ids=lambda method: method.name)
+def test_a_tool_that_holds_what_functions_work_on_changes_nothing(monkeypatch, method):
+    """As compute-sanitizer does with the frames of Python in which work was launched."""
+    capture(monkeypatch)
+    held = []
+    pipe = pipeline(method, optimizer=lambda p: sgd(p, fused=True))
+    sys.setprofile(lambda frame, event, _: held.append(frame) if "/stage/" in frame.f_code.co_filename else None)
+    try:
+        train(pipe, batches())
+    finally:
+        sys.setprofile(None)
+    assert len(held) > N
+    assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
+
+
+@pytest.mark.parametrize(("optimizer", "why"), [
+    (sgd, "SGD has fused=False: give fused=True"),
+    (torch.optim.Adam, "Adam has capturable=False: give capturable=True"),
+    (lambda parameters: torch.optim.Adagrad(parameters), "Adagrad has fused=False: give fused=True"),
+])  # fmt: skip
+def test_an_optimizer_whose_updates_are_not_recorded_is_told_of(monkeypatch, optimizer, why):
+    capture(monkeypatch)
+    monkeypatch.setattr(graphed, "captures", lambda device: True)
+    pipe = pipeline(offbeat.ADL(M=2), optimizer=optimizer)
+    with pytest.warns(NotRecorded) as told:
+        train(pipe, batches())
+    line = f"updates are not recorded, so that stages wait for them: {why}"
+    assert [str(one.message) for one in told] == [line] * K  # of which Python shows one
+
+
+def test_forwards_of_a_window_do_not_wait_for_backwards(monkeypatch):
+    found = []
+    launched = capture(monkeypatch)
+    join = joining.join
+    monkeypatch.setattr(joining, "join", lambda nodes: found.append(nodes) or join(nodes))
+    pipe = pipeline(offbeat.BP(M=4), optimizer=lambda p: sgd(p, fused=True))
+    train(pipe, batches(40, short=False))
+    longest = [0]
+    for nodes in found[-1:]:
+        for _, waits in nodes:
+            longest.append(1 + max((longest[before + 1] for before in waits), default=0))
+    pieces = len(found[-1])
+    assert pieces == max(launched)
+    # Of 4 batches through 4 stages and back (a copy ahead of most), and an update: one behind the other it is all.
+    assert max(longest) < pieces / 2
+
+
+class Halves(nn.Module):
+    """Takes and gives several tensors, as stages may."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, given):
+        whole = self.layer(torch.cat(given, dim=1) if isinstance(given, tuple) else given)
+        return tuple(whole.chunk(2, dim=1)) if whole.dim() == 4 else whole
+
+
+@pytest.mark.parametrize("name", ["adl", "pipedream"])  # neighbours a tick apart, and in the same
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_stages_that_give_several_tensors_wait_for_all_of_them(monkeypatch, name, seed):
+    launched = capture(monkeypatch, seed)
+    pipes = [offbeat.Pipeline([Halves(layer) for layer in network()], method=named(name), engine=engine, seed=3,
+                              loss=nn.functional.cross_entropy, optimizer=lambda p: sgd(p, fused=True))
+             for engine in ("simulate", Streams(K, CPU))]  # fmt: skip
+    assert train(pipes[0], batches(120)) == train(pipes[1], batches(120))
+    assert all(map(torch.equal, pipes[0].model.parameters(), pipes[1].model.parameters()))
+    assert sum(pieces >= 2 * K for pieces in launched) > 20
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+@pytest.mark.parametrize(("M", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_adl_launches_a_tick_at_a_time_and_in_any_order_gives_the_bits_of_simulate(monkeypatch, M, weights, precision):
+    launched = capture(monkeypatch, seed=M)
+    pipe = check_same(offbeat.ADL(M=M, weights=weights, corrector="sc"), drains=(20,), precision=precision,
+                      optimizer=on_device, data=lambda: batches(90),
+                      scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)))  # fmt: skip
+    assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
+    assert sum(pieces >= 2 * K for pieces in launched) > 20
+
+
+@pytest.mark.parametrize("name", some(ALIKE))
+def test_every_lagged_method_gives_the_bits_of_simulate(name):
+    check_same(named(name), drains=(8,))
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+@pytest.mark.parametrize("M", [1, 2, 3])
+@pytest.mark.parametrize("window", ["count", "aligned"])
+def test_adl_gives_the_bits_of_simulate(M, weights, window):
+    pipe = check_same(offbeat.ADL(M=M, weights=weights, window=window), drains=(5, 12))
+    if window == "count":
+        assert [stage.irregular for stage in pipe.stages.values()] == [1] * K, "the short batch alone"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("corrector", ["sc", "lwp+sc", "dc"])
+def test_correctors_and_recorded_updates_give_the_bits_of_simulate(corrector, fused):
+    pipe = check_same(offbeat.ADL(M=2, corrector=corrector), optimizer=lambda p: sgd(p, fused=fused))
+    assert all(isinstance(stage.step, Row) == fused for stage in pipe.stages.values())
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+def test_bfloat16_gives_the_bits_of_simulate(weights):
+    check_same(offbeat.ADL(M=2, weights=weights), precision="bf16", drains=(8,))
+
+
+def test_schedules_and_clipping_give_the_bits_of_simulate():
+    check_same(offbeat.ADL(M=2), clip_norm=0.3, optimizer=lambda p: sgd(p, fused=True),
+               scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (s + 1)))  # fmt: skip
+
+
+def test_an_evaluation_beside_training_sees_all_updates_so_far(monkeypatch):
+    capture(monkeypatch)
+
+    def losses(engine: str) -> list[float]:
+        pipe = pipeline(offbeat.ADL(M=1), engine, optimizer=lambda p: sgd(p, fused=True))
+        data = batches(20, short=False)
+        for x, y in data[:12]:
+            pipe.step(x, y)
+        found, left = [], iter(data[12:])
+        evaluation = pipe.evaluating([data[0]] * 4)
+        while True:
+            try:
+                next(evaluation)
+            except StopIteration as over:
+                return [*found, over.value["loss"]]
+            pipe.step(*next(left))
+
+    assert losses("simulate") == pytest.approx(losses("streams"), rel=1e-6)
+
+
+def test_training_goes_on_beside_an_evaluation():
+    pipes = [pipeline(offbeat.ADL(M=2), engine) for engine in ("simulate", "streams")]
+    seen = []
+    for pipe in pipes:
+        for t, (x, y) in enumerate(batches()):
+            if t == 9:
+                seen.append(pipe.evaluate(batches(4)))
+            pipe.step(x, y)
+        pipe.drain()
+    assert seen[0] == seen[1]
+    assert all(map(torch.equal, pipes[0].model.parameters(), pipes[1].model.parameters()))
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+@pytest.mark.parametrize("into", ["streams", "simulate"])
+def test_saved_in_flight_it_goes_on_bit_for_bit_in_either_engine(weights, into):
+    method = offbeat.ADL(M=2, weights=weights)
+    whole, saved, again = pipeline(method), pipeline(method), pipeline(method, into)
+    train(whole, batches())
+    for t, (x, y) in enumerate(batches()[:14]):
+        if t == 14 - 2 * K:
+            saved.keep()
+        saved.step(x, y)
+    again.load(saved.state(), batches=14)
+    train(again, batches()[14:])
+    assert all(map(torch.equal, whole.model.state_dict().values(), again.model.state_dict().values()))
+
+
+@pytest.mark.parametrize("into", ["simulate", "streams"])
+def test_copies_of_one_version_are_one_after_loading_too(into):
+    """A drain in the middle of an aligned window leaves copies of a version in several places."""
+    method = offbeat.ADL(M=4, window="aligned")
+    one, other, data = pipeline(method), pipeline(method, into), batches(40, short=False)
+    for t, (x, y) in enumerate(data[:12]):
+        if t == 5:
+            one.drain()
+        one.step(x, y)
+    other.load(pytree.tree_map_only(torch.Tensor, torch.clone, one.state()), batches=12)
+    for pipe in (one, other):
+        for x, y in data[12:]:
+            pipe.step(x, y)
+        pipe.drain()
+    assert all(map(torch.equal, one.model.state_dict().values(), other.model.state_dict().values()))
+
+
+def test_a_pipeline_that_has_trained_can_be_loaded_too():
+    whole, other = pipeline(offbeat.ADL(M=2)), pipeline(offbeat.ADL(M=2))
+    train(whole, batches())
+    for x, y in batches()[:10]:
+        other.step(x, y)
+    early = {k: {part: _copied(tree) for part, tree in trees.items()} for k, trees in other.state().items()}
+    for x, y in batches()[10:14]:
+        other.step(x, y)
+    other.drain()
+    other.load(early, batches=10)
+    train(other, batches()[10:])
+    assert all(map(torch.equal, whole.model.state_dict().values(), other.model.state_dict().values()))
+
+
+def _copied(tree):
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, tree)
+
+
+@pytest.mark.parametrize("far", [3, LOOK + 7])
+def test_a_loss_that_is_not_finite_is_named_although_nobody_waited(far):
+    pipe = pipeline(offbeat.ADL(M=2))
+    data = batches(3 * LOOK, poisoned=(far,))
+    with pytest.raises(NotFinite, match=f"the loss of batch {far} is not finite .seen at stage 4 of 4") as told:
+        train(pipe, data)
+    assert told.value.batches == (far,)
+    assert pipe.batches <= far + 2 * LOOK
+    with pytest.raises(UserError, match="this pipeline has stopped"):
+        pipe.step(*batches(1)[0])
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_its_update():
+    model = network()
+    model[1].append(Steep())
+    with pytest.raises(NotFinite, match=r"gradient of stage [12] of 4 is not finite in update 0 \(batches 0 to 1\)"):
+        train(pipeline(offbeat.ADL(M=2), model=model), batches())
+
+
+@pytest.mark.parametrize(("M", "out"), [(2, [6]), (2, [6, 7]), (1, [6])])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_that_is_left_out_gives_the_bits_of_simulate(M, out, fused):
+    """Also where its window has no other: then the optimizer has no gradients, and changes nothing."""
+    check_same(offbeat.ADL(M=M), left_out=out, data=lambda: batches(poisoned=tuple(out)),
+               optimizer=lambda p: sgd(p, fused=fused))  # fmt: skip
+
+
+class BySize(nn.Module):
+    """Parameters of which some get no gradient in some windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long, self.short = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.long(x) if len(x) == 6 else self.short(x)
+
+
+@pytest.mark.parametrize(("M", "fused", "loaded"), [  # torch's fused one wants all of them in its first step
+    (1, False, False), (2, False, False), (2, False, True), (2, True, False), (2, True, True),
+])  # fmt: skip
+def test_parameters_without_a_gradient_in_a_window_are_left_alone(M, fused, loaded):
+    def trained(engine, loaded: bool = False) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        made = [
+            offbeat.Pipeline(
+                nn.Sequential(BySize(), nn.Linear(4, 3)), 2, method=offbeat.ADL(M=M), cuts=[1], engine=engine(),
+                loss=nn.functional.cross_entropy, optimizer=lambda p: sgd(p, fused=fused),
+            ) for _ in range(2)
+        ]  # fmt: skip
+        pipe, generator = made[0], torch.Generator().manual_seed(1)
+        for t, size in enumerate([6, 3, 6, 6, 3, 6, 6, 3, 3, 3, 6, 6, 6, 6, 6, 3, 6, 6]):
+            pipe.step(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
+            if loaded and t in (3, 6, 9, 10):
+                state = pytree.tree_map_only(torch.Tensor, torch.clone, pipe.state())
+                pipe.drain()
+                pipe = made[1] if pipe is made[0] else made[0]  # the other one may have trained, too
+                pipe.load(state, batches=t + 1)
+        pipe.drain()
+        return list(pipe.model.parameters())
+
+    expected = trained(lambda: "simulate")
+    assert all(map(torch.equal, expected, trained(lambda: "simulate", loaded)))
+    assert all(map(torch.equal, expected, trained(lambda: Streams(2, CPU), loaded)))
+
+
+def test_skipping_looks_at_every_loss_and_so_records_nothing():
+    with pytest.warns(offbeat.NotRecorded, match=r"stage . is not recorded and runs eagerly: on_nan='skip'"):
+        pipe = check_same(offbeat.ADL(M=2), on_nan="skip", data=lambda: batches(poisoned=(6,)))
+    assert all("on_nan" in stage.eager for stage in pipe.stages.values())
+
+
+def test_a_stage_that_draws_random_numbers_runs_eagerly_and_says_why():
+    torch.manual_seed(5)
+    pipe = pipeline(offbeat.ADL(M=2), model=network(dropout=0.5))
+    one = pipeline(offbeat.ADL(M=2), "simulate", model=network(dropout=0.5))
+    with pytest.warns(offbeat.NotRecorded, match="stage 4 is not recorded and runs eagerly: it draws random numbers"):
+        assert train(pipe, batches()) == train(one, batches())
+    assert [stage.eager for stage in pipe.stages.values()] == [None, None, None, "it draws random numbers"]
+    assert pipe.stages[4].irregular == N
+
+
+def test_a_model_that_cannot_take_the_batch_says_so_as_ever():
+    with pytest.warns(offbeat.NotRecorded), pytest.raises(UserError, match="stage 1 cannot take batch 0 of shape"):
+        pipeline(offbeat.ADL(M=2)).step(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
+
+
+def test_streams_need_a_gpu_and_methods_whose_iterations_are_alike():
+    with pytest.raises(UserError, match="engine streams on cpu: it runs the stages on streams of one GPU"):
+        offbeat.Pipeline(network(), 2, loss=nn.CrossEntropyLoss(), optimizer=sgd, engine="streams")
+    assert {name for name in METHODS if named(name).not_alike()} == {
+        "gpipe", "dgl", "dgl-async", "dni", "mostafa", "pred", "sim", "predsim"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in ALIKE if name not in ("asgd", "dc-asgd")])
+def test_work_that_is_done_only_when_it_is_recorded_raises_nowhere(monkeypatch, name):
+    """As on a GPU, where autograd sees the capture and nothing else: forwards of all slots at the first batch,
+    backwards of all slots at the first gradient, when weights and inputs of some have been written again."""
+
+    class Captured(graphed.Recorded):
+        def __init__(self, work, **_: object) -> None:
+            work()
+            self.repeat = lambda: None
+
+    monkeypatch.setattr(graphed, "Recorded", Captured)
+    monkeypatch.setattr(graphed, "captures", lambda device: True)
+    pipe = pipeline(named(name), optimizer=lambda p: sgd(p, fused=True))
+    train(pipe, batches(40, short=False), drains=(20,))
+    assert all(stage.eager is None for stage in pipe.stages.values())
+
+
+def test_a_stage_that_changes_nothing_sends_gradients_of_its_own():
+    models = [network(), network()]
+    for model in models:
+        model[2] = nn.Identity()
+    one, other = pipeline(offbeat.ADL(M=2), "simulate", model=models[0]), pipeline(offbeat.ADL(M=2), model=models[1])
+    assert train(one, batches()) == train(other, batches())
+    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+
+
+def test_a_method_whose_iterations_are_not_alike_is_told_of_and_simulated():
+    with pytest.warns(offbeat.NotRecorded, match="gpipe splits batches into micro-batches: its stages are not"):
+        pipe = offbeat.Pipeline(network(), 2, method="gpipe", loss=nn.CrossEntropyLoss(), optimizer=sgd, device="cuda",
+                                engine="streams")  # fmt: skip
+    assert type(pipe.engine) is Simulate
+
+
+# ---- the ring
+
+
+@pytest.mark.parametrize("method", [offbeat.ADL(M=1), offbeat.ADL(M=3), offbeat.ADL(M=2, weights="hybrid"),
+                                    offbeat.PipeDream(), offbeat.TwoBW(M=4)], ids=lambda m: m.name)  # fmt: skip
+def test_nobody_writes_where_a_neighbour_may_still_read(monkeypatch, method):
+    """A stream waits for its neighbours' turn before the last: what is read in turn n may be written in turn n + 2."""
+    made: dict[int, tuple[int, int]] = {}  # memory -> stage that made what lies there, and until when it is read
+    forward, backward = graphed.GraphedStage.forward, graphed.GraphedStage.backward
+
+    def note(stage, tensors, until):
+        for tensor in tensors:
+            if tensor is not None:
+                _, read = made.get(tensor.data_ptr(), (stage.k, -9))
+                assert stage.turn >= read + BEHIND, f"stage {stage.k} in turn {stage.turn}"
+                made[tensor.data_ptr()] = stage.k, until
+
+    def forwards(stage, *given):
+        kept = stage.slots.keys() | set()
+        output = forward(stage, *given)
+        if stage.slots.keys() - kept and not stage.last:
+            places = [slot.batch.inputs[0] for t, slot in stage.slots.items() if t not in kept]
+            note(stage, places, stage.turn)  # with its slot, the output is read in the same turn
+        return output
+
+    def backwards(stage, t, gradients):
+        kept = t in stage.slots
+        below = backward(stage, t, gradients)
+        if kept and stage.k > 1:
+            note(stage, below, stage.turn + method.lag(stage.k - 1, K) - method.lag(stage.k, K))
+        return below
+
+    monkeypatch.setattr(graphed.GraphedStage, "forward", forwards)
+    monkeypatch.setattr(graphed.GraphedStage, "backward", backwards)
+    pipe = pipeline(method)
+    for x, y in batches(40, short=False):
+        pipe.step(x, y)
+    assert {k for k, _ in made.values()} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+@pytest.mark.parametrize("M", [1, 2, 4, 5])
+def test_a_ring_has_room_for_the_batches_in_flight_and_their_versions_and_little_more(M, weights):
+    method = offbeat.ADL(M=M, weights=weights)
+    for stages in (1, 2, 3, 8, 28):
+        for k in range(1, stages + 1):
+            lag, copies = method.lag(k, stages), weights == "stash" and k < stages
+            ring = Ring.of(method, k, stages, copies=copies)
+            assert ring.slots >= method.held(k, stages) + 1
+            assert ring.groups >= method.versions(k, stages) if copies else ring.groups == 1
+            assert ring.slots <= 2 * (max(lag, 2) + BEHIND + 2 * M)
+        rings = [Ring.of(method, k, stages, copies=weights == "stash") for k in range(1, stages + 1)]
+        assert math.lcm(*(ring.slots for ring in rings)) <= 4 * (2 * stages + M)
+        assert sum(ring.slots for ring in rings) <= 1.5 * sum(
+            max(method.lag(k, stages), 2) + BEHIND + M for k in range(1, stages + 1)
+        )
+
+
+@pytest.mark.parametrize("M", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("name", ["adl", "adl-1f1b"])
+def test_slots_go_round_so_that_no_batch_runs_eagerly(name, M):
+    pipe = pipeline(named(name, M=M))
+    train(pipe, batches(50, short=False), drains=(20, 33))
+    assert [stage.irregular for stage in pipe.stages.values()] == [0] * K
+    for stage in pipe.stages.values():
+        slots = [slot for slots in stage.free.values() for slot in slots]
+        assert len(slots) == stage.ring.slots
+        assert not stage.slots
+        assert stage.weights.versions() <= stage.most_versions
+
+
+@pytest.mark.parametrize("name", ["adl", "adl-1f1b", "bp"])
+def test_the_training_that_sanitizers_watch_launches_whole_ticks(monkeypatch, name):
+    launched = capture(monkeypatch)
+    trained = runpy.run_path(str(Path(__file__).parent.parent / "gpu" / "small.py"))["trained"]
+    assert 0 < trained(name, "fp32", CPU) < 2.4
+    assert sum(pieces >= 2 * 4 for pieces in launched) >= 5

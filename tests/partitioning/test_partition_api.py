@@ -1,0 +1,509 @@
+"""offbeat.partition, the profile, and pipelines of models that were never written for one."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import offbeat
+from offbeat import models
+from offbeat.errors import UserError
+from offbeat.partitioning import Memory, Profile, partition, profile, solve, trace
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import zoo
+
+NOT_SEQUENTIAL = [name for name in zoo.CASES if not name.startswith("resnet")]
+TRAINED = ("torchvision-style resnet", "se-resnet", "gpt", "unet", "skipping mlp", "densenet", "stochastic")
+
+
+def made(name: str) -> tuple[nn.Module, object]:
+    torch.manual_seed(0)
+    return zoo.CASES[name].make().double(), zoo.CASES[name].sample()
+
+
+def on_meta(name: str, size: int, batch: int = 2) -> tuple[nn.Module, Tensor]:
+    with torch.device("meta"):
+        return models.build(name, shape=(3, size, size)), torch.empty(batch, 3, size, size)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def same(a: object, b: object) -> bool:
+    """Equal to the last bit, NaN included."""
+    one, other = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    return len(one) == len(other) and all(
+        torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(one, other)
+    )
+
+
+def refused(words: tuple[str, ...], *arguments: object, **options: object) -> str:
+    with pytest.raises(UserError) as told:
+        partition(*arguments, **options)
+    line = str(told.value)
+    assert "\n" not in line
+    for word in words:
+        assert word in line, line
+    return line
+
+
+class Tied(nn.Module):
+    """Its first and last layer share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+# ---- the stages
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", NOT_SEQUENTIAL)
+def test_the_stages_one_after_the_other_are_the_model_bit_for_bit(name, training):
+    model, x = made(name)
+    whole = copy.deepcopy(model).train(training)
+    K = min(4, len(trace(model).legal_cuts) + 1)
+    before = state(model)
+    found = partition(model, K, x)
+    assert same(state(model), before), "cutting changed the model"
+    torch.manual_seed(1)
+    expected = whole(*x) if isinstance(x, tuple) else whole(x)
+    torch.manual_seed(1)
+    value = x
+    for stage in found.stages:
+        value = stage.train(training)(value)
+    assert same(value, expected)
+    assert same(state(model), state(whole)), "buffers"
+
+
+@pytest.mark.parametrize("name", NOT_SEQUENTIAL)
+def test_a_partition_says_where_it_cut_and_what_the_units_are_called(name):
+    model, x = made(name)
+    found = partition(model, 3, x)
+    assert found.K == len(found.stages) == 3
+    assert found.units == "layers"
+    assert len(found.cuts) == 2
+    assert set(found.cuts) <= set(trace(model).legal_cuts)
+    assert len(set(found.names)) == len(found.names) > 3
+    parameters = [key for stage in found.stages for key, _ in stage.named_parameters()]
+    assert sorted(parameters) == sorted(key for key, _ in model.named_parameters())
+
+
+def test_what_cannot_be_traced_stays_one_unit_and_a_note_says_which_and_why():
+    model, x = made("mixed")
+    found = partition(model, 2, x)
+    assert len(found.notes) == 1
+    assert "branching (Branching) stays one unit" in found.notes[0]
+    assert [name for name in found.names if "branching" in name] == ["branching"]
+
+
+def test_a_model_that_traces_has_no_notes():
+    assert partition(*_with(made("se-resnet"), 3)).notes == []
+
+
+@pytest.mark.parametrize("name", ["se-resnet", "gpt", "unet"])
+def test_two_calls_cut_at_the_same_places(name):
+    model, x = made(name)
+    first, second = partition(model, 4, x), partition(copy.deepcopy(model), 4, x)
+    assert (first.cuts, first.names) == (second.cuts, second.names)
+
+
+def test_cuts_that_were_given_are_made():
+    model, x = made("vgg")
+    found = partition(model, 3, cuts=[2, 7])
+    assert found.cuts == [2, 7]
+    value = x
+    for stage in found.stages:
+        value = stage.eval()(value)
+    assert same(value, model.eval()(x))
+
+
+def test_measured_cuts_are_legal_and_leave_the_model_as_it_was():
+    model, x = made("se-resnet")
+    before = state(model)
+    found = partition(model, 3, x, by="measured")
+    assert len(found.cuts) == 2
+    assert set(found.cuts) <= set(trace(model).legal_cuts)
+    assert same(state(model), before)
+
+
+def _with(case: tuple[nn.Module, object], K: int) -> tuple[nn.Module, int, object]:
+    return case[0], K, case[1]
+
+
+# ---- pins, speeds, memory
+
+
+def test_pinned_cuts_are_among_the_chosen():
+    model, x = made("se-resnet")
+    legal = trace(model).legal_cuts
+    for pin in (legal[0], legal[len(legal) // 2], legal[-1]):
+        assert pin in partition(model, 3, x, pinned=[pin]).cuts
+    assert partition(model, 3, x, pinned=[legal[0], legal[-1]]).cuts == [legal[0], legal[-1]]
+
+
+def test_a_slow_worker_gets_less():
+    model, x = on_meta("resnet20", 32)
+    flops = profile(model, x, timed=False).costs()
+
+    def loads(**options: object) -> list[float]:
+        cuts = partition(model, 3, x, units="layers", **options).cuts
+        return [sum(flops[a:b]) for a, b in zip([0, *cuts], [*cuts, len(flops)])]
+
+    equal, unequal = loads(), loads(speeds=[1, 1, 0.5])
+    assert unequal[2] < equal[2]
+    assert unequal[2] < 0.6 * min(unequal[:2])
+    assert partition(model, 3, x, speeds=[1, 1, 0.5]).units == "layers"  # positions of what was traced
+
+
+def test_a_memory_limit_moves_the_cuts_and_an_impossible_one_is_refused_with_what_would_do():
+    model, x = made("vgg")
+    costs = profile(model, x, timed=False)
+    memory = Memory(
+        parameters=[unit.parameter_bytes for unit in costs.units], held=[unit.held_bytes for unit in costs.units],
+        versions=[5, 4], in_flight=[3, 1], limit=1.0,
+    )  # fmt: skip
+    line = refused(("2 stages do not fit a memory limit of 1 a worker", "at least"), model, 2, x, memory=memory)
+    least = float(line.split("at least ")[1].split(",")[0])
+    assert len(partition(model, 2, x, memory=replace(memory, limit=least)).cuts) == 1
+    refused(("do not fit",), model, 2, x, memory=replace(memory, limit=least - 1))
+
+
+# ---- bad input
+
+
+def test_more_stages_than_units_are_refused():
+    model, x = made("skipping mlp")
+    most = len(trace(model).legal_cuts) + 1
+    assert len(partition(model, most, x).stages) == most
+    refused((f"{most + 1} stages", f"K <= {most}"), model, most + 1, x)
+    refused(("stages",), model, 0, x)
+
+
+def test_a_model_whose_control_flow_depends_on_data_is_refused_with_the_reason():
+    refused(("2 stages", "Branching", "stays one unit"), zoo.Branching(), 2, torch.randn(4, 6))
+    model, x = made("mixed")
+    most = len(trace(model).legal_cuts) + 1
+    refused((f"K <= {most}", "branching (Branching) stays one unit"), model, most + 1, x)
+
+
+def test_a_model_that_cannot_be_traced_at_all_is_refused_with_the_reason():
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(int(x.sum().item()) % 2 + 1):
+                x = self.a(x)
+            return self.b(x)
+
+    refused(("2 stages", "Opaque", "stays one unit"), Opaque(), 2, torch.randn(4, 6))
+
+
+WRONG = {
+    "too few dimensions": torch.randn(3, 16),
+    "wrong channels": torch.randn(3, 4, 16, 16, dtype=torch.float64),
+    "too small": torch.randn(3, 3, 1, 1, dtype=torch.float64),
+    "wrong type": torch.randint(9, (3, 3, 16, 16)),
+    "no tensor": "images",
+    "a tuple": (torch.randn(3, 3, 16, 16, dtype=torch.float64),) * 2,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_sample_that_the_model_cannot_take_is_refused(kind):
+    model, _ = made("vgg")
+    refused((), model, 2, WRONG[kind])
+
+
+def test_no_sample_and_no_cuts_are_refused():
+    refused(("sample", "cuts"), made("vgg")[0], 2)
+
+
+def test_shared_parameters_are_refused_by_name_and_untie_copies_them():
+    model, x = Tied(), torch.randn(4, 6)
+    refused(("first.weight", "last.weight", "untie"), model, 2, x)
+    refused(("first.weight", "last.weight", "untie"), model, 2, cuts=[2])
+    found = partition(model, 2, x, untie=True)
+    assert any("copy" in note and "weight" in note for note in found.notes)
+    assert same(found.stages[1](found.stages[0](x)), model(x))
+    one, other = (dict(stage.named_parameters()) for stage in found.stages)
+    assert one["first.weight"] is not other["last.weight"]
+    assert same(one["first.weight"].detach(), other["last.weight"].detach())
+
+
+def test_shared_parameters_can_be_untied_under_measured_cuts():
+    found = partition(Tied(), 2, torch.randn(4, 6), by="measured", untie=True)
+    assert found.K == 2
+
+
+def test_a_tied_gpt_is_refused_by_name_and_can_be_untied():
+    model, x = zoo.GPT(tied=True), torch.randint(11, (3, 7))
+    refused(("tokens.weight", "head.weight", "untie"), model, 3, x)
+    assert partition(model, 3, x, untie=True).K == 3
+
+
+BAD = {
+    "unknown units": ({"units": "blcoks"}, ("blcoks", "did you mean 'blocks'")),
+    "unknown costs": ({"by": "flop"}, ("flop", "did you mean 'flops'")),
+    "too few speeds": ({"speeds": [1.0]}, ("1 speeds for 2 stages",)),
+    "a speed of nothing": ({"speeds": [1.0, 0.0]}, ("speeds", "above 0")),
+    "a pin outside": ({"pinned": [10_000]}, ("10000", "cuts lie from 1")),
+    "too many pins": ({"pinned": [1, 2]}, ("2 pinned cuts", "K >= 3")),
+    "cuts that fall": ({"cuts": [0]}, ("[0]", "from 1 to")),
+    "too many cuts": ({"cuts": [1, 2]}, ("2 cuts", "K = 2")),
+    "too few cuts": ({"cuts": []}, ("0 cuts", "K = 2")),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_option_is_refused_in_one_line(name):
+    options, words = BAD[name]
+    model, x = made("vgg")
+    refused(words, model, 2, x, **options)
+
+
+# ---- balance
+
+
+def fits(costs: list[float], K: int, limit: float) -> bool:
+    """Whether K stages of at most this cost hold all units in order: each filled as far as it goes."""
+    stages, load = 1, 0.0
+    for cost in costs:
+        stages, load = (stages, load + cost) if load + cost <= limit else (stages + 1, cost)
+    return stages <= K and max(costs) <= limit
+
+
+@cache
+def counted(name: str, size: int) -> Profile:
+    """What its units cost on any machine: the same for every K."""
+    return profile(*on_meta(name, size), timed=False)
+
+
+def check_balance(name: str, size: int, K: int, least: float, *, or_best: bool = False) -> None:
+    """At least so balanced; or_best: or, where units are too coarse for that, provably as balanced as they can be."""
+    found = counted(name, size)
+    costs = found.costs()
+    solution = solve(costs, K, legal=found.legal_cuts)
+    print(f"{name} K={K}: balance {solution.balance:.4f}, the largest unit permits {solution.balance_bound:.4f}")
+    assert sum(costs) == pytest.approx(sum(solution.times))
+    assert len(found.legal_cuts) == len(costs) - 1
+    assert fits(costs, K, solution.bottleneck)
+    assert not fits(costs, K, solution.bottleneck - 1)  # FLOPs are whole numbers
+    assert or_best or solution.balance >= least
+
+
+@pytest.mark.parametrize(("name", "K"), [("resnet56", 4), ("resnet56", 8), ("resnet110", 4), ("resnet110", 8)])
+def test_cifar_networks_balance_to_95_percent(name, K):
+    check_balance(name, 32, K, 0.95)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("K", [4, 8])
+def test_resnet1202_balances_to_95_percent(K):
+    check_balance("resnet1202", 32, K, 0.95)
+
+
+@pytest.mark.parametrize("K", [4, 8])
+@pytest.mark.parametrize("size", [64, 224])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101"])
+def test_imagenet_networks_balance_to_90_percent_their_units_permitting(name, size, K):
+    check_balance(name, size, K, 0.90, or_best=name == "resnet18")  # 17 convolutions and a stem in 8 stages
+
+
+# ---- profile
+
+
+def test_a_profile_is_read_back_as_it_was_written(tmp_path):
+    for timed in (False, True):
+        found = profile(*made("se-resnet"), timed=timed)
+        found.save(tmp_path / "profile.json")
+        assert Profile.load(tmp_path / "profile.json") == found
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[1]", '{"units": [{"nmae": 1}]}'])
+def test_a_profile_that_cannot_be_read_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "profile.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=r"profile.*cannot be read.*measure it again"):
+        Profile.load(path)
+
+
+def test_a_timed_profile_has_times_and_what_is_held():
+    model, x = made("se-resnet")
+    found = profile(model, x)
+    assert found.timed
+    assert found.device == "cpu"
+    assert found.shapes == [list(x.shape)]
+    assert all(unit.forward > 0 for unit in found.units)
+    convolutions = [unit for unit in found.units if unit.flops]
+    assert convolutions
+    assert all(unit.backward > 0 and unit.held_bytes > 0 for unit in convolutions)
+    assert len(found.boundary_bytes) == len(found.units)
+    assert all(size > 0 for size in found.boundary_bytes)
+    assert found.costs() == [unit.forward + unit.backward for unit in found.units]
+
+
+@pytest.mark.parametrize("name", NOT_SEQUENTIAL)
+def test_sizes_are_the_same_on_the_meta_device(name):
+    model, x = made(name)
+    if name == "mixed":
+        pytest.skip("a branch on data has no value on the meta device; the next test")
+    real, meta = profile(model, x, repeat=1), profile(model, x, timed=False)
+    for field in ("name", "parameters", "parameter_bytes", "flops", "moved_bytes"):
+        assert [getattr(u, field) for u in real.units] == [getattr(u, field) for u in meta.units], field
+    assert real.boundary_bytes == meta.boundary_bytes
+    assert real.legal_cuts == meta.legal_cuts
+    assert sum(unit.parameters for unit in real.units) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_model_with_a_branch_on_data_inside_can_be_cut_by_flops():
+    assert partition(*_with(made("mixed"), 2)).K == 2
+
+
+# ---- pipelines
+
+
+def loss_of(name: str):
+    return {"unet": F.mse_loss, "skipping mlp": F.mse_loss, "stochastic": F.mse_loss}.get(
+        name, lambda out, y: F.cross_entropy(out.flatten(0, -2), y.flatten())
+    )
+
+
+def target(name: str, output: Tensor) -> Tensor:
+    if loss_of(name) is F.mse_loss:
+        return torch.zeros_like(output)
+    return torch.randint(output.shape[-1], output.shape[:-1])
+
+
+def sgd(lr: float):
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_model_that_is_no_sequence_trains_in_three_stages(name):
+    model, x = made(name)
+    twin, loss = copy.deepcopy(model), loss_of(name)
+    output = twin(x)
+    y = target(name, output.detach())
+    loss(output, y).backward()
+    used = {key for key, p in twin.named_parameters() if p.grad.abs().max() > 1e-9}  # not: a bias under a BatchNorm
+    assert len(used) > 5
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    pipe = offbeat.Pipeline(model, K=3, method="adl", M=2, loss=loss, optimizer=sgd(0.01), sample=x)
+    assert pipe.units == "layers"
+    for _ in range(8):
+        pipe.step(x, y)
+    pipe.drain()
+    assert {key for key, p in model.named_parameters() if not torch.equal(p.detach(), before[key])} >= used
+    assert [stage.mean for stage in pipe.staleness] == [2.0, 1.0, 0.0]
+    found = pipe.evaluate([(x, y)])
+    with torch.no_grad():
+        assert found["loss"] == float(loss(model.eval()(x), y))
+
+
+def test_a_batch_cuts_a_pipeline_as_the_same_sample_does():
+    model, x = made("se-resnet")
+    options = {"K": 3, "method": "adl", "M": 2, "loss": F.cross_entropy, "optimizer": sgd(0.01)}
+    early = offbeat.Pipeline(copy.deepcopy(model), sample=x, **options)
+    late = offbeat.Pipeline(copy.deepcopy(model), **options)
+    y = torch.randint(5, (3,))
+    late.step(x, y)
+    assert early.cuts == late.cuts
+    early.step(x, y)
+    assert same(state(early.drain()), state(late.drain()))
+
+
+def test_a_pipeline_refuses_a_wrong_number_of_cuts_between_layers():
+    for cuts in ([4], [2, 4, 6]):
+        with pytest.raises(UserError, match="K = 3"):
+            offbeat.Pipeline(made("se-resnet")[0], K=3, loss=F.cross_entropy, optimizer=sgd(0.1), cuts=cuts)
+
+
+def train_deep(name: str, K: int, M: int = 2) -> None:
+    """Enough batches that the first module's first update is done: its gradient of batch 0 comes after 2(K-1)."""
+    torch.manual_seed(0)
+    model = models.build(name, shape=(3, 8, 8))
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    x, y = torch.randn(2, 3, 8, 8), torch.randint(10, (2,))
+    pipe = offbeat.Pipeline(
+        model, K=K, method="adl", M=M, loss=F.cross_entropy, optimizer=sgd(0.001), units="layers", sample=x
+    )
+    for _ in range(2 * (K - 1) + M):
+        assert torch.isfinite(pipe.step(x, y))
+    pipe.gather()
+    assert len(pipe.cuts) == K - 1
+    assert [key for key, p in model.named_parameters() if torch.equal(p.detach(), before[key])] == []
+    assert pipe.staleness[-1].mean == 0
+
+
+def test_resnet18_trains_in_twenty_stages():
+    train_deep("resnet18-cifar", 20)
+
+
+@pytest.mark.slow
+def test_resnet56_trains_in_fifty_six_stages():
+    train_deep("resnet56", 56)
+
+
+SCRIPT = """
+import hashlib, sys
+sys.path[:0] = [{here!r}]
+import torch, zoo, offbeat
+from torch.nn import functional as F
+
+def main():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, K = zoo.ResNet(squeeze=True).double(), {K}
+    x = torch.randn(2 * K + 4, 3, 3, 8, 8, dtype=torch.float64)
+    y = torch.randint(5, (2 * K + 4, 3))
+    pipe = offbeat.Pipeline(model, K=K, method="adl", M=2, loss=F.cross_entropy, sample=x[0],
+                            optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
+    pipe.fit(list(zip(x, y)))
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    print("cuts", pipe.cuts, "hash", found.hexdigest(), flush=True)
+    pipe.close()
+
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_twenty_processes_give_the_weights_of_the_simulator(tmp_path):
+    K = 20
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(Path(__file__).parent), K=K))
+    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False)
+    assert alone.returncode == 0, alone.stderr[-2000:]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={K}", str(script)]
+    together = subprocess.run(torchrun, capture_output=True, text=True, timeout=240, check=False)
+    assert together.returncode == 0, together.stderr[-3000:]
+    expected = alone.stdout.strip()
+    assert expected.startswith("cuts [")
+    assert len(expected.split("hash ")[1]) == len(hashlib.sha256().hexdigest())
+    assert [line for line in together.stdout.splitlines() if line.startswith("cuts")] == [expected] * K

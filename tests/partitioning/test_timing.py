@@ -1,0 +1,200 @@
+"""Whole stages timed: alone, all at once, and what becomes of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from offbeat.methods import ADL, DDG
+from offbeat.partitioning import profile, solve, trace
+from offbeat.partitioning import timing as timing_module
+from offbeat.partitioning.loopback import measure_links
+from offbeat.partitioning.partition import refine, rescaled
+from offbeat.partitioning.timing import Crew, Load, NoCrew, Runner, StageTime, Stopwatch, one_by_one, whole_time
+from offbeat.studies.plan import Measured, Network, _fewest, exposure, make_plan
+
+
+def layers(n: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(n)))
+
+
+class Local:
+    """Makes layers of a class that no other process can find."""
+
+    @staticmethod
+    def model() -> nn.Module:
+        class Hidden(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x if x.sum() > 0 else -x)  # so it stays one unit, of this very class
+
+        return nn.Sequential(Hidden(8, 8), Hidden(8, 8))
+
+
+# ---- a stage as training runs it
+
+
+@pytest.mark.parametrize(("lag", "M"), [(0, 1), (1, 1), (3, 2), (4, 4)])
+def test_a_stage_is_run_with_its_batches_in_flight_and_its_windows_and_its_weights_stay(lag, M):
+    model = layers(2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    runner = Runner(model, torch.randn(4, 8), first=False, lag=lag, M=M)
+    runner.warm_up()
+    assert len(runner.stage.in_flight) == lag
+    found = runner.run(0.0)
+    assert len(runner.stage.in_flight) == lag
+    assert min(found.forward, found.backward, found.update) > 0
+    assert runner.stage.update_index == runner.stage.backwards // M
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_update_counts_for_its_batches():
+    assert StageTime(1.0, 2.0, 4.0).batch(4) == 4.0
+
+
+def test_a_twin_has_the_same_units_over_a_model_of_its_own():
+    traced = trace(layers())
+    twin = traced.twin()
+    assert [unit.name for unit in twin.units] == [unit.name for unit in traced.units]
+    assert twin.legal_cuts == traced.legal_cuts
+    with torch.no_grad():
+        next(twin.split([3])[0].parameters()).zero_()
+    assert next(traced.model.parameters()).abs().sum() > 0
+
+
+# ---- all at once
+
+
+def test_a_crew_times_every_stage_at_the_same_time_and_again_for_other_cuts():
+    twin, x = trace(layers()).twin(), torch.randn(4, 8)
+    crew = Crew(twin, x, 2)
+    with crew:
+        for cuts in ([2], [4]):
+            found = crew.times(cuts, Load([2, 0], M=2, seconds=0.05))
+            assert len(found) == 2
+            assert all(min(time.forward, time.backward, time.update) > 0 for time in found)
+        processes = list(crew.processes)
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_a_model_that_no_other_process_can_have_is_timed_here_and_a_note_says_why(monkeypatch):
+    monkeypatch.setattr(Crew, "possible", staticmethod(lambda twin, K: True))
+    twin, x = trace(Local.model()).twin(), torch.randn(4, 8)
+    with Stopwatch(twin, x, 2) as stopwatch:
+        assert len(stopwatch([1], Load([2, 0]))) == 2
+        assert stopwatch.crew is None
+    assert len(stopwatch.notes) == 1
+    assert "one after the other: stage 1 cannot be sent to a process" in stopwatch.notes[0]
+
+
+def test_a_process_that_dies_is_noticed():
+    crew = Crew(trace(layers()).twin(), torch.randn(4, 8), 2)
+    with crew:
+        crew.processes[1].kill()
+        crew.processes[1].wait()
+        with pytest.raises(NoCrew, match="process of stage 2 has ended"):
+            crew.times([2], Load([0, 0]))
+
+
+def test_stages_are_timed_one_by_one_where_there_are_not_cores_enough(monkeypatch):
+    monkeypatch.setattr(timing_module.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    twin = trace(layers()).twin()
+    assert Crew.possible(twin, 3)
+    assert not Crew.possible(twin, 4)
+    assert not Crew.possible(twin, 1)
+    torch.set_num_threads(2)
+    assert not Crew.possible(twin, 2)
+    torch.set_num_threads(1)
+    with Stopwatch(twin, torch.randn(4, 8), 4) as stopwatch:
+        assert stopwatch.crew is None
+        assert "4 stages were timed one after the other" in stopwatch.notes[0]
+
+
+@pytest.mark.slow
+def test_a_script_without_a_main_guard_can_plan(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\nfrom offbeat import ADL\n"
+        "from offbeat.studies.plan import Measured, make_plan\n"
+        "print('once')\ntorch.set_num_threads(1)\nmodel = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))\n"
+        "plan, _ = make_plan(Measured.of('own', model, torch.ones(2, 8), 2), ADL(), 2)\nprint(len(plan.cuts))\n"
+    )
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stdout.split()) == (0, ["once", "1"]), ran.stderr[-2000:]
+
+
+# ---- cuts that whole stages move
+
+
+def test_units_are_scaled_to_what_their_stage_took():
+    assert rescaled([1, 1, 2], [2], [6.0, 1.0]) == [3, 3, 1]
+    assert rescaled([0, 0, 2], [2], [6.0, 1.0]) == [3, 3, 1]
+
+
+def test_cuts_move_away_from_a_stage_that_takes_longer_than_its_units_and_the_best_is_kept():
+    asked = []
+
+    def meter(cuts, load):
+        asked.append((tuple(cuts), load.M))
+        first = cuts[0]
+        return [StageTime(3.0 * first, 0.0, 4.0 * first), StageTime(10.0 - first, 0.0)]  # the first units are slow
+
+    found = refine([1.0] * 10, 2, meter, M=4)
+    assert asked[0] == ((5,), 4)
+    assert found.cuts == (2,)
+    assert found.times == pytest.approx((8.0, 8.0))
+
+
+# ---- what a method exposes, and how many stages it needs
+
+
+def test_what_a_method_exposes_follows_from_its_clock():
+    short, long = 0.1, 50.0
+    assert exposure(ADL(), 4, 4.0, 8.0, [short]) is None  # a whole tick to arrive in
+    assert exposure(ADL(), 1, 4.0, 8.0, [short]) is None
+    waiting = exposure(DDG(barrier=False), 4, 4.0, 8.0, [short, 2 * short])
+    assert waiting[0] > 0
+    assert waiting[1] == pytest.approx(2 * waiting[0])
+    assert exposure(ADL(), 4, 4.0, 8.0, [long])[0] > 0  # no tick is that long
+
+
+def timed_profile(seconds: list[float]):
+    found = profile(layers(len(seconds)), torch.ones(2, 8))
+    units = [type(unit)(**{**vars(unit), "forward": time / 3, "backward": 2 * time / 3})
+             for unit, time in zip(found.units, seconds)]  # fmt: skip
+    return type(found)(**{**vars(found), "units": units})
+
+
+def fewest(seconds: list[float], cuts: tuple[int, ...]) -> int:
+    known = timed_profile(seconds)
+    edges = [0, *cuts, len(seconds)]
+    taken = [StageTime(sum(seconds[a:b]) / 3, 2 * sum(seconds[a:b]) / 3) for a, b in pairwise(edges)]
+
+    return _fewest(ADL(), known, Network(), solve(seconds, len(taken), pinned=cuts), taken)
+
+
+def test_fewer_stages_are_advised_exactly_where_the_slowest_unit_makes_the_others_wait():
+    assert fewest([1.0] * 8, (2, 4, 6)) == 4
+    assert fewest([8.0, 1.0, 1.0, 1.0], (1, 2, 3)) == 2
+    assert fewest([1.0, 1.0, 8.0, 1.0], (1, 2, 3)) == 3
+
+
+def test_bp_alone_takes_at_most_what_its_stages_take(monkeypatch):
+    monkeypatch.setattr(Crew, "possible", staticmethod(lambda twin, K: False))
+    model, x = layers(), torch.randn(4, 8)
+    plan, costs = make_plan(Measured.of("own", model, x, 4), ADL(), 2)
+    assert costs.alone <= sum(costs.forward) + sum(costs.backward) + sum(costs.update) + 1e-12
+    assert plan.bp_ms == pytest.approx(1000 * costs.alone)
+    assert whole_time(trace(model).twin(), x).batch() > 0
+    assert len(one_by_one(trace(model).twin(), x)([3], Load([2, 0]))) == 2
+
+
+def test_links_between_two_processes_are_measured():
+    latency, bandwidth = measure_links()
+    assert 0 < latency < 10
+    assert bandwidth > 0

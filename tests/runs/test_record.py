@@ -1,0 +1,64 @@
+"""The run folder on the disk: the modes of its files, and that what has a name there is all there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from synced import Recorded
+
+from offbeat.runs.record import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
+def test_the_model_file_has_the_mode_of_the_other_files(run, mask):
+    with umask(mask):
+        run.line("note", text="beside it")
+        run.model({"weight": torch.ones(2)})
+    assert mode(run.path / "model.safetensors") == mode(run.path / "metrics.jsonl") == 0o666 & ~mask
+
+
+def test_the_model_file_holds_every_tensor_under_its_name(run):
+    base = torch.arange(12.0).view(3, 4)
+    state = {
+        "tied": base, "again": base, "transposed": base.T, "laid out": torch.ones(2, 3, 4, 4, dtype=torch.bfloat16),
+        "number": torch.tensor(7), "empty": torch.zeros(0, 3), "flags": torch.tensor([True, False]),
+    }  # fmt: skip
+    state["laid out"] = state["laid out"].to(memory_format=torch.channels_last)
+    run.model(state)
+    held = load_file(run.path / "model.safetensors")
+    assert set(held) == set(state)
+    for name, tensor in state.items():
+        assert held[name].dtype == tensor.dtype
+        assert torch.equal(held[name], tensor)
+
+
+def test_the_model_is_on_the_disk_before_it_has_its_name_and_the_name_after(run, monkeypatch):
+    calls = Recorded(monkeypatch)
+    run.model({"weight": torch.ones(2)})
+    model = run.path / "model.safetensors"
+    calls.check_order(("fsync", calls.before[model]), ("rename", model), ("fsync", run.path))
+    assert calls.bytes[calls.before[model]] == model.stat().st_size, "all of it"

@@ -1,0 +1,561 @@
+"""`offbeat bench`: its rows compute what they claim, its record keeps its contract, the clock keeps to closed forms."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import pytest
+from command import check_refused, offbeat  # noqa: F401
+from processes import ENVIRONMENT, START, STOP, wait_for
+
+from offbeat.errors import UserError
+from offbeat.methods import ADL, ADL1F1B, GPipe
+from offbeat.partitioning.profile import Profile, UnitCost
+from offbeat.report import bench_table
+from offbeat.report.draw import draw_bench, draw_scaling
+from offbeat.studies.bench import fork_server as nursery_module
+from offbeat.studies.bench import rounds, scaling
+from offbeat.studies.bench.cuts import check, counted, placed
+from offbeat.studies.bench.fork_server import Nursery
+from offbeat.studies.bench.rows import (
+    ROWS,
+    Setting,
+    chosen,
+    left_out,
+    method_of,
+    micro_batches,
+    row_of,
+    settings_by_method,
+)
+from offbeat.studies.plan import Network
+from offbeat.timeline import Costs, balanced, period
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTING = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=2)
+
+
+@pytest.fixture
+def one_core():
+    """This process, and what it starts, on one core alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+# ---- what the rows compute
+
+TRAIN = """
+import sys, json, torch, torch.distributed as dist
+from offbeat.studies.bench.contenders import Loop, Task, make
+from offbeat.studies.bench.rows import ROWS, Setting
+from offbeat.studies.bench.cuts import placed
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+torch.set_num_threads(1)
+setting = placed(Setting.of(json.loads(sys.argv[3])), by="flops", cuts=None, units=None)
+whole = Task.of(setting, 0)
+plain = Loop(whole)
+losses = [plain.step() for _ in range(2)]
+wanted = {name: tensor.clone() for name, tensor in whole.model.named_parameters()}
+for name in ("torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "gpipe"):
+    row, task = ROWS[name], Task.of(setting, rank)
+    contender = make(row, task, 4)
+    found = [contender.step() for _ in range(2)]
+    if name == "gpipe":
+        contender.pipe.gather()
+    if name == "ddp":
+        for loss in found:
+            dist.all_reduce(loss)
+            loss /= 2
+    told = [[float(loss) for loss in found]] if found[0] is not None else []
+    trained = dict(task.model.named_parameters())
+    mine = {key for key, value in trained.items()
+            if not hasattr(contender, "parameters") or any(value is own for own in contender.parameters)}
+    apart = max(float((trained[key] - wanted[key]).abs().max()) for key in mine)
+    print(json.dumps([name, told, [float(loss) for loss in losses], apart, sorted(mine), contender.sent()]), flush=True)
+    contender.close()
+    dist.barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """By row and rank: losses where there are any, those of BP, how far parameters are apart, their names, bytes."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    told = json.dumps(SETTING.as_dict())
+    workers = [subprocess.Popen([sys.executable, "-c", TRAIN, str(rank), str(store), told], env=ENVIRONMENT,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+               for rank in (0, 1)]  # fmt: skip
+    said = [worker.communicate(timeout=120) for worker in workers]
+    for worker, (_, errors) in zip(workers, said):
+        assert worker.returncode == 0, errors
+    found: dict[str, list] = {}
+    for out, _ in said:
+        for name, *values in map(json.loads, out.splitlines()):
+            found.setdefault(name, []).append(values)
+    return found
+
+
+@pytest.mark.parametrize("name", ["torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "gpipe"])
+def test_a_row_that_is_called_exact_has_the_losses_and_the_updates_of_back_propagation(trained, name):
+    told = [loss for rank in trained[name] for loss in rank[0]]
+    assert told
+    for losses in told:
+        assert losses == pytest.approx(trained[name][0][1], rel=1e-5)
+    assert all(rank[2] < 1e-6 for rank in trained[name])
+    assert {key for rank in trained[name] for key in rank[3]} == {
+        f"{unit}.linear.{kind}" for unit in ("hidden1", "hidden2", "hidden3", "hidden4", "head")
+        for kind in ("weight", "bias")
+    }  # fmt: skip
+
+
+def test_pipelines_on_the_same_cuts_move_the_same_tensors(trained):
+    sent = {name: sum(rank[4] for rank in ranks) for name, ranks in trained.items()}
+    assert sent["torch-gpipe"] == sent["torch-1f1b"] == 2 * SETTING.batch_size * 256 * 4  # up and down, one boundary
+    assert sent["torch-interleaved"] == 3 * sent["torch-gpipe"]  # of four chunks of the same width
+    labels_and_headers = sent["gpipe"] - sent["torch-gpipe"]
+    assert 0 < labels_and_headers < 0.3 * sent["gpipe"]
+    weights = sum(cost.parameter_bytes for cost in counted(SETTING).units)
+    assert sent["ddp"] == 2 * weights  # 2 (K-1)/K of it by each of two
+
+
+# ---- the command
+
+CONTRACT = {"name": str, "family": str, "exact": bool, "workers": int, "samples_per_second": list,
+            "seconds_per_batch": list, "memory_per_worker": int, "bytes_moved": int, "note": str}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_core")
+def test_the_command_writes_all_it_found_and_goes_on_where_a_row_fails(offbeat, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(rounds.Crew, "seconds", failing(rounds.Crew.seconds))
+    monkeypatch.setattr(rounds, "Spoken", partial(speaking, rounds.Spoken))
+    done = offbeat("bench", "-K", 2, "--model", "resnet8", "--batch-size", 32, "--shape", "3,16,16", "--partition",
+                   "flops", "--against", "torch-1f1b,gpipe", "--micro-batches", 4, "--repetitions", 2, "--batches", 2,
+                   "--out", "found", "--json")  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.err.startswith("offbeat: 2 workers on 1 core: cores are shared")
+    assert "gpipe is left out: worker 0 has ended" in done.err
+    out = tmp_path / "found"
+    record = json.loads((out / "bench.json").read_text())
+    assert json.loads(done.out)["rows"] == record["rows"]
+    assert {path.name for path in out.iterdir()} == {"bench.json", "bench.svg", "bench.png", "table.md"}
+    assert record["left_out"] == {"gpipe": "worker 0 has ended: exit code -9"}
+    timed = [row for row in record["rows"] if row["seconds_per_batch"]]
+    assert [row["name"] for row in timed] == ["bp", "torch-1f1b", "adl"]
+    for row in timed:
+        assert all(isinstance(row[key], kind) for key, kind in CONTRACT.items()), row
+        assert len(row["seconds_per_batch"]) == len(row["samples_per_second"]) == 2
+        assert all(value > 0 for value in row["seconds_per_batch"])
+        assert row["samples_per_second"] == pytest.approx([32 / value for value in row["seconds_per_batch"]])
+        assert row["memory_per_worker"] > 0
+        assert (row["bytes_moved"] > 0) == (row["workers"] > 1)
+    adl = timed[2]
+    assert (adl["exact"], adl["staleness"], adl["staleness_measured"]) == (False, [0.5, 0.0], [0.5, 0.0])
+    assert [len(stages) for stages in record["bound"]["stages"]] == [2, 2]
+    assert record["bound"]["seconds_per_batch"] == [max(stages) for stages in record["bound"]["stages"]]
+    assert record["settings"]["rounds"] == 2
+    assert record["settings"]["cores_shared"] is True
+    assert "--out" not in record["provenance"]["command"]
+    page = (out / "table.md").read_text()
+    assert re.search(r"^\| Offbeat ADL \|.*\| late by 0.5 \|", page, re.MULTILINE)
+    assert "m=4" in page
+    assert "gpipe is left out: worker 0 has ended" in page
+
+
+def below(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path):
+    out = tmp_path / "found"
+    command = [sys.executable, "-m", "offbeat", "bench", "-K", "2", "--model", "mlp", "--batch-size", "8", "--against",
+               "adl", "--repetitions", "100000", "--partition", "flops", "--out", str(out)]  # fmt: skip
+    run = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                           start_new_session=True)  # fmt: skip
+
+    def rounds_done() -> bool:
+        return run.poll() is not None or ((out / "bench.json").exists() and len(
+            json.loads((out / "bench.json").read_text())["bound"]["seconds_per_batch"]) > 2)  # fmt: skip
+
+    try:
+        assert wait_for(rounds_done, START)
+        (nursery,) = children = below(run.pid)
+        children += below(nursery)
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=STOP)
+    finally:
+        run.kill()
+    assert run.returncode == 130, errors
+    assert errors.splitlines()[-1].startswith("offbeat: stopped by Ctrl-C; what was measured so far is in")
+    assert len(json.loads((out / "bench.json").read_text())["rows"]) == 2
+    assert (out / "table.md").exists()
+    assert len(children) == 1 + 3
+    assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), STOP)
+
+
+def speaking(spoken, *, show):
+    assert not show  # the record alone goes to those who asked for JSON
+    return spoken(show=True)
+
+
+def failing(seconds):
+    def killed_first(crew, *given, **more):
+        if crew.row.name == "gpipe":
+            crew.processes[0].kill()
+            crew.processes[0].wait()
+        return seconds(crew, *given, **more)
+
+    return killed_first
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--against", "torch-gpip"), ("unknown row 'torch-gpip'", "torch-gpipe")),
+    (("--against", ","), ("names nothing",)),
+    (("--model", "resnet2"), ("unknown model 'resnet2'",)),
+    (("--model", "resnet8", "-K", "500"), ("500 stages", "resnet8 has only", "a deeper model")),
+    (("-K", "1"), ("-K 1", "use 2 or more")),
+    (("-K", "0"), ("-K 0", "from 1 up")),
+    (("--batches", "0"), ("--batches 0",)),
+    (("--budget-minutes", "0"), ("--budget-minutes 0",)),
+    (("--partition", "mesured"), ("unknown partition", "measured")),
+    (("--device", "gpu"), ("unknown device",)),
+    (("--micro-batches", "4,x"), ("--micro-batches", "give numbers")),
+    (("--precision", "bf16"), ("--precision bf16 on the cpu",)),
+    (("-M", 0), ("-M 0",)),
+    (("-M", 2, "--method", "adl:M=3"), ("M is 3 in 'adl:M=3' and 2", "give it once")),
+    (("--method", "adl:beta=3"), ("adl takes no beta",)),
+    (("--method", "adl:M=3", "--method", "adl:M=2"), ("--method adl is given twice",)),
+    (("--model", "resnet20", "-K", "3", "--cuts", "5"), ("1 cuts", "K = 3")),
+    (("scaling", "--depths", "resnet21"), ("unknown model 'resnet21'",)),
+    (("scaling", "--stages", "2,0"), ("--stages 0",)),
+])  # fmt: skip
+def test_misuse_is_told_in_one_line(offbeat, arguments, words):  # noqa: F811
+    check_refused(offbeat, ("bench", *arguments), *words)
+
+
+def test_a_folder_that_holds_a_record_is_refused(offbeat, tmp_path):  # noqa: F811
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found/bench.json").write_text("{}")
+    check_refused(offbeat, ("bench", "--model", "mlp", "-K", "2", "--out", "found"), "already holds bench.json")
+
+
+# ---- which rows there are
+
+
+def test_rows_are_named_once_and_all_are_those_listed():
+    assert [row.name for row in chosen("all", "cuda")] == list(ROWS)
+    assert set(ROWS) - {row.name for row in chosen("all")} == {"bp-windows"}  # which is for GPUs
+    assert [row.name for row in chosen("ddp, bp")] == ["bp", "ddp", "adl"]
+
+
+def test_a_method_of_ours_is_timed_with_the_settings_that_are_given():
+    given = settings_by_method(["adl:corrector=sc", "gpipe:m=2", "pipedream:weights=hybrid"], None)
+    setting = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=3, methods=given)
+    rows = {row.name: row for row in chosen("ddg", methods=list(given))}
+    assert list(rows) == ["bp", "adl", "ddg", "gpipe", "pipedream"]
+    adl, pipedream = method_of(rows["adl"], setting), method_of(rows["pipedream"], setting)
+    assert (adl.M, [corrector.name for corrector in adl.correctors]) == (3, ["sc"])
+    assert (pipedream.M, pipedream.weights) == (1, "hybrid")
+    assert micro_batches(rows["gpipe"], setting) == [2]
+    assert rounds.note(rows["adl"], setting, None).startswith("corrector=sc; ")
+    assert Setting.of(json.loads(json.dumps(setting.as_dict()))) == setting
+    assert "methods" not in replace(setting, methods={}).as_dict()
+    assert settings_by_method(["adl:M=2"], 2) == {"adl": {"M": 2}}
+    assert left_out(row_of("asgd"), setting).startswith("its workers hold the whole model")
+
+
+def test_rows_that_cannot_be_are_left_out_with_a_reason():
+    odd = Setting("mlp", (1, 8, 8), 10, batch_size=15, K=2, M=4)
+    assert left_out(ROWS["ddp"], odd) == "a batch of 15 cannot be divided equally among 2 workers"
+    assert "micro-batches" in left_out(ROWS["torch-gpipe"], odd)
+    assert "fewer than 4 units" in left_out(ROWS["torch-interleaved"], SETTING)
+    assert left_out(ROWS["torch-interleaved"], placed(SETTING, by="flops", cuts=None, units=None)) is None
+    gpu = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=4, device="cuda")
+    assert {name for name, row in ROWS.items() if left_out(row, gpu) is None} == {
+        "bp", "bp-cores", "bp-windows", "adl", "adl-1f1b", "ddg", "fr", "dsp"}  # fmt: skip
+    assert left_out(ROWS["bp-windows"], SETTING) == (
+        "batches of a window run at once on one GPU alone: give --device cuda")  # fmt: skip
+    assert left_out(ROWS["ddp"], gpu) == "one GPU: its workers need one each"
+
+
+def test_micro_batches_divide_the_batch_and_come_in_whole_rounds_where_they_must():
+    assert micro_batches(ROWS["gpipe"], SETTING) == [2, 4, 8]
+    assert micro_batches(ROWS["gpipe"], SETTING, (1, 3, 4, 32)) == [1, 4]
+    assert micro_batches(ROWS["torch-interleaved"], SETTING, (1, 4)) == [4]
+    assert method_of(ROWS["gpipe"], SETTING, 8).m == 8
+    assert (method_of(ROWS["adl"], SETTING).M, method_of(ROWS["ddg"], SETTING).M) == (2, 1)
+
+
+def test_more_stages_than_units_are_refused():
+    with pytest.raises(UserError, match="only"):
+        check(Setting("mlp", (1, 8, 8), 10, batch_size=4, K=40, M=1))
+
+
+# ---- what a record says
+
+
+def row(name: str, seconds: list[float], *, staleness: tuple[float, ...] = (), m: int | None = None) -> dict:
+    listed = ROWS[name]
+    return {"name": name, "title": listed.title, "family": listed.family, "exact": not any(staleness), "workers": 2,
+            "staleness": list(staleness), "micro_batches": m, "sweep": {str(m): seconds[0]} if m else {},
+            "seconds_per_batch": seconds, "samples_per_second": [8 / value for value in seconds],
+            "memory_per_worker": 20_000_000, "bytes_moved": 1_000_000, "note": ""}  # fmt: skip
+
+
+def made(*rows: dict, bound: tuple[float, ...] = (0.9, 1.1)) -> dict:
+    settings = {"model": "mlp", "batch_size": 8, "K": 2, "M": 4, "device": "cpu", "cores_shared": False, "rounds": 2,
+                "batches": 2, "cores": 2, "load": 0.1, "cuts": [3], "memory": "counted"}  # fmt: skip
+    provenance = {"command": ["offbeat", "bench"], "commit": "0" * 40, "versions": {"torch": "2"}, "machine": "m"}
+    return {"settings": settings, "rows": list(rows), "left_out": {"ddg": "no reason"}, "provenance": provenance,
+            "bound": {"seconds_per_batch": list(bound), "samples_per_second": [8 / value for value in bound],
+                      "stages": [[value, value / 2] for value in bound], "meaning": "slowest"}}  # fmt: skip
+
+
+def test_windows_at_once_are_a_synchronous_pipeline_to_be_compared_with():
+    record = made(row("bp", [2.0, 2.0]), row("bp-windows", [1.5, 1.5], staleness=(0.0, 0.0)),
+                  row("adl", [1.0, 1.0], staleness=(0.5, 0.0)))  # fmt: skip
+    assert bench_table.best_synchronous(record)["name"] == "bp-windows"
+    assert ROWS["bp-windows"].title_on("cuda") == "BP, windows at once"
+
+
+def test_a_number_of_micro_batches_is_the_best_only_of_several():
+    assert "the best of those tried" in rounds.note(ROWS["gpipe"], SETTING, 4, tried=3)
+    assert "no other number tried" in rounds.note(ROWS["gpipe"], SETTING, 4, tried=1)
+
+
+def test_ratios_are_taken_within_a_round():
+    record = made(row("bp", [2.0, 4.0]), row("torch-gpipe", [1.0, 1.6], m=4), row("torch-1f1b", [1.25, 2.5], m=4),
+                  row("adl", [1.0, 1.25], staleness=(0.5, 0.0)))  # fmt: skip
+    rows = bench_table.measured(record)
+    assert bench_table.times_faster(rows["adl"], rows["bp"]) == median([2.0, 3.2])
+    assert bench_table.best_synchronous(record)["name"] == "torch-gpipe"
+    assert bench_table.share_of_bound(rows["adl"], record) == pytest.approx(median([0.9 / 1.0, 1.1 / 1.25]))
+    assert bench_table.share_of_bound(rows["bp"], record) is None  # the cuts bound no loop
+    line = bench_table.cells(record)[3]
+    assert line[2:6] == ["2.60", f"{median([1.0, 1.6 / 1.25]):.2f}", "0.89", "late by 0.5"]
+    assert bench_table.cells(record)[-1][0] == "no-communication bound of the cuts"
+
+
+def test_the_better_choice_is_told_both_ways_from_the_figures():
+    late = (0.5, 0.0)
+    slower = made(row("bp", [3.0]), row("ddp", [1.0]), row("adl", [1.2], staleness=late), bound=(1.0,))
+    assert bench_table.advice(slower)[0].startswith(
+        "torch DistributedDataParallel is 1.20 times as fast as Offbeat ADL here: the network fits one worker")
+    faster = made(row("bp", [3.0]), row("ddp", [1.5]), row("adl", [1.0], staleness=late), bound=(1.0,))
+    said = bench_table.advice(faster)[0]
+    assert said.startswith("Offbeat ADL is 1.50 times as fast as torch DistributedDataParallel here")
+    assert "exact" in said
+    alike = made(row("bp", [3.0]), row("torch-gpipe", [1.0], m=2), row("gpipe", [1.01], m=2),
+                 row("adl", [1.0], staleness=late))  # fmt: skip
+    said = " ".join(bench_table.advice(alike))
+    assert "Offbeat GPipe is as fast as torch pipelining, GPipe here (0.99)" in said
+    assert "m=2: 0.99" in said
+
+
+def test_rows_of_a_round_that_was_not_finished_are_compared_as_far_as_it_went():
+    record = made(row("bp", [2.0, 4.0]), row("adl", [1.0], staleness=(0.5, 0.0)))
+    assert bench_table.times_faster(*(bench_table.measured(record)[name] for name in ("adl", "bp"))) == 2.0
+    assert "ddg is left out: no reason." in bench_table.page(record)
+
+
+def test_a_machine_that_was_busy_is_told_of():
+    record = made(row("bp", [2.0]), row("adl", [1.0], staleness=(0.5, 0.0)))
+    assert "busy" not in bench_table.page(record)
+    record["settings"]["load"] = 3.5
+    assert "busy with something else when this began (load 3.5 on 2 cores)" in bench_table.page(record)
+
+
+def test_a_bar_for_every_row_that_was_timed_and_a_line_for_the_bound(tmp_path):
+    record = made(row("bp", [2.0]), row("ddg", []), row("adl", [1.0], staleness=(0.5, 0.0)))
+    draw_bench(record, tmp_path / "bars.svg")
+    texts = texts_in(tmp_path / "bars.svg")
+    bars = {row["title"]: f"{median(row['samples_per_second']):,.0f}" for row in bench_table.measured(record).values()}
+    assert len(bars) == 2
+    for title, speed in bars.items():
+        assert any(text.startswith(title) for text in texts)
+        assert speed in texts
+    assert "slowest stage alone" in texts
+    assert not any("DDG" in text or "ddg" in text for text in texts)
+
+
+def texts_in(picture):
+    return re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
+
+
+# ---- the clock
+
+
+@pytest.mark.parametrize("K", [2, 16, 64])
+def test_without_cost_of_links_periods_are_the_closed_forms(K):
+    costs = balanced(K)
+    assert scaling.steady(ADL(M=4), costs) == pytest.approx(3.0)
+    assert scaling.steady(ADL1F1B(M=4), costs) == pytest.approx(3.0)
+    for m in (4, 32):
+        assert scaling.steady(GPipe(m=m), costs) == pytest.approx(3.0 * (m + K - 1) / m)
+
+
+def test_the_short_period_is_the_long_one_where_stages_differ(monkeypatch):
+    monkeypatch.setattr(scaling, "FEW", 0)
+    drawn = random.Random(3)
+    for K, hop in ((2, 0.5), (5, 0.0), (9, 0.5), (16, 1.0)):
+        forward = [drawn.uniform(0.5, 1.5) for _ in range(K)]
+        backward = [drawn.uniform(1.0, 3.0) for _ in range(K)]
+        hops = [hop] * (K - 1)
+        costs = Costs(forward, backward, up=hops, down=hops)
+        for method in (ADL(M=4), ADL1F1B(M=2)):
+            assert scaling.steady(method, costs) == pytest.approx(period(method, costs), rel=0.02)
+        if K < 9:
+            assert scaling.steady(GPipe(m=4), costs) == pytest.approx(period(GPipe(m=4), costs), rel=1e-9)
+
+
+def profiled(n: int) -> Profile:
+    units = [UnitCost(str(place), 1, 4, 1, 8, 16, forward=1.0, backward=2.0) for place in range(n)]
+    return Profile("cpu", True, [[1]], units, [1000] * (n + 1), list(range(1, n)))
+
+
+def test_a_link_adds_what_a_method_cannot_hide_and_carries_no_more_than_its_bandwidth():
+    costs, cuts = profiled(4), (1, 2, 3)
+    assert scaling.period_on(Network(0.0, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)
+    assert scaling.period_on(Network(0.9, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)  # hidden
+    assert scaling.period_on(Network(0.9, float("inf")), ADL1F1B(M=4), costs, cuts) > 3.5  # not hidden
+    one = scaling.period_on(Network(0.5, float("inf")), GPipe(m=4), costs, cuts)
+    assert one == pytest.approx(3.0 * 7 / 4 + 2 * 3 * 0.5)  # three hops up and three down, once a batch
+    assert scaling.period_on(Network(0.0, 100.0), ADL(M=4), costs, cuts) >= 10.0  # 1000 bytes a batch
+
+
+def test_memory_and_staleness_are_counted_by_the_program():
+    found = scaling.kept_by(ADL(M=2), SETTING, profiled(4), (1, 2, 3))
+    assert found["staleness"] == [3.0, 2.0, 1.0, 0.0]
+    assert found["in_flight"] == [7, 5, 3, 1]
+    assert found["memory_counted"] == [4 * (3 + versions) + 8 * held for versions, held in
+                                       zip(found["versions"], found["in_flight"])]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_core")
+def test_a_scaling_study_has_its_points_its_simulation_and_what_it_left_out(offbeat, tmp_path):  # noqa: F811
+    out = tmp_path / "found"
+    done = offbeat("bench", "scaling", "--model", "resnet8", "--batch-size", 4, "--stages", "1,2", "--batch-sizes", 4,
+                   "--depths", "", "--most-stages", 8, "--repetitions", 1, "--batches", 1, "--json", "--out", out)
+    assert done.code == 0, done.err
+    assert done.err == ""
+    assert json.loads(done.out)["points"] == json.loads((out / "scaling.json").read_text())["points"]
+    record = json.loads((out / "scaling.json").read_text())
+    assert {path.name for path in out.iterdir()} == {"scaling.json", "scaling.svg", "scaling.png"}
+    assert [(point["axis"], point["K"]) for point in record["points"]] == [("strong", 1), ("weak", 1)]
+    assert record["left_out"] == ["strong: resnet8, b=4, K=2: only 1 core"]
+    rows = record["simulation"]["rows"]
+    assert {row["K"] for row in rows} == {1, 2, 4, 8}
+    assert {row["method"] for row in rows} == {"adl", "adl-1f1b", "gpipe"}
+    by = {(row["method"], row["link"], row["K"]): row["speedup"] for row in rows}
+    for method in ("adl", "gpipe"):
+        assert by[method, "no cost", 2] >= by[method, "10 GbE", 2] >= by[method, "Internet, 50 ms", 2]
+    assert 1.0 < by["adl", "no cost", 2] <= 2.0 + 1e-9
+    draw_scaling(record, tmp_path / "again.svg")
+    assert {"NVLink", "measured, one core per stage", "ADL"} <= set(texts_in(tmp_path / "again.svg"))
+
+
+def test_the_picture_of_a_study_tells_the_stages_that_there_were_cores_for(tmp_path):
+    record = json.loads((ROOT / "docs/results/scaling-2cores-resnet110.json").read_text())
+    assert record["settings"]["K"] == 4
+    draw_scaling(record, tmp_path / "study.svg")
+    assert "(batch and depth: K=2)" in (tmp_path / "study.svg").read_text()
+
+
+# ---- what is published
+
+
+def test_records_make_sections_of_the_page_and_none_makes_none(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    spec = importlib.util.spec_from_file_location("results_bench", ROOT / "benchmarks/results_bench.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    import page
+
+    monkeypatch.setattr(page, "RECORDS", tmp_path)
+    monkeypatch.setattr(module, "RECORDS", tmp_path)
+    assert module.section() == []
+    record = made(row("bp", [2.0, 2.0]), row("adl", [1.0, 1.0], staleness=(0.5, 0.0)))
+    (tmp_path / "bench-2cores-mlp-k2.json").write_text(json.dumps(record))
+    said = "\n".join(module.section())
+    assert re.search(r"^\| Offbeat ADL \|.*\| late by 0.5 \|", said, re.MULTILINE)
+    assert "bench-2cores-mlp-k2.svg" not in said
+    draw_bench(record, tmp_path / "bench-2cores-mlp-k2.svg")
+    assert "(results/bench-2cores-mlp-k2.svg)" in "\n".join(module.section())
+    assert module.headline() == "Nothing has been measured yet."  # no synchronous pipeline to compare with
+    others = [row("bp", [2.0, 2.0]), row("bp-cores", [0.5, 0.5]), row("torch-1f1b", [1.3, 1.5], m=4),
+              row("ddp", [0.8, 0.8])]  # fmt: skip
+    record = made(*others, row("adl", [1.0, 1.0], staleness=(0.5, 0.0)), bound=(0.7, 0.7))
+    (tmp_path / "bench-2cores-mlp-k2.json").write_text(json.dumps(record))
+    said = " ".join(module.headline().split())
+    assert "| mlp, b=8, K=2 | 2 | 2 | 4 | 16 | | 6 | | 10 | 8 | 1.40 (1.30-1.50) | 0.70 (0.70-0.70) |" in said
+    assert "BP on all cores of a run is 2.00 times as fast as ADL on K of them" in said
+    assert "ADL is 0.80 times as fast as DistributedDataParallel" in said
+    assert "Missed: mlp, b=8, K=2 0.70 of 0.9 of the bound." in said
+    assert "Not in every round: mlp, b=8, K=2 1.40 of 1.4 times (its rounds: 1.30, 1.50)." in said
+
+
+# ---- where workers come from
+
+
+@pytest.fixture
+def nursery():
+    made = Nursery()
+    yield made
+    made.close()
+
+
+def test_a_worker_is_forked_with_its_own_surroundings_and_its_end_is_known(nursery, tmp_path):
+    born = [nursery.bear({"OFFBEAT_TOLD": str(n)}, tmp_path / f"{n}.err") for n in range(2)]
+    for worker in born:
+        told = {"row": "bp", "setting": SETTING.as_dict(), "rank": 0, "world": 1, "store": "", "threads": 1,
+                "cores": sorted(os.sched_getaffinity(0))[:1]}  # fmt: skip
+        worker.stdin.write(json.dumps(told) + "\n")
+        assert json.loads(worker.stdout.readline()) == {}
+    born[0].kill()
+    assert born[0].wait() == -signal.SIGKILL
+    born[1].stdin.close()
+    assert born[1].wait() == 0
+    for worker in born:
+        worker.close()
+
+
+def test_a_question_that_was_broken_off_ends_it_and_closing_goes_on(nursery, tmp_path, monkeypatch):
+    born = [nursery.bear({}, tmp_path / f"{n}.err") for n in range(2)]
+    real = nursery_module._line
+
+    def broken_off(connection):
+        monkeypatch.setattr(nursery_module, "_line", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nursery_module, "_line", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        nursery.bear({}, tmp_path / "last.err")
+    for worker in born:
+        worker.close()
+    nursery.close()
+    wait_for(lambda: not any(Path(f"/proc/{worker.pid}").exists() for worker in born), 5)
+
+
+def test_workers_end_with_the_process_that_bore_them_and_the_benchmark_says_so(nursery, tmp_path):
+    worker = nursery.bear({}, tmp_path / "err")
+    nursery.process.kill()
+    assert worker.stdout.readline() == ""  # within the half second in which it looks for its parent
+    with pytest.raises(UserError, match="the process that starts the workers has ended: run the benchmark again"):
+        nursery.bear({}, tmp_path / "err")
+    worker.close()

@@ -1,0 +1,404 @@
+"""`offbeat plan`, and cuts inside blocks on the way through `offbeat train`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from command import Command, Outcome, check_refused
+
+from offbeat import models
+from offbeat.methods import DECLARED
+from offbeat.partitioning import timing
+from offbeat.runs import record
+
+SMALL = ("plan", "--model", "resnet8", "--batch-size", "4", "--shape", "3,8,8")
+STAGE = {"k", "units", "params", "forward_ms", "backward_ms", "boundary_bytes", "in_flight", "versions",
+         "memory_bytes", "mean_staleness", "update_ms"}  # fmt: skip
+PLAN = {"bp_ms", "model", "method", "K", "M", "batch_size", "balance", "predicted_speedup", "stages", "methods"}
+
+
+PROFILE: list[bytes] = []  # what the command writes, made once
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture(autouse=True)
+def few_laps_here(monkeypatch):
+    """The stages are timed in this process however many cores there are, with no more laps than a median needs."""
+    with monkeypatch.context() as patch:
+        patch.setattr(timing.Crew, "possible", staticmethod(lambda twin, K: False))
+        patch.setattr(timing, "SHORTEST", 0.0)
+        yield patch
+
+
+@pytest.fixture
+def profile(offbeat) -> Path:
+    """A profile of SMALL, as the command writes it."""
+    file = Path("p.json")
+    if not PROFILE:
+        planned(offbeat, "-K", 2, "--profile", file)
+        PROFILE.append(file.read_bytes())
+    file.write_bytes(PROFILE[0])
+    return file
+
+
+def done(outcome: Outcome) -> str:
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    return outcome.out
+
+
+def planned(offbeat: Command, *arguments: object) -> dict:
+    return json.loads(done(offbeat(*SMALL, *arguments, "--json")))
+
+
+# ---- JSON
+
+
+@pytest.mark.parametrize(("K", "M", "model"), [(1, 1, "resnet8"), (3, 2, "resnet8"), (4, 4, "resnet20"), (5, 3, "mlp")])
+def test_the_json_has_the_promised_keys_and_sane_values(offbeat, K, M, model):
+    shape = ("--shape", "1,8,8")
+    plan = planned(offbeat, "--model", model, *shape, "-K", K, "-M", M)
+    assert set(plan) >= PLAN
+    assert (plan["model"], plan["method"], plan["K"], plan["M"], plan["batch_size"]) == (model, "adl", K, M, 4)
+    assert 0 < plan["balance"] <= 1
+    # BP on one worker makes an update for every batch; who makes fewer, or at the same time, may gain more than K
+    computing = [stage["forward_ms"] + stage["backward_ms"] for stage in plan["stages"]]
+    loads = [time + stage["update_ms"] / M for time, stage in zip(computing, plan["stages"])]
+    assert 0 < plan["bp_ms"] <= sum(computing) + sum(stage["update_ms"] for stage in plan["stages"]) + 1e-6
+    assert 0 < plan["predicted_speedup"] <= plan["bp_ms"] / max(loads) + 1e-6
+    assert plan["balance"] == pytest.approx(sum(loads) / K / max(loads))
+    assert set(plan["methods"]) == set(DECLARED)
+    assert all(0 < speed <= plan["bp_ms"] / max(computing) + 1e-6 for speed in plan["methods"].values())
+    assert plan["methods"]["bp"] <= plan["bp_ms"] / sum(computing) + 1e-6
+    assert plan["methods"]["adl"] == pytest.approx(plan["predicted_speedup"], rel=0.01)
+    stages = plan["stages"]
+    assert [stage["k"] for stage in stages] == list(range(1, K + 1))
+    for stage in stages:
+        assert set(stage) >= STAGE
+        lag = 2 * (K - stage["k"])
+        assert stage["in_flight"] == lag + 1
+        assert stage["versions"] == math.ceil(lag / M) + 1
+        assert stage["mean_staleness"] == lag / M
+        assert stage["forward_ms"] > 0
+        assert stage["backward_ms"] >= 0
+        assert stage["memory_bytes"] >= 4 * stage["params"] * (stage["versions"] + 1)
+    built = models.build(model, shape=(1, 8, 8))
+    assert sum(stage["params"] for stage in stages) == sum(p.numel() for p in built.parameters())
+    assert all(stage["boundary_bytes"] > 0 for stage in stages[:-1])
+    assert stages[-1]["boundary_bytes"] == 0
+    edges = [stage["units"][:2] for stage in stages]
+    assert edges[0][0] == 0
+    assert all(end + 1 == start for (_, end), (start, _) in pairwise(edges))
+
+
+def test_the_json_says_where_it_comes_from_as_run_records_do(offbeat, monkeypatch):
+    monkeypatch.setenv("OFFBEAT_COMMIT", 40 * "a")
+    plan, made = planned(offbeat, "-K", 1), record.provenance()
+    assert plan["commit"] == made["commit"] == 40 * "a"
+    assert (plan["torch"], plan["hardware"]) == (torch.__version__, made["machine"])
+    assert plan["command"] == ["offbeat", *SMALL, "-K", "1", "--json"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two stages")
+def test_where_there_are_cores_the_stages_are_timed_all_at_once(offbeat, few_laps_here):
+    few_laps_here.undo()
+    plan = planned(offbeat, "-K", 2)
+    assert not any("one after the other" in note for note in plan["notes"])
+    assert all(min(stage["forward_ms"], stage["backward_ms"], stage["update_ms"]) > 0 for stage in plan["stages"])
+
+
+@pytest.mark.parametrize("method", [*DECLARED, "all"])
+def test_every_declared_method_can_be_planned(offbeat, method):
+    plan = planned(offbeat, "-K", 3, "--method", method)
+    assert plan["method"] == ("adl" if method == "all" else method)
+    assert plan["predicted_speedup"] == pytest.approx(plan["methods"][plan["method"]])
+    expected = {"bp": [1, 1, 1], "ddg": [3, 2, 1], "adl": [5, 3, 1], "dsp": [5, 3, 1], "gpipe": [4, 4, 4]}
+    if method in expected:
+        assert [stage["in_flight"] for stage in plan["stages"]] == expected[method]
+    if method in ("fr", "dsp"):
+        assert [stage["versions"] for stage in plan["stages"]] == [1, 1, 1]
+
+
+def test_cuts_by_flops_are_the_same_twice(offbeat):
+    first, second = (planned(offbeat, "-K", 4, "--partition", "flops") for _ in range(2))
+    assert first["cuts"] == second["cuts"]
+    fixed = ("k", "units", "params", "boundary_bytes", "in_flight", "versions", "memory_bytes", "mean_staleness")
+    for one, other in zip(first["stages"], second["stages"]):
+        assert [one[key] for key in fixed] == [other[key] for key in fixed]
+
+
+def test_a_pinned_cut_is_made(offbeat):
+    assert 5 in planned(offbeat, "-K", 3, "--pin", "5")["cuts"]
+
+
+def test_slow_links_slow_every_method_that_waits_for_them(offbeat):
+    plan = planned(offbeat, "-K", 3, "--latency", "1000")
+    assert all(speed < 0.5 for name, speed in plan["methods"].items() if name in ("bp", "ddg", "gpipe"))
+
+
+@pytest.mark.slow
+def test_a_slow_worker_gets_less_and_the_speed_up_is_over_one_fast_worker(offbeat):
+    plan = planned(offbeat, "-K", 2, "--partition", "flops", "--speeds", "1,0.1")
+    equal = planned(offbeat, "-K", 2, "--partition", "flops")
+    assert plan["cuts"][0] > equal["cuts"][0]
+    times = [stage["forward_ms"] + stage["backward_ms"] for stage in plan["stages"]]  # each on its own worker
+    updates = [stage["update_ms"] for stage in plan["stages"]]
+    alone = times[0] + updates[0] + 0.1 * (times[1] + updates[1])  # all of it on the fast one
+    assert plan["bp_ms"] <= alone + 1e-6
+    assert plan["predicted_speedup"] <= alone / max(times) + 1e-6
+
+
+def test_a_memory_limit_that_fits_is_kept(offbeat):
+    free = planned(offbeat, "-K", 3, "--partition", "flops")
+    largest = max(stage["memory_bytes"] for stage in free["stages"])
+    kept = planned(offbeat, "-K", 3, "--partition", "flops", "--memory-limit", largest / 1e6)
+    assert max(stage["memory_bytes"] for stage in kept["stages"]) <= largest
+
+
+def test_memory_is_given_in_the_same_terms_with_and_without_a_limit(offbeat):
+    plan = planned(offbeat, "-K", 3, "--partition", "flops")
+    largest = max(stage["memory_bytes"] for stage in plan["stages"])
+    outcome = offbeat(*SMALL, "-K", 3, "--partition", "flops", "--memory-limit", "0.001")
+    least = float(outcome.err.split("at least ")[1].split(",")[0])
+    assert least <= largest
+
+
+# ---- profile and links
+
+
+def test_a_profile_is_written_and_used_again(offbeat):
+    planned(offbeat, "-K", 2, "--profile", "p.json")
+    written = Path("p.json").read_bytes()
+    known = json.loads(written)
+    assert (known["model"], known["shapes"], known["threads"], known["timed"]) == ("resnet8", [[4, 3, 8, 8]], 1, True)
+    for unit in known["units"]:  # all of the time is in the first three units
+        unit["forward"] = unit["backward"] = 1.0 if unit in known["units"][:3] else 0.0
+    Path("p.json").write_text(json.dumps(known))
+    changed = Path("p.json").read_bytes()
+    assert planned(offbeat, "-K", 3, "--profile", "p.json")["K"] == 3
+    assert Path("p.json").read_bytes() == changed  # read, not measured anew
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--batch-size", "8"), ("shape", "[[4, 3, 8, 8]]", "[[8, 3, 8, 8]]")),
+        (("--shape", "3,16,16"), ("shape",)),
+        (("--model", "resnet14"), ("model", "resnet8", "resnet14")),
+        (("--threads", "2"), ("threads is 1, here it is 2",)),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_a_profile_of_something_else_is_refused(offbeat, profile, options, words):
+    check_refused(offbeat, (*SMALL, "-K", 2, "--profile", profile, *options), "does not fit", *words)
+
+
+@pytest.mark.slow
+def test_links_are_measured_and_given_values_win(offbeat, monkeypatch):
+    calls = []
+    monkeypatch.setattr("offbeat.studies.planning.measure_links", lambda: calls.append(1) or (0.002, 3e9))
+    assert "2 ms and 3,000 MB/s, measured" in done(offbeat(*SMALL, "-K", 2, "--measure-links"))
+    assert "7 ms and 3,000 MB/s" in done(offbeat(*SMALL, "-K", 2, "--measure-links", "--latency", 7))
+    assert len(calls) == 2
+    said = done(offbeat(*SMALL, "-K", 2, "--measure-links", "--latency", 7, "--bandwidth", 10))
+    assert "7 ms and 10 MB/s" in said
+    assert len(calls) == 2  # nothing was left to measure
+
+
+# ---- text
+
+
+def test_the_text_has_both_tables_the_balance_and_advice(offbeat):
+    said = done(offbeat(*SMALL, "-K", 3, "-M", 2))
+    assert "resnet8, adl, K=3, M=2, b=4" in said
+    for column in ("stage", "units", "params", "F ms", "B ms", "in flight", "versions", "staleness"):
+        assert column in said
+    assert "balance (mean / slowest stage)" in said
+    assert "predicted speed-up" in said
+    for name in DECLARED:
+        assert f" {name} " in said
+    assert "- memory is largest at stage" in said
+
+
+def test_the_text_fits_eighty_columns(offbeat, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = done(offbeat(*SMALL, "-K", 3, "--method", "all"))
+    tables = [line for line in said.splitlines() if not line.startswith("- ")]
+    assert max(map(len, tables)) <= 80
+
+
+@pytest.mark.parametrize(("K", "budget"), [(3, 1.5), (4, 1.5), (4, 6), (2, 0.3), (3, 100)])
+def test_the_advice_for_a_staleness_budget_is_the_smallest_m(offbeat, K, budget):
+    said = done(offbeat(*SMALL, "-K", K, "--max-staleness", budget))
+    least = max(1, math.ceil(2 * (K - 1) / budget))
+    assert f"M = {least} is the smallest" in said
+    assert planned(offbeat, "-K", K, "--max-staleness", budget)["advice"][0].startswith(f"M = {least} ")
+
+
+def test_the_plan_of_2bw_is_one_update_late_with_two_versions_everywhere(offbeat):
+    plan = planned(offbeat, "-K", 4, "-M", 8, "--method", "2bw")
+    assert [stage["mean_staleness"] for stage in plan["stages"]] == [1, 1, 1, 1]
+    assert [stage["versions"] for stage in plan["stages"]] == [2, 2, 2, 2]
+    assert [stage["in_flight"] for stage in plan["stages"]] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(("method", "reason"), [("2bw", "with 2bw it is 1"), ("spectrain", "one a batch")])
+def test_no_m_is_advised_where_none_lowers_the_staleness(offbeat, method, reason):
+    advice = planned(offbeat, "-K", 3, "--method", method, "--max-staleness", 0.5)["advice"][0]
+    assert advice.startswith("no M keeps the mean staleness at or below 0.5: ")
+    assert reason in advice
+
+
+def test_theory_says_which_bound_is_meant(offbeat):
+    said = done(offbeat(*SMALL, "-K", 3, "--theory"))
+    assert "as stated" in said
+    assert "as corrected" in said
+    assert "upper bounds on the mean squared gradient" in said
+
+
+def test_theory_shows_how_the_bound_moves_with_k(offbeat):
+    said = done(offbeat(*SMALL, "-K", 4, "--theory"))
+    theory = said[said.index("upper bounds") :]
+    header = next(line for line in theory.splitlines() if "as stated" in line)
+    assert header.split()[0] == "K"  # "prints how the bound moves with K and M"
+
+
+# ---- pictures
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "txt"])
+def test_pictures_are_drawn(offbeat, suffix):
+    done(offbeat(*SMALL, "-K", 3, "--picture", f"time.{suffix}", "--staleness-picture", f"late.{suffix}"))
+    starts = {"svg": b"<svg", "png": b"\x89PNG", "txt": b""}
+    for name in ("time", "late"):
+        content = Path(f"{name}.{suffix}").read_bytes()
+        assert content.startswith(starts[suffix])
+        assert len(content) > 100
+    if suffix == "txt":
+        assert "F0" in Path("time.txt").read_text()
+
+
+# ---- bad input
+
+OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "model": (("--model", "resnet65"), ("resnet65", "did you mean 'resnet56'")),
+    "method": (("--method", "ald"), ("ald", "did you mean 'adl'")),
+    "partition": (("--partition", "flop"), ("flop", "did you mean 'flops'")),
+    "K=0": (("-K", "0"), ("K = 0", "from 1 up")),
+    "K=-1": (("-K", "-1"), ("K = -1",)),
+    "K above the units": (("-K", "500"), ("500 stages", "K <= ")),
+    "M=0": (("-M", "0"), ("M = 0",)),
+    "M with ddg": (("--method", "ddg", "-M", "4"), ("ddg takes no M (given: 4)",)),
+    "batch size 0": (("--batch-size", "0"), ("batch-size = 0",)),
+    "batch size beyond any memory": (("--batch-size", str(10**15)), ("batch",)),
+    "shape of two": (("--shape", "8,8"), ("shape", "[8, 8]")),
+    "shape with a zero": (("--shape", "3,0,8"), ("shape",)),
+    "device nonsense": (("--device", "toaster"), ("toaster", "use cpu, or cuda")),
+    "device that is not here": (("--device", "cuda:99"), ("cuda:99",)),
+    "device without values": (("--device", "meta"), ("meta",)),
+    "no threads": (("--threads", "0"), ("threads",)),
+    "negative latency": (("--latency", "-1"), ("latency -1",)),
+    "nan latency": (("--latency", "nan"), ("latency nan",)),
+    "infinite latency": (("--latency", "inf"), ("latency inf",)),
+    "no bandwidth": (("--bandwidth", "0"), ("bandwidth 0",)),
+    "profile in no folder": (("--profile", "nowhere/p.json"), ("nowhere", "folder that exists")),
+    "profile that is a folder": (("--profile", "."), ("profile .",)),
+    "picture": (("--picture", "time.gif"), ("time.gif", ".svg")),
+    "staleness picture": (("--staleness-picture", "late"), ("late", ".svg")),
+    "picture in no folder": (("--picture", "nowhere/time.svg"), ("nowhere",)),
+    "speeds in words": (("--speeds", "fast"), ("--speeds", "fast")),
+    "too few speeds": (("-K", "3", "--speeds", "1,1"), ("2 speeds for 3 stages",)),
+    "no speeds": (("-K", "3", "--speeds", ""), ("speeds",)),
+    "a speed of nothing": (("-K", "2", "--speeds", "1,0"), ("speeds[1] = 0",)),
+    "a pin outside": (("-K", "2", "--pin", "900"), ("900",)),
+    "memory that nothing fits": (("-K", "2", "--memory-limit", "0.001"), ("do not fit", "memory limit")),
+    "negative memory": (("-K", "2", "--memory-limit", "-1"), ("memory",)),
+    "staleness of nothing": (("--max-staleness", "0"), ("staleness", "above 0")),
+    "nan staleness": (("--max-staleness", "nan"), ("staleness",)),
+    "unknown option": (("--pictures", "a.svg"), ("--pictures", "plan --help")),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_bad_option_is_refused_in_one_line_and_nothing_is_written(offbeat, name):
+    arguments, words = OPTIONS[name]
+    check_refused(offbeat, (*SMALL, *arguments), *words)
+
+
+# ---- cuts inside blocks in a run
+
+TRAIN = ("train", "--data", "digits", "--model", "resnet8", "--engine", "simulate", "--epochs", 1, "-K", 3,
+         "--threads-per-stage", 1, "--json")  # fmt: skip
+
+
+def recipe(folder: str) -> dict:
+    return json.loads((Path(folder) / "config.json").read_text())["recipe"]
+
+
+def trained(folder: str) -> bytes:
+    return (Path(folder) / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("options", [
+    ("--units", "layers"),
+    *(pytest.param(given, marks=pytest.mark.slow) for given in (("--partition", "measured"), ("--speeds", "1,1,0.5"))),
+])  # fmt: skip
+def test_a_run_records_its_cuts_and_is_repeated_by_its_config(offbeat, options):
+    outcome = offbeat(*TRAIN, *options, "--out", "one")
+    assert outcome.code == 0, outcome
+    written = recipe("one")
+    assert written["units"] == "layers"
+    assert len(written["cuts"]) == 2
+    assert written["partition"] == ("measured" if "measured" in options else "flops")
+    result = json.loads(outcome.out)
+    assert result["staleness"] == pytest.approx(result["staleness_formula"], abs=0.1)
+    again = offbeat("train", "--config", "one/config.json", "--out", "two", "--json")
+    assert again.code == 0, again
+    assert recipe("two") == written
+    assert trained("two") == trained("one")
+
+
+def test_more_stages_than_blocks_are_cut_inside_blocks(offbeat):
+    outcome = offbeat(*TRAIN, "-K", 8, "--dry-run")
+    assert outcome.code == 0, outcome
+    found = json.loads(outcome.out)["recipe"]
+    assert (found["units"], len(found["cuts"])) == ("layers", 7)
+
+
+def test_cuts_by_flops_do_not_depend_on_when_they_are_made(offbeat):
+    found = [json.loads(offbeat(*TRAIN, "--units", "layers", "--dry-run").out)["recipe"]["cuts"] for _ in range(2)]
+    assert found[0] == found[1]
+
+
+TRAIN_OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "units": (("--units", "layer"), ("layer", "did you mean 'layers'")),
+    "partition": (("--partition", "mesured"), ("mesured", "did you mean 'measured'")),
+    "too few speeds": (("--speeds", "1,1"), ("2 speeds for 3 stages",)),
+    "too many speeds": (("--speeds", "1,1,1,1"), ("4 speeds for 3 stages",)),
+    "too many speeds for one stage": (("-K", "1", "--speeds", "1,1"), ("2 speeds for 1",)),
+    "too few speeds beside cuts": (("--cuts", "1,2", "--speeds", "1,1"), ("2 speeds for 3 stages",)),
+    "no speeds": (("--speeds", ""), ("speeds",)),
+    "negative speed": (("--speeds", "1,1,-1"), ("speeds", "-1")),
+    "speeds in words": (("--speeds", "a,b,c"), ("--speeds",)),
+    "too many stages": (("--units", "layers", "-K", "500"), ("500 stages", "K <= ")),
+    "more stages than blocks": (("--units", "blocks", "-K", "8"), ("8 stages", "K <= 5")),
+    "too few cuts between layers": (("--units", "layers", "--cuts", "3"), ("1 cut", "K = 3")),
+    "too many cuts between layers": (("--units", "layers", "--cuts", "3,5,7"), ("3 cuts", "K = 3")),
+    "cuts beyond the layers": (("--units", "layers", "--cuts", "3,900"), ("[3, 900]",)),
+}
+
+
+@pytest.mark.parametrize("name", TRAIN_OPTIONS)
+def test_a_bad_way_to_cut_is_refused_before_a_run(offbeat, name):
+    arguments, words = TRAIN_OPTIONS[name]
+    check_refused(offbeat, (*TRAIN, *arguments), *words)

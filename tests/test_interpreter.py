@@ -1,0 +1,220 @@
+"""Whoever interprets a program finds the same: clock, timeline, picture, plan, and the pipeline that really trains.
+
+Every method x K x M x window; the pipelines have K linear stages of a few parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.clock import Event, ticks
+from offbeat.engines.streams import Streams
+from offbeat.method import Method
+from offbeat.methods import METHODS, named
+from offbeat.ops import Backward, Update
+from offbeat.report.gantt import boxes
+from offbeat.studies.plan import Kept
+from offbeat.theory import mean_staleness, staleness, versions_held
+from offbeat.timeline import balanced, timeline
+
+STAGES, ACCUMULATED, WINDOWS = range(1, 7), (1, 2, 3, 8), ("count", "aligned")
+WIDTH, SAMPLES = 3, 4
+
+
+def settings(name: str) -> list[dict[str, object]]:
+    """What the method may be given of M and the window; weights other than its own for a few of them."""
+    takes = inspect.signature(METHODS[name]).parameters
+    made: list[dict[str, object]] = [{}]
+    if "M" in takes:
+        made = [{"M": M} for M in ACCUMULATED]
+    if "window" in takes:
+        made = [{**given, "window": window} for given in made for window in WINDOWS]
+    if "weights" in takes:
+        made += [{**made[0], "weights": weights} for weights in ("hybrid", "replay")]
+    return made
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method at one K, as all interpreters see it.
+
+    measured   staleness of each stage, as the pipeline counted it
+    held       most batches in flight and most versions of each stage, as the pipeline had them
+    """
+
+    method: Method
+    K: int
+    batches: int
+    events: list[Event]
+    measured: list[Counter[int]]
+    held: list[tuple[int, int]]
+
+    def __str__(self) -> str:
+        return f"{self.method.name} K={self.K} M={self.method.M} {self.method.window} {self.method.weights}"
+
+    @property
+    def stages(self) -> range:
+        return range(1, self.K + 1)
+
+    def of(self, k: int) -> list[Event]:
+        return [event for event in self.events if event.k == k]
+
+    def counted(self, k: int) -> Counter[int]:
+        """Levels of staleness by the clock, over whole windows of batches that came long after the stage was full."""
+        late, levels, window = Counter[int](), list[int](), list[int]()
+        for event in self.of(k):
+            if isinstance(event.operation, Backward):
+                window.append(event.operation.t // self.method.m)
+                levels.append(event.staleness)
+            elif isinstance(event.operation, Update):
+                if window and min(window) >= self.fill and len(window) == self.method.M * self.method.m:
+                    late.update(levels)
+                levels, window = [], []
+        return late
+
+    @property
+    def fill(self) -> int:
+        return max(self.method.lag(1, self.K), self.method.M)
+
+
+@cache
+def runs(name: str) -> list[Run]:
+    """The grid of one method; a pipeline is trained for each point of it."""
+    found = []
+    for given in settings(name):
+        method = named(name, **given)
+        for K in STAGES:
+            if method.limit is None or method.limit(K) is None:
+                batches = 2 * method.lag(1, K) + 3 * method.M + (6 * K if method.order else 2)
+                events = [event for tick in ticks(method, K, range(batches)) for event in tick]
+                found.append(Run(method, K, batches, events, *trained(method, K, batches)))
+    return found
+
+
+def trained(method: Method, K: int, batches: int) -> tuple[list[Counter[int]], list[tuple[int, int]]]:
+    torch.manual_seed(0)
+    x, y = torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES) % WIDTH
+    pipe = offbeat.Pipeline(
+        [nn.Linear(WIDTH, WIDTH) for _ in range(K)], method=method, loss=nn.functional.cross_entropy, sample=x,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9), engine="simulate",
+    )  # fmt: skip
+    versions = [1] * K
+    for _ in range(batches):
+        pipe.step(x, y)
+        versions = [max(most, stage.weights.versions()) for most, stage in zip(versions, pipe.stages.values())]
+    pipe.drain()
+    in_flight = [stage.most_held for stage in pipe.stages.values()]
+    return [Counter(stage) for stage in pipe.staleness], list(zip(in_flight, versions))
+
+
+def by_steps(run: Run, k: int) -> Counter[int]:
+    """Levels of staleness that count, by the steps of the stage."""
+    late, levels = Counter[int](), list[int | None]()
+    for step in itertools.chain(*run.method.steps(k, run.K, range(run.batches))):
+        if isinstance(step.operation, Backward):
+            levels.append(step.staleness if step.steady else None)
+        elif isinstance(step.operation, Update):
+            late.update(run.method.counted(levels))
+            levels = []
+    return late
+
+
+def shares(levels: Counter[int]) -> dict[int, float]:
+    return {level: count / levels.total() for level, count in sorted(levels.items())}
+
+
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+@every_method
+def test_timeline_and_picture_have_the_operations_and_versions_of_the_clock(name):
+    for run in runs(name):
+        spans = timeline(run.method, run.batches, balanced(run.K))
+        drawn = boxes(run.method, balanced(run.K), run.batches)
+        for k in run.stages:
+            operations = [event.operation for event in run.of(k)]
+            assert [span.operation for span in spans if span.k == k] == operations, f"{run}, stage {k}"
+            newest = 0
+            for event, box in zip(run.of(k), [box for box in drawn if box.span.k == k], strict=True):
+                version = event.version
+                if isinstance(event.operation, Update):
+                    newest = event.version
+                elif isinstance(event.operation, Backward) and run.method.weights != "stash":
+                    version = newest  # with current weights, whichever the forward used
+                assert (box.span.operation, box.version) == (event.operation, version), f"{run}, stage {k}"
+
+
+@every_method
+def test_measured_staleness_is_that_of_the_clock_and_of_the_method(name):
+    for run in runs(name):
+        for k, measured in enumerate(run.measured, start=1):
+            counted = run.counted(k)
+            assert counted, f"{run}, stage {k}: no whole window"
+            if run.method.m == 1:
+                assert shares(measured) == shares(counted), f"{run}, stage {k}"
+            mean = sum(level * count for level, count in counted.items()) / counted.total()
+            assert mean == run.method.staleness(k, run.K), f"{run}, stage {k}"
+
+
+@every_method
+def test_steps_count_the_staleness_that_the_pipeline_measures(name):
+    for run in runs(name):
+        for k, measured in enumerate(run.measured, start=1):
+            assert measured == by_steps(run, k), f"{run}, stage {k}"
+
+
+@every_method
+def test_plan_and_method_hold_the_batches_and_versions_that_the_pipeline_holds(name):
+    for run in runs(name):
+        planned = Kept.of(run.method, run.K)
+        assert list(zip(planned.in_flight, planned.versions, strict=True)) == run.held, run
+        declared = [(run.method.held(k, run.K), run.method.versions(k, run.K)) for k in run.stages]
+        assert declared == run.held, run
+
+
+@every_method
+def test_the_plan_expects_the_staleness_that_the_pipeline_measures(name):
+    for run in runs(name):
+        for expected, measured in zip(Kept.of(run.method, run.K).staleness, run.measured, strict=True):
+            assert expected == sum(level * count for level, count in measured.items()) / max(1, measured.total()), run
+
+
+def test_a_method_declared_with_lists_is_interpreted_as_well():
+    method = Method(name="mine", lag=lambda k, K: K - k, locks=[], correctors=[offbeat.SpikeCompensation()])
+    assert [method.staleness(k, 3) for k in (1, 2, 3)] == [2, 1, 0]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_the_formulas_of_the_theory_are_what_programs_do(window):
+    for lag, M in itertools.product(range(13), range(1, 9)):
+        method = Method(name="lagged", lag=lambda k, K, lag=lag: lag, M=M, window=window)
+        assert method.staleness(1, 2) == mean_staleness(lag, M)
+        assert method.versions(1, 2) == versions_held(lag, M)
+        assert (method.held(1, 2), method.fill(2)) == (lag + 1, lag)
+        assert [method.resting(1, 2, done) for done in range(20)] == [min(done, lag) for done in range(20)]
+        done = itertools.chain(*method.steps(1, 2, range(lag + 5 * M)))
+        late = {step.operation.t: step.staleness for step in done if isinstance(step.operation, Backward)}
+        if window == "count":
+            assert all(late[t] == staleness(lag, M, t % M) for t in late if t >= lag), (lag, M)
+
+
+def test_a_recorded_stage_of_2bw_without_parameters_is_one_update_late_too():
+    torch.manual_seed(0)
+    stages = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))]
+    pipe = offbeat.Pipeline(
+        stages, method=offbeat.TwoBW(M=4), loss=nn.functional.cross_entropy, engine=Streams(5, torch.device("cpu")),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    )  # fmt: skip
+    for _ in range(16):
+        pipe.step(torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES) % WIDTH)
+    pipe.drain()
+    assert [dict(stage) for stage in pipe.staleness] == 5 * [{1: 12}]
