@@ -1,4 +1,4 @@
-"""Write docs/results.md, its pictures and the tables in README.md from the records in docs/results.
+"""Write docs/results.md, its pictures, and the table and the picture of README.md, from the records in docs/results.
 
     python benchmarks/results.py              write them
     python benchmarks/results.py --check      only compare, and fail where they are not current
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import first_page
 import results_bench
 import results_gpu
 import results_reproduction
@@ -26,7 +27,7 @@ from page import RECORDS, ROOT, Record, Records, listed, made, point, prose, rec
 from offbeat.report.formatting import markdown
 
 PICTURE = RECORDS / "methods-cifar10.svg"
-BLOCK = re.compile(r"(<!-- (?P<name>[a-z]+): generated .*? -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- results: generated .*? -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 # Speed-ups over BP that the paper reports (Zhuang, Lin, Toh), by network and K: on GPUs, other sizes and batches
 PAPER: dict[tuple[str, int], dict[str, float]] = {
@@ -63,7 +64,7 @@ def setting_of(record: Record) -> str:
     return f"{settings['model']}, b={settings['batch_size']}, K={settings['K']}"
 
 
-def engine_table(found: Records, *, without: tuple[str, ...] = ()) -> str:
+def engine_table(found: Records) -> str:
     head, rows = ["one pinned core a stage", "rounds", "commit", *COLUMNS.values(), "the paper's speed-up"], []
     for record in found.values():
         settings, ratios, rounds = record["settings"], record["ratios"], rounds_of(record)
@@ -74,8 +75,7 @@ def engine_table(found: Records, *, without: tuple[str, ...] = ()) -> str:
             *(shown(ratios[name], rounds) if name in ratios else "" for name in COLUMNS),
             f"{paper:.2f}" if paper else "",
         ])  # fmt: skip
-    kept = [place for place, name in enumerate(head) if name not in without]
-    return markdown([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
+    return markdown(head, rows)
 
 
 def engine_section(found: Records) -> list[str]:
@@ -337,17 +337,16 @@ def main() -> None:
         *errors_section(compared, again), *results_gpu.section(records("gpu")), *results_reproduction.section(again),
         *results_bench.section(), *results_torture.section(), *results_trace.section(),
     ]  # fmt: skip
-    tables = {"results": engine_table(engine, without=("commit", "the cut allows")), "errors": errors_table(compared),
-              "gpu": results_gpu.headline(records("gpu")), "bench": results_bench.headline(),
-              "reproduction": results_reproduction.headline(again)}  # fmt: skip
-    readme = ROOT / "README.md"
+    readme, table = ROOT / "README.md", first_page.table()
     wanted = {
         ROOT / "docs/results.md": "\n".join(page),
-        readme: BLOCK.sub(lambda match: f"{match[1]}{tables[match['name']]}\n{match[3]}", readme.read_text()),
+        readme: BLOCK.sub(lambda match: f"{match[1]}{table}\n{match[2]}", readme.read_text()),
     }
     stale = [path.name for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if not PICTURE.exists() or digest(compared) not in PICTURE.read_text():
         stale.append(PICTURE.name)
+    if first_page.stale():
+        stale.append(first_page.PICTURE.name)
     pictures = results_reproduction.stale(again)
     stale += [path.name for path in pictures]
     if "--check" in sys.argv:
@@ -356,6 +355,8 @@ def main() -> None:
         path.write_text(text)
     if PICTURE.name in stale or "--picture" in sys.argv:
         draw(compared, PICTURE)
+    if first_page.PICTURE.name in stale or "--picture" in sys.argv:
+        first_page.draw()
     if "--picture" in sys.argv:
         results_bench.draw()
     for name, record in again.items():

@@ -77,11 +77,11 @@ def scaling_section(name: str, record: Record) -> list[str]:
 
 
 AIMS = 1.4, 0.9  # of ADL: times the best synchronous pipeline, and of the bound
-SHOWN = ("bp", "bp-cores", "torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "adl")  # in the README
+SHOWN = ("bp", "bp-cores", "torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "adl")  # in the table of all runs
 
 
-def headline() -> str:
-    """ADL beside torch's own, a line for each record: samples a second, for the README; and what speaks against it."""
+def summary() -> list[str]:
+    """Samples per second of ADL and of torch's own, a line for each record, and what speaks against ADL."""
     from offbeat.report import bench_table
 
     titles: dict[str, str] = {}
@@ -109,15 +109,16 @@ def headline() -> str:
         against["adl"].append(adl["memory_per_worker"])
         against["best"].append(best["memory_per_worker"])
     if not lines:
-        return "Nothing has been measured yet."
-    head = ["one core a worker", "cores", "rounds", *(titles.get(row, row) for row in SHOWN),
+        return []
+    head = ["one core per worker", "cores", "rounds", *(titles.get(row, row) for row in SHOWN),
             "ADL / best synchronous pipeline", "ADL / bound of its cuts"]  # fmt: skip
 
     def between(values: list[float], told: Callable[[float], str] = "{:.2f}".format) -> str:
         ends = list(dict.fromkeys(map(told, (min(values), max(values)))))
         return " to ".join(ends)
 
-    return "\n".join([
+    return [
+        "Samples per second in all runs:", "",
         markdown(head, lines), "",
         *([point(f"BP on all cores of a run is {between(against['bp-cores'])} times as fast as ADL on K of them, and "
                  "exact.")] if against["bp-cores"] else []),
@@ -126,8 +127,8 @@ def headline() -> str:
         point(f"A worker of ADL holds up to {between(against['adl'], size)}, one of the best synchronous pipeline "
               f"{between(against['best'], size)}."),
         point(f"Aims are {AIMS[0]} and {AIMS[1]}. Missed: {'; '.join(missed) or 'none'}."
-              + (f" Not in every round: {'; '.join(unsure)}." if unsure else "")),
-    ])  # fmt: skip
+              + (f" Not in every round: {'; '.join(unsure)}." if unsure else "")), "",
+    ]  # fmt: skip
 
 
 def section() -> list[str]:
@@ -140,7 +141,7 @@ def section() -> list[str]:
         lines += [prose(
             "`offbeat bench`: all rows in one run on one machine, on the same cuts (interleaved: cuts of its own), in",
             "rounds that time every row once.",
-        ), ""]  # fmt: skip
+        ), "", *summary()]  # fmt: skip
     for name, record in benches.items():
         lines += bench_section(name, record)
     for name, record in studies.items():

@@ -62,25 +62,6 @@ def table(found: Records) -> str:
     return markdown(head, lines)
 
 
-def headline(found: Records) -> str:
-    """The rows at b=32 with which aims go: plain PyTorch, the same recorded and with windows at once, and ADL."""
-    names, lines = ("BP, eager", "BP, recorded", AT_ONCE, AIMED_AT), []
-    head = ["", "BP as PyTorch runs it", "BP recorded", "BP, windows at once", AIMED_AT, "times recorded BP", "aim",
-            "times BP at once"]  # fmt: skip
-    for record in found.values():
-        for case in record["found"]:
-            rows = {row["name"]: row for row in case["rows"]}
-            aim = aim_of(record, case)
-            if AIMED_AT in rows and aim:
-                ms = [f"{median(rows[name]['ms']):.2f} ms" if name in rows else "" for name in names]
-                name = ", ".join(word for word in (case["model"], how(record)) if word)
-                more = at_once(case["rows"], rows[AIMED_AT])
-                lines.append([name, *ms, spread(ratios_of(case["rows"], rows[AIMED_AT]), 2), f"{aim}",
-                              spread(more, 2) if more else ""])  # fmt: skip
-    told = [*told_of_misses(found), *told_of_gaps(found), *told_of_exactness(found), *told_of_host(found)]
-    return "\n".join([markdown(head, lines), "", *told])
-
-
 def told_of_exactness(found: Records) -> list[str]:
     """ADL beside the fastest BP there is."""
     pairs = [(case, {row["name"]: row for row in case["rows"]}) for record in found.values() for case in record["found"]

@@ -15,9 +15,7 @@ from offbeat.report.formatting import markdown
 TITLE = "The paper's rows again"
 ANCHOR = "the-papers-rows-again"
 STATES = ("done", "diverged", "failed")
-NETWORK = "resnet56"  # of the README
 EPOCHS = 300  # of the paper's schedule on CIFAR-10
-MISSING: Record = {"state": "missing", "errors": []}
 
 
 # ---- a row
@@ -107,10 +105,9 @@ def cells(record: Record, row: Record) -> dict[str, str]:
     return {name: value for name, value in told.items() if name not in unknown}
 
 
-def table(record: Record, rows: list[Record], left_out: tuple[str, ...] = ()) -> str:
-    told = [cells(record, row) for row in rows]
-    columns = [name for name in told[0] if name not in left_out]
-    return markdown(columns, [[row[name] for name in columns] for row in told])
+def table(record: Record) -> str:
+    told = [cells(record, row) for row in record["rows"]]
+    return markdown(list(told[0]), [list(row.values()) for row in told])
 
 
 def verdicts(record: Record) -> list[str]:
@@ -185,14 +182,6 @@ def how(record: Record) -> str:
         some = f" for {those} of {len(told)} runs" if those < len(told) else ""
         words += [f"`--{name}`{some}"] if those else []
     return ", ".join(words)
-
-
-def command(record: Record) -> str:
-    """That gives the rows, in one go."""
-    words = ["offbeat", "reproduce", record["table"], "--only", ",".join(row["name"] for row in record["rows"])]
-    for name, value in {**record["settings"], "seeds": max(row["n"] for row in record["rows"])}.items():
-        words += [f"--{name}"] if value is True else [] if value in (None, False) else [f"--{name}", f"{value}"]
-    return " ".join([*words, "--data", "DATA"])
 
 
 def sources(name: str, record: Record) -> list[str]:
@@ -280,32 +269,8 @@ def section(found: Records) -> list[str]:
                   + ("; the paper's are medians of 3." if compared(record) else "."),
                   "`To BP`: ours minus our own BP with accumulation of the same network, b, M and learning rate,",
                   "where both are done. Staleness in updates, as measured. All runs:", f"{how(record)}."), "",
-            table(record, record["rows"]), "",
+            table(record), "",
             f"![Test error against the epoch](results/{picture(name).name})", "",
             *verdicts(record), *without_bp(record), *missing(record), *notes(record), "", *sources(name, record), "",
         ]  # fmt: skip
     return lines
-
-
-def headline(found: Records) -> str:
-    """For the README: the most valuable rows (tier 1 of one network), also those that are missing, and what else is
-    done; then what they say."""
-    parts = []
-    begun = {row["name"] for record in found.values() for row in record["rows"]}
-    for record in found.values():
-        shown = [row for row in record["rows"] if row["error"] is not None
-                 or (record["tiers"][row["name"]] == 1 and row["name"].startswith(NETWORK))]  # fmt: skip
-        absent = [{**row, "error": None, "top5": None, "difference": None, "n": 0, "runs": [MISSING]}
-                  for row in record["missing"]
-                  if row["tier"] == 1 and row["name"].startswith(NETWORK) and row["name"] not in begun]  # fmt: skip
-        if shown:
-            shorter = "".join(f"; {note}" for note in record["notes"] if "epochs instead of" in note)
-            parts += [
-                prose(f"The paper's rows again: {record['title']}, test error (%) at the last epoch, median of n",
-                      "seeds (lowest-highest); beside ADL its distance to our BP with accumulation",
-                      f"(more in [docs/results.md](docs/results.md#{ANCHOR})){shorter}.",
-                      f"`{command(record)}`:"), "",
-                table(record, shown + absent, left_out=("to the paper", "staleness of stage 1")), "",
-                *verdicts({**record, "rows": shown}), *without_bp(record), "",
-            ]  # fmt: skip
-    return "\n".join(parts[:-1]) or f"The paper's schedule ({EPOCHS} epochs on CIFAR-10) has not been repeated yet."

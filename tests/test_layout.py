@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,8 +97,14 @@ def test_the_documents_examples_are_true(document):
     assert failures == 0
 
 
-def test_the_readmes_trace_is_drawn_by_the_clock():
+def test_the_trace_in_the_architecture_is_drawn_by_the_clock():
     from offbeat.clock import draw
     from offbeat.methods import ADL
 
-    assert "\n".join(draw(ADL(M=2), 3, range(7)).splitlines()[:8]) in (ROOT / "README.md").read_text()
+    assert "\n".join(draw(ADL(M=2), 3, range(7)).splitlines()[:8]) in (ROOT / "docs/architecture.md").read_text()
+
+
+def test_the_table_of_rooms_has_every_part_in_the_order_of_imports():
+    rooms = (ROOT / "docs/architecture.md").read_text().split("## The rooms of the package")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in rooms.splitlines() if line.startswith("| `")]
+    assert [name for cell in cells for name in re.findall(r"`(\w+)/?`", cell)] == ORDER[:-1]

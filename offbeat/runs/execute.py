@@ -14,7 +14,6 @@ from offbeat.errors import FolderTaken, Interrupted, NotFinite, UserError
 from offbeat.runs import launch
 from offbeat.runs.recipe import Recipe, changed, complete, linear_rate, load
 
-
 MOST_ROLLBACKS = 5  # of one run
 
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from offbeat.runs import launch
 from offbeat.errors import StageLost, UserError, first_line
+from offbeat.runs import launch
 
 KEY = "offbeat/from-first"
 

@@ -17,8 +17,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from offbeat.errors import Interrupted, NotFinite, StageLost, UserError
 from offbeat.core.links import LOOPBACK_INTERFACE
+from offbeat.errors import Interrupted, NotFinite, StageLost, UserError
 
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # set for workers that were started here: the folder for their last words
 LAUNCHER = "OFFBEAT_LAUNCHER"  # and the process that started them

@@ -22,9 +22,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from offbeat.runs import launch
 from offbeat.checkpoint import with_room
 from offbeat.errors import FolderTaken, UserError, first_line
+from offbeat.runs import launch
 
 FILE = "run.lock"
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from offbeat.runs.epochs import Epochs
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method, Weights
 from offbeat.methods import settings_of, with_settings
 from offbeat.ops import Window
+from offbeat.runs.epochs import Epochs
 from offbeat.timeline import MOST_TURNS
 
 ENGINES = ("simulate", "processes", "streams")

@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from offbeat import checkpoint
-from offbeat.runs import transfer
 from offbeat.checkpoint import Checkpoint, CheckpointFailed
-from offbeat.runs.epochs import Epochs
-from offbeat.errors import Interrupted, UserError
+from offbeat.core import state as stage_state
 from offbeat.core.links import Link, Message
+from offbeat.core.stage import Stage
+from offbeat.errors import Interrupted, UserError
 from offbeat.methods import settings_of
 from offbeat.pipeline import Pipeline
+from offbeat.runs import transfer
+from offbeat.runs.epochs import Epochs
 from offbeat.runs.recipe import Recipe, upgraded
-from offbeat.core.stage import Stage
-from offbeat.core import state as stage_state
 
 # What must not change if the batches in flight are to go on, and what recipes had before they had a choice.
 SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "drop_last", "weighting", "precision")

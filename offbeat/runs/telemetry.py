@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from offbeat.core.links import Link, Message
-from offbeat.pipeline import Pipeline
 from offbeat.core.stage_report import Report
+from offbeat.pipeline import Pipeline
 
 
 class Telemetry:

@@ -17,25 +17,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat import data, models, partitioning as cutting
-from offbeat.runs import lock, saving, transfer
+from offbeat import data, models
+from offbeat import partitioning as cutting
 from offbeat.checkpoint.folder import FOLDER
+from offbeat.core.precision import Numbers
+from offbeat.core.stage_report import Report, Staleness
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
-from offbeat.runs.epochs import Epochs
 from offbeat.errors import FolderTaken, UserError
+from offbeat.observe import diagnosis
 from offbeat.pipeline import Pipeline
-from offbeat.core.precision import Numbers
+from offbeat.runs import lock, saving, transfer
+from offbeat.runs.epochs import Epochs
 from offbeat.runs.progress import Progress
 from offbeat.runs.recipe import Recipe, cores
 from offbeat.runs.record import Diagnoses, RunFolder
 from offbeat.runs.saving import Saver
-from offbeat.seeds import derive
-from offbeat.core.stage_report import Report, Staleness
-from offbeat.observe import diagnosis
 from offbeat.runs.telemetry import Telemetry
+from offbeat.seeds import derive
 
 REPORTS_AN_EPOCH = 20
 TESTED = 2000 * 3 * 32 * 32  # numbers in what a GPU evaluates at once

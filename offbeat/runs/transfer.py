@@ -21,8 +21,8 @@ import torch
 from offbeat.checkpoint import CheckpointFailed, FileFacts, flatten, is_full, make_room, part_name
 from offbeat.checkpoint.files import CHUNK, write_file
 from offbeat.checkpoint.parts import part_files
-from offbeat.engines import Engine
 from offbeat.core.links import Link, Message
+from offbeat.engines import Engine
 
 PIECE = "piece"  # the kind of a message with bytes of a file
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from offbeat import models
+from offbeat.methods import METHODS
 from offbeat.partitioning import Profile, profile, solve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,9 +60,9 @@ def test_pages_of_other_records_are_not_current(copied):
     assert checked(copied).returncode == 0
 
     def faster(record):
-        record["ratios"]["speedup_over_one_core"][0] += 0.01
+        next(row for row in record["found"][0]["rows"] if row["name"] == "ADL, K=8")["ms"] = [0.5, 0.5, 0.5]
 
-    changed(copied / "docs/results/core-16cores-resnet101-k8.json", faster)
+    changed(copied / "docs/results/gpu-h200-b32.json", faster)
     told = checked(copied)
     assert told.returncode == 1
     assert "results.md, README.md" in told.stderr
@@ -78,8 +79,31 @@ def test_a_picture_of_other_curves_is_not_current(copied):
 
 def test_a_table_typed_by_hand_is_not_current(copied):
     readme = copied / "README.md"
-    readme.write_text(readme.read_text().replace("24.13 (", "23.13 ("))
+    table = readme.read_text().split("<!-- results: ")[1]
+    figure = re.search(r"\d\.\d\d times as fast", table)[0]
+    readme.write_text(readme.read_text().replace(figure, "9.99 times as fast"))
     assert "README.md" in checked(copied).stderr
+
+
+def test_a_picture_of_other_timelines_is_not_current(copied):
+    script = copied / "benchmarks/first_page.py"
+    script.write_text(script.read_text().replace("ADL(M=2)", "ADL(M=3)"))
+    assert checked(copied).stderr.startswith("not current: timelines.svg;")
+
+
+def test_the_readmes_table_has_at_most_eight_rows_and_the_losses():
+    table = (ROOT / "README.md").read_text().split("<!-- results: ")[1].split("<!-- end")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert 0 < len(rows) <= 8
+    outcomes = [row.split("|")[-2].strip() for row in rows]
+    assert any(outcome.startswith("0.") for outcome in outcomes)  # slower than what it is compared with
+    assert any(float(outcome) > 1 for outcome in outcomes if re.fullmatch(r"\+[\d.]+", outcome))  # points of error
+
+
+def test_the_first_pages_count_the_methods_that_there_are():
+    for page in (ROOT / "README.md", ROOT / "docs/index.md"):
+        assert f"one of {len(METHODS) - 1}\nother methods" in page.read_text()
+    assert f": {len(METHODS)} methods, " in (ROOT / "README.md").read_text()
 
 
 def test_an_aim_that_was_missed_is_shown_as_missed(copied):
@@ -169,15 +193,3 @@ def test_a_single_round_is_shown_without_a_spread():
     spec.loader.exec_module(page)
     assert page.shown([1.5, 1.5, 1.5], 1) == "1.50"
     assert page.shown([1.5, 1.25, 2.0], 3) == "1.50 (1.25-2.00)"
-
-
-def test_the_readmes_tree_names_what_there_is():
-    tree = (ROOT / "README.md").read_text().split("### The tree")[1]
-    named = set(re.findall(r"[\w-]+\.py\b|[\w-]+/", tree))
-    package = ROOT / "offbeat"
-    there = {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py"}
-    there |= {f"{path.name}/" for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert there <= named, f"not in the tree: {there - named}"
-    known = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
-    known |= {f"{path.name}/" for path in ROOT.rglob("*") if path.is_dir() and ".venv" not in path.parts}
-    assert named <= known, f"in the tree, but nowhere: {named - known}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -113,6 +114,41 @@ def test_a_page_of_a_method_that_was_edited_is_missing_or_is_no_methods_is_found
     told = generated(tmp_path)
     assert told.returncode == 1
     assert told.stderr.strip().endswith("adl.md, fr.md, new.md")
+
+
+def commands_checked(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, root / "benchmarks/command_pages.py", "--check"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_page_of_commands_is_that_of_the_command_line():
+    checked = commands_checked(ROOT)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_a_page_of_commands_that_was_edited_is_found(tmp_path):
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/commands.md").write_text((DOCS / "commands.md").read_text().replace("resnet56", "resnet20"))
+    checked = commands_checked(tmp_path)
+    assert checked.returncode == 1
+    assert "run python benchmarks/command_pages.py" in checked.stderr
+
+
+def test_the_page_of_commands_has_every_option_of_every_command():
+    sections = (DOCS / "commands.md").read_text().split("\n## ")[1:]
+    written = {text.partition("\n")[0]: set(re.findall(r"`(--?[\w-]+)`", text)) for text in sections}
+    for name in ("train", "compare", "reproduce", "plan", "bench", "bench scaling", "report", "checkpoint verify"):
+        asked = [sys.executable, "-m", "offbeat", *name.split(), "--help"]
+        shown = subprocess.run(asked, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+        rows = re.findall(r"^[│ *]*((?:--?[a-zA-Z][\w-]*[ ,/]*)+)", shown.stdout, re.MULTILINE)
+        assert set(" ".join(rows).split()) - {"--help"} == written[f"offbeat {name}"], name
+
+
+def test_the_glossary_is_in_alphabetical_order():
+    terms = re.findall(r"^\| ([^|]+) \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)[2:]
+    assert len(terms) > 40
+    assert terms == sorted(terms, key=str.lower)
 
 
 @pytest.mark.parametrize("name", METHODS)

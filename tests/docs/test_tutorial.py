@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -43,6 +44,15 @@ def test_the_code_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
         if code not in SCRIPTS.values():
             exec(compile(code, "docs/tutorial.md", "exec"), namespace)
     assert "test error" in capsys.readouterr().out
+
+
+def test_the_code_of_the_readme_runs():
+    (code,) = [code for language, code in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python"]
+    blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()) for _ in range(4)]
+    loader = [(torch.randn(8, 4), torch.randint(4, (8,))) for _ in range(24)]
+    namespace = {"__name__": "readme", "torch": torch, "model": torch.nn.Sequential(*blocks), "loader": loader}
+    exec(compile(code, "README.md", "exec"), namespace)
+    assert [stage.mean for stage in namespace["pipe"].staleness] == [1.5, 1.0, 0.5, 0.0]
 
 
 def test_the_pipeline_is_ten_lines():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import fingerprint, vectors
 from reference import adl, data, mean_square
-from test_exact import close, pipeline, spy
+from test_adl_exact import close, pipeline, spy
 from test_pipeline import CROSS_ENTROPY, linears, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.runs.epochs import Epochs
 from offbeat.errors import UserError
+from offbeat.runs.epochs import Epochs
 from offbeat.runs.recipe import complete
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=4)

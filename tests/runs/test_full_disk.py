@@ -128,7 +128,7 @@ def test_a_disk_that_others_fill_leaves_the_newest_checkpoint_and_the_next(tmp_p
     recipe = complete(model="mlp", data="synthetic", K=2, M=2, checkpoint_every="5b", keep=3)
     noted: list[str] = []
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
-        saver = Saver(recipe, 1000, pipe, disk, lambda kind, **_: noted.append(kind))
+        saver = Saver(recipe, recipe.count(1000), pipe, disk, lambda kind, **_: noted.append(kind))
 
         def train(batches: range) -> None:
             for t in batches:

@@ -23,9 +23,9 @@ from disks import fill, small_disk
 from processes import ENVIRONMENT, START, Run, group, processes_of, wait_for
 from safetensors.torch import load_file
 
-from offbeat.runs import lock
 from offbeat.checkpoint import ls
 from offbeat.errors import FolderTaken, UserError
+from offbeat.runs import lock
 from offbeat.runs.record import lines
 
 SMALL = ("--model", "resnet8", "--data", "synthetic", "--samples", "256", "--shape", "3,8,8", "--batch-size", "8",

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from processes import listeners
 
-from offbeat.runs import launch
 from offbeat.data import cifar_files
 from offbeat.errors import UserError
+from offbeat.runs import launch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's socket tables")

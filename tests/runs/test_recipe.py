@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from command import check_refused
 
-from offbeat.runs import saving
 from offbeat.errors import UserError
+from offbeat.runs import saving
 from offbeat.runs.recipe import changed, complete, load
 
 DRY = ("train", "--data", "synthetic", "--samples", 8, "--model", "mlp", "-K", 2, "--dry-run", "--json")

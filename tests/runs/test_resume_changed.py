@@ -11,8 +11,8 @@ import torch
 from command import Command, check_refused
 from safetensors.torch import load_file
 
-from offbeat.runs import saving
 from offbeat.checkpoint import ls
+from offbeat.runs import saving
 from offbeat.runs.record import lines
 
 SAMPLES, EPOCHS = 96, 4

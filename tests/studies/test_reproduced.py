@@ -275,27 +275,25 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def pages(root: Path) -> tuple[str, str]:
-    """The section and the README's block, made anew, and current then."""
+def pages(root: Path) -> str:
+    """The section, made anew, and current then."""
     made = run(root)
     assert made.returncode == 0, made.stderr
     assert run(root, "--check").returncode == 0
-    page, readme = (root / "docs/results.md").read_text(), (root / "README.md").read_text()
-    block = readme.split("<!-- reproduction: ")[1].split("-->\n")[1].split("<!-- end")[0]
-    return page.partition("## The paper's rows again\n")[2].split("\n## ")[0], block
+    page = (root / "docs/results.md").read_text()
+    return page.partition("## The paper's rows again\n")[2].split("\n## ")[0]
 
 
 def test_without_a_record_nothing_is_told_but_that_there_is_none(copied):
-    section, block = pages(copied)
-    assert section == ""
-    assert block == "The paper's schedule (300 epochs on CIFAR-10) has not been repeated yet.\n"
+    assert pages(copied) == ""
+    assert "300 epochs" not in (copied / "README.md").read_text()
     assert "there is no record yet" in (copied / "docs/results.md").read_text()
 
 
 def test_pages_tell_what_is_done_what_diverged_what_is_under_way_and_what_is_missing(offbeat, three, copied):
     path = copied / "docs/results/reproduction-small.json"
     join(*three, "--out", path)
-    section, block = pages(copied)
+    section = pages(copied)
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     bp, late = rows["resnet56-bp-m2"], rows["resnet56-adl-k3-m2"]
     low, high = bp["error_range"]
@@ -312,9 +310,6 @@ def test_pages_tell_what_is_done_what_diverged_what_is_under_way_and_what_is_mis
     assert "- resnet56-adl-k3-m2: a remark." in section
     assert "--only resnet56-bp-m2 --seeds 2 --out DIR`, commit 000000000000, torch" in section
     assert "no result: the rate drops late" in section.replace("\n  ", " ")
-    assert measured in block
-    assert "| Net, ADL, K=3, M=2, compensated | - | - | 0 |  | missing |" in block
-    assert "Other" not in block
 
 
 def test_other_images_than_the_papers_have_a_name_and_stand_alone(offbeat, copied, monkeypatch, capsys):
@@ -325,12 +320,11 @@ def test_other_images_than_the_papers_have_a_name_and_stand_alone(offbeat, copie
     reproduce(offbeat, "mine", "resnet56-bp-m2,resnet56-adl-k3-m2")
     path = copied / "docs/results/reproduction-small.json"
     join("mine", "--out", path, "--images", "Mine")
-    section, block = pages(copied)
+    section = pages(copied)
     found = json.loads(path.read_text())
     assert found["title"] == "Large, Table 1, on Mine, 4 epochs"
-    for text in (section, block):
-        assert "| row | ours | top-5 | n | to BP, same b and M |" in text
-        assert not re.search(r"6\.1[89]", text)
+    assert "| row | ours | top-5 | n | to BP, same b and M |" in section
+    assert not re.search(r"6\.1[89]", section)
     assert "trained on 3 classes, 24 images to train and" in section.replace("\n  ", " ")
     folder = json.loads(Path("mine/reproduction.json").read_text())
     folder["images"]["train"] = 25
@@ -348,10 +342,9 @@ def test_adl_stands_beside_bp_of_the_same_batch_and_m_whichever_is_better(offbea
     for better in (1.25, -0.75):
         rows["resnet56-adl-k3-m2"]["error"] = rows["resnet56-bp-m2"]["error"] + better
         path.write_text(json.dumps(content))
-        section, block = pages(copied)
+        section = pages(copied)
         told = " ".join(section.split())
         assert f"| {better:+.2f} | 2.00 | done |" in section
-        assert f"| {better:+.2f} | done |" in block
         wanted = "Worse than our BP at the same b and M: {}. Not worse: {}."
         found = f"Net, ADL, K=3, M=2 ({better:+.2f})"
         assert wanted.format(*((found, "none") if better > 0 else ("none", found))) in told

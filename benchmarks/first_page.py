@@ -1,0 +1,254 @@
+"""What README.md shows of Offbeat: the picture of three timelines, and the table of the strongest and weakest results.
+
+`python benchmarks/results.py` writes both, and compares them with `--check`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import results_gpu
+import results_reproduction
+from page import ROOT, Record, Records, point, records
+
+from offbeat.method import Method
+from offbeat.methods import ADL, BP, GPipe
+from offbeat.ops import Backward, Forward, Update
+from offbeat.report import bench_table
+from offbeat.report.formatting import markdown, size
+from offbeat.timeline import Span, balanced, timeline
+
+# ---- the picture
+
+PICTURE = ROOT / "docs/timelines.svg"
+STAGES = 3
+LENGTH = 36  # of the time axis, in forwards of a stage
+BATCHES = 16  # more than any of the methods finishes in that time
+WIDTH = 900  # pixels of the time axis
+METHODS: dict[str, Method] = {
+    "Back-propagation: one stage works, the others wait": BP(),
+    "GPipe, a synchronous pipeline with m=4 micro-batches: stages wait while a batch fills and drains": GPipe(m=4),
+    "ADL with M=2: once the pipeline is full, no stage waits; gradients are applied late": ADL(M=2),
+}
+KINDS: dict[type, str] = {Forward: "forward", Backward: "backward", Update: "update"}
+
+Operation = tuple[int, str, float, float, int | None]  # stage, kind, start, end, batch
+
+
+def operations(method: Method) -> list[Operation]:
+    """What the stages do within the time axis. The micro-batches of a batch have its number."""
+
+    def batch(span: Span) -> int | None:
+        t = getattr(span.operation, "t", None)
+        return None if t is None else t // method.m
+
+    spans = timeline(method, BATCHES, balanced(STAGES))
+    return [
+        (span.k, KINDS[type(span.operation)], span.start, span.end, batch(span))
+        for span in spans if type(span.operation) in KINDS and span.start < LENGTH
+    ]  # fmt: skip
+
+
+def heading(words: str, drawn: list[Operation]) -> str:
+    """The words, with how many batches stage 1 has finished and the share of time in which stages work."""
+    last = {batch: end for k, kind, _, end, batch in drawn if k == 1 and kind == "backward"}
+    finished = sum(end <= LENGTH for end in last.values())
+    busy = sum(min(end, LENGTH) - start for _, _, start, end, _ in drawn)
+    return f"{words}. {finished} batches finished, stages busy {100 * busy / LENGTH / STAGES:.0f} % of the time."
+
+
+def panels() -> dict[str, list[Operation]]:
+    """The operations of each method, by the heading of its panel."""
+    drawn = {words: operations(method) for words, method in METHODS.items()}
+    return {heading(words, those): those for words, those in drawn.items()}
+
+
+def digest() -> str:
+    return hashlib.sha256(json.dumps([panels(), STAGES, LENGTH, WIDTH]).encode()).hexdigest()
+
+
+def stale() -> bool:
+    """Whether the picture was drawn from other operations, or is not there."""
+    return not PICTURE.exists() or digest() not in PICTURE.read_text()
+
+
+def draw() -> None:
+    """The panels one above the other on one time axis; the file names what it was drawn from."""
+    from offbeat.report.draw import rendered
+    from offbeat.runs.record import write
+
+    title = f"{STAGES} equal stages, a backward as long as two forwards, no communication"
+    content = rendered(chart(), "svg", title=title, width=None).decode()
+    write(PICTURE, content.replace("</svg>", f"<!-- drawn from {digest()} -->\n</svg>"))
+
+
+def chart() -> Any:
+    import altair as alt
+
+    from offbeat.report.charts import Box, lanes
+
+    made, data = [], dict[str, Any]()
+    drawn = panels()
+    for place, (title, found) in enumerate(drawn.items(), start=1):
+        boxes = [Box(k, kind, start, end, batch if end <= LENGTH else None) for k, kind, start, end, batch in found]
+        one = lanes(boxes, K=STAGES, length=LENGTH, unit="F, the forward of a stage")
+        if place < len(drawn):  # the axis stands below the last panel
+            for layer in one.layer:
+                if layer.encoding.x is not alt.Undefined:
+                    layer.encoding.x = layer.encoding.x.axis(None)
+        data |= one.datasets
+        one.datasets = alt.Undefined
+        made.append(one.properties(title=alt.TitleParams(title, fontSize=13, anchor="start"), width=WIDTH))
+    with warnings.catch_warnings():  # panels share the selections, which a file does not use
+        warnings.filterwarnings("ignore", "Automatically deduplicated selection")
+        return alt.VConcatChart(vconcat=made, spacing=18, datasets=data).resolve_scale(x="shared", color="shared")
+
+
+# ---- the table
+
+HEAD = ("measured", "setting", "ADL", "compared with", "outcome")
+GPU_NETWORK, GPU_BATCH = "resnet56", 32
+
+Cells = list[str]
+
+
+def between(values: list[float], form: Callable[[float], str]) -> str:
+    """The smallest and the largest, or the one that there is.
+
+    >>> between([1.434, 1.36], "{:.2f}".format), between([2.0], "{:.2f}".format)
+    ('1.36 to 1.43', '2.00')
+    """
+    return " to ".join(dict.fromkeys(form(value) for value in (min(values), max(values))))
+
+
+def network(model: str) -> str:
+    """
+    >>> network("resnet110")
+    'ResNet-110'
+    """
+    return re.sub(r"^resnet(?=\d)", "ResNet-", model)
+
+
+def gpu_rows(found: Records) -> list[Cells]:
+    """ADL on one GPU against BP recorded as CUDA graphs, and against exact BP whose batches of a window run at once."""
+    for record in found.values():
+        for case in record["found"]:
+            rows = {row["name"]: row for row in case["rows"]}
+            plain = not results_gpu.how(record) and (case["model"], case["batch_size"]) == (GPU_NETWORK, GPU_BATCH)
+            if not plain or not {results_gpu.AIMED_AT, results_gpu.AT_ONCE, "BP, recorded"} <= rows.keys():
+                continue
+            settings, adl = record["settings"], rows[results_gpu.AIMED_AT]
+            setting = f"{network(case['model'])}, b={case['batch_size']}, K={adl['K']}, M={settings['M']}, "
+            setting += f"one {record['provenance']['machine']}, {settings['precision']}"
+            others = {"BP recorded as CUDA graphs": rows["BP, recorded"],
+                      "exact BP, the batches of an update at once": rows[results_gpu.AT_ONCE]}  # fmt: skip
+            return [
+                ["ms per batch", setting, f"{median(adl['ms']):.2f}", f"{name}: {median(other['ms']):.2f}",
+                 f"{median([b / a for a, b in zip(adl['ms'], other['ms'], strict=True)]):.2f} times as fast"]
+                for name, other in others.items()
+            ]  # fmt: skip
+    return []
+
+
+def cpu_runs(found: Records) -> list[tuple[Record, dict[str, Record]]]:
+    """Benchmarks with a row of ADL, each with its rows by name; the best synchronous pipeline is "best"."""
+    runs = []
+    for record in found.values():
+        rows, best = bench_table.measured(record), bench_table.best_synchronous(record)
+        if "adl" in rows and best is not None:
+            runs.append((record, {**rows, "best": best}))
+    return runs
+
+
+def cpu_rows(found: Records) -> list[Cells]:
+    """ADL on one core per stage against the best synchronous pipeline on as many, and against BP on all cores."""
+    lines = []
+    for other, title in (("best", "the best synchronous pipeline, K cores"), ("bp-cores", "BP on all free cores")):
+        runs = [(record, rows) for record, rows in cpu_runs(found) if other in rows]
+        if not runs:
+            continue
+        settings = [record["settings"] for record, _ in runs]
+        stages = " and ".join(dict.fromkeys(f"K={one['K']}" for one in settings))
+        networks = ", ".join(dict.fromkeys(f"{network(one['model'])}, b={one['batch_size']}" for one in settings))
+        machines = ", ".join(dict.fromkeys(record["provenance"]["machine"].split(", ")[-1] for record, _ in runs))
+        speeds = [[bench_table.speed(rows[name]) for _, rows in runs] for name in ("adl", other)]
+        ours, theirs = (between(values, "{:.0f}".format) for values in speeds)
+        ratios = [bench_table.times_faster(rows["adl"], rows[other]) for _, rows in runs]
+        lines.append(["samples per second", f"{networks}, {stages}, {machines}; {len(runs)} runs", ours,
+                      f"{title}: {theirs}", f"{between(ratios, '{:.2f}'.format)} times as fast"])  # fmt: skip
+    return lines
+
+
+SHOWN = ("resnet56-adl-k8-m4", "resnet56-adl-1f1b-k8-m4-sc", "resnet18-adl-k8-m4")  # rows of reproductions
+
+
+def bp_beside(found: Records, record: Record, row: Record) -> list[float]:
+    """Errors of all BP runs of the same table, settings, network, b, M and learning rate, in whichever record."""
+    alike = [one for one in found.values() if all(one[key] == record[key] for key in ("table", "settings"))]
+    kind = results_reproduction.kind(record, row)
+    done = [(one, bp) for one in alike for bp in one["rows"] if bp["error"] is not None]
+    return [bp["error"] for one, bp in done
+            if results_reproduction.is_bp(one, bp) and results_reproduction.kind(one, bp) == kind]  # fmt: skip
+
+
+def error_rows(found: Records) -> list[Cells]:
+    """Chosen rows of the reproductions, each against all BP of the same setting."""
+    lines = []
+    for record in found.values():
+        for row in record["rows"]:
+            errors = bp_beside(found, record, row) if row["name"] in SHOWN and row["error"] is not None else []
+            if errors:
+                images = re.search(r", on (\w+)", record["title"])
+                data = images[1] if images else record["title"].split(",")[0]
+                lines.append([
+                    "test error, %", f"{data}, {record['settings']['epochs']} epochs: {row['title']}",
+                    results_reproduction.ours(row), f"BP, same b and M: {between(errors, '{:.2f}'.format)}",
+                    between([row["error"] - error for error in errors], "{:+.2f}".format),
+                ])  # fmt: skip
+    return lines
+
+
+def short_row(compared: Records) -> list[Cells]:
+    """The comparison of a short schedule at the largest K, against BP."""
+    rows = [(record["asked"], row) for record in compared.values() for row in record["comparison"]["rows"]]
+    bp = next((row for _, row in rows if row["label"] == "bp"), None)
+    late = [(asked, row) for asked, row in rows if row["label"] == "adl"]
+    if bp is None or not late:
+        return []
+    asked, adl = max(late, key=lambda pair: pair[1]["K"])
+    setting = f"CIFAR-10, {asked['epochs']} epochs: {network(asked['model'])}, ADL, K={adl['K']}, M={adl['M']}"
+    return [["test error, %", setting, f"{adl['error']:.2f}", f"BP, same samples per update: {bp['error']:.2f}",
+             f"{adl['error'] - bp['error']:+.2f}"]]  # fmt: skip
+
+
+def notes(benches: Records, reproductions: Records) -> list[str]:
+    """What stands against these figures."""
+    runs, lines = cpu_runs(benches), []
+    epochs = {record["settings"]["epochs"] for record in reproductions.values() for row in record["rows"]
+              if row["name"] in SHOWN and row["n"] == 1}  # fmt: skip
+    if epochs:
+        lines.append(point(f"The errors after {' and '.join(map(str, sorted(epochs)))} epochs are of one seed per row. "
+                           "Where a range is shown, BP was trained more than once in that setting: a difference "
+                           "within the range means little."))  # fmt: skip
+    if ratios := [bench_table.times_faster(rows["adl"], rows["ddp"]) for _, rows in runs if "ddp" in rows]:
+        lines.append(point(f"In these CPU runs ADL is {between(ratios, '{:.2f}'.format)} times as fast as "
+                           "DistributedDataParallel on as many cores, which computes exact gradients."))  # fmt: skip
+    if runs:
+        held = [between([rows[name]["memory_per_worker"] for _, rows in runs], size) for name in ("adl", "best")]
+        lines.append(point(f"The largest worker of ADL holds {held[0]} there, that of the best synchronous pipeline "
+                           f"{held[1]}."))  # fmt: skip
+    return lines
+
+
+def table() -> str:
+    """The strongest and the weakest measured results, from the records that are there."""
+    compared, benches = records("methods-cifar10"), records("bench")
+    again = records("reproduction")
+    rows = [*gpu_rows(records("gpu")), *cpu_rows(benches), *error_rows(again), *short_row(compared)]
+    return "\n".join([markdown(HEAD, rows), "", *notes(benches, again)])
