@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-HERE = Path(__file__).parent
-# reference.py, cases.py, command.py, and tests whose networks and spies others use
-sys.path[:0] = [str(HERE), *(str(HERE / folder) for folder in ("core", "methods", "pipeline"))]
+sys.path.insert(0, str(Path(__file__).parent))  # reference.py, cases.py, command.py
+sys.path.extend(str(Path(__file__).parent / folder) for folder in ("core", "methods", "pipeline"))  # used by others
 from command import offbeat  # noqa: F401  a fixture for all
 
 # Files that take longest, first: a worker takes whole files, and one that is left at the end leaves the others idle.
