@@ -23,7 +23,7 @@ Tensors = Sequence["Tensor"]
 
 
 @dataclass
-class Place:
+class StageContext:
     """The stage that correctors work in.
 
     delay    mean updates between a forward and the use of its gradient
@@ -47,7 +47,7 @@ class Corrector:
     needs: ClassVar[tuple[str, ...]] = ("stash", "hybrid", "replay")  # backward weights it can work with
     recordable: ClassVar[bool] = True  # whether what it does to a step is the same tensor work every time
 
-    def active(self, place: Place) -> bool:
+    def active(self, place: StageContext) -> bool:
         """Whether it does anything in this stage."""
         return True
 
@@ -55,11 +55,11 @@ class Corrector:
         """Why it cannot work on a method of that lag and M, or None."""
         return None
 
-    def forward_weights(self, parameters: Tensors, place: Place) -> list[Tensor]:
+    def forward_weights(self, parameters: Tensors, place: StageContext) -> list[Tensor]:
         """Parameters for the next forwards ("forward weights")."""
         raise NotImplementedError
 
-    def backward_weights(self, parameters: Tensors, place: Place) -> list[Tensor]:
+    def backward_weights(self, parameters: Tensors, place: StageContext) -> list[Tensor]:
         """Parameters for the next backward ("backward weights")."""
         raise NotImplementedError
 
@@ -67,14 +67,14 @@ class Corrector:
         """The gradient from above, as the stage will use it and pass it on ("incoming gradient")."""
         raise NotImplementedError
 
-    def gradient(self, gradient: Tensor, parameter: Tensor, forwarded: Tensor, place: Place) -> Tensor:
+    def gradient(self, gradient: Tensor, parameter: Tensor, forwarded: Tensor, place: StageContext) -> Tensor:
         """The gradient of one batch for one parameter, whose forward ran on `forwarded` ("gradient")."""
         raise NotImplementedError
 
-    def before_step(self, place: Place, s: int) -> Any:
+    def before_step(self, place: StageContext, s: int) -> Any:
         """Ahead of update s; the result goes to `after_step`."""
 
-    def after_step(self, place: Place, kept: Any) -> None:
+    def after_step(self, place: StageContext, kept: Any) -> None:
         """Behind the optimizer's step."""
 
 
@@ -82,7 +82,7 @@ def _from_zero(value: float) -> bool:
     return 0 <= value < float("inf")
 
 
-def _trained(place: Place) -> Iterator[tuple[dict[str, Any], Tensor]]:
+def _trained(place: StageContext) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Parameters that the next step will change, each with its group."""
     for group in place.optimizer.param_groups:
         for parameter in group["params"]:
@@ -90,7 +90,7 @@ def _trained(place: Place) -> Iterator[tuple[dict[str, Any], Tensor]]:
                 yield group, parameter
 
 
-def _along_momentum(parameters: Tensors, place: Place, horizon: float) -> list[Tensor]:
+def _along_momentum(parameters: Tensors, place: StageContext, horizon: float) -> list[Tensor]:
     """theta - horizon * lr * v, with SGD's momentum buffer v; theta where there is none yet."""
     rates = {id(parameter): group["lr"] for group in place.optimizer.param_groups for parameter in group["params"]}
     ahead = []
@@ -125,13 +125,13 @@ class WeightPrediction(Corrector):
     def reads_momentum(self) -> bool:  # type: ignore[override]
         return self.form == "velocity"
 
-    def _T(self, place: Place) -> float:  # noqa: N802
+    def _T(self, place: StageContext) -> float:  # noqa: N802
         return place.delay if self.horizon is None else self.horizon
 
-    def active(self, place: Place) -> bool:
+    def active(self, place: StageContext) -> bool:
         return self._T(place) != 0
 
-    def forward_weights(self, parameters: Tensors, place: Place) -> list[Tensor]:
+    def forward_weights(self, parameters: Tensors, place: StageContext) -> list[Tensor]:
         if self.form == "velocity":
             return _along_momentum(parameters, place, self._T(place))
         ahead = []
@@ -141,12 +141,12 @@ class WeightPrediction(Corrector):
             ahead.append(theta.clone() if step is None else theta + self._T(place) * step)
         return ahead
 
-    def before_step(self, place: Place, s: int) -> Any:
+    def before_step(self, place: StageContext, s: int) -> Any:
         if self.form == "weight":
             return [(parameter, parameter.detach().clone()) for _, parameter in _trained(place)]
         return ()
 
-    def after_step(self, place: Place, kept: Any) -> None:
+    def after_step(self, place: StageContext, kept: Any) -> None:
         for parameter, before in kept:
             step, memory = parameter.detach() - before, place.memory[parameter]
             memory["last_step"] = memory["last_step"].copy_(step) if "last_step" in memory else step
@@ -171,11 +171,11 @@ class Speculation(Corrector):
             return None
         return "it counts the updates of 1F1B, one a batch: use lwp, which predicts over any delay"
 
-    def forward_weights(self, parameters: Tensors, place: Place) -> list[Tensor]:
+    def forward_weights(self, parameters: Tensors, place: StageContext) -> list[Tensor]:
         r = place.k - 1
         return _along_momentum(parameters, place, r // 2 + place.K - r - 1)
 
-    def backward_weights(self, parameters: Tensors, place: Place) -> list[Tensor]:
+    def backward_weights(self, parameters: Tensors, place: StageContext) -> list[Tensor]:
         return _along_momentum(parameters, place, (place.k - 1) // 2)
 
 
@@ -195,10 +195,10 @@ class Discrepancy(Corrector):
     def __post_init__(self) -> None:
         number(self.C, "C of the discrepancy correction", "use a number between 0 and 1", lambda C: 0 < C < 1)
 
-    def active(self, place: Place) -> bool:
+    def active(self, place: StageContext) -> bool:
         return place.delay > 0
 
-    def backward_weights(self, parameters: Tensors, place: Place) -> list[Tensor]:
+    def backward_weights(self, parameters: Tensors, place: StageContext) -> list[Tensor]:
         back = []
         for parameter in parameters:
             drift = place.memory[parameter].get("drift")
@@ -206,10 +206,10 @@ class Discrepancy(Corrector):
             back.append(theta.clone() if drift is None else theta - place.delay * drift)
         return back
 
-    def before_step(self, place: Place, s: int) -> Any:
+    def before_step(self, place: StageContext, s: int) -> Any:
         return [(parameter, parameter.detach().clone()) for _, parameter in _trained(place)]
 
-    def after_step(self, place: Place, kept: Any) -> None:
+    def after_step(self, place: StageContext, kept: Any) -> None:
         gamma = self.C ** (1 / place.delay)
         for parameter, before in kept:
             step = (parameter.detach() - before).mul_(1 - gamma)
@@ -231,7 +231,7 @@ class Shrink(Corrector):
     def __post_init__(self) -> None:
         number(self.beta, "beta", "use a factor above 0 and at most 1", lambda beta: 0 < beta <= 1)
 
-    def active(self, place: Place) -> bool:
+    def active(self, place: StageContext) -> bool:
         return self.beta != 1 and place.k < place.K
 
     def incoming(self, gradient: Tensor) -> Tensor:
@@ -256,10 +256,10 @@ class DelayCompensation(Corrector):
     def __post_init__(self) -> None:
         number(self.lambda_, "lambda of the delay compensation", "use a number from 0 up", _from_zero)
 
-    def active(self, place: Place) -> bool:
+    def active(self, place: StageContext) -> bool:
         return self.lambda_ != 0 and place.delay > 0
 
-    def gradient(self, gradient: Tensor, parameter: Tensor, forwarded: Tensor, place: Place) -> Tensor:
+    def gradient(self, gradient: Tensor, parameter: Tensor, forwarded: Tensor, place: StageContext) -> Tensor:
         square = gradient * gradient
         factor: Any = self.lambda_
         if self.adaptive:
@@ -285,14 +285,14 @@ class Rescheduling(Corrector):
     def __post_init__(self) -> None:
         number(self.updates, "updates of rescheduling", "use a whole number from 1 up", lambda n: n >= 1, whole=True)
 
-    def active(self, place: Place) -> bool:
+    def active(self, place: StageContext) -> bool:
         return place.delay > 1
 
-    def before_step(self, place: Place, s: int) -> Any:
+    def before_step(self, place: StageContext, s: int) -> Any:
         p = 1 - min(s / self.updates, 1)
         return _scaled_rates(place, max(place.delay, 1) ** -p)
 
-    def after_step(self, place: Place, kept: Any) -> None:
+    def after_step(self, place: StageContext, kept: Any) -> None:
         _restore(place, kept)
 
 
@@ -313,18 +313,18 @@ class SpikeCompensation(Corrector):
         if self.delay is not None:
             number(self.delay, "delay of the spike compensation", "use a number from 0 up", _from_zero)
 
-    def _D(self, place: Place) -> float:  # noqa: N802
+    def _D(self, place: StageContext) -> float:  # noqa: N802
         return place.delay if self.delay is None else self.delay
 
-    def active(self, place: Place) -> bool:
+    def active(self, place: StageContext) -> bool:
         return self._D(place) != 0
 
-    def before_step(self, place: Place, s: int) -> Any:
+    def before_step(self, place: StageContext, s: int) -> Any:
         """The gradients as SGD will use them, with its weight decay."""
         return [(group, parameter, parameter.grad.add(parameter.detach(), alpha=group["weight_decay"]))
                 for group, parameter in _trained(place) if parameter.grad is not None]  # fmt: skip
 
-    def after_step(self, place: Place, kept: Any) -> None:
+    def after_step(self, place: StageContext, kept: Any) -> None:
         """SGD went by -lr v; add what is missing to -lr (a v + b g)."""
         import torch
 
@@ -357,28 +357,28 @@ class LookAhead(Corrector):
     def __post_init__(self) -> None:
         number(self.gamma, "gamma of the look-ahead", "use a number between 0 and 1", lambda gamma: 0 < gamma < 1)
 
-    def before_step(self, place: Place, s: int) -> Any:
+    def before_step(self, place: StageContext, s: int) -> Any:
         own = [(group["momentum"], group["nesterov"]) for group in place.optimizer.param_groups]
         rates = [group["lr"] for group in place.optimizer.param_groups]
         for group, (m, _) in zip(place.optimizer.param_groups, own, strict=True):
             group.update(lr=group["lr"] * (1 - self.gamma) / (1 - m), momentum=self.gamma, nesterov=True)
         return rates, own
 
-    def after_step(self, place: Place, kept: Any) -> None:
+    def after_step(self, place: StageContext, kept: Any) -> None:
         rates, own = kept
         for group, (momentum, nesterov) in zip(place.optimizer.param_groups, own, strict=True):
             group.update(momentum=momentum, nesterov=nesterov)
         _restore(place, rates)
 
 
-def _scaled_rates(place: Place, factor: float) -> list[Any]:
+def _scaled_rates(place: StageContext, factor: float) -> list[Any]:
     rates = [group["lr"] for group in place.optimizer.param_groups]
     for group in place.optimizer.param_groups:
         group["lr"] = group["lr"] * factor
     return rates
 
 
-def _restore(place: Place, rates: list[Any]) -> None:
+def _restore(place: StageContext, rates: list[Any]) -> None:
     for group, rate in zip(place.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
@@ -439,6 +439,6 @@ def _parse(text: str, whole: str) -> Corrector:
 
 
 __all__ = [
-    "CORRECTORS", "Corrections", "Corrector", "DelayCompensation", "Discrepancy", "LookAhead", "Place", "Rescheduling",
-    "Shrink", "Speculation", "SpikeCompensation", "WeightPrediction", "correctors",
+    "CORRECTORS", "Corrections", "Corrector", "DelayCompensation", "Discrepancy", "LookAhead", "Rescheduling", "Shrink",
+    "Speculation", "SpikeCompensation", "StageContext", "WeightPrediction", "correctors",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from offbeat.correctors import Corrections, Corrector, Place, correctors
+from offbeat.correctors import Corrections, Corrector, StageContext, correctors
 from offbeat.errors import UserError, unknown
 from offbeat.interpreter import Step, steady_state, steps, unused
 from offbeat.ops import (
@@ -132,13 +132,14 @@ class Method:
         more = correctors(given)
         for corrector in more:
             late = [self.staleness(k, 2) for k in (1, 2)]
-            if not any(late) and corrector.active(Place(1, 2, 8.0)) and not corrector.active(Place(1, 2, 0.0)):
+            needs_delay = corrector.active(StageContext(1, 2, 8.0)) and not corrector.active(StageContext(1, 2, 0.0))
+            if not any(late) and needs_delay:
                 raise UserError(
                     f"corrector {corrector.name} with {self.name}, whose gradients are not late: leave it out"
                 )
         return replace(self, correctors=correctors((*self.correctors, *more)))
 
-    def not_alike(self) -> str | None:
+    def why_not_capturable(self) -> str | None:
         """Why the iterations of a stage are not all alike, so that they cannot be recorded; None where they are."""
         if self.order:
             return "draws the batches of its stages"
@@ -163,9 +164,9 @@ class Method:
             program = taught(program, after=LESSON)
         return locked(program) if self.barrier else program
 
-    def place(self, k: int, K: int) -> Place:
+    def place(self, k: int, K: int) -> StageContext:
         """Where the correctors of stage k work."""
-        return Place(k, K, self.staleness(k, K))
+        return StageContext(k, K, self.staleness(k, K))
 
     # ---- what an operation receives, sends and computes with
 

@@ -24,7 +24,7 @@ from offbeat.core.links.local import Entrance
 from offbeat.core.metrics import Meter, Metric
 from offbeat.core.micro_batches import micro_batches
 from offbeat.core.outputs import shapes_and_classes
-from offbeat.core.precision import Numbers, Precision
+from offbeat.core.precision import Precision, PrecisionPolicy
 from offbeat.core.stage import Loss, MakeOptimizer, MakeScheduler, OnNan, Stage, Weighting
 from offbeat.core.stage_report import Report, Staleness
 from offbeat.core.worker import SAVE, Links, Worker
@@ -33,7 +33,7 @@ from offbeat.engines.processes import Processes, available
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded, UserError, earliest, first_line, unknown
-from offbeat.graphs.recorded_stage import GraphedStage
+from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.method import Method
 from offbeat.observe import diagnosis as stage_diagnosis
 from offbeat.observe import tracing
@@ -115,7 +115,7 @@ class Pipeline:
         self.method = _method(method, M)
         self.method.check(self.K)
         self.device = _device(device)
-        self.numbers = Numbers.of(precision, self.device)
+        self.numbers = PrecisionPolicy.of(precision, self.device)
         if compile and fuse:
             raise UserError("compile and fuse: both join operations of a stage, so give one of them")
         _check_loss(loss)
@@ -140,8 +140,8 @@ class Pipeline:
             if device is not None and self.device.type != self.engine.device.type:
                 raise UserError(f"device {device} but an engine on {self.engine.device}: give it the same device")
             self.device = self.engine.device
-        deck = self.engine.make_deck(self.method)
-        kind: Callable[..., Stage] = Stage if deck is None else partial(GraphedStage, deck=deck)
+        queue = self.engine.make_launch_queue(self.method)
+        kind: Callable[..., Stage] = Stage if queue is None else partial(RecordedStage, launch_queue=queue)
         self._make_stage = partial(
             kind,
             method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm, device=self.device,
@@ -161,7 +161,7 @@ class Pipeline:
 
     def _engine(self, name: str | None) -> Engine:
         if name is None:
-            recorded = self.device.type == "cuda" and self.K > 1 and self.method.not_alike() is None
+            recorded = self.device.type == "cuda" and self.K > 1 and self.method.why_not_capturable() is None
             name = "processes" if available() > 1 else "streams" if recorded else "simulate"
         if name == "processes":
             return Processes(self.K, device=self.device)
@@ -169,7 +169,7 @@ class Pipeline:
             if self.device.type != "cuda":
                 raise UserError(f"engine streams on {self.device.type}: it runs the stages on streams of one GPU: give "
                                 "device='cuda', or use simulate or processes")  # fmt: skip
-            reason = self.method.not_alike()
+            reason = self.method.why_not_capturable()
             if reason is None:
                 return Streams(self.K, _there(self.device))
             told = f"{self.method.name} {reason}: its stages are not recorded, and run one after the other"
@@ -286,7 +286,7 @@ class Pipeline:
         loss = self.workers[-1].loss if self.last else None
         if loss is not None and isinstance(self.engine, Streams):
             return self.engine.later(loss, self.K)
-        if loss is not None and isinstance(self.workers[-1].stage, GraphedStage):
+        if loss is not None and isinstance(self.workers[-1].stage, RecordedStage):
             return loss.detach().clone()  # a slot's memory, which is used again
         return loss
 

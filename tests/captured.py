@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from offbeat.engines import streams
 from offbeat.graphs import device_counters as notes
 from offbeat.graphs import join as joining
-from offbeat.graphs import launch_queue as deck
+from offbeat.graphs import launch_queue as launch_queue
 from offbeat.graphs import recorded_stage as graphed
 from offbeat.graphs.capture import Recorded
 
@@ -45,7 +45,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
 
         return launch
 
-    forward, record = graphed.GraphedStage._work_forward, graphed.GraphedStage._record_forwards
+    forward, record = graphed.RecordedStage._work_forward, graphed.RecordedStage._record_forwards
 
     def into_its_place(stage, slot) -> None:
         place = slot.output
@@ -70,8 +70,8 @@ def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
 
     monkeypatch.setattr(graphed, "Recorded", Captured)
     monkeypatch.setattr(streams, "captures", lambda device: True)
-    monkeypatch.setattr(deck.Deferring, "_keep_up", lambda self, work, turns=1: None)
+    monkeypatch.setattr(launch_queue.Deferring, "_keep_up", lambda self, work, turns=1: None)
     monkeypatch.setattr(joining, "join", join)
-    monkeypatch.setattr(graphed.GraphedStage, "_work_forward", into_its_place)
-    monkeypatch.setattr(graphed.GraphedStage, "_record_forwards", with_places)
+    monkeypatch.setattr(graphed.RecordedStage, "_work_forward", into_its_place)
+    monkeypatch.setattr(graphed.RecordedStage, "_record_forwards", with_places)
     return launched

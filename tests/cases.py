@@ -211,7 +211,7 @@ def main(out: str, how: str = "plain") -> None:
         if how != "plain":
             options["engine"] = Processes(size, recorded=how == "recorded", payloads="gloo" if how == "apart" else None)
             assert bool(options["engine"].carriers) == (how == "apart")
-            assert how == "apart" or options["engine"].make_deck(offbeat.ADL()) is not None
+            assert how == "apart" or options["engine"].make_launch_queue(offbeat.ADL()) is not None
         results[name] = train(case, mine=rank == 0, **options)
     with open(f"{out}/{size}-{rank}.json", "w") as file:
         json.dump(results, file)

@@ -13,7 +13,7 @@ from torch import nn
 
 import offbeat
 from offbeat.engines.processes import Processes
-from offbeat.graphs.recorded_stage import GraphedStage
+from offbeat.graphs.recorded_stage import RecordedStage
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -48,7 +48,7 @@ def trained(method: str, engine: str, K: int) -> dict:
         if epoch == 0:
             pipe.drain()
     pipe.drain()
-    recorded = [isinstance(stage, GraphedStage) and stage.eager is None for stage in pipe.stages.values()]
+    recorded = [isinstance(stage, RecordedStage) and stage.eager is None for stage in pipe.stages.values()]
     state = {name: hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
              for name, tensor in pipe.model.state_dict().items()}  # fmt: skip
     pipe.close()

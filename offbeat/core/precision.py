@@ -28,7 +28,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Numbers:
+class PrecisionPolicy:
     """What a precision means on a device; channels_last: whether images lie that way in memory."""
 
     precision: Precision = "fp32"
@@ -36,7 +36,7 @@ class Numbers:
     channels_last: bool = False
 
     @classmethod
-    def of(cls, precision: str, device: torch.device) -> Numbers:
+    def of(cls, precision: str, device: torch.device) -> PrecisionPolicy:
         """The numbers of that name, if the device has them.
 
         >>> Numbers.of("bf16", torch.device("cpu")).lowers
@@ -132,7 +132,7 @@ class Numbers:
             _switch_tf32(*before)
 
 
-FULL = Numbers()
+FULL = PrecisionPolicy()
 
 
 def wants_channels_last(precision: str, device: torch.device) -> bool:

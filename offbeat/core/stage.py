@@ -21,10 +21,10 @@ from offbeat.core.deferred_statistics import DeferredStatistics
 from offbeat.core.fused import Fused
 from offbeat.core.memory import Saved, size
 from offbeat.core.metrics import Meter, batch_size
-from offbeat.core.precision import FULL, Numbers
+from offbeat.core.precision import FULL, PrecisionPolicy
 from offbeat.core.random_stream import RandomStream
 from offbeat.core.stage_report import Report, Staleness
-from offbeat.core.weights import Answers, Version, WeightPolicy, call, make_policy, substituted
+from offbeat.core.weights import Version, WeightPolicy, WeightSources, call, make_policy, substituted
 from offbeat.core.window import Window
 from offbeat.errors import NotFinite, UserError, first_line
 from offbeat.kernels import batch_norm as norms
@@ -84,7 +84,7 @@ class Stage:
         seed: int = 0,
         on_nan: OnNan = "stop",
         left_out: Iterable[int] = (),
-        numbers: Numbers = FULL,
+        numbers: PrecisionPolicy = FULL,
         compile: bool = False,
         fuse: bool = False,
         weighting: Weighting = "batches",
@@ -110,13 +110,13 @@ class Stage:
         self.optimizer = self._make_optimizer(optimizer) if self.parameters else None
         self.scheduler = _checked_scheduler(scheduler(self.optimizer)) if scheduler and self.optimizer else None
         self.corrections = Corrections(method, k, K, self.optimizer)
-        answers = Answers(
+        sources = WeightSources(
             own, self.corrections.forward_weights(own), self.corrections.backward_weights(own),
             method.forward_version if method.forward == "before" else None, self.numbers,
         )  # fmt: skip
         self.in_flight = in_flight = dict[int, InFlight]()
         self.weights: WeightPolicy = make_policy(
-            method.weights, answers, lag=self.lag, replays=method.replays(k, K),
+            method.weights, sources, lag=self.lag, replays=method.replays(k, K),
             in_flight=lambda: [batch.version for batch in in_flight.values()],
         )  # fmt: skip
         self.most_versions, self.most_in_flight = method.versions(k, K), method.held(k, K)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
-from offbeat.core.precision import FULL, Numbers
+from offbeat.core.precision import FULL, PrecisionPolicy
 
 Tensors = dict[str, Tensor]
 
@@ -58,7 +58,7 @@ def at_once(key: object, work: Work) -> None:
 
 
 @dataclass(frozen=True)
-class Answers:
+class WeightSources:
     """What a policy is made of: the parameters, and what stands in for them in forwards and backwards (None: they do).
 
     version        (forwards, newest) -> version of a forward, for policies that do not use the newest
@@ -69,7 +69,7 @@ class Answers:
     forward: Prediction | None = None
     backward: Prediction | None = None
     version: Callable[[int, int], int] | None = None
-    numbers: Numbers = FULL
+    numbers: PrecisionPolicy = FULL
 
     def named(self, values: list[Tensor]) -> Tensors:
         return {name: value.requires_grad_() for name, value in zip(self.parameters, values, strict=True)}
@@ -99,7 +99,7 @@ def copy_all(places: list[Tensor], values: list[Tensor]) -> None:
 class WeightPolicy(Protocol):
     """The parameters that forwards run on, and whether their backwards repeat them."""
 
-    answers: Answers
+    sources: WeightSources
     replays: bool
     forgets: bool  # whether what a forward used is gone with the next update
     copies: int  # sets of parameters of its own beside the optimizer's and the older versions
@@ -152,16 +152,16 @@ class Live:
     behind = False  # the parameters
     do: Callable[[object, Work], None]
 
-    def __init__(self, answers: Answers) -> None:
-        self.answers, numbers, self.do = answers, answers.numbers, at_once
-        self.storage: list[Tensor] = [numbers.lower(parameter.data) for parameter in answers.parameters.values()]
+    def __init__(self, sources: WeightSources) -> None:
+        self.sources, numbers, self.do = sources, sources.numbers, at_once
+        self.storage: list[Tensor] = [numbers.lower(parameter.data) for parameter in sources.parameters.values()]
         if numbers.lowers:
             self.copies, self.behind = 1, True
         self.own = self._aliases() if numbers.lowers else Version(None)
 
     def _aliases(self) -> Version:
         """`.data` shares storage but not the version counter."""
-        return Version(self.answers.named([tensor.data for tensor in self.storage]))
+        return Version(self.sources.named([tensor.data for tensor in self.storage]))
 
     def _refresh(self) -> None:
         self.do("refresh", self._lower)
@@ -169,8 +169,8 @@ class Live:
 
     def _lower(self) -> None:
         pairs = [(copy, parameter.detach()) for copy, parameter in
-                 zip(self.storage, self.answers.parameters.values(), strict=True)
-                 if self.answers.numbers.lowered(parameter)]  # fmt: skip
+                 zip(self.storage, self.sources.parameters.values(), strict=True)
+                 if self.sources.numbers.lowered(parameter)]  # fmt: skip
         copy_all([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
 
     def current(self) -> Version:
@@ -184,7 +184,7 @@ class Live:
         return version
 
     def changed(self) -> None:
-        self.behind = self.answers.numbers.lowers
+        self.behind = self.sources.numbers.lowers
 
     def passed(self) -> None:
         pass
@@ -218,12 +218,12 @@ class Replay(Live):
     replays = True
 
     def current(self) -> Version:
-        return Version(self.answers.snapshot()) if self.answers.forward else super().current()
+        return Version(self.sources.snapshot()) if self.sources.forward else super().current()
 
     def returning(self, version: Version) -> Version:
-        if not self.answers.backward:
+        if not self.sources.backward:
             return super().returning(self.own)
-        return Version(self.answers.named([self.answers.numbers.lower(value) for value in self.answers.backward()]))
+        return Version(self.sources.named([self.sources.numbers.lower(value) for value in self.sources.backward()]))
 
 
 class Hybrid(Live):
@@ -232,8 +232,8 @@ class Hybrid(Live):
 
     forgets = True
 
-    def __init__(self, answers: Answers) -> None:
-        super().__init__(answers)
+    def __init__(self, sources: WeightSources) -> None:
+        super().__init__(sources)
         self.own = self._aliases()
         self.lasting: Version | None = None
 
@@ -243,7 +243,7 @@ class Hybrid(Live):
 
     def remember(self) -> Version | None:
         if self.lasting is None:
-            self.lasting = Version(self.answers.named([tensor.clone() for tensor in self.storage]))
+            self.lasting = Version(self.sources.named([tensor.clone() for tensor in self.storage]))
         return self.lasting
 
     def forget(self) -> None:
@@ -268,21 +268,21 @@ class PredictedHybrid(Hybrid):
 
     copies = 1
 
-    def __init__(self, answers: Answers) -> None:
-        super().__init__(answers)
-        self.storage, self.copies = answers.copies(), 1
+    def __init__(self, sources: WeightSources) -> None:
+        super().__init__(sources)
+        self.storage, self.copies = sources.copies(), 1
         self.own = self._aliases()
 
     def _fill(self, prediction: Prediction | None) -> None:
-        values = prediction() if prediction else [p.detach() for p in self.answers.parameters.values()]
+        values = prediction() if prediction else [p.detach() for p in self.sources.parameters.values()]
         copy_all(self.storage, values)
 
     def current(self) -> Version:
-        self.do("forward", partial(self._fill, self.answers.forward))
+        self.do("forward", partial(self._fill, self.sources.forward))
         return self.own
 
     def returning(self, version: Version) -> Version:
-        self.do("backward", partial(self._fill, self.answers.backward))
+        self.do("backward", partial(self._fill, self.sources.backward))
         return version
 
 
@@ -294,8 +294,8 @@ class Stash(Live):
 
     copies = 1  # of the newest version
 
-    def __init__(self, answers: Answers, in_flight: InFlightOn) -> None:
-        self.answers, self.in_flight, self.do = answers, in_flight, at_once
+    def __init__(self, sources: WeightSources, in_flight: InFlightOn) -> None:
+        self.sources, self.in_flight, self.do = sources, in_flight, at_once
         self.newest: Version | None = None
         self.memory: list[Tensors] = []
         self.made = 0  # versions so far
@@ -309,10 +309,10 @@ class Stash(Live):
         place = self.room()
         if place is not None:  # the next one goes where nobody has been for longest
             self.memory = [other for other in self.memory if other is not place] + [place]
-            self.do(id(place), partial(self.answers.snapshot, place))
+            self.do(id(place), partial(self.sources.snapshot, place))
         else:
             made: list[Tensors] = []
-            self.do(None, lambda: made.append(self.answers.snapshot()))
+            self.do(None, lambda: made.append(self.sources.snapshot()))
             place = made[0]
         return Version(place, number=self.made)
 
@@ -359,15 +359,15 @@ class Stash(Live):
 class Before(Stash):
     """Snapshots of the last two versions, of which a forward uses the one that its place in the program asks for."""
 
-    def __init__(self, answers: Answers, in_flight: InFlightOn) -> None:
-        super().__init__(answers, in_flight)
+    def __init__(self, sources: WeightSources, in_flight: InFlightOn) -> None:
+        super().__init__(sources, in_flight)
         self.kept: list[Version] = []  # none before the first forward: the parameters may yet be loaded
         self.forwards = 0
 
     def current(self) -> Version:
-        assert self.answers.version is not None
+        assert self.sources.version is not None
         self.kept = self.kept or [self._make()]
-        age = self.made - self.answers.version(self.forwards, self.made)
+        age = self.made - self.sources.version(self.forwards, self.made)
         self.forwards += 1
         version = self.kept[-1 - age]
         version.age = age
@@ -401,18 +401,18 @@ class Before(Stash):
 
 
 def make_policy(
-    weights: str, answers: Answers, *, lag: int, replays: bool, in_flight: InFlightOn
+    weights: str, sources: WeightSources, *, lag: int, replays: bool, in_flight: InFlightOn
 ) -> WeightPolicy:
     """The policy for a stage of that lag; `replays`: its backwards repeat their forwards."""
-    if answers.version:
-        return Before(answers, in_flight)
+    if sources.version:
+        return Before(sources, in_flight)
     if replays:
-        return Replay(answers)
-    if weights == "hybrid" and (answers.forward or answers.backward):
-        return PredictedHybrid(answers)
-    if not lag and not answers.forward:
-        return Live(answers)
-    return Hybrid(answers) if weights == "hybrid" else Stash(answers, in_flight)
+        return Replay(sources)
+    if weights == "hybrid" and (sources.forward or sources.backward):
+        return PredictedHybrid(sources)
+    if not lag and not sources.forward:
+        return Live(sources)
+    return Hybrid(sources) if weights == "hybrid" else Stash(sources, in_flight)
 
 
 def substituted(module: nn.Module, version: Version) -> AbstractContextManager[object]:

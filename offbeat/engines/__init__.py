@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from offbeat.core.links import Link
-from offbeat.graphs.launch_queue import Deck
+from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.method import Method
 
 
@@ -34,7 +34,7 @@ class Engine(Protocol):
     def waits(self) -> bool:
         """Whether a worker may wait for a message (no other stage of this process could send it)."""
 
-    def make_deck(self, method: Method) -> Deck | None:
+    def make_launch_queue(self, method: Method) -> LaunchQueue | None:
         """Where the stages of a method put recorded work; None where nothing is recorded."""
 
     def share(self, value: Any, source: int) -> Any:

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-class Later(Tensor):
+class DeferredTensor(Tensor):
     """A tensor that will be made: whatever is done with it first has all work launched, and waits for it there."""
 
     settle: Callable[[], None] | None
 
     @classmethod
-    def of(cls, tensor: Tensor, settle: Callable[[], None]) -> Later:
+    def of(cls, tensor: Tensor, settle: Callable[[], None]) -> DeferredTensor:
         later = tensor.as_subclass(cls)
         later.settle = settle
         return later
@@ -25,12 +25,13 @@ class Later(Tensor):
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in pytree.tree_leaves((arguments, options)):
-                if isinstance(leaf, Later) and leaf.settle is not None:
+                if isinstance(leaf, DeferredTensor) and leaf.settle is not None:
                     settle, leaf.settle = leaf.settle, None
                     settle()
-            made = pytree.tree_map_only(Later, _plain, (arguments, options or {}))  # what it calls may ask for the type
+            # Plain tensors, since what is called may ask for the type.
+            made = pytree.tree_map_only(DeferredTensor, _plain, (arguments, options or {}))
             return function(*made[0], **made[1])
 
 
-def _plain(later: Later) -> Tensor:
+def _plain(later: DeferredTensor) -> Tensor:
     return later.as_subclass(Tensor)

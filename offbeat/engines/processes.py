@@ -26,17 +26,17 @@ from torch import Tensor
 from offbeat.core.links import LOOPBACK_INTERFACE, Link, Message, network
 from offbeat.core.links.device import Carrier, DeviceReceiver, DeviceSender
 from offbeat.core.links.distributed import Receiver, Sender, cause
-from offbeat.core.links.heartbeat import Pulse
+from offbeat.core.links.heartbeat import Heartbeat
 from offbeat.core.links.wire import LIMIT, MalformedMessage, pack, unpack
-from offbeat.engines.stage_streams import Aside, many_queues
+from offbeat.engines.stage_streams import StageStream, many_queues
 from offbeat.errors import FolderTaken, StageLost, StageSilent, UserError, first_line
-from offbeat.graphs.launch_queue import Deck
+from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.method import Method
 
-CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "pulse", "abort", "trace")
+CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "heartbeat", "abort", "trace")
 JOINING = timedelta(minutes=10)  # for all processes to come
 PARTING = 5.0  # seconds to wait for goodbyes
-PATIENCE = timedelta(days=365)  # an idle link is no failure: death closes a connection, and pulses tell of silence
+PATIENCE = timedelta(days=365)  # an idle link is no failure: death closes a connection, and heartbeats tell of silence
 SILENCE = 30.0  # seconds without a sign of life from a neighbour
 STORE_SECONDS = 2.0  # for the store to answer, which may be beyond a link that is cut
 
@@ -93,7 +93,7 @@ class Processes:
         many_queues(device)
         self.device = own_device(device)
         self.recorded = self.device.type == "cuda" if recorded is None else recorded
-        self.aside = Aside(self.device)
+        self.stage_stream = StageStream(self.device)
         if available() != K:
             raise UserError(
                 f"{K} stage{'s' * (K > 1)} but {available()} process{'es' * (available() > 1)}: start with "
@@ -117,8 +117,9 @@ class Processes:
         self.carriers = self._carriers(payloads or self._payloads())
         network.shorten_retransmission(network.descriptors() - opened, self.silence)
         neighbours = {rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < K}
-        self.pulse = Pulse(
-            neighbours if math.isfinite(self.silence) else (), lambda rank: self._tag("pulse", min(rank, self.rank)),
+        self.heartbeat = Heartbeat(
+            neighbours if math.isfinite(self.silence) else (),
+            lambda rank: self._tag("heartbeat", min(rank, self.rank)),
             self.messages, silence=self.silence, silent=self._on_silence, broken=self._on_break,
         )  # fmt: skip
         atexit.register(self.close)
@@ -162,16 +163,16 @@ class Processes:
         return found
 
     def run(self, work: list[Iterator[bool]]) -> None:
-        with self.aside.between():
+        with self.stage_stream.between():
             for generator in work:
                 for _ in generator:
                     pass
 
-    def make_deck(self, method: Method) -> Deck | None:
+    def make_launch_queue(self, method: Method) -> LaunchQueue | None:
         """Whatever is asked for is launched at once, since the neighbours wait for it."""
-        if not self.recorded or method.not_alike() is not None:
+        if not self.recorded or method.why_not_capturable() is not None:
             return None
-        return Deck()
+        return LaunchQueue()
 
     def share(self, value: Any, source: int) -> Any:
         sends = source - 1 == self.rank
@@ -204,10 +205,10 @@ class Processes:
             dist.barrier(group=self.collectives)
 
     def beside(self, k: int) -> AbstractContextManager[object]:
-        return self.aside.between()
+        return self.stage_stream.between()
 
     def settle(self) -> None:
-        with self.aside.between():
+        with self.stage_stream.between():
             pass
 
     @contextmanager
@@ -307,9 +308,9 @@ class Processes:
         links, self.links = self.links, []
         for link in links:
             link.close()
-        self.pulse.close()
+        self.heartbeat.close()
         deadline = time.monotonic() + PARTING
-        for thread in [*(link.thread for link in links), *self.pulse.threads]:
+        for thread in [*(link.thread for link in links), *self.heartbeat.threads]:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not self.open or not dist.is_initialized():
             return

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offbeat.core.links import Link
 from offbeat.core.links.local import LocalLink
-from offbeat.graphs.launch_queue import Deck
+from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.method import Method
 
 
@@ -44,7 +44,7 @@ class Simulate:
             if stuck > 1000 * len(unfinished):
                 raise RuntimeError("no stage can go on: the programs wait for each other")
 
-    def make_deck(self, method: Method) -> Deck | None:
+    def make_launch_queue(self, method: Method) -> LaunchQueue | None:
         return None
 
     def share(self, value: Any, source: int) -> Any:

@@ -15,7 +15,7 @@ def many_queues(device: torch.device) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else streams share eight queues
 
 
-class Aside:
+class StageStream:
     """Work that is recorded must not be on the default stream, and need not wait for what its caller does there."""
 
     def __init__(self, device: torch.device) -> None:

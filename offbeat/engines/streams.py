@@ -15,11 +15,11 @@ from torch import Tensor
 
 from offbeat.core.links import Link
 from offbeat.core.links.local import Entrance
-from offbeat.engines.deferred_tensor import Later
+from offbeat.engines.deferred_tensor import DeferredTensor
 from offbeat.engines.simulate import Simulate
-from offbeat.engines.stage_streams import Aside, many_queues
+from offbeat.engines.stage_streams import StageStream, many_queues
 from offbeat.graphs.capture import captures
-from offbeat.graphs.launch_queue import Deck
+from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.graphs.ring import together
 from offbeat.graphs.ticks import Ticks
 from offbeat.graphs.windows import Windows
@@ -41,22 +41,22 @@ class Streams(Simulate):
         super().__init__(K)
         self.device, self.sleeps, self.together = device, sleeps, together
         many_queues(device)
-        self.aside = Aside(device)
-        self.deck = Deck()
+        self.stage_stream = StageStream(device)
+        self.launch_queue = LaunchQueue()
 
-    def make_deck(self, method: Method) -> Deck | None:
+    def make_launch_queue(self, method: Method) -> LaunchQueue | None:
         """Where the stages of a method put their work; nowhere if they are not to be recorded."""
-        if method.not_alike() is not None:
+        if method.why_not_capturable() is not None:
             return None
         if not captures(self.device):  # only captured work gives its results before it has run
-            self.deck = Deck()
+            self.launch_queue = LaunchQueue()
         elif any(method.lag(k, self.K) for k in self.here):
             room = min((method.unused(k, self.K) for k in self.here if k > 1), default=2)
-            self.deck = Ticks(self.K, room, self.device, sleeps=self.sleeps)
+            self.launch_queue = Ticks(self.K, room, self.device, sleeps=self.sleeps)
         else:
             turns = min(self.together or method.M, together(method, self.K))  # the rings have no room for more
-            self.deck = Windows(turns, self.device, sleeps=self.sleeps)
-        return self.deck
+            self.launch_queue = Windows(turns, self.device, sleeps=self.sleeps)
+        return self.launch_queue
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
         """Messages stay where they were made, in a slot of the sender's ring, which is not used again too soon."""
@@ -64,24 +64,24 @@ class Streams(Simulate):
 
     def run(self, work: list[Iterator[bool]]) -> None:
         """One turn of every stage, or what is left of all programs."""
-        with self.aside.here():  # which waits for the batch
+        with self.stage_stream.here():  # which waits for the batch
             super().run(work)
-            self.deck.tick()
+            self.launch_queue.tick()
 
     def beside(self, k: int) -> AbstractContextManager[object]:
-        return self.aside.between()
+        return self.stage_stream.between()
 
     def settle(self) -> None:
-        with self.aside.between():
-            self.deck.flush()
+        with self.stage_stream.between():
+            self.launch_queue.flush()
 
     def later(self, tensor: Tensor, k: int) -> Tensor:
         """A copy of what stage k is making, for a caller who does not wait."""
-        if not self.deck.defers:
+        if not self.launch_queue.defers:
             return tensor.detach().clone()
         copy = torch.empty_like(tensor)
-        if self.aside.stream is not None:
-            copy.record_stream(self.aside.stream)
-        with self.aside.here():  # where it may be launched at once
-            self.deck.later(k - 1, lambda: copy.copy_(tensor))
-        return Later.of(copy, self.settle)
+        if self.stage_stream.stream is not None:
+            copy.record_stream(self.stage_stream.stream)
+        with self.stage_stream.here():  # where it may be launched at once
+            self.launch_queue.later(k - 1, lambda: copy.copy_(tensor))
+        return DeferredTensor.of(copy, self.settle)

@@ -12,7 +12,7 @@ from offbeat.core.metrics import Meter, batch_size, scores_classes
 NEVER = 2**62
 
 
-class Notes:
+class DeviceCounters:
     """Counters on a device. `loss` and `gradients` are tensor work that can be recorded, in few kernels, since it is
     done for every batch and every update; the rest is the host's.
 

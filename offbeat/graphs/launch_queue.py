@@ -1,5 +1,5 @@
-"""Where stages put recorded work. A plain deck launches it when it is asked for; others keep it, so that the host asks
-for the work of all stages on one device with a single call: ticks.py, and for methods without lag windows.py.
+"""Launch queues, where stages put recorded work. A plain one launches it at once. Others keep it, so that the host
+launches the work of all stages on one device with a single call: ticks.py, and windows.py for methods without lag.
 
 Whatever cannot wait (an eager batch, a look at the weights) flushes first.
 """
@@ -42,7 +42,7 @@ class Row:
             piece()
 
 
-class Deck:
+class LaunchQueue:
     """All that stages ask for is done at once."""
 
     defers = False  # whether what is asked for may wait
@@ -79,8 +79,8 @@ class Deck:
         """What was recorded so far will not come again."""
 
 
-class Deferring(Deck):
-    """A deck that keeps captured work, which gives its results before it has run, and launches it together.
+class Deferring(LaunchQueue):
+    """A launch queue that keeps captured work, which gives its results before it has run, and launches it together.
 
     `sleeps` lets it sleep at random, which must change no number. Those who keep it say how: `put`, `first`, `after`,
     `later`, `flush` and `tick`.

@@ -4,8 +4,8 @@ Exactly the stage that it stands in for: the same policies choose the weights, t
 fits no slot (another shape, such as a short last one; one that is left out; a model that cannot be recorded) runs
 eagerly beside the others, on the same weights and into the same window.
 
-Recorded work is put on the deck (see deck.py), which launches it together with that of the other stages, or ahead of
-anything that is done eagerly.
+Recorded work is put on the launch queue (see launch_queue.py), which launches it together with that of the other
+stages, or ahead of anything that is done eagerly.
 
 Nothing here waits for the device. So a loss or gradient that is not finite is noted there, with its number, and looked
 at from time to time; `settle` waits and looks.
@@ -35,8 +35,8 @@ from offbeat.core.weights import Stash, Version, Work
 from offbeat.core.window import FixedSums
 from offbeat.errors import NotFinite, NotRecorded, earliest, first_line
 from offbeat.graphs.capture import Recorded, captures, own_stream, recording
-from offbeat.graphs.device_counters import Notes
-from offbeat.graphs.launch_queue import Deck, Row
+from offbeat.graphs.device_counters import DeviceCounters
+from offbeat.graphs.launch_queue import LaunchQueue, Row
 from offbeat.graphs.ring import BEHIND, Ring
 
 LOOK = 64  # forwards between two looks at what the device has noted
@@ -66,17 +66,17 @@ class Slot:
 NOTHING = Version(None)
 
 
-class GraphedStage(Stage):
+class RecordedStage(Stage):
     """A stage for an engine that runs all of them at once; see the module and engines/streams.py."""
 
     window: FixedSums
 
-    def __init__(self, *arguments: Any, deck: Deck, **options: Any) -> None:
+    def __init__(self, *arguments: Any, launch_queue: LaunchQueue, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.deck, self.rank = deck, self.k - 1
+        self.launch_queue, self.rank = launch_queue, self.k - 1
         self.stream = own_stream(self.device)
         self.window = FixedSums(self.parameters)
-        self.notes = Notes(self.device)
+        self.notes = DeviceCounters(self.device)
         self.eager: str | None = None  # why nothing is recorded
         self.ring = Ring.of(self.method, self.k, self.K, copies=self._copies)
         self.rest = self.ring.below + BEHIND - self.lag  # turns from a backward until the neighbours have read it
@@ -93,7 +93,7 @@ class GraphedStage(Stage):
 
     def reset(self) -> None:
         """Forget what was recorded, since tensors have moved; the batches in flight go on eagerly."""
-        self.deck.forget()
+        self.launch_queue.forget()
         self.small: dict[object, Row | None] = {}  # copies of weights and the like; None when done once
         self.carried: dict[tuple[int, int], Recorded] = {}  # of what neighbours give, by its id and that of its place
         self.rates: list[Tensor] = []  # of learning on the host, as the schedule has left them
@@ -150,7 +150,7 @@ class GraphedStage(Stage):
         if self.keeping:
             self.launch()
             batch.kept = self.weights.remember()
-        self.deck.put(self.rank, row)
+        self.launch_queue.put(self.rank, row)
         slot.forwarded, self.slots[t] = self.turn, slot
         self._forwarded(t, batch, slot.samples)
         if self.last:
@@ -177,7 +177,7 @@ class GraphedStage(Stage):
         row = slot.backwards.get(id(gradients)) or self._from_above(slot, gradients)
         if not self.window.levels:
             self._do("zero", self.window.zero)
-        self.deck.put(self.rank, row)
+        self.launch_queue.put(self.rank, row)
         self.window.recorded(t, self._level(batch))
         self.backwards += 1
         del self.slots[t], self.in_flight[t]
@@ -198,8 +198,8 @@ class GraphedStage(Stage):
         """
         row = self.small.get(key)
         if row is None:
-            answers = self.weights.answers
-            if self.kind is None or answers.forward or answers.backward or key not in self.small:
+            sources = self.weights.sources
+            if self.kind is None or sources.forward or sources.backward or key not in self.small:
                 self.launch()
                 work()
                 if self.kind is not None and key is not None:
@@ -207,16 +207,16 @@ class GraphedStage(Stage):
                 return
             with self._recording():
                 row = self.small[key] = Row(self._recorded(work))
-        self.deck.put(self.rank, row)
+        self.launch_queue.put(self.rank, row)
 
     def launch(self) -> None:
-        self.deck.flush()
+        self.launch_queue.flush()
 
     def pause(self) -> None:
-        self.deck.pause()
+        self.launch_queue.pause()
 
     def end_turn(self) -> None:
-        self.deck.close(self.rank)
+        self.launch_queue.close(self.rank)
 
     def _fits(self, t: int, x: Any, target: Any) -> bool:
         """Whether a batch is such as were recorded; the first one decides."""
@@ -248,7 +248,7 @@ class GraphedStage(Stage):
         A turn forwards before it backwards, so that nothing on the tape works on this slot, which may just be free.
         """
         for place, tensor in zip(places, _only_tensors(content), strict=True):
-            self.deck.first(self.rank, partial(place.copy_, tensor))
+            self.launch_queue.first(self.rank, partial(place.copy_, tensor))
 
     def _from_below(self, slot: Slot, x: Any) -> Row:
         """The forward of a slot, with a copy of what the stage below gives."""
@@ -313,7 +313,7 @@ class GraphedStage(Stage):
         return InFlight(self.wanting(leaves), structure, target, version, 0, False, self.random.state)
 
     def _new_version(self) -> Version:
-        return Version(self.weights.answers.snapshot()) if self._copies else self.weights.current()
+        return Version(self.weights.sources.snapshot()) if self._copies else self.weights.current()
 
     def _warm_up(self, x: Any, target: Any) -> None:
         """The work to be recorded, once and without a trace: libraries choose their ways, sums get their places."""
@@ -443,7 +443,7 @@ class GraphedStage(Stage):
         if usual and self.step is None and given <= self.stepped:
             self.step = self._record_step()
         if usual and isinstance(self.step, Row):
-            self.deck.put(self.rank, self.step)
+            self.launch_queue.put(self.rank, self.step)
         else:
             self.launch()
             self._work_update(over, given)
@@ -495,7 +495,7 @@ class GraphedStage(Stage):
 
     def _advance_rates(self) -> None:
         """The schedule reckons on the host; the device learns of a new rate when it has made this update."""
-        groups = self.optimizer.param_groups if self.optimizer and self.deck.defers else []
+        groups = self.optimizer.param_groups if self.optimizer and self.launch_queue.defers else []
         there = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
         if not there or len(there) < len(groups):
             super()._advance()
@@ -512,7 +512,7 @@ class GraphedStage(Stage):
             group["lr"] = rate
         before, self.told = self.told, [float(rate) for rate in self.rates]
         if self.told != before:
-            self.deck.after(self.rank, partial(_fill, there, self.told))
+            self.launch_queue.after(self.rank, partial(_fill, there, self.told))
 
     def resume_schedule(self, updates: int) -> None:
         super().resume_schedule(updates)
@@ -561,10 +561,10 @@ def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
 
 def _unfit(stage: Stage) -> str | None:
     """Why the operations of a stage cannot be recorded."""
-    answers = stage.weights.answers
+    sources = stage.weights.sources
     if stage.on_nan != "stop":
         return f"on_nan={stage.on_nan!r} looks at every loss before it goes on"
-    if stage.weights.replays and (answers.forward or answers.backward):
+    if stage.weights.replays and (sources.forward or sources.backward):
         return "its forwards are repeated on predicted weights"
     return None
 

@@ -114,8 +114,8 @@ class Diagnosis:
                       if not (self.stage.weights.replays and self.stage.lag)}  # fmt: skip
 
     def _present(self) -> Version:
-        answers = self.stage.weights.answers
-        return Version(answers.named(answers.copies()))
+        sources = self.stage.weights.sources
+        return Version(sources.named(sources.copies()))
 
     # ---- measuring
 

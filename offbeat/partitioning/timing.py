@@ -1,8 +1,8 @@
 """How long whole stages take: one after the other in this process, or all at once, a process each, as they will run.
 
 A stage alone on a machine is faster than one among others: K of them share the memory's bandwidth and the processor's
-turbo. So where there are cores enough, `Crew` keeps K processes, one pinned to the cores of each stage, that get a
-stage each and run it at the same time. They run the stage as training does (a snapshot of the weights an update,
+turbo. So where there are cores enough, `TimingWorkers` keeps K processes, one pinned to the cores of each stage, that
+get a stage each and run it at the same time. They run the stage as training does (a snapshot of the weights an update,
 batches in flight, gradients summed, momentum), because for deep networks and small batches that is no small part.
 """
 
@@ -169,27 +169,27 @@ class Stopwatch:
 
     def __init__(self, twin: Traced, sample: Any, K: int) -> None:
         self.alone, self.notes = one_by_one(twin, sample), list[str]()
-        self.crew: Crew | None = Crew(twin, sample, K) if Crew.possible(twin, K) else None
-        if self.crew is None and K > 1:
+        self.workers: TimingWorkers | None = TimingWorkers(twin, sample, K) if TimingWorkers.possible(twin, K) else None
+        if self.workers is None and K > 1:
             self.notes.append(f"the {K} stages were timed one after the other: not as many cores on the cpu to run on")
 
     def __enter__(self) -> Stopwatch:
-        if self.crew:
-            self.crew.__enter__()
+        if self.workers:
+            self.workers.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
                  ) -> None:  # fmt: skip
-        if self.crew:
-            self.crew.__exit__(kind, value, trace)
+        if self.workers:
+            self.workers.__exit__(kind, value, trace)
 
     def __call__(self, cuts: Sequence[int], load: Load) -> list[StageTime]:
-        if self.crew:
+        if self.workers:
             try:
-                return self.crew.times(cuts, load)
+                return self.workers.times(cuts, load)
             except NoCrew as reason:
-                self.crew.__exit__(None, None, None)
-                self.crew = None
+                self.workers.__exit__(None, None, None)
+                self.workers = None
                 self.notes.append(f"the stages were timed one after the other: {reason}")
         return self.alone(cuts, load)
 
@@ -201,7 +201,7 @@ class NoCrew(RuntimeError):
     """Why stages cannot be timed at the same time."""
 
 
-class Crew:
+class TimingWorkers:
     """K processes that run a stage each at the same time; `times` is a Meter. For models on the CPU.
 
     They are started by a command line of their own and not by multiprocessing, which would run the user's script again
@@ -219,7 +219,7 @@ class Crew:
         device = next((parameter.device.type for parameter in twin.model.parameters()), "cpu")
         return K > 1 and device == "cpu" and len(os.sched_getaffinity(0)) >= K * torch.get_num_threads()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> TimingWorkers:
         self.folder = tempfile.TemporaryDirectory(prefix="offbeat-")
         cores, n = sorted(os.sched_getaffinity(0)), self.threads
         environment = {**os.environ, "OMP_NUM_THREADS": str(n), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -277,7 +277,7 @@ class Crew:
 
 
 def serve() -> None:
-    """What a process of a crew does: stages as they come, until its standard input closes."""
+    """What a process of a worker group does: stages as they come, until its standard input closes."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what the user's modules print is no reply
     cores = {int(core) for core in sys.argv[1].split(",")}

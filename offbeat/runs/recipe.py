@@ -174,7 +174,7 @@ def complete(**given: Any) -> Recipe:
 
 def _engine(values: Mapping[str, Any], method: Method) -> str:
     """What runs the stages by default; refuses streams where there can be none."""
-    on_gpu, reason = values.get("device") == "cuda", method.not_alike()
+    on_gpu, reason = values.get("device") == "cuda", method.why_not_capturable()
     if values.get("engine") == "streams" and not on_gpu:
         raise UserError("engine streams without a GPU: it runs the stages on streams of one, add --device cuda")
     if values.get("engine") == "streams" and reason:

@@ -43,7 +43,7 @@ class Ending:
 
 
 @dataclass
-class Seat:
+class ActiveRun:
     """A run under way, and when it last was safe."""
 
     run: Run
@@ -54,7 +54,7 @@ class Seat:
 
 
 @dataclass
-class Turns(Generic[Name]):
+class RoundRobin(Generic[Name]):
     """Runs by turns, so many at once. `start` makes one; `ended` hears how each ended.
 
     until   the end of the budget, in time.monotonic() seconds; None for no budget
@@ -64,7 +64,7 @@ class Turns(Generic[Name]):
     ended: Callable[[Name, Ending], None]
     together: int = 1
     until: float | None = None
-    running: dict[Name, Seat] = field(default_factory=dict)
+    running: dict[Name, ActiveRun] = field(default_factory=dict)
     intervals: list[float] = field(default_factory=list)  # seconds from one checkpoint of a run to its next
     stopped: str = ""  # why, where a signal stopped all
 
@@ -75,7 +75,7 @@ class Turns(Generic[Name]):
             try:
                 while self.running or self._may_start(waiting):
                     while len(self.running) < self.together and self._may_start(waiting):
-                        self._sit_down(waiting.popleft())
+                        self._start(waiting.popleft())
                     for name in list(self.running):
                         self._turn(name)
             finally:
@@ -86,8 +86,8 @@ class Turns(Generic[Name]):
 
     def _stop(self, why: str) -> None:
         self.stopped = why
-        for seat in self.running.values():
-            seat.run.stop(why)
+        for active in self.running.values():
+            active.run.stop(why)
 
     def _may_start(self, waiting: deque[Name]) -> bool:
         """Whether there is one to start, and time enough for it to come to anything."""
@@ -95,7 +95,7 @@ class Turns(Generic[Name]):
             return False
         return self.until is None or time.monotonic() + min(self.intervals, default=0.0) < self.until
 
-    def _sit_down(self, name: Name) -> None:
+    def _start(self, name: Name) -> None:
         try:
             run = self.start(name)
         except (Interrupted, KeyboardInterrupt, FolderTaken):
@@ -103,17 +103,17 @@ class Turns(Generic[Name]):
         except Exception as error:
             self._end(name, error)
             return
-        self.running[name] = Seat(run, run.steps(), time.monotonic(), run.saver.saved, _stream(run.recipe.device))
+        self.running[name] = ActiveRun(run, run.steps(), time.monotonic(), run.saver.saved, _stream(run.recipe.device))
         if self.stopped:  # while it was made
             run.stop(self.stopped)
 
     def _turn(self, name: Name) -> None:
-        seat = self.running[name]
-        if torch.get_num_threads() != seat.run.recipe.threads_per_stage:  # part of the numbers, on a CPU
-            torch.set_num_threads(seat.run.recipe.threads_per_stage)
+        active = self.running[name]
+        if torch.get_num_threads() != active.run.recipe.threads_per_stage:  # part of the numbers, on a CPU
+            torch.set_num_threads(active.run.recipe.threads_per_stage)
         try:
-            with torch.cuda.stream(seat.stream) if seat.stream else nullcontext():
-                next(seat.steps)
+            with torch.cuda.stream(active.stream) if active.stream else nullcontext():
+                next(active.steps)
         except StopIteration as end:
             self._leave(name)
             self.ended(name, Ending(result=end.value))
@@ -123,20 +123,20 @@ class Turns(Generic[Name]):
             self._leave(name)
             self._end(name, error)
         else:
-            if self._out_of_time(seat):
+            if self._out_of_time(active):
                 self._leave(name)
                 self.ended(name, Ending())
 
-    def _out_of_time(self, seat: Seat) -> bool:
+    def _out_of_time(self, active: ActiveRun) -> bool:
         """Whether the budget is spent, or would be before the next checkpoint of a run that has just made one; a run
         that has trained for all its epochs only has to say so."""
-        if seat.run.first_epoch >= seat.run.recipe.epochs:
+        if active.run.first_epoch >= active.run.recipe.epochs:
             return False
         now = time.monotonic()
-        if seat.run.saver.saved != seat.saved:
-            seat.saved = seat.run.saver.saved
-            self.intervals.append(now - seat.since)
-            seat.since = now
+        if active.run.saver.saved != active.saved:
+            active.saved = active.run.saver.saved
+            self.intervals.append(now - active.since)
+            active.since = now
             return self.until is not None and now + self.intervals[-1] > self.until
         return self.until is not None and now >= self.until
 
@@ -145,12 +145,12 @@ class Turns(Generic[Name]):
         self.ended(name, Ending(error=error, account=account))
 
     def _leave(self, name: Name) -> None:
-        seat = self.running.pop(name)
-        seat.steps.close()
-        seat.run.pipe.close()
-        seat.run.close()
-        on_gpu = seat.run.recipe.device == "cuda"
-        del seat
+        active = self.running.pop(name)
+        active.steps.close()
+        active.run.pipe.close()
+        active.run.close()
+        on_gpu = active.run.recipe.device == "cuda"
+        del active
         if on_gpu:
             torch.cuda.synchronize()  # a run that failed may still be at work in its memory
             gc.collect()  # stages and graphs know each other; the next run needs their memory

@@ -20,7 +20,7 @@ from torch import nn
 from offbeat import data, models
 from offbeat import partitioning as cutting
 from offbeat.checkpoint.folder import FOLDER
-from offbeat.core.precision import Numbers
+from offbeat.core.precision import PrecisionPolicy
 from offbeat.core.stage_report import Report, Staleness
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes
@@ -97,7 +97,7 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
         models.build(recipe.model)  # tells what is allowed before any data is read
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but torch sees no CUDA device here: use --device cpu")
-    Numbers.of(recipe.precision, torch.device(recipe.device))
+    PrecisionPolicy.of(recipe.precision, torch.device(recipe.device))
     recipe.make_method().check(recipe.K)
     if recipe.diagnose:
         diagnosis.check(recipe.diagnose, recipe.make_method())

@@ -264,12 +264,12 @@ def finished(path: Path, recipe: Recipe) -> bool:
         return True
     with lock.held(path):  # nobody has taken it up by itself
         pass
-    aside = path.parent / ASIDE
-    aside.mkdir(exist_ok=True)
+    stage_stream = path.parent / ASIDE
+    stage_stream.mkdir(exist_ok=True)
     count = 1
-    while (aside / f"{path.name}-{count}").exists():
+    while (stage_stream / f"{path.name}-{count}").exists():
         count += 1
-    path.rename(aside / f"{path.name}-{count}")
+    path.rename(stage_stream / f"{path.name}-{count}")
     return False
 
 
@@ -316,7 +316,7 @@ def in_turn(runs: Iterable[Run], folder: Path, execute: Execute, teller: Console
 def side_by_side(together: int, runs: Iterable[Run], folder: Path, teller: Console, *, show: bool) -> None:
     """So many runs at once in this process, by turns."""
     from offbeat.runs import train
-    from offbeat.runs.round_robin import Ending, Turns
+    from offbeat.runs.round_robin import Ending, RoundRobin
 
     todo = list(runs)
     data_set = None
@@ -339,7 +339,7 @@ def side_by_side(together: int, runs: Iterable[Run], folder: Path, teller: Conso
             failed(folder / run.folder, run, reason, account=ending.account)
         _tell(run, folder / run.folder, teller)
 
-    Turns(start, ended, together=together).all(todo)
+    RoundRobin(start, ended, together=together).all(todo)
 
 
 def at_a_time(jobs: int, runs: Iterable[Run], folder: Path, teller: Console) -> None:

@@ -180,7 +180,7 @@ def recipe_of(row: Row, seed: int, settings: dict[str, Any]) -> Recipe:
     others = {name: value for name, value in settings.items() if name != "engine"}
     made, engine = row.recipe(seed=seed, **others), settings.get("engine")
     if made.device == "cuda" and engine in (None, "streams"):
-        engine = None if made.make_method().not_alike() else "streams"
+        engine = None if made.make_method().why_not_capturable() else "streams"
     elif made.K == 1 and engine == "processes":
         engine = None
     return row.recipe(seed=seed, **others, **({"engine": engine} if engine else {}))
@@ -369,7 +369,7 @@ class Work:
 
     def all(self, runs: list[Run]) -> None:
         """By worth: those of one process take turns, those of several have the machine to themselves."""
-        from offbeat.runs.round_robin import Turns
+        from offbeat.runs.round_robin import RoundRobin
 
         for several, group in groupby(runs, key=lambda run: run.recipe.engine == "processes"):
             if several:
@@ -377,7 +377,7 @@ class Work:
                     if self.until is None or time.monotonic() < self.until:
                         self.alone(run)
             else:
-                turns = Turns(self.start, self.ended, together=self.request.together, until=self.until)
+                turns = RoundRobin(self.start, self.ended, together=self.request.together, until=self.until)
                 turns.all(group)
                 self.safe += len(turns.intervals)
         if runs and not self.safe and not self.broken_off:

@@ -18,7 +18,7 @@ from offbeat import checkpoint
 from offbeat.core import compiled, precision
 from offbeat.core.links import Message
 from offbeat.core.links.wire import pack, unpack
-from offbeat.core.precision import Numbers
+from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines.simulate import Simulate
 from offbeat.errors import UserError
 from offbeat.methods import METHODS
@@ -169,7 +169,7 @@ def test_copies_are_made_once_an_update(weights, monkeypatch):
     """And one of two kept versions is in bfloat16, matrices alone."""
     pipe = pipeline(offbeat.ADL(M=3, weights=weights))
     stage, made = pipe.stages[1], []
-    def lower(self, value, original=Numbers.lower):  # fmt: skip
+    def lower(self, value, original=PrecisionPolicy.lower):  # fmt: skip
         made.append(value.shape)
         return original(self, value)
     def refresh(copies, values, original=torch._foreach_copy_):  # fmt: skip
@@ -178,7 +178,7 @@ def test_copies_are_made_once_an_update(weights, monkeypatch):
     for k in (2,):
         pipe.stages[k].weights.current()
     finish(pipe, batches(2))  # nothing is applied yet at stage 1 but by the drain
-    monkeypatch.setattr(Numbers, "lower", lower)
+    monkeypatch.setattr(PrecisionPolicy, "lower", lower)
     monkeypatch.setattr(torch, "_foreach_copy_", refresh)
     for _ in range(5):
         version = stage.weights.current()
@@ -228,13 +228,13 @@ def test_tf32_switches_are_set_around_a_run_and_put_back():
     before = switches()
     try:
         torch.backends.cudnn.allow_tf32 = False
-        with Numbers.of("tf32", CUDA).switched():
+        with PrecisionPolicy.of("tf32", CUDA).switched():
             assert switches() == ("high", True)
-            with Numbers.of("tf32", CUDA).switched():
+            with PrecisionPolicy.of("tf32", CUDA).switched():
                 assert switches() == ("high", True)
             assert switches() == ("high", True)
         assert switches() == (before[0], False)
-        with Numbers.of("fp32", CUDA).switched(), Numbers.of("bf16", CUDA).switched():
+        with PrecisionPolicy.of("fp32", CUDA).switched(), PrecisionPolicy.of("bf16", CUDA).switched():
             assert switches() == (before[0], False), "other precisions leave them alone"
     finally:
         torch.backends.cudnn.allow_tf32 = before[1]

@@ -37,7 +37,7 @@ def trained(name: str, numbers: str, device: torch.device = GPU) -> float:
     pipe.drain()
     pipe.evaluate([(x, y)])
     assert all(stage.eager is None for stage in pipe.stages.values())
-    assert any(pipe.engine.deck.joined.values())
+    assert any(pipe.engine.launch_queue.joined.values())
     return float(loss)
 
 

@@ -73,7 +73,7 @@ def check_same(method: offbeat.Method, engine="streams", drains: tuple[int, ...]
     return other
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if not named(name).not_alike()])
+@pytest.mark.parametrize("name", [name for name in METHODS if not named(name).why_not_capturable()])
 def test_every_lagged_method_gives_the_bits_of_simulate(name):
     check_same(named(name), drains=(14,))
 
@@ -98,7 +98,7 @@ def test_streams_that_sleep_at_random_change_no_bit(M, seed):
 def test_batches_of_a_window_without_lag_run_at_once(M, precision, seed):
     pipe = check_same(offbeat.BP(M=M), Streams(K, GPU, sleeps=seed), drains=(19,), precision=precision)
     assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
-    assert any(pipe.engine.deck.joined.values())
+    assert any(pipe.engine.launch_queue.joined.values())
 
 
 @pytest.mark.parametrize("method", [offbeat.ADL(M=2), offbeat.ADL1F1B(M=2), offbeat.BP(M=4)], ids=lambda m: m.name)

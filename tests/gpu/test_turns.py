@@ -7,7 +7,7 @@ import torch
 
 from offbeat.runs import train
 from offbeat.runs.recipe import complete
-from offbeat.runs.round_robin import Ending, Turns
+from offbeat.runs.round_robin import Ending, RoundRobin
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ def test_no_run_sees_the_others(tmp_path):
     def trained(together: int) -> dict[str, bytes]:
         ended: dict[str, Ending] = {}
         folder = tmp_path / str(together)
-        turns = Turns(lambda name: train.begin(RUNS[name], folder / name, show=False), ended.__setitem__, together)
+        turns = RoundRobin(lambda name: train.begin(RUNS[name], folder / name, show=False), ended.__setitem__, together)
         turns.all(RUNS)
         assert {name: ending.error for name, ending in ended.items()} == dict.fromkeys(RUNS)
         return {name: (folder / name / "model.safetensors").read_bytes() for name in RUNS}

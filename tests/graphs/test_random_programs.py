@@ -18,7 +18,7 @@ from offbeat.errors import UserError
 from offbeat.methods import METHODS, named
 
 CPU, SIZE = torch.device("cpu"), 5
-ALIKE = [name for name in METHODS if not named(name).not_alike()]
+ALIKE = [name for name in METHODS if not named(name).why_not_capturable()]
 FOUND, MORE = (349, 2225), range(24, 240)  # seeds that were wrong once, and more of them
 EVENTS = ("drain", "report", "evaluate", "look", "reload")
 

@@ -29,7 +29,7 @@ from offbeat.graphs.ring import BEHIND, Ring, _period
 from offbeat.methods import METHODS, named
 
 K, N, CPU = 4, 23, torch.device("cpu")
-ALIKE = [name for name in METHODS if not named(name).not_alike()]
+ALIKE = [name for name in METHODS if not named(name).why_not_capturable()]
 
 
 def network(dropout: float = 0.0) -> nn.Sequential:
@@ -116,7 +116,7 @@ def test_short_batches_and_drains_do_not_make_ever_new_ticks(monkeypatch, M, wei
             pipe.step(x, y)
         if drains:
             pipe.drain()
-        known.append((set(pipe.engine.deck.joined), [len(stage.carried) for stage in pipe.stages.values()]))
+        known.append((set(pipe.engine.launch_queue.joined), [len(stage.carried) for stage in pipe.stages.values()]))
     assert known[-1] == known[-2] == known[-3]
 
 
@@ -143,7 +143,7 @@ def test_ticks_in_which_stages_are_missing_are_not_joined(monkeypatch):
         pipe.step(x, y)
         if t % 7 == 6:
             pipe.reports()
-    assert all(len(key) >= 2 * K for key in pipe.engine.deck.joined)
+    assert all(len(key) >= 2 * K for key in pipe.engine.launch_queue.joined)
     assert all(pieces == 1 or pieces >= 2 * K for pieces in launched)
 
 
@@ -179,7 +179,7 @@ def test_batches_of_a_window_without_lag_run_in_any_order_that_leaves_the_bits(m
     for name, value in one.model.state_dict().items():
         assert torch.equal(value, other.model.state_dict()[name]), name
     assert all(stage.eager is None and stage.irregular == 3 for stage in other.stages.values())
-    together = other.engine.deck.together
+    together = other.engine.launch_queue.together
     assert together == max(n for n in range(1, 2 * stages) if M % n == 0)
     assert sum(pieces >= 2 * together * stages for pieces in launched) >= 3 * (10 * M // together - 4)
 
@@ -206,19 +206,19 @@ def test_no_more_turns_are_launched_at_once_than_there_are_slots(monkeypatch):
     capture(monkeypatch)
     pipe = offbeat.Pipeline(network(), 2, method=offbeat.BP(M=8), cuts=[1], engine=Streams(2, CPU, together=8),
                             loss=nn.functional.cross_entropy, optimizer=sgd)  # fmt: skip
-    assert pipe.engine.deck.together == pipe.stages[1].ring.slots == 2
+    assert pipe.engine.launch_queue.together == pipe.stages[1].ring.slots == 2
 
 
 def test_a_backward_that_cannot_be_recorded_leaves_no_version_behind(monkeypatch):
     capture(monkeypatch)
-    record = graphed.GraphedStage._recorded
+    record = graphed.RecordedStage._recorded
 
     def refusing(stage, work, pool=None):
         if stage.k == 1 and "_work_backward" in repr(work):
             raise RuntimeError("not here")
         return record(stage, work, pool)
 
-    monkeypatch.setattr(graphed.GraphedStage, "_recorded", refusing)
+    monkeypatch.setattr(graphed.RecordedStage, "_recorded", refusing)
     with pytest.warns(offbeat.NotRecorded, match="stage 1 is not recorded and runs eagerly: not here"):
         check_same(offbeat.ADL(M=2), data=lambda: batches(60), optimizer=lambda p: sgd(p, fused=True))
 
@@ -509,7 +509,7 @@ def test_a_model_that_cannot_take_the_batch_says_so_as_ever():
 def test_streams_need_a_gpu_and_methods_whose_iterations_are_alike():
     with pytest.raises(UserError, match="engine streams on cpu: it runs the stages on streams of one GPU"):
         offbeat.Pipeline(network(), 2, loss=nn.CrossEntropyLoss(), optimizer=sgd, engine="streams")
-    assert {name for name in METHODS if named(name).not_alike()} == {
+    assert {name for name in METHODS if named(name).why_not_capturable()} == {
         "gpipe", "dgl", "dgl-async", "dni", "mostafa", "pred", "sim", "predsim"}  # fmt: skip
 
 
@@ -554,7 +554,7 @@ def test_a_method_whose_iterations_are_not_alike_is_told_of_and_simulated():
 def test_nobody_writes_where_a_neighbour_may_still_read(monkeypatch, method):
     """A stream waits for its neighbours' turn before the last: what is read in turn n may be written in turn n + 2."""
     made: dict[int, tuple[int, int]] = {}  # memory -> stage that made what lies there, and until when it is read
-    forward, backward = graphed.GraphedStage.forward, graphed.GraphedStage.backward
+    forward, backward = graphed.RecordedStage.forward, graphed.RecordedStage.backward
 
     def note(stage, tensors, until):
         for tensor in tensors:
@@ -578,8 +578,8 @@ def test_nobody_writes_where_a_neighbour_may_still_read(monkeypatch, method):
             note(stage, below, stage.turn + method.lag(stage.k - 1, K) - method.lag(stage.k, K))
         return below
 
-    monkeypatch.setattr(graphed.GraphedStage, "forward", forwards)
-    monkeypatch.setattr(graphed.GraphedStage, "backward", backwards)
+    monkeypatch.setattr(graphed.RecordedStage, "forward", forwards)
+    monkeypatch.setattr(graphed.RecordedStage, "backward", backwards)
     pipe = pipeline(method)
     for x, y in batches(40, short=False):
         pipe.step(x, y)

@@ -15,7 +15,16 @@ from offbeat.partitioning import profile, solve, trace
 from offbeat.partitioning import timing as timing_module
 from offbeat.partitioning.loopback import measure_links
 from offbeat.partitioning.partition import refine, rescaled
-from offbeat.partitioning.timing import Crew, Load, NoCrew, Runner, StageTime, Stopwatch, one_by_one, whole_time
+from offbeat.partitioning.timing import (
+    Load,
+    NoCrew,
+    Runner,
+    StageTime,
+    Stopwatch,
+    TimingWorkers,
+    one_by_one,
+    whole_time,
+)
 from offbeat.studies.plan import Measured, Network, _fewest, exposure, make_plan
 
 
@@ -72,46 +81,46 @@ def test_a_twin_has_the_same_units_over_a_model_of_its_own():
 
 def test_a_crew_times_every_stage_at_the_same_time_and_again_for_other_cuts():
     twin, x = trace(layers()).twin(), torch.randn(4, 8)
-    crew = Crew(twin, x, 2)
-    with crew:
+    workers = TimingWorkers(twin, x, 2)
+    with workers:
         for cuts in ([2], [4]):
-            found = crew.times(cuts, Load([2, 0], M=2, seconds=0.05))
+            found = workers.times(cuts, Load([2, 0], M=2, seconds=0.05))
             assert len(found) == 2
             assert all(min(time.forward, time.backward, time.update) > 0 for time in found)
-        processes = list(crew.processes)
+        processes = list(workers.processes)
     assert all(process.poll() is not None for process in processes)
 
 
 def test_a_model_that_no_other_process_can_have_is_timed_here_and_a_note_says_why(monkeypatch):
-    monkeypatch.setattr(Crew, "possible", staticmethod(lambda twin, K: True))
+    monkeypatch.setattr(TimingWorkers, "possible", staticmethod(lambda twin, K: True))
     twin, x = trace(Local.model()).twin(), torch.randn(4, 8)
     with Stopwatch(twin, x, 2) as stopwatch:
         assert len(stopwatch([1], Load([2, 0]))) == 2
-        assert stopwatch.crew is None
+        assert stopwatch.workers is None
     assert len(stopwatch.notes) == 1
     assert "one after the other: stage 1 cannot be sent to a process" in stopwatch.notes[0]
 
 
 def test_a_process_that_dies_is_noticed():
-    crew = Crew(trace(layers()).twin(), torch.randn(4, 8), 2)
-    with crew:
-        crew.processes[1].kill()
-        crew.processes[1].wait()
+    workers = TimingWorkers(trace(layers()).twin(), torch.randn(4, 8), 2)
+    with workers:
+        workers.processes[1].kill()
+        workers.processes[1].wait()
         with pytest.raises(NoCrew, match="process of stage 2 has ended"):
-            crew.times([2], Load([0, 0]))
+            workers.times([2], Load([0, 0]))
 
 
 def test_stages_are_timed_one_by_one_where_there_are_not_cores_enough(monkeypatch):
     monkeypatch.setattr(timing_module.os, "sched_getaffinity", lambda _: {0, 1, 2})
     twin = trace(layers()).twin()
-    assert Crew.possible(twin, 3)
-    assert not Crew.possible(twin, 4)
-    assert not Crew.possible(twin, 1)
+    assert TimingWorkers.possible(twin, 3)
+    assert not TimingWorkers.possible(twin, 4)
+    assert not TimingWorkers.possible(twin, 1)
     torch.set_num_threads(2)
-    assert not Crew.possible(twin, 2)
+    assert not TimingWorkers.possible(twin, 2)
     torch.set_num_threads(1)
     with Stopwatch(twin, torch.randn(4, 8), 4) as stopwatch:
-        assert stopwatch.crew is None
+        assert stopwatch.workers is None
         assert "4 stages were timed one after the other" in stopwatch.notes[0]
 
 
@@ -185,7 +194,7 @@ def test_fewer_stages_are_advised_exactly_where_the_slowest_unit_makes_the_other
 
 
 def test_bp_alone_takes_at_most_what_its_stages_take(monkeypatch):
-    monkeypatch.setattr(Crew, "possible", staticmethod(lambda twin, K: False))
+    monkeypatch.setattr(TimingWorkers, "possible", staticmethod(lambda twin, K: False))
     model, x = layers(), torch.randn(4, 8)
     plan, costs = make_plan(Measured.of("own", model, x, 4), ADL(), 2)
     assert costs.alone <= sum(costs.forward) + sum(costs.backward) + sum(costs.update) + 1e-12

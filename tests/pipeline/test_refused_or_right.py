@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import offbeat
-from offbeat.core.precision import Numbers
-from offbeat.engines.deferred_tensor import Later
+from offbeat.core.precision import PrecisionPolicy
+from offbeat.engines.deferred_tensor import DeferredTensor
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded, UserError
 from offbeat.graphs.launch_queue import Row
@@ -371,7 +371,7 @@ def test_a_loss_that_is_yet_to_come_is_a_number_like_any_other(monkeypatch):
     capture(monkeypatch)
     pipe = pipeline(engine=Streams(2, CPU))
     losses = [pipe.step(x, y) for x, y in batches()]
-    assert isinstance(losses[0], Later)
+    assert isinstance(losses[0], DeferredTensor)
     expected = f"{float(losses[-1]):.3f}"
     assert f"{losses[-1]:.3f}" == expected
     assert f"{losses[3]:.3f}" == f"{copy.deepcopy(losses[3]).item():.3f}"
@@ -384,7 +384,7 @@ def test_a_loss_that_is_yet_to_come_is_a_number_like_any_other(monkeypatch):
 def test_pipelines_by_turns_leave_each_other_their_precision():
     def made(precision: str) -> offbeat.Pipeline:
         pipe = pipeline("bp", model=nn.Linear(4, 3), K=1)
-        pipe.numbers = Numbers(precision, "cpu", False)
+        pipe.numbers = PrecisionPolicy(precision, "cpu", False)
         return pipe
 
     before = torch.get_float32_matmul_precision()

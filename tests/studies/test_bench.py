@@ -27,7 +27,7 @@ from offbeat.report.draw import draw_bench, draw_scaling
 from offbeat.studies.bench import fork_server as nursery_module
 from offbeat.studies.bench import rounds, scaling
 from offbeat.studies.bench.cuts import check, counted, placed
-from offbeat.studies.bench.fork_server import Nursery
+from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.rows import (
     ROWS,
     Setting,
@@ -141,7 +141,7 @@ CONTRACT = {"name": str, "family": str, "exact": bool, "workers": int, "samples_
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_core")
 def test_the_command_writes_all_it_found_and_goes_on_where_a_row_fails(offbeat, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(rounds.Crew, "seconds", failing(rounds.Crew.seconds))
+    monkeypatch.setattr(rounds.WorkerGroup, "seconds", failing(rounds.WorkerGroup.seconds))
     monkeypatch.setattr(rounds, "Spoken", partial(speaking, rounds.Spoken))
     done = offbeat("bench", "-K", 2, "--model", "resnet8", "--batch-size", 32, "--shape", "3,16,16", "--partition",
                    "flops", "--against", "torch-1f1b,gpipe", "--micro-batches", 4, "--repetitions", 2, "--batches", 2,
@@ -194,8 +194,8 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path):
 
     try:
         assert wait_for(rounds_done, START)
-        (nursery,) = children = below(run.pid)
-        children += below(nursery)
+        (fork_server,) = children = below(run.pid)
+        children += below(fork_server)
         run.send_signal(signal.SIGINT)
         _, errors = run.communicate(timeout=STOP)
     finally:
@@ -214,11 +214,11 @@ def speaking(spoken, *, show):
 
 
 def failing(seconds):
-    def killed_first(crew, *given, **more):
-        if crew.row.name == "gpipe":
-            crew.processes[0].kill()
-            crew.processes[0].wait()
-        return seconds(crew, *given, **more)
+    def killed_first(workers, *given, **more):
+        if workers.row.name == "gpipe":
+            workers.processes[0].kill()
+            workers.processes[0].wait()
+        return seconds(workers, *given, **more)
 
     return killed_first
 
@@ -514,14 +514,14 @@ def test_records_make_sections_of_the_page_and_none_makes_none(tmp_path, monkeyp
 
 
 @pytest.fixture
-def nursery():
-    made = Nursery()
+def fork_server():
+    made = ForkServer()
     yield made
     made.close()
 
 
-def test_a_worker_is_forked_with_its_own_surroundings_and_its_end_is_known(nursery, tmp_path):
-    born = [nursery.bear({"OFFBEAT_TOLD": str(n)}, tmp_path / f"{n}.err") for n in range(2)]
+def test_a_worker_is_forked_with_its_own_surroundings_and_its_end_is_known(fork_server, tmp_path):
+    born = [fork_server.spawn({"OFFBEAT_TOLD": str(n)}, tmp_path / f"{n}.err") for n in range(2)]
     for worker in born:
         told = {"row": "bp", "setting": SETTING.as_dict(), "rank": 0, "world": 1, "store": "", "threads": 1,
                 "cores": sorted(os.sched_getaffinity(0))[:1]}  # fmt: skip
@@ -535,8 +535,8 @@ def test_a_worker_is_forked_with_its_own_surroundings_and_its_end_is_known(nurse
         worker.close()
 
 
-def test_a_question_that_was_broken_off_ends_it_and_closing_goes_on(nursery, tmp_path, monkeypatch):
-    born = [nursery.bear({}, tmp_path / f"{n}.err") for n in range(2)]
+def test_a_question_that_was_broken_off_ends_it_and_closing_goes_on(fork_server, tmp_path, monkeypatch):
+    born = [fork_server.spawn({}, tmp_path / f"{n}.err") for n in range(2)]
     real = nursery_module._line
 
     def broken_off(connection):
@@ -545,17 +545,17 @@ def test_a_question_that_was_broken_off_ends_it_and_closing_goes_on(nursery, tmp
 
     monkeypatch.setattr(nursery_module, "_line", broken_off)
     with pytest.raises(KeyboardInterrupt):
-        nursery.bear({}, tmp_path / "last.err")
+        fork_server.spawn({}, tmp_path / "last.err")
     for worker in born:
         worker.close()
-    nursery.close()
+    fork_server.close()
     wait_for(lambda: not any(Path(f"/proc/{worker.pid}").exists() for worker in born), 5)
 
 
-def test_workers_end_with_the_process_that_bore_them_and_the_benchmark_says_so(nursery, tmp_path):
-    worker = nursery.bear({}, tmp_path / "err")
-    nursery.process.kill()
+def test_workers_end_with_the_process_that_bore_them_and_the_benchmark_says_so(fork_server, tmp_path):
+    worker = fork_server.spawn({}, tmp_path / "err")
+    fork_server.process.kill()
     assert worker.stdout.readline() == ""  # within the half second in which it looks for its parent
     with pytest.raises(UserError, match="the process that starts the workers has ended: run the benchmark again"):
-        nursery.bear({}, tmp_path / "err")
+        fork_server.spawn({}, tmp_path / "err")
     worker.close()

@@ -84,7 +84,7 @@ def told(out: str, run: str) -> list[tuple]:
 
 def spend_budget_after(monkeypatch, turns_taken: int) -> None:
     """The clock of the budget jumps once so many turns are taken, wherever the runs are then."""
-    real, taken = turns.Turns._turn, []
+    real, taken = turns.RoundRobin._turn, []
 
     def turn(self, name):
         taken.append(name)
@@ -92,7 +92,7 @@ def spend_budget_after(monkeypatch, turns_taken: int) -> None:
             self.until = time.monotonic() - 1
         real(self, name)
 
-    monkeypatch.setattr(turns.Turns, "_turn", turn)
+    monkeypatch.setattr(turns.RoundRobin, "_turn", turn)
 
 
 # ---- the published rows
@@ -330,7 +330,7 @@ def test_a_run_of_a_reproduction_is_the_run_that_train_makes(offbeat, table):
 def test_each_run_has_its_own_number_of_threads_in_its_turns(tmp_path):
     seen: dict[int, set[int]] = {}
 
-    class Counting(turns.Turns):
+    class Counting(turns.RoundRobin):
         def _turn(self, name):
             super()._turn(name)
             if name in self.running:
@@ -379,7 +379,7 @@ def test_on_a_gpu_all_rows_are_recorded_that_can_be(given):
     for found in TABLES.values():
         for one in found.rows:
             made = reproducing.recipe_of(one, 0, {"device": "cuda", **given})
-            assert (made.engine == "streams") == (made.make_method().not_alike() is None), one.name
+            assert (made.engine == "streams") == (made.make_method().why_not_capturable() is None), one.name
             assert reproducing.recipe_of(one, 0, {"device": "cuda", "engine": "simulate"}).engine == "simulate"
             assert reproducing.recipe_of(one, 0, {}).engine == ("simulate" if made.K == 1 else "processes")
     bp = next(one for one in TABLES["cifar10-table"].rows if one.name == "resnet56-bp-m4")
@@ -440,7 +440,7 @@ def _signals():
 @pytest.mark.usefixtures("_signals")
 def test_one_interruption_saves_and_stops_all_and_the_same_command_goes_on(offbeat, table, monkeypatch):
     reproduce(offbeat, out="whole")
-    real, taken = turns.Turns._turn, []
+    real, taken = turns.RoundRobin._turn, []
 
     def turn(self, name):
         taken.append(name)
@@ -448,7 +448,7 @@ def test_one_interruption_saves_and_stops_all_and_the_same_command_goes_on(offbe
             os.kill(os.getpid(), signal.SIGINT)
         real(self, name)
 
-    monkeypatch.setattr(turns.Turns, "_turn", turn)
+    monkeypatch.setattr(turns.RoundRobin, "_turn", turn)
     outcome = reproduce(offbeat, "--side-by-side", 3, out="broken")
     assert outcome.code == 130
     assert "stopped by Ctrl-C; the same command goes on with broken" in outcome.err
@@ -456,7 +456,7 @@ def test_one_interruption_saves_and_stops_all_and_the_same_command_goes_on(offbe
     assert states == ["under way", "under way"]
     for run in ("net-adl-seed0", "other-hybrid-seed0"):
         assert len(checkpoint.ls(Path("broken/runs", run))) == 1
-    monkeypatch.setattr(turns.Turns, "_turn", real)
+    monkeypatch.setattr(turns.RoundRobin, "_turn", real)
     assert reproduce(offbeat, "--side-by-side", 3, out="broken").code == 0
     for run in ("net-adl-seed0", "other-hybrid-seed0"):
         assert weights("broken", run) == weights("whole", run)
@@ -497,7 +497,7 @@ def test_a_run_stops_at_a_checkpoint_when_it_would_not_come_to_the_next(tmp_path
     clock = [0.0]
     monkeypatch.setattr(turns.time, "monotonic", lambda: clock[0])
 
-    class Slow(turns.Turns):
+    class Slow(turns.RoundRobin):
         def _turn(self, name):
             clock[0] += 1.0  # a second a turn: 7 from one checkpoint to the next
             super()._turn(name)

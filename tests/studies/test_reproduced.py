@@ -97,7 +97,7 @@ def three(offbeat, monkeypatch) -> tuple[str, ...]:
     """BP with two seeds, ADL that the budget stopped in its third epoch, and ADL that diverges."""
     reproduce(offbeat, "bp", "resnet56-bp-m2", seeds=2)
     with monkeypatch.context() as patched:
-        real, taken = turns.Turns._turn, []
+        real, taken = turns.RoundRobin._turn, []
 
         def turn(self, name):
             taken.append(name)
@@ -105,7 +105,7 @@ def three(offbeat, monkeypatch) -> tuple[str, ...]:
                 self.until = time.monotonic() - 1
             real(self, name)
 
-        patched.setattr(turns.Turns, "_turn", turn)
+        patched.setattr(turns.RoundRobin, "_turn", turn)
         reproduce(offbeat, "m2", "resnet56-adl-k3-m2*", "--budget-minutes", 60, seeds=2)
     reproduce(offbeat, "m1", "resnet56-adl-k3-m1")
     return "bp", "m2", "m1"

@@ -1,4 +1,4 @@
-"""Pulses between neighbours: a sign of life from threads of their own, whatever the compute is busy with.
+"""Heartbeats between neighbours: a sign of life from threads of their own, whatever the compute is busy with.
 
 A process that has died closes its connections and is noticed at once. One that is stopped, or whose link is cut, just
 says no more. A slow stage goes on giving signs; a stopped process stops with all of its threads.
@@ -17,7 +17,7 @@ LONGEST_PAUSE = 1.0  # seconds between signs
 ALIVE, GOODBYE = 1, 0
 
 
-class Pulse:
+class Heartbeat:
     """Signs of life to and from some ranks. The callbacks come from a thread, once for each rank at most:
 
     silent(rank)    nothing was heard for `silence` seconds
@@ -29,10 +29,10 @@ class Pulse:
         self.group, self.silence, self.silent, self.broken = group, silence, silent, broken
         self.quiet = dict.fromkeys(ranks, 0.0)  # seconds without a sign, of those that have not said goodbye
         self.leaving = threading.Event()
-        self.threads = [threading.Thread(target=self._watch, name="offbeat-pulse", daemon=True)] if self.quiet else []
+        self.threads = [threading.Thread(target=self._watch, name="offbeat-heartbeat", daemon=True)] if self.quiet else []
         for rank in self.quiet:
             for work in (self._give, self._hear):
-                name = f"offbeat-pulse{work.__name__}-{rank}"
+                name = f"offbeat-heartbeat{work.__name__}-{rank}"
                 self.threads.append(threading.Thread(target=work, args=(rank, tag(rank)), name=name, daemon=True))
         for thread in self.threads:
             thread.start()

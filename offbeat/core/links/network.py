@@ -120,7 +120,7 @@ def shorten_retransmission(opened: Iterable[int], silence: float) -> None:
     """Have TCP connections among these descriptors send again at least every `silence` / 8 seconds.
 
     TCP doubles its pauses, so that a link that was cut for 20 s may be silent for 40. No shorter pause than this: some
-    of the kernel's timers give up after 15 of them, and it is for pulses to decide. Linux before 6.15 cannot do it.
+    of the kernel's timers give up after 15 of them, and it is for heartbeats to decide. Linux before 6.15 cannot do it.
     """
     pause = int(1000 * min(max(silence / 8, 1), 120))  # milliseconds; what the kernel takes
     for descriptor in opened:

@@ -4,7 +4,7 @@ rows        what can be timed, and under which name
 where       the cuts that all rows share
 contenders  each row as a worker of it: something with a `step()`
 worker      a process that builds one contender and times it when told to
-crew        the workers of one row, seen from the process that started them
+worker group        the workers of one row, seen from the process that started them
 rounds      the run: every round times every row once
 scaling     how time, memory and staleness grow; the clock beyond the cores that there are
 

@@ -24,16 +24,16 @@ from typing import Any
 from offbeat.errors import UserError
 from offbeat.runs import launch
 
-CHILD = "from offbeat.studies.bench.fork_server import rear; rear()"
+CHILD = "from offbeat.studies.bench.fork_server import serve; serve()"
 MOST = 65536  # bytes of a line
 GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # of somebody else
 
 
-class Born:
+class ForkedWorker:
     """A worker, with the pipes to it, as subprocess.Popen has them."""
 
-    def __init__(self, nursery: Nursery, pid: int, stdin: int, stdout: int) -> None:
-        self.nursery, self.pid = nursery, pid
+    def __init__(self, fork_server: ForkServer, pid: int, stdin: int, stdout: int) -> None:
+        self.fork_server, self.pid = fork_server, pid
         self.code: int | None = None
         self.lock = threading.Lock()
         self.stdin = os.fdopen(stdin, "w", buffering=1)
@@ -48,7 +48,7 @@ class Born:
         """Its exit code, when it has ended."""
         with self.lock:
             if self.code is None:
-                self.code = self.nursery.ask({"wait": self.pid})["code"]
+                self.code = self.fork_server.ask({"wait": self.pid})["code"]
         return self.code
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Born:
                 pipe.close()
 
 
-class Nursery:
+class ForkServer:
     """The same seen from its maker; started at the first worker, and once."""
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class Nursery:
         self.socket: socket.socket | None = None
         self.lock = threading.Lock()
 
-    def bear(self, surroundings: dict[str, str], errors: Path) -> Born:
+    def spawn(self, surroundings: dict[str, str], errors: Path) -> ForkedWorker:
         """A worker with these variables beside ours; what it has to say without being asked goes to a file."""
         (its_in, our_out), (our_in, its_out) = os.pipe(), os.pipe()
         try:
             with errors.open("w") as file:
-                pid = self.ask({"bear": surroundings}, [its_in, its_out, file.fileno()])["pid"]
+                pid = self.ask({"spawn": surroundings}, [its_in, its_out, file.fileno()])["pid"]
         except BaseException:
             os.close(our_in)
             os.close(our_out)
@@ -81,7 +81,7 @@ class Nursery:
         finally:
             os.close(its_in)
             os.close(its_out)
-        return Born(self, pid, our_out, our_in)
+        return ForkedWorker(self, pid, our_out, our_in)
 
     def ask(self, what: dict[str, Any], files: list[int] | None = None) -> dict[str, Any]:
         with self.lock:  # rows are filled by several threads
@@ -130,7 +130,7 @@ def _line(connection: socket.socket) -> tuple[bytes, list[int]]:
     return line, files
 
 
-def rear() -> None:
+def serve() -> None:
     """Fork until the socket closes."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     import torch
@@ -155,7 +155,7 @@ def rear() -> None:
                 for number, file in enumerate(files):
                     os.dup2(file, number)
                     os.close(file)
-                os.environ.update(asked["bear"], **{launch.LAUNCHER: str(own)})
+                os.environ.update(asked["spawn"], **{launch.LAUNCHER: str(own)})
                 worker.serve()
             said = {"pid": pid}
         for file in files:

@@ -22,7 +22,7 @@ from offbeat.report.draw import by_the_way, draw_bench
 from offbeat.runs import record
 from offbeat.settings import shown
 from offbeat.studies.bench.cuts import check, placed
-from offbeat.studies.bench.fork_server import Nursery
+from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.rows import (
     ALWAYS,
     OURS,
@@ -35,7 +35,7 @@ from offbeat.studies.bench.rows import (
     micro_batches,
     settings_by_method,
 )
-from offbeat.studies.bench.worker_group import PATIENCE, Crew, RowFailedError
+from offbeat.studies.bench.worker_group import PATIENCE, RowFailedError, WorkerGroup
 
 LEAST = 2  # batches timed in a round, where time is short
 QUICK = 0.5  # seconds a batch below which one is too few to choose micro-batches by
@@ -116,15 +116,15 @@ class Spoken:
 
 @dataclass
 class Bench:
-    """A run under way: its crews, and what they have found."""
+    """A run under way: its worker groups, and what they have found."""
 
     request: Request
     setting: Setting
     out: Path
     say: Spoken
     rows: list[Row]
-    crews: dict[str, Crew] = field(default_factory=dict)
-    nursery: Nursery = field(default_factory=Nursery)
+    groups: dict[str, WorkerGroup] = field(default_factory=dict)
+    fork_server: ForkServer = field(default_factory=ForkServer)
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
@@ -142,29 +142,31 @@ class Bench:
             if reason := left_out(row, self.setting):
                 self.left_out[row.name] = reason
                 continue
-            place = len(self.crews) % self._side_by_side()
-            self.crews[row.name] = Crew(row, self.setting, folder, self.nursery, first_core=place * self.setting.K,
-                                        patience=self._patience())  # fmt: skip
-            self.crews[row.name].start()
-        count = sum(crew.count for crew in self.crews.values())
-        self.say(f"{len(self.crews)} rows in {count} processes")
-        for crew in list(self.crews.values()):
-            with self._row(crew.row):
-                crew.ready()
+            place = len(self.groups) % self._side_by_side()
+            self.groups[row.name] = WorkerGroup(
+                row, self.setting, folder, self.fork_server, first_core=place * self.setting.K,
+                patience=self._patience(),
+            )  # fmt: skip
+            self.groups[row.name].start()
+        count = sum(workers.count for workers in self.groups.values())
+        self.say(f"{len(self.groups)} rows in {count} processes")
+        for workers in list(self.groups.values()):
+            with self._row(workers.row):
+                workers.ready()
 
     def prepare(self) -> None:
         """Build every row, with its best number of micro-batches; count what it sends and holds.
 
         Rows that only have to be filled are built side by side, as far as there are cores: nothing of it is compared.
         """
-        crews = [self.crews[row.name] for row in self._there()]
-        plain = [crew for crew in crews if not crew.row.swept and crew.row.cores == "one"]
+        groups = [self.groups[row.name] for row in self._there()]
+        plain = [workers for workers in groups if not workers.row.swept and workers.row.cores == "one"]
         for at in range(0, len(plain), self._side_by_side()):
             self._fill_together(plain[at : at + self._side_by_side()])
-        for crew in [crew for crew in crews if crew not in plain]:
-            with self._row(crew.row):
-                tried = self._sweep(crew) if crew.row.swept else {}
-                self._enter(crew, tried, *self._fill(crew, min(tried, key=lambda m: tried[m]) if tried else None))
+        for workers in [workers for workers in groups if workers not in plain]:
+            with self._row(workers.row):
+                tried = self._sweep(workers) if workers.row.swept else {}
+                self._enter(workers, tried, *self._fill(workers, min(tried, key=lambda m: tried[m]) if tried else None))
         self.found = {row.name: self.found[row.name] for row in self._there()}
         self.batches = self._fitting()
 
@@ -173,12 +175,12 @@ class Bench:
         minutes = self.request.minutes
         return PATIENCE if minutes is None else min(PATIENCE, max(60.0, 20 * minutes))
 
-    def _fill_together(self, group: list[Crew]) -> None:
+    def _fill_together(self, group: list[WorkerGroup]) -> None:
         pool = ThreadPoolExecutor(len(group))
         try:
-            for crew, filled in [(crew, pool.submit(self._fill, crew, None)) for crew in group]:
-                with self._row(crew.row):
-                    self._enter(crew, {}, *filled.result())
+            for workers, filled in [(workers, pool.submit(self._fill, workers, None)) for workers in group]:
+                with self._row(workers.row):
+                    self._enter(workers, {}, *filled.result())
         except BaseException:
             self.close()  # so that nobody is waited for: who waits for an answer sees the end of its worker
             raise
@@ -189,46 +191,47 @@ class Bench:
         """Rows that have cores of their own at the same time."""
         return max(1, len(cores_here()) // self.setting.K) if self.setting.device == "cpu" else 1
 
-    def _sweep(self, crew: Crew) -> dict[int, float]:
+    def _sweep(self, workers: WorkerGroup) -> dict[int, float]:
         """Seconds a batch by the number of micro-batches: until more of them are clearly slower."""
         tried: dict[int, float] = {}
-        for m in micro_batches(crew.row, self.setting, self.request.micro_batches):
-            crew.ask("build", m)
-            crew.m = m
-            tried[m] = max(crew.seconds(0, 1)[0])
+        for m in micro_batches(workers.row, self.setting, self.request.micro_batches):
+            workers.ask("build", m)
+            workers.m = m
+            tried[m] = max(workers.seconds(0, 1)[0])
             if tried[m] < QUICK:
-                tried[m] = max(crew.seconds(0, LEAST)[0])
-            self.say(f"{crew.row.name}, {m} micro-batches: {1000 * tried[m]:.0f} ms a batch")
+                tried[m] = max(workers.seconds(0, LEAST)[0])
+            self.say(f"{workers.row.name}, {m} micro-batches: {1000 * tried[m]:.0f} ms a batch")
             if tried[m] > WORSE * min(tried.values()):
                 break
         return tried
 
-    def _fill(self, crew: Crew, m: int | None) -> tuple[float, list[int], list[dict[str, Any]]]:
+    def _fill(self, workers: WorkerGroup, m: int | None) -> tuple[float, list[int], list[dict[str, Any]]]:
         """Seconds of a first batch, bytes sent by each worker for one, and what they hold."""
-        if m is None or crew.m != m:
-            crew.ask("build", m)
-            crew.m = m
-        first = median(crew.seconds(0, 1)[0])  # of which the last stages only wait for the first ones
-        return first, [said["bytes"] for said in crew.ask("sent")], crew.ask("look")
+        if m is None or workers.m != m:
+            workers.ask("build", m)
+            workers.m = m
+        first = median(workers.seconds(0, 1)[0])  # of which the last stages only wait for the first ones
+        return first, [said["bytes"] for said in workers.ask("sent")], workers.ask("look")
 
-    def _enter(self, crew: Crew, tried: dict[int, float], first: float, sent: list[int], looked: list[dict[str, Any]]
-               ) -> None:  # fmt: skip
-        self.found[crew.row.name] = {**self._described(crew.row, crew, tried, sent, looked), "first": first}
-        self.say(f"{crew.row.name} is ready, {1000 * first:.0f} ms a batch")
-        self._rest(crew)
+    def _enter(
+        self, workers: WorkerGroup, tried: dict[int, float], first: float, sent: list[int], looked: list[dict[str, Any]]
+    ) -> None:
+        self.found[workers.row.name] = {**self._described(workers.row, workers, tried, sent, looked), "first": first}
+        self.say(f"{workers.row.name} is ready, {1000 * first:.0f} ms a batch")
+        self._rest(workers)
 
-    def _described(self, row: Row, crew: Crew, tried: dict[int, float], sent: list[int],
+    def _described(self, row: Row, workers: WorkerGroup, tried: dict[int, float], sent: list[int],
                    looked: list[dict[str, Any]]) -> dict[str, Any]:  # fmt: skip
         K = self.setting.K
-        levels = [method_of(row, self.setting, crew.m).staleness(k, K) for k in range(1, K + 1)] \
+        levels = [method_of(row, self.setting, workers.m).staleness(k, K) for k in range(1, K + 1)] \
             if row.kind == "pipeline" else []  # fmt: skip
         return {
             "name": row.name, "title": row.title_on(self.setting.device), "family": row.family,
             "exact": not any(levels), "workers": K if row.workers == "K" else 1, "staleness": levels,
-            "micro_batches": crew.m, "sweep": {str(m): seconds for m, seconds in tried.items()},
+            "micro_batches": workers.m, "sweep": {str(m): seconds for m, seconds in tried.items()},
             "samples_per_second": [], "seconds_per_batch": [], "processor_seconds": [],
             "memory_per_worker": max(said["memory"] for said in looked), "memory": [said["memory"] for said in looked],
-            "bytes_moved": sum(sent), "note": note(row, self.setting, crew.m, len(tried)),
+            "bytes_moved": sum(sent), "note": note(row, self.setting, workers.m, len(tried)),
         }  # fmt: skip
 
     def _fitting(self) -> int:
@@ -260,22 +263,22 @@ class Bench:
                 break
 
     def _time(self, row: Row) -> None:
-        crew, found = self.crews[row.name], self.found[row.name]
+        workers, found = self.groups[row.name], self.found[row.name]
         batches = self._timed(row, self.batches)
-        each, busy = crew.seconds(self._warm_up(row), batches)
+        each, busy = workers.seconds(self._warm_up(row), batches)
         seconds = max(each)
         found["seconds_per_batch"].append(seconds)
         found["processor_seconds"].append(busy)
         found["samples_per_second"].append(self.setting.batch_size / seconds)
         self.say(f"{row.name}: {1000 * seconds:.0f} ms a batch, {self.setting.batch_size / seconds:,.0f} samples/s")
         if row.name == OURS and self.setting.device == "cpu":
-            stages, _ = crew.seconds(LEAST, batches, what="bound")
+            stages, _ = workers.seconds(LEAST, batches, what="bound")
             self.bound.setdefault("stages", []).append(stages)
             self.bound.setdefault("seconds_per_batch", []).append(max(stages))
             self.bound.setdefault("samples_per_second", []).append(self.setting.batch_size / max(stages))
             self.say(f"bound: {1000 * max(stages):.0f} ms a batch")
-        found["staleness_measured"] = [level for said in crew.ask("look") for level in said["staleness"]]
-        self._rest(crew)
+        found["staleness_measured"] = [level for said in workers.ask("look") for level in said["staleness"]]
+        self._rest(workers)
 
     def _warm_up(self, row: Row) -> int:
         """Every worker counts from the end of its own: stages that do not wait for each other need two, in which each
@@ -288,22 +291,22 @@ class Bench:
         if row.workers == "one":
             return GPU_TIMES * batches if on_gpu else max(LEAST, 2 * batches // self.setting.K)
         batches *= GPU_TIMES if on_gpu else 1
-        M = method_of(row, self.setting, self.crews[row.name].m).M if row.kind == "pipeline" else 1
+        M = method_of(row, self.setting, self.groups[row.name].m).M if row.kind == "pipeline" else 1
         return -(-batches // M) * M  # whole windows: as many updates in every stage
 
     def _there(self) -> list[Row]:
-        return [row for row in self.rows if row.name in self.crews]
+        return [row for row in self.rows if row.name in self.groups]
 
-    def _rest(self, crew: Crew) -> None:
+    def _rest(self, workers: WorkerGroup) -> None:
         """Where memory is short, only the row that is being timed holds its batches in flight."""
         if not self.thrifty and memory_left() < SPARE:
             self.say("memory is short: rows give theirs back between rounds, and are filled again")
             self.thrifty = True
-            for other in self.crews.values():
+            for other in self.groups.values():
                 if other.row.name in self.found:
                     other.ask("rest")
         if self.thrifty:
-            crew.ask("rest")
+            workers.ask("rest")
 
     @contextlib.contextmanager
     def _row(self, row: Row) -> Iterator[None]:
@@ -313,14 +316,14 @@ class Bench:
         except RowFailedError as error:
             self.left_out[row.name] = str(error)
             self.say(f"{row.name} is left out: {error}")
-            self.crews.pop(row.name).close()
+            self.groups.pop(row.name).close()
             if row.name in ALWAYS:
                 raise UserError(f"{row.name}, which all others are compared with, failed: {error}") from None
 
     def close(self) -> None:
-        for crew in self.crews.values():
-            crew.close()
-        self.nursery.close()
+        for workers in self.groups.values():
+            workers.close()
+        self.fork_server.close()
 
     # ---- what is known
 

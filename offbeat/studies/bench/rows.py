@@ -152,7 +152,7 @@ def left_out(row: Row, setting: Setting) -> str | None:
     if setting.device != "cpu":
         if row.family == "torch":
             return "one GPU: its workers need one each"
-        if row.kind == "pipeline" and (reason := method_of(row, setting, 2).not_alike()):
+        if row.kind == "pipeline" and (reason := method_of(row, setting, 2).why_not_capturable()):
             return f"it {reason}, so that its stages cannot be recorded for streams of one GPU"
     elif row.on_gpu:
         return "batches of a window run at once on one GPU alone: give --device cuda"

@@ -27,10 +27,10 @@ from offbeat.ops import Backward
 from offbeat.partitioning import Profile, solve
 from offbeat.report.draw import by_the_way, draw_scaling
 from offbeat.studies.bench.cuts import counted, measured
-from offbeat.studies.bench.fork_server import Nursery
+from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.rounds import Spoken, folder_for, origin, save
 from offbeat.studies.bench.rows import ROWS, Setting, cores_here
-from offbeat.studies.bench.worker_group import Crew, RowFailedError
+from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
 from offbeat.studies.plan import Kept, Network
 from offbeat.timeline import Costs, period, timeline
 
@@ -97,7 +97,7 @@ class Study:
     simulation: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     origin: dict[str, Any] = field(default_factory=origin)
-    nursery: Nursery = field(default_factory=Nursery)
+    fork_server: ForkServer = field(default_factory=ForkServer)
 
     def as_dict(self) -> dict[str, Any]:
         request = {name: value for name, value in asdict(self.request).items() if name != "out"}
@@ -152,18 +152,18 @@ def wanted(request: Request) -> Iterator[tuple[str, Setting]]:
         yield "depth", replace(at, model=depth, shape=known.shape, classes=known.classes)
 
 
-def measure(setting: Setting, request: Request, folder: Path, nursery: Nursery) -> dict[str, Any]:
+def measure(setting: Setting, request: Request, folder: Path, fork_server: ForkServer) -> dict[str, Any]:
     """Time a batch and memory of ADL on K workers, of back-propagation on one."""
-    crew = Crew(ROWS["adl" if setting.K > 1 else "bp"], setting, folder, nursery)
+    workers = WorkerGroup(ROWS["adl" if setting.K > 1 else "bp"], setting, folder, fork_server)
     try:
-        crew.start()
-        crew.ready()
-        crew.ask("build")
+        workers.start()
+        workers.ready()
+        workers.ask("build")
         warm_up, batches = (2, request.batches) if setting.K > 1 else (1, 2)
-        seconds = [max(crew.seconds(warm_up, batches)[0]) for _ in range(request.repetitions)]
-        looked = crew.ask("look")
+        seconds = [max(workers.seconds(warm_up, batches)[0]) for _ in range(request.repetitions)]
+        looked = workers.ask("look")
     finally:
-        crew.close()
+        workers.close()
     return {"seconds_per_batch": seconds, "memory": [said["memory"] for said in looked],
             "staleness_measured": [level for said in looked for level in said["staleness"]]}  # fmt: skip
 
@@ -266,7 +266,7 @@ def scaling(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Pat
         finish(study)
         raise Interrupted(f"stopped by Ctrl-C; what was found so far is in {out}") from None
     finally:
-        study.nursery.close()
+        study.fork_server.close()
     finish(study)
     return study.as_dict(), out
 
@@ -302,7 +302,7 @@ def go(study: Study, base: Setting, folder: Path) -> None:
         place = folder / str(number)
         place.mkdir()
         try:
-            found = measure(replace(setting, cuts=cuts), request, place, study.nursery)
+            found = measure(replace(setting, cuts=cuts), request, place, study.fork_server)
         except RowFailedError as error:
             study.left_out.append(f"{told}: {error}")
             say(f"{told} is left out: {error}")

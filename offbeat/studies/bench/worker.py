@@ -31,7 +31,7 @@ from offbeat.studies.bench.rows import Setting, row_of
 from offbeat.studies.bench.timing import forget_peak, peak, pin, resident, sgd, timed
 
 
-class Attendant:
+class RowWorker:
     """What one process knows: its place, and its contender once it is built."""
 
     def __init__(self, told: dict[str, Any]) -> None:
@@ -113,14 +113,14 @@ def serve() -> None:
     launch.die_with_parent()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no reply
-    attendant: Attendant | None = None
+    row_worker: RowWorker | None = None
     for line in sys.stdin:
         asked, said = json.loads(line), dict[str, Any]()
         try:
-            if attendant is None:
-                attendant = Attendant(asked)
+            if row_worker is None:
+                row_worker = RowWorker(asked)
             else:
-                said = attendant.answer(asked)
+                said = row_worker.answer(asked)
         except Exception as error:  # whatever it is, the row is left out, with this for a reason
             said = {"failed": f"{type(error).__name__}: {first_line(error)}"}
         print(json.dumps(said), file=replies)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.links import LOOPBACK_INTERFACE
-from offbeat.studies.bench.fork_server import Born, Nursery
+from offbeat.studies.bench.fork_server import ForkedWorker, ForkServer
 from offbeat.studies.bench.rows import Row, Setting, cores_here
 
 PATIENCE = 600.0  # seconds until an answer must have come: a schedule whose workers wait for each other never gives one
@@ -22,21 +22,21 @@ class RowFailedError(RuntimeError):
     """Why a row cannot be timed, in one line."""
 
 
-class Crew:
+class WorkerGroup:
     """The processes of a row, one core each; each is asked the same, and answers for itself.
 
     They are started in a session of their own, so that Ctrl-C reaches the one that writes the record alone.
     """
 
     def __init__(
-        self, row: Row, setting: Setting, folder: Path, nursery: Nursery, *, first_core: int = 0,
+        self, row: Row, setting: Setting, folder: Path, fork_server: ForkServer, *, first_core: int = 0,
         patience: float = PATIENCE,
     ) -> None:  # fmt: skip
-        self.row, self.setting, self.folder, self.nursery = row, setting, folder, nursery
+        self.row, self.setting, self.folder, self.fork_server = row, setting, folder, fork_server
         self.first_core, self.patience = first_core, patience
         self.count = setting.K if row.workers == "K" and setting.device == "cpu" else 1
         self.m: int | None = None
-        self.processes: list[Born] = []
+        self.processes: list[ForkedWorker] = []
 
     def start(self) -> None:
         """Start them, and tell them their places; `ready` waits until they are there."""
@@ -50,7 +50,7 @@ class Crew:
         if loopback:
             surroundings["GLOO_SOCKET_IFNAME"] = loopback
         for rank in range(self.count):
-            self.processes.append(self.nursery.bear(surroundings, self._errors(rank)))
+            self.processes.append(self.fork_server.spawn(surroundings, self._errors(rank)))
             mine = [cores[(self.first_core + rank) % len(cores)]]
             if self.row.cores == "all" or self.setting.device != "cpu":
                 mine = cores
