@@ -29,7 +29,8 @@ class Heartbeat:
         self.group, self.silence, self.silent, self.broken = group, silence, silent, broken
         self.quiet = dict.fromkeys(ranks, 0.0)  # seconds without a sign, of those that have not said goodbye
         self.leaving = threading.Event()
-        self.threads = [threading.Thread(target=self._watch, name="offbeat-heartbeat", daemon=True)] if self.quiet else []
+        watching = threading.Thread(target=self._watch, name="offbeat-heartbeat", daemon=True)
+        self.threads = [watching] if self.quiet else []
         for rank in self.quiet:
             for work in (self._give, self._hear):
                 name = f"offbeat-heartbeat{work.__name__}-{rank}"
