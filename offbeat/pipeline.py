@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -668,8 +669,16 @@ def _method(method: Method | str, M: int | None) -> Method:
     if not isinstance(method, Method):
         raise UserError(f"method {method!r}: use offbeat.ADL(M=4) and the like, or a name")
     if M is not None:
-        raise UserError(f"M={M} beside a method that has its own: say offbeat.{method.name.upper()}(M={M})")
+        raise UserError(f"M={M} beside a method that has its own M: {_with_M(method, M)}")
     return method
+
+
+def _with_M(method: Method, M: int) -> str:  # noqa: N802
+    """What to do to give a method an M."""
+    make = methods.METHODS.get(method.name)
+    if make is None or "M" not in inspect.signature(make).parameters:
+        return "leave one of them out"
+    return f"use offbeat.{make.__name__}(M={M})"
 
 
 def _one_of(given: str, allowed: Any, name: str) -> Any:

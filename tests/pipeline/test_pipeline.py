@@ -12,6 +12,7 @@ from torch import nn
 
 import offbeat
 from offbeat.core import weights
+from offbeat.methods import METHODS
 
 CROSS_ENTROPY = nn.functional.cross_entropy
 
@@ -346,3 +347,13 @@ def test_a_generator_that_runs_dry_is_told():
     pipe = make(linears(6, 4), K=1)
     with pytest.raises(offbeat.UserError, match="no batch in epoch 1"):
         pipe.fit((batch for batch in vectors(3)), epochs=2)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_method_that_an_error_suggests_can_be_made(name):
+    with pytest.raises(offbeat.UserError, match="M=6 beside a method that has its own M: ") as refused:
+        make(linears(6, 4), K=1, method=METHODS[name](), M=6)
+    suggestion = str(refused.value).partition("own M: ")[2]
+    if suggestion != "leave one of them out":
+        suggested = eval(suggestion.removeprefix("use "), {"offbeat": offbeat})
+        assert (suggested.name, suggested.M) == (name, 6)
