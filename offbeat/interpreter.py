@@ -2,7 +2,7 @@
 
 All of it follows from the order of the stage's own operations. The clock (clock.py) puts the steps of all stages into
 ticks, the timeline (timeline.py) gives them seconds; plans, tables and pictures read them. A stage that trains counts
-the same while it runs; tests/test_interpreters.py compares the two.
+the same while it runs; tests/test_interpreter.py compares the two.
 """
 
 from __future__ import annotations

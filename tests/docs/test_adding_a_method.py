@@ -21,8 +21,8 @@ def copy(tmp_path_factory) -> Path:
     """The package and its contract, with the file of the page in the folder of methods."""
     place = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "offbeat", place / "offbeat")  # with what is compiled already
-    (place / "tests").mkdir()
-    for name in ("tests/test_contract.py", "pyproject.toml", "docs/adding-a-method.md"):
+    (place / "tests/methods").mkdir(parents=True)
+    for name in ("tests/methods/test_contract.py", "pyproject.toml", "docs/adding-a-method.md"):
         shutil.copy(ROOT / name, place / name.replace("docs/", ""))
     (path, content), = re.findall(r"The whole file `(.*?)`:\n\n```python\n(.*?)```\n", PAGE.read_text(), re.S)
     assert not (place / path).exists()
@@ -39,8 +39,8 @@ def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_contract_and_the_pages_examples_hold_for_the_new_method(copy):
     done = python(copy, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--doctest-glob=*.md",
-                  "tests/test_contract.py", "adding-a-method.md", "-k", "patient or adding-a-method")  # fmt: skip
-    contract = (ROOT / "tests/test_contract.py").read_text().count('@pytest.mark.parametrize("name", METHODS)')
+                  "tests/methods/test_contract.py", "adding-a-method.md", "-k", "patient or adding-a-method")  # fmt: skip
+    contract = (ROOT / "tests/methods/test_contract.py").read_text().count('@pytest.mark.parametrize("name", METHODS)')
     assert re.search(rf"\b{contract + 1} passed", done.stdout), done.stdout
     assert "skipped" not in done.stdout
 

@@ -229,7 +229,7 @@ def test_a_tool_that_holds_what_functions_work_on_changes_nothing(monkeypatch, m
     capture(monkeypatch)
     held = []
     pipe = pipeline(method, optimizer=lambda p: sgd(p, fused=True))
-    sys.setprofile(lambda frame, event, _: held.append(frame) if "/stage/" in frame.f_code.co_filename else None)
+    sys.setprofile(lambda frame, event, _: held.append(frame) if "/graphs/" in frame.f_code.co_filename else None)
     try:
         train(pipe, batches())
     finally:

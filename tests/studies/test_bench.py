@@ -497,12 +497,12 @@ def test_records_make_sections_of_the_page_and_none_makes_none(tmp_path, monkeyp
     assert "bench-2cores-mlp-k2.svg" not in said
     draw_bench(record, tmp_path / "bench-2cores-mlp-k2.svg")
     assert "(results/bench-2cores-mlp-k2.svg)" in "\n".join(module.section())
-    assert module.headline() == "Nothing has been measured yet."  # no synchronous pipeline to compare with
+    assert module.summary() == []  # no synchronous pipeline to compare with
     others = [row("bp", [2.0, 2.0]), row("bp-cores", [0.5, 0.5]), row("torch-1f1b", [1.3, 1.5], m=4),
               row("ddp", [0.8, 0.8])]  # fmt: skip
     record = made(*others, row("adl", [1.0, 1.0], staleness=(0.5, 0.0)), bound=(0.7, 0.7))
     (tmp_path / "bench-2cores-mlp-k2.json").write_text(json.dumps(record))
-    said = " ".join(module.headline().split())
+    said = " ".join(" ".join(module.summary()).split())
     assert "| mlp, b=8, K=2 | 2 | 2 | 4 | 16 | | 6 | | 10 | 8 | 1.40 (1.30-1.50) | 0.70 (0.70-0.70) |" in said
     assert "BP on all cores of a run is 2.00 times as fast as ADL on K of them" in said
     assert "ADL is 0.80 times as fast as DistributedDataParallel" in said
