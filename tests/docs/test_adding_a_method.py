@@ -39,7 +39,8 @@ def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_contract_and_the_pages_examples_hold_for_the_new_method(copy):
     done = python(copy, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--doctest-glob=*.md",
-                  "tests/methods/test_contract.py", "adding-a-method.md", "-k", "patient or adding-a-method")  # fmt: skip
+                  "tests/methods/test_contract.py", "adding-a-method.md", "-k",
+                  "patient or adding-a-method")  # fmt: skip
     contract = (ROOT / "tests/methods/test_contract.py").read_text().count('@pytest.mark.parametrize("name", METHODS)')
     assert re.search(rf"\b{contract + 1} passed", done.stdout), done.stdout
     assert "skipped" not in done.stdout
