@@ -39,7 +39,7 @@ class PrecisionPolicy:
     def of(cls, precision: str, device: torch.device) -> PrecisionPolicy:
         """The numbers of that name, if the device has them.
 
-        >>> Numbers.of("bf16", torch.device("cpu")).lowers
+        >>> PrecisionPolicy.of("bf16", torch.device("cpu")).lowers
         True
         """
         if precision not in get_args(Precision):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent.parent.parent / "benchmarks/golden.py"
 
 
@@ -14,6 +16,7 @@ def golden(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_hashes_repeat_and_every_difference_is_one_line(tmp_path):
     file = tmp_path / "golden.json"
     made = golden("--out", file, "--only", "simulate/bp")

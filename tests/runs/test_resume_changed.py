@@ -82,7 +82,12 @@ CHANGES = {  # what reliability.md calls changeable: options, and whether the ba
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+QUICK = ("epochs", "milestones", "rate", "K", "M", "seed", "batch size 16", "drop-last")
+
+
+@pytest.mark.parametrize(
+    "change", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHANGES]
+)
 def test_a_changed_run_trains_every_sample_that_is_left(change, tmp_path, started, offbeat: Command):
     run, (options, exact) = tmp_path / "run", CHANGES[change]
     started(run, "--method", "adl", "-M", 2)

@@ -98,6 +98,7 @@ def test_checkpoints_without_a_shared_folder_are_whole_and_resume(start, tmp_pat
     untouched(disks[1])
 
 
+@pytest.mark.slow
 def test_a_run_without_checkpoints_needs_no_shared_folder(tmp_path, offbeat: Command):
     disks = [tmp_path / "a", tmp_path / "b"]
     for disk in disks:

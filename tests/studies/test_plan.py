@@ -35,7 +35,7 @@ def _wide_terminal(monkeypatch):
 def few_laps_here(monkeypatch):
     """The stages are timed in this process however many cores there are, with no more laps than a median needs."""
     with monkeypatch.context() as patch:
-        patch.setattr(timing.WorkerGroup, "possible", staticmethod(lambda twin, K: False))
+        patch.setattr(timing.TimingWorkers, "possible", staticmethod(lambda twin, K: False))
         patch.setattr(timing, "SHORTEST", 0.0)
         yield patch
 
