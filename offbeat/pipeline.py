@@ -522,7 +522,7 @@ class Pipeline:
 
     def trace(self, turns: int, path: str | Path, *, tell: tracing.Tell | None = None) -> None:
         """Record what every stage does and when, over so many local iterations from when all stages are full; the first
-        process writes it then (see tracing.py) and calls `tell` with one line. Changes no number.
+        process writes it then (see observe/tracing.py) and calls `tell` with one line. Changes no number.
 
         At any time, and in several processes in all of them: it compares their clocks.
         """
