@@ -25,6 +25,7 @@ demo: $(READY)
 	$(BIN)/offbeat demo
 
 lint: $(READY)
+	$(BIN)/ruff format --check --quiet offbeat tests benchmarks examples
 	$(BIN)/ruff check offbeat tests benchmarks examples
 	$(BIN)/mypy
 

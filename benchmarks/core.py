@@ -67,16 +67,19 @@ def worker(options: argparse.Namespace) -> None:
         say(f"cutting {len(measured.profile.units)} units into {K} stages")
         plan, _ = make_plan(measured, offbeat.ADL(M=options.M), K)
         planned[0] = plan.as_dict()
-        say(f"planned: cuts {plan.cuts}, balance {plan.balance:.3f}, {plan.predicted_speedup:.2f} times; "
-            + "; ".join(plan.notes))  # fmt: skip
+        say(
+            f"planned: cuts {plan.cuts}, balance {plan.balance:.3f}, {plan.predicted_speedup:.2f} times; "
+            + "; ".join(plan.notes)
+        )
     dist.broadcast_object_list(planned)
     pin(mine)
     cuts, units = (planned[0]["cuts"], "layers") if planned[0] else (options.cuts, None)
     loss = nn.functional.cross_entropy
     plain, alone = copy.deepcopy(model), copy.deepcopy(model)
 
-    pipe = offbeat.Pipeline(model, K, method=offbeat.ADL(M=options.M), loss=loss, optimizer=sgd, sample=x,
-                            cuts=cuts, units=units)  # fmt: skip
+    pipe = offbeat.Pipeline(
+        model, K, method=offbeat.ADL(M=options.M), loss=loss, optimizer=sgd, sample=x, cuts=cuts, units=units
+    )
     links = pipe.workers[0].links
     taps = {name: Tap(getattr(links, name)) for name in ("inputs", "gradients") if getattr(links, name)}
     for name, tap in taps.items():
@@ -127,8 +130,10 @@ def worker(options: argparse.Namespace) -> None:
                 torch.set_num_threads(1)
                 pin(mine)
             dist.barrier()
-        say(f"round {number + 1} of {options.rounds}: "
-            + ", ".join(f"{name} {1000 * values[-1]:.0f} ms" for name, values in times.items() if values))  # fmt: skip
+        say(
+            f"round {number + 1} of {options.rounds}: "
+            + ", ".join(f"{name} {1000 * values[-1]:.0f} ms" for name, values in times.items() if values)
+        )
         now = time.monotonic()
         late = [options.minutes is not None and now - begun + (now - before) > 60 * options.minutes]
         dist.broadcast_object_list(late)  # the first process decides for all
@@ -158,9 +163,13 @@ def everywhere(seconds: float) -> list[float]:
 
 
 def summary(
-    options: argparse.Namespace, times: dict[str, list[float]], busy: dict[str, list[float]],
-    stages: list[list[float]], pipe: offbeat.Pipeline, planned: dict[str, Any] | None,
-) -> None:  # fmt: skip
+    options: argparse.Namespace,
+    times: dict[str, list[float]],
+    busy: dict[str, list[float]],
+    stages: list[list[float]],
+    pipe: offbeat.Pipeline,
+    planned: dict[str, Any] | None,
+) -> None:
     K, rounds = options.K, len(stages)
     balance = [sum(row) / len(row) / max(row) for row in stages]
     ratios = {
@@ -186,16 +195,23 @@ def summary(
         middle, least, most = ratios["speedup_over_one_core"]
         ratios["planned_over_measured"] = foretold / middle, foretold / most, foretold / least
         meaning["planned_over_measured"] = "planned speed-up / measured"
-    print(f"\n{options.model}, b={options.batch_size}, K={K}, M={options.M}, cuts {pipe.cuts}; median (least, most) of "
-          f"{rounds} rounds")  # fmt: skip
+    print(
+        f"\n{options.model}, b={options.batch_size}, K={K}, M={options.M}, cuts {pipe.cuts}; median (least, most) of "
+        f"{rounds} rounds"
+    )
     for name, (middle, least, most) in ratios.items():
         print(f"  {meaning[name]:58s} {middle:6.3f}  ({least:.3f}, {most:.3f})")
     if options.out:
         made = {**record.provenance(), "command": ["python", "benchmarks/core.py", *arguments()]}
         found = {
-            "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")}, "cuts": pipe.cuts,
-            "rounds": rounds, "ratios": ratios, "seconds_a_batch": times, "planned": planned, "provenance": made,
-        }  # fmt: skip
+            "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")},
+            "cuts": pipe.cuts,
+            "rounds": rounds,
+            "ratios": ratios,
+            "seconds_a_batch": times,
+            "planned": planned,
+            "provenance": made,
+        }
         Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
 
 

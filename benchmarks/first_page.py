@@ -51,8 +51,9 @@ def operations(method: Method) -> list[Operation]:
     spans = timeline(method, BATCHES, balanced(STAGES))
     return [
         (span.k, KINDS[type(span.operation)], span.start, span.end, batch(span))
-        for span in spans if type(span.operation) in KINDS and span.start < LENGTH
-    ]  # fmt: skip
+        for span in spans
+        if type(span.operation) in KINDS and span.start < LENGTH
+    ]
 
 
 def heading(words: str, drawn: list[Operation]) -> str:
@@ -146,13 +147,20 @@ def gpu_rows(found: Records) -> list[Cells]:
             settings, adl = record["settings"], rows[results_gpu.AIMED_AT]
             setting = f"{network(case['model'])}, b={case['batch_size']}, K={adl['K']}, M={settings['M']}, "
             setting += f"one {record['provenance']['machine']}, {settings['precision']}"
-            others = {"BP recorded as CUDA graphs": rows["BP, recorded"],
-                      "exact BP, the batches of an update at once": rows[results_gpu.AT_ONCE]}  # fmt: skip
+            others = {
+                "BP recorded as CUDA graphs": rows["BP, recorded"],
+                "exact BP, the batches of an update at once": rows[results_gpu.AT_ONCE],
+            }
             return [
-                ["ms per batch", setting, f"{median(adl['ms']):.2f}", f"{name}: {median(other['ms']):.2f}",
-                 f"{median([b / a for a, b in zip(adl['ms'], other['ms'], strict=True)]):.2f} times as fast"]
+                [
+                    "ms per batch",
+                    setting,
+                    f"{median(adl['ms']):.2f}",
+                    f"{name}: {median(other['ms']):.2f}",
+                    f"{median([b / a for a, b in zip(adl['ms'], other['ms'], strict=True)]):.2f} times as fast",
+                ]
                 for name, other in others.items()
-            ]  # fmt: skip
+            ]
     return []
 
 
@@ -180,8 +188,15 @@ def cpu_rows(found: Records) -> list[Cells]:
         speeds = [[bench_table.speed(rows[name]) for _, rows in runs] for name in ("adl", other)]
         ours, theirs = (between(values, "{:.0f}".format) for values in speeds)
         ratios = [bench_table.times_faster(rows["adl"], rows[other]) for _, rows in runs]
-        lines.append(["samples per second", f"{networks}, {stages}, {machines}; {len(runs)} runs", ours,
-                      f"{title}: {theirs}", f"{between(ratios, '{:.2f}'.format)} times as fast"])  # fmt: skip
+        lines.append(
+            [
+                "samples per second",
+                f"{networks}, {stages}, {machines}; {len(runs)} runs",
+                ours,
+                f"{title}: {theirs}",
+                f"{between(ratios, '{:.2f}'.format)} times as fast",
+            ]
+        )
     return lines
 
 
@@ -193,8 +208,11 @@ def bp_beside(found: Records, record: Record, row: Record) -> list[float]:
     alike = [one for one in found.values() if all(one[key] == record[key] for key in ("table", "settings"))]
     kind = results_reproduction.kind(record, row)
     done = [(one, bp) for one in alike for bp in one["rows"] if bp["error"] is not None]
-    return [bp["error"] for one, bp in done
-            if results_reproduction.is_bp(one, bp) and results_reproduction.kind(one, bp) == kind]  # fmt: skip
+    return [
+        bp["error"]
+        for one, bp in done
+        if results_reproduction.is_bp(one, bp) and results_reproduction.kind(one, bp) == kind
+    ]
 
 
 def error_rows(found: Records) -> list[Cells]:
@@ -206,11 +224,15 @@ def error_rows(found: Records) -> list[Cells]:
             if errors:
                 images = re.search(r", on (\w+)", record["title"])
                 data = images[1] if images else record["title"].split(",")[0]
-                lines.append([
-                    "test error, %", f"{data}, {record['settings']['epochs']} epochs: {row['title']}",
-                    results_reproduction.ours(row), f"BP, same b and M: {between(errors, '{:.2f}'.format)}",
-                    between([row["error"] - error for error in errors], "{:+.2f}".format),
-                ])  # fmt: skip
+                lines.append(
+                    [
+                        "test error, %",
+                        f"{data}, {record['settings']['epochs']} epochs: {row['title']}",
+                        results_reproduction.ours(row),
+                        f"BP, same b and M: {between(errors, '{:.2f}'.format)}",
+                        between([row["error"] - error for error in errors], "{:+.2f}".format),
+                    ]
+                )
     return lines
 
 
@@ -223,26 +245,46 @@ def short_row(compared: Records) -> list[Cells]:
         return []
     asked, adl = max(late, key=lambda pair: pair[1]["K"])
     setting = f"CIFAR-10, {asked['epochs']} epochs: {network(asked['model'])}, ADL, K={adl['K']}, M={adl['M']}"
-    return [["test error, %", setting, f"{adl['error']:.2f}", f"BP, same samples per update: {bp['error']:.2f}",
-             f"{adl['error'] - bp['error']:+.2f}"]]  # fmt: skip
+    return [
+        [
+            "test error, %",
+            setting,
+            f"{adl['error']:.2f}",
+            f"BP, same samples per update: {bp['error']:.2f}",
+            f"{adl['error'] - bp['error']:+.2f}",
+        ]
+    ]
 
 
 def notes(benches: Records, reproductions: Records) -> list[str]:
     """What stands against these figures."""
     runs, lines = cpu_runs(benches), []
-    epochs = {record["settings"]["epochs"] for record in reproductions.values() for row in record["rows"]
-              if row["name"] in SHOWN and row["n"] == 1}  # fmt: skip
+    epochs = {
+        record["settings"]["epochs"]
+        for record in reproductions.values()
+        for row in record["rows"]
+        if row["name"] in SHOWN and row["n"] == 1
+    }
     if epochs:
-        lines.append(point(f"The errors after {' and '.join(map(str, sorted(epochs)))} epochs are of one seed per row. "
-                           "Where a range is shown, BP was trained more than once in that setting: a difference "
-                           "within the range means little."))  # fmt: skip
+        lines.append(
+            point(
+                f"The errors after {' and '.join(map(str, sorted(epochs)))} epochs are of one seed per row. "
+                "Where a range is shown, BP was trained more than once in that setting: a difference "
+                "within the range means little."
+            )
+        )
     if ratios := [bench_table.times_faster(rows["adl"], rows["ddp"]) for _, rows in runs if "ddp" in rows]:
-        lines.append(point(f"In these CPU runs ADL is {between(ratios, '{:.2f}'.format)} times as fast as "
-                           "DistributedDataParallel on as many cores, which computes exact gradients."))  # fmt: skip
+        lines.append(
+            point(
+                f"In these CPU runs ADL is {between(ratios, '{:.2f}'.format)} times as fast as "
+                "DistributedDataParallel on as many cores, which computes exact gradients."
+            )
+        )
     if runs:
         held = [between([rows[name]["memory_per_worker"] for _, rows in runs], size) for name in ("adl", "best")]
-        lines.append(point(f"The largest worker of ADL holds {held[0]} there, that of the best synchronous pipeline "
-                           f"{held[1]}."))  # fmt: skip
+        lines.append(
+            point(f"The largest worker of ADL holds {held[0]} there, that of the best synchronous pipeline {held[1]}.")
+        )
     return lines
 
 

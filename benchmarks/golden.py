@@ -32,11 +32,30 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = {  # name on the command line -> name in Python
-    "bp": "BP", "gpipe": "GPipe", "ddg": "DDG", "fr": "FR", "fdg": "FDG", "dsp": "DSP", "adl": "ADL", "dgl": "DGL",
-    "dgl-async": "AsyncDGL", "dni": "DNI", "mostafa": "Mostafa", "pred": "Pred", "sim": "Sim", "predsim": "PredSim",
-    "asgd": "ASGD", "dc-asgd": "DCASGD", "pipedream": "PipeDream", "2bw": "TwoBW", "adl-1f1b": "ADL1F1B",
-    "pipemare": "PipeMare", "spectrain": "SpecTrain", "pb": "PB", "nag-async": "NAGAsync",
-}  # fmt: skip
+    "bp": "BP",
+    "gpipe": "GPipe",
+    "ddg": "DDG",
+    "fr": "FR",
+    "fdg": "FDG",
+    "dsp": "DSP",
+    "adl": "ADL",
+    "dgl": "DGL",
+    "dgl-async": "AsyncDGL",
+    "dni": "DNI",
+    "mostafa": "Mostafa",
+    "pred": "Pred",
+    "sim": "Sim",
+    "predsim": "PredSim",
+    "asgd": "ASGD",
+    "dc-asgd": "DCASGD",
+    "pipedream": "PipeDream",
+    "2bw": "TwoBW",
+    "adl-1f1b": "ADL1F1B",
+    "pipemare": "PipeMare",
+    "spectrain": "SpecTrain",
+    "pb": "PB",
+    "nag-async": "NAGAsync",
+}
 WHOLE = ("asgd", "dc-asgd")  # one stage
 BATCHES, SAVED = 16, 9  # batches of a run, and after how many of them its state is taken
 CUTS = {1: [], 2: [2], 3: [1, 2], 4: [1, 2, 3]}
@@ -107,8 +126,15 @@ def pipeline_cases() -> dict[str, Case]:
     add("optimizer", "adl-scheduled", "adl", {"M": 2}, optimizer="scheduled", options={"clip_norm": 0.5})
     add("optimizer", "adl-left-out", "adl", {"M": 2}, options={"on_nan": "skip", "left_out": [3, 7]})
 
-    for name, settings in (("adl", {"M": 2}), ("adl-1f1b", {"M": 2}), ("2bw", {"M": 4}), ("bp", {"M": 4}), ("fdg", {}),
-                           ("pipemare", {}), ("nag-async", {})):  # fmt: skip
+    for name, settings in (
+        ("adl", {"M": 2}),
+        ("adl-1f1b", {"M": 2}),
+        ("2bw", {"M": 4}),
+        ("bp", {"M": 4}),
+        ("fdg", {}),
+        ("pipemare", {}),
+        ("nag-async", {}),
+    ):
         add("recorded", name, name, settings, engine="recorded", optimizer="fused", drains=(13,))
     for name in ("adl", "gpipe", "dni", "dgl-async", "ddg", "2bw", "pipemare", "bp"):
         add("processes-2", name, name, K=2, engine="processes")
@@ -125,23 +151,63 @@ def pipeline_cases() -> dict[str, Case]:
     return cases
 
 
-SMALL = ["--model", "mlp", "--data", "synthetic", "--shape", "1,4,4", "--samples", "128", "--batch-size", "8",
-         "--epochs", "2", "--warmup", "0.5", "--threads-per-stage", "1", "--checkpoint-every", "6b", "--keep", "20",
-         "--json"]  # fmt: skip
+SMALL = [
+    "--model",
+    "mlp",
+    "--data",
+    "synthetic",
+    "--shape",
+    "1,4,4",
+    "--samples",
+    "128",
+    "--batch-size",
+    "8",
+    "--epochs",
+    "2",
+    "--warmup",
+    "0.5",
+    "--threads-per-stage",
+    "1",
+    "--checkpoint-every",
+    "6b",
+    "--keep",
+    "20",
+    "--json",
+]
 COMMANDS: dict[str, list[str]] = {  # options of a run; "resumed": of the one that goes on from its second checkpoint
     "train/adl": ["-K", "2", "-M", "2", "--engine", "simulate"],
     "train/adl/resumed": [],
     "train/adl/resumed-K3": ["-K", "3"],
-    "train/hybrid-aligned": ["-K", "3", "-M", "3", "--engine", "simulate", "--weights", "hybrid", "--window",
-                             "aligned"],
+    "train/hybrid-aligned": [
+        "-K",
+        "3",
+        "-M",
+        "3",
+        "--engine",
+        "simulate",
+        "--weights",
+        "hybrid",
+        "--window",
+        "aligned",
+    ],
     "train/hybrid-aligned/resumed": [],
-    "train/2bw-drained": ["--method", "2bw", "-K", "2", "-M", "4", "--engine", "simulate", "--checkpoint-mode",
-                          "drained"],
+    "train/2bw-drained": [
+        "--method",
+        "2bw",
+        "-K",
+        "2",
+        "-M",
+        "4",
+        "--engine",
+        "simulate",
+        "--checkpoint-mode",
+        "drained",
+    ],
     "train/2bw-drained/resumed": [],
     "train/bf16-sc": ["-K", "2", "-M", "2", "--engine", "simulate", "--precision", "bf16", "--corrector", "sc"],
     "train/processes": ["-K", "2", "-M", "2", "--engine", "processes"],
     "train/processes/resumed": [],
-}  # fmt: skip
+}
 
 
 # ---- hashes
@@ -212,9 +278,17 @@ def make(case: Case, engine: Any) -> Any:
     options = {**optimizers(case.optimizer), **case.options}
     model = network(0.0 if case.engine in RECORDED else 0.1)
     return offbeat.Pipeline(
-        model, case.K, method=method, loss=nn.functional.cross_entropy, cuts=CUTS[case.K], sample=batches()[0][0],
-        seed=3, engine=engine, device=case.device, **options,
-    )  # fmt: skip
+        model,
+        case.K,
+        method=method,
+        loss=nn.functional.cross_entropy,
+        cuts=CUTS[case.K],
+        sample=batches()[0][0],
+        seed=3,
+        engine=engine,
+        device=case.device,
+        **options,
+    )
 
 
 def run_case(case: Case, engine: Any) -> dict[str, Any]:
@@ -278,8 +352,17 @@ def in_processes(cases: dict[str, Case], K: int, folder: Path) -> Iterator[tuple
     """The cases of K processes, all of them in one group."""
     out = folder / f"processes-{K}"
     out.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(K), __file__,
-               "--stage", str(out)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(K),
+        __file__,
+        "--stage",
+        str(out),
+    ]
     finish(subprocess.run(command, capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1")), command)
     parts = [json.loads((out / f"{rank}.json").read_text()) for rank in range(K)]
     for name in cases:
@@ -346,8 +429,9 @@ def json_content(file: Path) -> Any:
     def known(value: Any) -> Any:
         if not isinstance(value, list):
             return value
-        return [known(item) for item in value
-                if not (isinstance(item, list) and len(item) == 2 and item[0] in SINCE_REPORT)]  # fmt: skip
+        return [
+            known(item) for item in value if not (isinstance(item, list) and len(item) == 2 and item[0] in SINCE_REPORT)
+        ]
 
     content = json.loads(file.read_text())
     return {key: known(value) for key, value in content.items()}
@@ -379,8 +463,12 @@ def origin() -> dict[str, str]:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
 
     changed = "+" if git("status", "--porcelain", "--untracked-files=no") else ""
-    return {"commit": git("rev-parse", "HEAD") + changed, "torch": torch.__version__,
-            "python": platform.python_version(), "machine": platform.machine()}  # fmt: skip
+    return {
+        "commit": git("rev-parse", "HEAD") + changed,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
 
 
 def differences(known: dict[str, Hashes], found: dict[str, Hashes]) -> list[str]:

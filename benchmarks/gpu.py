@@ -46,9 +46,16 @@ class Row:
     """A pipeline that is timed."""
 
     def __init__(
-        self, name: str, options: argparse.Namespace, model: str, b: int, K: int, *, engine: Engine | str,
+        self,
+        name: str,
+        options: argparse.Namespace,
+        model: str,
+        b: int,
+        K: int,
+        *,
+        engine: Engine | str,
         exact: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.K = name, K
         recorded = isinstance(engine, Streams)
         self.device = torch.device(options.device)
@@ -58,10 +65,18 @@ class Row:
         shape = models.describe(model).shape
         x, y = torch.randn(b, *shape, device=self.device), torch.randint(10, (b,), device=self.device)
         self.pipe = offbeat.Pipeline(
-            models.build(model, shape=shape, classes=10), K, method=method, loss=nn.functional.cross_entropy,
-            optimizer=sgd, sample=x, device=self.device, engine=engine,
-            precision=options.precision, compile=options.compile and recorded, fuse=options.fuse and recorded,
-        )  # fmt: skip
+            models.build(model, shape=shape, classes=10),
+            K,
+            method=method,
+            loss=nn.functional.cross_entropy,
+            optimizer=sgd,
+            sample=x,
+            device=self.device,
+            engine=engine,
+            precision=options.precision,
+            compile=options.compile and recorded,
+            fuse=options.fuse and recorded,
+        )
         self.batch = x, y
         self._settle(4 * (2 * K + options.M) + 20)
         self.held = self._held() - before
@@ -98,9 +113,16 @@ class Row:
     def _rings(self) -> list[dict[str, int]]:
         """Of every stage: slots and versions, and how many batches in flight and versions its lag asks for."""
         method, K = self.pipe.method, self.K
-        return [{"slots": stage.ring.slots, "batches": method.lag(k, K) + 1,
-                 "groups": stage.ring.groups, "versions": -(-method.lag(k, K) // method.M) + 1}
-                for k, stage in self.pipe.stages.items() if hasattr(stage, "ring")]  # fmt: skip
+        return [
+            {
+                "slots": stage.ring.slots,
+                "batches": method.lag(k, K) + 1,
+                "groups": stage.ring.groups,
+                "versions": -(-method.lag(k, K) // method.M) + 1,
+            }
+            for k, stage in self.pipe.stages.items()
+            if hasattr(stage, "ring")
+        ]
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -116,8 +138,16 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         eager = {k: stage.eager for k, stage in self.pipe.stages.items() if getattr(stage, "eager", None)}
         staleness = [stage.mean for stage in self.pipe.staleness]
-        return {"name": self.name, "K": self.K, **self.figures, "held": self.held, "rings": self._rings(),
-                "cuts": self.pipe.cuts, "eager": eager, "staleness": staleness}  # fmt: skip
+        return {
+            "name": self.name,
+            "K": self.K,
+            **self.figures,
+            "held": self.held,
+            "rings": self._rings(),
+            "cuts": self.pipe.cuts,
+            "eager": eager,
+            "staleness": staleness,
+        }
 
 
 def measured(options: argparse.Namespace, model: str, b: int) -> dict[str, Any]:
@@ -137,9 +167,12 @@ def measured(options: argparse.Namespace, model: str, b: int) -> dict[str, Any]:
     bp = made[1].figures["ms"]  # one batch after the other
     for row in made:
         ratios = [one / other for one, other in zip(bp, row.figures["ms"], strict=True)]
-        print(f"{model:10} b={b:<4} {row.name:14} {median(row.figures['ms']):8.3f} ms "
-              f"({min(row.figures['ms']):.3f}-{max(row.figures['ms']):.3f})  host {median(row.figures['host']):.2f}  "
-              f"{median(ratios):.2f}x recorded BP", flush=True)  # fmt: skip
+        print(
+            f"{model:10} b={b:<4} {row.name:14} {median(row.figures['ms']):8.3f} ms "
+            f"({min(row.figures['ms']):.3f}-{max(row.figures['ms']):.3f})  host {median(row.figures['host']):.2f}  "
+            f"{median(ratios):.2f}x recorded BP",
+            flush=True,
+        )
     found = {"model": model, "batch_size": b, "rows": [row.as_dict() for row in made]}
     del made
     gc.collect()

@@ -64,8 +64,9 @@ def worker(options: argparse.Namespace) -> None:
     cuts, units = options.cuts, options.units
     pipes: dict[str, offbeat.Pipeline] = {}
     for name in names:
-        pipes[name] = offbeat.Pipeline(copy.deepcopy(model), K, method=parsed(name), loss=loss, optimizer=sgd, sample=x,
-                                       cuts=cuts, units=units)  # fmt: skip
+        pipes[name] = offbeat.Pipeline(
+            copy.deepcopy(model), K, method=parsed(name), loss=loss, optimizer=sgd, sample=x, cuts=cuts, units=units
+        )
         cuts, units = pipes[name].cuts, pipes[name].units
     times: dict[str, list[float]] = {name: [] for name in ("one core", *names)}
     for number in range(options.rounds):
@@ -75,8 +76,11 @@ def worker(options: argparse.Namespace) -> None:
         dist.barrier()
         if rank == 0:
             times["one core"].append(timed(bp, 1, max(2, options.timed // 2))[0])
-            print(f"round {number + 1}/{options.rounds}: " + ", ".join(
-                f"{name} {1000 * values[-1]:.0f} ms" for name, values in times.items()), flush=True)  # fmt: skip
+            print(
+                f"round {number + 1}/{options.rounds}: "
+                + ", ".join(f"{name} {1000 * values[-1]:.0f} ms" for name, values in times.items()),
+                flush=True,
+            )
         dist.barrier()
     if rank == 0:
         summary(options, times, pipes)
@@ -89,9 +93,13 @@ def summary(options: argparse.Namespace, times: dict[str, list[float]], pipes: d
     rows: dict[str, Any] = {}
     for name, pipe in pipes.items():
         middle, least, most = ratio(times, "one core", name)
-        rows[name] = {"speedup": middle, "least": least, "most": most,
-                      "law": speed_up(pipe.method, balanced(options.K)),
-                      "staleness": [pipe.method.staleness(k, options.K) for k in range(1, options.K + 1)]}  # fmt: skip
+        rows[name] = {
+            "speedup": middle,
+            "least": least,
+            "most": most,
+            "law": speed_up(pipe.method, balanced(options.K)),
+            "staleness": [pipe.method.staleness(k, options.K) for k in range(1, options.K + 1)],
+        }
         print(f"  {name:16s} {middle:5.2f} times one core ({least:.2f}, {most:.2f}), law {rows[name]['law']:.2f}")
     order = sorted(rows, key=lambda name: rows[name]["speedup"])
     print("slowest to fastest: " + " < ".join(order))
@@ -99,10 +107,15 @@ def summary(options: argparse.Namespace, times: dict[str, list[float]], pipes: d
         made = {**record.provenance(), "command": ["python", "benchmarks/methods.py", *arguments()]}
         first = next(iter(pipes.values()))
         found = {
-            "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")}, "cuts": first.cuts,
-            "units": first.units, "rows": rows, "order": order, "seconds_a_batch": times,
-            "median_seconds": {name: median(values) for name, values in times.items()}, "provenance": made,
-        }  # fmt: skip
+            "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")},
+            "cuts": first.cuts,
+            "units": first.units,
+            "rows": rows,
+            "order": order,
+            "seconds_a_batch": times,
+            "median_seconds": {name: median(values) for name, values in times.items()},
+            "provenance": made,
+        }
         Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
 
 

@@ -60,8 +60,9 @@ def prose(*parts: str) -> str:
 
 
 def point(*parts: str) -> str:
-    return textwrap.fill("- " + " ".join(parts), 120, subsequent_indent="  ", break_long_words=False,
-                         break_on_hyphens=False)  # fmt: skip
+    return textwrap.fill(
+        "- " + " ".join(parts), 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def listed(items: list[str]) -> str:

@@ -36,8 +36,24 @@ from offbeat.runs.tables import Images, Row, Table
 from offbeat.studies import reproduce as reproducing
 
 DIGITS = 4  # of errors and times, behind the point
-TOLD = ("method", "model", "K", "M", "batch_size", "lr", "weights", "corrector", "cuts", "units", "engine", "device",
-        "precision", "compile", "fuse", "tune")  # fmt: skip
+TOLD = (
+    "method",
+    "model",
+    "K",
+    "M",
+    "batch_size",
+    "lr",
+    "weights",
+    "corrector",
+    "cuts",
+    "units",
+    "engine",
+    "device",
+    "precision",
+    "compile",
+    "fuse",
+    "tune",
+)
 MADE = ("command", "commit", "machine", "gpu", "started", "versions")  # of an invocation; not the host's name
 
 
@@ -78,8 +94,10 @@ def joined(folders: list[Path]) -> Joined:
         settings = {name: value for name, value in there["settings"].items() if value is not None}
         if first is None:
             if there["table"] not in recipes.TABLES:
-                raise UserError(f"{folder} holds a reproduction of {there['table']}, which is none of "
-                                f"{', '.join(recipes.TABLES)}: leave it out")  # fmt: skip
+                raise UserError(
+                    f"{folder} holds a reproduction of {there['table']}, which is none of "
+                    f"{', '.join(recipes.TABLES)}: leave it out"
+                )
             first = folder, recipes.TABLES[there["table"]], settings
         check_alike(first, folder, there["table"], settings)
         if images and there["images"] and images != there["images"]:
@@ -129,9 +147,16 @@ def asked(all_of: Joined) -> dict[str, int]:
         command = invocation["command"]
         seeds = int(option(command, "--seeds") or 1)
         request = reproducing.Request(
-            table=all_of.table.name, only=option(command, "--only"), epochs=None, seeds=seeds, minutes=None,
-            together=1, data=None, out=None, running={},
-        )  # fmt: skip
+            table=all_of.table.name,
+            only=option(command, "--only"),
+            epochs=None,
+            seeds=seeds,
+            minutes=None,
+            together=1,
+            data=None,
+            out=None,
+            running={},
+        )
         most |= {row.name: max(seeds, most.get(row.name, 0)) for row in reproducing.rows_of(request)[1]}
     return most
 
@@ -144,8 +169,12 @@ def told_of(path: Path, seed: int) -> dict[str, Any]:
     recipe = complete(**load(path / "config.json"))
     ends = [line for line in record.lines(path) if line["kind"] in ("epoch", "result") and line.get("staleness")]
     last = ends[-1] if ends else {"kind": None, "staleness": None}
-    return {"seed": seed, **{name: getattr(recipe, name) for name in TOLD}, "staleness": last["staleness"],
-            "staleness_of": last["kind"]}  # fmt: skip
+    return {
+        "seed": seed,
+        **{name: getattr(recipe, name) for name in TOLD},
+        "staleness": last["staleness"],
+        "staleness_of": last["kind"],
+    }
 
 
 def rounded(run: dict[str, Any]) -> dict[str, Any]:
@@ -164,11 +193,21 @@ def made(all_of: Joined, found: report.Reproduction) -> dict[str, Any]:
         "provenance": {name: value for name, value in found.provenance.items() if name != "host"},
         "tiers": {row.name: row.tier for row in all_of.rows},
         "runs": {run: told_of(path, int(run.rpartition("-seed")[2])) for run, path in all_of.runs.items()},
-        "missing": [{"name": row.name, "title": row.title, "tier": row.tier, "asked": row.name in names,
-                     "paper": row.paper and asdict(row.paper)} for row in all_of.table.rows if row.name not in begun],
-        "invocations": [{name: one[name] for name in [*MADE, "commit_set", "gpu_set"] if name in one}
-                        for one in all_of.invocations],
-    }  # fmt: skip
+        "missing": [
+            {
+                "name": row.name,
+                "title": row.title,
+                "tier": row.tier,
+                "asked": row.name in names,
+                "paper": row.paper and asdict(row.paper),
+            }
+            for row in all_of.table.rows
+            if row.name not in begun
+        ],
+        "invocations": [
+            {name: one[name] for name in [*MADE, "commit_set", "gpu_set"] if name in one} for one in all_of.invocations
+        ],
+    }
 
 
 def text(content: dict[str, Any]) -> str:
@@ -210,10 +249,15 @@ def join(folders: list[Path], into: Path | None = None, given: dict[str, str | N
     made_of = {row.name: reproducing.recipe_of(row, 0, all_of.settings) for row in all_of.rows}
     seeds = {name: number for name, number in asked(all_of).items() if name in made_of}
     with together(all_of, into) as folder:
-        found = report.read(folder, all_of.table, made_of, seeds, all_of.settings, all_of.invocations[-1],
-                            all_of.images)  # fmt: skip
-        content = {"table": all_of.table.name, "settings": all_of.settings, "images": all_of.images,
-                   "invocations": all_of.invocations}  # fmt: skip
+        found = report.read(
+            folder, all_of.table, made_of, seeds, all_of.settings, all_of.invocations[-1], all_of.images
+        )
+        content = {
+            "table": all_of.table.name,
+            "settings": all_of.settings,
+            "images": all_of.images,
+            "invocations": all_of.invocations,
+        }
         if into is not None:
             (folder / reproducing.ASKED).write_text(reproducing.content_text(content))
             reproducing.written(folder, found)

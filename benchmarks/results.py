@@ -1,9 +1,9 @@
 """Write docs/results.md, its pictures, and the table and the picture of README.md, from the records in docs/results.
 
-    python benchmarks/results.py              write them
-    python benchmarks/results.py --check      only compare, and fail where they are not current
-    python benchmarks/results.py --picture    draw all pictures again, also those that are current
-    python benchmarks/results.py --balance    compute docs/results/balance.json anew (half a minute), then write them
+python benchmarks/results.py              write them
+python benchmarks/results.py --check      only compare, and fail where they are not current
+python benchmarks/results.py --picture    draw all pictures again, also those that are current
+python benchmarks/results.py --balance    compute docs/results/balance.json anew (half a minute), then write them
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ PAPER: dict[tuple[str, int], dict[str, float]] = {
 }
 AIMS = {"resnet56": 0.95, "resnet110": 0.95, "resnet1202": 0.95, "resnet18": 0.90, "resnet50": 0.90, "resnet101": 0.90}
 SETTINGS = {  # of a balance: pixels and batch, as the plans have them
-    "resnet56": (32, 16), "resnet110": (32, 16), "resnet1202": (32, 8),
-    "resnet18": (64, 16), "resnet50": (64, 16), "resnet101": (64, 16),
-}  # fmt: skip
+    "resnet56": (32, 16),
+    "resnet110": (32, 16),
+    "resnet1202": (32, 8),
+    "resnet18": (64, 16),
+    "resnet50": (64, 16),
+    "resnet101": (64, 16),
+}
 
 
 # ---- what the engine costs
@@ -70,11 +74,15 @@ def engine_table(found: Records) -> str:
         settings, ratios, rounds = record["settings"], record["ratios"], rounds_of(record)
         kind = "planned cut" if record.get("planned") else "balanced cut" if settings["cuts"] else "FLOPs cut"
         paper = PAPER.get((settings["model"], settings["K"]), {}).get("adl")
-        rows.append([
-            f"{setting_of(record)}, {kind}", str(rounds), made(record)["commit"][:7],
-            *(shown(ratios[name], rounds) if name in ratios else "" for name in COLUMNS),
-            f"{paper:.2f}" if paper else "",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{setting_of(record)}, {kind}",
+                str(rounds),
+                made(record)["commit"][:7],
+                *(shown(ratios[name], rounds) if name in ratios else "" for name in COLUMNS),
+                f"{paper:.2f}" if paper else "",
+            ]
+        )
     return markdown(head, rows)
 
 
@@ -87,7 +95,8 @@ def engine_section(found: Records) -> list[str]:
     slow = [record for record in planned if 1 / record["ratios"]["pipeline_over_bound"][0] < 0.9]
     broken = [record for record in planned if record["ratios"]["pipeline_over_bound"][0] < 0.95]
     return [
-        "## What the engine costs", "",
+        "## What the engine costs",
+        "",
         prose(
             "Ratios within one run: median (least-most) over the rounds; a row of one round has one value, no spread.",
             "The slowest stage alone is measured with all stages computing at the same time on canned messages; `the",
@@ -96,8 +105,10 @@ def engine_section(found: Records) -> list[str]:
             "those of one setting are separate runs, between which the planner changed, on a machine that others used,",
             "too. The paper's figures were measured on GPUs, with other batches and image sizes: they stand there for",
             "the order of magnitude.",
-        ), "",
-        engine_table(found), "",
+        ),
+        "",
+        engine_table(found),
+        "",
         point(
             f"Aim: planned within 15 % of measured. {len(planned) - len(far)} of {len(planned)} planned rows are.",
             f"Missed by: {listed([told('planned_over_measured', record) for record in far])}.",
@@ -109,9 +120,11 @@ def engine_section(found: Records) -> list[str]:
         point(
             "More than 5 % faster than their own bound, so that one of the two times is wrong by as much:",
             f"{listed([told('pipeline_over_bound', record) for record in broken])}.",
-        ), "",
-        *(source(name, record) for name, record in found.items()), "",
-    ]  # fmt: skip
+        ),
+        "",
+        *(source(name, record) for name, record in found.items()),
+        "",
+    ]
 
 
 # ---- how well the cuts balance
@@ -132,8 +145,17 @@ def deterministic() -> Record:
         costs = profile(network, x, timed=False)
         for K in (4, 8):
             found = solve(costs.costs(), K, legal=costs.legal_cuts)
-            rows.append({"model": model, "pixels": pixels, "batch_size": batch_size, "K": K, "balance": found.balance,
-                         "balance_bound": found.balance_bound, "cuts": list(found.cuts)})  # fmt: skip
+            rows.append(
+                {
+                    "model": model,
+                    "pixels": pixels,
+                    "batch_size": batch_size,
+                    "K": K,
+                    "balance": found.balance,
+                    "balance_bound": found.balance_bound,
+                    "cuts": list(found.cuts),
+                }
+            )
     provenance = {**record.provenance(), "command": ["python", "benchmarks/results.py", "--balance"]}
     return {"rows": rows, "provenance": {key: provenance[key] for key in ("versions", "commit", "command", "machine")}}
 
@@ -149,13 +171,28 @@ def balance_section(plans: Records, engine: Records, counted: Record) -> list[st
     rows = []
     for plan, in_run in measured:
         by_cost = fixed[plan["model"], plan["K"]]
-        rows.append([
-            f"{plan['model']}, {SETTINGS[plan['model']][0]} px, b={plan['batch_size']}", str(plan["K"]),
-            f"{AIMS[plan['model']]:.2f}", f"{plan['balance']:.3f}", f"{in_run:.3f}" if in_run else "",
-            f"{by_cost['balance']:.3f}", f"{by_cost['balance_bound']:.2f}", f"{plan['predicted_speedup']:.2f}",
-        ])  # fmt: skip
-    head = ["network", "K", "aim", "measured by the plan", "measured in the run", "by the deterministic cost",
-            "largest unit permits", "predicted speed-up"]  # fmt: skip
+        rows.append(
+            [
+                f"{plan['model']}, {SETTINGS[plan['model']][0]} px, b={plan['batch_size']}",
+                str(plan["K"]),
+                f"{AIMS[plan['model']]:.2f}",
+                f"{plan['balance']:.3f}",
+                f"{in_run:.3f}" if in_run else "",
+                f"{by_cost['balance']:.3f}",
+                f"{by_cost['balance_bound']:.2f}",
+                f"{plan['predicted_speedup']:.2f}",
+            ]
+        )
+    head = [
+        "network",
+        "K",
+        "aim",
+        "measured by the plan",
+        "measured in the run",
+        "by the deterministic cost",
+        "largest unit permits",
+        "predicted speed-up",
+    ]
     met = [plan for plan, _ in measured if plan["balance"] >= AIMS[plan["model"]]]
     missed = [row for row in counted["rows"] if row["balance"] < AIMS[row["model"]]]
 
@@ -164,14 +201,17 @@ def balance_section(plans: Records, engine: Records, counted: Record) -> list[st
 
     one, other = (runs[f"core-16cores-resnet101-k8{end}.json"] for end in ("", "-second"))
     return [
-        "## How well the cuts balance", "",
+        "## How well the cuts balance",
+        "",
         prose(
             "Balance: mean over slowest stage. `Measured by the plan`: the cuts of `offbeat plan`, whose stages it",
             "times all at once, a process each; `measured in the run`: the same cuts, timed without messages in the",
             "run that followed, where there was one. `By the deterministic cost`: other cuts, those that FLOPs and",
             "bytes moved give on any machine, weighed by that same cost. ADL, M=4.",
-        ), "",
-        markdown(head, rows), "",
+        ),
+        "",
+        markdown(head, rows),
+        "",
         point(
             f"In measured time the aims are mostly missed: {len(met)} of {len(measured)} plans met theirs:",
             f"{told(met)}.",
@@ -186,9 +226,11 @@ def balance_section(plans: Records, engine: Records, counted: Record) -> list[st
             f"after it. The other run, with other cuts of a later planner, had {other['planned']['balance']:.2f} and",
             f"{other['ratios']['balance'][0]:.2f}. How much of the misses is noise, and how much the planner, these",
             "single runs cannot tell.",
-        ), "",
-        *(source(name, record) for name, record in {**plans, "balance.json": counted}.items()), "",
-    ]  # fmt: skip
+        ),
+        "",
+        *(source(name, record) for name, record in {**plans, "balance.json": counted}.items()),
+        "",
+    ]
 
 
 # ---- the methods
@@ -201,8 +243,16 @@ def times_section(found: Records) -> list[str]:
         paper = PAPER["resnet101", settings["K"]]
         others = [rows[method]["speedup"] for method in ("ddg", "fr", "gpipe")]
         by_law, by_paper = sorted(rows, key=lambda row: rows[row]["law"]), sorted(paper, key=lambda row: paper[row])
-        cells = [[method, f"{row['speedup']:.2f}", f"{row['law']:.2f}", f"{row['speedup'] / row['law']:.2f}",
-                  f"{paper[method]:.2f}"] for method, row in rows.items()]  # fmt: skip
+        cells = [
+            [
+                method,
+                f"{row['speedup']:.2f}",
+                f"{row['law']:.2f}",
+                f"{row['speedup'] / row['law']:.2f}",
+                f"{paper[method]:.2f}",
+            ]
+            for method, row in rows.items()
+        ]
         cells.sort(key=lambda line: float(line[1]))
         share = {method: f"{row['speedup'] / row['law']:.2f}" for method, row in rows.items()}
         lines += [
@@ -211,8 +261,10 @@ def times_section(found: Records) -> list[str]:
                 "core a stage, the same cuts between blocks for all; speed-up over a hand-written loop on one core.",
                 "The law is that of equal stages, a backward of two forwards and no communication. The paper's",
                 "figures are of ResNet-101, on GPUs.",
-            ), "",
-            markdown(["method", "measured", "law", "measured / law", "the paper, ResNet-101"], cells), "",
+            ),
+            "",
+            markdown(["method", "measured", "law", "measured / law", "the paper, ResNet-101"], cells),
+            "",
             point(
                 f"Measured order: {' < '.join(record['order'])}; by the laws {' < '.join(by_law)}; the paper's",
                 f"{' < '.join(by_paper)}.",
@@ -232,9 +284,11 @@ def times_section(found: Records) -> list[str]:
                 "unequal stages, and these are the default cuts between blocks, not those of `offbeat plan`; the",
                 "stages' times were not recorded. The baseline was timed over",
                 f"{max(2, settings['timed'] // 2)} batches only.",
-            ), "",
-            source(name, record), "",
-        ]  # fmt: skip
+            ),
+            "",
+            source(name, record),
+            "",
+        ]
     return lines
 
 
@@ -252,8 +306,12 @@ def errors_table(compared: Records) -> str:
     rows = []
     for label, by_K in found.items():
         one = next(iter(by_K.values()))
-        cells = [f"{by_K[K]['error']:.2f} ({by_K[K]['error_range'][0]:.2f}-{by_K[K]['error_range'][1]:.2f})"
-                 if K in by_K else "" for K in stages]  # fmt: skip
+        cells = [
+            f"{by_K[K]['error']:.2f} ({by_K[K]['error_range'][0]:.2f}-{by_K[K]['error_range'][1]:.2f})"
+            if K in by_K
+            else ""
+            for K in stages
+        ]
         oldest = [f"{max(by_K[K]['staleness']):g}" for K in stages if K in by_K]
         rows.append([label, str(one["M"]), f"{one['batchnorm_batch']:g}", *cells, ", ".join(oldest)])
     return markdown(["method", "M", "BN batch", *(f"K={K}" for K in stages), "staleness of stage 1"], rows)
@@ -268,14 +326,18 @@ def errors_section(compared: Records, again: Records) -> list[str]:
         return ", ".join(f"{row['error']:.2f}" for row in found[label].values())
 
     return [
-        "## What the methods learn: CIFAR-10, a short schedule", "",
+        "## What the methods learn: CIFAR-10, a short schedule",
+        "",
         prose(
             f"{asked['model']}, {asked['epochs']} epochs, {asked['seeds']} seeds, {runs} runs on one H200: test error",
             "(%) after the last epoch, median (lowest-highest). 256 samples an update for all, peak rate 0.1 after one",
             "epoch of warm-up. BP was run at K=2 only.",
-        ), "",
-        errors_table(compared), "",
-        f"![Test error against the epoch, a panel for each K]({PICTURE.relative_to(ROOT / 'docs').as_posix()})", "",
+        ),
+        "",
+        errors_table(compared),
+        "",
+        f"![Test error against the epoch, a panel for each K]({PICTURE.relative_to(ROOT / 'docs').as_posix()})",
+        "",
         point(
             f"DNI falls behind fast as K grows ({medians('dni')}), DGL slowly ({medians('dgl')}); BP has {bp:.2f}.",
         ),
@@ -290,9 +352,11 @@ def errors_section(compared: Records, again: Records) -> list[str]:
         ),
         point(
             f"At the paper's schedule (300 epochs, 3 of warm-up, b=32) {results_reproduction.repeated(again)}",
-        ), "",
-        *(source(name, record) for name, record in compared.items()), "",
-    ]  # fmt: skip
+        ),
+        "",
+        *(source(name, record) for name, record in compared.items()),
+        "",
+    ]
 
 
 def drawn(compared: Records) -> dict[str, Any]:
@@ -314,8 +378,10 @@ def draw(compared: Records, path: Path) -> None:
     from offbeat.report.draw import PANEL, panels, rendered
     from offbeat.runs.record import write
 
-    made = [(title, figures.curves([replace(line, end="") for line in figures.curve_lines(methods)], most=100,
-                                   width=PANEL)) for title, methods in drawn(compared).items()]  # fmt: skip
+    made = [
+        (title, figures.curves([replace(line, end="") for line in figures.curve_lines(methods)], most=100, width=PANEL))
+        for title, methods in drawn(compared).items()
+    ]
     title = "CIFAR-10, ResNet-20, 6 epochs: median and range of 2 seeds (BP: run at K=2)"
     content = rendered(panels(made, shared=True), "svg", title=title, width=None).decode()
     write(path, content.replace("</svg>", f"<!-- drawn from {digest(compared)} -->\n</svg>"))
@@ -331,12 +397,20 @@ def main() -> None:
     again = records("reproduction")
     counted = json.loads((RECORDS / "balance.json").read_text())
     page = [
-        "# Results", "",
-        "Generated by `python benchmarks/results.py` from the records beside this page; do not edit.", "",
-        *engine_section(engine), *balance_section(plans, engine, counted), *times_section(times),
-        *errors_section(compared, again), *results_gpu.section(records("gpu")), *results_reproduction.section(again),
-        *results_bench.section(), *results_torture.section(), *results_trace.section(),
-    ]  # fmt: skip
+        "# Results",
+        "",
+        "Generated by `python benchmarks/results.py` from the records beside this page; do not edit.",
+        "",
+        *engine_section(engine),
+        *balance_section(plans, engine, counted),
+        *times_section(times),
+        *errors_section(compared, again),
+        *results_gpu.section(records("gpu")),
+        *results_reproduction.section(again),
+        *results_bench.section(),
+        *results_torture.section(),
+        *results_trace.section(),
+    ]
     readme, table = ROOT / "README.md", first_page.table()
     wanted = {
         ROOT / "docs/results.md": "\n".join(page),

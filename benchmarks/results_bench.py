@@ -1,7 +1,7 @@
 """The sections of docs/results.md that show the records of `offbeat bench` and `offbeat bench scaling`, if any.
 
-    docs/results/bench-*.json, scaling-*.json: bench.json and scaling.json of a run, renamed; a picture of the same name
-    beside one (bench-*.svg, scaling-*.svg) is shown, too
+docs/results/bench-*.json, scaling-*.json: bench.json and scaling.json of a run, renamed; a picture of the same name
+beside one (bench-*.svg, scaling-*.svg) is shown, too
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ def bench_section(name: str, record: Record) -> list[str]:
     from offbeat.report import bench_table
 
     return [
-        f"### {bench_table.heading(record)}", "",
-        markdown(list(bench_table.HEAD), bench_table.cells(record)), "",
+        f"### {bench_table.heading(record)}",
+        "",
+        markdown(list(bench_table.HEAD), bench_table.cells(record)),
+        "",
         *picture(name, "Samples a second of every row"),
-        *(point(said) for said in bench_table.advice(record)), "",
+        *(point(said) for said in bench_table.advice(record)),
+        "",
         *(point(said) for said in bench_table.notes(record)),
-        *(point(f"Measured {remark}.") for remark in [record["provenance"].get("remark")] if remark), "",
-        source(name, record), "",
-    ]  # fmt: skip
+        *(point(f"Measured {remark}.") for remark in [record["provenance"].get("remark")] if remark),
+        "",
+        source(name, record),
+        "",
+    ]
 
 
 def scaling_section(name: str, record: Record) -> list[str]:
@@ -49,31 +54,54 @@ def scaling_section(name: str, record: Record) -> list[str]:
     rows = []
     for one in record["points"]:
         measured = one["staleness_measured"][0] if one["K"] > 1 and one["staleness_measured"] else 0.0
-        rows.append([
-            one["axis"], one["model"], str(one["batch_size"]), str(one["K"]),
-            ranged([1000 * value for value in one["seconds_per_batch"]]), f"{max(one['memory']) / 1e6:,.0f}",
-            f"{max(one['memory_counted']) / 1e6:,.0f}", f"{measured:.2f}", f"{one['staleness'][0]:.2f}",
-        ])  # fmt: skip
-    head = ["what grows", "network", "b", "K", "ms a batch", "MB, largest worker", "MB, counted",
-            "staleness of stage 1", "by formula"]  # fmt: skip
+        rows.append(
+            [
+                one["axis"],
+                one["model"],
+                str(one["batch_size"]),
+                str(one["K"]),
+                ranged([1000 * value for value in one["seconds_per_batch"]]),
+                f"{max(one['memory']) / 1e6:,.0f}",
+                f"{max(one['memory_counted']) / 1e6:,.0f}",
+                f"{measured:.2f}",
+                f"{one['staleness'][0]:.2f}",
+            ]
+        )
+    head = [
+        "what grows",
+        "network",
+        "b",
+        "K",
+        "ms a batch",
+        "MB, largest worker",
+        "MB, counted",
+        "staleness of stage 1",
+        "by formula",
+    ]
     stages = list(dict.fromkeys(row["K"] for row in simulation["rows"]))
     lines = list(dict.fromkeys((row["method"], row["link"]) for row in simulation["rows"]))
     speed = {(row["method"], row["link"], row["K"]): row["speedup"] for row in simulation["rows"]}
     clock = [[method, link, *(f"{speed[method, link, K]:.3g}" for K in stages)] for method, link in lines]
     told = ", ".join(
         f"{link} {1e3 * values['latency']:g} ms and {values['bandwidth'] / 1e9:g} GB/s"
-        for link, values in simulation["links"].items() if values["bandwidth"]
-    )  # fmt: skip
+        for link, values in simulation["links"].items()
+        if values["bandwidth"]
+    )
     return [
-        f"### How it scales: {simulation['model']}, b={simulation['batch_size']}, M={simulation['M']}", "",
-        markdown(head, rows), "",
+        f"### How it scales: {simulation['model']}, b={simulation['batch_size']}, M={simulation['M']}",
+        "",
+        markdown(head, rows),
+        "",
         *picture(name, "Speed-up by the clock with measured points; memory, staleness and time a batch"),
-        prose(f"By the clock, speed-up over BP on one worker: {simulation['meaning']}. Links: {told}."), "",
-        markdown(["method", "link", *(f"K={K}" for K in stages)], clock), "",
+        prose(f"By the clock, speed-up over BP on one worker: {simulation['meaning']}. Links: {told}."),
+        "",
+        markdown(["method", "link", *(f"K={K}" for K in stages)], clock),
+        "",
         *(point(f"Left out: {reason}.") for reason in record["left_out"]),
         *([""] if record["left_out"] else []),
-        source(name, record), "",
-    ]  # fmt: skip
+        source(name, record),
+        "",
+    ]
 
 
 AIMS = 1.4, 0.9  # of ADL: times the best synchronous pipeline, and of the bound
@@ -95,9 +123,15 @@ def summary() -> list[str]:
         titles.update({name: rows[name]["title"] for name in SHOWN if name in rows})
         figures = [bench_table.by_round(adl, other) for other in (best, bound)]
         name = f"{settings['model']}, b={settings['batch_size']}, K={settings['K']}"
-        lines.append([name, str(settings["cores"]), str(settings["rounds"]), *(
-            f"{bench_table.speed(rows[row]):.0f}" if row in rows else "" for row in SHOWN
-        ), *(ranged(figure, 2) for figure in figures)])  # fmt: skip
+        lines.append(
+            [
+                name,
+                str(settings["cores"]),
+                str(settings["rounds"]),
+                *(f"{bench_table.speed(rows[row]):.0f}" if row in rows else "" for row in SHOWN),
+                *(ranged(figure, 2) for figure in figures),
+            ]
+        )
         for figure, aim, what in zip(figures, AIMS, ("times", "of the bound"), strict=True):
             told = f"{name} {median(figure):.2f} of {aim} {what}"
             if round(median(figure), 2) < aim:
@@ -110,25 +144,54 @@ def summary() -> list[str]:
         against["best"].append(best["memory_per_worker"])
     if not lines:
         return []
-    head = ["one core per worker", "cores", "rounds", *(titles.get(row, row) for row in SHOWN),
-            "ADL / best synchronous pipeline", "ADL / bound of its cuts"]  # fmt: skip
+    head = [
+        "one core per worker",
+        "cores",
+        "rounds",
+        *(titles.get(row, row) for row in SHOWN),
+        "ADL / best synchronous pipeline",
+        "ADL / bound of its cuts",
+    ]
 
     def between(values: list[float], told: Callable[[float], str] = "{:.2f}".format) -> str:
         ends = list(dict.fromkeys(map(told, (min(values), max(values)))))
         return " to ".join(ends)
 
     return [
-        "Samples per second in all runs:", "",
-        markdown(head, lines), "",
-        *([point(f"BP on all cores of a run is {between(against['bp-cores'])} times as fast as ADL on K of them, and "
-                 "exact.")] if against["bp-cores"] else []),
-        *([point(f"ADL is {between(against['ddp'])} times as fast as DistributedDataParallel on as many cores, which "
-                 "is exact: where the network fits one worker, take that.")] if against["ddp"] else []),
-        point(f"A worker of ADL holds up to {between(against['adl'], size)}, one of the best synchronous pipeline "
-              f"{between(against['best'], size)}."),
-        point(f"Aims are {AIMS[0]} and {AIMS[1]}. Missed: {'; '.join(missed) or 'none'}."
-              + (f" Not in every round: {'; '.join(unsure)}." if unsure else "")), "",
-    ]  # fmt: skip
+        "Samples per second in all runs:",
+        "",
+        markdown(head, lines),
+        "",
+        *(
+            [
+                point(
+                    f"BP on all cores of a run is {between(against['bp-cores'])} times as fast as ADL on K of them, "
+                    "and exact."
+                )
+            ]
+            if against["bp-cores"]
+            else []
+        ),
+        *(
+            [
+                point(
+                    f"ADL is {between(against['ddp'])} times as fast as DistributedDataParallel on as many cores, "
+                    "which is exact: where the network fits one worker, take that."
+                )
+            ]
+            if against["ddp"]
+            else []
+        ),
+        point(
+            f"A worker of ADL holds up to {between(against['adl'], size)}, one of the best synchronous pipeline "
+            f"{between(against['best'], size)}."
+        ),
+        point(
+            f"Aims are {AIMS[0]} and {AIMS[1]}. Missed: {'; '.join(missed) or 'none'}."
+            + (f" Not in every round: {'; '.join(unsure)}." if unsure else "")
+        ),
+        "",
+    ]
 
 
 def section() -> list[str]:
@@ -138,10 +201,14 @@ def section() -> list[str]:
         return []
     lines = ["## Beside what people use today", ""]
     if benches:
-        lines += [prose(
-            "`offbeat bench`: all rows in one run on one machine, on the same cuts (interleaved: cuts of its own), in",
-            "rounds that time every row once.",
-        ), "", *summary()]  # fmt: skip
+        lines += [
+            prose(
+                "`offbeat bench`: all rows in one run on one machine, on the same cuts (interleaved: cuts of its own),",
+                "in rounds that time every row once.",
+            ),
+            "",
+            *summary(),
+        ]
     for name, record in benches.items():
         lines += bench_section(name, record)
     for name, record in studies.items():

@@ -95,11 +95,16 @@ def compared(record: Record) -> bool:
 def cells(record: Record, row: Record) -> dict[str, str]:
     """What is told of a row, by column."""
     told = {
-        "row": row["title"], "paper": paper(row), "ours": ours(row),
-        "top-5": "-" if row["top5"] is None else f"{row['top5']:.2f}", "n": str(row["n"]),
-        "to the paper": signed(row["difference"]), "to BP, same b and M": signed(to_bp(record, row)),
-        "staleness of stage 1": staleness(record, row), "state": state(row, record["settings"]["epochs"]),
-    }  # fmt: skip
+        "row": row["title"],
+        "paper": paper(row),
+        "ours": ours(row),
+        "top-5": "-" if row["top5"] is None else f"{row['top5']:.2f}",
+        "n": str(row["n"]),
+        "to the paper": signed(row["difference"]),
+        "to BP, same b and M": signed(to_bp(record, row)),
+        "staleness of stage 1": staleness(record, row),
+        "state": state(row, record["settings"]["epochs"]),
+    }
     unknown = [] if compared(record) else ["paper", "to the paper"]
     unknown += [] if record["top5"] else ["top-5"]
     return {name: value for name, value in told.items() if name not in unknown}
@@ -122,12 +127,16 @@ def verdicts(record: Record) -> list[str]:
 
     lines = []
     if late:
-        lines.append(point(f"Worse than our BP at the same b and M: {those(late, True)}. Not worse: "
-                           f"{those(late, False)}."))  # fmt: skip
+        lines.append(
+            point(f"Worse than our BP at the same b and M: {those(late, True)}. Not worse: {those(late, False)}.")
+        )
     if far:
         lines.append(point(f"Above the paper's value: {those(far, True)}. Not above: {those(far, False)}."))
-    fallen = [row["title"] for row in rows if (row["paper"] or {}).get("error") is not None
-              and any(run["state"] == "diverged" for run in row["runs"])]  # fmt: skip
+    fallen = [
+        row["title"]
+        for row in rows
+        if (row["paper"] or {}).get("error") is not None and any(run["state"] == "diverged" for run in row["runs"])
+    ]
     if fallen:
         lines.append(point(f"Diverged here, though not in the paper: {listed(fallen)}."))
     for row in rows:
@@ -150,8 +159,11 @@ def verdicts(record: Record) -> list[str]:
 
 def without_bp(record: Record) -> list[str]:
     """Rows that are done and have no BP of the same b and M beside them yet."""
-    alone = [row["title"] for row in record["rows"]
-             if row["error"] is not None and not is_bp(record, row) and to_bp(record, row) is None]  # fmt: skip
+    alone = [
+        row["title"]
+        for row in record["rows"]
+        if row["error"] is not None and not is_bp(record, row) and to_bp(record, row) is None
+    ]
     return [point(f"BP at the same b and M has not been run for: {listed(alone)}.")] if alone else []
 
 
@@ -192,8 +204,12 @@ def sources(name: str, record: Record) -> list[str]:
         commit = one["commit"] or "unknown"
         after = " (set afterwards)" if "commit_set" in one else ""
         on = [one["machine"]] + ([one["gpu"] + " (named afterwards)" * ("gpu_set" in one)] if one.get("gpu") else [])
-        return (f"`{' '.join(one['command'])}`", f"commit {commit[:12]}{'+' * commit.endswith('+')}{after}",
-                f"torch {one['versions']['torch']}", *on)  # fmt: skip
+        return (
+            f"`{' '.join(one['command'])}`",
+            f"commit {commit[:12]}{'+' * commit.endswith('+')}{after}",
+            f"torch {one['versions']['torch']}",
+            *on,
+        )
 
     for told, group in groupby(sorted(record["invocations"], key=made), key=made):
         times = [one["started"] for one in group]
@@ -234,8 +250,11 @@ def digest(record: Record) -> str:
 
 def stale(found: Records) -> list[Path]:
     """Pictures that are not those of their records."""
-    return [path for name, record in found.items() if not (path := picture(name)).exists()
-            or digest(record) not in path.read_text()]  # fmt: skip
+    return [
+        path
+        for name, record in found.items()
+        if not (path := picture(name)).exists() or digest(record) not in path.read_text()
+    ]
 
 
 def draw(record: Record, path: Path) -> None:
@@ -264,13 +283,26 @@ def section(found: Records) -> list[str]:
     lines = [f"## {TITLE}", ""]
     for name, record in found.items():
         lines += [
-            f"### {record['title']}", "",
-            prose("Test error (%) at the last epoch. Ours: median (lowest-highest) of n seeds"
-                  + ("; the paper's are medians of 3." if compared(record) else "."),
-                  "`To BP`: ours minus our own BP with accumulation of the same network, b, M and learning rate,",
-                  "where both are done. Staleness in updates, as measured. All runs:", f"{how(record)}."), "",
-            table(record), "",
-            f"![Test error against the epoch](results/{picture(name).name})", "",
-            *verdicts(record), *without_bp(record), *missing(record), *notes(record), "", *sources(name, record), "",
-        ]  # fmt: skip
+            f"### {record['title']}",
+            "",
+            prose(
+                "Test error (%) at the last epoch. Ours: median (lowest-highest) of n seeds"
+                + ("; the paper's are medians of 3." if compared(record) else "."),
+                "`To BP`: ours minus our own BP with accumulation of the same network, b, M and learning rate,",
+                "where both are done. Staleness in updates, as measured. All runs:",
+                f"{how(record)}.",
+            ),
+            "",
+            table(record),
+            "",
+            f"![Test error against the epoch](results/{picture(name).name})",
+            "",
+            *verdicts(record),
+            *without_bp(record),
+            *missing(record),
+            *notes(record),
+            "",
+            *sources(name, record),
+            "",
+        ]
     return lines

@@ -44,10 +44,16 @@ def asked(record: Record) -> int:
 
 
 KILLS = {
-    "as wanted": "good", "same bits": "same_bits", "nothing lost": "nothing_lost", "hung": "hangs",
-    "orphans": "with_orphans", "still listening": "still_listening", "shared memory left": "with_shared_memory_left",
-    "temporary folder left": "with_temporary_folders_left", "killed while a checkpoint was written": "while_writing",
-}  # fmt: skip
+    "as wanted": "good",
+    "same bits": "same_bits",
+    "nothing lost": "nothing_lost",
+    "hung": "hangs",
+    "orphans": "with_orphans",
+    "still listening": "still_listening",
+    "shared memory left": "with_shared_memory_left",
+    "temporary folder left": "with_temporary_folders_left",
+    "killed while a checkpoint was written": "while_writing",
+}
 
 
 def kills(records: Records) -> list[str]:
@@ -58,20 +64,26 @@ def kills(records: Records) -> list[str]:
         other = [trial for trial in each if not trial["same_bits"]]
         littered = [trial for trial in each if trial["temporary_left"]]
         stages = [f"K={trial['K']}" for trial in each]
-        points.append(point(
-            f"{name}: {counted(trial['method'] for trial in each)}; {counted(stages)}; killed: {victims(each)}; taken",
-            "up by",
-            f"{counted('--' + trial['taken_up'] for trial in each)}. Not the same bits:",
-            f"{counted(trial['method'] for trial in other)}. Temporary folder left, by who was killed:",
-            f"{victims(littered)}.",
-        ))  # fmt: skip
+        points.append(
+            point(
+                f"{name}: {counted(trial['method'] for trial in each)}; {counted(stages)}; killed: {victims(each)};",
+                "taken up by",
+                f"{counted('--' + trial['taken_up'] for trial in each)}. Not the same bits:",
+                f"{counted(trial['method'] for trial in other)}. Temporary folder left, by who was killed:",
+                f"{victims(littered)}.",
+            )
+        )
     return [
         prose(
             "Kills: a worker or the launcher of a run is killed (SIGKILL) at a random moment, the run goes on, and its",
             "end is compared with that of a run that nobody killed. Trials, of those that were asked for:",
-        ), "",
-        markdown(["record", "trials", *KILLS], rows), "", *points, "",
-    ]  # fmt: skip
+        ),
+        "",
+        markdown(["record", "trials", *KILLS], rows),
+        "",
+        *points,
+        "",
+    ]
 
 
 def kills_seen(record: Record) -> str:
@@ -92,9 +104,11 @@ def configs(records: Records) -> list[str]:
         prose(
             "Configurations: random command lines and files, good and bad, as dry runs. Which are valid is judged from",
             "the documentation, not by the code that is tried; unclear are those of which it says nothing.",
-        ), "",
-        *lines, "",
-    ]  # fmt: skip
+        ),
+        "",
+        *lines,
+        "",
+    ]
 
 
 def configs_seen(record: Record) -> str:
@@ -109,20 +123,25 @@ def latency(records: Records) -> list[str]:
     for name, record in records.items():
         settings = record["settings"]
         rows = [
-            [method, *(f"{1000 * seconds:.0f}" for seconds in row["clock_seconds"]),
-             shown(row["throughput_kept"], settings["rounds"]), f"{row['clock']:.2f}"]
+            [
+                method,
+                *(f"{1000 * seconds:.0f}" for seconds in row["clock_seconds"]),
+                shown(row["throughput_kept"], settings["rounds"]),
+                f"{row['clock']:.2f}",
+            ]
             for method, row in record["rows"].items()
-        ]  # fmt: skip
+        ]
         lines += [
             prose(
                 f"Slow links ({name}): K={settings['K']} processes whose stages sleep {1000 * settings['forward']:.0f}",
                 f"ms in the forward and {1000 * settings['backward']:.0f} in the backward, on links that hold every",
                 f"message back for {1000 * settings['latency']:.0f} ms. Median (least-most) of {settings['rounds']}",
                 "rounds. A delay speeds nothing up: what is above 1 is noise.",
-            ), "",
+            ),
+            "",
             markdown(["method", "ms a batch by the clock", "with the delay", "throughput kept", "by the clock"], rows),
             "",
-        ]  # fmt: skip
+        ]
     return lines
 
 
@@ -149,25 +168,29 @@ def overhead(records: Records) -> list[str]:
     lines = []
     for name, record in records.items():
         settings, ratios = record["settings"], record["ratios"]
-        spreads = {what: [100 * value for value in ratios[what]] if what == "pause_share" else ratios[what]
-                   for what in names}  # fmt: skip
+        spreads = {
+            what: [100 * value for value in ratios[what]] if what == "pause_share" else ratios[what] for what in names
+        }
         size = max(note["bytes"] for note in record["checkpoints"])
         lines += [
             prose(
                 f"Checkpoints ({name}): {settings['model']}, b={settings['batch_size']}, K={settings['K']},",
                 f"M={settings['M']}, a checkpoint of {size / 1e6:.1f} MB every {settings['every']} batches, against",
                 f"none: ratios of neighbouring stretches, median (least-most) of {settings['rounds']} rounds.",
-            ), "",
-            markdown([*names.values()], [[shown(spreads[what], settings["rounds"]) for what in names]]), "",
-        ]  # fmt: skip
+            ),
+            "",
+            markdown([*names.values()], [[shown(spreads[what], settings["rounds"]) for what in names]]),
+            "",
+        ]
         if too_wide(record):
             lines += [
                 point(
                     f"The rounds differ by {ratios['wall'][2] - ratios['wall'][1]:.2f}, more than the",
                     f"{limit(record) - 1:.2f} that are looked for: the ratio of times shows neither that the aim is",
                     "met nor that it is missed. The share that the stages stood still is the run's own account.",
-                ), "",
-            ]  # fmt: skip
+                ),
+                "",
+            ]
     return lines
 
 
@@ -186,20 +209,26 @@ def soak(records: Records) -> list[str]:
     lines = []
     for name, record in records.items():
         rows = [
-            [stage, f"{row['mb_an_hour']:+.1f} ({row['standard_error']:.1f})",
-             f"{100 * row['growth'] / row['first']:+.2f}", f"{row['first']:.0f}", f"{row['last']:.0f}",
-             f"{row['most']:.0f}"]
+            [
+                stage,
+                f"{row['mb_an_hour']:+.1f} ({row['standard_error']:.1f})",
+                f"{100 * row['growth'] / row['first']:+.2f}",
+                f"{row['first']:.0f}",
+                f"{row['last']:.0f}",
+                f"{row['most']:.0f}",
+            ]
             for stage, row in record["rows"].items()
-        ]  # fmt: skip
+        ]
         lines += [
             prose(
                 f"Memory ({name}): {record['batches']} batches with {record['checkpoints']} checkpoints in",
                 f"{record['settings']['minutes']:g} minutes, then Ctrl-C (exit code {record['exit_code']}). A line",
                 f"through what came after the first {record['settings']['warm_up']:.0f} seconds:",
-            ), "",
+            ),
+            "",
             markdown(["process", "MB an hour (standard error)", "in that time (%)", "first MB", "last", "most"], rows),
             "",
-        ]  # fmt: skip
+        ]
         grown = [stage for stage, row in record["rows"].items() if growing(row)]
         if grown:
             flat = "By the rule that was wanted it may count as flat; that it is zero is not shown."
@@ -248,14 +277,18 @@ def section() -> list[str]:
     ]
     missed = [name for name, record in records.items() if not good(record)]
     lines = [
-        f"## {TITLE}", "",
+        f"## {TITLE}",
+        "",
         prose(
             "Records of `make torture`; what each promises is in [reliability](reliability.md). Every record is a row,",
             "also those of code that was mended later: the commit is below.",
-        ), "",
-        markdown(["record", "wanted", "seen", "as wanted"], rows), "",
-        point(f"Missed: {listed(missed)}."), "",
-    ]  # fmt: skip
+        ),
+        "",
+        markdown(["record", "wanted", "seen", "as wanted"], rows),
+        "",
+        point(f"Missed: {listed(missed)}."),
+        "",
+    ]
     for part, (write, _) in PARTS.items():
         these = {name: record for name, record in records.items() if kind(name) == part}
         lines += write(these) if these else []

@@ -27,22 +27,42 @@ def section() -> list[str]:
     if not found:
         return []
     rows = [
-        [name, str(record["settings"]["rounds"]), str(record["settings"]["turns"]), f"{record['events_a_batch']:.1f}",
-         ratio(record["ratios"]["wall"]), ratio(record["ratios"]["processor"]),
-         f"{100 * record['ratios']['account'][0]:.2f} %", verdict(record)]
+        [
+            name,
+            str(record["settings"]["rounds"]),
+            str(record["settings"]["turns"]),
+            f"{record['events_a_batch']:.1f}",
+            ratio(record["ratios"]["wall"]),
+            ratio(record["ratios"]["processor"]),
+            f"{100 * record['ratios']['account'][0]:.2f} %",
+            verdict(record),
+        ]
         for name, record in found.items()
-    ]  # fmt: skip
+    ]
     first = next(iter(found.values()))["settings"]
-    head = ["record", "rounds", "iterations", "events a batch", "wall time", "processor time", "its own account",
-            f"wall below {WANTED}"]  # fmt: skip
+    head = [
+        "record",
+        "rounds",
+        "iterations",
+        "events a batch",
+        "wall time",
+        "processor time",
+        "its own account",
+        f"wall below {WANTED}",
+    ]
     return [
-        "## What a trace costs", "",
+        "## What a trace costs",
+        "",
         prose(
             f"{first['model']}, b={first['batch_size']}, ADL, K={first['K']} processes, M={first['M']}: a stretch of",
             "iterations that is recorded and written, over one that is not, in turn; median (least-most) over the",
             "rounds. Its own account: the processor time of the recording's own parts over that of all else.",
-        ), "",
-        markdown(head, rows), "",
-        point("While nothing is recorded, a trace costs one comparison with None an iteration."), "",
-        *(source(name, record) for name, record in found.items()), "",
-    ]  # fmt: skip
+        ),
+        "",
+        markdown(head, rows),
+        "",
+        point("While nothing is recorded, a trace costs one comparison with None an iteration."),
+        "",
+        *(source(name, record) for name, record in found.items()),
+        "",
+    ]

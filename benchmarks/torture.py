@@ -64,8 +64,9 @@ def main() -> None:
         if name == "kills":
             command.add_argument("--jobs", type=int, default=1, help="trials at the same time")
         if name in ("kills", "soak"):
-            command.add_argument("--minutes", type=float, default={"kills": None, "soak": 20.0}[name],
-                                 help="begin nothing after so long")  # fmt: skip
+            command.add_argument(
+                "--minutes", type=float, default={"kills": None, "soak": 20.0}[name], help="begin nothing after so long"
+            )
         if name == "soak":
             command.add_argument("--every", type=float, default=10.0, help="seconds between samples")
         if name in ("latency", "overhead"):

@@ -74,12 +74,16 @@ CORRECTORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Any]] = {
 # ---- what is drawn: for each option values that can be right, and values that cannot
 
 OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "--model": (("mlp", "mlp", "resnet8", "resnet8", "resnet14", "resnet20"),
-                ("resnet9", "", "ResNet8", "a\nb", "vgg")),
+    "--model": (
+        ("mlp", "mlp", "resnet8", "resnet8", "resnet14", "resnet20"),
+        ("resnet9", "", "ResNet8", "a\nb", "vgg"),
+    ),
     "--data": (("synthetic", "synthetic", "digits"), ("mnist", "", "cifar10", "imagefolder", "Digits")),
     "--data-dir": ((), ("nowhere", ".", "")),
-    "--shape": (("3,8,8", "1x8x8", "1,16,16", "3,32,32", "1,8,24", "2,5,7"),
-                ("3,8", "0,8,8", "a,b,c", "3,8,8,8", "-1,8,8", "", "1.5,8,8", "3;8;8", "1,0,8")),
+    "--shape": (
+        ("3,8,8", "1x8x8", "1,16,16", "3,32,32", "1,8,24", "2,5,7"),
+        ("3,8", "0,8,8", "a,b,c", "3,8,8,8", "-1,8,8", "", "1.5,8,8", "3;8;8", "1,0,8"),
+    ),
     "--classes": (("10", "2", "1", "7"), ("0", "-3", "ten", "2.5", "")),
     "--samples": (("64", "1", "1000", "33"), ("0", "-1", "1e3", "many")),
     "--data-workers": (("0", "1", "2"), ("-1", "x", "1.5")),
@@ -87,9 +91,10 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "-M": (("1", "2", "3", "4", "8"), ("0", "-1", "four", "2.0", "")),
     "--weights": (("stash", "hybrid", "replay"), ("stashed", "", "HYBRID")),
     "--window": (("count", "aligned"), ("counted", "")),
-    "--corrector": (("sc", "lwp", "lwp+sc", "dc", "dc:0.1", "t1:500", "t2", "nag", "shrink:0.5", "spec", "sc+t1",
-                     "sc:2"),
-                    ("sx", "sc+nag", "spec:1", "t1:0", "t2:2", "dc:-1", "sc:x", "shrink:0", "lwp+spec", "nag:1")),
+    "--corrector": (
+        ("sc", "lwp", "lwp+sc", "dc", "dc:0.1", "t1:500", "t2", "nag", "shrink:0.5", "spec", "sc+t1", "sc:2"),
+        ("sx", "sc+nag", "spec:1", "t1:0", "t2:2", "dc:-1", "sc:x", "shrink:0", "lwp+spec", "nag:1"),
+    ),
     "m": (("1", "2", "4", "100"), ("0", "-2", "half")),  # names without a dash are settings within --method
     "beta": (("0.5", "1", "0.99"), ("-0.5", "nan", "inf", "b", "2")),
     "N": (("1", "2", "4"), ("0", "-1", "x")),
@@ -114,24 +119,56 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "--milestones": (("0.5", "0.5,0.75", "0.3,0.6,0.9"), ("0.75,0.5", "0", "-0.5", "x", "nan", "0.5,inf")),
     "--clip-norm": (("1", "0.1"), ("-1", "nan", "x")),
     "--seed": (("0", "7", "123456"), ("-1", "x", "1.5")),
-    "--checkpoint-every": (("500b", "1e", "0.5e", "10min", "30s", "7b", " 7b "),
-                           ("7", "0b", "-5b", "1.5b", "b", "1h", "", "1e5", "0e", "nane", "infs")),
+    "--checkpoint-every": (
+        ("500b", "1e", "0.5e", "10min", "30s", "7b", " 7b "),
+        ("7", "0b", "-5b", "1.5b", "b", "1h", "", "1e5", "0e", "nane", "infs"),
+    ),
     "--checkpoint-mode": (("in-flight", "drained"), ("drain", "", "inflight")),
     "--keep": (("1", "3", "100"), ("0", "-1", "all")),
     "--on-nan": (("stop", "skip", "rollback"), ("ignore", "", "Stop")),
     "--max-restarts": (("0", "3"), ("-1", "x")),
     "--out": (("new", "deep/er/folder"), ("taken", "file/inside", "n" * 300)),
-    "--config": (("good.json",), ("nowhere.json", "broken.json", "empty.json", "types.json", "names.json", "list.json",
-                                  "deep.json", "bytes.json", "number.json", "taken")),
+    "--config": (
+        ("good.json",),
+        (
+            "nowhere.json",
+            "broken.json",
+            "empty.json",
+            "types.json",
+            "names.json",
+            "list.json",
+            "deep.json",
+            "bytes.json",
+            "number.json",
+            "taken",
+        ),
+    ),
     "--resume": ((), ("nowhere", "good.json", "taken")),
-}  # fmt: skip
+}
 ODD = (("extra",), ("--bogus",), ("--bogus", "3"), ("--lr",), ("-Q",), ("--learning-rate", "0.1"))
-EXTREME = (("--checkpoint-every", LONG + "e"), ("--checkpoint-every", LONG + "min"), ("--samples", LONG),
-           ("-K", LONG), ("--lr", "1e400"), ("--classes", "1" + "0" * 30), ("--batch-size", "1" + "0" * 25),
-           ("--config", "huge.json"), ("--shape", f"3,{LONG[:30]},8"), ("--seed", LONG), ("--epochs", LONG),
-           ("--milestones", ""), ("--cuts", ""), ("--speeds", ""), ("--config", "nan.json"),
-           ("--corrector", ""), ("--keep", LONG), ("m", LONG), ("-M", LONG),
-           ("--classes", "1000000000"), ("--shape", "3,100000,100000"))  # fmt: skip
+EXTREME = (
+    ("--checkpoint-every", LONG + "e"),
+    ("--checkpoint-every", LONG + "min"),
+    ("--samples", LONG),
+    ("-K", LONG),
+    ("--lr", "1e400"),
+    ("--classes", "1" + "0" * 30),
+    ("--batch-size", "1" + "0" * 25),
+    ("--config", "huge.json"),
+    ("--shape", f"3,{LONG[:30]},8"),
+    ("--seed", LONG),
+    ("--epochs", LONG),
+    ("--milestones", ""),
+    ("--cuts", ""),
+    ("--speeds", ""),
+    ("--config", "nan.json"),
+    ("--corrector", ""),
+    ("--keep", LONG),
+    ("m", LONG),
+    ("-M", LONG),
+    ("--classes", "1000000000"),
+    ("--shape", "3,100000,100000"),
+)
 
 
 @dataclass
@@ -207,8 +244,13 @@ def repair(made: Configuration, draw: random.Random) -> None:
         given["--checkpoint-every"] = "1e"
 
 
-ANSWERS = {"-M": "M", "--weights": "weights", "--window": "window", "--corrector": "corrector",
-           **{name: name for name in ("m", "beta", "N", "buffer", "recompute", "barrier", "conditional")}}  # fmt: skip
+ANSWERS = {
+    "-M": "M",
+    "--weights": "weights",
+    "--window": "window",
+    "--corrector": "corrector",
+    **{name: name for name in ("m", "beta", "N", "buffer", "recompute", "barrier", "conditional")},
+}
 
 # ---- which are valid
 
@@ -301,8 +343,11 @@ ALONE: dict[str, Any] = {  # what can be said of one option
     "--momentum": real,
     "--weight-decay": real,
     "--warmup": real,
-    "--milestones": lambda text: (found := reals(text)) is not None and found == sorted(found)
-    and all(0 < fraction < math.inf for fraction in found),
+    "--milestones": lambda text: (
+        (found := reals(text)) is not None
+        and found == sorted(found)
+        and all(0 < fraction < math.inf for fraction in found)
+    ),
     "--clip-norm": real,
     "--seed": lambda text: whole(text, 0),
     "--checkpoint-every": every,
@@ -312,7 +357,7 @@ ALONE: dict[str, Any] = {  # what can be said of one option
     "--max-restarts": lambda text: whole(text, 0),
     "--out": lambda text: text in ("new", "deep/er/folder"),
     "--config": lambda text: text == "good.json",
-}  # fmt: skip
+}
 CONFIG = {"--model": "mlp", "--data": "digits", "--method": "adl", "-K": "2", "-M": "2"}  # good.json
 
 
@@ -357,14 +402,15 @@ def _cutting(model: str, K: int, given: dict[str, str]) -> tuple[str, str] | Non
 def _answers(name: str, K: int, given: dict[str, str]) -> tuple[str, str] | None:
     """A method refuses what it does not take, unless it is what it does anyway."""
     M, weights, _, _, takes = METHODS[name]
-    anyway = {"-M": str(M), "--weights": weights, "--window": "count", "m": "1", "recompute": "no",
-              "barrier": "no"}  # fmt: skip
+    anyway = {"-M": str(M), "--weights": weights, "--window": "count", "m": "1", "recompute": "no", "barrier": "no"}
     unclear = ""
     for option, answer in ANSWERS.items():
         if option not in given or answer in takes or answer == "corrector" or given[option] == anyway.get(option):
             continue
         if (weights == "-" and option == "--weights" and given[option] == "stash") or (option, given[option]) == (
-            "N", "1"):  # fmt: skip
+            "N",
+            "1",
+        ):
             unclear = "weights of a method that keeps none, or one worker"
             continue
         if name == "gpipe" and option == "m":
@@ -412,10 +458,14 @@ def folder(place: Path) -> None:
     (place / "file").write_text("not a folder")
     recipe: dict[str, Any] = {"model": "mlp", "data": "digits", "method": "adl", "K": 2, "M": 2}
     for name, content in {
-        "good": {"recipe": recipe}, "types": {"recipe": {**recipe, "K": "two"}}, "list": [recipe], "number": 3,
-        "names": {"recipe": {**recipe, "stages": 2}}, "huge": {"recipe": {**recipe, "K": 10**40, "seed": 10**40}},
+        "good": {"recipe": recipe},
+        "types": {"recipe": {**recipe, "K": "two"}},
+        "list": [recipe],
+        "number": 3,
+        "names": {"recipe": {**recipe, "stages": 2}},
+        "huge": {"recipe": {**recipe, "K": 10**40, "seed": 10**40}},
         "nan": {"recipe": {**recipe, "lr": math.nan, "milestones": [math.inf]}},
-    }.items():  # fmt: skip
+    }.items():
         (place / f"{name}.json").write_text(json.dumps(content))
     (place / "broken.json").write_text('{"recipe": {"model": "ml')
     (place / "empty.json").write_text("")
@@ -510,8 +560,14 @@ def run(options: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory(prefix="torture-configs-") as place:
         found, faults = attempt(options.count, options.seed, Path(place) / "here", say)
     print(json.dumps({**found, "faults": len(faults)}, indent=1))
-    write(options.out, {
-        "settings": {"count": options.count, "seed": options.seed}, "good": not faults, "counts": dict(found),
-        "wanted": "valid: exit code 0; invalid: exit code 2 and one line; no traceback, no hang", "faults": faults,
-    })  # fmt: skip
+    write(
+        options.out,
+        {
+            "settings": {"count": options.count, "seed": options.seed},
+            "good": not faults,
+            "counts": dict(found),
+            "wanted": "valid: exit code 0; invalid: exit code 2 and one line; no traceback, no hang",
+            "faults": faults,
+        },
+    )
     return not faults

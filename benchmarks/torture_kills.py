@@ -37,9 +37,29 @@ from torture import say, write
 TIME_OUT = 180.0  # seconds for a run that takes some 10 alone, on a busy machine
 LEAVING = 15.0  # seconds for workers to notice that their launcher is gone
 BATCHES = 128
-RECIPE = ["--model", "resnet8", "--data", "synthetic", "--shape", "3,8,8", "--samples", "256", "--batch-size", "8",
-          "--epochs", "4", "--warmup", "1", "--threads-per-stage", "1", "--engine", "processes",
-          "--checkpoint-every", "5b", "--json"]  # fmt: skip
+RECIPE = [
+    "--model",
+    "resnet8",
+    "--data",
+    "synthetic",
+    "--shape",
+    "3,8,8",
+    "--samples",
+    "256",
+    "--batch-size",
+    "8",
+    "--epochs",
+    "4",
+    "--warmup",
+    "1",
+    "--threads-per-stage",
+    "1",
+    "--engine",
+    "processes",
+    "--checkpoint-every",
+    "5b",
+    "--json",
+]
 METHODS = {
     "adl-stash": ["--method", "adl", "-M", "2", "--weights", "stash"],
     "adl-hybrid": ["--method", "adl", "-M", "2", "--weights", "hybrid"],
@@ -159,9 +179,13 @@ class Command:
         surroundings |= {"TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(place / "torchinductor")}
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "offbeat", "train", *parts], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=errors, env=surroundings, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", "offbeat", "train", *parts],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=surroundings,
+                start_new_session=True,
+            )
 
     @property
     def over(self) -> bool:
@@ -208,8 +232,17 @@ def trial(asked: dict[str, Any], place: Path, whole: Whole) -> dict[str, Any] | 
     expected = whole.digest(asked["method"], asked["K"])
     run = place / "run"
     automatic = asked["taken_up"] == "max-restarts"
-    broken = Command(place, "broken", *RECIPE, "-K", str(asked["K"]), *METHODS[asked["method"]], "--out", str(run),
-                     *(["--max-restarts", "1"] if automatic else []))  # fmt: skip
+    broken = Command(
+        place,
+        "broken",
+        *RECIPE,
+        "-K",
+        str(asked["K"]),
+        *METHODS[asked["method"]],
+        "--out",
+        str(run),
+        *(["--max-restarts", "1"] if automatic else []),
+    )
     began = time.monotonic()
     wait_for(lambda: complete(run) >= asked["behind"] or broken.over, TIME_OUT, 0.005)
     pids = processes(run)
@@ -217,8 +250,14 @@ def trial(asked: dict[str, Any], place: Path, whole: Whole) -> dict[str, Any] | 
     time.sleep(asked["delay"])
     if asked["moment"] == "while writing":
         wait_for(lambda: being_written(run) or broken.over, TIME_OUT, 0.0002)
-    victim = next((pid for pid, rank in pids.items() if rank == (
-        "" if asked["victim"] == "launcher" else str(asked["victim"] - 1))), None)  # fmt: skip
+    victim = next(
+        (
+            pid
+            for pid, rank in pids.items()
+            if rank == ("" if asked["victim"] == "launcher" else str(asked["victim"] - 1))
+        ),
+        None,
+    )
     before, writing = complete(run), being_written(run)
     if broken.over or victim is None or digest(run) is not None:
         broken.end()
@@ -231,9 +270,13 @@ def trial(asked: dict[str, Any], place: Path, whole: Whole) -> dict[str, Any] | 
     code = broken.end()
     stopped = wait_for(lambda: not processes(run), LEAVING, 0.05)
     found: dict[str, Any] = {
-        **asked, "complete_at_kill": before, "writing_at_kill": writing, "exit_codes": [code],
-        "orphans": [] if stopped else sorted(processes(run).values()), "temporary_left": broken.left(),
-    }  # fmt: skip
+        **asked,
+        "complete_at_kill": before,
+        "writing_at_kill": writing,
+        "exit_codes": [code],
+        "orphans": [] if stopped else sorted(processes(run).values()),
+        "temporary_left": broken.left(),
+    }
     pids |= processes(run)
     on_disk = complete(run)
     if not automatic and digest(run) is None:
@@ -253,16 +296,23 @@ def trial(asked: dict[str, Any], place: Path, whole: Whole) -> dict[str, Any] | 
     found["seconds"] = round(time.monotonic() - began, 1)
     found["same_bits"] = digest(run) == expected
     found["nothing_lost"] = found["resumed_at"] is not None and (
-        found["resumed_at"] >= before if automatic else found["resumed_at"] == on_disk >= before)  # fmt: skip
+        found["resumed_at"] >= before if automatic else found["resumed_at"] == on_disk >= before
+    )
     found["hung"] = None in found["exit_codes"]
     found["still_listening"] = len(owned & listening())
-    found["shared_memory"] = [entry.name for entry in Path("/dev/shm").iterdir()
-                              if any(str(pid) in entry.name.split("_") for pid in pids)]  # fmt: skip
+    found["shared_memory"] = [
+        entry.name for entry in Path("/dev/shm").iterdir() if any(str(pid) in entry.name.split("_") for pid in pids)
+    ]
     found["good"] = bool(
-        found["same_bits"] and found["nothing_lost"] and not found["hung"] and found["exit_codes"][-1] == 0
-        and not found["orphans"] and not found["still_listening"] and not found["shared_memory"]
+        found["same_bits"]
+        and found["nothing_lost"]
+        and not found["hung"]
+        and found["exit_codes"][-1] == 0
+        and not found["orphans"]
+        and not found["still_listening"]
+        and not found["shared_memory"]
         and not found["temporary_left"]
-    )  # fmt: skip
+    )
     return found
 
 
@@ -279,9 +329,11 @@ def summary(trials: list[dict[str, Any]], missed: int) -> dict[str, Any]:
         "with_temporary_folders_left": sum(bool(each["temporary_left"]) for each in trials),
         "while_writing": sum(each["writing_at_kill"] for each in trials),
         "missed": missed,
-        **{what: dict(sorted(Counter(str(each[key]) for each in trials).items()))
-           for what, key in (("methods", "method"), ("stages", "K"), ("victims", "victim"), ("taken_up", "taken_up"))},
-    }  # fmt: skip
+        **{
+            what: dict(sorted(Counter(str(each[key]) for each in trials).items()))
+            for what, key in (("methods", "method"), ("stages", "K"), ("victims", "victim"), ("taken_up", "taken_up"))
+        },
+    }
 
 
 def run(options: argparse.Namespace) -> bool:
@@ -316,16 +368,22 @@ def run(options: argparse.Namespace) -> bool:
                     say(f"trial {number}: the run was over before it was killed")
                     continue
                 trials.append(found)
-                say(f"{len(trials)} of {options.count}: {found['method']}, K={found['K']}, {found['victim']} killed "
+                say(
+                    f"{len(trials)} of {options.count}: {found['method']}, K={found['K']}, {found['victim']} killed "
                     f"{'while writing' if found['writing_at_kill'] else 'behind'} {found['complete_at_kill']}, "
-                    f"{found['taken_up']} at {found['resumed_at']}: {'good' if found['good'] else found}")  # fmt: skip
+                    f"{found['taken_up']} at {found['resumed_at']}: {'good' if found['good'] else found}"
+                )
                 if found["good"]:
                     shutil.rmtree(folder)
-                write(options.out, {
-                    "settings": {"seed": options.seed, "recipe": RECIPE, "methods": METHODS},
-                    "summary": summary(trials, len(missed)), "missed": missed,
-                    "each": sorted(trials, key=lambda each: each["number"]),
-                })  # fmt: skip
+                write(
+                    options.out,
+                    {
+                        "settings": {"seed": options.seed, "recipe": RECIPE, "methods": METHODS},
+                        "summary": summary(trials, len(missed)),
+                        "missed": missed,
+                        "each": sorted(trials, key=lambda each: each["number"]),
+                    },
+                )
 
     with ThreadPoolExecutor(options.jobs) as pool:
         for each in [pool.submit(work) for _ in range(options.jobs)]:

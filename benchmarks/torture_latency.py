@@ -89,8 +89,10 @@ def predicted(name: str) -> tuple[float, float]:
     that of a whole batch, where the clock takes a share."""
     method = named(name, **METHODS[name])
     late = [LATENCY * method.m] * (K - 1)
-    return (period(method, Costs([FORWARD] * K, [BACKWARD] * K)),
-            period(method, Costs([FORWARD] * K, [BACKWARD] * K, up=late, down=late)))  # fmt: skip
+    return (
+        period(method, Costs([FORWARD] * K, [BACKWARD] * K)),
+        period(method, Costs([FORWARD] * K, [BACKWARD] * K, up=late, down=late)),
+    )
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -103,9 +105,13 @@ def worker(options: argparse.Namespace) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(Sleeper() for _ in range(K - 1)), Sleeper(2))
         pipes[name] = offbeat.Pipeline(
-            model, K, method=named(name, **settings), loss=nn.functional.cross_entropy, cuts=[1, 2],
+            model,
+            K,
+            method=named(name, **settings),
+            loss=nn.functional.cross_entropy,
+            cuts=[1, 2],
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        )  # fmt: skip
+        )
         delay(pipes[name])
     times: dict[str, list[list[float]]] = {name: [] for name in pipes}
     for number in range(options.rounds):
@@ -117,8 +123,10 @@ def worker(options: argparse.Namespace) -> None:
             times[name].append(found if number % 2 == 0 else found[::-1])
             if first:
                 at_once, late = times[name][-1]
-                say(f"round {number + 1} of {options.rounds}: {name} {1000 * at_once:.1f} ms a batch, with the delay "
-                    f"{1000 * late:.1f}")  # fmt: skip
+                say(
+                    f"round {number + 1} of {options.rounds}: {name} {1000 * at_once:.1f} ms a batch, with the delay "
+                    f"{1000 * late:.1f}"
+                )
     if first:
         summary(options, times)
     for pipe in pipes.values():
@@ -132,16 +140,33 @@ def summary(options: argparse.Namespace, times: dict[str, list[list[float]]]) ->
         ratios = [at_once / late for at_once, late in pairs]
         clock = predicted(name)
         rows[name] = {
-            "throughput_kept": [median(ratios), min(ratios), max(ratios)], "clock": clock[0] / clock[1],
-            "clock_seconds": clock, "seconds_a_batch": pairs,
-        }  # fmt: skip
-        print(f"{name:10s} keeps {median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f}) of its throughput; by the "
-              f"clock {clock[0] / clock[1]:.3f}")  # fmt: skip
-    write(options.out, {
-        "settings": {"K": K, "latency": LATENCY, "forward": FORWARD, "backward": BACKWARD, "methods": METHODS,
-                     "rounds": options.rounds, "timed": TIMED, "warm_up": WARM_UP},
-        "wanted": f"adl keeps more than {WANTED}", "good": rows["adl"]["throughput_kept"][0] > WANTED, "rows": rows,
-    })  # fmt: skip
+            "throughput_kept": [median(ratios), min(ratios), max(ratios)],
+            "clock": clock[0] / clock[1],
+            "clock_seconds": clock,
+            "seconds_a_batch": pairs,
+        }
+        print(
+            f"{name:10s} keeps {median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f}) of its throughput; by the "
+            f"clock {clock[0] / clock[1]:.3f}"
+        )
+    write(
+        options.out,
+        {
+            "settings": {
+                "K": K,
+                "latency": LATENCY,
+                "forward": FORWARD,
+                "backward": BACKWARD,
+                "methods": METHODS,
+                "rounds": options.rounds,
+                "timed": TIMED,
+                "warm_up": WARM_UP,
+            },
+            "wanted": f"adl keeps more than {WANTED}",
+            "good": rows["adl"]["throughput_kept"][0] > WANTED,
+            "rows": rows,
+        },
+    )
 
 
 def run(options: argparse.Namespace) -> bool:

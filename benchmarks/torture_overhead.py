@@ -35,8 +35,7 @@ def worker(options: argparse.Namespace) -> None:
     x, y = torch.randn(BATCH_SIZE, 3, 32, 32), torch.randint(10, (BATCH_SIZE,))
     loss = nn.functional.cross_entropy
     pipe = offbeat.Pipeline(model, K, method=offbeat.ADL(M=M), loss=loss, optimizer=sgd, sample=x)
-    recipe = complete(model="resnet56", data="synthetic", K=K, M=M, batch_size=BATCH_SIZE,
-                      checkpoint_every=f"{EVERY}b")  # fmt: skip
+    recipe = complete(model="resnet56", data="synthetic", K=K, M=M, batch_size=BATCH_SIZE, checkpoint_every=f"{EVERY}b")
     place: list[Any] = [None]
     temporary = tempfile.TemporaryDirectory(prefix="torture-overhead-") if rank == 0 else None
     if temporary:
@@ -66,9 +65,11 @@ def worker(options: argparse.Namespace) -> None:
         taken = {saving: stretch(EVERY, saving) for saving in order}
         found.append({"without": taken[False], "with": taken[True]})
         if rank == 0:
-            say(f"round {number + 1} of {options.rounds}: {taken[False][0]:.1f} s without, {taken[True][0]:.1f} with, "
+            say(
+                f"round {number + 1} of {options.rounds}: {taken[False][0]:.1f} s without, {taken[True][0]:.1f} with, "
                 f"ratio {taken[True][0] / taken[False][0]:.3f}; pause {1000 * notes[-1].get('pause', 0):.0f} ms, "
-                f"{notes[-1].get('bytes', 0) / 1e6:.1f} MB")  # fmt: skip
+                f"{notes[-1].get('bytes', 0) / 1e6:.1f} MB"
+            )
     saver.close()
     if rank == 0:
         summary(options, found, notes)
@@ -87,12 +88,24 @@ def summary(options: argparse.Namespace, found: list[dict[str, Any]], notes: lis
     }
     for name, (middle, least, most) in rows.items():
         print(f"{name:12s} {middle:.4f} ({least:.4f}, {most:.4f})")
-    write(options.out, {
-        "settings": {"model": "resnet56", "K": K, "M": M, "batch_size": BATCH_SIZE, "every": EVERY,
-                     "rounds": options.rounds},
-        "wanted": f"wall below {WANTED}", "good": rows["wall"][0] < WANTED, "ratios": rows, "stretches": found,
-        "checkpoints": notes,
-    })  # fmt: skip
+    write(
+        options.out,
+        {
+            "settings": {
+                "model": "resnet56",
+                "K": K,
+                "M": M,
+                "batch_size": BATCH_SIZE,
+                "every": EVERY,
+                "rounds": options.rounds,
+            },
+            "wanted": f"wall below {WANTED}",
+            "good": rows["wall"][0] < WANTED,
+            "ratios": rows,
+            "stretches": found,
+            "checkpoints": notes,
+        },
+    )
 
 
 def run(options: argparse.Namespace) -> bool:

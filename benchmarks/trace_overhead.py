@@ -68,8 +68,9 @@ def accounted(spent: list[float], name: str) -> None:
 def worker(options: argparse.Namespace) -> None:
     rank = begin()
     x, y = torch.randn(options.batch_size, 3, 32, 32), torch.randint(10, (options.batch_size,))
-    pipe = offbeat.Pipeline(models.build("resnet20"), K, method=offbeat.ADL(M=M), loss=nn.functional.cross_entropy,
-                            optimizer=sgd, sample=x)  # fmt: skip
+    pipe = offbeat.Pipeline(
+        models.build("resnet20"), K, method=offbeat.ADL(M=M), loss=nn.functional.cross_entropy, optimizer=sgd, sample=x
+    )
     folder = tempfile.TemporaryDirectory(prefix="trace-overhead-")
     file = Path(folder.name) / "trace.json"
 
@@ -105,8 +106,11 @@ def worker(options: argparse.Namespace) -> None:
         found.append({"without": taken[False], "with": taken[True]})
         if rank == 0:
             (wall, cpu, _), (wall_too, cpu_too, _) = taken[False], taken[True]
-            print(f"round {number + 1} of {options.rounds}: wall {wall:.2f} s without, ratio {wall_too / wall:.4f}; "
-                  f"processor {cpu:.2f} s without, ratio {cpu_too / cpu:.4f}", flush=True)  # fmt: skip
+            print(
+                f"round {number + 1} of {options.rounds}: wall {wall:.2f} s without, ratio {wall_too / wall:.4f}; "
+                f"processor {cpu:.2f} s without, ratio {cpu_too / cpu:.4f}",
+                flush=True,
+            )
     if rank == 0:
         summary(options, found, json.loads(file.read_text()))
     pipe.close()
@@ -127,13 +131,29 @@ def summary(options: argparse.Namespace, found: list[dict[str, Any]], trace: dic
         print(f"{name:10s} {middle:.5f} ({least:.5f}, {most:.5f})")
     if options.out:
         made = {**MADE, "command": ["python", "benchmarks/trace_overhead.py", *arguments()]}
-        Path(options.out).write_text(json.dumps({
-            "settings": {"model": "resnet20", "K": K, "M": M, "batch_size": options.batch_size, "turns": options.turns,
-                         "rounds": options.rounds},
-            "wanted": f"wall below {WANTED}", "good": rows["wall"][0] < WANTED, "ratios": rows,
-            "events_a_batch": events / options.turns, "seconds_an_event": each, "stretches": found,
-            "provenance": made,
-        }, indent=1) + "\n")  # fmt: skip
+        Path(options.out).write_text(
+            json.dumps(
+                {
+                    "settings": {
+                        "model": "resnet20",
+                        "K": K,
+                        "M": M,
+                        "batch_size": options.batch_size,
+                        "turns": options.turns,
+                        "rounds": options.rounds,
+                    },
+                    "wanted": f"wall below {WANTED}",
+                    "good": rows["wall"][0] < WANTED,
+                    "ratios": rows,
+                    "events_a_batch": events / options.turns,
+                    "seconds_an_event": each,
+                    "stretches": found,
+                    "provenance": made,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 def main() -> None:

@@ -39,9 +39,12 @@ def main() -> None:
     for name, method in METHODS.items():
         rate = 0.02 * method.M  # by the linear rule: as large a step for the same samples
         pipe = offbeat.Pipeline(
-            network(), K=K, method=method, loss=nn.functional.cross_entropy,
+            network(),
+            K=K,
+            method=method,
+            loss=nn.functional.cross_entropy,
             optimizer=lambda parameters, rate=rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
-        )  # fmt: skip
+        )
         pipe.fit(lambda epoch: digits.train(batch_size=BATCH, seed=0, epoch=epoch), epochs=EPOCHS)
         error = pipe.evaluate(digits.test(batch_size=100))["error"]
         print(f"{name:30} {error:8.2f} %  {' '.join(f'{stage.mean:.2f}' for stage in pipe.staleness)}")

@@ -1,7 +1,7 @@
 """Your own model and loop, in one process or in several.
 
-    python examples/own_model.py                              # all stages in this process
-    torchrun --nproc-per-node 3 examples/own_model.py         # the same script, one stage a process, the same numbers
+python examples/own_model.py                              # all stages in this process
+torchrun --nproc-per-node 3 examples/own_model.py         # the same script, one stage a process, the same numbers
 """
 
 from __future__ import annotations

@@ -36,12 +36,36 @@ def free_port() -> int:
 def agent(rank: int, port: int, out: Path) -> subprocess.Popen[str]:
     """What is typed on one machine."""
     command = [
-        sys.executable, "-m", "torch.distributed.run",
-        "--nnodes", str(MACHINES), "--nproc-per-node", "1", "--node-rank", str(rank),
-        "--master-addr", HOST, "--master-port", str(port),
-        "-m", "offbeat", "train", "--model", "resnet8", "--data", "digits", "-K", str(MACHINES), "-M", "2",
-        "--epochs", "2", "--out", str(out), "--json",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        str(MACHINES),
+        "--nproc-per-node",
+        "1",
+        "--node-rank",
+        str(rank),
+        "--master-addr",
+        HOST,
+        "--master-port",
+        str(port),
+        "-m",
+        "offbeat",
+        "train",
+        "--model",
+        "resnet8",
+        "--data",
+        "digits",
+        "-K",
+        str(MACHINES),
+        "-M",
+        "2",
+        "--epochs",
+        "2",
+        "--out",
+        str(out),
+        "--json",
+    ]
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
     return subprocess.Popen(command, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -112,10 +112,14 @@ def main() -> None:
     test = [batch(held_out, generator) for _ in range(10)]
 
     pipe = offbeat.Pipeline(
-        GPT(len(alphabet)), K=K, method=offbeat.ADL(M=M), loss=loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3), clip_norm=1.0,
+        GPT(len(alphabet)),
+        K=K,
+        method=offbeat.ADL(M=M),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+        clip_norm=1.0,
         sample=test[0][0],  # to trace the model and cut it before the first batch
-    )  # fmt: skip
+    )
     before = pipe.evaluate(test)["loss"]
     for _ in range(BATCHES):
         pipe.step(*batch(train, generator))

@@ -31,9 +31,12 @@ def train() -> None:
     )
     digits = data.open("digits")
     pipe = offbeat.Pipeline(
-        model, K=K, method=offbeat.ADL(M=2), loss=nn.functional.cross_entropy,
+        model,
+        K=K,
+        method=offbeat.ADL(M=2),
+        loss=nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-    )  # fmt: skip
+    )
     print(f"process {os.environ['RANK']} has stage {int(os.environ['RANK']) + 1} of {K}", flush=True)
     # A function of the epoch: it is called in the first stage's process alone.
     pipe.fit(lambda epoch: digits.train(batch_size=32, seed=0, epoch=epoch), epochs=3)

@@ -90,7 +90,7 @@ __all__ = [
     "WeightPrediction",
     "__version__",
     "partition",
-]  # fmt: skip
+]
 
 # Names load when they are used, so that drawing a program does not wait for torch.
 _HOMES = ("errors", "correctors", "method", "methods", "partitioning", "pipeline")

@@ -55,8 +55,9 @@ def ticks(method: Method, K: int, batches: Iterable[int]) -> Iterator[list[Event
                     events.append(Event(tick, step.k, step.operation, version, step.staleness))
         if not events and deque() not in waiting:
             raise RuntimeError(f"{method.name}, K={K}: no stage can go on; the programs wait for each other")
-        waiting = [_iteration(program) if steps == deque() else steps
-                   for steps, program in zip(waiting, programs, strict=True)]  # fmt: skip
+        waiting = [
+            _iteration(program) if steps == deque() else steps for steps, program in zip(waiting, programs, strict=True)
+        ]
         yield events
         tick += 1
 

@@ -321,8 +321,11 @@ class SpikeCompensation(Corrector):
 
     def before_step(self, place: StageContext, s: int) -> Any:
         """The gradients as SGD will use them, with its weight decay."""
-        return [(group, parameter, parameter.grad.add(parameter.detach(), alpha=group["weight_decay"]))
-                for group, parameter in _trained(place) if parameter.grad is not None]  # fmt: skip
+        return [
+            (group, parameter, parameter.grad.add(parameter.detach(), alpha=group["weight_decay"]))
+            for group, parameter in _trained(place)
+            if parameter.grad is not None
+        ]
 
     def after_step(self, place: StageContext, kept: Any) -> None:
         """SGD went by -lr v; add what is missing to -lr (a v + b g)."""
@@ -387,9 +390,17 @@ ORDER = ("forward weights", "backward weights", "incoming gradient", "gradient",
 
 CORRECTORS: dict[str, type[Corrector]] = {
     kind.name: kind
-    for kind in (WeightPrediction, SpikeCompensation, DelayCompensation, Rescheduling, Discrepancy, LookAhead, Shrink,
-                 Speculation)
-}  # fmt: skip
+    for kind in (
+        WeightPrediction,
+        SpikeCompensation,
+        DelayCompensation,
+        Rescheduling,
+        Discrepancy,
+        LookAhead,
+        Shrink,
+        Speculation,
+    )
+}
 
 
 Corrections = str | Corrector | Sequence[Corrector] | None
@@ -439,6 +450,17 @@ def _parse(text: str, whole: str) -> Corrector:
 
 
 __all__ = [
-    "CORRECTORS", "Corrections", "Corrector", "DelayCompensation", "Discrepancy", "LookAhead", "Rescheduling", "Shrink",
-    "Speculation", "SpikeCompensation", "StageContext", "WeightPrediction", "correctors",
-]  # fmt: skip
+    "CORRECTORS",
+    "Corrections",
+    "Corrector",
+    "DelayCompensation",
+    "Discrepancy",
+    "LookAhead",
+    "Rescheduling",
+    "Shrink",
+    "Speculation",
+    "SpikeCompensation",
+    "StageContext",
+    "WeightPrediction",
+    "correctors",
+]

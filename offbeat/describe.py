@@ -70,16 +70,27 @@ def describe(name: str) -> Description:
     K = max(K for K in range(1, K_SHOWN + 1) if possible(method, K))
     ks = range(1, K + 1)
     return Description(
-        name=name, title=method.title, reference=method.reference, locks_left=list(method.locks),
-        locks_removed=[lock for lock in LOCKS if lock not in method.locks], lag=lag_text(method.lag), M=method.M,
-        weights=weights_text(method, K), feedback=method.feedback,
+        name=name,
+        title=method.title,
+        reference=method.reference,
+        locks_left=list(method.locks),
+        locks_removed=[lock for lock in LOCKS if lock not in method.locks],
+        lag=lag_text(method.lag),
+        M=method.M,
+        weights=weights_text(method, K),
+        feedback=method.feedback,
         correctors=[corrector.name for corrector in method.correctors],
-        takes=list(inspect.signature(METHODS[name]).parameters), K=K,
-        settings=[{"name": setting.name, "allowed": setting.allowed, "default": _plain(setting.default)}
-                  for setting in takes.values()],
-        staleness=[method.staleness(k, K) for k in ks], versions=[method.versions(k, K) for k in ks],
-        held=[method.held(k, K) for k in ks], speed_up={K: ideal_speed_up(name, K) for K in SPEEDS},
-    )  # fmt: skip
+        takes=list(inspect.signature(METHODS[name]).parameters),
+        K=K,
+        settings=[
+            {"name": setting.name, "allowed": setting.allowed, "default": _plain(setting.default)}
+            for setting in takes.values()
+        ],
+        staleness=[method.staleness(k, K) for k in ks],
+        versions=[method.versions(k, K) for k in ks],
+        held=[method.held(k, K) for k in ks],
+        speed_up={K: ideal_speed_up(name, K) for K in SPEEDS},
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -201,8 +212,9 @@ def summary(told: dict[str, Any]) -> str:
 
 def table(described: list[Description], *, wide: bool) -> Table:
     """A line a method; where it is narrow without what 'offbeat methods NAME' tells as well."""
-    made = Table(title="Methods, with their own settings", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1),
-                 title_justify="left")  # fmt: skip
+    made = Table(
+        title="Methods, with their own settings", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left"
+    )
     left, right, more = ["name", "locks\nremoved", "lag", "weights"], ["M", "LoS", "ver-\nsions"], []
     if wide:
         left, more = [*left, "feedback"], ["reference"]
@@ -212,7 +224,15 @@ def table(described: list[Description], *, wide: bool) -> Table:
         removed = " ".join(lock[0].upper() for lock in entry.locks_removed)
         speeds = ["-" if value is None else f"{value:.2f}" for value in entry.speed_up.values()]
         made.add_row(
-            entry.name, removed or "none", entry.lag, entry.weights, *([entry.feedback] if wide else []), str(entry.M),
-            f"{entry.staleness[0]:g}", str(entry.versions[0]), *speeds, *([entry.reference] if wide else []),
-        )  # fmt: skip
+            entry.name,
+            removed or "none",
+            entry.lag,
+            entry.weights,
+            *([entry.feedback] if wide else []),
+            str(entry.M),
+            f"{entry.staleness[0]:g}",
+            str(entry.versions[0]),
+            *speeds,
+            *([entry.reference] if wide else []),
+        )
     return made

@@ -109,8 +109,18 @@ class Interpreter:
             self.newest += 1 if self.gradients else 0
             self.gradients = 0
         receives, sends = method.receives(operation, self.k, self.K), method.sends(operation, self.k, self.K)
-        return Step(self.k, operation, receives, sends, version, forwarded, staleness, steady, self._versions(),
-                    len(self.in_flight))  # fmt: skip
+        return Step(
+            self.k,
+            operation,
+            receives,
+            sends,
+            version,
+            forwarded,
+            staleness,
+            steady,
+            self._versions(),
+            len(self.in_flight),
+        )
 
     def _used(self) -> Used:
         """What the next forward uses."""

@@ -90,8 +90,10 @@ class Method:
         for name in ("locks", "correctors"):  # a method is hashed, since what follows from it is kept
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for letter, number, meaning in (
-            ("M", self.M, "gradients an update"), ("m", self.m, "micro-batches"), ("N", self.workers, "workers"),
-        ):  # fmt: skip
+            ("M", self.M, "gradients an update"),
+            ("m", self.m, "micro-batches"),
+            ("N", self.workers, "workers"),
+        ):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise UserError(f"{letter} = {number!r} {meaning}: use a whole number from 1 up")
         for kind, value, allowed in (("weights", self.weights, Weights), ("window", self.window, Window)):
@@ -211,8 +213,10 @@ class Method:
 
     def _predicts(self, k: int, K: int) -> bool:
         place = self.place(k, K)
-        return any(corrector.active(place) and {"forward weights", "backward weights"} & {*corrector.answers}
-                   for corrector in self.correctors)  # fmt: skip
+        return any(
+            corrector.active(place) and {"forward weights", "backward weights"} & {*corrector.answers}
+            for corrector in self.correctors
+        )
 
     # ---- what follows from the order of them
 

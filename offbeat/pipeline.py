@@ -145,10 +145,19 @@ class Pipeline:
         kind: Callable[..., Stage] = Stage if queue is None else partial(RecordedStage, launch_queue=queue)
         self._make_stage = partial(
             kind,
-            method=self.method, optimizer=optimizer, scheduler=scheduler, clip_norm=clip_norm, device=self.device,
-            seed=seed, on_nan=_one_of(on_nan, OnNan, "on_nan"), left_out=left_out, numbers=self.numbers,
-            compile=compile, fuse=fuse, weighting=_one_of(weighting, Weighting, "weighting"),
-        )  # fmt: skip
+            method=self.method,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            clip_norm=clip_norm,
+            device=self.device,
+            seed=seed,
+            on_nan=_one_of(on_nan, OnNan, "on_nan"),
+            left_out=left_out,
+            numbers=self.numbers,
+            compile=compile,
+            fuse=fuse,
+            weighting=_one_of(weighting, Weighting, "weighting"),
+        )
         self._loss = loss
         self._elsewhere: dict[int, Staleness] = {}
         self.tracing: Tracing | None = None  # while there is something to record, or to bring together
@@ -168,8 +177,10 @@ class Pipeline:
             return Processes(self.K, device=self.device)
         if name == "streams":
             if self.device.type != "cuda":
-                raise UserError(f"engine streams on {self.device.type}: it runs the stages on streams of one GPU: give "
-                                "device='cuda', or use simulate or processes")  # fmt: skip
+                raise UserError(
+                    f"engine streams on {self.device.type}: it runs the stages on streams of one GPU: give "
+                    "device='cuda', or use simulate or processes"
+                )
             reason = self.method.why_not_capturable()
             if reason is None:
                 return Streams(self.K, _there(self.device))
@@ -347,9 +358,14 @@ class Pipeline:
         goes on begins with `first_epoch`, of which the loader gives what is left.
         """
         for _ in self.steps(
-            loader, epochs, first_epoch=first_epoch, before_step=before_step, after_step=after_step,
-            after_epoch=after_epoch, drain=drain,
-        ):  # fmt: skip
+            loader,
+            epochs,
+            first_epoch=first_epoch,
+            before_step=before_step,
+            after_step=after_step,
+            after_epoch=after_epoch,
+            drain=drain,
+        ):
             pass
 
     def steps(
@@ -393,12 +409,16 @@ class Pipeline:
             for batch in given:
                 if not isinstance(batch, tuple | list) or len(batch) != 2:
                     length = f" with {len(batch)} entries" if isinstance(batch, tuple | list) else ""
-                    raise UserError(f"batch {self.batches} of the loader is {_kind(batch)}{length}: give pairs (x, y), "
-                                    "each of which may be a tuple or a dict of tensors")  # fmt: skip
+                    raise UserError(
+                        f"batch {self.batches} of the loader is {_kind(batch)}{length}: give pairs (x, y), "
+                        "each of which may be a tuple or a dict of tensors"
+                    )
                 yield batch[0], batch[1]
             if self.batches == before:
-                raise UserError(f"the loader gave no batch in epoch {epoch}: give a list, a DataLoader, or a function "
-                                "of the epoch; a generator is empty after one")  # fmt: skip
+                raise UserError(
+                    f"the loader gave no batch in epoch {epoch}: give a list, a DataLoader, or a function "
+                    "of the epoch; a generator is empty after one"
+                )
         else:
             if not self.workers:
                 self._build(None)
@@ -513,9 +533,11 @@ class Pipeline:
                     if k in self.diagnoses:
                         self.diagnoses[k].take_up(tree.get("diagnosis", []))
                 except (KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
-                    raise UserError(f"the state of stage {k} is not one of a pipeline like this "
-                                    f"({type(error).__name__}: {first_line(error)}): load what state() gave with the "
-                                    "same method, K, cuts, optimizer and scheduler") from error  # fmt: skip
+                    raise UserError(
+                        f"the state of stage {k} is not one of a pipeline like this "
+                        f"({type(error).__name__}: {first_line(error)}): load what state() gave with the "
+                        "same method, K, cuts, optimizer and scheduler"
+                    ) from error
             self.batches = batches
 
     # ---- looking
@@ -534,9 +556,16 @@ class Pipeline:
     def _begin_trace(self, turns: int, path: Path, tell: tracing.Tell | None) -> None:
         self._trace_links = self._trace_links or tracing.TraceLinks.of(self.engine)
         self.tracing = Tracing(
-            self.engine, self.workers, self.method, turns=turns, path=path, at=self.batches,
-            links=self._trace_links, device=self.device, tell=tell,
-        )  # fmt: skip
+            self.engine,
+            self.workers,
+            self.method,
+            turns=turns,
+            path=path,
+            at=self.batches,
+            links=self._trace_links,
+            device=self.device,
+            tell=tell,
+        )
 
     def _traced(self, t: int, work: list[Iterator[bool]]) -> None:
         assert self.tracing is not None
@@ -713,15 +742,19 @@ def _check_place(stage: Stage, tree: Mapping[str, Any], batches: int) -> None:
         raise UserError(f"load(..., batches={batches}), but this is a state behind {entered} batches: give that")
     held, resting = len(tree["stage"]["in_flight"]), stage.method.resting(stage.k, stage.K, entered - begun)
     if not stage.method.order and held != resting:
-        raise UserError(f"a state of stage {stage.k} with {held} batches in flight, of which {stage.method.name} has "
-                        f"{resting} by then: load what the same method gave, or drain() before state()")  # fmt: skip
+        raise UserError(
+            f"a state of stage {stage.k} with {held} batches in flight, of which {stage.method.name} has "
+            f"{resting} by then: load what the same method gave, or drain() before state()"
+        )
 
 
 def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UserError(f"parameter {name} has a hook on its gradient, which late gradients would pass by, since "
-                            "stages differentiate copies: remove it (clip_norm and the optimizer see all)")  # fmt: skip
+            raise UserError(
+                f"parameter {name} has a hook on its gradient, which late gradients would pass by, since "
+                "stages differentiate copies: remove it (clip_norm and the optimizer see all)"
+            )
 
 
 def _check_loss(loss: Loss) -> None:
@@ -734,11 +767,15 @@ def _check_loss(loss: Loss) -> None:
 def _check_makers(optimizer: MakeOptimizer, scheduler: MakeScheduler | None) -> None:
     """Every stage has an optimizer of its own: one that is made already holds the parameters of all."""
     if not callable(optimizer):
-        raise UserError(f"optimizer is {_kind(optimizer)}: give a function that makes one of a stage's parameters, "
-                        "such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)")  # fmt: skip
+        raise UserError(
+            f"optimizer is {_kind(optimizer)}: give a function that makes one of a stage's parameters, "
+            "such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
     if scheduler is not None and not callable(scheduler):
-        raise UserError(f"scheduler is {_kind(scheduler)}: give a function that makes one of a stage's optimizer, "
-                        "such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)")  # fmt: skip
+        raise UserError(
+            f"scheduler is {_kind(scheduler)}: give a function that makes one of a stage's optimizer, "
+            "such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
+        )
 
 
 def _kind(thing: object) -> str:

@@ -1,6 +1,6 @@
 """The settings of a method: names, types and defaults, as the signature of its function declares them.
 
-    adl:M=4,corrector=sc        a method with settings, as text
+adl:M=4,corrector=sc        a method with settings, as text
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ class Setting:
             try:
                 return getattr(importlib.import_module(module), name)
             except Exception as error:
-                raise UserError(f"{self.name} = {value} cannot be imported ({first_line(error)}): give "
-                                f"{self.allowed}") from error  # fmt: skip
+                raise UserError(
+                    f"{self.name} = {value} cannot be imported ({first_line(error)}): give {self.allowed}"
+                ) from error
         return value
 
     def __str__(self) -> str:

@@ -97,8 +97,10 @@ def convolutions(dtype: torch.dtype, memory_format: torch.memory_format = torch.
 def images(n: int, dtype: torch.dtype, size: int = 8) -> list[tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(5)
     sizes = [6] * (n - 1) + [3]  # a short last batch
-    return [(torch.randn(b, 3, size, size, generator=g, dtype=torch.float64).to(dtype),
-             torch.randint(4, (b,), generator=g)) for b in sizes]  # fmt: skip
+    return [
+        (torch.randn(b, 3, size, size, generator=g, dtype=torch.float64).to(dtype), torch.randint(4, (b,), generator=g))
+        for b in sizes
+    ]
 
 
 def vectors(n: int, shape: tuple[int, ...] = (6,)) -> list[tuple[Tensor, Tensor]]:
@@ -138,12 +140,20 @@ CASES: dict[str, Case] = {
     "aligned-adam": Case(**nets(torch.float32), method=offbeat.ADL(M=3, window="aligned"), K=2, cuts=(2,), **ADAM),
     "bp": Case(**nets(torch.float32), method=offbeat.BP(M=2), K=2, cuts=(2,)),
     "scheduled": Case(
-        **nets(torch.float32), method=offbeat.ADL(M=2), K=2, cuts=(2,), clip_norm=0.5, pauses=(4, 7),
+        **nets(torch.float32),
+        method=offbeat.ADL(M=2),
+        K=2,
+        cuts=(2,),
+        clip_norm=0.5,
+        pauses=(4, 7),
         scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
     ),
     "transposed": Case(
         lambda: nn.Sequential(nn.Linear(6, 6), Transposed(), nn.Linear(3, 5), nn.Flatten(), nn.Linear(30, 4)),
-        lambda: vectors(9, (3, 6)), method=offbeat.ADL(M=2), K=2, cuts=(2,),
+        lambda: vectors(9, (3, 6)),
+        method=offbeat.ADL(M=2),
+        K=2,
+        cuts=(2,),
     ),
     "tree": Case(lambda: [Pair(), Join()], lambda: vectors(9), method=offbeat.ADL(M=2), K=2),
     "bf16": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=2, cuts=(2,), precision="bf16"),
@@ -157,7 +167,7 @@ CASES: dict[str, Case] = {
     "three": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=3, cuts=(1, 4)),
     "three-replay": Case(**nets(torch.float64), method=offbeat.ADL(M=1, weights="replay"), K=3, cuts=(1, 3)),
     "three-bp": Case(**nets(torch.float32), method=offbeat.BP(), K=3, cuts=(1, 4)),
-}  # fmt: skip
+}
 CASES |= {
     f"method-{name}": Case(**nets(torch.float32), method=make(), K=3, cuts=(1, 3), pauses=(5,))
     for name, make in METHODS.items()
@@ -169,10 +179,17 @@ def train(case: Case, *, mine: bool = True, **options: Any) -> dict[str, Any]:
     """Train a case; its final weights, evaluation and staleness. mine=False: another process brings the batches."""
     torch.manual_seed(0 if mine else 1)  # other processes start from other weights: the first one's must win
     pipe = offbeat.Pipeline(
-        case.model(), case.K, method=case.method, loss=nn.functional.cross_entropy, optimizer=case.optimizer,
-        scheduler=case.scheduler, clip_norm=case.clip_norm, cuts=case.cuts, seed=3,
+        case.model(),
+        case.K,
+        method=case.method,
+        loss=nn.functional.cross_entropy,
+        optimizer=case.optimizer,
+        scheduler=case.scheduler,
+        clip_norm=case.clip_norm,
+        cuts=case.cuts,
+        seed=3,
         **{"precision": case.precision, **options},
-    )  # fmt: skip
+    )
     losses: list[float | None] = []
     batches = case.batches()
     middle: dict[str, Any] = {}

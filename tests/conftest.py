@@ -15,12 +15,39 @@ from command import offbeat  # noqa: F401  a fixture for all
 
 # Files that take longest, first: a worker takes whole files, and one that is left at the end leaves the others idle.
 LONG = (
-    "test_failures", "test_runs", "test_resume", "test_lock", "test_two_disks", "test_compare", "test_engines",
-    "test_bench", "test_plan", "test_silence", "test_hosts", "test_network", "test_tutorial", "test_partition_api",
-    "test_trace", "test_tracing", "test_timing", "test_full_disk", "test_resume_changed", "test_interpreter",
-    "test_results", "test_contract", "test_loopback_only", "test_serial", "test_identities", "test_diagnosis",
-    "test_layout", "test_links", "test_reproduce", "test_reproduced", "test_streams", "test_precision",
-)  # fmt: skip
+    "test_failures",
+    "test_runs",
+    "test_resume",
+    "test_lock",
+    "test_two_disks",
+    "test_compare",
+    "test_engines",
+    "test_bench",
+    "test_plan",
+    "test_silence",
+    "test_hosts",
+    "test_network",
+    "test_tutorial",
+    "test_partition_api",
+    "test_trace",
+    "test_tracing",
+    "test_timing",
+    "test_full_disk",
+    "test_resume_changed",
+    "test_interpreter",
+    "test_results",
+    "test_contract",
+    "test_loopback_only",
+    "test_serial",
+    "test_identities",
+    "test_diagnosis",
+    "test_layout",
+    "test_links",
+    "test_reproduce",
+    "test_reproduced",
+    "test_streams",
+    "test_precision",
+)
 
 # A busy machine is no failure, and neither is luck: the same examples every time.
 settings.register_profile("offbeat", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -112,9 +112,13 @@ class Run:
         command = [sys.executable, "-m", "offbeat", "train", *arguments, "--out", out]
         with self.streams[0].open("w") as stdout, self.streams[1].open("w") as stderr:
             self.process = subprocess.Popen(
-                [str(part) for part in command], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                env={**ENVIRONMENT, "TMPDIR": str(out.parent), **surroundings}, start_new_session=True,
-            )  # fmt: skip
+                [str(part) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env={**ENVIRONMENT, "TMPDIR": str(out.parent), **surroundings},
+                start_new_session=True,
+            )
 
     def begin(self) -> None:
         """Wait until it trains."""
@@ -188,13 +192,23 @@ def two_processes(
     around: a command that starts each process
     """
     _store, port = loopback_store()
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port),
-             "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    group = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     started = [
-        subprocess.Popen([*around, sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                         text=True, env={**group, **surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(
+            [*around, sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**group, **surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         yield started
     finally:
@@ -241,9 +255,15 @@ def group(folders: list[Path], *arguments: object, program: tuple[str, ...] = ("
     def member(rank: int) -> Completed:
         surroundings = {**ENVIRONMENT, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         return subprocess.run(
-            command, cwd=folders[rank], capture_output=True, text=True, timeout=2 * START, check=False,
-            env=surroundings, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            command,
+            cwd=folders[rank],
+            capture_output=True,
+            text=True,
+            timeout=2 * START,
+            check=False,
+            env=surroundings,
+            stdin=subprocess.DEVNULL,
+        )
 
     with ThreadPoolExecutor(len(folders)) as pool:
         return list(pool.map(member, range(len(folders))))

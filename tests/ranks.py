@@ -24,8 +24,10 @@ def sgd(parameters) -> torch.optim.SGD:
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Conv2d(given, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-              for given in (3, 16, 16)]  # fmt: skip
+    blocks = [
+        nn.Sequential(nn.Conv2d(given, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        for given in (3, 16, 16)
+    ]
     return nn.Sequential(*blocks, nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 16, 10)))
 
 
@@ -34,10 +36,17 @@ def trained(method: str, engine: str, K: int) -> dict:
     first = engine != "processes" or int(os.environ["RANK"]) == 0
     made = Processes(K, device=GPU) if engine == "processes" else engine
     pipe = offbeat.Pipeline(
-        network(), K, method=method, M=2 if method == "adl" else None, loss=nn.functional.cross_entropy, optimizer=sgd,
-        device=GPU, engine=made,
-        cuts=[1, 2, 3][: K - 1], scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
-    )  # fmt: skip
+        network(),
+        K,
+        method=method,
+        M=2 if method == "adl" else None,
+        loss=nn.functional.cross_entropy,
+        optimizer=sgd,
+        device=GPU,
+        engine=made,
+        cuts=[1, 2, 3][: K - 1],
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
+    )
     losses = []  # looked at only in the end: what a step gives must last
     generator = torch.Generator().manual_seed(7)
     for epoch in range(2):
@@ -49,11 +58,17 @@ def trained(method: str, engine: str, K: int) -> dict:
             pipe.drain()
     pipe.drain()
     recorded = [isinstance(stage, RecordedStage) and stage.eager is None for stage in pipe.stages.values()]
-    state = {name: hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
-             for name, tensor in pipe.model.state_dict().items()}  # fmt: skip
+    state = {
+        name: hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
+        for name, tensor in pipe.model.state_dict().items()
+    }
     pipe.close()
-    return {"weights": state, "recorded": recorded, "staleness": [dict(stage) for stage in pipe.staleness],
-            "losses": [None if loss is None else float(loss) for loss in losses]}  # fmt: skip
+    return {
+        "weights": state,
+        "recorded": recorded,
+        "staleness": [dict(stage) for stage in pipe.staleness],
+        "losses": [None if loss is None else float(loss) for loss in losses],
+    }
 
 
 def main(out: str, method: str) -> None:

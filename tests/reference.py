@@ -14,19 +14,23 @@ LR, MOMENTUM, DECAY = 0.3, 0.9, 0.01
 def network(K: int, width: int = 4, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(width, width, generator=generator, dtype=torch.float64) / 2,
-         torch.randn(width, generator=generator, dtype=torch.float64) / 2)
+        (
+            torch.randn(width, width, generator=generator, dtype=torch.float64) / 2,
+            torch.randn(width, generator=generator, dtype=torch.float64) / 2,
+        )
         for _ in range(K)
-    ]  # fmt: skip
+    ]
 
 
 def data(N: int, width: int = 4, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(3, width, generator=generator, dtype=torch.float64),
-         torch.randn(3, width, generator=generator, dtype=torch.float64))
+        (
+            torch.randn(3, width, generator=generator, dtype=torch.float64),
+            torch.randn(3, width, generator=generator, dtype=torch.float64),
+        )
         for _ in range(N)
-    ]  # fmt: skip
+    ]
 
 
 def run_layer(theta: tuple[torch.Tensor, ...], z: torch.Tensor) -> torch.Tensor:

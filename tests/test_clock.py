@@ -40,9 +40,12 @@ def test_drawing_needs_no_torch():
 
 
 @given(
-    lag=st.integers(0, 9), M=st.integers(1, 5), N=st.integers(0, 30), start=st.integers(0, 50),
+    lag=st.integers(0, 9),
+    M=st.integers(1, 5),
+    N=st.integers(0, 30),
+    start=st.integers(0, 50),
     window=st.sampled_from(["count", "aligned"]),
-)  # fmt: skip
+)
 def test_every_batch_is_forwarded_then_backwarded_then_applied_exactly_once(lag, M, N, start, window):
     batches = range(start, start + N)
     operations = [op for iteration in lagged(batches, lag=lag, M=M, window=window) for op in iteration]

@@ -28,9 +28,14 @@ def sgd(parameters, **options):
 
 def pipeline(method: offbeat.Method, *, optimizer=sgd, model: nn.Sequential | None = None, **options):
     return offbeat.Pipeline(
-        model or network(), 3, method=method, loss=nn.functional.cross_entropy, optimizer=optimizer, cuts=[2, 4],
+        model or network(),
+        3,
+        method=method,
+        loss=nn.functional.cross_entropy,
+        optimizer=optimizer,
+        cuts=[2, 4],
         **options,
-    )  # fmt: skip
+    )
 
 
 def trained(method: offbeat.Method, **options) -> dict[str, torch.Tensor]:
@@ -83,24 +88,44 @@ def test_what_a_corrector_cannot_be_is_told_in_one_line(case):
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: offbeat.Shrink("a"), lambda: offbeat.SpikeCompensation(delay="2"), lambda: offbeat.WeightPrediction("x"),
-    lambda: offbeat.Rescheduling(2.5), lambda: offbeat.Rescheduling(True), lambda: offbeat.LookAhead(None),
-    lambda: offbeat.DelayCompensation("x"), lambda: offbeat.Discrepancy(None), lambda: offbeat.ADL(corrector=3),
-    lambda: offbeat.ADL(corrector=[offbeat.SpikeCompensation]), lambda: offbeat.PredSim("x"),
-    lambda: offbeat.DNI(lr="x"), lambda: offbeat.AsyncDGL(2.0), lambda: named(3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: offbeat.Shrink("a"),
+        lambda: offbeat.SpikeCompensation(delay="2"),
+        lambda: offbeat.WeightPrediction("x"),
+        lambda: offbeat.Rescheduling(2.5),
+        lambda: offbeat.Rescheduling(True),
+        lambda: offbeat.LookAhead(None),
+        lambda: offbeat.DelayCompensation("x"),
+        lambda: offbeat.Discrepancy(None),
+        lambda: offbeat.ADL(corrector=3),
+        lambda: offbeat.ADL(corrector=[offbeat.SpikeCompensation]),
+        lambda: offbeat.PredSim("x"),
+        lambda: offbeat.DNI(lr="x"),
+        lambda: offbeat.AsyncDGL(2.0),
+        lambda: named(3),
+    ],
+)
 def test_settings_of_a_wrong_type_are_refused_as_wrong_numbers_are(make):
     with pytest.raises(offbeat.UserError):
         make()
 
 
-@pytest.mark.parametrize("options", [
-    {"momentum": 0.0}, {"momentum": 1.0}, {"dampening": 0.5}, {"nesterov": True}, {"maximize": True},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.0},
+        {"momentum": 1.0},
+        {"dampening": 0.5},
+        {"nesterov": True},
+        {"maximize": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["lwp", "sc", "nag"])
 def test_momentum_is_read_of_plain_sgd_alone_and_the_refusal_says_what_was_given(name, options):
-    (option, value), = options.items()
+    ((option, value),) = options.items()
     with pytest.raises(offbeat.UserError, match=f"{name} reads SGD's momentum.*{option}={value}"):
         pipeline(named("adl", corrector=name), optimizer=lambda p: sgd(p, **options))
 
@@ -137,10 +162,12 @@ def test_groups_of_parameters_are_corrected_at_their_own_settings(corrector):
     """Two groups alike are one group; a group at rate 0 stays put whatever is done to the step."""
 
     def halves(first: dict):
-        return lambda named: sgd([
-            {"params": [p for n, p in named if n.endswith("weight")], **first},
-            {"params": [p for n, p in named if n.endswith("bias")]},
-        ])  # fmt: skip
+        return lambda named: sgd(
+            [
+                {"params": [p for n, p in named if n.endswith("weight")], **first},
+                {"params": [p for n, p in named if n.endswith("bias")]},
+            ]
+        )
 
     method = offbeat.ADL(M=1, corrector=corrector)
     whole = trained(method, optimizer=lambda named: sgd([p for _, p in named]))
@@ -152,10 +179,18 @@ def test_groups_of_parameters_are_corrected_at_their_own_settings(corrector):
         assert torch.equal(still[name], start[name]) == name.endswith("weight"), name
 
 
-@pytest.mark.parametrize(("corrector", "weights"), [
-    *((name, weights) for name in ("lwp", "sc", "nag", "t1:5", "shrink") for weights in ("stash", "hybrid", "replay")),
-    ("dc:2", "stash"), ("t2", "hybrid"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("corrector", "weights"),
+    [
+        *(
+            (name, weights)
+            for name in ("lwp", "sc", "nag", "t1:5", "shrink")
+            for weights in ("stash", "hybrid", "replay")
+        ),
+        ("dc:2", "stash"),
+        ("t2", "hybrid"),
+    ],
+)
 def test_frozen_and_unused_parameters_stay_as_they_are(corrector, weights):
     class Partly(nn.Linear):
         def __init__(self) -> None:

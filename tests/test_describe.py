@@ -27,10 +27,27 @@ LAWS = {
     "asgd": (4, 8),
     "dc-asgd": (4, 8),
 }
-LAGS = {"bp": "0", "gpipe": "0", "ddg": "K-k", "fr": "K-k", "fdg": "2(K-k)", "dsp": "2(K-k)", "adl": "2(K-k)",
-        "adl-1f1b": "K-k", "asgd": "N-1", "dgl": "0"}  # fmt: skip
-LOCKS_LEFT = {"bp": ["forward", "backward", "update"], "gpipe": ["update"], "ddg": ["forward"], "fr": ["forward"],
-              "fdg": [], "adl": [], "dsp": []}  # fmt: skip
+LAGS = {
+    "bp": "0",
+    "gpipe": "0",
+    "ddg": "K-k",
+    "fr": "K-k",
+    "fdg": "2(K-k)",
+    "dsp": "2(K-k)",
+    "adl": "2(K-k)",
+    "adl-1f1b": "K-k",
+    "asgd": "N-1",
+    "dgl": "0",
+}
+LOCKS_LEFT = {
+    "bp": ["forward", "backward", "update"],
+    "gpipe": ["update"],
+    "ddg": ["forward"],
+    "fr": ["forward"],
+    "fdg": [],
+    "adl": [],
+    "dsp": [],
+}
 STAGE_1_OF_4 = {"bp": (0, 1), "ddg": (3, 4), "fr": (3, 1), "fdg": (6, 7), "dsp": (6, 1), "adl": (1.5, 3)}  # versions
 
 

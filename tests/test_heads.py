@@ -36,9 +36,13 @@ def test_the_classifier_of_greedy_learning_is_mlp_sr():
     convolution = ["Conv2d(6, 6, kernel_size=(1, 1), stride=(1, 1), bias=False)", str(nn.BatchNorm2d(6)), "ReLU()"]
     linear = ["Linear(in_features=24, out_features=24, bias=True)", str(nn.BatchNorm1d(24)), "ReLU()"]
     assert named_layers(make(offbeat.DGL(), (6, 13, 7)).net) == [
-        "AdaptiveAvgPool2d(output_size=(4, 2))", *convolution * 3, "AdaptiveAvgPool2d(output_size=2)",
-        str(nn.Flatten()), *linear * 3, "Linear(in_features=24, out_features=5, bias=True)",
-    ]  # fmt: skip
+        "AdaptiveAvgPool2d(output_size=(4, 2))",
+        *convolution * 3,
+        "AdaptiveAvgPool2d(output_size=2)",
+        str(nn.Flatten()),
+        *linear * 3,
+        "Linear(in_features=24, out_features=5, bias=True)",
+    ]
     assert named_layers(make(offbeat.DGL(), (24,)).net) == [*linear * 3, str(nn.Linear(24, 5))]
 
 
@@ -62,8 +66,10 @@ def test_images_are_pooled_as_little_as_the_limit_of_features_asks(C, sides):
 def test_the_local_classifier_starts_at_zero_and_the_projection_has_no_bias():
     head = make(offbeat.PredSim(), (128, 8, 8))
     assert named_layers(head.net) == [
-        "AdaptiveAvgPool2d(output_size=(4, 4))", str(nn.Flatten()), str(nn.Linear(2048, 5)),
-    ]  # fmt: skip
+        "AdaptiveAvgPool2d(output_size=(4, 4))",
+        str(nn.Flatten()),
+        str(nn.Linear(2048, 5)),
+    ]
     assert not any(p.any() for p in head.net.parameters())
     assert str(head.project) == str(nn.Conv2d(128, 128, 3, padding=1, bias=False))
     assert named_layers(make(offbeat.Pred(), (7,)).net) == [str(nn.Linear(7, 5))]
@@ -75,14 +81,22 @@ def test_the_local_classifier_starts_at_zero_and_the_projection_has_no_bias():
 def cosine(features: list[Tensor]) -> Tensor:
     """Pair by pair, each sample's mean subtracted."""
     vectors = [f - f.mean() for f in features]
-    return torch.stack([
-        torch.stack([(a @ b) / ((a.norm() + 1e-8) * (b.norm() + 1e-8)) for b in vectors]) for a in vectors
-    ])  # fmt: skip
+    return torch.stack(
+        [torch.stack([(a @ b) / ((a.norm() + 1e-8) * (b.norm() + 1e-8)) for b in vectors]) for a in vectors]
+    )
 
 
-@pytest.mark.parametrize(("shape", "by_channel"), [
-    ((6, 4, 3), True), ((6, 2, 1), True), ((4, 5, 5), True), ((3, 5, 5), False), ((6, 1, 4), False), ((9,), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "by_channel"),
+    [
+        ((6, 4, 3), True),
+        ((6, 2, 1), True),
+        ((4, 5, 5), True),
+        ((3, 5, 5), False),
+        ((6, 1, 4), False),
+        ((9,), False),
+    ],
+)
 def test_similarity_compares_standard_deviations_over_space_from_four_channels_on(shape, by_channel):
     x = random(5, *shape)
     features = [torch.stack([channel.flatten().std() for channel in z]) if by_channel else z.flatten() for z in x]
@@ -154,8 +168,11 @@ def test_the_synthesiser_of_images_is_two_hidden_5x5_convolutions_and_a_zero_one
     hidden = [str(nn.BatchNorm2d(128)), "ReLU()"]
     assert str(net.first) == str(nn.Conv2d(6, 128, 5, padding=2))
     assert named_layers(net.rest) == [
-        *hidden, str(nn.Conv2d(128, 128, 5, padding=2)), *hidden, str(nn.Conv2d(128, 6, 5, padding=2)),
-    ]  # fmt: skip
+        *hidden,
+        str(nn.Conv2d(128, 128, 5, padding=2)),
+        *hidden,
+        str(nn.Conv2d(128, 6, 5, padding=2)),
+    ]
     assert not net.rest[-1].weight.any()
     assert not net.rest[-1].bias.any()
     assert net.embedding is None
@@ -171,8 +188,9 @@ def test_labels_are_added_behind_the_first_layer_where_they_condition_the_synthe
     head.net.rest.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     head(h, y)
     added = one_hot(y, 5).double() @ head.net.embedding.weight.T
-    torch.testing.assert_close(seen[0] - head.net.first(h), added.view(*added.shape, *[1] * (len(shape) - 1)).expand_as(
-        seen[0]))  # fmt: skip
+    torch.testing.assert_close(
+        seen[0] - head.net.first(h), added.view(*added.shape, *[1] * (len(shape) - 1)).expand_as(seen[0])
+    )
     assert not torch.equal(head(h, y), head(h, y.flip(0)))
     unconditional = make(offbeat.DNI(), shape)
     assert torch.equal(unconditional(h, y), unconditional(h, y.flip(0)))
@@ -185,8 +203,9 @@ def test_a_lesson_is_the_mean_over_the_batch_of_squared_distances_from_b_times_t
     torch.testing.assert_close(found, (2 / 3 * (guess - 3 * g)).sum(0))
 
 
-@pytest.mark.parametrize("method", [offbeat.DGL(), offbeat.PredSim(), offbeat.Mostafa(), offbeat.DNI()],
-                         ids=lambda method: method.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "method", [offbeat.DGL(), offbeat.PredSim(), offbeat.Mostafa(), offbeat.DNI()], ids=lambda method: method.name
+)
 @pytest.mark.parametrize("size", [(12, 2), (1, 9)])
 def test_heads_take_images_that_are_not_square(method, size):
     head, z = make(method, (4, *size)), random(5, 4, *size)

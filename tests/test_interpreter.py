@@ -104,9 +104,13 @@ def trained(method: Method, K: int, batches: int) -> tuple[list[Counter[int]], l
     torch.manual_seed(0)
     x, y = torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES) % WIDTH
     pipe = offbeat.Pipeline(
-        [nn.Linear(WIDTH, WIDTH) for _ in range(K)], method=method, loss=nn.functional.cross_entropy, sample=x,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9), engine="simulate",
-    )  # fmt: skip
+        [nn.Linear(WIDTH, WIDTH) for _ in range(K)],
+        method=method,
+        loss=nn.functional.cross_entropy,
+        sample=x,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        engine="simulate",
+    )
     versions = [1] * K
     for _ in range(batches):
         pipe.step(x, y)
@@ -211,9 +215,12 @@ def test_a_recorded_stage_of_2bw_without_parameters_is_one_update_late_too():
     torch.manual_seed(0)
     stages = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))]
     pipe = offbeat.Pipeline(
-        stages, method=offbeat.TwoBW(M=4), loss=nn.functional.cross_entropy, engine=Streams(5, torch.device("cpu")),
+        stages,
+        method=offbeat.TwoBW(M=4),
+        loss=nn.functional.cross_entropy,
+        engine=Streams(5, torch.device("cpu")),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-    )  # fmt: skip
+    )
     for _ in range(16):
         pipe.step(torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES) % WIDTH)
     pipe.drain()

@@ -16,15 +16,58 @@ PACKAGE = ROOT / "offbeat"
 
 # Each may import what stands above it, never what stands below.
 ORDER = [
-    "errors", "seeds", "ops", "interpreter", "theory", "correctors", "method", "kernels", "core", "heads", "settings",
-    "methods", "clock", "timeline", "graphs", "engines", "partitioning", "models", "data", "checkpoint", "observe",
-    "pipeline", "runs", "report", "describe", "studies", "cli", "__main__",
-]  # fmt: skip
+    "errors",
+    "seeds",
+    "ops",
+    "interpreter",
+    "theory",
+    "correctors",
+    "method",
+    "kernels",
+    "core",
+    "heads",
+    "settings",
+    "methods",
+    "clock",
+    "timeline",
+    "graphs",
+    "engines",
+    "partitioning",
+    "models",
+    "data",
+    "checkpoint",
+    "observe",
+    "pipeline",
+    "runs",
+    "report",
+    "describe",
+    "studies",
+    "cli",
+    "__main__",
+]
 TORCH_FREE = [
-    "errors", "seeds", "ops", "interpreter", "theory", "correctors", "method", "settings", "methods", "clock",
-    "timeline", "runs/epochs", "runs/recipe", "runs/tables", "runs/launch", "report", "describe", "checkpoint",
-    "studies/compare", "studies/reproduce", "cli",
-]  # fmt: skip
+    "errors",
+    "seeds",
+    "ops",
+    "interpreter",
+    "theory",
+    "correctors",
+    "method",
+    "settings",
+    "methods",
+    "clock",
+    "timeline",
+    "runs/epochs",
+    "runs/recipe",
+    "runs/tables",
+    "runs/launch",
+    "report",
+    "describe",
+    "checkpoint",
+    "studies/compare",
+    "studies/reproduce",
+    "cli",
+]
 
 
 def files(top: str) -> list[Path]:
@@ -79,8 +122,10 @@ def test_published_tables_are_those_of_their_records():
 
 
 SLOW_EXAMPLES = ("comparison", "several_machines", "small_gpt", "torchrun")
-EXAMPLES = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW_EXAMPLES else [])
-            for path in sorted((ROOT / "examples").glob("*.py"))]  # fmt: skip
+EXAMPLES = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW_EXAMPLES else [])
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

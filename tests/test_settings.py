@@ -55,9 +55,11 @@ def test_what_type_checkers_are_shown_is_found_in_the_folder():
 
 
 def test_drawing_needs_no_torch_and_reads_no_packages():
-    code = ("import sys, offbeat; assert 'offbeat.methods' not in sys.modules; from offbeat.clock import draw; "
-            "draw(offbeat.ADL(M=2), 2, range(4)); "
-            "print('torch' in sys.modules, 'importlib.metadata' in sys.modules)")  # fmt: skip
+    code = (
+        "import sys, offbeat; assert 'offbeat.methods' not in sys.modules; from offbeat.clock import draw; "
+        "draw(offbeat.ADL(M=2), 2, range(4)); "
+        "print('torch' in sys.modules, 'importlib.metadata' in sys.modules)"
+    )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert told.stdout == "False False\n", told.stderr
 
@@ -149,8 +151,12 @@ def test_a_function_with_other_types_is_read_as_its_annotations_say():
     takes = declared(make)
     read = {"a": ("none", "7"), "b": ("2", "x"), "c": ("none", "7"), "d": ("2",), "e": ("no", "0.5")}
     assert {name: tuple(takes[name].read(text) for text in texts) for name, texts in read.items()} == {
-        "a": (None, 7), "b": (2, "x"), "c": ("none", "7"), "d": (2.0,), "e": (False, 0.5),
-    }  # fmt: skip
+        "a": (None, 7),
+        "b": (2, "x"),
+        "c": ("none", "7"),
+        "d": (2.0,),
+        "e": (False, 0.5),
+    }
     assert takes["a"].allowed == "a whole number or none"
     for name, wrong in {"a": True, "b": 3, "c": 1, "d": float("nan"), "e": "x"}.items():
         with pytest.raises(UserError):
@@ -160,14 +166,22 @@ def test_a_function_with_other_types_is_read_as_its_annotations_say():
 
 def test_a_list_of_methods_keeps_settings_with_their_method():
     assert split_list("bp,adl:M=2,corrector=dc:0.1, gpipe:m=8:recompute=yes,,fr") == [
-        "bp", "adl:M=2,corrector=dc:0.1", "gpipe:m=8:recompute=yes", "fr",
-    ]  # fmt: skip
+        "bp",
+        "adl:M=2,corrector=dc:0.1",
+        "gpipe:m=8:recompute=yes",
+        "fr",
+    ]
 
 
 def test_a_pipeline_takes_a_method_with_settings_as_text():
     def pipe(method: str, **more: int) -> offbeat.Pipeline:
-        return offbeat.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], method=method, loss=nn.functional.mse_loss,
-                                optimizer=lambda p: offbeat_sgd(p), **more)  # fmt: skip
+        return offbeat.Pipeline(
+            [nn.Linear(2, 2), nn.Linear(2, 1)],
+            method=method,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda p: offbeat_sgd(p),
+            **more,
+        )
 
     made = pipe("adl:M=2,weights=hybrid").method
     assert (made.M, made.weights) == (2, "hybrid")
@@ -218,8 +232,9 @@ def test_rows_of_a_reproduction_are_run_with_other_settings_of_their_method(offb
     adl = {row["name"]: row["recipe"] for row in json.loads(offbeat(*listed, "--method", "adl").out)}
     assert adl == {name: recipe for name, recipe in plain.items() if recipe["method"] == "adl"}
     assert len(adl) < len(plain)
-    for name, recipe in ((row["name"], row["recipe"]) for row in json.loads(
-            offbeat(*listed, "--method", "adl:M=2,weights=hybrid").out)):  # fmt: skip
+    for name, recipe in (
+        (row["name"], row["recipe"]) for row in json.loads(offbeat(*listed, "--method", "adl:M=2,weights=hybrid").out)
+    ):
         assert recipe["settings"] == {**adl[name]["settings"], "M": 2, "weights": "hybrid"}
         followed = adl[name]["lr"] == 0.1 * 32 * adl[name]["settings"]["M"] / 256
         assert recipe["lr"] == (0.1 * 32 * 2 / 256 if followed else adl[name]["lr"])

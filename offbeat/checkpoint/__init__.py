@@ -67,7 +67,27 @@ from offbeat.checkpoint.room import free, is_full, make_room, with_room
 from offbeat.checkpoint.tree import flatten, unflatten
 
 __all__ = [
-    "Checkpoint", "CheckpointDamaged", "CheckpointFailed", "FileFacts", "Listed", "abandon", "begin", "clean", "finish",
-    "flatten", "free", "is_full", "ls", "make_room", "newest", "part_name", "prune", "read", "unflatten", "verify",
-    "with_room", "write_flat", "write_part",
-]  # fmt: skip
+    "Checkpoint",
+    "CheckpointDamaged",
+    "CheckpointFailed",
+    "FileFacts",
+    "Listed",
+    "abandon",
+    "begin",
+    "clean",
+    "finish",
+    "flatten",
+    "free",
+    "is_full",
+    "ls",
+    "make_room",
+    "newest",
+    "part_name",
+    "prune",
+    "read",
+    "unflatten",
+    "verify",
+    "with_room",
+    "write_flat",
+    "write_part",
+]

@@ -130,9 +130,14 @@ def finish(
         files = [_facts(folder / name, told) for name in sorted(expected)]
         files.append(write_file(folder / RUN, [text.encode()]))
         manifest = {
-            "format": FORMAT, "t": t, "mode": mode, "K": K, "method": method,
-            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "files": [each.as_dict() for each in files],
-        }  # fmt: skip
+            "format": FORMAT,
+            "t": t,
+            "mode": mode,
+            "K": K,
+            "method": method,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "files": [each.as_dict() for each in files],
+        }
         write_file(folder / MANIFEST, [render(manifest)])
         if problems := verify(folder):
             raise CheckpointFailed(f"a checkpoint was written but does not read back, check the disk: {problems[0]}")

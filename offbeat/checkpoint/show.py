@@ -99,9 +99,14 @@ def _listed(each: Listed) -> dict[str, Any]:
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
-        "path": str(checkpoint.path), "t": checkpoint.t, "mode": checkpoint.mode, "K": checkpoint.K,
-        "method": checkpoint.method, "written": checkpoint.written, "bytes": checkpoint.size,
-    }  # fmt: skip
+        "path": str(checkpoint.path),
+        "t": checkpoint.t,
+        "mode": checkpoint.mode,
+        "K": checkpoint.K,
+        "method": checkpoint.method,
+        "written": checkpoint.written,
+        "bytes": checkpoint.size,
+    }
 
 
 def _line(checkpoint: Checkpoint) -> str:

@@ -31,9 +31,17 @@ SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 TAGS = {kind: tag for tag, kind in (SEQUENCES | MAPPINGS).items()}
 NATIVE = {  # torch's names of the types that a file holds as such; others go as bytes
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 Path = tuple[object, ...]
 
 

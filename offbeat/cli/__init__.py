@@ -21,9 +21,18 @@ INTERRUPTED = 130
 
 # In the order of the help.
 for _name in (
-    "train", "compare", "reproduce", "bench", "plan", "models", "methods", "demo", "report",
-    "checkpoint", "export",
-):  # fmt: skip
+    "train",
+    "compare",
+    "reproduce",
+    "bench",
+    "plan",
+    "models",
+    "methods",
+    "demo",
+    "report",
+    "checkpoint",
+    "export",
+):
     importlib.import_module(f"offbeat.cli.{_name}")
 
 

@@ -11,8 +11,9 @@ import typer
 from offbeat.cli.app import app
 from offbeat.cli.options import numbers
 
-benches = typer.Typer(help="Time torch pipelining, DDP and Offbeat on the same cuts.", invoke_without_command=True,
-                      add_completion=False)  # fmt: skip
+benches = typer.Typer(
+    help="Time torch pipelining, DDP and Offbeat on the same cuts.", invoke_without_command=True, add_completion=False
+)
 app.add_typer(benches, name="bench")
 
 
@@ -65,12 +66,25 @@ def bench(
     from offbeat.studies.bench import rounds
 
     request = rounds.Request(
-        model=model, batch_size=batch_size, K=K, M=M, methods=tuple(method or ()), against=against,
+        model=model,
+        batch_size=batch_size,
+        K=K,
+        M=M,
+        methods=tuple(method or ()),
+        against=against,
         shape=shape_of(numbers(shape, int, "--shape", ",x")),
-        device=device, precision=precision, partition=partition, cuts=numbers(cuts, int, "--cuts"), units=units,
-        profile=profile, micro_batches=numbers(micro_batches, int, "--micro-batches"), repetitions=repetitions,
-        batches=batches, minutes=budget_minutes, out=out,
-    )  # fmt: skip
+        device=device,
+        precision=precision,
+        partition=partition,
+        cuts=numbers(cuts, int, "--cuts"),
+        units=units,
+        profile=profile,
+        micro_batches=numbers(micro_batches, int, "--micro-batches"),
+        repetitions=repetitions,
+        batches=batches,
+        minutes=budget_minutes,
+        out=out,
+    )
     found, folder = rounds.bench(request, show=not as_json)
     if as_json:
         print(json.dumps(found))
@@ -100,10 +114,19 @@ def bench_scaling(
     from offbeat.studies.bench import scaling
 
     request = scaling.Request(
-        model=model, batch_size=batch_size, K=K, M=M, stages=numbers(stages, int, "--stages") or (),
-        batch_sizes=numbers(batch_sizes, int, "--batch-sizes") or (), depths=tuple(filter(None, depths.split(","))),
-        most_stages=most_stages, repetitions=repetitions, batches=batches, minutes=budget_minutes, out=out,
-    )  # fmt: skip
+        model=model,
+        batch_size=batch_size,
+        K=K,
+        M=M,
+        stages=numbers(stages, int, "--stages") or (),
+        batch_sizes=numbers(batch_sizes, int, "--batch-sizes") or (),
+        depths=tuple(filter(None, depths.split(","))),
+        most_stages=most_stages,
+        repetitions=repetitions,
+        batches=batches,
+        minutes=budget_minutes,
+        out=out,
+    )
     found, folder = scaling.scaling(request, show=not as_json)
     if as_json:
         print(json.dumps(found))

@@ -37,9 +37,17 @@ def compare(
     from offbeat.studies import compare as comparing
 
     comparison, folder = comparing.compare(
-        methods=methods, match=match, seeds=seeds, M=M, chosen=options.chosen(data, stages, schedule), out=out,
-        jobs=jobs, execute=execute, show=not as_json, together=side_by_side,
-    )  # fmt: skip
+        methods=methods,
+        match=match,
+        seeds=seeds,
+        M=M,
+        chosen=options.chosen(data, stages, schedule),
+        out=out,
+        jobs=jobs,
+        execute=execute,
+        show=not as_json,
+        together=side_by_side,
+    )
     if as_json:
         print(json.dumps(comparison.as_dict()))
     else:

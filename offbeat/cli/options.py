@@ -15,9 +15,14 @@ from offbeat.errors import UserError
 from offbeat.methods import METHODS, parsed
 
 PANELS = {  # of the help, by group of options; some options stand elsewhere
-    "Data": "Model and data", "OneMethod": "Method", "Stages": "Parallelism", "Running": "Parallelism",
-    "Schedule": "Optimisation", "Saving": "Checkpoints", "Looking": "Diagnosis",
-}  # fmt: skip
+    "Data": "Model and data",
+    "OneMethod": "Method",
+    "Stages": "Parallelism",
+    "Running": "Parallelism",
+    "Schedule": "Optimisation",
+    "Saving": "Checkpoints",
+    "Looking": "Diagnosis",
+}
 NUMERICS = ("precision", "compile", "fuse", "tune")
 
 
@@ -44,9 +49,11 @@ class OneMethod:
 
     method: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(METHODS)}; with settings as in adl:M=4,corrector=sc; 'offbeat methods NAME' "
-                     "lists them. (default adl)"),
-    ] = None  # fmt: skip
+        typer.Option(
+            help=f"{', '.join(METHODS)}; with settings as in adl:M=4,corrector=sc; 'offbeat methods NAME' "
+            "lists them. (default adl)"
+        ),
+    ] = None
     M: Annotated[int | None, typer.Option("-M", help="Gradients per update. (default the method's)")] = None
     weights: Annotated[str | None, typer.Option(help="stash, hybrid or replay. (default the method's)")] = None
     window: Annotated[str | None, typer.Option(help="count or aligned. (default count)")] = None
@@ -96,8 +103,9 @@ else:  # made from Stages, so that an option that is new there is one of publish
     Running = make_dataclass(
         "Running",
         [(field.name, hints[field.name], None) for field in fields(Stages) if field.name not in OF_A_ROW],
-        frozen=True, kw_only=True,
-    )  # fmt: skip
+        frozen=True,
+        kw_only=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,15 +154,19 @@ class Looking:
 
     trace: Annotated[
         int | None,
-        typer.Option(help="Record N local iterations of every stage, from when all stages are full, in "
-                     "RUN/trace.json for Perfetto or chrome://tracing."),
-    ] = None  # fmt: skip
+        typer.Option(
+            help="Record N local iterations of every stage, from when all stages are full, in "
+            "RUN/trace.json for Perfetto or chrome://tracing."
+        ),
+    ] = None
     diagnose: Annotated[
         int | None,
-        typer.Option(help="Every N updates of a stage, record in RUN/diagnosis.jsonl how far its weights have moved "
-                     "since the forward of a batch, and the cosine of the late gradient with that of the present "
-                     "weights for the same input and the same gradient from above."),
-    ] = None  # fmt: skip
+        typer.Option(
+            help="Every N updates of a stage, record in RUN/diagnosis.jsonl how far its weights have moved "
+            "since the forward of a batch, and the cosine of the late gradient with that of the present "
+            "weights for the same input and the same gradient from above."
+        ),
+    ] = None
 
 
 LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options that hold several numbers, and what divides them
@@ -169,8 +181,11 @@ def chosen(*groups: Data | OneMethod | Stages | Schedule | Saving | Looking) -> 
     """The settings that were given, in the recipe's names and types."""
     values: dict[str, Any] = {}
     for group in groups:
-        values |= group.given() if isinstance(group, OneMethod) else {
-            field.name: getattr(group, field.name) for field in fields(group)}  # fmt: skip
+        values |= (
+            group.given()
+            if isinstance(group, OneMethod)
+            else {field.name: getattr(group, field.name) for field in fields(group)}
+        )
     for name, (kind, separators) in LISTS.items():
         if values.get(name) is not None:
             values[name] = numbers(values[name], kind, f"--{name}", separators)

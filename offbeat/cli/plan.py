@@ -54,10 +54,25 @@ def plan(
         raise UserError(f"{told}: give milliseconds from 0 up, and megabytes per second above 0")
     sizes = shape_of(numbers(shape, int, "--shape", ",x"))
     show_plan(
-        model=model, method=method, K=K, M=M, batch_size=batch_size, shape=sizes,
-        device=device, threads=threads, by=partition, speeds=numbers(speeds, float, "--speeds"),
-        memory_limit=None if memory_limit is None else memory_limit * 1e6, pinned=numbers(pin, int, "--pin") or (),
-        latency=None if latency is None else latency / 1e3, bandwidth=None if bandwidth is None else bandwidth * 1e6,
-        measure=measure_links, profile_file=profile, max_staleness=max_staleness, picture=picture,
-        staleness_picture=staleness_picture, theory=theory, as_json=as_json,
-    )  # fmt: skip
+        model=model,
+        method=method,
+        K=K,
+        M=M,
+        batch_size=batch_size,
+        shape=sizes,
+        device=device,
+        threads=threads,
+        by=partition,
+        speeds=numbers(speeds, float, "--speeds"),
+        memory_limit=None if memory_limit is None else memory_limit * 1e6,
+        pinned=numbers(pin, int, "--pin") or (),
+        latency=None if latency is None else latency / 1e3,
+        bandwidth=None if bandwidth is None else bandwidth * 1e6,
+        measure=measure_links,
+        profile_file=profile,
+        max_staleness=max_staleness,
+        picture=picture,
+        staleness_picture=staleness_picture,
+        theory=theory,
+        as_json=as_json,
+    )

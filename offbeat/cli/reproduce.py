@@ -41,9 +41,17 @@ def reproduce(
     from offbeat.studies import reproduce as reproducing
 
     request = reproducing.Request(
-        table=table, only=only, method=method, epochs=epochs, seeds=seeds, minutes=budget_minutes,
-        together=side_by_side, data=data, out=out, running=options.chosen(running),
-    )  # fmt: skip
+        table=table,
+        only=only,
+        method=method,
+        epochs=epochs,
+        seeds=seeds,
+        minutes=budget_minutes,
+        together=side_by_side,
+        data=data,
+        out=out,
+        running=options.chosen(running),
+    )
     if list_rows:
         reproducing.show_rows(request, as_json=as_json)
     elif dry_run:

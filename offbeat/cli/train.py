@@ -61,8 +61,14 @@ def train(
         recipe, out = complete(**settings(agreed, resume / "config.json")), resume
     else:
         recipe = complete(**changed(load(config) if config else {}, chosen))
-    result = execute(recipe, out or free_folder(recipe), dry_run=dry_run, show=not as_json,
-                     resumed=resume is not None, max_restarts=max_restarts)  # fmt: skip
+    result = execute(
+        recipe,
+        out or free_folder(recipe),
+        dry_run=dry_run,
+        show=not as_json,
+        resumed=resume is not None,
+        max_restarts=max_restarts,
+    )
     if result is None or launch.is_worker():
         return  # another process says it
     if as_json:

@@ -22,8 +22,11 @@ class DeferredStatistics:
     """Collects over micro-batches what the BatchNorm layers of a module see."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)
-                       and layer.track_running_stats and layer.running_mean is not None]  # fmt: skip
+        self.layers = [
+            layer
+            for layer in module.modules()
+            if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None
+        ]
         self.seen: dict[int, tuple[int, Tensor, Tensor]] = {}  # layer -> samples, mean, squared distances from it
 
     @contextmanager

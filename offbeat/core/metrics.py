@@ -66,6 +66,8 @@ class Meter:
 
     def read(self) -> dict[str, Any]:
         """{loss, error, top5, samples}; None for what cannot be computed."""
-        means = {name: None if total is None or not self.samples else total / self.samples
-                 for name, total in self.sums.items()}  # fmt: skip
+        means = {
+            name: None if total is None or not self.samples else total / self.samples
+            for name, total in self.sums.items()
+        }
         return {**means, "samples": self.samples}

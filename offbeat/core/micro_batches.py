@@ -24,8 +24,10 @@ def micro_batches(t: int, x: Any, y: Any, m: int) -> Iterator[Message]:
 
     for leaf in pytree.tree_leaves((x, y)):
         if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != samples:
-            raise UserError(f"batch {t} of {samples} samples cannot be split into micro-batches, one of its tensors is "
-                            f"of shape {tuple(leaf.shape)}: give a row a sample, or single numbers")  # fmt: skip
+            raise UserError(
+                f"batch {t} of {samples} samples cannot be split into micro-batches, one of its tensors is "
+                f"of shape {tuple(leaf.shape)}: give a row a sample, or single numbers"
+            )
 
     def part(content: Any, i: int) -> Any:
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.tensor_split(m)[i] if leaf.dim() else leaf, content)

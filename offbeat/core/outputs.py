@@ -27,8 +27,10 @@ def shapes_and_classes(
             for k, part in enumerate(parts, start=1):
                 x = part(x)
                 if not isinstance(x, Tensor) or x.dim() not in (2, 4):
-                    raise UserError(f"{method} needs vectors or images between stages, but stage {k} gives something "
-                                    'else: cut between blocks (units="blocks", or other cuts)')  # fmt: skip
+                    raise UserError(
+                        f"{method} needs vectors or images between stages, but stage {k} gives something "
+                        'else: cut between blocks (units="blocks", or other cuts)'
+                    )
                 shapes.append(list(x.shape[1:]))
     except USERS_CODE as error:
         if isinstance(error, UserError):
@@ -38,6 +40,8 @@ def shapes_and_classes(
         for module in training:
             module.training = True
     if len(shapes[-1]) != 1:
-        raise UserError(f"{method} needs class scores from the model, but it gives {shapes[-1]} for a sample: use a "
-                        "method with feedback from above, such as adl")  # fmt: skip
+        raise UserError(
+            f"{method} needs class scores from the model, but it gives {shapes[-1]} for a sample: use a "
+            "method with feedback from above, such as adl"
+        )
     return {"shapes": shapes, "classes": shapes[-1][0]}

@@ -161,8 +161,10 @@ def _switch_tf32(products: str, convolutions: bool) -> tuple[str, bool]:
         try:
             before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         except RuntimeError:
-            raise UserError("precision tf32 beside an fp32_precision of torch.backends that was set by hand: leave it "
-                            "alone, or use precision fp32, which takes it as it is") from None  # fmt: skip
+            raise UserError(
+                "precision tf32 beside an fp32_precision of torch.backends that was set by hand: leave it "
+                "alone, or use precision fp32, which takes it as it is"
+            ) from None
         torch.set_float32_matmul_precision(products)
         torch.backends.cudnn.allow_tf32 = convolutions
         return before

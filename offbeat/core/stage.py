@@ -111,14 +111,20 @@ class Stage:
         self.scheduler = _checked_scheduler(scheduler(self.optimizer)) if scheduler and self.optimizer else None
         self.corrections = Corrections(method, k, K, self.optimizer)
         sources = WeightSources(
-            own, self.corrections.forward_weights(own), self.corrections.backward_weights(own),
-            method.forward_version if method.forward == "before" else None, self.numbers,
-        )  # fmt: skip
+            own,
+            self.corrections.forward_weights(own),
+            self.corrections.backward_weights(own),
+            method.forward_version if method.forward == "before" else None,
+            self.numbers,
+        )
         self.in_flight = in_flight = dict[int, InFlight]()
         self.weights: WeightPolicy = make_policy(
-            method.weights, sources, lag=self.lag, replays=method.replays(k, K),
+            method.weights,
+            sources,
+            lag=self.lag,
+            replays=method.replays(k, K),
             in_flight=lambda: [batch.version for batch in in_flight.values()],
-        )  # fmt: skip
+        )
         self.most_versions, self.most_in_flight = method.versions(k, K), method.held(k, K)
         self.deferred = DeferredStatistics(module) if method.m > 1 else None
         self._call = self._compiled() if compile else self._fused() if fuse else partial(call, module)
@@ -191,9 +197,16 @@ class Stage:
         leaves, structure = pytree.tree_flatten(self._entering(x))
         leaves = self.wanting(leaves)
         batch = InFlight(
-            leaves, structure, self._here(target), version, self.update_index - version.age, steady, self.random.state,
-            share, self.weights.remember() if self.keeping else None,
-        )  # fmt: skip
+            leaves,
+            structure,
+            self._here(target),
+            version,
+            self.update_index - version.age,
+            steady,
+            self.random.state,
+            share,
+            self.weights.remember() if self.keeping else None,
+        )
         with self.random.drawing(), torch.set_grad_enabled(not self.weights.replays), self._watched(t, version, leaves):
             output = self._run(t, batch, version)
             root = self._local_loss(t, output, batch.target) if self.head is not None else output
@@ -294,8 +307,9 @@ class Stage:
                 loss = self.head(output, target, self.loss)
         except USERS_CODE as error:
             given = f"outputs of {_shapes(output)} and targets of {_shapes(target)}"
-            raise UserError(f"the head of stage {self.k} cannot take {self._batch(t)}, {given}: {first_line(error)}"
-                            ) from error  # fmt: skip
+            raise UserError(
+                f"the head of stage {self.k} cannot take {self._batch(t)}, {given}: {first_line(error)}"
+            ) from error
         self._sound(t, loss.item())
         return loss
 
@@ -319,8 +333,10 @@ class Stage:
             told = f"the loss of {self._batch(t)} is {_shapes(loss)}"
             raise UserError(f"{told}: return the mean, a tensor with a single number")
         if torch.is_grad_enabled() and self.parameters and not loss.requires_grad:
-            raise UserError(f"the loss of {self._batch(t)} has no gradient, so nothing would be trained: do not detach "
-                            "it, nor what it is computed from")  # fmt: skip
+            raise UserError(
+                f"the loss of {self._batch(t)} has no gradient, so nothing would be trained: do not detach "
+                "it, nor what it is computed from"
+            )
         if not again:
             self._observe(t, loss, output, target)
         return loss
@@ -339,8 +355,9 @@ class Stage:
         if self.on_nan == "stop":
             raise NotFinite(
                 f"the loss of {self._batch(t)} is {value} (seen at stage {self.k} of {self.K}, after "
-                f"{self.update_index} updates): lower the learning rate, or look at this batch", [batch],
-            )  # fmt: skip
+                f"{self.update_index} updates): lower the learning rate, or look at this batch",
+                [batch],
+            )
         self.bad.add(t)
         return False
 
@@ -398,8 +415,9 @@ class Stage:
                 with torch.no_grad(), self.random.drawing(), self.numbers.computing():
                     return [(self.head(h, target) / len(h)).to(h.dtype)]
             except USERS_CODE as error:
-                raise UserError(f"the synthesiser of stage {self.k} cannot take batch {t} of {_shapes(h)}: "
-                                f"{first_line(error)}") from error  # fmt: skip
+                raise UserError(
+                    f"the synthesiser of stage {self.k} cannot take batch {t} of {_shapes(h)}: {first_line(error)}"
+                ) from error
         scale = batch.share * (self.method.top if self.last else 1.0)
         return [torch.full_like(root, scale) for root in batch.roots]
 
@@ -416,8 +434,11 @@ class Stage:
             lesson.backward()
             self.teacher.step()
         elif self.on_nan == "stop":
-            raise NotFinite(f"what batch {t} teaches the synthesiser of stage {self.k} of {self.K} is not finite: "
-                            "lower the learning rate, or look at this batch", [t])  # fmt: skip
+            raise NotFinite(
+                f"what batch {t} teaches the synthesiser of stage {self.k} of {self.K} is not finite: "
+                "lower the learning rate, or look at this batch",
+                [t],
+            )
 
     def _gradients(
         self, t: int, version: Version, pairs: list[tuple[Tensor, Tensor]], targets: list[Tensor]
@@ -429,8 +450,9 @@ class Stage:
         hidden = {} if self.backwards else {name: self.parameters[name] for name in version.tensors or {}}
         try:
             with substituted(self.module, version):
-                found = torch.autograd.grad(roots, [*targets, *hidden.values()], incoming, allow_unused=True,
-                                            retain_graph=self.retains or None)  # fmt: skip
+                found = torch.autograd.grad(
+                    roots, [*targets, *hidden.values()], incoming, allow_unused=True, retain_graph=self.retains or None
+                )
         except RuntimeError as error:
             raise UserError(f"stage {self.k} cannot backward {self._batch(t)}: {first_line(error)}") from error
         for name, gradient in zip(hidden, found[len(targets) :], strict=True):
@@ -593,12 +615,16 @@ class Stage:
 def _checked_optimizer(optimizer: torch.optim.Optimizer, given: Mapping[str, Tensor]) -> torch.optim.Optimizer:
     """One that steps the parameters that it was given, or some of them."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"optimizer(parameters) returned an object of type {type(optimizer).__name__}: return a "
-                        "torch.optim.Optimizer")  # fmt: skip
+        raise UserError(
+            f"optimizer(parameters) returned an object of type {type(optimizer).__name__}: return a "
+            "torch.optim.Optimizer"
+        )
     known = {id(parameter) for parameter in given.values()}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-        raise UserError("optimizer(parameters) holds other parameters than those of its stage: make it of its argument "
-                        "alone, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)")  # fmt: skip
+        raise UserError(
+            "optimizer(parameters) holds other parameters than those of its stage: make it of its argument "
+            "alone, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(f"optimizer {type(optimizer).__name__} repeats the forward in each step: use a first-order one")
@@ -616,8 +642,10 @@ def _rates_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 def _checked_scheduler(scheduler: Any) -> Any:
     if not callable(getattr(scheduler, "step", None)):
-        raise UserError(f"scheduler(optimizer) returned an object of type {type(scheduler).__name__}: return one of "
-                        "torch.optim.lr_scheduler")  # fmt: skip
+        raise UserError(
+            f"scheduler(optimizer) returned an object of type {type(scheduler).__name__}: return one of "
+            "torch.optim.lr_scheduler"
+        )
     if "metrics" in inspect.signature(scheduler.step).parameters:
         name = type(scheduler).__name__
         raise UserError(f"scheduler {name} steps on a metric, which stages cannot share: use one that counts steps")
@@ -634,6 +662,9 @@ def _finite(content: Any) -> bool:
 
 def _shapes(content: Any) -> str:
     """Shapes and types of the tensors in a pytree, for messages."""
-    found = [f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
-             for leaf in pytree.tree_leaves(content) if isinstance(leaf, Tensor)]  # fmt: skip
+    found = [
+        f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+        for leaf in pytree.tree_leaves(content)
+        if isinstance(leaf, Tensor)
+    ]
     return "shape " + ", ".join(found) if found else f"type {type(content).__name__}"

@@ -29,11 +29,12 @@ def save(stage: Stage) -> Tree:
     """Everything that decides how this stage goes on; its tensors are the stage's own, so write them at once."""
     stage.settle()
     if stage.weights.forgets and any(batch.kept is None for batch in stage.in_flight.values()):
-        raise UserError(f"stage {stage.k} has not kept the weights of its batches in flight: call keep() "
-                        f"{stage.lag + 1} batches before saving")  # fmt: skip
+        raise UserError(
+            f"stage {stage.k} has not kept the weights of its batches in flight: call keep() "
+            f"{stage.lag + 1} batches before saving"
+        )
     versions: list[Version] = []
-    in_flight = [_save_batch(t, batch, versions, replays=stage.weights.replays)
-                 for t, batch in stage.in_flight.items()]  # fmt: skip
+    in_flight = [_save_batch(t, batch, versions, replays=stage.weights.replays) for t, batch in stage.in_flight.items()]
     policy = stage.weights.save(versions)
     return {
         "k": stage.k,
@@ -46,8 +47,12 @@ def save(stage: Stage) -> Tree:
         "corrections": {name: dict(stage.corrections.place.memory.get(p, {})) for name, p in stage.parameters.items()},
         "random": stage.random.state,
         "evaluation_random": stage.evaluation_random.state,
-        "window": {"levels": list(stage.window.levels), "batches": list(stage.window.batches),
-                   "weights": list(stage.window.weights), "gradients": stage.window.gradients()},
+        "window": {
+            "levels": list(stage.window.levels),
+            "batches": list(stage.window.batches),
+            "weights": list(stage.window.weights),
+            "gradients": stage.window.gradients(),
+        },
         "bad": sorted(stage.bad),
         "versions": [version.tensors for version in versions],
         "policy": policy,
@@ -56,7 +61,7 @@ def save(stage: Stage) -> Tree:
         "counters": {name: getattr(stage, name) for name in COUNTERS},
         "staleness": [[level, count] for level, count in stage.staleness.items()],
         "meter": {"samples": stage.meter.samples, "sums": dict(stage.meter.sums)},
-    }  # fmt: skip
+    }
 
 
 def _tensors(stage: Stage) -> dict[str, Tensor]:
@@ -70,10 +75,12 @@ def _optimizer(stage: Stage) -> Tree:
     names = {id(parameter): name for name, parameter in stage.parameters.items()}
     state = {names[id(p)]: dict(values) for p, values in stage.optimizer.state.items() if values}
     groups = [
-        {**{option: _number(value) for option, value in group.items() if option not in ("params", "param_names")},
-         "names": [names[id(p)] for p in group["params"]]}
+        {
+            **{option: _number(value) for option, value in group.items() if option not in ("params", "param_names")},
+            "names": [names[id(p)] for p in group["params"]],
+        }
         for group in stage.optimizer.param_groups
-    ]  # fmt: skip
+    ]
     return {"optimizer": state, "groups": groups}
 
 
@@ -121,8 +128,10 @@ def load(stage: Stage, tree: Tree) -> None:
     window = tree["window"]
     stage.window.load(list(window["levels"]), list(window["batches"]), window["gradients"], window.get("weights"))
     stage.bad = set(tree["bad"])
-    versions = [Version({name: tensor.to(stage.device).requires_grad_() for name, tensor in tensors.items()})
-                for tensors in tree["versions"]]  # fmt: skip
+    versions = [
+        Version({name: tensor.to(stage.device).requires_grad_() for name, tensor in tensors.items()})
+        for tensors in tree["versions"]
+    ]
     stage.weights.load(tree["policy"], versions)
     in_flight = {entry["t"]: _load_batch(stage, entry, versions) for entry in tree["in_flight"]}
     stage.in_flight.clear()
@@ -159,9 +168,7 @@ def load_head(stage: Stage, tree: Tree | None) -> None:
     _load_state(stage, [name for name in stage.parameters if name not in own], tree["optimizer"], tree["corrections"])
 
 
-def _load_state(
-    stage: Stage, names: list[str], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]
-) -> None:
+def _load_state(stage: Stage, names: list[str], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]) -> None:
     """What the optimizer and the correctors remember of these parameters."""
     for name in names:
         parameter = stage.parameters[name]
@@ -180,8 +187,10 @@ def _load_groups(stage: Stage, groups: list[Tree]) -> None:
     for group, saved in zip(stage.optimizer.param_groups, groups, strict=True):
         if KINDS & group.keys() != KINDS & saved.keys():
             theirs = ", ".join(sorted(KINDS & saved.keys())) or "other options"
-            raise UserError(f"this state is of another optimizer than {type(stage.optimizer).__name__}, with {theirs}: "
-                            "make the same one")  # fmt: skip
+            raise UserError(
+                f"this state is of another optimizer than {type(stage.optimizer).__name__}, with {theirs}: "
+                "make the same one"
+            )
         for option, value in saved.items():
             if isinstance(group.get(option), Tensor) and not isinstance(value, Tensor):
                 group[option].fill_(value)
@@ -194,10 +203,17 @@ def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
     forwarded = versions[entry["version"]] if entry["version"] is not None else Version(None)
     leaves, structure = pytree.tree_flatten(stage._here(entry["x"]))  # entered before
     batch = InFlight(
-        stage.wanting(leaves), structure, stage._here(entry["target"]), forwarded, entry["update"], entry["steady"],
-        list(entry["random"]), entry["share"], forwarded if stage.weights.forgets else None,
+        stage.wanting(leaves),
+        structure,
+        stage._here(entry["target"]),
+        forwarded,
+        entry["update"],
+        entry["steady"],
+        list(entry["random"]),
+        entry["share"],
+        forwarded if stage.weights.forgets else None,
         weight=entry.get("weight", 1.0),
-    )  # fmt: skip
+    )
     if stage.weights.replays:
         return batch
     with stage.weights.again(forwarded) as version:
@@ -209,5 +225,7 @@ def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
 
 def _as_torch(saved: Tree) -> Tree:
     """An optimizer's state_dict, whose keys are parameter numbers."""
-    return {"state": {int(number): values for number, values in saved["state"].items()},
-            "param_groups": saved["param_groups"]}  # fmt: skip
+    return {
+        "state": {int(number): values for number, values in saved["state"].items()},
+        "param_groups": saved["param_groups"],
+    }

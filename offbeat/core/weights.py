@@ -85,8 +85,10 @@ class WeightSources:
 
     def copies(self) -> list[Tensor]:
         """New tensors with the parameters as forwards use them."""
-        return [self.numbers.lower(p.detach()) if self.numbers.lowered(p) else p.detach().clone()
-                for p in self.parameters.values()]  # fmt: skip
+        return [
+            self.numbers.lower(p.detach()) if self.numbers.lowered(p) else p.detach().clone()
+            for p in self.parameters.values()
+        ]
 
 
 def copy_all(places: list[Tensor], values: list[Tensor]) -> None:
@@ -168,9 +170,11 @@ class Live:
         self.behind = False
 
     def _lower(self) -> None:
-        pairs = [(copy, parameter.detach()) for copy, parameter in
-                 zip(self.storage, self.sources.parameters.values(), strict=True)
-                 if self.sources.numbers.lowered(parameter)]  # fmt: skip
+        pairs = [
+            (copy, parameter.detach())
+            for copy, parameter in zip(self.storage, self.sources.parameters.values(), strict=True)
+            if self.sources.numbers.lowered(parameter)
+        ]
         copy_all([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
 
     def current(self) -> Version:
@@ -345,8 +349,10 @@ class Stash(Live):
         return len({version.number for version in self.alive()} | {self.made})  # the parameters themselves
 
     def save(self, versions: list[Version]) -> dict[str, Any]:
-        return {"newest": versions.index(self.newest) if self.newest in versions else None,
-                "numbers": [version.number - self.made for version in versions]}  # fmt: skip
+        return {
+            "newest": versions.index(self.newest) if self.newest in versions else None,
+            "numbers": [version.number - self.made for version in versions],
+        }
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
         self.newest = None if saved["newest"] is None else versions[saved["newest"]]
@@ -392,8 +398,11 @@ class Before(Stash):
 
     def save(self, versions: list[Version]) -> dict[str, Any]:
         versions += [version for version in self.kept if version not in versions]
-        return {"kept": [versions.index(version) for version in self.kept], "forwards": self.forwards,
-                "made": self.made}  # fmt: skip
+        return {
+            "kept": [versions.index(version) for version in self.kept],
+            "forwards": self.forwards,
+            "made": self.made,
+        }
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
         self.kept = [versions[number] for number in saved["kept"]]

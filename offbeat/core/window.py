@@ -21,9 +21,14 @@ class Window:
         self.weights: list[float] = []  # of the batches in the mean
 
     def add(
-        self, t: int, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None],
-        *, weight: float = 1.0,
-    ) -> None:  # fmt: skip
+        self,
+        t: int,
+        gradients: Iterable[Tensor | None],
+        level: int | None,
+        foreign: Iterable[Tensor | None],
+        *,
+        weight: float = 1.0,
+    ) -> None:
         """Add the gradients of batch t, times `weight`; `foreign` are tensors that others hold and whose memory is not
         ours."""
         gradients = _weighted(gradients, weight)
@@ -66,9 +71,12 @@ class Window:
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None} if self.levels else {}
 
     def load(
-        self, levels: list[int | None], batches: list[int], gradients: Mapping[str, Tensor],
+        self,
+        levels: list[int | None],
+        batches: list[int],
+        gradients: Mapping[str, Tensor],
         weights: list[float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take up what was saved; older files have no weights."""
         self.levels, self.batches = levels, batches
         self.weights = [1.0] * len(levels) if weights is None else list(weights)
@@ -118,9 +126,12 @@ class FixedSums(Window):
             return super().gradients()
 
     def load(
-        self, levels: list[int | None], batches: list[int], gradients: Mapping[str, Tensor],
+        self,
+        levels: list[int | None],
+        batches: list[int],
+        gradients: Mapping[str, Tensor],
         weights: list[float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().load(levels, batches, gradients, weights)
         self.given = frozenset(number for number, name in enumerate(self.parameters) if name in gradients)
 
@@ -168,9 +179,14 @@ class FixedSums(Window):
             torch._foreach_add_(sums, terms)
 
     def add(
-        self, t: int, gradients: Iterable[Tensor | None], level: int | None, foreign: Iterable[Tensor | None],
-        *, weight: float = 1.0,
-    ) -> None:  # fmt: skip
+        self,
+        t: int,
+        gradients: Iterable[Tensor | None],
+        level: int | None,
+        foreign: Iterable[Tensor | None],
+        *,
+        weight: float = 1.0,
+    ) -> None:
         gradients = list(_weighted(gradients, weight))
         if not self.levels:
             self.zero()

@@ -51,9 +51,14 @@ class Worker:
         self.loss: Tensor | None = None  # of the newest batch, at the last stage
         self.marks: dict[int, str] = {}  # batches behind which to save -> why to stop there, or nothing
         self._acts: dict[type, Callable[[Any, Link | None], None]] = {
-            Forward: self._forward, Backward: self._backward, Update: self._update, Barrier: self._barrier,
-            Teach: self._teach, Take: self._take, Drop: self._drop,
-        }  # fmt: skip
+            Forward: self._forward,
+            Backward: self._backward,
+            Update: self._update,
+            Barrier: self._barrier,
+            Teach: self._teach,
+            Take: self._take,
+            Drop: self._drop,
+        }
         self._restart()
 
     def _restart(self) -> None:

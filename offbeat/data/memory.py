@@ -46,9 +46,7 @@ class InMemory:
     def test_samples(self) -> int:
         return len(self.test_labels)
 
-    def train(
-        self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False
-    ) -> Batches:
+    def train(self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False) -> Batches:
         """One shuffled and augmented epoch without its first `skip` samples, prefetched."""
         parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last)
         return prefetch(self._train(parts, seed, epoch))

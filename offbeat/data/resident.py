@@ -60,9 +60,7 @@ class Resident:
     channels_last: bool
     piece: int
 
-    def train(
-        self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False
-    ) -> Batches:
+    def train(self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False) -> Batches:
         """One shuffled and augmented epoch without its first `skip` samples."""
         parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last)
         return self._batches(lambda: self.stock.epoch(seed, epoch), parts)
@@ -118,13 +116,23 @@ def on_device(
         limit = int(SHARE * torch.cuda.mem_get_info(device)[0])
     if limit is not None and needed > limit:
         mib = [-(-needed // 2**20), limit // 2**20]
-        return data, (f"{data.name} needs {mib[0]} MiB on {device}, where data may take {mib[1]} MiB: "
-                      "it stays in host memory, and every batch is copied")  # fmt: skip
+        return data, (
+            f"{data.name} needs {mib[0]} MiB on {device}, where data may take {mib[1]} MiB: "
+            "it stays in host memory, and every batch is copied"
+        )
     stock = _Images(data, device, dtype) if isinstance(data, InMemory) else _Noise(data, device)
     return Resident(
-        data.name, data.shape, data.classes, data.train_samples, data.test_samples, stock, device, dtype,
-        channels_last, piece,
-    ), None  # fmt: skip
+        data.name,
+        data.shape,
+        data.classes,
+        data.train_samples,
+        data.test_samples,
+        stock,
+        device,
+        dtype,
+        channels_last,
+        piece,
+    ), None
 
 
 def _finished_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:

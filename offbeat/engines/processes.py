@@ -83,9 +83,14 @@ class Processes:
     records = False
 
     def __init__(
-        self, K: int, *, silence: float | None = None, device: torch.device | None = None,
-        recorded: bool | None = None, payloads: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        K: int,
+        *,
+        silence: float | None = None,
+        device: torch.device | None = None,
+        recorded: bool | None = None,
+        payloads: str | None = None,
+    ) -> None:
         """recorded: whether the stage is, which by default it is on a GPU; payloads: the backend by which tensors go
         from device to device, by default NCCL where every process has a GPU of its own."""
         self.silence = silence_allowed(silence)
@@ -120,8 +125,11 @@ class Processes:
         self.heartbeat = Heartbeat(
             neighbours if math.isfinite(self.silence) else (),
             lambda rank: self._tag("heartbeat", min(rank, self.rank)),
-            self.messages, silence=self.silence, silent=self._on_silence, broken=self._on_break,
-        )  # fmt: skip
+            self.messages,
+            silence=self.silence,
+            silent=self._on_silence,
+            broken=self._on_break,
+        )
         atexit.register(self.close)
 
     def _tag(self, channel: str, lower: int) -> int:

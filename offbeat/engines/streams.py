@@ -35,9 +35,7 @@ class Streams(Simulate):
 
     records = True
 
-    def __init__(
-        self, K: int, device: torch.device, *, sleeps: int | None = None, together: int | None = None
-    ) -> None:
+    def __init__(self, K: int, device: torch.device, *, sleeps: int | None = None, together: int | None = None) -> None:
         super().__init__(K)
         self.device, self.sleeps, self.together = device, sleeps, together
         many_queues(device)

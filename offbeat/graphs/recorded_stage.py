@@ -325,8 +325,14 @@ class RecordedStage(Stage):
             with self.random.drawing(replay=slot.batch.random):
                 with self._watched(NO_BATCH, version, slot.batch.inputs):
                     self._work_forward(slot)
-                ones = None if self.last else [torch.ones_like(leaf) if isinstance(leaf, Tensor) else None
-                                               for leaf in pytree.tree_leaves(slot.output)]  # fmt: skip
+                ones = (
+                    None
+                    if self.last
+                    else [
+                        torch.ones_like(leaf) if isinstance(leaf, Tensor) else None
+                        for leaf in pytree.tree_leaves(slot.output)
+                    ]
+                )
                 taken, below, _ = self._differentiate(NO_BATCH, slot.batch, version, ones)
                 drawn = self.random.drawn(slot.batch.random)
         finally:
@@ -392,8 +398,10 @@ class RecordedStage(Stage):
         """Whether a gradient is missing that the warm-up had, so that fewer parameters get one."""
         slot = next(chain(*(slots for _, slots in self.rings)))
         given = slot.batch.roots or pytree.tree_leaves(slot.output)
-        return any(gradient is None and differentiable(leaf) and (leaf.requires_grad or self.weights.replays)
-                   for leaf, gradient in zip(given, gradients, strict=True))  # fmt: skip
+        return any(
+            gradient is None and differentiable(leaf) and (leaf.requires_grad or self.weights.replays)
+            for leaf, gradient in zip(given, gradients, strict=True)
+        )
 
     def _recorded(self, work: Work, pool: Any = None) -> Recorded:
         """The work as a recording: nothing in it may ask the device, and graphs are kept for all its repetitions."""
@@ -538,8 +546,13 @@ class RecordedStage(Stage):
         found = []
         if bad[0]:
             t = self.seen[bad[0] - losses - 1]
-            found.append(NotFinite(f"the loss of {self._batch(t)} is not finite (seen at stage {self.k} of {self.K}): "
-                                   "lower the learning rate, or look at this batch", [t]))  # fmt: skip
+            found.append(
+                NotFinite(
+                    f"the loss of {self._batch(t)} is not finite (seen at stage {self.k} of {self.K}): "
+                    "lower the learning rate, or look at this batch",
+                    [t],
+                )
+            )
         if bad[1]:
             behind = updates - bad[1]
             found.append(self._not_finite(*self.applied[-1 - behind]))
@@ -555,8 +568,14 @@ class RecordedStage(Stage):
 def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
     """What a recorded update has fixed: all options of its groups but the rates."""
     groups = optimizer.param_groups if optimizer else []
-    return [{name: value for name, value in group.items() if name not in ("params", "param_names", "lr")
-             and not isinstance(value, Tensor)} for group in groups]  # fmt: skip
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if name not in ("params", "param_names", "lr") and not isinstance(value, Tensor)
+        }
+        for group in groups
+    ]
 
 
 def _unfit(stage: Stage) -> str | None:

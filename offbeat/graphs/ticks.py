@@ -98,8 +98,11 @@ class Ticks(Deferring):
 
     def tick(self) -> None:
         """Launch what is due by now."""
-        tapes = [queue.popleft() for queue, behind in zip(self.closed, self.behind, strict=True)
-                 if queue and queue[0].turn <= self.turn - behind]  # fmt: skip
+        tapes = [
+            queue.popleft()
+            for queue, behind in zip(self.closed, self.behind, strict=True)
+            if queue and queue[0].turn <= self.turn - behind
+        ]
         self.turn += 1
         self.done.clear()
         for tape in self.open:

@@ -48,9 +48,16 @@ def available() -> bool:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor, statistics: Any, eps: float,
-        momentum: float, relu: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        other: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        statistics: Any,
+        eps: float,
+        momentum: float,
+        relu: bool,
+    ) -> Tensor:
         from offbeat.kernels import batch_norm_triton as norm_kernels
 
         y, saved = norm_kernels.forward(x, other, weight, bias, statistics, eps, momentum, relu)

@@ -45,9 +45,27 @@ def _moments(x, sums, rows, C, span, BR: tl.constexpr, BC: tl.constexpr):  # typ
 
 @triton.jit
 def _normalise(  # type: ignore[no-untyped-def]
-    x, other, y, weight, bias, sums, saved, running_mean, running_var, count, rows, C, span, eps, momentum,
-    BR: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr, OTHER: tl.constexpr, RELU: tl.constexpr,
-):  # fmt: skip
+    x,
+    other,
+    y,
+    weight,
+    bias,
+    sums,
+    saved,
+    running_mean,
+    running_var,
+    count,
+    rows,
+    C,
+    span,
+    eps,
+    momentum,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    BG: tl.constexpr,
+    OTHER: tl.constexpr,
+    RELU: tl.constexpr,
+):
     """The rows, normalised; one program also leaves mean and scale for the backward and moves the statistics."""
     g, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -111,9 +129,25 @@ def _gradient_sums(dy, y, x, saved, sums, rows, C, span, BR: tl.constexpr, BC: t
 
 @triton.jit
 def _gradients(  # type: ignore[no-untyped-def]
-    dy, y, x, saved, weight, sums, dx, dother, dweight, dbias, rows, C, span,
-    BR: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr, OTHER: tl.constexpr, RELU: tl.constexpr,
-):  # fmt: skip
+    dy,
+    y,
+    x,
+    saved,
+    weight,
+    sums,
+    dx,
+    dother,
+    dweight,
+    dbias,
+    rows,
+    C,
+    span,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    BG: tl.constexpr,
+    OTHER: tl.constexpr,
+    RELU: tl.constexpr,
+):
     """Gradients of the input, of what was added, and by one program of weight and bias."""
     g, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -144,9 +178,15 @@ def _gradients(  # type: ignore[no-untyped-def]
 
 
 def forward(
-    x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor, statistics: tuple[Tensor, Tensor, Tensor],
-    eps: float, momentum: float, relu: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    other: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    statistics: tuple[Tensor, Tensor, Tensor],
+    eps: float,
+    momentum: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
     """Output, and mean and scale of each channel. `statistics` (mean, variance, count of batches) are moved."""
     rows, C, grid, sizes = _divided(x)
     sums = torch.empty(2, grid[0], C, dtype=torch.float32, device=x.device)
@@ -155,9 +195,25 @@ def forward(
     span, blocks = sizes
     _moments[grid](x, sums, rows, C, span, **blocks, num_warps=WARPS)
     _normalise[grid](
-        x, x if other is None else other, y, weight, bias, sums, saved, *statistics, rows, C, span, eps, momentum,
-        **blocks, BG=triton.next_power_of_2(grid[0]), OTHER=other is not None, RELU=relu, num_warps=WARPS,
-    )  # fmt: skip
+        x,
+        x if other is None else other,
+        y,
+        weight,
+        bias,
+        sums,
+        saved,
+        *statistics,
+        rows,
+        C,
+        span,
+        eps,
+        momentum,
+        **blocks,
+        BG=triton.next_power_of_2(grid[0]),
+        OTHER=other is not None,
+        RELU=relu,
+        num_warps=WARPS,
+    )
     return y, saved
 
 
@@ -171,9 +227,25 @@ def backward(
     dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
     _gradient_sums[grid](dy, y, x, saved, sums, rows, C, span, **blocks, RELU=relu, num_warps=WARPS)
     _gradients[grid](
-        dy, y, x, saved, weight, sums, dx, dx if dother is None else dother, dweight, dbias, rows, C, span,
-        **blocks, BG=triton.next_power_of_2(grid[0]), OTHER=other, RELU=relu, num_warps=WARPS,
-    )  # fmt: skip
+        dy,
+        y,
+        x,
+        saved,
+        weight,
+        sums,
+        dx,
+        dx if dother is None else dother,
+        dweight,
+        dbias,
+        rows,
+        C,
+        span,
+        **blocks,
+        BG=triton.next_power_of_2(grid[0]),
+        OTHER=other,
+        RELU=relu,
+        num_warps=WARPS,
+    )
     return dx, dother, dweight, dbias
 
 

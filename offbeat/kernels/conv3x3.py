@@ -15,9 +15,15 @@ CHANNELS = (16, 32, 64)
 
 def narrow(layer: nn.Module) -> bool:
     """Whether a layer is such a convolution: as many channels out as in, at the same resolution."""
-    return (type(layer) is nn.Conv2d and layer.in_channels == layer.out_channels and layer.in_channels in CHANNELS
-            and (layer.kernel_size, layer.stride, layer.dilation, layer.groups) == ((3, 3), (1, 1), (1, 1), 1)
-            and layer.padding in ((1, 1), "same") and layer.padding_mode == "zeros" and layer.bias is None)  # fmt: skip
+    return (
+        type(layer) is nn.Conv2d
+        and layer.in_channels == layer.out_channels
+        and layer.in_channels in CHANNELS
+        and (layer.kernel_size, layer.stride, layer.dilation, layer.groups) == ((3, 3), (1, 1), (1, 1), 1)
+        and layer.padding in ((1, 1), "same")
+        and layer.padding_mode == "zeros"
+        and layer.bias is None
+    )
 
 
 def convolution(layer: nn.Conv2d, x: Tensor) -> Tensor:
@@ -49,5 +55,7 @@ class _Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
         wanted = ctx.needs_input_grad
-        return (narrow_kernels.convolve(dy, weight, back=True) if wanted[0] else None,
-                narrow_kernels.weight_gradient(x, dy, weight) if wanted[1] else None)  # fmt: skip
+        return (
+            narrow_kernels.convolve(dy, weight, back=True) if wanted[0] else None,
+            narrow_kernels.weight_gradient(x, dy, weight) if wanted[1] else None,
+        )

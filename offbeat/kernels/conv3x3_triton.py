@@ -95,4 +95,3 @@ def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
     BS = max(16, 4096 // BG)
     _sum[(-(-size // BS),)](parts, found, programs, size, BG=BG, BS=BS, num_warps=4)
     return found
-

@@ -48,9 +48,30 @@ Make = Callable[..., Method]
 GROUP = "offbeat.methods"  # of entry points
 # How tables list them; a method that is not here comes after these.
 ORDER = (
-    "bp", "gpipe", "ddg", "fr", "fdg", "dsp", "adl", "dgl", "dgl-async", "dni", "mostafa", "pred", "sim", "predsim",
-    "asgd", "dc-asgd", "pipedream", "2bw", "adl-1f1b", "pipemare", "spectrain", "pb", "nag-async",
-)  # fmt: skip
+    "bp",
+    "gpipe",
+    "ddg",
+    "fr",
+    "fdg",
+    "dsp",
+    "adl",
+    "dgl",
+    "dgl-async",
+    "dni",
+    "mostafa",
+    "pred",
+    "sim",
+    "predsim",
+    "asgd",
+    "dc-asgd",
+    "pipedream",
+    "2bw",
+    "adl-1f1b",
+    "pipemare",
+    "spectrain",
+    "pb",
+    "nag-async",
+)
 
 
 # ---- which there are
@@ -201,7 +222,34 @@ def parsed(text: str, **besides: Any) -> tuple[str, dict[str, Any]]:
 
 
 __all__ = [
-    "ADL", "ADL1F1B", "ASGD", "BP", "DCASGD", "DDG", "DECLARED", "DGL", "DNI", "DSP", "FDG", "FR", "METHODS",
-    "PB", "AsyncDGL", "GPipe", "Mostafa", "NAGAsync", "PipeDream", "PipeMare", "Pred", "PredSim", "Sim", "SpecTrain",
-    "TwoBW", "add_packages", "named", "parsed", "settings_of", "with_settings",
-]  # fmt: skip
+    "ADL",
+    "ADL1F1B",
+    "ASGD",
+    "BP",
+    "DCASGD",
+    "DDG",
+    "DECLARED",
+    "DGL",
+    "DNI",
+    "DSP",
+    "FDG",
+    "FR",
+    "METHODS",
+    "PB",
+    "AsyncDGL",
+    "GPipe",
+    "Mostafa",
+    "NAGAsync",
+    "PipeDream",
+    "PipeMare",
+    "Pred",
+    "PredSim",
+    "Sim",
+    "SpecTrain",
+    "TwoBW",
+    "add_packages",
+    "named",
+    "parsed",
+    "settings_of",
+    "with_settings",
+]

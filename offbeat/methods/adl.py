@@ -33,6 +33,12 @@ def ADL(  # noqa: N802
     ['F0', 'F1', 'F2 B0', 'F3 B1 U', 'B2', 'B3 U']
     """
     return Method(
-        name="adl", title="accumulated decoupled learning", reference="Zhuang, Lin, Toh 2021",
-        lag=lags.round_trip, M=M, window=window, weights=weights, correctors=correctors(corrector),
-    )  # fmt: skip
+        name="adl",
+        title="accumulated decoupled learning",
+        reference="Zhuang, Lin, Toh 2021",
+        lag=lags.round_trip,
+        M=M,
+        window=window,
+        weights=weights,
+        correctors=correctors(corrector),
+    )

@@ -27,6 +27,12 @@ def ADL1F1B(  # noqa: N802
 ) -> Method:
     """ADL with lag K-k and M gradients an update."""
     return Method(
-        name="adl-1f1b", title="ADL on the 1F1B lag", reference="this project",
-        lag=lags.one_way, M=M, window=window, weights=weights, correctors=correctors(corrector),
-    )  # fmt: skip
+        name="adl-1f1b",
+        title="ADL on the 1F1B lag",
+        reference="this project",
+        lag=lags.one_way,
+        M=M,
+        window=window,
+        weights=weights,
+        correctors=correctors(corrector),
+    )

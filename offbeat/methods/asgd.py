@@ -32,6 +32,11 @@ def ASGD(N: int = 4, *, corrector: Corrections = None) -> Method:  # noqa: N802
         return N - 1
 
     return Method(
-        name="asgd", title="asynchronous data parallelism", reference="Dean et al. 2012", lag=lag,
-        limit=alone, workers=N, correctors=correctors(corrector),
-    )  # fmt: skip
+        name="asgd",
+        title="asynchronous data parallelism",
+        reference="Dean et al. 2012",
+        lag=lag,
+        limit=alone,
+        workers=N,
+        correctors=correctors(corrector),
+    )

@@ -30,6 +30,12 @@ def BP(M: int = 1, *, window: Window = "count", weights: Weights = "stash") -> M
     ['F0 B0', 'F1 B1 U', 'F2 B2', 'U']
     """
     return Method(
-        name="bp", title="back-propagation", reference="Rumelhart et al. 1986", locks=("forward", "backward", "update"),
-        lag=lags.none, M=M, window=window, weights=weights,
-    )  # fmt: skip
+        name="bp",
+        title="back-propagation",
+        reference="Rumelhart et al. 1986",
+        locks=("forward", "backward", "update"),
+        lag=lags.none,
+        M=M,
+        window=window,
+        weights=weights,
+    )

@@ -24,6 +24,9 @@ from offbeat.methods.asgd import ASGD
 def DCASGD(N: int = 4, *, lambda_: float = 0.04, adaptive: bool = False) -> Method:  # noqa: N802
     """ASGD with compensated gradients."""
     return replace(
-        ASGD(N), name="dc-asgd", title="ASGD with delay compensation", reference="Zheng et al. 2017",
+        ASGD(N),
+        name="dc-asgd",
+        title="ASGD with delay compensation",
+        reference="Zheng et al. 2017",
         correctors=correctors(DelayCompensation(lambda_, adaptive)),
-    )  # fmt: skip
+    )

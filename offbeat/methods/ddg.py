@@ -30,7 +30,12 @@ def DDG(  # noqa: N802
     ['F0 |', 'F1 | B0 U', 'B1 U']
     """
     return Method(
-        name="ddg", title="delayed gradients", reference="Huo et al. 2018 (ICML)",
-        locks=("forward",) if barrier else (), lag=lags.one_way, weights=weights, barrier=barrier,
+        name="ddg",
+        title="delayed gradients",
+        reference="Huo et al. 2018 (ICML)",
+        locks=("forward",) if barrier else (),
+        lag=lags.one_way,
+        weights=weights,
+        barrier=barrier,
         correctors=correctors(corrector),
-    )  # fmt: skip
+    )

@@ -45,6 +45,11 @@ def head(shape: tuple[int, ...], classes: int) -> Any:
 def DGL() -> Method:  # noqa: N802
     """Greedy learning of all stages at once, each on its own classifier."""
     return Method(
-        name="dgl", title="decoupled greedy learning", reference="Belilovsky et al. 2020", locks=("forward",),
-        lag=lags.none, feedback="local", head=head,
-    )  # fmt: skip
+        name="dgl",
+        title="decoupled greedy learning",
+        reference="Belilovsky et al. 2020",
+        locks=("forward",),
+        lag=lags.none,
+        feedback="local",
+        head=head,
+    )

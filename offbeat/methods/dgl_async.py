@@ -91,6 +91,11 @@ def AsyncDGL(buffer: int = 2, *, seed: int = 0) -> Method:  # noqa: N802
         return free_running(k, K, batches, size=buffer, seed=seed)
 
     return Method(
-        name="dgl-async", title="greedy learning from buffers", reference="Belilovsky et al. 2020",
-        lag=lags.none, feedback="local", head=head, order=order,
-    )  # fmt: skip
+        name="dgl-async",
+        title="greedy learning from buffers",
+        reference="Belilovsky et al. 2020",
+        lag=lags.none,
+        feedback="local",
+        head=head,
+        order=order,
+    )

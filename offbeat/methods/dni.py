@@ -40,8 +40,13 @@ def network(shape: tuple[int, ...], classes: int, conditional: bool) -> Any:
     else:
         hidden = HIDDEN
         first = nn.Conv2d(C, hidden, 5, padding=2)
-        middle = [nn.BatchNorm2d(hidden), nn.ReLU(), nn.Conv2d(hidden, hidden, 5, padding=2), nn.BatchNorm2d(hidden),
-                  nn.ReLU()]  # fmt: skip
+        middle = [
+            nn.BatchNorm2d(hidden),
+            nn.ReLU(),
+            nn.Conv2d(hidden, hidden, 5, padding=2),
+            nn.BatchNorm2d(hidden),
+            nn.ReLU(),
+        ]
         last = nn.Conv2d(hidden, C, 5, padding=2)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
@@ -62,6 +67,12 @@ def DNI(  # noqa: N802
         return Synthesised(net, classes if conditional else None)
 
     return Method(
-        name="dni", title="synthetic gradients", reference="Jaderberg et al. 2017", locks=("forward",),
-        lag=lags.none, feedback="synthesiser", head=head, head_lr=lr,
-    )  # fmt: skip
+        name="dni",
+        title="synthetic gradients",
+        reference="Jaderberg et al. 2017",
+        locks=("forward",),
+        lag=lags.none,
+        feedback="synthesiser",
+        head=head,
+        head_lr=lr,
+    )

@@ -22,6 +22,10 @@ from offbeat.methods import lags
 def DSP(*, corrector: Corrections = None) -> Method:  # noqa: N802
     """The tick schedule with replayed forwards."""
     return Method(
-        name="dsp", title="diversely stale parameters", reference="Xu, Huo, Huang 2020",
-        lag=lags.round_trip, weights="replay", correctors=correctors(corrector),
-    )  # fmt: skip
+        name="dsp",
+        title="diversely stale parameters",
+        reference="Xu, Huo, Huang 2020",
+        lag=lags.round_trip,
+        weights="replay",
+        correctors=correctors(corrector),
+    )

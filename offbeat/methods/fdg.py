@@ -24,6 +24,10 @@ from offbeat.methods import lags
 def FDG(beta: float = 1.0, *, weights: Weights = "stash", corrector: Corrections = None) -> Method:  # noqa: N802
     """Delayed gradients on the tick schedule, shrunk by beta a stage (they tuned 0.2 to 0.8)."""
     return Method(
-        name="fdg", title="fully decoupled, delayed gradients", reference="Zhuang et al. 2021 (TNNLS)",
-        lag=lags.round_trip, weights=weights, correctors=correctors((Shrink(beta), *correctors(corrector))),
-    )  # fmt: skip
+        name="fdg",
+        title="fully decoupled, delayed gradients",
+        reference="Zhuang et al. 2021 (TNNLS)",
+        lag=lags.round_trip,
+        weights=weights,
+        correctors=correctors((Shrink(beta), *correctors(corrector))),
+    )

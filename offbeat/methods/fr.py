@@ -23,7 +23,12 @@ from offbeat.methods import lags
 def FR(*, barrier: bool = True, corrector: Corrections = None) -> Method:  # noqa: N802
     """Features replay behind a forward lock."""
     return Method(
-        name="fr", title="features replay", reference="Huo et al. 2018 (NeurIPS)",
-        locks=("forward",) if barrier else (), lag=lags.one_way, weights="replay", barrier=barrier,
+        name="fr",
+        title="features replay",
+        reference="Huo et al. 2018 (NeurIPS)",
+        locks=("forward",) if barrier else (),
+        lag=lags.one_way,
+        weights="replay",
+        barrier=barrier,
         correctors=correctors(corrector),
-    )  # fmt: skip
+    )

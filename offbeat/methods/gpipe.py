@@ -24,6 +24,11 @@ def GPipe(m: int = 4, *, recompute: bool = False) -> Method:  # noqa: N802
     the whole batch.
     """
     return Method(
-        name="gpipe", title="synchronous pipeline over micro-batches", reference="Huang et al. 2019",
-        locks=("update",), lag=lags.none, m=m, recompute=recompute,
-    )  # fmt: skip
+        name="gpipe",
+        title="synchronous pipeline over micro-batches",
+        reference="Huang et al. 2019",
+        locks=("update",),
+        lag=lags.none,
+        m=m,
+        recompute=recompute,
+    )

@@ -33,6 +33,11 @@ def Mostafa(feedback: Literal["transpose", "sign"] = "transpose") -> Method:  # 
         return FixedClassifier(shape, classes, signs=feedback == "sign")
 
     return Method(
-        name="mostafa", title="fixed local classifiers", reference="Mostafa et al. 2018", locks=("forward",),
-        lag=lags.none, feedback="local", head=head,
-    )  # fmt: skip
+        name="mostafa",
+        title="fixed local classifiers",
+        reference="Mostafa et al. 2018",
+        locks=("forward",),
+        lag=lags.none,
+        feedback="local",
+        head=head,
+    )

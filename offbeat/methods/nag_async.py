@@ -25,6 +25,9 @@ from offbeat.methods import lags
 def NAGAsync(gamma: float = 0.99, *, corrector: Corrections = None) -> Method:  # noqa: N802
     """1F1B with stashed weights and a look-ahead of momentum gamma."""
     return Method(
-        name="nag-async", title="1F1B with Nesterov look-ahead", reference="Ajanthan et al. 2025",
-        lag=lags.one_way, correctors=correctors((LookAhead(gamma), *correctors(corrector))),
-    )  # fmt: skip
+        name="nag-async",
+        title="1F1B with Nesterov look-ahead",
+        reference="Ajanthan et al. 2025",
+        lag=lags.one_way,
+        correctors=correctors((LookAhead(gamma), *correctors(corrector))),
+    )

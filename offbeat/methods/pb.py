@@ -24,6 +24,10 @@ from offbeat.methods import lags
 def PB(*, weights: Weights = "hybrid", corrector: Corrections = "lwp+sc") -> Method:  # noqa: N802
     """Pipelined back-propagation; by default with both compensations, `corrector=()` for none."""
     return Method(
-        name="pb", title="pipelined back-propagation", reference="Kosson et al. 2021",
-        lag=lags.round_trip, weights=weights, correctors=correctors(corrector),
-    )  # fmt: skip
+        name="pb",
+        title="pipelined back-propagation",
+        reference="Kosson et al. 2021",
+        lag=lags.round_trip,
+        weights=weights,
+        correctors=correctors(corrector),
+    )

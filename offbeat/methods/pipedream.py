@@ -24,6 +24,10 @@ from offbeat.methods import lags
 def PipeDream(*, weights: Weights = "stash", corrector: Corrections = None) -> Method:  # noqa: N802
     """1F1B with stashed weights, an update a batch."""
     return Method(
-        name="pipedream", title="1F1B with weight stashing", reference="Narayanan et al. 2019",
-        lag=lags.one_way, weights=weights, correctors=correctors(corrector),
-    )  # fmt: skip
+        name="pipedream",
+        title="1F1B with weight stashing",
+        reference="Narayanan et al. 2019",
+        lag=lags.one_way,
+        weights=weights,
+        correctors=correctors(corrector),
+    )

@@ -27,7 +27,11 @@ def PipeMare(  # noqa: N802
     """The tick schedule on current weights with T2, and T1 over the first `anneal` updates."""
     first = () if anneal is None else (Rescheduling(anneal),)
     return Method(
-        name="pipemare", title="asynchronous without stash, corrected", reference="Yang et al. 2021",
-        lag=lags.round_trip, M=M, weights="hybrid",
+        name="pipemare",
+        title="asynchronous without stash, corrected",
+        reference="Yang et al. 2021",
+        lag=lags.round_trip,
+        M=M,
+        weights="hybrid",
         correctors=correctors((*first, Discrepancy(C), *correctors(corrector))),
-    )  # fmt: skip
+    )

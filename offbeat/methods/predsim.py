@@ -35,9 +35,15 @@ def _local(name: str, title: str, *, pred: float, sim: float, top: float = 1.0) 
         return LocalErrors(shape, classes, pred=pred, sim=sim, most=MOST_FEATURES)
 
     return Method(
-        name=name, title=title, reference="Nøkland, Eidnes 2019", locks=("forward",),
-        lag=lags.none, feedback="local", head=head, top=top,
-    )  # fmt: skip
+        name=name,
+        title=title,
+        reference="Nøkland, Eidnes 2019",
+        locks=("forward",),
+        lag=lags.none,
+        feedback="local",
+        head=head,
+        top=top,
+    )
 
 
 def Pred() -> Method:  # noqa: N802

@@ -29,7 +29,10 @@ def SpecTrain(version: Literal[1, 2] = 1, *, corrector: Corrections = None) -> M
     if version not in (1, 2):
         raise unknown("version of spectrain", str(version), ("1", "2"))
     return Method(
-        name="spectrain", title="1F1B on predicted weights", reference="Chen et al. 2018",
-        lag=lags.one_way, weights="hybrid" if version == 1 else "stash",
+        name="spectrain",
+        title="1F1B on predicted weights",
+        reference="Chen et al. 2018",
+        lag=lags.one_way,
+        weights="hybrid" if version == 1 else "stash",
         correctors=correctors((Speculation(), *correctors(corrector))),
-    )  # fmt: skip
+    )

@@ -27,6 +27,12 @@ def TwoBW(M: int = 8, *, corrector: Corrections = None) -> Method:  # noqa: N802
         return None if M >= K - 1 else f"two versions are enough only for M >= K-1: use -M {K - 1} or more, not {M}"
 
     return Method(
-        name="2bw", title="1F1B with two weight buffers", reference="Narayanan et al. 2021",
-        lag=lags.one_way, M=M, forward="before", limit=limit, correctors=correctors(corrector),
-    )  # fmt: skip
+        name="2bw",
+        title="1F1B with two weight buffers",
+        reference="Narayanan et al. 2021",
+        lag=lags.one_way,
+        M=M,
+        forward="before",
+        limit=limit,
+        correctors=correctors(corrector),
+    )

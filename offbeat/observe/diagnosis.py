@@ -44,8 +44,10 @@ def check(every: int, method: Method) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise UserError(f"diagnose = {every!r} updates: use a whole number from 1 up")
     if method.head is not None:
-        raise UserError(f"diagnose with {method.name}, whose stages learn from heads of their own and have no late "
-                        "gradients: leave it out")  # fmt: skip
+        raise UserError(
+            f"diagnose with {method.name}, whose stages learn from heads of their own and have no late "
+            "gradients: leave it out"
+        )
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,11 @@ class Diagnosis:
         A replay's are not measured: what forwarded them was not saved.
         """
         self.restored = list(lines)
-        self.given = {t: Given(batch.kept or batch.version) for t, batch in self.stage.in_flight.items()
-                      if not (self.stage.weights.replays and self.stage.lag)}  # fmt: skip
+        self.given = {
+            t: Given(batch.kept or batch.version)
+            for t, batch in self.stage.in_flight.items()
+            if not (self.stage.weights.replays and self.stage.lag)
+        }
 
     def _present(self) -> Version:
         sources = self.stage.weights.sources
@@ -152,8 +157,13 @@ class Diagnosis:
         norm = sum((a.square().sum() for a, _ in pairs), zero).sqrt()
         lengths = [sum((g.square().sum() for g in each), zero).sqrt() for each in zip(*both, strict=True)]
         product = sum(((a * b).sum() for a, b in both), zero)
-        facts = {"stage": stage.k, "update": stage.update_index, "batch": t // stage.method.m,
-                 "lag": stage.update_index - batch.update, "turn": self.turn()}  # fmt: skip
+        facts = {
+            "stage": stage.k,
+            "update": stage.update_index,
+            "batch": t // stage.method.m,
+            "lag": stage.update_index - batch.update,
+            "turn": self.turn(),
+        }
         figures = torch.stack([gap, norm, lengths[0], product / (lengths[0] * lengths[1])])
         self.measured.append((facts, figures))
 

@@ -201,8 +201,19 @@ class Tracing:
     Made by all processes ahead of the same batch (it compares clocks), and asked to run every turn from then on.
     """
 
-    def __init__(self, engine: Engine, workers: list[Worker], method: Method, *, turns: int, path: Path, at: int,
-                 links: TraceLinks, device: torch.device, tell: Tell | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        engine: Engine,
+        workers: list[Worker],
+        method: Method,
+        *,
+        turns: int,
+        path: Path,
+        at: int,
+        links: TraceLinks,
+        device: torch.device,
+        tell: Tell | None,
+    ) -> None:
         check(turns)
         if 1 in engine.here and not path.parent.is_dir():
             raise UserError(f"trace in {path}: there is no folder {path.parent}, make it first")
@@ -246,8 +257,9 @@ class Tracing:
         for worker in self.workers:
             tape = self.tapes[worker.stage.k] = Tape(watch)
             self.plain.append((worker.links, worker.actor, worker.barrier))
-            taped: dict[str, Any] = {name: None if link is None else TapedLink(link, tape)
-                                     for name, link in vars(worker.links).items()}  # fmt: skip
+            taped: dict[str, Any] = {
+                name: None if link is None else TapedLink(link, tape) for name, link in vars(worker.links).items()
+            }
             worker.links = Links(**taped)
             worker.actor = TapedStage(worker, tape)
             worker.barrier = partial(taped_barrier, worker.barrier, tape)
@@ -307,11 +319,15 @@ class Tracing:
             "traceEvents": chrome(stages, self.skews, m=self.method.m),
             "displayTimeUnit": "ms",
             "otherData": {
-                "K": self.engine.K, "M": self.method.M, "method": self.method.name, "turns": self.done,
-                "asked": self.turns, "idle": idle,
+                "K": self.engine.K,
+                "M": self.method.M,
+                "method": self.method.name,
+                "turns": self.done,
+                "asked": self.turns,
+                "idle": idle,
                 "clock_uncertainty_us": [self.skews[k].uncertainty / 1e3 for k in stages],
             },
-        }  # fmt: skip
+        }
         what = f"{self.done} iteration{'s' * (self.done > 1)} of {len(stages)} stage{'s' * (len(stages) > 1)}"
         alone = self.engine.records and self.device.type == "cuda"
         found = "each operation by itself" if alone else f"idle {' '.join(f'{100 * share:.0f} %' for share in idle)}"
@@ -354,10 +370,17 @@ def chrome(stages: dict[int, Tensor], skews: dict[int, Skew], *, m: int = 1) -> 
     ]
     for k, rows in stages.items():
         for kind, number, begin, end, more in rows.tolist():
-            events.append({
-                **_named(kind, number, more, m), "cat": KINDS[kind], "ph": "X",
-                "ts": (begin - skews[k].offset - zero) / 1e3, "dur": (end - begin) / 1e3, "pid": 0, "tid": k,
-            })  # fmt: skip
+            events.append(
+                {
+                    **_named(kind, number, more, m),
+                    "cat": KINDS[kind],
+                    "ph": "X",
+                    "ts": (begin - skews[k].offset - zero) / 1e3,
+                    "dur": (end - begin) / 1e3,
+                    "pid": 0,
+                    "tid": k,
+                }
+            )
     return sorted(events, key=lambda event: event.get("ts", -1.0))
 
 

@@ -104,8 +104,10 @@ def split(model: nn.Module, cuts: Sequence[int]) -> list[nn.Module]:
     if cuts:
         entries = list(model._modules.items())
         edges = zip([0, *cuts], [*cuts, len(entries)], strict=True)
-        parts = [nn.Sequential(OrderedDict((name, unit) for name, unit in entries[start:end] if unit is not None))
-                 for start, end in edges]  # fmt: skip
+        parts = [
+            nn.Sequential(OrderedDict((name, unit) for name, unit in entries[start:end] if unit is not None))
+            for start, end in edges
+        ]
     refuse_shared(parts)
     return parts
 

@@ -29,10 +29,15 @@ def measure_links() -> tuple[float, float]:
     with tempfile.TemporaryDirectory(prefix="offbeat-") as folder:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         players = [
-            subprocess.Popen([sys.executable, "-c", CHILD, str(rank), str(Path(folder) / "store")], env=environment,
-                             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen(
+                [sys.executable, "-c", CHILD, str(rank), str(Path(folder) / "store")],
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
             for rank in (0, 1)
-        ]  # fmt: skip
+        ]
         try:
             said = [player.communicate(timeout=PATIENCE) for player in players]
         except subprocess.TimeoutExpired:

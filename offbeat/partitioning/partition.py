@@ -114,10 +114,17 @@ def partition(
 
 
 def solve_for(
-    model: nn.Module, sample: Any, K: int, *, by: By = "flops", speeds: Sequence[float] | None = None,
-    memory: Memory | None = None, pinned: Sequence[int] = (), legal: Sequence[int] | None = None,
+    model: nn.Module,
+    sample: Any,
+    K: int,
+    *,
+    by: By = "flops",
+    speeds: Sequence[float] | None = None,
+    memory: Memory | None = None,
+    pinned: Sequence[int] = (),
+    legal: Sequence[int] | None = None,
     traced: Traced | None = None,
-) -> Solution:  # fmt: skip
+) -> Solution:
     """The best cuts for what the units cost; measured ones are corrected by what whole stages take."""
     found = profile(model, sample, timed=by == "measured", traced=traced)
     options: dict[str, Any] = {"speeds": speeds, "memory": memory, "pinned": pinned, "legal": legal or found.legal_cuts}

@@ -61,9 +61,11 @@ class Profile:
     def misfit(self, sample: Any, traced: Traced, *, model: str, device: str) -> str | None:
         """What makes this profile another model's, or another setting's; None where it fits."""
         facts = {
-            "model": (self.model, model), "shape": (self.shapes, _shapes(sample)), "device": (self.device, device),
+            "model": (self.model, model),
+            "shape": (self.shapes, _shapes(sample)),
+            "device": (self.device, device),
             "number of threads": (self.threads, torch.get_num_threads()),
-        }  # fmt: skip
+        }
         for name, (there, here) in facts.items():
             if there != here:
                 return f"its {name} is {there}, here it is {here}"
@@ -169,9 +171,13 @@ class _Held(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _seconds(
-    call: Callable[[Values], Values], inputs: Values, parameters: Sequence[Tensor], repeat: int, device: torch.device,
+    call: Callable[[Values], Values],
+    inputs: Values,
+    parameters: Sequence[Tensor],
+    repeat: int,
+    device: torch.device,
     share: float,
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float]:
     """Median forward and backward seconds of one unit in about `share` seconds; on a GPU by events on its stream."""
     forwards, backwards = [], []
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]

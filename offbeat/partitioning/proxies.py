@@ -23,10 +23,32 @@ from torch.utils import _pytree as pytree
 from offbeat.partitioning.aliases import CHANGING, DESCRIBING, SEVERAL, VIEW_ATTRIBUTES
 
 FACTORIES = (
-    "arange", "as_tensor", "bartlett_window", "blackman_window", "empty", "empty_strided", "eye", "full",
-    "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "normal", "ones", "rand", "randint",
-    "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
-)  # fmt: skip
+    "arange",
+    "as_tensor",
+    "bartlett_window",
+    "blackman_window",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "range",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+)
 
 
 class Untraceable(Exception):

@@ -178,8 +178,9 @@ class Stopwatch:
             self.workers.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-                 ) -> None:  # fmt: skip
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.workers:
             self.workers.__exit__(kind, value, trace)
 
@@ -225,14 +226,22 @@ class TimingWorkers:
         environment = {**os.environ, "OMP_NUM_THREADS": str(n), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         for rank in range(self.K):
             mine = ",".join(map(str, cores[rank * n : (rank + 1) * n]))
-            self.processes.append(subprocess.Popen(
-                [sys.executable, "-c", CHILD, mine], env=environment, text=True, bufsize=1,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            ))  # fmt: skip
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", CHILD, mine],
+                    env=environment,
+                    text=True,
+                    bufsize=1,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-                 ) -> None:  # fmt: skip
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:

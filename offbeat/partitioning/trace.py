@@ -269,11 +269,15 @@ class Traced:
             keep = {str(mark) for mark in marks(program.output)} if last else set(outputs)
             changed = frozenset[str]().union(*memory.writes[a:b])
             chunk._offbeat_plans[mode] = Plan(
-                inputs, bind(program.ops[a:b], chunk, keep), outputs, output,
+                inputs,
+                bind(program.ops[a:b], chunk, keep),
+                outputs,
+                output,
                 copied=tuple(name for name in inputs if not first and memory.roots[name] & changed),
                 constant=tuple(name for name in inputs if name not in self.carriers[mode]),
-                first=first, last=last,
-            )  # fmt: skip
+                first=first,
+                last=last,
+            )
         return chunk
 
     def _furnish(self, chunk: Chunk, spans: dict[bool, tuple[int, int]], k: int, taken: dict[int, int]) -> None:

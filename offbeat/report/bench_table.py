@@ -70,19 +70,32 @@ def cells(record: Record) -> list[list[str]]:
     found = []
     for row in rows.values():
         share = share_of_bound(row, record)
-        found.append([
-            row["title"] + (f", m={row['micro_batches']}" if row["micro_batches"] else ""),
-            ranged(row["samples_per_second"]), f"{times_faster(row, rows['bp']):.2f}" if "bp" in rows else "",
-            f"{times_faster(row, best):.2f}" if best else "", "" if share is None else f"{share:.2f}",
-            gradient(row), size(row["memory_per_worker"]), size(row["bytes_moved"]),
-        ])  # fmt: skip
+        found.append(
+            [
+                row["title"] + (f", m={row['micro_batches']}" if row["micro_batches"] else ""),
+                ranged(row["samples_per_second"]),
+                f"{times_faster(row, rows['bp']):.2f}" if "bp" in rows else "",
+                f"{times_faster(row, best):.2f}" if best else "",
+                "" if share is None else f"{share:.2f}",
+                gradient(row),
+                size(row["memory_per_worker"]),
+                size(row["bytes_moved"]),
+            ]
+        )
     if record["bound"]["seconds_per_batch"]:
         bound = record["bound"]
-        found.append([
-            "no-communication bound of the cuts", ranged(bound["samples_per_second"]),
-            f"{times_faster(bound, rows['bp']):.2f}" if "bp" in rows else "",
-            f"{times_faster(bound, best):.2f}" if best else "", "1", "", "", "",
-        ])  # fmt: skip
+        found.append(
+            [
+                "no-communication bound of the cuts",
+                ranged(bound["samples_per_second"]),
+                f"{times_faster(bound, rows['bp']):.2f}" if "bp" in rows else "",
+                f"{times_faster(bound, best):.2f}" if best else "",
+                "1",
+                "",
+                "",
+                "",
+            ]
+        )
     return found
 
 
@@ -123,7 +136,7 @@ def advice(record: Record) -> list[str]:
             f"{compared(adl, best)}; it holds {size(adl['memory_per_worker'])} a worker at most, the other "
             f"{size(best['memory_per_worker'])}. The synchronous one is the better choice where the exact "
             f"gradient is worth that much time, or where memory is short: {late}."
-        )  # fmt: skip
+        )
     if cores := rows.get("bp-cores"):
         said.append(
             f"{compared(adl, cores)}. Back-propagation on all cores needs no second process: the larger the batch and "
@@ -180,8 +193,10 @@ def common_notes(record: Record) -> list[str]:
         said.insert(1, f"A round times {batches} of a row with K workers, or whole windows of M where it accumulates.")
     if record["settings"]["load"] > BUSY * record["settings"]["cores"]:
         load, cores = record["settings"]["load"], record["settings"]["cores"]
-        said.append(f"The machine was busy with something else when this began (load {load:g} on "
-                    f"{counted(cores, 'core')}): these times say little.")  # fmt: skip
+        said.append(
+            f"The machine was busy with something else when this began (load {load:g} on "
+            f"{counted(cores, 'core')}): these times say little."
+        )
     said += [f"{name} is left out: {reason}." for name, reason in record["left_out"].items()]
     return said
 
@@ -190,11 +205,22 @@ def page(record: Record) -> str:
     """table.md."""
     made = record["provenance"]
     lines = [
-        f"# {heading(record)}", "", markdown(HEAD, cells(record)), "", "## When which", "",
-        " ".join(advice(record)), "", "## What the rows are", "", *(f"- {said}" for said in notes(record)), "",
+        f"# {heading(record)}",
+        "",
+        markdown(HEAD, cells(record)),
+        "",
+        "## When which",
+        "",
+        " ".join(advice(record)),
+        "",
+        "## What the rows are",
+        "",
+        *(f"- {said}" for said in notes(record)),
+        "",
         f"`{' '.join(made['command'])}`, commit {(made['commit'] or 'unknown')[:12]}, torch "
-        f"{made['versions']['torch']}, {made['machine']}; cuts {record['settings']['cuts']}.", "",
-    ]  # fmt: skip
+        f"{made['versions']['torch']}, {made['machine']}; cuts {record['settings']['cuts']}.",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -216,9 +242,13 @@ def show(record: Record, where: str) -> None:
             continue
         late = max(row["staleness"], default=0.0)
         made.add_row(
-            row["name"], str(row["micro_batches"] or ""), f"{late:.3g}", f"{row['memory_per_worker'] / 1e6:,.0f}",
-            f"{row['bytes_moved'] / 1e6:,.1f}", *line[1:5],
-        )  # fmt: skip
+            row["name"],
+            str(row["micro_batches"] or ""),
+            f"{late:.3g}",
+            f"{row['memory_per_worker'] / 1e6:,.0f}",
+            f"{row['bytes_moved'] / 1e6:,.1f}",
+            *line[1:5],
+        )
     console.print(made)
     for said in advice(record):
         console.print(f"- {said}", soft_wrap=True)

@@ -86,38 +86,63 @@ def read(folder: Path) -> Comparison:
         mine = [run for run in runs if run["label"] == label]
         recipes.append(complete(**settings(mine[0]["recipe"], path)))
         rows.append(_row(label, recipes[-1], {run["seed"]: lines(folder / run["folder"]) for run in mine}))
-    baseline = next((row for row, recipe in zip(rows, recipes, strict=True)
-                     if set(recipe.make_method().locks) == ALL_LOCKS and row.samples_per_second), None)  # fmt: skip
+    baseline = next(
+        (
+            row
+            for row, recipe in zip(rows, recipes, strict=True)
+            if set(recipe.make_method().locks) == ALL_LOCKS and row.samples_per_second
+        ),
+        None,
+    )
     jobs = written["comparison"]["jobs"]
     if baseline and baseline.samples_per_second and jobs == 1:  # others had a part of the machine, which changes
         speed = baseline.samples_per_second
         rows = [replace(row, speed_up=row.samples_per_second and row.samples_per_second / speed) for row in rows]
     return Comparison(
-        title=_title(asked, recipes), match=asked["match"], baseline=baseline.label if baseline else None, rows=rows,
+        title=_title(asked, recipes),
+        match=asked["match"],
+        baseline=baseline.label if baseline else None,
+        rows=rows,
         notes=list(_notes(asked, jobs, rows, recipes, baseline)),
         provenance=written["provenance"],
-    )  # fmt: skip
+    )
 
 
 def _row(label: str, recipe: Recipe, records: dict[int, list[dict[str, Any]]]) -> Row:
     method = recipe.make_method()
-    results = {seed: line for seed, record in records.items() for line in record
-               if line["kind"] == "result" and isfinite(line["loss"])}  # fmt: skip
+    results = {
+        seed: line
+        for seed, record in records.items()
+        for line in record
+        if line["kind"] == "result" and isfinite(line["loss"])
+    }
     errors = {seed: result["error"] for seed, result in results.items()}
     ages = _by_stage([result["staleness"] for result in results.values()], median)
-    peaks = [line["memory"] for record in records.values() for line in record
-             if line["kind"] in ("epoch", "result") and line.get("memory")]  # fmt: skip
+    peaks = [
+        line["memory"]
+        for record in records.values()
+        for line in record
+        if line["kind"] in ("epoch", "result") and line.get("memory")
+    ]
     return Row(
-        label=label, method=recipe.method, K=recipe.K, M=recipe.M, weights=recipe.weights,
-        batch_size=recipe.batch_size, batchnorm_batch=recipe.batch_size / method.m, lr=recipe.lr,
-        errors=errors, error=median(errors.values()) if errors else None,
+        label=label,
+        method=recipe.method,
+        K=recipe.K,
+        M=recipe.M,
+        weights=recipe.weights,
+        batch_size=recipe.batch_size,
+        batchnorm_batch=recipe.batch_size / method.m,
+        lr=recipe.lr,
+        errors=errors,
+        error=median(errors.values()) if errors else None,
         error_range=(min(errors.values()), max(errors.values())) if errors else None,
         samples_per_second=median(run["samples_per_second"] for run in results.values()) if results else None,
-        memory=_by_stage(peaks, max), staleness=ages,
+        memory=_by_stage(peaks, max),
+        staleness=ages,
         jacobian=[0.0] * len(ages) if ages and method.weights == "replay" else None,
         curves=[[line["test_error"] for line in record if line["kind"] == "epoch"] for record in records.values()],
         failed={seed: _reason(record) for seed, record in records.items() if seed not in results},
-    )  # fmt: skip
+    )
 
 
 def _by_stage(runs: Sequence[Sequence[Any]], how: Any) -> list[Any] | None:
@@ -232,9 +257,12 @@ def table(comparison: Comparison) -> Table:
         heading = name.replace(" a stage", "\na stage").replace("BN batch", "BN\nbatch")
         breaks = name == "method" or name.endswith("a stage")
         made.add_column(
-            heading, justify="left" if name == "method" else "right", no_wrap=not breaks,
-            min_width=max(map(len, heading.split("\n"))), overflow="fold",
-        )  # fmt: skip
+            heading,
+            justify="left" if name == "method" else "right",
+            no_wrap=not breaks,
+            min_width=max(map(len, heading.split("\n"))),
+            overflow="fold",
+        )
     for row in rows:
         made.add_row(row[0].replace(":", " "), *(row[place] for place in shown[1:]))
     return made

@@ -46,8 +46,9 @@ def _facts(recipe: Recipe) -> tuple[tuple[int, int, int] | None, int | None]:
 
 
 @lru_cache(maxsize=32)
-def _parts(model: str, shape: tuple[int, int, int] | None, classes: int | None, cuts: tuple[int, ...],
-           units: str) -> tuple[Part, ...]:  # fmt: skip
+def _parts(
+    model: str, shape: tuple[int, int, int] | None, classes: int | None, cuts: tuple[int, ...], units: str
+) -> tuple[Part, ...]:
     import torch
 
     from offbeat import models

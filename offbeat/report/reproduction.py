@@ -1,9 +1,9 @@
 """A reproduction as a table: the paper's value beside what our runs have recorded, and what is still missing.
 
-    paper        test error % at the last epoch, median of 3 runs; div. where it says that training diverged
-    ours         the median over the seeds that are finished; lowest, highest, and how many they are
-    difference   ours - paper
-    samples/s    the median over the seeds of each run's own median epoch
+paper        test error % at the last epoch, median of 3 runs; div. where it says that training diverged
+ours         the median over the seeds that are finished; lowest, highest, and how many they are
+difference   ours - paper
+samples/s    the median over the seeds of each run's own median epoch
 """
 
 from __future__ import annotations
@@ -75,8 +75,11 @@ def read_run(path: Path, seed: int) -> Run:
     ended = epochs and told["epochs"] == _epochs(path) and isfinite(epochs[-1]["test_loss"])
     if ended:  # stopped behind the last of them, before it could say so
         speeds = [line["samples_per_second"] for line in epochs]
-        values = {"error": epochs[-1]["test_error"], "top5": epochs[-1]["test_top5"],
-                  "samples_per_second": median(speeds[1:] or speeds)}  # fmt: skip
+        values = {
+            "error": epochs[-1]["test_error"],
+            "top5": epochs[-1]["test_top5"],
+            "samples_per_second": median(speeds[1:] or speeds),
+        }
         return Run(seed=seed, state="done", **values, **told)
     return Run(seed=seed, state="under way" if (path / "config.json").exists() else "missing", **told)
 
@@ -140,9 +143,14 @@ def run_name(row: str, seed: int) -> str:
 
 
 def read(
-    folder: Path, table: Table, recipes: dict[str, Recipe], seeds: dict[str, int], settings: dict[str, Any],
-    provenance: dict[str, Any], images: Images | None = None,
-) -> Reproduction:  # fmt: skip
+    folder: Path,
+    table: Table,
+    recipes: dict[str, Recipe],
+    seeds: dict[str, int],
+    settings: dict[str, Any],
+    provenance: dict[str, Any],
+    images: Images | None = None,
+) -> Reproduction:
     """What the folder holds of rows that were asked for, with so many `seeds`, and of others that were run in it.
 
     The paper's values stand beside ours unless it trained on other images.
@@ -161,9 +169,15 @@ def read(
     epochs = settings["epochs"]
     title = f"{table.title}, {OTHERS}" if others else table.title
     title = f"{title}, {epochs} epoch{'s' * (epochs > 1)}" if epochs else title
-    return Reproduction(table=table.name, title=title, settings=settings, top5=table.top5, rows=rows,
-                        notes=[*_notes(table, rows, epochs, others), *_changed(method)],
-                        provenance=provenance)  # fmt: skip
+    return Reproduction(
+        table=table.name,
+        title=title,
+        settings=settings,
+        top5=table.top5,
+        rows=rows,
+        notes=[*_notes(table, rows, epochs, others), *_changed(method)],
+        provenance=provenance,
+    )
 
 
 def _changed(method: str | None) -> list[str]:
@@ -186,12 +200,19 @@ def _result(row: Row, recipe: Recipe | None, runs: list[Run], *, compared: bool)
     middle = median(errors) if errors else None
     paper = row.paper.error if row.paper and compared else None
     return Result(
-        name=row.name, title=row.title, paper=row.paper if compared else None,
-        place=row.paper.place if row.paper else "(ours)", setting=setting(recipe) if recipe else "", error=middle,
-        error_range=(min(errors), max(errors)) if errors else None, top5=median(tops) if tops else None, n=len(errors),
+        name=row.name,
+        title=row.title,
+        paper=row.paper if compared else None,
+        place=row.paper.place if row.paper else "(ours)",
+        setting=setting(recipe) if recipe else "",
+        error=middle,
+        error_range=(min(errors), max(errors)) if errors else None,
+        top5=median(tops) if tops else None,
+        n=len(errors),
         difference=None if middle is None or paper is None else middle - paper,
-        samples_per_second=median(run.samples_per_second or 0.0 for run in done) if done else None, runs=runs,
-    )  # fmt: skip
+        samples_per_second=median(run.samples_per_second or 0.0 for run in done) if done else None,
+        runs=runs,
+    )
 
 
 def setting(recipe: Recipe) -> str:

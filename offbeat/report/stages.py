@@ -112,9 +112,7 @@ def _staleness(run: Run, name: str) -> Drawing | None:
     off = max(abs(value - wanted) for value, wanted in zip(run.staleness, formula or run.staleness, strict=True))
     told = "Updates between the forward and the backward of a batch, counted during training"
     told += f"; within {max(off, 0.001):.3f} of the formula." if formula else "."
-    chart = bars(
-        drawn, title="updates", groups={"measured": colour(0)}, mark="formula" if formula else "", form=".4f"
-    )
+    chart = bars(drawn, title="updates", groups={"measured": colour(0)}, mark="formula" if formula else "", form=".4f")
     return Drawing(f"{name}-staleness", "Mean staleness", chart, told, 3)
 
 

@@ -91,9 +91,10 @@ class Trace:
     def between(self, start: float, end: float) -> Trace:
         """What happened then, cut off at both ends; time begins at 0."""
         kept = [spell for spell in self.spells if spell.end > start and spell.start < end]
-        return Trace(self.K, [
-            replace(spell, start=max(spell.start, start) - start, end=min(spell.end, end) - start) for spell in kept
-        ])  # fmt: skip
+        return Trace(
+            self.K,
+            [replace(spell, start=max(spell.start, start) - start, end=min(spell.end, end) - start) for spell in kept],
+        )
 
     @property
     def length(self) -> float:
@@ -177,11 +178,17 @@ def planned(
     length = length or turns * turn
     batches = fill + 2 * turns + math.ceil(length / turn if turn > 0 else turns) + 2 * K
     spans = timeline(method, batches, costs)
-    starts = [span.start for span in spans if span.k == 1 and isinstance(span.operation, Forward)
-              and span.operation.t >= fill * method.m]  # fmt: skip
+    starts = [
+        span.start
+        for span in spans
+        if span.k == 1 and isinstance(span.operation, Forward) and span.operation.t >= fill * method.m
+    ]
     start = min(starts, default=0.0)
-    spells = [Spell(span.k, NAMES[type(span.operation)], span.start, span.end, getattr(span.operation, "t", None))
-              for span in spans if type(span.operation) in NAMES]  # fmt: skip
+    spells = [
+        Spell(span.k, NAMES[type(span.operation)], span.start, span.end, getattr(span.operation, "t", None))
+        for span in spans
+        if type(span.operation) in NAMES
+    ]
     shown = Trace(K, spells).between(start, start + length)
     shift = 0 if first is None else first - fill * method.m
     moved = [spell if spell.batch is None else replace(spell, batch=spell.batch + shift) for spell in shown.spells]
@@ -191,8 +198,10 @@ def planned(
 def planned_idle(plan: Trace) -> list[float]:
     """Share of the planned time in which each stage waits."""
     length = plan.length
-    return [1 - covered(((spell.start, spell.end) for spell in plan.of(k, *BUSY)), 0.0, length) / length
-            if length else 0.0 for k in range(1, plan.K + 1)]  # fmt: skip
+    return [
+        1 - covered(((spell.start, spell.end) for spell in plan.of(k, *BUSY)), 0.0, length) / length if length else 0.0
+        for k in range(1, plan.K + 1)
+    ]
 
 
 def usable(costs: Costs) -> bool:

@@ -1,7 +1,7 @@
 """Which batches make up which epoch, also where a run goes on with another batch size.
 
-    samples of epoch 0  | 0 1 2 3 | 4 5 6 7 | 8 9 |         batch size 4: batches 0, 1, 2
-    samples of epoch 1  | 0 1 2 3 | 4 5 | 6 7 | 8 9 |       batch 3; from batch 4 on, batch size 2
+samples of epoch 0  | 0 1 2 3 | 4 5 6 7 | 8 9 |         batch size 4: batches 0, 1, 2
+samples of epoch 1  | 0 1 2 3 | 4 5 | 6 7 | 8 9 |       batch 3; from batch 4 on, batch size 2
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class Epochs:
 
     def __post_init__(self) -> None:
         if self.per_epoch < 1:
-            raise UserError(f"batch size {self.batch_size} with drop_last, but an epoch has {self.samples} samples: "
-                            "use a smaller batch size, or keep the short last batch")  # fmt: skip
+            raise UserError(
+                f"batch size {self.batch_size} with drop_last, but an epoch has {self.samples} samples: "
+                "use a smaller batch size, or keep the short last batch"
+            )
 
     def _batches(self, samples: int) -> int:
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)

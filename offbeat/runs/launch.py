@@ -59,10 +59,17 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
         if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
             later["shutdown_timeout"] = STOP_SECONDS
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=K, run_id=uuid.uuid4().hex, rdzv_backend=rendezvous.register(),
-            local_addr=rendezvous.LOOPBACK, max_restarts=max_restarts, monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=words), **later,
-        )  # fmt: skip
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=K,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend=rendezvous.register(),
+            local_addr=rendezvous.LOOPBACK,
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=words),
+            **later,
+        )
         over = threading.Event()
         threading.Thread(target=wake_the_stopped, args=(words, over), name="offbeat-wake", daemon=True).start()
         try:
@@ -97,8 +104,14 @@ def sweep() -> None:
 def last_words(error: BaseException) -> None:
     """Leave for the launcher why this worker stops."""
     rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    told = {"kind": type(error).__name__, "text": str(error), "time": time.time(), "rank": rank, "attempt": attempt,
-            "batches": list(getattr(error, "batches", ()))}  # fmt: skip
+    told = {
+        "kind": type(error).__name__,
+        "text": str(error),
+        "time": time.time(),
+        "rank": rank,
+        "attempt": attempt,
+        "batches": list(getattr(error, "batches", ())),
+    }
     (Path(os.environ[ERRORS]) / f"{attempt}-{rank}.json").write_text(json.dumps(told))
 
 

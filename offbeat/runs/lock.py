@@ -121,8 +121,10 @@ def _take(folder: Path) -> tuple[int, str]:
                 os.close(descriptor)
         if time.monotonic() > until or (holder and not holder.is_own and not holder.is_gone):
             who = f"process {holder.process} on {holder.host}" if holder else "another process"
-            raise FolderTaken(f"{folder} is in use by the run of {who}: a folder takes one run at a time; wait until "
-                              "that one has ended or stop it, then repeat the command")  # fmt: skip
+            raise FolderTaken(
+                f"{folder} is in use by the run of {who}: a folder takes one run at a time; wait until "
+                "that one has ended or stop it, then repeat the command"
+            )
         time.sleep(0.1)
 
 

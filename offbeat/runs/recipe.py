@@ -23,8 +23,16 @@ MOST = 2**31  # for whole numbers
 RESOLVED = ("M", "weights", "window")  # settings that every recipe states, as its method has them
 # Settings that were fields of their own in recipes of earlier versions, None where they were not given.
 EARLIER = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
-PAPER: dict[str, Any] = {"model": "resnet56", "data": "cifar10", "method": "adl", "K": 1, "batch_size": 32,
-                         "momentum": 0.9, "warmup": 3.0, "seed": 0}  # fmt: skip
+PAPER: dict[str, Any] = {
+    "model": "resnet56",
+    "data": "cifar10",
+    "method": "adl",
+    "K": 1,
+    "batch_size": 32,
+    "momentum": 0.9,
+    "warmup": 3.0,
+    "seed": 0,
+}
 WARMUP_START = 0.01  # the released code ramps up from 1 % of the learning rate
 
 
@@ -157,8 +165,10 @@ def complete(**given: Any) -> Recipe:
     taken = sorted(given.keys() & settings_of(values["method"]).keys() - set(RESOLVED))
     for corrector in method.correctors:
         if corrector.reads_momentum and not 0 < values["momentum"] < 1:
-            raise UserError(f"corrector {corrector.name} with momentum = {values['momentum']:g}: it reads the momentum "
-                            "of SGD, use one between 0 and 1")  # fmt: skip
+            raise UserError(
+                f"corrector {corrector.name} with momentum = {values['momentum']:g}: it reads the momentum "
+                "of SGD, use one between 0 and 1"
+            )
     image_folder = values["data"] == "imagefolder"
     defaults = {
         "settings": {name: getattr(method, name) for name in RESOLVED} | {name: given[name] for name in taken},
@@ -188,14 +198,28 @@ def _check(values: Mapping[str, Any]) -> None:
     """What can be wrong without looking at data or model."""
     if values.get("engine", ENGINES[0]) not in ENGINES:
         raise unknown("engine", values["engine"], ENGINES)
-    for name, allowed in (("units", ("blocks", "layers")), ("partition", ("flops", "measured")),
-                          ("device", ("cpu", "cuda")), ("precision", ("fp32", "tf32", "bf16")),
-                          ("checkpoint_mode", ("in-flight", "drained")), ("weighting", ("batches", "samples")),
-                          ("on_nan", ("stop", "skip", "rollback"))):  # fmt: skip
+    for name, allowed in (
+        ("units", ("blocks", "layers")),
+        ("partition", ("flops", "measured")),
+        ("device", ("cpu", "cuda")),
+        ("precision", ("fp32", "tf32", "bf16")),
+        ("checkpoint_mode", ("in-flight", "drained")),
+        ("weighting", ("batches", "samples")),
+        ("on_nan", ("stop", "skip", "rollback")),
+    ):
         if values.get(name, allowed[0]) not in allowed:
             raise unknown(name, values[name], allowed)
-    least = {"K": 1, "epochs": 1, "batch_size": 1, "threads_per_stage": 1, "data_workers": 0, "seed": 0, "keep": 1,
-             "trace": 1, "diagnose": 1}  # fmt: skip
+    least = {
+        "K": 1,
+        "epochs": 1,
+        "batch_size": 1,
+        "threads_per_stage": 1,
+        "data_workers": 0,
+        "seed": 0,
+        "keep": 1,
+        "trace": 1,
+        "diagnose": 1,
+    }
     for name, smallest in least.items():
         if name in values and values[name] < smallest:
             raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")

@@ -1,12 +1,12 @@
 """The run folder: what was run, what came out, and the trained model.
 
-    config.json         the complete recipe, cuts, versions, commit, host
-    metrics.jsonl       a line for every report, epoch and event
-    diagnosis.jsonl     how stale gradients are, a line for every look at a stage, where that was asked for
-    trace.json          what the stages did and when, likewise
-    events.out.*        the same for TensorBoard
-    model.safetensors   the whole model under the names of the unsplit module, whatever K was
-    run.lock            while the run is running: who uses the folder (see lock.py)
+config.json         the complete recipe, cuts, versions, commit, host
+metrics.jsonl       a line for every report, epoch and event
+diagnosis.jsonl     how stale gradients are, a line for every look at a stage, where that was asked for
+trace.json          what the stages did and when, likewise
+events.out.*        the same for TensorBoard
+model.safetensors   the whole model under the names of the unsplit module, whatever K was
+run.lock            while the run is running: who uses the folder (see lock.py)
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ class RunFolder:
         self._events: Any = None
 
     @classmethod
-    def create(
-        cls, path: Path, recipe: Recipe, *, again: bool = False, command: list[str] | None = None
-    ) -> RunFolder:
+    def create(cls, path: Path, recipe: Recipe, *, again: bool = False, command: list[str] | None = None) -> RunFolder:
         """Make the folder and write its config.json; `again`: a run that goes on, whose old one is kept beside it."""
         if not again:
             check_free(path)
@@ -101,8 +99,9 @@ class RunFolder:
             if again:
                 kept, number = (path / "config.json").read_bytes(), len(list(path.glob("config-*.json"))) + 1
                 with_room(path, lambda: write(path / f"config-{number}.json", kept))
-            text = json.dumps({"recipe": recipe.as_dict(), "provenance": provenance(command, device=recipe.device)},
-                              indent=2)  # fmt: skip
+            text = json.dumps(
+                {"recipe": recipe.as_dict(), "provenance": provenance(command, device=recipe.device)}, indent=2
+            )
             with_room(path, lambda: write(path / "config.json", text + "\n"))
         except OSError as error:
             raise UserError(f"cannot write to {path} ({first_line(error)}): choose another --out") from error
@@ -163,8 +162,9 @@ class RunFolder:
 
 
 def _full(path: Path, error: BaseException) -> UserError:
-    return UserError(f"cannot write to {path} ({first_line(error)}): make room there; a run with a checkpoint goes on "
-                     "by --resume")  # fmt: skip
+    return UserError(
+        f"cannot write to {path} ({first_line(error)}): make room there; a run with a checkpoint goes on by --resume"
+    )
 
 
 def append(run: Path, name: str, text: str) -> None:

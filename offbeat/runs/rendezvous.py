@@ -66,10 +66,16 @@ def loopback_store() -> tuple[Store, int]:
         listener.listen(128)
         port = listener.getsockname()[1]
         store = TCPStore(
-            LOOPBACK, port, None, True, TIMEOUT,
-            wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.fileno(),
+            LOOPBACK,
+            port,
+            None,
+            True,
+            TIMEOUT,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.fileno(),
             use_libuv=False,  # which takes no open socket in torch 2.6
-        )  # fmt: skip
+        )
         listener.detach()  # the store closes it
     return store, port
 

@@ -61,8 +61,10 @@ class Every:
         found = re.fullmatch(r"(\d+(?:\.\d+)?)(b|e|s|min)", text.strip())
         amount = float(found[1]) if found else 0.0
         if not found or amount <= 0 or (found[2] == "b" and not amount.is_integer()):
-            raise UserError(f"--checkpoint-every {text}: give a number above 0 and b (whole batches), e (epochs), s or "
-                            "min, such as 500b, 1e or 10min")  # fmt: skip
+            raise UserError(
+                f"--checkpoint-every {text}: give a number above 0 and b (whole batches), e (epochs), s or "
+                "min, such as 500b, 1e or 10min"
+            )
         if found[2] == "b":
             return cls(batches=int(amount))
         return cls(epochs=amount) if found[2] == "e" else cls(seconds=amount * (60 if found[2] == "min" else 1))
@@ -109,8 +111,16 @@ class Pending:
 class Saver:
     """The checkpoints of one run, in one process."""
 
-    def __init__(self, recipe: Recipe, epochs: Epochs, pipe: Pipeline, folder: Path,
-                 note: Callable[..., None], *, apart: Collection[int] = ()) -> None:  # fmt: skip
+    def __init__(
+        self,
+        recipe: Recipe,
+        epochs: Epochs,
+        pipe: Pipeline,
+        folder: Path,
+        note: Callable[..., None],
+        *,
+        apart: Collection[int] = (),
+    ) -> None:
         """apart: stages whose processes do not see the folder."""
         self.recipe, self.epochs, self.pipe, self.folder, self.note = recipe, epochs, pipe, folder, note
         self.every = Every.of(recipe.checkpoint_every)
@@ -181,8 +191,9 @@ class Saver:
         told["pause"] = time.perf_counter() - began
         if self.pipe.first:
             mode = "in-flight" if any(stage.in_flight for stage in self.pipe.stages.values()) else "drained"
-            self.pending[t] = Pending(folder, mode, {**run, "batches": t, "recipe": self.recipe.as_dict(),
-                                                                "epochs": self.epochs.as_dict()})  # fmt: skip
+            self.pending[t] = Pending(
+                folder, mode, {**run, "batches": t, "recipe": self.recipe.as_dict(), "epochs": self.epochs.as_dict()}
+            )
             for k, writer in self.writers.items():
                 self.pending[t].coming[k] = writer.submit(transfer.receive_part, self.links[k], folder, k)
             self._hear(t, told)
@@ -191,8 +202,10 @@ class Saver:
                 self.links[k].send(Message(t, told))
         if stop:
             self.close()
-            raise Interrupted(f"stopped by {stop} behind batch {t - 1}, with a checkpoint: go on with "
-                              f"'offbeat train --resume {self.folder}'")  # fmt: skip
+            raise Interrupted(
+                f"stopped by {stop} behind batch {t - 1}, with a checkpoint: go on with "
+                f"'offbeat train --resume {self.folder}'"
+            )
 
     def collect(self, *, wait: bool = False) -> None:
         """Finish the checkpoints of which all stages have told; with wait=True all that are pending."""
@@ -239,9 +252,14 @@ class Saver:
                 raise CheckpointFailed(pending.failed or "no folder for it could be made")
             checkpoint.make_room(self.folder, needed=RECORDS)
             made = checkpoint.finish(
-                pending.folder, pending.facts, t=t, mode=pending.mode, K=self.pipe.K,
-                method=self.pipe.method.name, run=pending.run,
-            )  # fmt: skip
+                pending.folder,
+                pending.facts,
+                t=t,
+                mode=pending.mode,
+                K=self.pipe.K,
+                method=self.pipe.method.name,
+                run=pending.run,
+            )
             checkpoint.prune(self.folder, self.recipe.keep)
             early = checkpoint.make_room(self.folder, needed=made.size + self.model_bytes + RECORDS)
         except CheckpointFailed as error:
@@ -251,8 +269,12 @@ class Saver:
             self.note("checkpoint", batch=t, bytes=made.size, pause=pending.pause, mode=made.mode)
             if early and not self.short:
                 self.short = True
-                self.note("disk nearly full", batch=t, reason=f"no room for {self.recipe.keep} checkpoints, the next "
-                          "one and the model: the oldest are removed early")  # fmt: skip
+                self.note(
+                    "disk nearly full",
+                    batch=t,
+                    reason=f"no room for {self.recipe.keep} checkpoints, the next "
+                    "one and the model: the oldest are removed early",
+                )
 
 
 def exact(recipe: Recipe, saved: dict[str, Any]) -> bool:
@@ -363,4 +385,3 @@ def find(run: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest sound checkpoint of a run, after clearing away what was left unfinished."""
     checkpoint.clean(run)
     return checkpoint.newest(run)
-

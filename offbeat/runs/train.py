@@ -59,9 +59,13 @@ def open_data(recipe: Recipe) -> data.DataSet:
     outside = os.environ.get(DATA_DIR) if kind and kind.layout else None
     workers = min(cores(), MOST_WORKERS) if recipe.data_workers is None else recipe.data_workers
     return data.open(
-        recipe.data, folder=recipe.data_dir or outside, shape=shape_of(recipe.shape), classes=recipe.classes,
-        samples=recipe.samples, workers=workers,
-    )  # fmt: skip
+        recipe.data,
+        folder=recipe.data_dir or outside,
+        shape=shape_of(recipe.shape),
+        classes=recipe.classes,
+        samples=recipe.samples,
+        workers=workers,
+    )
 
 
 def move_data(recipe: Recipe, data_set: data.DataSet | None) -> tuple[data.DataSet | None, list[str]]:
@@ -138,9 +142,15 @@ def train(recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = 
 
 
 def begin(
-    recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = False, data_set: data.DataSet | None = None,
-    name: str = "", reports: int = REPORTS_AN_EPOCH,
-) -> Run:  # fmt: skip
+    recipe: Recipe,
+    out: Path,
+    *,
+    show: bool = True,
+    folder_ready: bool = False,
+    data_set: data.DataSet | None = None,
+    name: str = "",
+    reports: int = REPORTS_AN_EPOCH,
+) -> Run:
     """A run that is ready to train, see `train`; it trains by `fit`, or a little at a time by `steps`.
 
     data_set   the recipe's, where it is open already; runs of one process can share it
@@ -168,8 +178,21 @@ def begin(
         if apart:
             others.append(f"stages that do not see {out} send their parts of checkpoints to stage 1: {apart}")
         before = {**found.run, "notes": [*notes, *others]}
-        return Run(recipe, known, epochs, pipe, folder, data_set, show, out, before, name=name, reports=reports,
-                   apart=apart, locks=locks.pop_all())  # fmt: skip
+        return Run(
+            recipe,
+            known,
+            epochs,
+            pipe,
+            folder,
+            data_set,
+            show,
+            out,
+            before,
+            name=name,
+            reports=reports,
+            apart=apart,
+            locks=locks.pop_all(),
+        )
 
 
 def enter(
@@ -273,18 +296,34 @@ def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) 
 
     def optimizer(parameters: Iterable[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(
-            parameters, lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay,
+            parameters,
+            lr=recipe.lr,
+            momentum=recipe.momentum,
+            weight_decay=recipe.weight_decay,
             fused=recipe.device == "cuda" or None,  # which can read its rate on the device
-        )  # fmt: skip
+        )
 
     pipe = Pipeline(
-        build_model(recipe, known), recipe.K, method=recipe.make_method(), loss=nn.functional.cross_entropy,
-        optimizer=optimizer, scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),
-        cuts=recipe.cuts, units=recipe.units, clip_norm=recipe.clip_norm, engine=engine, seed=recipe.seed,
-        device=recipe.device, sample=torch.zeros(1, *known.shape), left_out=recipe.left_out or (),
-        on_nan="skip" if recipe.on_nan == "skip" else "stop", precision=recipe.precision, compile=recipe.compile,
-        fuse=recipe.fuse, weighting=recipe.weighting,
-    )  # fmt: skip
+        build_model(recipe, known),
+        recipe.K,
+        method=recipe.make_method(),
+        loss=nn.functional.cross_entropy,
+        optimizer=optimizer,
+        scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),
+        cuts=recipe.cuts,
+        units=recipe.units,
+        clip_norm=recipe.clip_norm,
+        engine=engine,
+        seed=recipe.seed,
+        device=recipe.device,
+        sample=torch.zeros(1, *known.shape),
+        left_out=recipe.left_out or (),
+        on_nan="skip" if recipe.on_nan == "skip" else "stop",
+        precision=recipe.precision,
+        compile=recipe.compile,
+        fuse=recipe.fuse,
+        weighting=recipe.weighting,
+    )
     if recipe.diagnose:
         pipe.diagnose(recipe.diagnose)
     return pipe
@@ -299,10 +338,23 @@ def test_batch_size(recipe: Recipe, known: Facts) -> int:
 class Run:
     """The epochs of a run: training, reports, evaluation, records. Each process has one; the first writes."""
 
-    def __init__(self, recipe: Recipe, known: Facts, epochs: Epochs, pipe: Pipeline, folder: RunFolder | None,
-                 data_set: data.DataSet | None, show: bool, out: Path, before: dict[str, Any], *, name: str = "",
-                 reports: int = REPORTS_AN_EPOCH, apart: Collection[int] = (),
-                 locks: ExitStack | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        recipe: Recipe,
+        known: Facts,
+        epochs: Epochs,
+        pipe: Pipeline,
+        folder: RunFolder | None,
+        data_set: data.DataSet | None,
+        show: bool,
+        out: Path,
+        before: dict[str, Any],
+        *,
+        name: str = "",
+        reports: int = REPORTS_AN_EPOCH,
+        apart: Collection[int] = (),
+        locks: ExitStack | None = None,
+    ) -> None:
         self.locks = locks or ExitStack()  # on the run folder, until it is closed
         self.recipe, self.known, self.pipe, self.folder, self.data_set = recipe, known, pipe, folder, data_set
         self.epochs = epochs
@@ -354,9 +406,13 @@ class Run:
         self.began = time.perf_counter()
         with self.progress:
             yield from self.pipe.steps(
-                self._batches, self.recipe.epochs, first_epoch=self.first_epoch,
-                before_step=self.saver.before, after_step=self._after_step, after_epoch=self._after_epoch,
-            )  # fmt: skip
+                self._batches,
+                self.recipe.epochs,
+                first_epoch=self.first_epoch,
+                before_step=self.saver.before,
+                after_step=self._after_step,
+                after_epoch=self._after_epoch,
+            )
             self.saver.close()
             self._look_back()
         result = None
@@ -393,9 +449,12 @@ class Run:
         self.entered = 0  # samples of the epoch, in this process's time
         skip = self.epochs.position(self.pipe.batches)[1]  # above 0 where a run goes on
         return self.data_set.train(
-            batch_size=self.recipe.batch_size, seed=self.recipe.seed, epoch=epoch, skip=skip,
+            batch_size=self.recipe.batch_size,
+            seed=self.recipe.seed,
+            epoch=epoch,
+            skip=skip,
             drop_last=self.recipe.drop_last,
-        )  # fmt: skip
+        )
 
     def _after_step(self, t: int) -> None:
         self.progress.step()
@@ -407,10 +466,15 @@ class Run:
         self.saver.collect()
 
     def _save(self) -> None:
-        self.saver.save({
-            "rows": self.rows, "speeds": self.speeds, "test": self.test, "memory": self.memory,
-            "seconds": self.seconds + time.perf_counter() - self.began,
-        })  # fmt: skip
+        self.saver.save(
+            {
+                "rows": self.rows,
+                "speeds": self.speeds,
+                "test": self.test,
+                "memory": self.memory,
+                "seconds": self.seconds + time.perf_counter() - self.began,
+            }
+        )
 
     def _note(self, kind: str, **values: Any) -> None:
         """What became of a checkpoint: a line of the records, and of the screen where it failed."""
@@ -437,8 +501,13 @@ class Run:
             top, bottom = reports[-1], reports[0]
             self.memory = [report.memory for report in reports]
             if self.diagnoses:
-                self.diagnoses.add([{**line, "epoch": self.epochs.epoch_of(line["batch"])}
-                                    for report in reports for line in report.diagnosis])  # fmt: skip
+                self.diagnoses.add(
+                    [
+                        {**line, "epoch": self.epochs.epoch_of(line["batch"])}
+                        for report in reports
+                        for line in report.diagnosis
+                    ]
+                )
             self.rows.append({"loss": top.loss, "error": top.error, "samples": top.samples})
             now = time.perf_counter()
             self.entered += bottom.samples
@@ -448,11 +517,19 @@ class Run:
             speed = bottom.samples / max(1e-9, now - self.told)
             self.told = now
             self.folder.line(
-                "train", batch=bottom.t, epoch=self.epochs.epoch_of(bottom.t), loss=top.loss, error=top.error,
-                samples_per_second=speed, lr=bottom.lr, staleness=staleness,
-                in_flight=[report.in_flight for report in reports], versions=[report.versions for report in reports],
-                memory=[report.memory for report in reports], skipped=max(report.skipped for report in reports),
-            )  # fmt: skip
+                "train",
+                batch=bottom.t,
+                epoch=self.epochs.epoch_of(bottom.t),
+                loss=top.loss,
+                error=top.error,
+                samples_per_second=speed,
+                lr=bottom.lr,
+                staleness=staleness,
+                in_flight=[report.in_flight for report in reports],
+                versions=[report.versions for report in reports],
+                memory=[report.memory for report in reports],
+                skipped=max(report.skipped for report in reports),
+            )
             self.folder.scalars(bottom.t, train__loss=top.loss, train__error=top.error, train__lr=bottom.lr)
             self.progress.tell(top.loss, top.error, speed, staleness)
 
@@ -460,23 +537,36 @@ class Run:
         assert self.folder is not None
         tops = [row for row in self.rows if row["samples"] and row["loss"] is not None]
         samples = sum(row["samples"] for row in tops)
-        train = {name: sum(row[name] * row["samples"] for row in tops) / samples if samples else None
-                 for name in ("loss", "error")}  # fmt: skip
+        train = {
+            name: sum(row[name] * row["samples"] for row in tops) / samples if samples else None
+            for name in ("loss", "error")
+        }
         speed = self.entered / seconds
         self.speeds.append(speed)
         values = {
-            "train_loss": train["loss"], "train_error": train["error"],
-            "test_loss": self.test["loss"], "test_error": self.test["error"], "test_top5": self.test["top5"],
-        }  # fmt: skip
+            "train_loss": train["loss"],
+            "train_error": train["error"],
+            "test_loss": self.test["loss"],
+            "test_error": self.test["error"],
+            "test_top5": self.test["top5"],
+        }
         staleness = [stage.mean for stage in self.pipe.staleness]
         self.folder.line(
-            "epoch", epoch=epoch, batches=self.pipe.batches, seconds=seconds, samples_per_second=speed,
-            staleness=staleness, memory=self.memory, **values,
-        )  # fmt: skip
+            "epoch",
+            epoch=epoch,
+            batches=self.pipe.batches,
+            seconds=seconds,
+            samples_per_second=speed,
+            staleness=staleness,
+            memory=self.memory,
+            **values,
+        )
         self.folder.scalars(
-            self.pipe.batches, test__loss=values["test_loss"], test__error=values["test_error"],
+            self.pipe.batches,
+            test__loss=values["test_loss"],
+            test__error=values["test_error"],
             speed__samples_per_second=speed,
-        )  # fmt: skip
+        )
         self.progress.epoch(epoch, values, speed, staleness)
 
     def close(self) -> None:

@@ -83,9 +83,18 @@ def folder_name(label: str) -> str:
 
 
 def compare(
-    *, methods: str, match: str, seeds: int, M: int, chosen: dict[str, Any], out: Path | None, jobs: int,
-    execute: Execute, show: bool, together: int = 1,
-) -> tuple[Comparison, Path]:  # fmt: skip
+    *,
+    methods: str,
+    match: str,
+    seeds: int,
+    M: int,
+    chosen: dict[str, Any],
+    out: Path | None,
+    jobs: int,
+    execute: Execute,
+    show: bool,
+    together: int = 1,
+) -> tuple[Comparison, Path]:
     """Run what is not finished yet, then read all records and write the table and the curves.
 
     jobs, together   runs at a time: in processes of their own, or by turns in this one
@@ -95,8 +104,15 @@ def compare(
     K = chosen.get("K", 1)
     if "engine" not in chosen and chosen.get("device") != "cuda":
         chosen["engine"] = "simulate" if K == 1 or jobs > 1 or together > 1 else "processes"
-    asked = {"methods": [entry.label for entry in entries], "match": match, "seeds": seeds, "M": M, "batch_size": 32,
-             "lr": None, **chosen}  # fmt: skip
+    asked = {
+        "methods": [entry.label for entry in entries],
+        "match": match,
+        "seeds": seeds,
+        "M": M,
+        "batch_size": 32,
+        "lr": None,
+        **chosen,
+    }
     recipes = {entry.label: recipe_of(entry, asked) for entry in entries}
     first = next(iter(recipes.values()))
     folder = out or Path("runs") / f"compare-{first.data}-{first.model}-K{K}-M{M}"
@@ -105,9 +121,15 @@ def compare(
 
 
 def _compare(
-    folder: Path, asked: dict[str, Any], recipes: Mapping[str, Recipe], *, jobs: int, execute: Execute, show: bool,
+    folder: Path,
+    asked: dict[str, Any],
+    recipes: Mapping[str, Recipe],
+    *,
+    jobs: int,
+    execute: Execute,
+    show: bool,
     together: int,
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     crowd = max(jobs, together)
     runs = _resumed(folder, asked, crowd) or _begun(folder, asked, crowd, recipes)
     todo = [run for run in runs if not finished(folder / run.folder, run.recipe)]
@@ -132,22 +154,34 @@ def _check(
     labels = [folder_name(entry.label) for entry in entries]
     twice = [entry.label for entry in entries if labels.count(folder_name(entry.label)) > 1]
     if not entries or twice:
-        raise UserError(f"--methods {twice[0]!r} is there twice: name each once" if twice else
-                        "--methods names none: give some, such as bp,adl")  # fmt: skip
+        raise UserError(
+            f"--methods {twice[0]!r} is there twice: name each once"
+            if twice
+            else "--methods names none: give some, such as bp,adl"
+        )
     if match not in MATCHES:
         raise unknown("match", match, MATCHES)
-    for name, number in (("seeds", seeds), ("M", M), ("jobs", jobs), ("side-by-side", together),
-                         ("K", chosen.get("K", 1))):  # fmt: skip
+    for name, number in (
+        ("seeds", seeds),
+        ("M", M),
+        ("jobs", jobs),
+        ("side-by-side", together),
+        ("K", chosen.get("K", 1)),
+    ):
         if number < 1:
             raise UserError(f"{name} = {number}: use a whole number from 1 up")
     if jobs > 1 and chosen.get("engine") == "processes":
         raise UserError(f"--jobs {jobs} with --engine processes: runs at the same time take --engine simulate")
     if jobs > 1 and together > 1:
-        raise UserError(f"--jobs {jobs} with --side-by-side {together}: runs at a time are in processes of their "
-                        "own or in one, choose one of the two")  # fmt: skip
+        raise UserError(
+            f"--jobs {jobs} with --side-by-side {together}: runs at a time are in processes of their "
+            "own or in one, choose one of the two"
+        )
     if together > 1 and chosen.get("engine") == "processes":
-        raise UserError(f"--side-by-side {together} with --engine processes: runs by turns take an engine that keeps "
-                        "all stages in one process, such as --engine simulate")  # fmt: skip
+        raise UserError(
+            f"--side-by-side {together} with --engine processes: runs by turns take an engine that keeps "
+            "all stages in one process, such as --engine simulate"
+        )
     if launch.joined_group():
         raise UserError("compare under torchrun: it starts its own processes, run it without")
 
@@ -169,8 +203,10 @@ def recipe_of(entry: Entry, asked: Mapping[str, Any]) -> Recipe:
     if asked["match"] == "effective":
         b, rest = divmod(b * asked["M"], method.M)
         if rest:
-            raise UserError(f"{entry.label} with M = {method.M}: {asked['batch_size'] * asked['M']} samples an update "
-                            "cannot be split into so many batches, choose -M or --batch-size otherwise")  # fmt: skip
+            raise UserError(
+                f"{entry.label} with M = {method.M}: {asked['batch_size'] * asked['M']} samples an update "
+                "cannot be split into so many batches, choose -M or --batch-size otherwise"
+            )
     given = {name: value for name, value in asked.items() if name not in ("methods", "match", "seeds", "M")}
     given |= {"threads_per_stage": asked.get("threads_per_stage") or max(1, cores() // asked.get("K", 1))}
     method.check(1 if one_stage(method) else asked.get("K", 1))
@@ -210,11 +246,15 @@ def _begun(folder: Path, asked: dict[str, Any], jobs: int, recipes: Mapping[str,
     """A new comparison: its config.json holds everything that the runs will be."""
     record.check_free(folder)
     recipes = partitioned(recipes, asked["batch_size"])
-    runs = [Run(label, seed, replace(recipe, seed=seed)) for seed in range(asked["seeds"])
-            for label, recipe in recipes.items()]  # fmt: skip
+    runs = [
+        Run(label, seed, replace(recipe, seed=seed))
+        for seed in range(asked["seeds"])
+        for label, recipe in recipes.items()
+    ]
     widest = max(recipes.values(), key=lambda recipe: recipe.K)
-    described = [{"label": run.label, "seed": run.seed, "folder": run.folder, "recipe": run.recipe.as_dict()}
-                 for run in runs]  # fmt: skip
+    described = [
+        {"label": run.label, "seed": run.seed, "folder": run.folder, "recipe": run.recipe.as_dict()} for run in runs
+    ]
     partition = {"K": widest.K, "cuts": widest.cuts, "units": widest.units}
     content = {"comparison": {"asked": asked, "jobs": jobs, "partition": partition, "runs": described}}
     try:
@@ -240,8 +280,10 @@ def _resumed(folder: Path, asked: dict[str, Any], jobs: int) -> list[Run] | None
     here = json.loads(json.dumps(asked))
     for name in [*here, *there["asked"]]:
         if there["asked"].get(name) != here.get(name):
-            raise UserError(f"{folder} holds another comparison ({name}: {_said(there['asked'].get(name))} there, "
-                            f"{_said(here.get(name))} here): choose another --out")  # fmt: skip
+            raise UserError(
+                f"{folder} holds another comparison ({name}: {_said(there['asked'].get(name))} there, "
+                f"{_said(here.get(name))} here): choose another --out"
+            )
     if jobs > there["jobs"]:  # the speeds of all are only as good as those of the most crowded
         there["jobs"] = jobs
         record.write(path, json.dumps(content, indent=2) + "\n")
@@ -279,8 +321,9 @@ def written(folder: Path) -> Comparison:
     record.write(folder / "comparison.json", json.dumps(comparison.as_dict(), indent=2) + "\n")
     record.write(folder / "comparison.md", markdown(comparison))
     curves = {row.label: row.curves for row in comparison.rows}
-    by_the_way(lambda path: draw_curves(curves, path, title=comparison.title), folder / "curves.png",
-               folder / "curves.svg")  # fmt: skip
+    by_the_way(
+        lambda path: draw_curves(curves, path, title=comparison.title), folder / "curves.png", folder / "curves.svg"
+    )
     return comparison
 
 
@@ -334,8 +377,11 @@ def side_by_side(together: int, runs: Iterable[Run], folder: Path, teller: Conso
 
     def ended(run: Run, ending: Ending) -> None:
         if ending.error is not None:
-            reason = str(ending.error) if ending.account is None else (
-                f"{type(ending.error).__name__}: {first_line(ending.error)}")  # fmt: skip
+            reason = (
+                str(ending.error)
+                if ending.account is None
+                else (f"{type(ending.error).__name__}: {first_line(ending.error)}")
+            )
             failed(folder / run.folder, run, reason, account=ending.account)
         _tell(run, folder / run.folder, teller)
 
@@ -371,9 +417,14 @@ def _start(run: Run, path: Path, place: Path) -> tuple[subprocess.Popen[str], Te
     command = [sys.executable, "-m", "offbeat", "train", "--config", str(config), "--out", str(path), "--json"]
     surroundings = {**os.environ, launch.LAUNCHER: str(os.getpid())}
     process = subprocess.Popen(  # with a launcher, without which it ends
-        command, stdout=subprocess.DEVNULL, stderr=words, stdin=subprocess.DEVNULL, text=True, env=surroundings,
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=words,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env=surroundings,
         start_new_session=True,  # Ctrl-C reaches it from here, once
-    )  # fmt: skip
+    )
     return process, words
 
 
@@ -415,6 +466,9 @@ def failed(path: Path, run: Run, reason: str, *, account: str | None = None) -> 
 def _tell(run: Run, path: Path, teller: Console) -> None:
     ends = [line for line in record.lines(path) if line["kind"] in ("result", "failed")]
     for line in ends[-1:]:
-        told = f"failed: {line['reason']}" if line["kind"] == "failed" else (
-            f"error {line['error']:.2f}%  {line['samples_per_second']:,.0f} samples/s")  # fmt: skip
+        told = (
+            f"failed: {line['reason']}"
+            if line["kind"] == "failed"
+            else (f"error {line['error']:.2f}%  {line['samples_per_second']:,.0f} samples/s")
+        )
         teller.print(f"{run.folder}: {told}", soft_wrap=True, markup=False)

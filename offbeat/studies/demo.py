@@ -18,8 +18,14 @@ STAGES = 2
 def recipes(epochs: int) -> dict[str, Recipe]:
     """The three runs; they differ in nothing but the method and where it runs."""
     common: dict[str, Any] = {
-        "model": "resnet20", "data": "digits", "shape": (1, 16, 16), "epochs": epochs, "warmup": 1.0, "M": 2, "lr": 0.1,
-    }  # fmt: skip
+        "model": "resnet20",
+        "data": "digits",
+        "shape": (1, 16, 16),
+        "epochs": epochs,
+        "warmup": 1.0,
+        "M": 2,
+        "lr": 0.1,
+    }
     return {
         "BP, 1 core": complete(**common, method="bp", threads_per_stage=1),
         f"BP, {cores()} cores": complete(**common, method="bp", threads_per_stage=cores()),
@@ -54,9 +60,14 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
     for name, run in results.items():
         speed = run["samples_per_second"]
         made.add_row(
-            name, f"{run['error']:.2f}%", f"{speed:,.0f}", f"{speed / one_core:.2f}", f"{speed / all_cores:.2f}",
-            levels(run["staleness"]), levels(run["staleness_formula"]),
-        )  # fmt: skip
+            name,
+            f"{run['error']:.2f}%",
+            f"{speed:,.0f}",
+            f"{speed / one_core:.2f}",
+            f"{speed / all_cores:.2f}",
+            levels(run["staleness"]),
+            levels(run["staleness_formula"]),
+        )
     return made
 
 

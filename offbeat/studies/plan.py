@@ -128,17 +128,26 @@ def make_plan(
         raise UserError(f"{K} stages but only {most} units to cut between: use K <= {most}, or a deeper model")
     kept = Kept.of(method, K)
     options: dict[str, Any] = {
-        "speeds": speeds, "memory": kept.limited(costs, memory_limit), "pinned": pinned, "legal": costs.legal_cuts,
-    }  # fmt: skip
+        "speeds": speeds,
+        "memory": kept.limited(costs, memory_limit),
+        "pinned": pinned,
+        "legal": costs.legal_cuts,
+    }
     solution, taken, bp, notes = _measure(measured, method, K, by, network, options)
     rates = list(speeds or [1.0] * K)
-    seconds = [StageTime(*(part / rate for part in (time.forward, time.backward, time.update)))
-               for time, rate in zip(taken, rates, strict=True)]  # fmt: skip
+    seconds = [
+        StageTime(*(part / rate for part in (time.forward, time.backward, time.update)))
+        for time, rate in zip(taken, rates, strict=True)
+    ]
     messages = [network.seconds(costs.boundary_bytes[cut]) for cut in solution.cuts]
     timing = Costs(
-        [time.forward for time in seconds], [time.backward for time in seconds], [time.update for time in seconds],
-        up=messages, down=messages, baseline=bp / max(rates),
-    )  # fmt: skip
+        [time.forward for time in seconds],
+        [time.backward for time in seconds],
+        [time.update for time in seconds],
+        up=messages,
+        down=messages,
+        baseline=bp / max(rates),
+    )
     stages = [
         StagePlan(
             k=k,
@@ -159,13 +168,23 @@ def make_plan(
     free = speeds is None and memory_limit is None and not pinned
     fewer = _fewest(method, costs, network, solution, taken) if free else K
     plan = Plan(
-        model=measured.name, method=method.name, K=K, M=method.M, batch_size=measured.batch_size,
-        cuts=list(solution.cuts), balance=sum(loads) / K / max(loads), balance_bound=solution.balance_bound,
-        bp_ms=1000 * timing.alone, predicted_speedup=speed_up(method, timing), stages=stages,
-        methods={name: speed_up(method if name == method.name else declare(), timing)
-                 for name, declare in DECLARED.items()},
-        advice=list(_advice(method, K, stages, fewer, max_staleness)), notes=[*traced.notes, *notes],
-    )  # fmt: skip
+        model=measured.name,
+        method=method.name,
+        K=K,
+        M=method.M,
+        batch_size=measured.batch_size,
+        cuts=list(solution.cuts),
+        balance=sum(loads) / K / max(loads),
+        balance_bound=solution.balance_bound,
+        bp_ms=1000 * timing.alone,
+        predicted_speedup=speed_up(method, timing),
+        stages=stages,
+        methods={
+            name: speed_up(method if name == method.name else declare(), timing) for name, declare in DECLARED.items()
+        },
+        advice=list(_advice(method, K, stages, fewer, max_staleness)),
+        notes=[*traced.notes, *notes],
+    )
     return plan, timing
 
 
@@ -180,9 +199,7 @@ def _measure(
         if by == "measured":
             both = sum(unit.forward for unit in costs.units), sum(unit.backward for unit in costs.units)
             exposed = exposure(method, K, *both, messages)
-            solution = refine(
-                costs.costs(), K, stopwatch, M=M, exposed_below=exposed, exposed_above=exposed, **options
-            )
+            solution = refine(costs.costs(), K, stopwatch, M=M, exposed_below=exposed, exposed_above=exposed, **options)
         else:
             solution = solve(replace(costs, timed=False).costs(), K, **options)
         units = costs.costs()
@@ -195,9 +212,7 @@ def _measure(
     return solution, taken, bp, stopwatch.notes
 
 
-def exposure(
-    method: Method, K: int, forward: float, backward: float, messages: Sequence[float]
-) -> list[float] | None:
+def exposure(method: Method, K: int, forward: float, backward: float, messages: Sequence[float]) -> list[float] | None:
     """Seconds that a cut adds to each of its two stages: what the method cannot hide of a message that long.
 
     By the clock: the period of equal stages with such messages, less their period without. None where it hides all.
@@ -233,8 +248,11 @@ class Kept:
     @classmethod
     def of(cls, method: Method, K: int) -> Kept:
         stages = range(1, K + 1)
-        return cls([method.held(k, K) for k in stages], [method.versions(k, K) for k in stages],
-                   [method.staleness(k, K) for k in stages])  # fmt: skip
+        return cls(
+            [method.held(k, K) for k in stages],
+            [method.versions(k, K) for k in stages],
+            [method.staleness(k, K) for k in stages],
+        )
 
     def bytes(self, costs: Profile, k: int, start: int, end: int) -> int:
         """Parameters, gradients and momentum, the versions, and what autograd saves for the batches in flight."""
@@ -247,14 +265,15 @@ class Kept:
         if limit is None:
             return None
         return Memory(
-            parameters=[unit.parameter_bytes for unit in costs.units], held=[unit.held_bytes for unit in costs.units],
-            versions=[count + 3 for count in self.versions], in_flight=self.in_flight, limit=limit,
-        )  # fmt: skip
+            parameters=[unit.parameter_bytes for unit in costs.units],
+            held=[unit.held_bytes for unit in costs.units],
+            versions=[count + 3 for count in self.versions],
+            in_flight=self.in_flight,
+            limit=limit,
+        )
 
 
-def _fewest(
-    method: Method, costs: Profile, network: Network, solution: Solution, taken: Sequence[StageTime]
-) -> int:
+def _fewest(method: Method, costs: Profile, network: Network, solution: Solution, taken: Sequence[StageTime]) -> int:
     """The smallest number of stages that the clock finds as fast as these, from units that sum to what they took."""
     cuts, K = solution.cuts, len(taken)
     forward = rescaled([unit.forward for unit in costs.units], cuts, [time.forward for time in taken])
@@ -283,9 +302,7 @@ def _fewest(
     return fewest
 
 
-def _advice(
-    method: Method, K: int, stages: list[StagePlan], fewest: int, max_staleness: float | None
-) -> Iterator[str]:
+def _advice(method: Method, K: int, stages: list[StagePlan], fewest: int, max_staleness: float | None) -> Iterator[str]:
     if max_staleness is not None:
         yield _advised_window(method, K, max_staleness)
     largest = max(stages, key=lambda stage: stage.memory_bytes)

@@ -90,9 +90,16 @@ def show_plan(
         measured.profile.save(profile_file)
     network = network_of(latency, bandwidth, measure=measure)
     plan, costs = make_plan(
-        measured, wanted, K, by=by, network=network, speeds=speeds, memory_limit=memory_limit, pinned=pinned,
+        measured,
+        wanted,
+        K,
+        by=by,
+        network=network,
+        speeds=speeds,
+        memory_limit=memory_limit,
+        pinned=pinned,
         max_staleness=max_staleness,
-    )  # fmt: skip
+    )
     if picture:
         by_the_way(lambda path: draw_timeline(wanted, costs, path), picture)
     if staleness_picture:
@@ -113,8 +120,12 @@ def show_plan(
 def origin() -> dict[str, Any]:
     """Where a plan comes from, in the terms of run records: its times hold for this hardware and these versions."""
     made = record.provenance()
-    return {"commit": made["commit"], "torch": made["versions"]["torch"], "hardware": made["machine"],
-            "command": made["command"]}  # fmt: skip
+    return {
+        "commit": made["commit"],
+        "torch": made["versions"]["torch"],
+        "hardware": made["machine"],
+        "command": made["command"],
+    }
 
 
 def network_of(latency: float | None, bandwidth: float | None, *, measure: bool) -> Network:
@@ -126,9 +137,11 @@ def network_of(latency: float | None, bandwidth: float | None, *, measure: bool)
 def stage_table(plan: Plan) -> Table:
     bound = f"{plan.balance:.3f} of at most {plan.balance_bound:.3f} (largest unit)"
     table = Table(
-        title=f"{plan.model}, {plan.method}, K={plan.K}, M={plan.M}, b={plan.batch_size}", box=box.SIMPLE_HEAD,
-        caption=f"balance (mean / slowest stage) {bound}; mean staleness in updates", padding=(0, 0, 0, 1),
-    )  # fmt: skip
+        title=f"{plan.model}, {plan.method}, K={plan.K}, M={plan.M}, b={plan.batch_size}",
+        box=box.SIMPLE_HEAD,
+        caption=f"balance (mean / slowest stage) {bound}; mean staleness in updates",
+        padding=(0, 0, 0, 1),
+    )
     table.add_column("k", no_wrap=True)
     table.add_column("units", no_wrap=True)
     table.add_column("from", no_wrap=True, overflow="ellipsis", max_width=9)
@@ -137,10 +150,18 @@ def stage_table(plan: Plan) -> Table:
     for stage in plan.stages:
         start, end, first, _ = stage.units
         table.add_row(
-            str(stage.k), f"{start}-{end}", first, f"{stage.params:,}", f"{stage.forward_ms:.1f}",
-            f"{stage.backward_ms:.1f}", f"{stage.boundary_bytes / 1e3:,.0f}", str(stage.in_flight), str(stage.versions),
-            f"{stage.memory_bytes / 1e6:,.0f}", f"{stage.mean_staleness:.2f}",
-        )  # fmt: skip
+            str(stage.k),
+            f"{start}-{end}",
+            first,
+            f"{stage.params:,}",
+            f"{stage.forward_ms:.1f}",
+            f"{stage.backward_ms:.1f}",
+            f"{stage.boundary_bytes / 1e3:,.0f}",
+            str(stage.in_flight),
+            str(stage.versions),
+            f"{stage.memory_bytes / 1e6:,.0f}",
+            f"{stage.mean_staleness:.2f}",
+        )
     return table
 
 
@@ -158,14 +179,19 @@ def theory_table(plan: Plan) -> Table:
     depths = sorted({max(1, plan.K // 2), plan.K, 2 * plan.K})
     rows = bound_table(step=0.001, batches=100_000, Delta=1.0, A=1.0, L=1.0, K=depths, M=[1, 2, 4, 8, 16])
     table = Table(
-        title="upper bounds on the mean squared gradient, linear learning-rate rule", box=box.SIMPLE_HEAD,
+        title="upper bounds on the mean squared gradient, linear learning-rate rule",
+        box=box.SIMPLE_HEAD,
         caption="A = L = Delta = 1, 100,000 batches, step 0.001 a batch; corrected: smooth, squared staleness",
-    )  # fmt: skip
+    )
     for column in ("K", "M", "mean staleness, all stages", "staleness term", "as corrected", "as stated"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            str(row.K), str(row.M), f"{row.mean_staleness:.2f}", f"{row.staleness:.2e}", f"{row.corrected:.5f}",
+            str(row.K),
+            str(row.M),
+            f"{row.mean_staleness:.2f}",
+            f"{row.staleness:.2e}",
+            f"{row.corrected:.5f}",
             f"{row.stated:.5f}",
-        )  # fmt: skip
+        )
     return table

@@ -71,10 +71,15 @@ class Request:
     def command(self) -> list[str]:
         """The command without the names of places."""
         words = ["offbeat", "reproduce", self.table]
-        given = {"only": self.only, "method": self.method, "epochs": self.epochs, "seeds": self.seeds,
-                 "budget-minutes": self.minutes,
-                 "side-by-side": self.together if self.together > 1 else None,
-                 **{name.replace("_", "-"): value for name, value in self.running.items()}}  # fmt: skip
+        given = {
+            "only": self.only,
+            "method": self.method,
+            "epochs": self.epochs,
+            "seeds": self.seeds,
+            "budget-minutes": self.minutes,
+            "side-by-side": self.together if self.together > 1 else None,
+            **{name.replace("_", "-"): value for name, value in self.running.items()},
+        }
         for name, value in given.items():
             if value is not None and value is not False:
                 words += [f"--{name}"] if value is True else [f"--{name}", f"{value}"]
@@ -133,8 +138,9 @@ def _no_row(text: str, table: Table) -> UserError:
     names = dict.fromkeys("-".join(part[:end]) for part in parts for end in range(1, len(part) + 1))
     nearest = difflib.get_close_matches(text, names, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return UserError(f"--only {text}: no row of {table.name} is called so: {hint}"
-                     f"(see 'offbeat reproduce {table.name} --list')")  # fmt: skip
+    return UserError(
+        f"--only {text}: no row of {table.name} is called so: {hint}(see 'offbeat reproduce {table.name} --list')"
+    )
 
 
 def check(request: Request) -> None:
@@ -159,8 +165,10 @@ def settings_of(request: Request, table: Table, there: dict[str, Any] | None) ->
     for name, value in given.items():
         if value is not None and there.get(name) != json.loads(json.dumps(value)):
             was = "default" if there.get(name) is None else there[name]
-            raise UserError(f"{_folder(request)} holds a reproduction with {name} = {was}, not {value}: leave it "
-                            "out to go on with that, or choose another --out")  # fmt: skip
+            raise UserError(
+                f"{_folder(request)} holds a reproduction with {name} = {was}, not {value}: leave it "
+                "out to go on with that, or choose another --out"
+            )
     return there
 
 
@@ -201,8 +209,12 @@ def stored(folder: Path) -> dict[str, Any] | None:
         if content is None:
             return None
         images = content.get("images")  # in folders of earlier versions nobody says
-        return {"table": content["table"], "settings": dict(content["settings"]), "images": images and Images(**images),
-                "invocations": list(content["invocations"])}  # fmt: skip
+        return {
+            "table": content["table"],
+            "settings": dict(content["settings"]),
+            "images": images and Images(**images),
+            "invocations": list(content["invocations"]),
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({first_line(error)}): choose another folder") from None
 
@@ -264,8 +276,10 @@ def kept_recipe(path: Path, run: Run) -> Recipe:
     if there != here:
         was, now = _flat(there), _flat(here)
         changed = next(name for name in {**now, **was} if was.get(name) != now.get(name))
-        raise UserError(f"{path} was run with another recipe ({changed}: {was.get(changed)} there, {now.get(changed)} "
-                        "here): move it away to run it anew")  # fmt: skip
+        raise UserError(
+            f"{path} was run with another recipe ({changed}: {was.get(changed)} there, {now.get(changed)} "
+            "here): move it away to run it anew"
+        )
     return there
 
 
@@ -308,12 +322,15 @@ def _reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
     content = opened(request, table, folder)
     settings = content["settings"]
     made = {row.name: recipe_of(row, 0, settings) for row in rows}
-    runs = [Run(row, seed, recipe_of(row, seed, settings)) for row, seed in table.order(request.seeds)
-            if row.name in made]  # fmt: skip
+    runs = [
+        Run(row, seed, recipe_of(row, seed, settings)) for row, seed in table.order(request.seeds) if row.name in made
+    ]
     crowd = [run.recipe for run in runs if run.recipe.engine == "processes"]
     if crowd and request.together > 1:
-        raise UserError(f"--side-by-side {request.together} with --engine processes: runs by turns take an engine that "
-                        "keeps all stages in one process, such as --engine simulate")  # fmt: skip
+        raise UserError(
+            f"--side-by-side {request.together} with --engine processes: runs by turns take an engine that "
+            "keeps all stages in one process, such as --engine simulate"
+        )
     todo = []
     for run in runs:
         path = folder / "runs" / run.name
@@ -381,14 +398,18 @@ class Work:
                 turns.all(group)
                 self.safe += len(turns.intervals)
         if runs and not self.safe and not self.broken_off:
-            self.say(f"the budget of {self.request.minutes:g} minutes was spent before a run began: give more "
-                     "--budget-minutes")  # fmt: skip
+            self.say(
+                f"the budget of {self.request.minutes:g} minutes was spent before a run began: give more "
+                "--budget-minutes"
+            )
         if self.broken_off and self.safe:
             which = f"{self.broken_off} runs go" if self.broken_off > 1 else "1 run goes"
             self.say(f"stopped by the budget: {which} on with the same command")
         if self.broken_off and not self.safe:
-            self.say(f"no run came to a checkpoint within {self.request.minutes:g} minutes, and none would the next "
-                     "time: give more --budget-minutes, or fewer --side-by-side")  # fmt: skip
+            self.say(
+                f"no run came to a checkpoint within {self.request.minutes:g} minutes, and none would the next "
+                "time: give more --budget-minutes, or fewer --side-by-side"
+            )
 
     def ready(self, run: Run) -> Recipe:
         """Make the run's folder, or have it go on with the recipe that it began with."""
@@ -406,9 +427,14 @@ class Work:
 
         together, recipe = self.request.together, in_stages(self.ready(run))
         made = training.begin(
-            recipe, self.path(run), show=self.show, folder_ready=True, data_set=self.data_set, name=run.name,
+            recipe,
+            self.path(run),
+            show=self.show,
+            folder_ready=True,
+            data_set=self.data_set,
+            name=run.name,
             reports=REPORTS_AN_EPOCH,
-        )  # fmt: skip
+        )
         cut = f", in {recipe.K} stages" if recipe.K > run.recipe.K else ""
         since = f", from epoch {made.first_epoch + 1}" if made.first_epoch else ""
         self.say(f"{run.name}: {run.row.title}{cut}{since}")
@@ -510,10 +536,14 @@ def written(folder: Path, reproduction: Reproduction) -> Reproduction:
     _write(folder / "table.md", report.markdown(reproduction))
     curves = {row.name: row.curves for row in reproduction.rows if row.curves}
     times = {row.name: row.times for row in reproduction.rows if row.curves}
-    by_the_way(lambda path: draw_curves(curves, path, title=reproduction.title), folder / "curves.png",
-               folder / "curves.svg")  # fmt: skip
-    by_the_way(lambda path: draw_curves(curves, path, title=reproduction.title, times=times),
-               folder / "curves-time.png", folder / "curves-time.svg")  # fmt: skip
+    by_the_way(
+        lambda path: draw_curves(curves, path, title=reproduction.title), folder / "curves.png", folder / "curves.svg"
+    )
+    by_the_way(
+        lambda path: draw_curves(curves, path, title=reproduction.title, times=times),
+        folder / "curves-time.png",
+        folder / "curves-time.svg",
+    )
     return reproduction
 
 
@@ -523,8 +553,13 @@ def show(reproduction: Reproduction, folder: Path, *, as_json: bool) -> None:
         return
     console = Console(highlight=False)
     counts = {state: reproduction.count(state) for state in ("done", "diverged", "failed", "under way", "missing")}
-    console.print(", ".join(f"{count} {state}" for state, count in counts.items() if count), "of",
-                  sum(counts.values()), "runs", soft_wrap=True)  # fmt: skip
+    console.print(
+        ", ".join(f"{count} {state}" for state, count in counts.items() if count),
+        "of",
+        sum(counts.values()),
+        "runs",
+        soft_wrap=True,
+    )
     console.print(report.grid(reproduction))
     for note in reproduction.notes:
         console.print(f"- {note}", soft_wrap=True, markup=False)
@@ -539,9 +574,19 @@ def show_rows(request: Request, *, as_json: bool) -> None:
     first = {row.name: recipe_of(row, 0, given) for row, _ in table.order(1) if row in rows}
     named = {row.name: row for row in rows}
     if as_json:
-        print(json.dumps([{"name": name, "title": named[name].title, "recipe": recipe.as_dict(),
-                           "paper": None if named[name].paper is None else vars(named[name].paper)}
-                          for name, recipe in first.items()]))  # fmt: skip
+        print(
+            json.dumps(
+                [
+                    {
+                        "name": name,
+                        "title": named[name].title,
+                        "recipe": recipe.as_dict(),
+                        "paper": None if named[name].paper is None else vars(named[name].paper),
+                    }
+                    for name, recipe in first.items()
+                ]
+            )
+        )
         return
     from rich import box
     from rich.table import Table as Grid
@@ -576,7 +621,7 @@ def show_ready(request: Request, *, as_json: bool) -> None:
         return
     for name, recipe in ready.items():
         print(f"{name}: {recipe.method} {report.setting(recipe)}, {recipe.engine}, cuts {list(recipe.cuts or ())}")
-    print(f"ready: {len(ready)} rows, {len(ready) * request.seeds} runs of {settings['epochs']} epochs with "
-          f"{request.seeds} seeds, in {_folder(request)}; nothing was trained")  # fmt: skip
-
-
+    print(
+        f"ready: {len(ready)} rows, {len(ready) * request.seeds} runs of {settings['epochs']} epochs with "
+        f"{request.seeds} seeds, in {_folder(request)}; nothing was trained"
+    )

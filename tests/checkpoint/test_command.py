@@ -21,8 +21,11 @@ def write(run, t: int, value: float = 1.0) -> checkpoints.Checkpoint:
         {"model": {"0.weight": torch.full((2, 3), value), "0.running": torch.ones(2)}, "counters": {"t": t}},
         {"model": {"1.weight": torch.full((3, 4), value).T, "tied": torch.ones(2)}},
     ]
-    facts = [each for k, tree in enumerate(parts, 1)
-             for each in checkpoints.write_part(folder, checkpoints.part_name(k), tree)]  # fmt: skip
+    facts = [
+        each
+        for k, tree in enumerate(parts, 1)
+        for each in checkpoints.write_part(folder, checkpoints.part_name(k), tree)
+    ]
     return checkpoints.finish(folder, facts, t=t, mode="in-flight", K=2, method="adl", run={"epoch": 3})
 
 

@@ -56,15 +56,24 @@ def test_what_is_written_is_what_is_found(tmp_path):
     assert found is not None
     assert notes == []
     assert (found.path, found.t, found.mode, found.K, found.method) == (
-        tmp_path / "checkpoints" / "000000500", 500, "in-flight", 2, "adl"
-    )  # fmt: skip
+        tmp_path / "checkpoints" / "000000500",
+        500,
+        "in-flight",
+        2,
+        "adl",
+    )
     assert found.run() == {"epoch": 1, "position": 500}
     assert found.size == sum(path.stat().st_size for path in found.path.iterdir() if path.name != "manifest.json")
     for k in (1, 2):
         assert same(found.stage(k), tree(500, k))
     assert sorted(path.name for path in found.path.iterdir()) == [
-        "manifest.json", "run.json", "stage-01.json", "stage-01.safetensors", "stage-02.json", "stage-02.safetensors"
-    ]  # fmt: skip
+        "manifest.json",
+        "run.json",
+        "stage-01.json",
+        "stage-01.safetensors",
+        "stage-02.json",
+        "stage-02.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "replaced"])
@@ -78,8 +87,9 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     for facts in made.files:
         calls.check_order(("fsync", part / facts.name), ("fsync", part / "manifest.json"), ("rename", made.path))
         assert calls.bytes[part / facts.name] == facts.size, "all of it"
-    calls.check_order(("fsync", part / "manifest.json"), ("fsync", part), ("rename", made.path),
-                      ("fsync", made.path.parent))  # fmt: skip
+    calls.check_order(
+        ("fsync", part / "manifest.json"), ("fsync", part), ("rename", made.path), ("fsync", made.path.parent)
+    )
     assert calls.bytes[part / "manifest.json"] == (made.path / "manifest.json").stat().st_size
     assert calls.before[made.path] == part
 
@@ -235,8 +245,16 @@ def add(files: list[Path], draw: random.Random) -> None:
 
 
 DAMAGE: list[Callable[[list[Path], random.Random], None]] = [
-    flip, flip_in_header, truncate, extend, swap, delete, zero, borrow, add
-]  # fmt: skip
+    flip,
+    flip_in_header,
+    truncate,
+    extend,
+    swap,
+    delete,
+    zero,
+    borrow,
+    add,
+]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -334,11 +352,19 @@ def test_files_with_a_right_hash_and_a_wrong_content_are_found_too(tmp_path, fil
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 2}, {"format": "1"}, {"t": -3}, {"t": "3"}, {"K": 3}, {"K": 1}, {"mode": "other"}, {"files": None},
-        {"files": [{"name": "../../etc/passwd", "size": 1, "sha256": ""}]}, {"files": [{"name": "/x.json"}]},
+        {"format": 2},
+        {"format": "1"},
+        {"t": -3},
+        {"t": "3"},
+        {"K": 3},
+        {"K": 1},
+        {"mode": "other"},
+        {"files": None},
+        {"files": [{"name": "../../etc/passwd", "size": 1, "sha256": ""}]},
+        {"files": [{"name": "/x.json"}]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_manifests_that_lie_are_refused(tmp_path, changes):
     made = write(tmp_path, 3)
     forge(made.path, **changes)

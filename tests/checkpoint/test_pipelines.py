@@ -21,8 +21,9 @@ from offbeat.methods import METHODS
 
 def through_files(run: Path, states: dict, t: int = 1) -> dict:
     folder = checkpoints.begin(run, t)
-    facts = [each for k, tree in states.items()
-             for each in checkpoints.write_part(folder, checkpoints.part_name(k), tree)]  # fmt: skip
+    facts = [
+        each for k, tree in states.items() for each in checkpoints.write_part(folder, checkpoints.part_name(k), tree)
+    ]
     checkpoints.finish(folder, facts, t=t, mode="in-flight", K=len(states), method="any", run={})
     found, notes = checkpoints.newest(run)
     assert notes == []

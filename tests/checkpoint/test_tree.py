@@ -23,19 +23,25 @@ def there_and_back(tree, **options):
 
 
 leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**80), 2**80), st.floats(), st.text(max_size=5),
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**80), 2**80),
+    st.floats(),
+    st.text(max_size=5),
     st.sampled_from([torch.float32, torch.bool, torch.device("cpu"), torch.device("cuda", 3), torch.Size([2, 3])]),
     st.integers(0, 5).map(lambda n: torch.arange(n)),
-)  # fmt: skip
+)
 keys = st.one_of(st.text(max_size=3), st.integers(-5, 5))
 trees = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(keys, inner, max_size=3), st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
     ),
     max_leaves=10,
-)  # fmt: skip
+)
 
 
 @given(tree=trees)
@@ -50,9 +56,22 @@ def test_a_counter_stays_one():
 
 
 DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int64,
-    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.uint16, torch.uint64,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.uint16,
+    torch.uint64,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,8 +130,14 @@ def test_one_tensor_in_two_places_is_stored_once_and_comes_back_as_one():
 
 
 def test_names_that_look_alike_stay_apart():
-    tree = {"a/b": torch.ones(1), "a": {"b": torch.ones(2)}, 1: torch.ones(3), "1": torch.ones(4),
-            "__metadata__": torch.ones(5), "": torch.ones(6)}  # fmt: skip
+    tree = {
+        "a/b": torch.ones(1),
+        "a": {"b": torch.ones(2)},
+        1: torch.ones(3),
+        "1": torch.ones(4),
+        "__metadata__": torch.ones(5),
+        "": torch.ones(6),
+    }
     assert same(there_and_back(tree), tree)
 
 
@@ -159,14 +184,32 @@ def test_a_tree_that_holds_itself_is_refused():
 @pytest.mark.parametrize(
     "plain",
     [
-        ["object", "os.system"], ["dtype", "load"], ["dtype", "nothing"], ["dtype", "__doc__"], ["device", "moon"],
-        ["float", "1e999"], ["tensor", "missing"], ["tensor", "x", {"stride": [-1]}], ["tensor", "x", {"shape": [9]}],
-        ["tensor", "x", {"stride": [1 << 60]}], ["tensor", "x", {"dtype": "float64"}], ["tensor", "x", 7], ["tensor"],
-        ["dict", [["a"]]], ["dict", [[None, 1]]], ["dict", {"a": 1}], ["tuple", 3], [], {"a": 1}, ["size", ["a"]],
-        ["tensor", "x", {"begin": "a"}], ["tensor", "x", {"stride": [1, 1]}], [["list", []], []],
+        ["object", "os.system"],
+        ["dtype", "load"],
+        ["dtype", "nothing"],
+        ["dtype", "__doc__"],
+        ["device", "moon"],
+        ["float", "1e999"],
+        ["tensor", "missing"],
+        ["tensor", "x", {"stride": [-1]}],
+        ["tensor", "x", {"shape": [9]}],
+        ["tensor", "x", {"stride": [1 << 60]}],
+        ["tensor", "x", {"dtype": "float64"}],
+        ["tensor", "x", 7],
+        ["tensor"],
+        ["dict", [["a"]]],
+        ["dict", [[None, 1]]],
+        ["dict", {"a": 1}],
+        ["tuple", 3],
+        [],
+        {"a": 1},
+        ["size", ["a"]],
+        ["tensor", "x", {"begin": "a"}],
+        ["tensor", "x", {"stride": [1, 1]}],
+        [["list", []], []],
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_json_that_no_tree_gives_is_refused(plain):
     with pytest.raises(CheckpointDamaged):
         unflatten({"x": torch.zeros(3)}, plain)

@@ -85,7 +85,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # beside SMALL;
     "unknown option": (("--epoch", "3"), ("--epoch", "train --help")),
     "option without its value": (("--epochs",), ("--epochs",)),
     "an argument too many": (("resnet56",), ("resnet56",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -149,7 +149,7 @@ CONFIGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "an object for a number": ('{"recipe": {"seed": {}}}', ("x.json", "seed = {}", "int")),
     "an unknown method": ('{"recipe": {"method": "ald"}}', ("did you mean 'adl'",)),
     "unknown weights": ('{"recipe": {"weights": "stahs"}}', ("did you mean 'stash'",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -214,9 +214,25 @@ def test_models_are_listed_with_parameters_flops_and_largest_k(offbeat, monkeypa
     assert (listed.code, listed.err) == (0, "")
     entries = {entry["name"]: entry for entry in json.loads(listed.out)}
     assert list(entries) == models.names()
-    assert {"resnet20", "resnet32", "resnet44", "resnet56", "resnet98", "resnet110", "resnet164", "resnet1202",
-            "resnet18-cifar", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "seresnet18", "seresnet50",
-            "mlp"} <= set(entries)  # fmt: skip
+    assert {
+        "resnet20",
+        "resnet32",
+        "resnet44",
+        "resnet56",
+        "resnet98",
+        "resnet110",
+        "resnet164",
+        "resnet1202",
+        "resnet18-cifar",
+        "resnet18",
+        "resnet34",
+        "resnet50",
+        "resnet101",
+        "resnet152",
+        "seresnet18",
+        "seresnet50",
+        "mlp",
+    } <= set(entries)
     known = {"resnet56": (853_018, 29), "resnet18": (11_689_512, 10), "resnet50": (25_557_032, 18)}  # torchvision's
     for name, (parameters, units) in known.items():
         assert (entries[name]["parameters"], entries[name]["units"]) == (parameters, units)
@@ -244,9 +260,26 @@ def test_help_is_printed(offbeat, command, tmp_path):
 def test_the_help_of_train_names_every_option(offbeat, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     told = offbeat("train", "--help").out
-    for option in ("--model", "--data", "--data-dir", "--method", "-K", "-M", "--epochs", "--out", "--engine",
-                   "--weights", "--batch-size", "--lr", "--seed", "--threads-per-stage", "--cuts", "--json",
-                   "--dry-run", "--config"):  # fmt: skip
+    for option in (
+        "--model",
+        "--data",
+        "--data-dir",
+        "--method",
+        "-K",
+        "-M",
+        "--epochs",
+        "--out",
+        "--engine",
+        "--weights",
+        "--batch-size",
+        "--lr",
+        "--seed",
+        "--threads-per-stage",
+        "--cuts",
+        "--json",
+        "--dry-run",
+        "--config",
+    ):
         assert option in told
 
 
@@ -261,10 +294,20 @@ def test_the_version_is_printed(offbeat):
 
 def test_the_defaults_are_the_papers_recipe(offbeat):
     recipe = json.loads(offbeat("train", "--data", "synthetic", "-K", 4, "--dry-run", "--json").out)["recipe"]
-    expected = {"model": "resnet56", "method": "adl", "momentum": 0.9,
-                "settings": {"M": 4, "weights": "stash", "window": "count"},
-                "batch_size": 32, "lr": 0.1 * 32 * 4 / 256, "warmup": 3.0, "epochs": 300, "weight_decay": 5e-4,
-                "milestones": [1 / 2, 3 / 4, 11 / 12], "seed": 0, "engine": "processes"}  # fmt: skip
+    expected = {
+        "model": "resnet56",
+        "method": "adl",
+        "momentum": 0.9,
+        "settings": {"M": 4, "weights": "stash", "window": "count"},
+        "batch_size": 32,
+        "lr": 0.1 * 32 * 4 / 256,
+        "warmup": 3.0,
+        "epochs": 300,
+        "weight_decay": 5e-4,
+        "milestones": [1 / 2, 3 / 4, 11 / 12],
+        "seed": 0,
+        "engine": "processes",
+    }
     assert {name: recipe[name] for name in expected} == expected
     assert asdict(complete(data="cifar10")) | {"data": ""} == asdict(complete(data="cifar100")) | {"data": ""}
 

@@ -30,9 +30,13 @@ def network() -> nn.Sequential:
 
 def train(model: nn.Module, batches: list, method: Any, *, loss: Any = cross_entropy, cuts: tuple[int, ...] = (1, 2)):
     pipe = offbeat.Pipeline(
-        model, len(cuts) + 1, method=method, loss=loss, cuts=list(cuts),
+        model,
+        len(cuts) + 1,
+        method=method,
+        loss=loss,
+        cuts=list(cuts),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-    )  # fmt: skip
+    )
     for x, y in batches:
         pipe.step(x, y)
     pipe.drain()

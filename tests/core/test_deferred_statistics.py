@@ -14,10 +14,12 @@ SIZES = (8, 7, 3, 5, 2)  # not multiples of m, and fewer samples than m
 def data(*, shift: float = 0.0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(4)
     return [
-        ((shift + scale * torch.randn(b, 3, 4, 4, generator=generator, dtype=torch.float64)).to(dtype),
-         torch.randint(3, (b,), generator=generator))
+        (
+            (shift + scale * torch.randn(b, 3, 4, 4, generator=generator, dtype=torch.float64)).to(dtype),
+            torch.randint(3, (b,), generator=generator),
+        )
         for b in SIZES
-    ]  # fmt: skip
+    ]
 
 
 def network(norm: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -30,9 +32,13 @@ def network(norm: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Sequentia
 def trained(norm: nn.Module, batches: list[tuple[Tensor, Tensor]], *, m: int = 3, recompute: bool = False):
     model = network(norm, batches[0][0].dtype)
     pipe = offbeat.Pipeline(
-        model, 2, method=offbeat.GPipe(m, recompute=recompute), loss=nn.functional.cross_entropy, cuts=[3],
+        model,
+        2,
+        method=offbeat.GPipe(m, recompute=recompute),
+        loss=nn.functional.cross_entropy,
+        cuts=[3],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-    )  # fmt: skip
+    )
     for t, (x, y) in enumerate(batches):
         pipe.step(x, y)
         if t == 1:

@@ -68,9 +68,13 @@ def test_every_type_of_number_travels(dtype):
 
 
 leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**40), 2**40), st.floats(allow_nan=False), st.text(max_size=5),
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**40), 2**40),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
     st.integers(0, 5).map(lambda n: torch.arange(n)),
-)  # fmt: skip
+)
 trees = st.recursive(
     leaves,
     lambda inner: st.one_of(
@@ -397,15 +401,24 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("word", "told"), [
-    ("", "it has stopped"), ("ü" * 1000, "ü" * WORDS),
-], ids=["at the end", "of a failure"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("", "it has stopped"),
+        ("ü" * 1000, "ü" * WORDS),
+    ],
+    ids=["at the end", "of a failure"],
+)
 def test_a_link_that_is_closed_while_it_is_full_gives_all_of_it_and_a_goodbye(tmp_path, word, told):
     both = [
-        subprocess.Popen([sys.executable, "-c", GOODBYE_BEHIND_A_FULL_LINK, str(rank), str(tmp_path / "store"), word],
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", GOODBYE_BEHIND_A_FULL_LINK, str(rank), str(tmp_path / "store"), word],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     try:
         said = [process.communicate(timeout=60) for process in both]
     finally:

@@ -25,16 +25,24 @@ def layers() -> nn.Sequential:
 
 def batches(n: int, poisoned: tuple[int, ...] = ()) -> list:
     g = torch.Generator().manual_seed(1)
-    made = [(torch.randn(5, 4, generator=g, dtype=torch.float64), torch.randint(3, (5,), generator=g))
-            for _ in range(n)]  # fmt: skip
+    made = [
+        (torch.randn(5, 4, generator=g, dtype=torch.float64), torch.randint(3, (5,), generator=g)) for _ in range(n)
+    ]
     return [(x * math.nan if t in poisoned else x, y) for t, (x, y) in enumerate(made)]
 
 
 def pipeline(method: offbeat.Method, **options) -> offbeat.Pipeline:
     return offbeat.Pipeline(
-        layers(), 3, method=method, cuts=[2, 4], loss=nn.functional.cross_entropy, seed=1, sample=batches(1)[0][0],
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01), **options,
-    )  # fmt: skip
+        layers(),
+        3,
+        method=method,
+        cuts=[2, 4],
+        loss=nn.functional.cross_entropy,
+        seed=1,
+        sample=batches(1)[0][0],
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+        **options,
+    )
 
 
 def run(pipe: offbeat.Pipeline, data: list) -> list[torch.Tensor]:
@@ -68,8 +76,18 @@ def test_a_gradient_that_is_not_finite_stops_and_is_named():
         run(pipe, batches(12))
 
 
-@pytest.mark.parametrize("method", [offbeat.ADL(M=2), offbeat.ADL(M=1, weights="hybrid"), offbeat.FR(), offbeat.DGL(),
-                                    offbeat.GPipe(m=2), offbeat.BP()], ids=lambda m: m.name + m.weights)  # fmt: skip
+@pytest.mark.parametrize(
+    "method",
+    [
+        offbeat.ADL(M=2),
+        offbeat.ADL(M=1, weights="hybrid"),
+        offbeat.FR(),
+        offbeat.DGL(),
+        offbeat.GPipe(m=2),
+        offbeat.BP(),
+    ],
+    ids=lambda m: m.name + m.weights,
+)
 def test_skipping_leaves_out_that_batch_and_nothing_else(method):
     pipe = pipeline(method, on_nan="skip")
     skipped = run(pipe, batches(14, poisoned=(6,)))
@@ -85,8 +103,13 @@ def test_skipping_leaves_out_that_batch_and_nothing_else(method):
 def test_a_batch_that_is_skipped_leaves_no_trace_in_batch_norm(method):
     torch.manual_seed(0)
     net = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))]
-    pipe = offbeat.Pipeline(net, method=method, loss=nn.functional.cross_entropy, on_nan="skip",
-                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1))  # fmt: skip
+    pipe = offbeat.Pipeline(
+        net,
+        method=method,
+        loss=nn.functional.cross_entropy,
+        on_nan="skip",
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
     for x, y in batches(8, poisoned=(3,)):
         pipe.step(x.float(), y)
     pipe.drain()
@@ -101,8 +124,13 @@ def test_a_batch_that_is_left_out_leaves_no_trace_in_batch_norm():
         torch.manual_seed(0)
         return [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.Sequential(nn.Tanh(), nn.Linear(6, 3))]
 
-    pipe = offbeat.Pipeline(net(), method=offbeat.ADL(M=1), loss=nn.functional.cross_entropy, left_out=[3],
-                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1))  # fmt: skip
+    pipe = offbeat.Pipeline(
+        net(),
+        method=offbeat.ADL(M=1),
+        loss=nn.functional.cross_entropy,
+        left_out=[3],
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
     for x, y in batches(8, poisoned=(3,)):
         pipe.step(x.float(), y) if not x.isnan().any() else pipe.step(torch.full((5, 4), 1e6), y)
     pipe.drain()
@@ -126,8 +154,13 @@ def test_a_batch_that_is_left_out_teaches_no_synthesiser():
 def test_micro_batches_that_are_left_out_leave_no_trace_in_deferred_statistics():
     torch.manual_seed(0)
     net = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.Sequential(nn.Tanh(), nn.Linear(6, 3))]
-    pipe = offbeat.Pipeline(net, method=offbeat.GPipe(m=2), loss=nn.functional.cross_entropy, left_out=[3],
-                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1))  # fmt: skip
+    pipe = offbeat.Pipeline(
+        net,
+        method=offbeat.GPipe(m=2),
+        loss=nn.functional.cross_entropy,
+        left_out=[3],
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
     for t, (x, y) in enumerate(batches(8)):
         pipe.step(x.float() if t != 3 else torch.full((5, 4), 1e6), y)
     pipe.drain()
@@ -154,8 +187,17 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(train, "open_data", with_poison)
 
 
-RECIPE = complete(model="resnet8", data="digits", K=2, M=2, epochs=1, batch_size=64, engine="simulate",
-                  threads_per_stage=1, checkpoint_every="3b")  # fmt: skip
+RECIPE = complete(
+    model="resnet8",
+    data="digits",
+    K=2,
+    M=2,
+    epochs=1,
+    batch_size=64,
+    engine="simulate",
+    threads_per_stage=1,
+    checkpoint_every="3b",
+)
 
 
 def test_a_run_that_stops_names_its_last_good_checkpoint(poisoned, tmp_path):

@@ -84,8 +84,10 @@ def test_bf16_is_the_literal_loop_on_copies_with_float32_sums():
     names = [name for name, _ in model.named_parameters()]
     for t, (x, y) in enumerate(data):
         if t % 2 == 0:
-            copies = {name: (p.detach().to(torch.bfloat16) if p.dim() > 1 else p.detach().clone()).requires_grad_()
-                      for name, p in model.named_parameters()}  # fmt: skip
+            copies = {
+                name: (p.detach().to(torch.bfloat16) if p.dim() > 1 else p.detach().clone()).requires_grad_()
+                for name, p in model.named_parameters()
+            }
             sums = [torch.zeros_like(p) for p in model.parameters()]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             scores = functional_call(model, copies, (x.to(torch.bfloat16),))
@@ -169,12 +171,15 @@ def test_copies_are_made_once_an_update(weights, monkeypatch):
     """And one of two kept versions is in bfloat16, matrices alone."""
     pipe = pipeline(offbeat.ADL(M=3, weights=weights))
     stage, made = pipe.stages[1], []
-    def lower(self, value, original=PrecisionPolicy.lower):  # fmt: skip
+
+    def lower(self, value, original=PrecisionPolicy.lower):
         made.append(value.shape)
         return original(self, value)
-    def refresh(copies, values, original=torch._foreach_copy_):  # fmt: skip
+
+    def refresh(copies, values, original=torch._foreach_copy_):
         made.extend(value.shape for value in values)
         return original(copies, values)
+
     for k in (2,):
         pipe.stages[k].weights.current()
     finish(pipe, batches(2))  # nothing is applied yet at stage 1 but by the drain
@@ -184,15 +189,26 @@ def test_copies_are_made_once_an_update(weights, monkeypatch):
         version = stage.weights.current()
     assert made == [stage.parameters["0.0.weight"].shape]
     types = {name: tensor.dtype for name, tensor in version.tensors.items()}
-    assert types == {"0.0.weight": torch.bfloat16, "0.0.bias": torch.float32, "0.1.weight": torch.float32,
-                     "0.1.bias": torch.float32}  # fmt: skip
+    assert types == {
+        "0.0.weight": torch.bfloat16,
+        "0.0.bias": torch.float32,
+        "0.1.weight": torch.float32,
+        "0.1.bias": torch.float32,
+    }
     assert torch.equal(version.tensors["0.0.weight"], stage.parameters["0.0.weight"].to(torch.bfloat16))
 
 
 def test_whole_numbers_enter_as_they_are():
     model = nn.Sequential(nn.Embedding(300, 6), nn.Flatten(), nn.Linear(12, 4))
-    pipe = offbeat.Pipeline(model, 2, method=offbeat.ADL(M=1), loss=nn.functional.cross_entropy, cuts=(1,),
-                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1), precision="bf16")  # fmt: skip
+    pipe = offbeat.Pipeline(
+        model,
+        2,
+        method=offbeat.ADL(M=1),
+        loss=nn.functional.cross_entropy,
+        cuts=(1,),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        precision="bf16",
+    )
     x = torch.tensor([[257, 259], [299, 1]])  # of which bfloat16 has but the last
     before = model[0].weight.detach().clone()
     finish(pipe, [(x, torch.tensor([0, 1]))] * 3)
@@ -201,8 +217,10 @@ def test_whole_numbers_enter_as_they_are():
 
 
 def test_interleaving_stages_changes_no_bit_in_bf16():
-    found = [finish(pipeline(offbeat.ADL(M=2), engine=engine), batches(6))[1]
-             for engine in (Simulate(2), Simulate(2, shuffle=1))]  # fmt: skip
+    found = [
+        finish(pipeline(offbeat.ADL(M=2), engine=engine), batches(6))[1]
+        for engine in (Simulate(2), Simulate(2, shuffle=1))
+    ]
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
@@ -210,8 +228,9 @@ def test_versions_in_bf16_take_half_the_memory():
     model = [nn.Sequential(nn.Linear(64, 64, bias=False)), nn.Linear(64, 4)]
     memory = {}
     for kind in ("bf16", "fp32"):
-        pipe = offbeat.Pipeline(model, method=offbeat.ADL(M=1), loss=nn.functional.cross_entropy, optimizer=sgd,
-                                precision=kind)  # fmt: skip
+        pipe = offbeat.Pipeline(
+            model, method=offbeat.ADL(M=1), loss=nn.functional.cross_entropy, optimizer=sgd, precision=kind
+        )
         stage = pipe.stages[1]
         memory[kind] = stage.memory()
         assert stage.most_versions == 3
@@ -248,8 +267,11 @@ def test_what_a_device_does_not_have_is_refused():
 
 
 def test_images_are_channels_last_on_cuda_below_fp32_alone():
-    wanted = {(kind, device.type): precision.wants_channels_last(kind, device)
-              for kind in get_args(precision.Precision) for device in (CPU, CUDA)}  # fmt: skip
+    wanted = {
+        (kind, device.type): precision.wants_channels_last(kind, device)
+        for kind in get_args(precision.Precision)
+        for device in (CPU, CUDA)
+    }
     assert {place for place, yes in wanted.items() if yes} == {("tf32", "cuda"), ("bf16", "cuda")}
 
 
@@ -261,8 +283,13 @@ def test_channels_last_lays_out_filters_inputs_and_messages(monkeypatch):
     pipe.workers[0].links.outputs.send = partial(spy, seen, send)
     pipe.step(*batches(1)[0])
     (kept,) = pipe.stages[1].in_flight.values()
-    laid = [pipe.model[0][0].weight, kept.version.tensors["0.0.weight"], kept.inputs[0], *seen,
-            next(iter(pipe.stages[2].in_flight.values()), kept).inputs[0]]  # fmt: skip
+    laid = [
+        pipe.model[0][0].weight,
+        kept.version.tensors["0.0.weight"],
+        kept.inputs[0],
+        *seen,
+        next(iter(pipe.stages[2].in_flight.values()), kept).inputs[0],
+    ]
     assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in laid)
     assert not any(tensor.is_contiguous() for tensor in laid)
 
@@ -292,9 +319,13 @@ def test_a_stage_that_cannot_be_compiled_goes_on_with_one_message(monkeypatch):
     assert str(told[0].message).startswith("stage 1 is not compiled and goes on as it is: ")
 
 
-@pytest.mark.parametrize(("method", "why"), [
-    (offbeat.ADL(M=2, weights="hybrid"), "hybrid weights"), (offbeat.GPipe(m=2), "sums up micro-batches"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        (offbeat.ADL(M=2, weights="hybrid"), "hybrid weights"),
+        (offbeat.GPipe(m=2), "sums up micro-batches"),
+    ],
+)
 def test_what_a_compiled_stage_would_compute_otherwise_is_not_compiled(method, why):
     with pytest.warns(offbeat.NotCompiled) as told:
         pipeline(method, compile=True)
@@ -304,8 +335,13 @@ def test_what_a_compiled_stage_would_compute_otherwise_is_not_compiled(method, w
 
 def test_an_error_of_the_model_is_told_as_without_compiling(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
-    pipe = offbeat.Pipeline(nn.Sequential(nn.Linear(4, 3)), method=offbeat.BP(), loss=nn.functional.cross_entropy,
-                            optimizer=sgd, compile=True)  # fmt: skip
+    pipe = offbeat.Pipeline(
+        nn.Sequential(nn.Linear(4, 3)),
+        method=offbeat.BP(),
+        loss=nn.functional.cross_entropy,
+        optimizer=sgd,
+        compile=True,
+    )
     with pytest.raises(UserError, match="stage 1 cannot take batch 0 of shape"):
         pipe.step(torch.randn(2, 5), torch.tensor([0, 1]))
 
@@ -360,8 +396,27 @@ def test_batches_in_flight_go_on_in_their_own_precision_alone():
     assert saving.exact(complete(K=2), old), "of a time when there was float32 alone"
 
 
-RUN = ("train", "--model", "resnet8", "--data", "synthetic", "--samples", "32", "--batch-size", "16", "--epochs", "1",
-       "-K", "2", "--engine", "simulate", "--threads-per-stage", "1", "--out", "run")  # fmt: skip
+RUN = (
+    "train",
+    "--model",
+    "resnet8",
+    "--data",
+    "synthetic",
+    "--samples",
+    "32",
+    "--batch-size",
+    "16",
+    "--epochs",
+    "1",
+    "-K",
+    "2",
+    "--engine",
+    "simulate",
+    "--threads-per-stage",
+    "1",
+    "--out",
+    "run",
+)
 
 
 def test_the_command_line_takes_records_and_shows_precision(offbeat: Command):
@@ -373,16 +428,21 @@ def test_the_command_line_takes_records_and_shows_precision(offbeat: Command):
     assert (recipe["precision"], recipe["compile"]) == ("bf16", False)
 
 
-@pytest.mark.parametrize(("value", "said"), [
-    ("tf32", "precision tf32 on cpu, which has no TF32: use fp32 or bf16"), ("bf61", "did you mean 'bf16'?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("tf32", "precision tf32 on cpu, which has no TF32: use fp32 or bf16"),
+        ("bf61", "did you mean 'bf16'?"),
+    ],
+)
 def test_a_precision_that_cannot_be_had_is_told_in_one_line(offbeat: Command, value, said):
     check_refused(offbeat, (*RUN, "--precision", value, "--dry-run"), said)
 
 
 def test_comparisons_take_precision(offbeat: Command):
-    done = offbeat("compare", "--methods", "bp,adl", *RUN[1:-2], "--seeds", "1", "--precision", "bf16", "--out", "both",
-                   "--json")  # fmt: skip
+    done = offbeat(
+        "compare", "--methods", "bp,adl", *RUN[1:-2], "--seeds", "1", "--precision", "bf16", "--out", "both", "--json"
+    )
     assert done.code == 0, done.err
     with open("both/config.json") as file:
         runs = json.load(file)["comparison"]["runs"]

@@ -62,13 +62,14 @@ OPTIONS = {
     "adl-aligned": {"method": offbeat.ADL(M=3, window="aligned")},
     "adl-adam": {"method": offbeat.ADL(M=2), "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-3)},
     "adl-scheduled": {
-        "method": offbeat.ADL(M=2), "clip_norm": 0.5,
+        "method": offbeat.ADL(M=2),
+        "clip_norm": 0.5,
         "scheduler": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=50),
     },
     "adl-corrected": {"method": offbeat.ADL(M=2, corrector="lwp+sc")},
     "adl-weight-form": {"method": offbeat.ADL(M=1, corrector=offbeat.WeightPrediction(form="weight"))},
     "adl-dc": {"method": offbeat.ADL(M=1, corrector=offbeat.DelayCompensation(2.0, adaptive=True))},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -20,14 +20,22 @@ def network() -> nn.Sequential:
 
 def batches(sizes=SIZES):
     draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(size, 3, generator=draw).double(), torch.randn(size, 1, generator=draw).double())
-            for size in sizes]  # fmt: skip
+    return [
+        (torch.randn(size, 3, generator=draw).double(), torch.randn(size, 1, generator=draw).double()) for size in sizes
+    ]
 
 
 def pipeline(method, K, weighting, engine=lambda: "simulate"):
-    return offbeat.Pipeline(network(), K, method=method, loss=nn.functional.mse_loss, engine=engine(),
-                            weighting=weighting, sample=torch.zeros(1, 3).double(),
-                            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))  # fmt: skip
+    return offbeat.Pipeline(
+        network(),
+        K,
+        method=method,
+        loss=nn.functional.mse_loss,
+        engine=engine(),
+        weighting=weighting,
+        sample=torch.zeros(1, 3).double(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    )
 
 
 def streams():

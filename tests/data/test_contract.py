@@ -29,9 +29,18 @@ def small_cifar() -> InMemory:
     images = torch.randint(0, 256, (400, 3, 32, 32), dtype=torch.uint8, generator=stream)
     labels = torch.randint(0, 10, (400,), generator=stream)
     return InMemory(
-        "cifar10", 10, images[:300], labels[:300], images[300:], labels[300:],
-        pad=4, flip=True, white=255.0, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25),
-    )  # fmt: skip
+        "cifar10",
+        10,
+        images[:300],
+        labels[:300],
+        images[300:],
+        labels[300:],
+        pad=4,
+        flip=True,
+        white=255.0,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.25, 0.25, 0.25),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -38,10 +38,18 @@ def test_a_data_set_of_files_needs_a_folder_that_exists(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [("cifar10", "shape"), ("cifar100", "classes"), ("cifar10", "samples"), ("imagefolder", "classes"),
-     ("imagefolder", "samples"), ("digits", "classes"), ("digits", "samples"), ("digits", "folder"),
-     ("synthetic", "folder")],
-)  # fmt: skip
+    [
+        ("cifar10", "shape"),
+        ("cifar100", "classes"),
+        ("cifar10", "samples"),
+        ("imagefolder", "classes"),
+        ("imagefolder", "samples"),
+        ("digits", "classes"),
+        ("digits", "samples"),
+        ("digits", "folder"),
+        ("synthetic", "folder"),
+    ],
+)
 def test_an_option_that_the_data_set_cannot_take_is_refused(name: str, option: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"folder": tmp_path} if name in ("cifar10", "cifar100", "imagefolder") else {}
     options[option] = {"shape": (3, 8, 8), "folder": tmp_path}.get(option, 5)

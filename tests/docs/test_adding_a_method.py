@@ -24,23 +24,41 @@ def copy(tmp_path_factory) -> Path:
     (place / "tests/methods").mkdir(parents=True)
     for name in ("tests/methods/test_contract.py", "pyproject.toml", "docs/adding-a-method.md"):
         shutil.copy(ROOT / name, place / name.replace("docs/", ""))
-    (path, content), = re.findall(r"The whole file `(.*?)`:\n\n```python\n(.*?)```\n", PAGE.read_text(), re.S)
+    ((path, content),) = re.findall(r"The whole file `(.*?)`:\n\n```python\n(.*?)```\n", PAGE.read_text(), re.S)
     assert not (place / path).exists()
     (place / path).write_text(content)
     return place
 
 
 def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *arguments], cwd=place, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 def test_the_contract_and_the_pages_examples_hold_for_the_new_method(copy):
-    done = python(copy, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--doctest-glob=*.md",
-                  "tests/methods/test_contract.py", "adding-a-method.md", "-k",
-                  "patient or adding-a-method")  # fmt: skip
+    done = python(
+        copy,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "--doctest-glob=*.md",
+        "tests/methods/test_contract.py",
+        "adding-a-method.md",
+        "-k",
+        "patient or adding-a-method",
+    )
     contract = (ROOT / "tests/methods/test_contract.py").read_text().count('@pytest.mark.parametrize("name", METHODS)')
     assert re.search(rf"\b{contract + 1} passed", done.stdout), done.stdout
     assert "skipped" not in done.stdout
@@ -55,15 +73,42 @@ def test_the_new_method_is_listed_with_its_settings_and_is_a_public_name(copy):
 
 
 def test_the_command_line_trains_with_the_new_method_and_its_own_setting(copy):
-    small = ("--model", "mlp", "--data", "synthetic", "--shape", "1,4,4", "--samples", "64", "--epochs", "1",
-             "--batch-size", "8", "-K", "2", "--engine", "simulate", "--threads-per-stage", "1", "--json", "--out",
-             "run")  # fmt: skip
+    small = (
+        "--model",
+        "mlp",
+        "--data",
+        "synthetic",
+        "--shape",
+        "1,4,4",
+        "--samples",
+        "64",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "8",
+        "-K",
+        "2",
+        "--engine",
+        "simulate",
+        "--threads-per-stage",
+        "1",
+        "--json",
+        "--out",
+        "run",
+    )
     done = python(copy, "-m", "offbeat", "train", "--method", "patient:M=2,slack=4", *small)
     assert json.loads(done.stdout)["staleness_formula"] == [3.0, 0.0]
     recipe = json.loads((copy / "run/config.json").read_text())["recipe"]
     assert recipe["settings"] == {"M": 2, "weights": "stash", "window": "count", "slack": 4}
-    refused = subprocess.run([sys.executable, "-m", "offbeat", "train", "--method", "patient:slac=1"], cwd=copy,
-                             env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True)  # fmt: skip
+    refused = subprocess.run(
+        [sys.executable, "-m", "offbeat", "train", "--method", "patient:slac=1"],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+    )
     assert refused.returncode == 2
-    assert refused.stderr == ("offbeat: patient takes no slac (given: 1): leave it out; it takes M=4, slack=2, "
-                              "weights=stash, corrector=none\n")  # fmt: skip
+    assert refused.stderr == (
+        "offbeat: patient takes no slac (given: 1): leave it out; it takes M=4, slack=2, "
+        "weights=stash, corrector=none\n"
+    )

@@ -24,10 +24,13 @@ def gpt():
 
 def pipeline(gpt, model) -> offbeat.Pipeline:
     return offbeat.Pipeline(
-        model, K=gpt.K, method=offbeat.ADL(M=gpt.M), loss=gpt.loss,
+        model,
+        K=gpt.K,
+        method=offbeat.ADL(M=gpt.M),
+        loss=gpt.loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         sample=torch.zeros(2, gpt.CONTEXT, dtype=torch.long),
-    )  # fmt: skip
+    )
 
 
 def test_tied_weights_are_refused_by_name_and_untied_ones_are_not(gpt):

@@ -168,8 +168,9 @@ def costs(model: str, pixels: int, batch_size: int) -> Profile:
         return profile(network, torch.empty(batch_size, 3, pixels, pixels), timed=False)
 
 
-@pytest.mark.parametrize("row", [row for row in COUNTED if row["model"] != "resnet1202"],
-                         ids=lambda row: f"{row['model']}-{row['K']}")  # fmt: skip
+@pytest.mark.parametrize(
+    "row", [row for row in COUNTED if row["model"] != "resnet1202"], ids=lambda row: f"{row['model']}-{row['K']}"
+)
 def test_the_balance_by_the_deterministic_cost_is_what_it_was(row):
     found = costs(row["model"], row["pixels"], row["batch_size"])
     solution = solve(found.costs(), row["K"], legal=found.legal_cuts)

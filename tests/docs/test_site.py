@@ -157,8 +157,9 @@ def test_the_formulas_of_a_page_give_what_the_method_declares(name):
     told = " ".join((DOCS / f"methods/{name}.md").read_text().split())
     formulas = re.search(
         r"mean staleness in updates (\S+); parameter versions (\S+), the newest included; (?:micro-)?batches between "
-        r"forward and backward (\S+)\.", told,
-    ).groups()  # fmt: skip
+        r"forward and backward (\S+)\.",
+        told,
+    ).groups()
     K = 4 if method.limit is None or method.limit(4) is None else 1
     for k in range(1, K + 1):
         letters = {"k": k, "K": K, "M": method.M, "m": method.m, "N": method.workers, "ceil": math.ceil}

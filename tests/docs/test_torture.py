@@ -64,9 +64,14 @@ def test_hybrid_goes_on_bit_for_bit_where_checkpoints_are_closer_than_the_lag(tm
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(K)))
         return offbeat.Pipeline(
-            model, K, method=offbeat.ADL(M=2, weights="hybrid"), loss=nn.functional.mse_loss, cuts=[1, 2],
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), engine="simulate",
-        )  # fmt: skip
+            model,
+            K,
+            method=offbeat.ADL(M=2, weights="hybrid"),
+            loss=nn.functional.mse_loss,
+            cuts=[1, 2],
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            engine="simulate",
+        )
 
     def train(pipe: offbeat.Pipeline, batches: range, saver: Saver | None = None) -> None:
         for t in batches:

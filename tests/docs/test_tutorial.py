@@ -25,9 +25,13 @@ def shell(command: str, folder: Path) -> str:
     program, *arguments = command.split()
     surroundings = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, *PROGRAMS[program], *arguments], cwd=folder, capture_output=True, text=True, timeout=120,
+        [sys.executable, *PROGRAMS[program], *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**surroundings, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -40,10 +40,15 @@ def test_interleaving_stages_at_random_changes_no_bit(name):
         assert train(CASES[name], engine=Simulate(CASES[name].K, shuffle=seed)) == simulated(name)
 
 
-@pytest.mark.parametrize(("K", "how"), [  # recorded as on GPUs; and with payloads that go apart from their headers
-    (2, "plain"), (2, "recorded"), (2, "apart"),
-    *(pytest.param(3, how, marks=pytest.mark.slow) for how in ("plain", "recorded", "apart")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("K", "how"),
+    [  # recorded as on GPUs; and with payloads that go apart from their headers
+        (2, "plain"),
+        (2, "recorded"),
+        (2, "apart"),
+        *(pytest.param(3, how, marks=pytest.mark.slow) for how in ("plain", "recorded", "apart")),
+    ],
+)
 def test_processes_equal_the_simulator_bit_for_bit(K, how, tmp_path):
     done = torchrun(str(HERE / "cases.py"), str(tmp_path), how, nproc=K)
     assert done.returncode == 0, done.stderr[-3000:]

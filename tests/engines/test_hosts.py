@@ -51,9 +51,13 @@ class Host:
     def start(self, command: list[str], surroundings: dict[str, str], *, output: Path) -> subprocess.Popen:
         with output.with_suffix(".out").open("w") as out, output.with_suffix(".err").open("w") as err:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.namespace, *RENAMED, sys.executable, *command], stdin=subprocess.DEVNULL,
-                stdout=out, stderr=err, env={**SURROUNDINGS, **surroundings}, start_new_session=True,
-            )  # fmt: skip
+                ["ip", "netns", "exec", self.namespace, *RENAMED, sys.executable, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**SURROUNDINGS, **surroundings},
+                start_new_session=True,
+            )
 
 
 @dataclass
@@ -67,16 +71,47 @@ class Pair:
     def torchrun(self, folder: Path, *arguments: str, silence: float = SILENCE, **surroundings: str) -> None:
         """The command as the README has it, on each host."""
         port = str(free_ports(1)[0])
-        self._start(folder, [[
-            "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank),
-            "--master-addr", self.hosts[0].address, "--master-port", port, "-m", "offbeat", "train", *arguments,
-            "-K", "2", "--json", "--out", str(folder / "run"),
-        ] for rank in range(2)], [{"OFFBEAT_SILENCE": str(silence), **surroundings}] * 2)  # fmt: skip
+        self._start(
+            folder,
+            [
+                [
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes",
+                    "2",
+                    "--nproc-per-node",
+                    "1",
+                    "--node-rank",
+                    str(rank),
+                    "--master-addr",
+                    self.hosts[0].address,
+                    "--master-port",
+                    port,
+                    "-m",
+                    "offbeat",
+                    "train",
+                    *arguments,
+                    "-K",
+                    "2",
+                    "--json",
+                    "--out",
+                    str(folder / "run"),
+                ]
+                for rank in range(2)
+            ],
+            [{"OFFBEAT_SILENCE": str(silence), **surroundings}] * 2,
+        )
 
     def script(self, folder: Path, text: str, arguments: list[list[str]], **surroundings: str) -> None:
         """A script on each host, with what torchrun would set."""
-        group = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": self.hosts[0].address,
-                 "MASTER_PORT": str(free_ports(1)[0]), **surroundings}  # fmt: skip
+        group = {
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.hosts[0].address,
+            "MASTER_PORT": str(free_ports(1)[0]),
+            **surroundings,
+        }
         self._start(folder, [["-c", text, *given] for given in arguments], [{**group, "RANK": str(r)} for r in (0, 1)])
 
     def _start(self, folder: Path, commands: list[list[str]], surroundings: list[dict[str, str]]) -> None:
@@ -215,9 +250,15 @@ def test_hosts_that_cannot_connect_all_end_within_a_minute(pair, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "seconds", "silence"), [
-    ("lost", 15, 30), ("lost", 20, 30), ("unplugged", 22, 30), ("lost", 7, 10),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "seconds", "silence"),
+    [
+        ("lost", 15, 30),
+        ("lost", 20, 30),
+        ("unplugged", 22, 30),
+        ("lost", 7, 10),
+    ],
+)
 def test_a_cut_of_three_quarters_of_the_silence_does_not_end_the_run(pair, tmp_path, how, seconds, silence):
     """Messages are lost while all interfaces are up, or the cable is unplugged. TCP's own pauses double from 0.2 s: it
     would send again 6.2 and 12.6 s after a cut began."""

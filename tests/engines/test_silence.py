@@ -177,11 +177,14 @@ def members(folder: Path, case: str, K: int) -> list[tuple[int | None, str, str,
     group = {"WORLD_SIZE": str(K), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     started = [
         subprocess.Popen(
-            [sys.executable, str(file), case, str(SECONDS)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, str(file), case, str(SECONDS)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**ENVIRONMENT, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(K)
-    ]  # fmt: skip
+    ]
     ended: list[tuple[int | None, str, str, float]] = []
     try:
         frozen = case in ("stopped", "collective")

@@ -27,10 +27,17 @@ def trained(name: str, numbers: str, device: torch.device = GPU) -> float:
     x, y = torch.randn(8, 3, 8, 8, device=device), torch.randint(10, (8,), device=device)
     precision, _, fused = numbers.partition("-")
     pipe = offbeat.Pipeline(
-        model, 4, method=named(name, M=2), loss=nn.functional.cross_entropy, sample=x, device=device,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True), engine=Streams(4, device),
-        precision=precision, fuse=bool(fused),
-    )  # fmt: skip
+        model,
+        4,
+        method=named(name, M=2),
+        loss=nn.functional.cross_entropy,
+        sample=x,
+        device=device,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+        engine=Streams(4, device),
+        precision=precision,
+        fuse=bool(fused),
+    )
     for t in range(BATCHES):
         size = 5 if t == SHORT else 8
         loss = pipe.step(x[:size], y[:size])

@@ -16,8 +16,27 @@ pytestmark = [
 
 
 def test_rows_of_one_gpu_are_timed_and_the_others_say_why_not(tmp_path):
-    command = [sys.executable, "-m", "offbeat", "bench", "-K", "2", "--model", "resnet8", "--batch-size", "16",
-               "--device", "cuda", "--repetitions", "2", "--batches", "1", "--json", "--out", str(tmp_path / "found")]
+    command = [
+        sys.executable,
+        "-m",
+        "offbeat",
+        "bench",
+        "-K",
+        "2",
+        "--model",
+        "resnet8",
+        "--batch-size",
+        "16",
+        "--device",
+        "cuda",
+        "--repetitions",
+        "2",
+        "--batches",
+        "1",
+        "--json",
+        "--out",
+        str(tmp_path / "found"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)

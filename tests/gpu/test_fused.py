@@ -50,9 +50,14 @@ def test_it_is_batchnorm_a_sum_and_relu(shape, dtype):
         wanted = z * (y > 0) if relu else z  # what is rounded to zero is zero for ours
         y.backward(gradient)
         wanted.backward(gradient.double())
-        pairs = [(y, F.relu(z) if relu else z), (ours[0].grad, theirs[0].grad), (layer.weight.grad, exact.weight.grad),
-                 (layer.bias.grad, exact.bias.grad), (layer.running_mean, exact.running_mean),
-                 (layer.running_var, exact.running_var)]  # fmt: skip
+        pairs = [
+            (y, F.relu(z) if relu else z),
+            (ours[0].grad, theirs[0].grad),
+            (layer.weight.grad, exact.weight.grad),
+            (layer.bias.grad, exact.bias.grad),
+            (layer.running_mean, exact.running_mean),
+            (layer.running_var, exact.running_var),
+        ]
         pairs += [(ours[1].grad, theirs[1].grad)] if added else []
         assert [apart(a, b) < close for a, b in pairs] == [True] * len(pairs), (added, relu)
         assert int(layer.num_batches_tracked) == 1
@@ -87,17 +92,24 @@ def test_a_narrow_convolution_is_a_convolution(shape):
     assert apart(layer.weight.grad, exact.weight.grad) < 5e-3
 
 
-@pytest.mark.parametrize("method", [offbeat.BP(M=2), offbeat.ADL(M=2), offbeat.ADL(M=1, weights="hybrid"),
-                                    offbeat.FR()])  # fmt: skip
+@pytest.mark.parametrize(
+    "method", [offbeat.BP(M=2), offbeat.ADL(M=2), offbeat.ADL(M=1, weights="hybrid"), offbeat.FR()]
+)
 def test_streams_give_the_bits_of_simulate(method):
     weights = []
     for engine in ("simulate", "streams"):
         torch.manual_seed(0)
         pipe = offbeat.Pipeline(
-            models.build("resnet8", shape=(3, 16, 16), classes=10), 1 if method.name == "bp" else 3, method=method,
-            loss=F.cross_entropy, device=GPU, engine=engine, precision="bf16", fuse=True,
+            models.build("resnet8", shape=(3, 16, 16), classes=10),
+            1 if method.name == "bp" else 3,
+            method=method,
+            loss=F.cross_entropy,
+            device=GPU,
+            engine=engine,
+            precision="bf16",
+            fuse=True,
             optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
-        )  # fmt: skip
+        )
         generator = torch.Generator(GPU).manual_seed(1)
         for _ in range(30):
             x = torch.randn(16, 3, 16, 16, device=GPU, generator=generator)
@@ -113,9 +125,15 @@ def test_it_learns_what_torch_learns():
     for fuse in (False, True):
         torch.manual_seed(0)
         pipe = offbeat.Pipeline(
-            models.build("resnet20", shape=(3, 16, 16), classes=10), 1, method="bp", loss=F.cross_entropy, device=GPU,
-            precision="bf16", fuse=fuse, optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
-        )  # fmt: skip
+            models.build("resnet20", shape=(3, 16, 16), classes=10),
+            1,
+            method="bp",
+            loss=F.cross_entropy,
+            device=GPU,
+            precision="bf16",
+            fuse=fuse,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+        )
         x, y = torch.randn(32, 3, 16, 16, device=GPU), torch.arange(32, device=GPU) % 10
         losses.append([float(pipe.step(x, y)) for _ in range(40)])
     assert losses[1][0] == pytest.approx(losses[0][0], rel=2e-2)

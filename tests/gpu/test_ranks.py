@@ -23,8 +23,14 @@ SCRIPT = Path(__file__).parent.parent / "ranks.py"
 def test_processes_on_one_gpu_give_the_bits_of_simulate(method, K, tmp_path):
     surroundings = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={K}"]
-    done = subprocess.run([*command, str(SCRIPT), str(tmp_path), method], capture_output=True, text=True, timeout=180,
-                          check=False, env=surroundings)  # fmt: skip
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(tmp_path), method],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env=surroundings,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     expected = json.loads(json.dumps(trained(method, "simulate", K)))
     for rank in range(K):

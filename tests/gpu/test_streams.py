@@ -25,16 +25,20 @@ K, N, GPU = 4, 41, torch.device("cuda")
 
 def network(wide: int = 16) -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Conv2d(given, wide, 3, padding=1, bias=False), nn.BatchNorm2d(wide), nn.ReLU())
-              for given in (3, wide, wide)]  # fmt: skip
+    blocks = [
+        nn.Sequential(nn.Conv2d(given, wide, 3, padding=1, bias=False), nn.BatchNorm2d(wide), nn.ReLU())
+        for given in (3, wide, wide)
+    ]
     return nn.Sequential(*blocks, nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(wide * 16, 10)))
 
 
 def batches(n: int = N, poisoned: tuple[int, ...] = (), short: bool = True) -> list:
     generator = torch.Generator().manual_seed(7)
     sizes = [32] * (n - 1) + [19 if short else 32]
-    made = [(torch.randn(b, 3, 8, 8, generator=generator).to(GPU), torch.randint(10, (b,), generator=generator).to(GPU))
-            for b in sizes]  # fmt: skip
+    made = [
+        (torch.randn(b, 3, 8, 8, generator=generator).to(GPU), torch.randint(10, (b,), generator=generator).to(GPU))
+        for b in sizes
+    ]
     return [(x * math.nan if t in poisoned else x, y) for t, (x, y) in enumerate(made)]
 
 
@@ -45,11 +49,17 @@ def sgd(parameters) -> torch.optim.SGD:
 def pipeline(method: offbeat.Method, engine="streams", **options) -> offbeat.Pipeline:
     stages = 1 if method.workers > 1 else K
     return offbeat.Pipeline(
-        network(), stages, method=method, cuts=[1, 2, 3][: stages - 1], loss=nn.functional.cross_entropy,
-        device=GPU, engine=engine, seed=3,
+        network(),
+        stages,
+        method=method,
+        cuts=[1, 2, 3][: stages - 1],
+        loss=nn.functional.cross_entropy,
+        device=GPU,
+        engine=engine,
+        seed=3,
         scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
         **{"optimizer": sgd, **options},
-    )  # fmt: skip
+    )
 
 
 def train(pipe: offbeat.Pipeline, data: list, drains: tuple[int, ...] = ()) -> list[torch.Tensor]:
@@ -92,9 +102,15 @@ def test_streams_that_sleep_at_random_change_no_bit(M, seed):
     check_same(offbeat.ADL(M=M, corrector="sc"), Streams(K, GPU, sleeps=seed), drains=(20,))
 
 
-@pytest.mark.parametrize(("M", "precision", "seed"), [
-    (4, "fp32", None), (4, "fp32", 1), (3, "bf16", 2), (6, "fp32", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("M", "precision", "seed"),
+    [
+        (4, "fp32", None),
+        (4, "fp32", 1),
+        (3, "bf16", 2),
+        (6, "fp32", 3),
+    ],
+)
 def test_batches_of_a_window_without_lag_run_at_once(M, precision, seed):
     pipe = check_same(offbeat.BP(M=M), Streams(K, GPU, sleeps=seed), drains=(19,), precision=precision)
     assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
@@ -110,8 +126,16 @@ def test_stages_of_products_do_not_share_what_the_library_works_in(method, preci
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(2048 if i % 2 else 64, 64 if i % 2 else 2048), nn.Tanh()) for i in range(8)]
         stages = [nn.Sequential(*layers[i : i + 2]) for i in (0, 2, 4, 6)]
-        pipe = offbeat.Pipeline(stages, method=method, loss=nn.functional.cross_entropy, optimizer=sgd, device=GPU,
-                                engine=engine, seed=3, precision=precision)  # fmt: skip
+        pipe = offbeat.Pipeline(
+            stages,
+            method=method,
+            loss=nn.functional.cross_entropy,
+            optimizer=sgd,
+            device=GPU,
+            engine=engine,
+            seed=3,
+            precision=precision,
+        )
         data = [(torch.randn(32, 64, device=GPU), torch.randint(64, (32,), device=GPU)) for _ in range(60)]
         losses = [pipe.step(x, y) for x, y in data]
         pipe.drain()

@@ -22,14 +22,22 @@ RESOLUTION = 2.0  # microseconds, of what two events tell
 
 def pipeline(engine: str, method: offbeat.Method) -> offbeat.Pipeline:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Conv2d(given, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-              for given in (3, 16, 16)]  # fmt: skip
+    blocks = [
+        nn.Sequential(nn.Conv2d(given, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        for given in (3, 16, 16)
+    ]
     model = nn.Sequential(*blocks, nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10)))
     return offbeat.Pipeline(
-        model, K, method=method, cuts=[1, 2, 3], loss=nn.functional.cross_entropy, seed=3, device=GPU,
+        model,
+        K,
+        method=method,
+        cuts=[1, 2, 3],
+        loss=nn.functional.cross_entropy,
+        seed=3,
+        device=GPU,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
         engine=Streams(K, GPU) if engine == "streams" else engine,
-    )  # fmt: skip
+    )
 
 
 def train(pipe: offbeat.Pipeline) -> list[str]:

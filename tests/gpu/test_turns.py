@@ -14,13 +14,27 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 RUNS = {
-    name: complete(model="resnet8", data="synthetic", shape=(3, 16, 16), samples=600, classes=5, batch_size=16,
-                   epochs=3, device="cuda", engine="streams", threads_per_stage=1, seed=seed, **method)
-    for name, seed, method in (
-        ("bp", 0, {"method": "bp", "M": 2}), ("adl", 0, {"method": "adl", "K": 3, "M": 2}),
-        ("adl again", 1, {"method": "adl", "K": 2, "M": 1}), ("pipedream", 2, {"method": "pipedream", "K": 3}),
+    name: complete(
+        model="resnet8",
+        data="synthetic",
+        shape=(3, 16, 16),
+        samples=600,
+        classes=5,
+        batch_size=16,
+        epochs=3,
+        device="cuda",
+        engine="streams",
+        threads_per_stage=1,
+        seed=seed,
+        **method,
     )
-}  # fmt: skip
+    for name, seed, method in (
+        ("bp", 0, {"method": "bp", "M": 2}),
+        ("adl", 0, {"method": "adl", "K": 3, "M": 2}),
+        ("adl again", 1, {"method": "adl", "K": 2, "M": 1}),
+        ("pipedream", 2, {"method": "pipedream", "K": 3}),
+    )
+}
 
 
 def test_no_run_sees_the_others(tmp_path):

@@ -34,10 +34,14 @@ class Program:
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
         M = draw.choice([1, 2, 3, 4, 6])
-        self.method = draw.choice([
-            offbeat.BP(M=M), offbeat.ADL(M=M, weights=draw.choice(["stash", "hybrid", "replay"])),
-            offbeat.ADL(M=M, window="aligned"), named(draw.choice(ALIKE)),
-        ])  # fmt: skip
+        self.method = draw.choice(
+            [
+                offbeat.BP(M=M),
+                offbeat.ADL(M=M, weights=draw.choice(["stash", "hybrid", "replay"])),
+                offbeat.ADL(M=M, window="aligned"),
+                named(draw.choice(ALIKE)),
+            ]
+        )
         self.K = 1 if self.method.workers > 1 else self._fitting(draw)
         batches, short, often = draw.choice([20, 35, 50]), draw.choice([0.05, 0.3]), draw.choice([0.0, 0.1, 0.2])
         self.sizes = [3 if draw.random() < short else SIZE for _ in range(batches)]
@@ -65,11 +69,18 @@ class Program:
         for number in self.frozen:
             model[number].requires_grad_(False)
         made = offbeat.Pipeline(
-            model, self.K, method=self.method, cuts=[1, 2, 3][: self.K - 1], loss=nn.functional.cross_entropy,
-            engine=Streams(self.K, CPU, together=self.together) if streams else "simulate", seed=3, clip_norm=1.0,
+            model,
+            self.K,
+            method=self.method,
+            cuts=[1, 2, 3][: self.K - 1],
+            loss=nn.functional.cross_entropy,
+            engine=Streams(self.K, CPU, together=self.together) if streams else "simulate",
+            seed=3,
+            clip_norm=1.0,
             optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3, fused=self.fused),
-            precision=self.precision, left_out=self.left_out,
-        )  # fmt: skip
+            precision=self.precision,
+            left_out=self.left_out,
+        )
         if "reload" in self.events:
             made.keep()
         return made

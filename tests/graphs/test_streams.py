@@ -62,9 +62,15 @@ def pipeline(method: offbeat.Method, engine: str = "streams", *, model: nn.Modul
     stages = 1 if method.workers > 1 else K
     made = Streams(stages, CPU) if engine == "streams" else engine
     return offbeat.Pipeline(
-        model or network(), stages, method=method, cuts=[1, 2, 3][: stages - 1], loss=nn.functional.cross_entropy,
-        engine=made, seed=3, **{"optimizer": sgd, **options},
-    )  # fmt: skip
+        model or network(),
+        stages,
+        method=method,
+        cuts=[1, 2, 3][: stages - 1],
+        loss=nn.functional.cross_entropy,
+        engine=made,
+        seed=3,
+        **{"optimizer": sgd, **options},
+    )
 
 
 def train(pipe: offbeat.Pipeline, data: list, drains: tuple[int, ...] = ()) -> list[str]:
@@ -101,11 +107,24 @@ def test_what_is_launched_together_may_run_in_any_order(monkeypatch, name, seed)
     check_same(named(name), drains=(14,), optimizer=lambda p: sgd(p, fused=True), data=lambda: batches(40))
 
 
-@pytest.mark.parametrize(("M", "weights", "drains"), [
-    (1, "stash", True), (4, "stash", False), (2, "hybrid", True), (3, "replay", False),
-    *(pytest.param(M, weights, drains, marks=pytest.mark.slow) for M, weights, drains in
-      ((1, "stash", False), (4, "stash", True), (2, "hybrid", False), (3, "replay", True))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("M", "weights", "drains"),
+    [
+        (1, "stash", True),
+        (4, "stash", False),
+        (2, "hybrid", True),
+        (3, "replay", False),
+        *(
+            pytest.param(M, weights, drains, marks=pytest.mark.slow)
+            for M, weights, drains in (
+                (1, "stash", False),
+                (4, "stash", True),
+                (2, "hybrid", False),
+                (3, "replay", True),
+            )
+        ),
+    ],
+)
 def test_short_batches_and_drains_do_not_make_ever_new_ticks(monkeypatch, M, weights, drains):
     capture(monkeypatch)
     method = offbeat.ADL(M=M, weights=weights)
@@ -129,8 +148,10 @@ def test_epochs_shorter_than_the_rings_give_the_bits_of_simulate(monkeypatch, ca
     whole, short = batches(12 * epoch, short=False), batches(12 * epoch)[-1]
 
     def data() -> list:
-        return [tuple(part.clone() for part in (short if t % epoch == epoch - 1 else batch))
-                for t, batch in enumerate(whole)]  # fmt: skip
+        return [
+            tuple(part.clone() for part in (short if t % epoch == epoch - 1 else batch))
+            for t, batch in enumerate(whole)
+        ]
 
     check_same(offbeat.ADL(M=4), optimizer=lambda p: sgd(p, fused=True), data=data)
 
@@ -147,9 +168,18 @@ def test_ticks_in_which_stages_are_missing_are_not_joined(monkeypatch):
     assert all(pieces == 1 or pieces >= 2 * K for pieces in launched)
 
 
-@pytest.mark.parametrize(("M", "stages", "precision"), [
-    (1, 4, "fp32"), (2, 1, "bf16"), (4, 4, "fp32"), (4, 2, "bf16"), (6, 4, "bf16"), (6, 2, "fp32"), (16, 3, "fp32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("M", "stages", "precision"),
+    [
+        (1, 4, "fp32"),
+        (2, 1, "bf16"),
+        (4, 4, "fp32"),
+        (4, 2, "bf16"),
+        (6, 4, "bf16"),
+        (6, 2, "fp32"),
+        (16, 3, "fp32"),
+    ],
+)
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_batches_of_a_window_without_lag_run_in_any_order_that_leaves_the_bits(monkeypatch, M, stages, precision, seed):
     """A window ends in the middle of an epoch, the middle of a window is looked at, and a batch is short."""
@@ -157,10 +187,18 @@ def test_batches_of_a_window_without_lag_run_in_any_order_that_leaves_the_bits(m
 
     def trained(engine) -> tuple[list, list, offbeat.Pipeline]:
         pipe = offbeat.Pipeline(
-            network(), stages, method=offbeat.BP(M=M), cuts=[1, 2, 3][: stages - 1], seed=3, engine=engine,
-            loss=nn.functional.cross_entropy, optimizer=on_device, precision=precision, clip_norm=1.0,
+            network(),
+            stages,
+            method=offbeat.BP(M=M),
+            cuts=[1, 2, 3][: stages - 1],
+            seed=3,
+            engine=engine,
+            loss=nn.functional.cross_entropy,
+            optimizer=on_device,
+            precision=precision,
+            clip_norm=1.0,
             scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
-        )  # fmt: skip
+        )
         losses, told = [], []
         for epoch in range(3):
             for x, y in batches(10 * M + 3):
@@ -190,8 +228,15 @@ def test_what_is_left_of_a_turn_that_was_launched_in_part_keeps_its_order(monkey
     capture(monkeypatch, seed=3)
     losses = []
     for engine in ("simulate", Streams(stages, CPU)):
-        pipe = offbeat.Pipeline(network(), stages, method=offbeat.BP(M=M), cuts=[1, 2, 3][: stages - 1], engine=engine,
-                                loss=nn.functional.cross_entropy, optimizer=lambda p: sgd(p, fused=True))  # fmt: skip
+        pipe = offbeat.Pipeline(
+            network(),
+            stages,
+            method=offbeat.BP(M=M),
+            cuts=[1, 2, 3][: stages - 1],
+            engine=engine,
+            loss=nn.functional.cross_entropy,
+            optimizer=lambda p: sgd(p, fused=True),
+        )
         losses.append([])
         for t, (x, y) in enumerate(batches(60, short=False)):
             if t == 20:
@@ -204,8 +249,15 @@ def test_what_is_left_of_a_turn_that_was_launched_in_part_keeps_its_order(monkey
 
 def test_no_more_turns_are_launched_at_once_than_there_are_slots(monkeypatch):
     capture(monkeypatch)
-    pipe = offbeat.Pipeline(network(), 2, method=offbeat.BP(M=8), cuts=[1], engine=Streams(2, CPU, together=8),
-                            loss=nn.functional.cross_entropy, optimizer=sgd)  # fmt: skip
+    pipe = offbeat.Pipeline(
+        network(),
+        2,
+        method=offbeat.BP(M=8),
+        cuts=[1],
+        engine=Streams(2, CPU, together=8),
+        loss=nn.functional.cross_entropy,
+        optimizer=sgd,
+    )
     assert pipe.engine.launch_queue.together == pipe.stages[1].ring.slots == 2
 
 
@@ -238,11 +290,14 @@ def test_a_tool_that_holds_what_functions_work_on_changes_nothing(monkeypatch, m
     assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
 
 
-@pytest.mark.parametrize(("optimizer", "why"), [
-    (sgd, "SGD has fused=False: give fused=True"),
-    (torch.optim.Adam, "Adam has capturable=False: give capturable=True"),
-    (lambda parameters: torch.optim.Adagrad(parameters), "Adagrad has fused=False: give fused=True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        (sgd, "SGD has fused=False: give fused=True"),
+        (torch.optim.Adam, "Adam has capturable=False: give capturable=True"),
+        (lambda parameters: torch.optim.Adagrad(parameters), "Adagrad has fused=False: give fused=True"),
+    ],
+)
 def test_an_optimizer_whose_updates_are_not_recorded_is_told_of(monkeypatch, optimizer, why):
     capture(monkeypatch)
     monkeypatch.setattr(graphed, "captures", lambda device: True)
@@ -286,9 +341,17 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_stages_that_give_several_tensors_wait_for_all_of_them(monkeypatch, name, seed):
     launched = capture(monkeypatch, seed)
-    pipes = [offbeat.Pipeline([Halves(layer) for layer in network()], method=named(name), engine=engine, seed=3,
-                              loss=nn.functional.cross_entropy, optimizer=lambda p: sgd(p, fused=True))
-             for engine in ("simulate", Streams(K, CPU))]  # fmt: skip
+    pipes = [
+        offbeat.Pipeline(
+            [Halves(layer) for layer in network()],
+            method=named(name),
+            engine=engine,
+            seed=3,
+            loss=nn.functional.cross_entropy,
+            optimizer=lambda p: sgd(p, fused=True),
+        )
+        for engine in ("simulate", Streams(K, CPU))
+    ]
     assert train(pipes[0], batches(120)) == train(pipes[1], batches(120))
     assert all(map(torch.equal, pipes[0].model.parameters(), pipes[1].model.parameters()))
     assert sum(pieces >= 2 * K for pieces in launched) > 20
@@ -298,9 +361,14 @@ def test_stages_that_give_several_tensors_wait_for_all_of_them(monkeypatch, name
 @pytest.mark.parametrize(("M", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
 def test_adl_launches_a_tick_at_a_time_and_in_any_order_gives_the_bits_of_simulate(monkeypatch, M, weights, precision):
     launched = capture(monkeypatch, seed=M)
-    pipe = check_same(offbeat.ADL(M=M, weights=weights, corrector="sc"), drains=(20,), precision=precision,
-                      optimizer=on_device, data=lambda: batches(90),
-                      scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)))  # fmt: skip
+    pipe = check_same(
+        offbeat.ADL(M=M, weights=weights, corrector="sc"),
+        drains=(20,),
+        precision=precision,
+        optimizer=on_device,
+        data=lambda: batches(90),
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
+    )
     assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
     assert sum(pieces >= 2 * K for pieces in launched) > 20
 
@@ -332,8 +400,12 @@ def test_bfloat16_gives_the_bits_of_simulate(weights):
 
 
 def test_schedules_and_clipping_give_the_bits_of_simulate():
-    check_same(offbeat.ADL(M=2), clip_norm=0.3, optimizer=lambda p: sgd(p, fused=True),
-               scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (s + 1)))  # fmt: skip
+    check_same(
+        offbeat.ADL(M=2),
+        clip_norm=0.3,
+        optimizer=lambda p: sgd(p, fused=True),
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (s + 1)),
+    )
 
 
 def test_an_evaluation_beside_training_sees_all_updates_so_far(monkeypatch):
@@ -442,8 +514,12 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_update():
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_batch_that_is_left_out_gives_the_bits_of_simulate(M, out, fused):
     """Also where its window has no other: then the optimizer has no gradients, and changes nothing."""
-    check_same(offbeat.ADL(M=M), left_out=out, data=lambda: batches(poisoned=tuple(out)),
-               optimizer=lambda p: sgd(p, fused=fused))  # fmt: skip
+    check_same(
+        offbeat.ADL(M=M),
+        left_out=out,
+        data=lambda: batches(poisoned=tuple(out)),
+        optimizer=lambda p: sgd(p, fused=fused),
+    )
 
 
 class BySize(nn.Module):
@@ -457,18 +533,31 @@ class BySize(nn.Module):
         return self.long(x) if len(x) == 6 else self.short(x)
 
 
-@pytest.mark.parametrize(("M", "fused", "loaded"), [  # torch's fused one wants all of them in its first step
-    (1, False, False), (2, False, False), (2, False, True), (2, True, False), (2, True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("M", "fused", "loaded"),
+    [  # torch's fused one wants all of them in its first step
+        (1, False, False),
+        (2, False, False),
+        (2, False, True),
+        (2, True, False),
+        (2, True, True),
+    ],
+)
 def test_parameters_without_a_gradient_in_a_window_are_left_alone(M, fused, loaded):
     def trained(engine, loaded: bool = False) -> list[torch.Tensor]:
         torch.manual_seed(0)
         made = [
             offbeat.Pipeline(
-                nn.Sequential(BySize(), nn.Linear(4, 3)), 2, method=offbeat.ADL(M=M), cuts=[1], engine=engine(),
-                loss=nn.functional.cross_entropy, optimizer=lambda p: sgd(p, fused=fused),
-            ) for _ in range(2)
-        ]  # fmt: skip
+                nn.Sequential(BySize(), nn.Linear(4, 3)),
+                2,
+                method=offbeat.ADL(M=M),
+                cuts=[1],
+                engine=engine(),
+                loss=nn.functional.cross_entropy,
+                optimizer=lambda p: sgd(p, fused=fused),
+            )
+            for _ in range(2)
+        ]
         pipe, generator = made[0], torch.Generator().manual_seed(1)
         for t, size in enumerate([6, 3, 6, 6, 3, 6, 6, 3, 3, 3, 6, 6, 6, 6, 6, 3, 6, 6]):
             pipe.step(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
@@ -510,7 +599,15 @@ def test_streams_need_a_gpu_and_methods_whose_iterations_are_alike():
     with pytest.raises(UserError, match="engine streams on cpu: it runs the stages on streams of one GPU"):
         offbeat.Pipeline(network(), 2, loss=nn.CrossEntropyLoss(), optimizer=sgd, engine="streams")
     assert {name for name in METHODS if named(name).why_not_capturable()} == {
-        "gpipe", "dgl", "dgl-async", "dni", "mostafa", "pred", "sim", "predsim"}  # fmt: skip
+        "gpipe",
+        "dgl",
+        "dgl-async",
+        "dni",
+        "mostafa",
+        "pred",
+        "sim",
+        "predsim",
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in ALIKE if name not in ("asgd", "dc-asgd")])
@@ -541,16 +638,20 @@ def test_a_stage_that_changes_nothing_sends_gradients_of_its_own():
 
 def test_a_method_whose_iterations_are_not_alike_is_told_of_and_simulated():
     with pytest.warns(offbeat.NotRecorded, match="gpipe splits batches into micro-batches: its stages are not"):
-        pipe = offbeat.Pipeline(network(), 2, method="gpipe", loss=nn.CrossEntropyLoss(), optimizer=sgd, device="cuda",
-                                engine="streams")  # fmt: skip
+        pipe = offbeat.Pipeline(
+            network(), 2, method="gpipe", loss=nn.CrossEntropyLoss(), optimizer=sgd, device="cuda", engine="streams"
+        )
     assert type(pipe.engine) is Simulate
 
 
 # ---- the ring
 
 
-@pytest.mark.parametrize("method", [offbeat.ADL(M=1), offbeat.ADL(M=3), offbeat.ADL(M=2, weights="hybrid"),
-                                    offbeat.PipeDream(), offbeat.TwoBW(M=4)], ids=lambda m: m.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "method",
+    [offbeat.ADL(M=1), offbeat.ADL(M=3), offbeat.ADL(M=2, weights="hybrid"), offbeat.PipeDream(), offbeat.TwoBW(M=4)],
+    ids=lambda m: m.name,
+)
 def test_nobody_writes_where_a_neighbour_may_still_read(monkeypatch, method):
     """A stream waits for its neighbours' turn before the last: what is read in turn n may be written in turn n + 2."""
     made: dict[int, tuple[int, int]] = {}  # memory -> stage that made what lies there, and until when it is read

@@ -43,9 +43,15 @@ def images(channels: int = 3, batch: int = 4) -> Tensor:
     return torch.randn(batch, channels, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(("name", "plain", "relu", "added"), [
-    ("resnet8", 0, 4, 3), ("resnet18", 3, 9, 8), ("resnet50", 4, 33, 16), ("seresnet18", 8, 9, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "plain", "relu", "added"),
+    [
+        ("resnet8", 0, 4, 3),
+        ("resnet18", 3, 9, 8),
+        ("resnet50", 4, 33, 16),
+        ("seresnet18", 8, 9, 3),
+    ],
+)
 def test_every_batchnorm_of_a_residual_network_is_joined_with_what_follows(monkeypatch, name, plain, relu, added):
     model = models.build(name, shape=(3, 32, 32), classes=10)
     asked = Watching(monkeypatch).of(model, torch.randn(2, 3, 32, 32))
@@ -80,14 +86,23 @@ def test_it_runs_on_the_tensors_of_a_version_and_can_leave_buffers_alone():
     assert all(g is not None for g in torch.autograd.grad(out.sum(), list(version.values())))
 
 
-@pytest.mark.parametrize(("layer", "found"), [
-    (nn.Conv2d(16, 16, 3, padding=1, bias=False), True), (nn.Conv2d(32, 32, 3, padding="same", bias=False), True),
-    (nn.Conv2d(16, 16, 3, padding=1), False), (nn.Conv2d(16, 32, 3, padding=1, bias=False), False),
-    (nn.Conv2d(16, 16, 3, padding=1, stride=2, bias=False), False), (nn.Conv2d(16, 16, 3, bias=False), False),
-    (nn.Conv2d(16, 16, 1, bias=False), False), (nn.Conv2d(16, 16, 3, padding=2, dilation=2, bias=False), False),
-    (nn.Conv2d(16, 16, 3, padding=1, groups=2, bias=False), False), (nn.Conv2d(8, 8, 3, padding=1, bias=False), False),
-    (nn.Conv2d(16, 16, 3, padding=1, bias=False, padding_mode="circular"), False), (nn.ReLU(), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layer", "found"),
+    [
+        (nn.Conv2d(16, 16, 3, padding=1, bias=False), True),
+        (nn.Conv2d(32, 32, 3, padding="same", bias=False), True),
+        (nn.Conv2d(16, 16, 3, padding=1), False),
+        (nn.Conv2d(16, 32, 3, padding=1, bias=False), False),
+        (nn.Conv2d(16, 16, 3, padding=1, stride=2, bias=False), False),
+        (nn.Conv2d(16, 16, 3, bias=False), False),
+        (nn.Conv2d(16, 16, 1, bias=False), False),
+        (nn.Conv2d(16, 16, 3, padding=2, dilation=2, bias=False), False),
+        (nn.Conv2d(16, 16, 3, padding=1, groups=2, bias=False), False),
+        (nn.Conv2d(8, 8, 3, padding=1, bias=False), False),
+        (nn.Conv2d(16, 16, 3, padding=1, bias=False, padding_mode="circular"), False),
+        (nn.ReLU(), False),
+    ],
+)
 def test_narrow_convolutions_are_known_by_their_settings(layer, found):
     assert narrow(layer) is found
 
@@ -121,10 +136,16 @@ class Block(nn.Module):
         return torch.relu(torch.add(x, y))
 
 
-@pytest.mark.parametrize(("way", "asked"), [
-    ("in place", (True, True)), ("used twice", (False, False)),
-    ("scaled", (False, False)), ("a number", (False, False)), ("the other way round", (True, True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("way", "asked"),
+    [
+        ("in place", (True, True)),
+        ("used twice", (False, False)),
+        ("scaled", (False, False)),
+        ("a number", (False, False)),
+        ("the other way round", (True, True)),
+    ],
+)
 def test_only_what_is_the_same_is_joined(monkeypatch, way, asked):
     assert Watching(monkeypatch).of(block := Block(way), images()) == [asked]
     assert torch.equal(Fused(1, block)(None, (images(),)), block(images()))
@@ -188,9 +209,14 @@ def test_a_pipeline_learns_the_same_with_and_without(method):
         torch.manual_seed(0)
         model = models.build("resnet8", shape=(3, 8, 8), classes=10)
         pipe = offbeat.Pipeline(
-            model, 1 if method == "bp" else 2, method=method, loss=F.cross_entropy, fuse=fuse, sample=images(),
+            model,
+            1 if method == "bp" else 2,
+            method=method,
+            loss=F.cross_entropy,
+            fuse=fuse,
+            sample=images(),
             optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
-        )  # fmt: skip
+        )
         targets = torch.arange(4)
         losses.append([float(pipe.step(images(), targets)) for _ in range(6)])
     assert losses[0] == losses[1]
@@ -198,14 +224,19 @@ def test_a_pipeline_learns_the_same_with_and_without(method):
 
 def test_micro_batches_are_not_joined():
     pipe = offbeat.Pipeline(
-        models.build("resnet8", shape=(3, 8, 8), classes=10), 2, method=offbeat.GPipe(m=2), loss=F.cross_entropy,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.05), fuse=True,
-    )  # fmt: skip
+        models.build("resnet8", shape=(3, 8, 8), classes=10),
+        2,
+        method=offbeat.GPipe(m=2),
+        loss=F.cross_entropy,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+        fuse=True,
+    )
     with pytest.warns(NotFused, match="its BatchNorm sums up micro-batches"):
         pipe.step(images(), torch.arange(4))
 
 
 def test_one_way_of_joining_is_enough():
     with pytest.raises(UserError, match="compile and fuse: both join operations of a stage, so give one of them"):
-        offbeat.Pipeline(nn.Linear(2, 2), 1, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-                         compile=True, fuse=True)  # fmt: skip
+        offbeat.Pipeline(
+            nn.Linear(2, 2), 1, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), compile=True, fuse=True
+        )

@@ -228,8 +228,9 @@ def lagged(K: int, batches: Batches, rules: Rules, *, shuffle: int | None = None
     """Run N batches and drain. `shuffle` seeds the order in which stages are asked, which must not matter."""
     N = len(batches)
     zeros = [tuple(torch.zeros_like(p) for p in theta) for theta in network(K)]
-    stages = [Stage(k, K, rules, [theta], zero, zero, zero)
-              for k, (theta, zero) in enumerate(zip(network(K), zeros), start=1)]  # fmt: skip
+    stages = [
+        Stage(k, K, rules, [theta], zero, zero, zero) for k, (theta, zero) in enumerate(zip(network(K), zeros), start=1)
+    ]
     up = {(0, t): x for t, (x, _) in enumerate(batches)}  # up[k, t]: the output of stage k for batch t
     down: dict[tuple[int, int], Tensor] = {}  # down[k, t]: the gradient for the output of stage k
     todo = {stage.k: list(program(stage.lag, rules.M, N)) for stage in stages}
@@ -253,8 +254,11 @@ def lagged(K: int, batches: Batches, rules: Rules, *, shuffle: int | None = None
             elif what == "backward":
                 if k < K and (k, t) not in down:
                     continue
-                above = (lambda out, t=t: mean_square_gradient(out, batches[t][1])) if k == K else (
-                    lambda out, k=k, t=t: down[k, t])  # fmt: skip
+                above = (
+                    (lambda out, t=t: mean_square_gradient(out, batches[t][1]))
+                    if k == K
+                    else (lambda out, k=k, t=t: down[k, t])
+                )
                 found, down[k - 1, t] = gradient_of(stage, t, above)
                 stage.staleness[t] = len(stage.versions) - 1 - stage.forwarded_at[t]
                 stage.window.append(found)
@@ -404,10 +408,9 @@ def sim(beta: float) -> LocalRule:
 
 def pred_sim(beta: float = 0.99) -> LocalRule:
     return LocalRule(
-        lambda parts, z, y: (1 - beta) * classifier_loss(parts, z, y)
-        + beta * similarity_loss(parts["project"](z), y),
+        lambda parts, z, y: (1 - beta) * classifier_loss(parts, z, y) + beta * similarity_loss(parts["project"](z), y),
         last=1 - beta,
-    )  # fmt: skip
+    )
 
 
 Heads = dict[int, dict[str, nn.Module]]

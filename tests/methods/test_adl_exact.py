@@ -95,9 +95,13 @@ def test_one_stage_is_sgd_with_accumulation(M):
         optimizer.step()
 
     pipe = offbeat.Pipeline(
-        nn.Sequential(*(Layer(*theta) for theta in network(3))), K=1, method="adl", M=M, loss=mean_square,
+        nn.Sequential(*(Layer(*theta) for theta in network(3))),
+        K=1,
+        method="adl",
+        M=M,
+        loss=mean_square,
         optimizer=lambda p: torch.optim.SGD(p, lr=LR, momentum=MOMENTUM, weight_decay=DECAY),
-    )  # fmt: skip
+    )
     for x, y in batches:
         pipe.step(x, y)
     assert close(pipe.drain().parameters(), layers.parameters())
@@ -108,10 +112,16 @@ def test_without_learning_every_gradient_is_the_exact_one(weights):
     exact = [exact_gradients(network(4), x, y) for x, y in data(9)]
     for K, M in itertools.product([1, 2, 3, 4], [1, 2, 3]):
         full = network(4)
-        stages = [nn.Sequential(*(Layer(*theta) for theta in full[part[0] : part[-1] + 1]))
-                  for part in torch.arange(4).tensor_split(K)]  # fmt: skip
-        pipe = offbeat.Pipeline(stages, method=offbeat.ADL(M=M, weights=weights), loss=mean_square,
-                                optimizer=lambda p: torch.optim.SGD(p, lr=0.0))  # fmt: skip
+        stages = [
+            nn.Sequential(*(Layer(*theta) for theta in full[part[0] : part[-1] + 1]))
+            for part in torch.arange(4).tensor_split(K)
+        ]
+        pipe = offbeat.Pipeline(
+            stages,
+            method=offbeat.ADL(M=M, weights=weights),
+            loss=mean_square,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+        )
         gradients, _, _ = spy(pipe)
         for x, y in data(9):
             pipe.step(x, y)
@@ -143,8 +153,12 @@ def test_hybrid_is_old_activations_with_current_weights():
     second = nn.Linear(3, 3, bias=False).double()
     for linear, W in zip([*first, second], [W1, W2, W3], strict=True):
         linear.weight.data.copy_(W)
-    pipe = offbeat.Pipeline([first, second], method=offbeat.ADL(M=1, weights="hybrid"), loss=mean_square,
-                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1))  # fmt: skip
+    pipe = offbeat.Pipeline(
+        [first, second],
+        method=offbeat.ADL(M=1, weights="hybrid"),
+        loss=mean_square,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
     batches = [(torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)) for _ in range(6)]
     stored, sent, lr = {}, {}, 0.1
     for t, (x, y) in enumerate(batches):
@@ -168,8 +182,12 @@ def test_hybrid_is_old_activations_with_current_weights():
 @pytest.mark.parametrize("K", [1, 2, 3, 5, 8, 10])
 def test_measured_staleness_is_the_formula(K):
     for M in range(1, 9):
-        pipe = offbeat.Pipeline([nn.Linear(1, 1) for _ in range(K)], method=offbeat.ADL(M=M), loss=mean_square,
-                                optimizer=lambda p: torch.optim.SGD(p, lr=0.0))  # fmt: skip
+        pipe = offbeat.Pipeline(
+            [nn.Linear(1, 1) for _ in range(K)],
+            method=offbeat.ADL(M=M),
+            loss=mean_square,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+        )
         _, _, levels = spy(pipe)
         longest = 2 * (K - 1)
         windows = -(-longest // M) + 2
@@ -180,8 +198,11 @@ def test_measured_staleness_is_the_formula(K):
             lag = 2 * (K - k)
             steady = {u: level for u, level in levels[k].items() if u >= lag}
             assert steady == {u: staleness(lag, M, u % M) for u in steady}, f"K={K} M={M} stage {k}"
-            whole = [window for start in range(0, len(levels[k]), M)
-                     if len(window := [u for u in range(start, start + M) if u in steady]) == M]  # fmt: skip
+            whole = [
+                window
+                for start in range(0, len(levels[k]), M)
+                if len(window := [u for u in range(start, start + M) if u in steady]) == M
+            ]
             assert pipe.staleness[k - 1] == Counter(steady[u] for window in whole for u in window)
             assert pipe.staleness[k - 1].mean == mean_staleness(lag, M)
 

@@ -59,8 +59,9 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def batches(n: int = N) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
     sizes = [6] * (n - 1) + [3]
-    return [(torch.randn(b, 3, 6, 6, generator=generator), torch.randint(CLASSES, (b,), generator=generator))
-            for b in sizes]  # fmt: skip
+    return [
+        (torch.randn(b, 3, 6, 6, generator=generator), torch.randint(CLASSES, (b,), generator=generator)) for b in sizes
+    ]
 
 
 def sgd(parameters):
@@ -70,9 +71,16 @@ def sgd(parameters):
 def pipeline(name: str, **options) -> offbeat.Pipeline:
     stages = stages_of(name)
     return offbeat.Pipeline(
-        network(), stages, method=named(name), loss=nn.functional.cross_entropy, optimizer=sgd,
-        cuts=[1, 2][: stages - 1], sample=batches()[0][0], seed=3, **options,
-    )  # fmt: skip
+        network(),
+        stages,
+        method=named(name),
+        loss=nn.functional.cross_entropy,
+        optimizer=sgd,
+        cuts=[1, 2][: stages - 1],
+        sample=batches()[0][0],
+        seed=3,
+        **options,
+    )
 
 
 def train(name: str, **options) -> offbeat.Pipeline:
@@ -236,9 +244,12 @@ def test_every_method_says_what_it_is(name):
 def test_staleness_of_2bw_is_one_also_in_stages_without_parameters():
     layers = [torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1)]
     pipe = offbeat.Pipeline(
-        layers, method=offbeat.TwoBW(M=4), loss=torch.nn.functional.mse_loss, engine="simulate",
+        layers,
+        method=offbeat.TwoBW(M=4),
+        loss=torch.nn.functional.mse_loss,
+        engine="simulate",
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-    )  # fmt: skip
+    )
     for _ in range(16):
         pipe.step(torch.ones(2, 2), torch.zeros(2, 1))
     pipe.drain()

@@ -124,8 +124,13 @@ def test_serial_2bw_is_five_lines(K):
 
 def test_correctors_of_strength_zero_change_no_bit_of_the_reference():
     plain = final(lagged(4, data(11), adl(2)))
-    for change in ({"compensate": 0.0}, {"predict": "velocity", "horizon": 0}, {"predict": "weight", "horizon": 0},
-                   {"spike": True, "spike_delay": 0}, {"shrink": 1.0}):  # fmt: skip
+    for change in (
+        {"compensate": 0.0},
+        {"predict": "velocity", "horizon": 0},
+        {"predict": "weight", "horizon": 0},
+        {"spike": True, "spike_delay": 0},
+        {"shrink": 1.0},
+    ):
         assert same_bits(final(lagged(4, data(11), replace(adl(2), **change))), plain)
     assert same_bits(final(lagged(4, data(11), serial.fdg(1.0))), final(lagged(4, data(11), adl(1))))
 
@@ -287,13 +292,32 @@ def test_serial_dni_with_the_true_gradient_is_torch():
     assert close(thetas, plain_training(2, batches, cross_entropy))
 
 
-@pytest.mark.parametrize("change", [
-    {"lag": lambda k, K: 2 * (K - k) + 1}, {"lag": lambda k, K: max(0, 2 * (K - k) - 1)}, {"lag": serial.one_way},
-    {"M": 3}, {"weights": "hybrid"}, {"weights": "replay"}, {"decay": 0.0}, {"momentum": 0.89}, {"shrink": 0.999},
-    {"spike": True}, {"predict": "velocity"}, {"predict": "weight"}, {"look_ahead": 0.9}, {"compensate": 0.04},
-    {"compensate": 2.0, "adaptive": True}, {"anneal": 3}, {"weights": "hybrid", "discrepancy": 0.135},
-    {"weights": "hybrid", "spectrain": 1}, {"spectrain": 2}, {"window_before": True},
-], ids=lambda change: "-".join(change))  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lag": lambda k, K: 2 * (K - k) + 1},
+        {"lag": lambda k, K: max(0, 2 * (K - k) - 1)},
+        {"lag": serial.one_way},
+        {"M": 3},
+        {"weights": "hybrid"},
+        {"weights": "replay"},
+        {"decay": 0.0},
+        {"momentum": 0.89},
+        {"shrink": 0.999},
+        {"spike": True},
+        {"predict": "velocity"},
+        {"predict": "weight"},
+        {"look_ahead": 0.9},
+        {"compensate": 0.04},
+        {"compensate": 2.0, "adaptive": True},
+        {"anneal": 3},
+        {"weights": "hybrid", "discrepancy": 0.135},
+        {"weights": "hybrid", "spectrain": 1},
+        {"spectrain": 2},
+        {"window_before": True},
+    ],
+    ids=lambda change: "-".join(change),
+)
 def test_every_rule_makes_a_difference(change):
     """So that a comparison of rules with an engine that ignores one of them fails."""
     rules = replace(adl(2), **({"M": 6} if "window_before" in change else {}))
@@ -340,9 +364,12 @@ def test_spike_compensation_of_delay_one_is_nesterov():
 def test_correctors_of_strength_zero_change_no_bit_of_adl(M):
     plain = run(4, offbeat.ADL(M=M))
     for corrector in (
-        offbeat.DelayCompensation(lambda_=0), offbeat.WeightPrediction(horizon=0),
-        offbeat.WeightPrediction(horizon=0, form="weight"), offbeat.SpikeCompensation(delay=0), offbeat.Shrink(1),
-    ):  # fmt: skip
+        offbeat.DelayCompensation(lambda_=0),
+        offbeat.WeightPrediction(horizon=0),
+        offbeat.WeightPrediction(horizon=0, form="weight"),
+        offbeat.SpikeCompensation(delay=0),
+        offbeat.Shrink(1),
+    ):
         assert same_bits(run(4, offbeat.ADL(M=M, corrector=corrector)), plain), corrector
 
 

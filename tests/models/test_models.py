@@ -71,9 +71,9 @@ def test_units_are_the_blocks_and_the_stem_and_the_head(name: str, descriptions:
     assert descriptions[name].units == UNITS[name]
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow) if name == "resnet1202" else name for name in UNITS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "resnet1202" else name for name in UNITS]
+)
 def test_a_description_repeats_the_defaults_of_the_built_model(
     name: str, descriptions: dict[str, models.Description]
 ) -> None:

@@ -25,8 +25,27 @@ from offbeat.methods import METHODS, named
 from offbeat.runs.record import Diagnoses
 
 LATE = [name for name in METHODS if named(name).head is None]
-RUN = ["--model", "resnet8", "--data", "synthetic", "--samples", "640", "--batch-size", "16", "--epochs", "2",
-       "-K", "2", "-M", "2", "--shape", "3,8,8", "--threads-per-stage", "1", "--json"]  # fmt: skip
+RUN = [
+    "--model",
+    "resnet8",
+    "--data",
+    "synthetic",
+    "--samples",
+    "640",
+    "--batch-size",
+    "16",
+    "--epochs",
+    "2",
+    "-K",
+    "2",
+    "-M",
+    "2",
+    "--shape",
+    "3,8,8",
+    "--threads-per-stage",
+    "1",
+    "--json",
+]
 FIELDS = {"stage", "update", "batch", "epoch", "gap", "norm", "gradient", "cosine", "lag", "turn"}
 X, Y, LR, STEPS = 0.7, 1.3, 0.05, 12
 
@@ -60,11 +79,19 @@ def by_hand(weights: str) -> list[dict[str, float]]:
             stale = {"stash": (old_b, old_a), "hybrid": (b, old_a), "replay": (b, a)}[weights]
             stale = (g * X * stale[0], g * X * stale[1])
             fresh = (g * X * b, g * X * a)
-            told.append({
-                "gap": math.hypot(a - old_a, b - old_b), "norm": math.hypot(a, b), "gradient": math.hypot(*stale),
-                "cosine": (stale[0] * fresh[0] + stale[1] * fresh[1]) / (math.hypot(*stale) * math.hypot(*fresh)),
-                "lag": min(t - 2, 2), "turn": min(t, STEPS - 1), "batch": t - 2, "update": t - 2, "stage": 1,
-            })  # fmt: skip
+            told.append(
+                {
+                    "gap": math.hypot(a - old_a, b - old_b),
+                    "norm": math.hypot(a, b),
+                    "gradient": math.hypot(*stale),
+                    "cosine": (stale[0] * fresh[0] + stale[1] * fresh[1]) / (math.hypot(*stale) * math.hypot(*fresh)),
+                    "lag": min(t - 2, 2),
+                    "turn": min(t, STEPS - 1),
+                    "batch": t - 2,
+                    "update": t - 2,
+                    "stage": 1,
+                }
+            )
             a, b = a - LR * stale[0], b - LR * stale[1]
     return told
 
@@ -89,9 +116,12 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 def products(engine: Any, **answers: Any) -> library.Pipeline:
     return library.Pipeline(
-        [Product(0.9, 0.4), scale(1.1)], method=library.ADL(M=1, **answers), loss=mean_square, engine=engine,
+        [Product(0.9, 0.4), scale(1.1)],
+        method=library.ADL(M=1, **answers),
+        loss=mean_square,
+        engine=engine,
         optimizer=lambda p: torch.optim.SGD(p, lr=LR),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("engine", ["simulate", "streams"])
@@ -120,17 +150,24 @@ def network(dropout: float = 0.0) -> nn.Sequential:
 
 def batches(n: int = 24) -> list:
     generator = torch.Generator().manual_seed(7)
-    return [(torch.randn(6, 2, 4, 4, generator=generator), torch.randint(3, (6,), generator=generator))
-            for _ in range(n)]  # fmt: skip
+    return [
+        (torch.randn(6, 2, 4, 4, generator=generator), torch.randint(3, (6,), generator=generator)) for _ in range(n)
+    ]
 
 
 def pipeline(method: library.Method, engine: str = "simulate", model: nn.Module | None = None, **options: Any):
     K = 1 if method.workers > 1 else 3
     return library.Pipeline(
-        model or network(), K, method=method, cuts=[1, 2][: K - 1], loss=nn.functional.cross_entropy, seed=3,
+        model or network(),
+        K,
+        method=method,
+        cuts=[1, 2][: K - 1],
+        loss=nn.functional.cross_entropy,
+        seed=3,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-        engine=Streams(K, torch.device("cpu")) if engine == "streams" else engine, **options,
-    )  # fmt: skip
+        engine=Streams(K, torch.device("cpu")) if engine == "streams" else engine,
+        **options,
+    )
 
 
 def check_unchanged(make: Any, every: int = 2) -> dict[int, list[dict[str, Any]]]:
@@ -178,8 +215,10 @@ def test_no_bit_of_any_late_method_depends_on_a_diagnosis(name):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_streams_engine_measures_what_simulate_does_and_changes_as_little(weights, precision):
     method = library.ADL(M=2, weights=weights)
-    found = [check_unchanged(lambda engine=engine: pipeline(method, engine, precision=precision))
-             for engine in ("simulate", "streams")]  # fmt: skip
+    found = [
+        check_unchanged(lambda engine=engine: pipeline(method, engine, precision=precision))
+        for engine in ("simulate", "streams")
+    ]
     assert found[0] == found[1]
     assert any(line["gap"] > 0 for line in found[0][1])
 
@@ -289,12 +328,15 @@ def test_lines_behind_the_place_where_a_run_goes_on_are_taken_back(tmp_path):
 # ---- misuse
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--diagnose", "0"], "diagnose = 0: use a whole number from 1 up"),
-    (["--diagnose", "-1"], "diagnose = -1: use a whole number from 1 up"),
-    (["--diagnose", "often"], "--diagnose"),
-    (["--diagnose", "5", "--method", "dgl", "-K", "2"], "diagnose with dgl, whose stages learn from heads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--diagnose", "0"], "diagnose = 0: use a whole number from 1 up"),
+        (["--diagnose", "-1"], "diagnose = -1: use a whole number from 1 up"),
+        (["--diagnose", "often"], "--diagnose"),
+        (["--diagnose", "5", "--method", "dgl", "-K", "2"], "diagnose with dgl, whose stages learn from heads"),
+    ],
+)
 def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path):
     run = ("train", "--data", "digits", "--model", "resnet8", *arguments, "--dry-run", "--out", tmp_path / "x")
     check_refused(offbeat, run, said)

@@ -26,15 +26,34 @@ from offbeat.engines.streams import Streams
 from offbeat.methods import METHODS, named
 from offbeat.observe.tracing import BACKWARD, DRAIN, FORWARD, SEND, UPDATE, WAIT, HostWatch, Tape, TapedLink, _idle
 
-RUN = ["--model", "resnet8", "--data", "synthetic", "--samples", "640", "--batch-size", "16", "--epochs", "1",
-       "-K", "2", "-M", "2", "--shape", "3,8,8", "--threads-per-stage", "1"]  # fmt: skip
+RUN = [
+    "--model",
+    "resnet8",
+    "--data",
+    "synthetic",
+    "--samples",
+    "640",
+    "--batch-size",
+    "16",
+    "--epochs",
+    "1",
+    "-K",
+    "2",
+    "-M",
+    "2",
+    "--shape",
+    "3,8,8",
+    "--threads-per-stage",
+    "1",
+]
 AHEAD = 1000  # seconds by which a clock is changed
 
 
 def batches(n: int = 30) -> list:
     generator = torch.Generator().manual_seed(7)
-    return [(torch.randn(6, 2, 4, 4, generator=generator), torch.randint(3, (6,), generator=generator))
-            for _ in range(n)]  # fmt: skip
+    return [
+        (torch.randn(6, 2, 4, 4, generator=generator), torch.randint(3, (6,), generator=generator)) for _ in range(n)
+    ]
 
 
 def pipeline(method: library.Method, engine: str = "simulate", K: int = 3) -> library.Pipeline:
@@ -43,10 +62,16 @@ def pipeline(method: library.Method, engine: str = "simulate", K: int = 3) -> li
     model = nn.Sequential(*blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)))
     K = 1 if method.workers > 1 else K
     return library.Pipeline(
-        model, K, method=method, cuts=[1, 2][: K - 1], loss=nn.functional.cross_entropy, seed=3,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), sample=batches(1)[0][0],
+        model,
+        K,
+        method=method,
+        cuts=[1, 2][: K - 1],
+        loss=nn.functional.cross_entropy,
+        seed=3,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        sample=batches(1)[0][0],
         engine=Streams(K, torch.device("cpu")) if engine == "streams" else engine,
-    )  # fmt: skip
+    )
 
 
 def train(pipe: library.Pipeline, n: int = 30) -> list[str]:
@@ -184,10 +209,18 @@ def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(tmp_path):
 
 
 def test_the_idle_share_is_the_time_without_work_of_ones_own():
-    rows = torch.tensor([
-        (WAIT, 0, 0, 10, 0), (FORWARD, 0, 10, 30, 0), (SEND, 0, 30, 35, 0), (WAIT, 0, 40, 45, 1),
-        (BACKWARD, 0, 45, 80, 0), (UPDATE, 0, 80, 90, 0), (FORWARD, 1, 190, 200, 0), (DRAIN, -1, 200, 900, 0),
-    ])  # fmt: skip
+    rows = torch.tensor(
+        [
+            (WAIT, 0, 0, 10, 0),
+            (FORWARD, 0, 10, 30, 0),
+            (SEND, 0, 30, 35, 0),
+            (WAIT, 0, 40, 45, 1),
+            (BACKWARD, 0, 45, 80, 0),
+            (UPDATE, 0, 80, 90, 0),
+            (FORWARD, 1, 190, 200, 0),
+            (DRAIN, -1, 200, 900, 0),
+        ]
+    )
     assert _idle(rows, away=100) == pytest.approx(1 - 85 / 100)
     assert _idle(rows, away=0) == pytest.approx(1 - 85 / 200)
 
@@ -255,10 +288,15 @@ def test_hosts_whose_clocks_differ_are_brought_to_one(tmp_path):
     command = [sys.executable, "-m", "offbeat", "train", *RUN, "--json", "--trace", "20", "--out", str(run)]
     surroundings = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     started = [
-        subprocess.Popen([*(elsewhere if rank else []), *command], env={**surroundings, "RANK": str(rank)},
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*(elsewhere if rank else []), *command],
+            env={**surroundings, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     ended = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0, 0], ended
     trace = json.loads((run / "trace.json").read_text())
@@ -269,12 +307,15 @@ def test_hosts_whose_clocks_differ_are_brought_to_one(tmp_path):
     check_order_of_messages(trace, slack=other)
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--trace", "0"], "trace = 0: use a whole number from 1 up"),
-    (["--trace", "-5"], "trace = -5: use a whole number from 1 up"),
-    (["--trace", "100001"], "use a whole number up to 100000"),
-    (["--trace", "many"], "--trace"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trace", "0"], "trace = 0: use a whole number from 1 up"),
+        (["--trace", "-5"], "trace = -5: use a whole number from 1 up"),
+        (["--trace", "100001"], "use a whole number up to 100000"),
+        (["--trace", "many"], "--trace"),
+    ],
+)
 def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path):
     run = ("train", "--data", "digits", "--model", "resnet8", *arguments, "--dry-run", "--out", tmp_path / "x")
     check_refused(offbeat, run, said)

@@ -179,9 +179,12 @@ def test_a_memory_limit_moves_the_cuts_and_an_impossible_one_is_refused_with_wha
     model, x = made("vgg")
     costs = profile(model, x, timed=False)
     memory = Memory(
-        parameters=[unit.parameter_bytes for unit in costs.units], held=[unit.held_bytes for unit in costs.units],
-        versions=[5, 4], in_flight=[3, 1], limit=1.0,
-    )  # fmt: skip
+        parameters=[unit.parameter_bytes for unit in costs.units],
+        held=[unit.held_bytes for unit in costs.units],
+        versions=[5, 4],
+        in_flight=[3, 1],
+        limit=1.0,
+    )
     line = refused(("2 stages do not fit a memory limit of 1 a worker", "at least"), model, 2, x, memory=memory)
     least = float(line.split("at least ")[1].split(",")[0])
     assert len(partition(model, 2, x, memory=replace(memory, limit=least)).cuts) == 1

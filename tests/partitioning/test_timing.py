@@ -174,8 +174,10 @@ def test_what_a_method_exposes_follows_from_its_clock():
 
 def timed_profile(seconds: list[float]):
     found = profile(layers(len(seconds)), torch.ones(2, 8))
-    units = [type(unit)(**{**vars(unit), "forward": time / 3, "backward": 2 * time / 3})
-             for unit, time in zip(found.units, seconds)]  # fmt: skip
+    units = [
+        type(unit)(**{**vars(unit), "forward": time / 3, "backward": 2 * time / 3})
+        for unit, time in zip(found.units, seconds)
+    ]
     return type(found)(**{**vars(found), "units": units})
 
 

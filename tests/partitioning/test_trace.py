@@ -184,8 +184,16 @@ def test_the_papers_networks_split_inside_their_blocks(name, K):
 def test_cutting_a_block_carries_the_branch_and_the_shortcut():
     traced = trace(zoo.ResNet())
     names = [unit.name for unit in traced.units]
-    assert names[:8] == ["conv1", "bn1", "relu", "maxpool", "layer1.0.conv1", "layer1.0.bn1", "layer1.0.relu",
-                         "layer1.0.conv2"]  # fmt: skip
+    assert names[:8] == [
+        "conv1",
+        "bn1",
+        "relu",
+        "maxpool",
+        "layer1.0.conv1",
+        "layer1.0.bn1",
+        "layer1.0.relu",
+        "layer1.0.conv2",
+    ]
     assert "layer1.0.iadd" in names
     assert "layer1.0.relu#2" in names
     cut = names.index("layer1.0.conv2")
@@ -472,8 +480,11 @@ def test_shared_layers_and_buffers_are_refused_and_untied():
     traced = trace(model)
     assert [unit.name for unit in traced.units] == ["first", "twice", "tanh", "twice#2", "mul", "last", "add"]
     assert traced.legal_cuts == [1, 4]
-    with pytest.raises(UserError, match=r"cut 3 \(before twice#2\) separates the uses of twice.weight, twice.bias: "
-                                        r"the nearest legal cuts are 1 and 4; or offbeat.partition"):  # fmt: skip
+    with pytest.raises(
+        UserError,
+        match=r"cut 3 \(before twice#2\) separates the uses of twice.weight, twice.bias: "
+        r"the nearest legal cuts are 1 and 4; or offbeat.partition",
+    ):
         traced.split([3])
     with pytest.raises(UserError, match=r"uses of table: the nearest legal cut is 4;"):
         traced.split([1, 6])
@@ -550,8 +561,12 @@ def test_units_run_on_the_meta_device():
     traced = trace(model)
     run_units(traced, torch.zeros(3, 7, dtype=torch.long, device="meta"), visit)
     assert shapes["head"] == (3, 7, 11)
-    assert all(name in shapes or "getitem" in name or "size" in name for cut in traced.legal_cuts[1:]
-               for name in traced.boundary(cut) if name != "index")  # fmt: skip
+    assert all(
+        name in shapes or "getitem" in name or "size" in name
+        for cut in traced.legal_cuts[1:]
+        for name in traced.boundary(cut)
+        if name != "index"
+    )
 
 
 def test_a_sample_that_does_not_fit_names_the_unit():

@@ -78,9 +78,14 @@ class VGG(nn.Module):
             layers += [nn.Conv2d(given, channels, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(
-            nn.Linear(32, 16), nn.ReLU(True), nn.Dropout(),
-            nn.Linear(16, 16), nn.ReLU(True), nn.Dropout(), nn.Linear(16, 5),
-        )  # fmt: skip
+            nn.Linear(32, 16),
+            nn.ReLU(True),
+            nn.Dropout(),
+            nn.Linear(16, 16),
+            nn.ReLU(True),
+            nn.Dropout(),
+            nn.Linear(16, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.features(x).view(x.size(0), -1))
@@ -264,10 +269,15 @@ class InvertedResidual(nn.Module):
         super().__init__()
         wide = 2 * given
         self.conv = nn.Sequential(
-            nn.Conv2d(given, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6(inplace=True),
-            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.ReLU6(inplace=True),
-            nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels),
-        )  # fmt: skip
+            nn.Conv2d(given, wide, 1, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.ReLU6(inplace=True),
+            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.ReLU6(inplace=True),
+            nn.Conv2d(wide, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
         self.residual = stride == 1 and given == channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -278,9 +288,12 @@ class MobileNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 4, 3, 2, 1), nn.Hardswish(inplace=True),
-            InvertedResidual(4, 4, 1), InvertedResidual(4, 6, 2), InvertedResidual(6, 6, 1),
-        )  # fmt: skip
+            nn.Conv2d(3, 4, 3, 2, 1),
+            nn.Hardswish(inplace=True),
+            InvertedResidual(4, 4, 1),
+            InvertedResidual(4, 6, 2),
+            InvertedResidual(6, 6, 1),
+        )
         self.classifier = nn.Sequential(nn.Dropout(0.2, inplace=True), nn.Linear(6, 5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -363,8 +376,27 @@ class Random(nn.Module):
         values = [self.layers[0](x)]
         for n in range(1, self.length):
             a, b = choose.choice(values[-4:]), choose.choice(values)
-            what = choose.choice(("layer", "norm", "relu", "identity", "drop", "add", "mul", "iadd", "view", "t",
-                                  "contiguous", "mul_", "dropout", "cat", "chunk", "index", "setitem"))  # fmt: skip
+            what = choose.choice(
+                (
+                    "layer",
+                    "norm",
+                    "relu",
+                    "identity",
+                    "drop",
+                    "add",
+                    "mul",
+                    "iadd",
+                    "view",
+                    "t",
+                    "contiguous",
+                    "mul_",
+                    "dropout",
+                    "cat",
+                    "chunk",
+                    "index",
+                    "setitem",
+                )
+            )
             values.append(self._do(what, n, a, b))
         return sum(values[-3:])
 

@@ -52,8 +52,12 @@ def test_the_optimizer_is_given_the_names_of_the_unsplit_model():
 
     make(linears(6, 5, 4), K=2, cuts=[1], optimizer=optimizer)
     make([linears(6, 5), nn.Sequential(nn.ReLU(), linears(5, 4))], optimizer=optimizer)
-    assert seen == [["0.weight", "0.bias"], ["1.weight", "1.bias"], ["0.0.weight", "0.0.bias"],
-                    ["1.1.0.weight", "1.1.0.bias"]]  # fmt: skip
+    assert seen == [
+        ["0.weight", "0.bias"],
+        ["1.weight", "1.bias"],
+        ["0.0.weight", "0.0.bias"],
+        ["1.1.0.weight", "1.1.0.bias"],
+    ]
 
 
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
@@ -103,8 +107,13 @@ def test_batchnorm_statistics_are_those_of_one_plain_pass(weights):
     layers = copy.deepcopy(reference)
     for dropout in (m for model in (reference, layers) for m in model.modules() if isinstance(m, nn.Dropout)):
         dropout.p = 0.0
-    pipe = make(layers, K=3, cuts=[1, 4], method=offbeat.ADL(M=2, weights=weights),
-                optimizer=lambda p: torch.optim.SGD(p, lr=0.0))  # fmt: skip
+    pipe = make(
+        layers,
+        K=3,
+        cuts=[1, 4],
+        method=offbeat.ADL(M=2, weights=weights),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+    )
     for x, y in images(7, torch.float64):
         pipe.step(x, y)
         reference(x)
@@ -153,8 +162,11 @@ def test_each_stage_draws_from_its_own_stream_and_none_from_the_users():
 
 def test_a_snapshot_is_made_once_an_update_and_nothing_is_recomputed(monkeypatch):
     made, forwards = [], []
-    monkeypatch.setattr(weights, "Version", lambda tensors, original=weights.Version, **more:
-                        made.append(tensors is not None) or original(tensors, **more))  # fmt: skip
+    monkeypatch.setattr(
+        weights,
+        "Version",
+        lambda tensors, original=weights.Version, **more: made.append(tensors is not None) or original(tensors, **more),
+    )
     pipe = make(linears(6, 5, 5, 4), K=3, cuts=[1, 2], method=offbeat.ADL(M=2))
     for stage in pipe.stages.values():
         stage.module.register_forward_hook(lambda *_, k=stage.k: forwards.append(k))
@@ -170,8 +182,13 @@ def test_a_snapshot_is_made_once_an_update_and_nothing_is_recomputed(monkeypatch
 
 def test_learning_rate_of_update_s_is_the_same_in_all_stages():
     seen: dict[int, list[float]] = {1: [], 2: [], 3: []}
-    pipe = make(linears(6, 5, 5, 4), K=3, cuts=[1, 2], method=offbeat.ADL(M=2),
-                scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s)))  # fmt: skip
+    pipe = make(
+        linears(6, 5, 5, 4),
+        K=3,
+        cuts=[1, 2],
+        method=offbeat.ADL(M=2),
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s)),
+    )
     for k, stage in pipe.stages.items():
         stage.optimizer.register_step_pre_hook(lambda o, *_, k=k: seen[k].append(o.param_groups[0]["lr"]))
     for x, y in vectors(9):
@@ -186,8 +203,9 @@ def test_a_metric_driven_scheduler_is_refused():
 
 
 def test_clip_norm_limits_each_stage():
-    pipe = make(linears(6, 5, 4), K=2, cuts=[1], clip_norm=1e-3, method="bp",
-                optimizer=lambda p: torch.optim.SGD(p, lr=1.0))  # fmt: skip
+    pipe = make(
+        linears(6, 5, 4), K=2, cuts=[1], clip_norm=1e-3, method="bp", optimizer=lambda p: torch.optim.SGD(p, lr=1.0)
+    )
     before = [p.detach().clone() for p in pipe.model.parameters()]
     pipe.step(*vectors(1)[0])
     moved = [(p.detach() - b).norm() for p, b in zip(pipe.model.parameters(), before)]
@@ -250,8 +268,12 @@ def test_inputs_and_targets_may_be_any_tree_of_tensors():
     for x, y in vectors(8):
         pipe.step({"image": (x, 2 * x)}, {"label": y, "weight": torch.ones(5)})
     pipe.drain()
-    assert pipe.evaluate([({"image": (x, 2 * x)}, {"label": y, "weight": torch.ones(5)}) for x, y in vectors(2)])[
-        "samples"] == 10  # fmt: skip
+    assert (
+        pipe.evaluate([({"image": (x, 2 * x)}, {"label": y, "weight": torch.ones(5)}) for x, y in vectors(2)])[
+            "samples"
+        ]
+        == 10
+    )
 
 
 def test_fit_runs_epochs_without_flushing_and_drains_at_the_end():
@@ -260,8 +282,12 @@ def test_fit_runs_epochs_without_flushing_and_drains_at_the_end():
         for x, y in vectors(5):
             by_hand.step(x, y)
     seen = []
-    by_fit.fit(vectors(5), epochs=3, after_step=lambda t: seen.append(t),
-               after_epoch=lambda epoch: seen.append(f"epoch {epoch}"))  # fmt: skip
+    by_fit.fit(
+        vectors(5),
+        epochs=3,
+        after_step=lambda t: seen.append(t),
+        after_epoch=lambda epoch: seen.append(f"epoch {epoch}"),
+    )
     assert fingerprint(by_hand.drain().state_dict()) == fingerprint(by_fit.model.state_dict())
     assert seen == [0, 1, 2, 3, 4, "epoch 0", 5, 6, 7, 8, 9, "epoch 1", 10, 11, 12, 13, 14, "epoch 2"]
 
@@ -294,10 +320,22 @@ def test_methods_go_by_name_or_as_objects():
     assert float(one.step(x, y)) == float(other.step(x, y))
 
 
-@pytest.mark.parametrize("optimizer", [
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adagrad,
-    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.RAdam,
+        torch.optim.Rprop,
+    ],
+)
 def test_any_optimizer_of_torch_trains_every_stage(optimizer):
     model = linears(6, 5, 5, 4)
     before = fingerprint(model.state_dict())
@@ -308,17 +346,20 @@ def test_any_optimizer_of_torch_trains_every_stage(optimizer):
     assert all(after[name] != before[name] for name in before)
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"K": 0}, "K = 0"),
-    ({"K": 3}, "3 stages but only 2 units"),
-    ({"K": 2, "cuts": [2]}, "cuts \\[2\\] of 2 units"),
-    ({"K": 2, "cuts": [1, 1]}, "2 cuts"),
-    ({"K": 2, "method": "adll"}, "did you mean 'adl'"),
-    ({"K": 2, "method": "adl", "M": 0}, "M = 0"),
-    ({"K": 2, "M": 3}, "M=3 beside a method"),
-    ({"K": 2, "engine": "simulat"}, "did you mean 'simulate'"),
-    ({"K": 2, "engine": "processes"}, "torchrun --nproc-per-node 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"K": 0}, "K = 0"),
+        ({"K": 3}, "3 stages but only 2 units"),
+        ({"K": 2, "cuts": [2]}, "cuts \\[2\\] of 2 units"),
+        ({"K": 2, "cuts": [1, 1]}, "2 cuts"),
+        ({"K": 2, "method": "adll"}, "did you mean 'adl'"),
+        ({"K": 2, "method": "adl", "M": 0}, "M = 0"),
+        ({"K": 2, "M": 3}, "M=3 beside a method"),
+        ({"K": 2, "engine": "simulat"}, "did you mean 'simulate'"),
+        ({"K": 2, "engine": "processes"}, "torchrun --nproc-per-node 2"),
+    ],
+)
 def test_bad_arguments_are_told_in_one_line(options, said):
     with pytest.raises(offbeat.UserError, match=said) as told:
         make(linears(6, 5, 4), **options).step(*vectors(1)[0])

@@ -60,10 +60,21 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 # ---- batches
 
 
-@pytest.mark.parametrize(("method", "K"), [
-    (offbeat.ADL(M=2), 2), (offbeat.ASGD(3), 1), (offbeat.DCASGD(3), 1), (offbeat.DNI(True), 2), (offbeat.DNI(), 2),
-    (offbeat.AsyncDGL(), 2), (offbeat.BP(), 2), (offbeat.GPipe(2), 2), (offbeat.DGL(), 2),
-], ids=lambda value: getattr(value, "name", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "K"),
+    [
+        (offbeat.ADL(M=2), 2),
+        (offbeat.ASGD(3), 1),
+        (offbeat.DCASGD(3), 1),
+        (offbeat.DNI(True), 2),
+        (offbeat.DNI(), 2),
+        (offbeat.AsyncDGL(), 2),
+        (offbeat.BP(), 2),
+        (offbeat.GPipe(2), 2),
+        (offbeat.DGL(), 2),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
 def test_a_loader_may_use_the_memory_of_a_batch_again_labels_too(method, K):
     def refilled():
         x, y = torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64)
@@ -90,9 +101,12 @@ def test_a_network_may_write_into_its_input_and_be_saved_in_flight(weights, engi
     def made() -> offbeat.Pipeline:
         torch.manual_seed(0)
         return offbeat.Pipeline(
-            [InPlace(), nn.Linear(4, 3)], method=offbeat.ADL(M=2, weights=weights), loss=cross_entropy, optimizer=sgd,
+            [InPlace(), nn.Linear(4, 3)],
+            method=offbeat.ADL(M=2, weights=weights),
+            loss=cross_entropy,
+            optimizer=sgd,
             engine=Streams(2, CPU) if engine == "streams" else engine,
-        )  # fmt: skip
+        )
 
     whole, first, second = made(), made(), made()
     first.keep()
@@ -106,9 +120,15 @@ def test_a_network_may_write_into_its_input_and_be_saved_in_flight(weights, engi
 
 
 @pytest.mark.parametrize("done", [0, 1, 3, 6])
-@pytest.mark.parametrize("corrector", [
-    None, "lwp+sc", offbeat.WeightPrediction(form="weight"),  # which remembers the last step
-], ids=["plain", "corrected", "remembering"])  # fmt: skip
+@pytest.mark.parametrize(
+    "corrector",
+    [
+        None,
+        "lwp+sc",
+        offbeat.WeightPrediction(form="weight"),  # which remembers the last step
+    ],
+    ids=["plain", "corrected", "remembering"],
+)
 def test_a_state_can_be_loaded_again_and_again_also_where_training_has_gone_on(corrector, done):
     method = offbeat.ADL(M=2, corrector=corrector)
     expected = train(pipeline(method), batches())
@@ -178,12 +198,15 @@ def test_what_would_train_nothing_or_too_much_is_refused():
             refused("device 'cuda', but torch sees no CUDA device here", device="cuda", engine=None, K=K)
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ([(1, 2, 3)], "batch 0 of the loader is of type tuple with 3 entries: give pairs"),
-    ([{"x": 1, "y": 2}], "batch 0 of the loader is of type dict: give pairs"),
-    ([torch.zeros(5, 4)], "batch 0 of the loader is of type Tensor: give pairs"),
-    (5, "the loader is of type int: give an iterable"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([(1, 2, 3)], "batch 0 of the loader is of type tuple with 3 entries: give pairs"),
+        ([{"x": 1, "y": 2}], "batch 0 of the loader is of type dict: give pairs"),
+        ([torch.zeros(5, 4)], "batch 0 of the loader is of type Tensor: give pairs"),
+        (5, "the loader is of type int: give an iterable"),
+    ],
+)
 def test_a_loader_that_gives_no_pairs_is_told_of(given, said):
     with pytest.raises(UserError, match=said):
         pipeline().fit(given)
@@ -243,8 +266,15 @@ def regression(bad: tuple[int, ...] = (), n: int = 10) -> list[tuple[Tensor, Ten
 
 @pytest.mark.parametrize("bad", [(), (3,), (0, 5)])
 def test_2bw_uses_the_version_before_also_behind_an_update_that_was_skipped(bad):
-    pipe = offbeat.Pipeline(Net(), 1, method=offbeat.TwoBW(M=1), loss=mse_loss, on_nan="skip", engine="simulate",
-                            optimizer=lambda p: torch.optim.SGD(p, lr=0.3))  # fmt: skip
+    pipe = offbeat.Pipeline(
+        Net(),
+        1,
+        method=offbeat.TwoBW(M=1),
+        loss=mse_loss,
+        on_nan="skip",
+        engine="simulate",
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.3),
+    )
     data = regression(bad)
     train(pipe, data)
     versions = [Net().w.detach().clone()]
@@ -260,8 +290,14 @@ def test_2bw_uses_the_version_before_also_behind_an_update_that_was_skipped(bad)
 def test_recorded_stages_blame_the_batches_that_simulated_ones_do(K, method, left_out):
     blamed = []
     for engine in ("simulate", Streams(K, CPU)):
-        pipe = offbeat.Pipeline([Net() for _ in range(K)], method=method, loss=mse_loss, left_out=left_out,
-                                optimizer=lambda p: torch.optim.SGD(p, lr=0.3, fused=True), engine=engine)  # fmt: skip
+        pipe = offbeat.Pipeline(
+            [Net() for _ in range(K)],
+            method=method,
+            loss=mse_loss,
+            left_out=left_out,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.3, fused=True),
+            engine=engine,
+        )
         with pytest.raises(NotFinite) as raised:
             train(pipe, regression((6,), n=12))
         blamed.append((raised.value.batches, str(raised.value)))
@@ -315,10 +351,16 @@ class First(nn.Module):
 def test_parameters_behind_an_output_that_nobody_uses_are_left_alone(method):
     def trained(engine) -> list[Tensor]:
         torch.manual_seed(0)
-        return train(offbeat.Pipeline(
-            [Two(), First()], method=method, loss=cross_entropy, engine=engine,
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, fused=True),
-        ), batches())  # fmt: skip
+        return train(
+            offbeat.Pipeline(
+                [Two(), First()],
+                method=method,
+                loss=cross_entropy,
+                engine=engine,
+                optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, fused=True),
+            ),
+            batches(),
+        )
 
     expected = trained("simulate")
     with pytest.warns(NotRecorded, match="stage 1 is not recorded and runs eagerly: the stage above does not use all"):
@@ -420,8 +462,7 @@ class Mean(nn.Module):
 @pytest.mark.parametrize("kind", [dict, list])
 def test_fused_stages_may_give_lists_and_dicts(kind):
     stages = [Lists(kind), Mean("a" if kind is dict else 0)]
-    pipe = offbeat.Pipeline(stages, method="adl", loss=cross_entropy, engine="simulate", fuse=True,
-                            optimizer=sgd)  # fmt: skip
+    pipe = offbeat.Pipeline(stages, method="adl", loss=cross_entropy, engine="simulate", fuse=True, optimizer=sgd)
     assert pipe.step(torch.randn(4, 2, 4, 4), torch.tensor([0, 1, 2, 0])).isfinite()
 
 

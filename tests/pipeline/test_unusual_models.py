@@ -116,8 +116,12 @@ def test_a_module_that_sometimes_writes_into_its_input_keeps_the_exact_gradient(
     results = []
     for policy in (weights, "stash"):
         torch.manual_seed(0)
-        pipe = make([Erase(6), Erase(4)], method=offbeat.ADL(M=1, weights=policy), seed=4,
-                    optimizer=lambda p: torch.optim.SGD(p, lr=0.0))  # fmt: skip
+        pipe = make(
+            [Erase(6), Erase(4)],
+            method=offbeat.ADL(M=1, weights=policy),
+            seed=4,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+        )
         gradients, _, _ = spy(pipe)
         for x, y in vectors(8):
             pipe.step(x, y)
@@ -170,8 +174,12 @@ def test_gradients_that_share_memory_are_not_mixed_up():
 
     for M in (1, 2, 3):
         torch.manual_seed(0)
-        a, b, *_ = trained([Bare(), nn.Linear(4, 4)], method=offbeat.ADL(M=M), clip_norm=0.3,
-                           optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True))  # fmt: skip
+        a, b, *_ = trained(
+            [Bare(), nn.Linear(4, 4)],
+            method=offbeat.ADL(M=M),
+            clip_norm=0.3,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        )
         assert torch.equal(a, b)
         assert not torch.equal(a, torch.ones(4))
 
@@ -254,17 +262,25 @@ def test_the_mean_of_a_window_is_clipped_not_its_terms():
     assert close(seen, [g * 1e-3 / (norm + 1e-6) for g in expected])
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"optimizer": lambda p: torch.optim.LBFGS([q for _, q in p])}, "LBFGS repeats the forward"),
-    ({"loss": lambda output, target: 1.0}, "return the mean, a tensor"),
-    ({"loss": lambda output, target: output}, "return the mean, a tensor"),
-    ({"loss": nn.Linear(1, 1)}, "the loss has parameters of its own"),
-    ({"loss": None}, "give a function"),
-    ({"clip_norm": -1.0}, "clip_norm = -1.0"),
-    ({"device": "cudaa"}, "device 'cudaa'"),
-    ({"model": nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(), nn.Linear(36, 4)),
-      "x": torch.ones(5, 6).long()}, "is sparse"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": lambda p: torch.optim.LBFGS([q for _, q in p])}, "LBFGS repeats the forward"),
+        ({"loss": lambda output, target: 1.0}, "return the mean, a tensor"),
+        ({"loss": lambda output, target: output}, "return the mean, a tensor"),
+        ({"loss": nn.Linear(1, 1)}, "the loss has parameters of its own"),
+        ({"loss": None}, "give a function"),
+        ({"clip_norm": -1.0}, "clip_norm = -1.0"),
+        ({"device": "cudaa"}, "device 'cudaa'"),
+        (
+            {
+                "model": nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(), nn.Linear(36, 4)),
+                "x": torch.ones(5, 6).long(),
+            },
+            "is sparse",
+        ),
+    ],
+)
 def test_what_cannot_work_is_refused_in_one_line(options, said):
     x, y = vectors(1)[0]
     x, model = options.pop("x", x), options.pop("model", linears(6, 4))
@@ -296,8 +312,13 @@ def test_after_a_failure_the_pipeline_says_so_instead_of_going_on():
 @pytest.mark.parametrize("window", ["count", "aligned"])
 def test_after_a_drain_all_stages_go_on_alike_and_as_from_the_start(window):
     """A drained pipeline that goes on is a new pipeline with those weights, momenta and updates."""
-    pipe = make(linears(6, 5, 5, 4), K=3, cuts=[1, 2], method=offbeat.ADL(M=2, window=window),
-                scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.9))  # fmt: skip
+    pipe = make(
+        linears(6, 5, 5, 4),
+        K=3,
+        cuts=[1, 2],
+        method=offbeat.ADL(M=2, window=window),
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.9),
+    )
     _, _, levels = spy(pipe)
     for t, (x, y) in enumerate(vectors(20)):
         if t in (7, 8):
@@ -332,8 +353,13 @@ def test_the_literal_recurrence_holds_again_after_a_drain():
 
 
 def test_an_empty_window_moves_the_schedule_not_the_weights():
-    pipe = make(linears(6, 5, 4), K=2, cuts=[1], method=offbeat.ADL(M=1, window="aligned"),
-                scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5))  # fmt: skip
+    pipe = make(
+        linears(6, 5, 4),
+        K=2,
+        cuts=[1],
+        method=offbeat.ADL(M=1, window="aligned"),
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+    )
     before = [p.detach().clone() for p in pipe.stages[1].parameters.values()]
     for x, y in vectors(2):
         pipe.step(x, y)
@@ -426,4 +452,3 @@ def test_stages_as_far_apart_as_messages_allow_give_the_same_bits(weights):
             apart = max(apart, progress[0] - progress[-1])
         assert apart > 2
         assert all(map(torch.equal, expected, pipe.model.parameters()))
-

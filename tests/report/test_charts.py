@@ -45,8 +45,9 @@ def test_a_line_has_the_median_of_its_runs_and_a_band_where_there_are_several():
 
 
 def test_a_line_against_time_is_at_the_median_minute():
-    chart = figures.curves(figures.curve_lines(RUNS, {"bp": [[60, 120, 180]] * 3, "adl": [[90, 180, 270]]}),
-                           across="minutes of training")  # fmt: skip
+    chart = figures.curves(
+        figures.curve_lines(RUNS, {"bp": [[60, 120, 180]] * 3, "adl": [[90, 180, 270]]}), across="minutes of training"
+    )
     assert [row["x"] for row in rows(chart)] == [1.0, 2.0, 3.0, 1.5, 3.0, 4.5]
 
 
@@ -81,19 +82,26 @@ def test_few_whole_numbers_are_each_on_the_axis():
 
 
 def test_bars_hold_their_values_spreads_and_marks():
-    drawn = [Bar("stage 1", 2.0, "2.00", "measured", mark=1.9),
-             Bar("stage 2", 1.0, "1.00", "measured", spread=(0.5, 3))]  # fmt: skip
+    drawn = [
+        Bar("stage 1", 2.0, "2.00", "measured", mark=1.9),
+        Bar("stage 2", 1.0, "1.00", "measured", spread=(0.5, 3)),
+    ]
     chart = bars(drawn, title="updates", groups={"measured": "var(--c0)"}, mark="formula")
     assert [(row["label"], row["value"], row["mark"], row["low"], row["high"]) for row in rows(chart)] == [
-        ("stage 1", 2.0, 1.9, None, None), ("stage 2", 1.0, None, 0.5, 3)]  # fmt: skip
+        ("stage 1", 2.0, 1.9, None, None),
+        ("stage 2", 1.0, None, 0.5, 3),
+    ]
     assert names_in_legend(chart) == ["measured", "formula"]
 
 
 def test_shares_of_stages_add_up():
     found = rows(shares([("parameters", [1, 3]), ("FLOPs", [2, 2])]))
     assert [(row["quantity"], row["stage"], row["start"], row["end"]) for row in found] == [
-        ("parameters", "stage 1", 0.0, 0.25), ("parameters", "stage 2", 0.25, 1.0), ("FLOPs", "stage 1", 0.0, 0.5),
-        ("FLOPs", "stage 2", 0.5, 1.0)]  # fmt: skip
+        ("parameters", "stage 1", 0.0, 0.25),
+        ("parameters", "stage 2", 0.25, 1.0),
+        ("FLOPs", "stage 1", 0.0, 0.5),
+        ("FLOPs", "stage 2", 0.5, 1.0),
+    ]
 
 
 # ---- timelines
@@ -112,8 +120,9 @@ def test_the_boxes_of_a_method_are_its_spans(name, costs, unit):
             start += repeated
         if kind:
             expected.append((f"stage {span.k}", kind, start, span.end / unit))
-    found = [(row["stage"], row["kind"], row["start"], row["end"])
-             for row in rows(figures.method_timeline(method, costs, 4))]  # fmt: skip
+    found = [
+        (row["stage"], row["kind"], row["start"], row["end"]) for row in rows(figures.method_timeline(method, costs, 4))
+    ]
     wanted = [(*place[:2], pytest.approx(place[2], 1e-6), pytest.approx(place[3], 1e-6)) for place in sorted(expected)]
     assert sorted(found) == wanted
 
@@ -127,8 +136,10 @@ def test_stage_1_is_at_the_bottom_and_only_unit_costs_are_in_units_of_f():
 
 
 def test_a_timeline_can_be_moved_and_zoomed_and_its_legend_filters():
-    params = {param["name"]: param for param in lanes([Box(1, "forward", 0, 1), Box(1, "backward", 1, 2)], K=1,
-              unit="ms").to_dict()["params"]}  # fmt: skip
+    params = {
+        param["name"]: param
+        for param in lanes([Box(1, "forward", 0, 1), Box(1, "backward", 1, 2)], K=1, unit="ms").to_dict()["params"]
+    }
     assert (params["move"]["bind"], params["move"]["select"]["encodings"]) == ("scales", ["x"])
     assert params["chosen"]["select"]["fields"] == ["kind"]
 

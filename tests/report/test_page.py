@@ -104,8 +104,15 @@ def test_a_trace_and_a_diagnosis_are_drawn_where_they_are(tmp_path):
     made.trace(run)
     made.diagnosis(run)
     text = page(run)
-    assert titles(text)[4:] == ["Peak memory", "Idle time", "As recorded", "As planned", "Parameter gap",
-                                "Gradient norm", "Stale against fresh"]  # fmt: skip
+    assert titles(text)[4:] == [
+        "Peak memory",
+        "Idle time",
+        "As recorded",
+        "As planned",
+        "Parameter gap",
+        "Gradient norm",
+        "Stale against fresh",
+    ]
     assert "no trace" not in text
     assert "no diagnosis" not in text
     assert "share of time" in text
@@ -164,8 +171,10 @@ def test_one_stage_has_a_report_too(tmp_path):
 
 
 def test_runs_that_differ_in_their_seed_are_one_line_of_the_curves(tmp_path):
-    runs = [made.run(tmp_path / name, **given) for name, given in (
-        ("a", {}), ("b", {"seed": 1}), ("c", {"method": "bp", "K": 1}))]  # fmt: skip
+    runs = [
+        made.run(tmp_path / name, **given)
+        for name, given in (("a", {}), ("b", {"seed": 1}), ("c", {"method": "bp", "K": 1}))
+    ]
     groups = grouped([read_run(run) for run in runs])
     assert {label: len(group) for label, group in groups.items()} == {"adl K=3 M=2": 2, "bp K=1 M=2": 1}
     text = page(*runs)
@@ -203,8 +212,10 @@ def test_a_folder_of_runs_is_all_its_runs(tmp_path):
 
 
 def test_runs_that_would_be_called_alike_are_told_apart(tmp_path):
-    runs = [read_run(made.run(tmp_path / name, **given)) for name, given in (
-        ("a", {"epochs": 1}), ("b", {"epochs": 1, "batch_size": 8}), ("c", {"epochs": 1}))]  # fmt: skip
+    runs = [
+        read_run(made.run(tmp_path / name, **given))
+        for name, given in (("a", {"epochs": 1}), ("b", {"epochs": 1, "batch_size": 8}), ("c", {"epochs": 1}))
+    ]
     common = "adl K=3 M=2 batch-size="
     assert list(grouped(runs)) == [f"{common}4", f"{common}8", f"{common}4 (c)"]
 
@@ -258,8 +269,11 @@ def test_a_benchmark_is_bars_with_their_spread_and_a_table(tmp_path):
     assert "Offbeat ADL is 1.24 times as fast as torch pipelining, 1F1B here" in text
     assert titles(text) == ["Samples per second", "Memory per worker", "Bytes moved per batch"]
     rows = [(row["value"], row["low"], row["high"], row["group"]) for row in data(tmp_path / "a", "bench-speed")]
-    assert rows == [(185, 180, 190, "Offbeat"), (150, 149, 152, "torch.distributed"),
-                    (100, 96, 104, "back-propagation")]  # fmt: skip
+    assert rows == [
+        (185, 180, 190, "Offbeat"),
+        (150, 149, 152, "torch.distributed"),
+        (100, 96, 104, "back-propagation"),
+    ]
     assert [row["value"] for row in data(tmp_path / "a", "bench-bytes-moved")] == [0, 25, 25]
 
 
@@ -348,12 +362,29 @@ def spoil(run: Path, how: str) -> str:
     return "diagnosis.jsonl: 1 line without the figures that belong there, left out"
 
 
-@pytest.mark.parametrize("how", [
-    "config is cut off", "config is a list", "config of another version", "config is gone", "nothing recorded",
-    "last line is half-written", "lines are nonsense", "figures are missing", "figures are no numbers",
-    "staleness of other stages", "failed", "diverged", "resumed from nowhere", "trace is cut off",
-    "trace of other stages", "trace without a stage", "trace is a folder", "diagnosis is odd",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how",
+    [
+        "config is cut off",
+        "config is a list",
+        "config of another version",
+        "config is gone",
+        "nothing recorded",
+        "last line is half-written",
+        "lines are nonsense",
+        "figures are missing",
+        "figures are no numbers",
+        "staleness of other stages",
+        "failed",
+        "diverged",
+        "resumed from nowhere",
+        "trace is cut off",
+        "trace of other stages",
+        "trace without a stage",
+        "trace is a folder",
+        "diagnosis is odd",
+    ],
+)
 def test_what_is_broken_is_told_and_the_rest_is_shown(tmp_path, how):
     run = made.run(tmp_path / "a")
     told = spoil(run, how)
@@ -361,20 +392,33 @@ def test_what_is_broken_is_told_and_the_rest_is_shown(tmp_path, how):
     assert told in text
     assert "Peak memory" in text or how in ("nothing recorded", "staleness of other stages", "config is a list")
     assert told in html(parts([run, made.run(tmp_path / "b", method="bp", K=1)])) or how in (
-        "nothing recorded", "last line is half-written")  # fmt: skip
+        "nothing recorded",
+        "last line is half-written",
+    )
 
 
-@pytest.mark.parametrize("content", [
-    "", "{", "[]", "{}", '{"rows": 3}', '{"rows": [{}, 1, {"samples_per_second": []}]}',
-    '{"settings": 1, "provenance": [], "rows": [{"samples_per_second": 3}]}',
-    '{"rows": [{"family": "bp", "samples_per_second": [0]}, {"samples_per_second": [1, NaN]}], "bound": {}}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"rows": 3}',
+        '{"rows": [{}, 1, {"samples_per_second": []}]}',
+        '{"settings": 1, "provenance": [], "rows": [{"samples_per_second": 3}]}',
+        '{"rows": [{"family": "bp", "samples_per_second": [0]}, {"samples_per_second": [1, NaN]}], "bound": {}}',
+    ],
+)
 @pytest.mark.parametrize("name", ["bench.json", "scaling.json"])
 def test_a_broken_benchmark_is_told(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     text = page(tmp_path)
-    assert "no row has been measured" in text or "no point has been measured" in text or (
-        "no table: bench.json lacks" in text)  # fmt: skip
+    assert (
+        "no row has been measured" in text
+        or "no point has been measured" in text
+        or ("no table: bench.json lacks" in text)
+    )
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"table": "small"}', '{"table": 3, "settings": 1}'])
@@ -383,8 +427,14 @@ def test_a_broken_reproduction_is_told(tmp_path, content):
     assert "cannot be" in page(tmp_path)
 
 
-@pytest.mark.parametrize("content", ['{"comparison": 1}', '{"comparison": {"runs": [{"folder": "x"}, 2]}}',
-                                     '{"comparison": {"runs": [], "asked": {}}}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"comparison": 1}',
+        '{"comparison": {"runs": [{"folder": "x"}, 2]}}',
+        '{"comparison": {"runs": [], "asked": {}}}',
+    ],
+)
 def test_a_broken_comparison_is_told(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     assert "the comparison&#x27;s table cannot be made" in page(tmp_path)
@@ -419,13 +469,16 @@ def test_pictures_are_files_of_their_own(tmp_path):
             assert file.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["nowhere"], "nowhere is no folder: give the folder of a run"),
-    (["empty"], "empty holds none of config.json, metrics.jsonl"),
-    (["a", "--out", "no/such/report.html"], "cannot write no/such/report.html"),
-    (["a", "--pictures", "file"], "--pictures file: File exists"),
-    ([], "Missing argument"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere is no folder: give the folder of a run"),
+        (["empty"], "empty holds none of config.json, metrics.jsonl"),
+        (["a", "--out", "no/such/report.html"], "cannot write no/such/report.html"),
+        (["a", "--pictures", "file"], "--pictures file: File exists"),
+        ([], "Missing argument"),
+    ],
+)
 def test_misuse_is_one_line(offbeat: Command, tmp_path, arguments, said):
     made.run(tmp_path / "a")
     (tmp_path / "empty").mkdir()

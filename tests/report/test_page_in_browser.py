@@ -18,8 +18,16 @@ NAMES = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google
 PROGRAM = next(filter(None, map(shutil.which, filter(None, NAMES))), None)
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium: install one, or set CHROMIUM to it")
 
-OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-           "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
+OPTIONS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 # What lies outside the page to the left or right, where nothing around it scrolls.
 OUTSIDE = """
 [...document.querySelectorAll("body *")].filter(e => {

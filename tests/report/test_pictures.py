@@ -94,8 +94,11 @@ def test_a_scaling_study_is_panels_with_their_titles(tmp_path):
 
 def test_a_replaying_backward_uses_the_newest_weights_and_a_stashing_one_old_ones():
     def versions(method):
-        return [box.version for box in boxes(method, balanced(2), 5)
-                if box.span.k == 1 and isinstance(box.span.operation, Backward)]  # fmt: skip
+        return [
+            box.version
+            for box in boxes(method, balanced(2), 5)
+            if box.span.k == 1 and isinstance(box.span.operation, Backward)
+        ]
 
     assert versions(DSP()) == [0, 1, 2, 3, 4]
     assert versions(ADL(M=1)) == [0, 0, 0, 1, 2]
@@ -184,8 +187,21 @@ def test_commands_that_draw_beside_their_table_go_on_without_the_packages(offbea
     monkeypatch.setitem(sys.modules, "altair", None)
     draw._print_once.cache_clear()
     options = "--model resnet8 --data synthetic --shape 3,8,8 --classes 3 --samples 24 --batch-size 4 --epochs 1"
-    done = offbeat("compare", "--methods", "bp,adl", *options.split(), "-K", 2, "--seeds", 1, "--engine", "simulate",
-                   "--out", "both", "--json")  # fmt: skip
+    done = offbeat(
+        "compare",
+        "--methods",
+        "bp,adl",
+        *options.split(),
+        "-K",
+        2,
+        "--seeds",
+        1,
+        "--engine",
+        "simulate",
+        "--out",
+        "both",
+        "--json",
+    )
     assert done.code == 0
     assert done.err.count("no pictures: charts need the package altair") == 1
     assert Path("both/comparison.md").exists()
@@ -210,7 +226,9 @@ def test_a_report_without_its_packages_is_refused_in_one_line(offbeat, tmp_path,
 def test_the_modules_that_training_needs_import_no_chart_package():
     import subprocess
 
-    code = ("import sys, offbeat.cli, offbeat.report; "
-            "import offbeat.studies.compare, offbeat.studies.reproduce, offbeat.studies.bench.rounds; "
-            "sys.exit(bool({'altair', 'vl_convert'} & sys.modules.keys()))")  # fmt: skip
+    code = (
+        "import sys, offbeat.cli, offbeat.report; "
+        "import offbeat.studies.compare, offbeat.studies.reproduce, offbeat.studies.bench.rounds; "
+        "sys.exit(bool({'altair', 'vl_convert'} & sys.modules.keys()))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

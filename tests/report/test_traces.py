@@ -47,9 +47,15 @@ def test_of_a_replayed_backward_the_forward_is_taken_off_again():
 
 
 def test_idle_is_what_is_neither_computed_nor_sent_while_all_stages_were_recorded():
-    spells = [Spell(1, "forward", 0.0, 4.0), Spell(1, "wait", 4.0, 10.0), Spell(1, "backward", 10.0, 12.0),
-              Spell(2, "forward", 2.0, 6.0), Spell(2, "send", 6.0, 7.0), Spell(2, "update", 6.5, 8.0),
-              Spell(2, "backward", 9.0, 20.0)]  # fmt: skip
+    spells = [
+        Spell(1, "forward", 0.0, 4.0),
+        Spell(1, "wait", 4.0, 10.0),
+        Spell(1, "backward", 10.0, 12.0),
+        Spell(2, "forward", 2.0, 6.0),
+        Spell(2, "send", 6.0, 7.0),
+        Spell(2, "update", 6.5, 8.0),
+        Spell(2, "backward", 9.0, 20.0),
+    ]
     assert Trace(2, spells).window() == (2.0, 12.0)
     assert Trace(2, spells).idle() == [pytest.approx(0.6), pytest.approx(0.1)]
 
@@ -99,14 +105,17 @@ def test_unequal_stages_are_planned_at_the_pace_of_the_slowest():
     assert planned_idle(plan) == pytest.approx([0.5, 0.0], abs=0.03)
 
 
-@pytest.mark.parametrize(("content", "reason"), [
-    ([], "no list traceEvents"),
-    ({"traceEvents": 3}, "no list traceEvents"),
-    ({"traceEvents": []}, "no operations"),
-    ({"traceEvents": [{"ph": "X", "cat": "forward", "ts": "soon", "dur": 1, "tid": 1}]}, "no place in time"),
-    ({"traceEvents": [{"ph": "X", "cat": "forward", "ts": 1, "dur": -1, "tid": 1}]}, "no place in time"),
-    ({"traceEvents": [{"ph": "X", "cat": "forward", "ts": 1, "dur": 1, "tid": None}]}, "no place in time"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([], "no list traceEvents"),
+        ({"traceEvents": 3}, "no list traceEvents"),
+        ({"traceEvents": []}, "no operations"),
+        ({"traceEvents": [{"ph": "X", "cat": "forward", "ts": "soon", "dur": 1, "tid": 1}]}, "no place in time"),
+        ({"traceEvents": [{"ph": "X", "cat": "forward", "ts": 1, "dur": -1, "tid": 1}]}, "no place in time"),
+        ({"traceEvents": [{"ph": "X", "cat": "forward", "ts": 1, "dur": 1, "tid": None}]}, "no place in time"),
+    ],
+)
 def test_what_is_no_trace_is_refused_with_the_reason(content, reason):
     with pytest.raises(UserError, match=reason):
         read_trace(content)

@@ -31,7 +31,7 @@ from processes import (
     listeners,
     processes_of,
     wait_for,
-)  # fmt: skip
+)
 
 from offbeat import cli
 

@@ -28,8 +28,29 @@ from offbeat.runs.recipe import complete
 from offbeat.runs.record import RunFolder, lines
 from offbeat.runs.saving import Saver
 
-RUN = ("--model", "mlp", "--data", "synthetic", "--samples", "512", "--shape", "3,8,8", "--batch-size", "16", "-K", "2",
-       "-M", "2", "--epochs", "2", "--threads-per-stage", "1", "--checkpoint-every", "7b", "--json")  # fmt: skip
+RUN = (
+    "--model",
+    "mlp",
+    "--data",
+    "synthetic",
+    "--samples",
+    "512",
+    "--shape",
+    "3,8,8",
+    "--batch-size",
+    "16",
+    "-K",
+    "2",
+    "-M",
+    "2",
+    "--epochs",
+    "2",
+    "--threads-per-stage",
+    "1",
+    "--checkpoint-every",
+    "7b",
+    "--json",
+)
 RECORDS = 64 * PAGE  # room for all but checkpoints and the model
 
 
@@ -122,9 +143,14 @@ def test_a_run_that_goes_on_where_the_disk_is_full_makes_room_first(whole, tmp_p
 def test_a_disk_that_others_fill_leaves_the_newest_checkpoint_and_the_next(tmp_path):
     torch.manual_seed(0)
     pipe = offbeat_package.Pipeline(
-        nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), 2, loss=nn.functional.mse_loss, cuts=[1], M=2,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), engine="simulate",
-    )  # fmt: skip
+        nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)),
+        2,
+        loss=nn.functional.mse_loss,
+        cuts=[1],
+        M=2,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        engine="simulate",
+    )
     recipe = complete(model="mlp", data="synthetic", K=2, M=2, checkpoint_every="5b", keep=3)
     noted: list[str] = []
     with small_disk(tmp_path / "disk", 4 << 20) as disk:

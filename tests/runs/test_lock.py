@@ -28,9 +28,29 @@ from offbeat.errors import FolderTaken, UserError
 from offbeat.runs import lock
 from offbeat.runs.record import lines
 
-SMALL = ("--model", "resnet8", "--data", "synthetic", "--samples", "256", "--shape", "3,8,8", "--batch-size", "8",
-         "--epochs", "2", "-K", "2", "-M", "2", "--threads-per-stage", "1", "--checkpoint-every", "5b",
-         "--json")  # fmt: skip
+SMALL = (
+    "--model",
+    "resnet8",
+    "--data",
+    "synthetic",
+    "--samples",
+    "256",
+    "--shape",
+    "3,8,8",
+    "--batch-size",
+    "8",
+    "--epochs",
+    "2",
+    "-K",
+    "2",
+    "-M",
+    "2",
+    "--threads-per-stage",
+    "1",
+    "--checkpoint-every",
+    "5b",
+    "--json",
+)
 HOLDER = """
 import sys
 from pathlib import Path
@@ -154,8 +174,25 @@ def test_of_two_runs_that_begin_in_one_folder_at_once_one_is_refused(tmp_path, o
     assert [line["kind"] for line in lines(tmp_path / "run")].count("result") == 1
 
 
-COMPARE = ("compare", "--methods", "bp,adl", "--seeds", "1", "-K", "2", "--data", "synthetic", "--samples", "64",
-           "--model", "mlp", "--epochs", "1", "--engine", "simulate")  # fmt: skip
+COMPARE = (
+    "compare",
+    "--methods",
+    "bp,adl",
+    "--seeds",
+    "1",
+    "-K",
+    "2",
+    "--data",
+    "synthetic",
+    "--samples",
+    "64",
+    "--model",
+    "mlp",
+    "--epochs",
+    "1",
+    "--engine",
+    "simulate",
+)
 
 
 def test_a_comparison_that_runs_already_is_refused(tmp_path, offbeat: Command):

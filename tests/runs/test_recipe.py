@@ -111,10 +111,16 @@ def test_a_setting_that_makes_no_sense_is_refused_in_one_line(offbeat, name):
     check_refused(offbeat, (*DRY, "--method", method, *options), *words)
 
 
-@pytest.mark.parametrize(("method", "setting", "value", "allowed"), [
-    ("ddg", "barrier", 1, "yes or no"), ("ddg", "barrier", "yes", "yes or no"), ("gpipe", "m", True, "a whole number"),
-    ("adl", "corrector", 3, "correctors such as sc"), ("fdg", "beta", "half", "a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "setting", "value", "allowed"),
+    [
+        ("ddg", "barrier", 1, "yes or no"),
+        ("ddg", "barrier", "yes", "yes or no"),
+        ("gpipe", "m", True, "a whole number"),
+        ("adl", "corrector", 3, "correctors such as sc"),
+        ("fdg", "beta", "half", "a number"),
+    ],
+)
 @pytest.mark.parametrize("form", ["settings", "flat"])
 def test_a_setting_of_the_wrong_type_in_a_config_is_refused(offbeat, form, method, setting, value, allowed):
     own = {setting: value} if form == "flat" else {"settings": {setting: value}}
@@ -161,8 +167,10 @@ def test_a_default_that_is_given_or_left_out_is_the_same_recipe_to_go_on_with():
 def test_another_method_than_the_configs_starts_from_its_own_settings(offbeat):
     Path("config.json").write_text(EARLIER.read_text())
     dry = ("train", "--config", "config.json", "--dry-run", "--json")
-    wanted = {"fdg:corrector=none": {"M": 1, "weights": "stash", "window": "count", "beta": 0.5, "corrector": None},
-              "adl": {"M": 4, "weights": "stash", "window": "count"}}  # fmt: skip
+    wanted = {
+        "fdg:corrector=none": {"M": 1, "weights": "stash", "window": "count", "beta": 0.5, "corrector": None},
+        "adl": {"M": 4, "weights": "stash", "window": "count"},
+    }
     for method, settings in wanted.items():
         assert json.loads(offbeat(*dry, "--method", method).out)["recipe"]["settings"] == settings
 

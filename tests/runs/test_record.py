@@ -44,9 +44,14 @@ def test_the_model_file_has_the_mode_of_the_other_files(run, mask):
 def test_the_model_file_holds_every_tensor_under_its_name(run):
     base = torch.arange(12.0).view(3, 4)
     state = {
-        "tied": base, "again": base, "transposed": base.T, "laid out": torch.ones(2, 3, 4, 4, dtype=torch.bfloat16),
-        "number": torch.tensor(7), "empty": torch.zeros(0, 3), "flags": torch.tensor([True, False]),
-    }  # fmt: skip
+        "tied": base,
+        "again": base,
+        "transposed": base.T,
+        "laid out": torch.ones(2, 3, 4, 4, dtype=torch.bfloat16),
+        "number": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+        "flags": torch.tensor([True, False]),
+    }
     state["laid out"] = state["laid out"].to(memory_format=torch.channels_last)
     run.model(state)
     held = load_file(run.path / "model.safetensors")

@@ -17,8 +17,21 @@ from safetensors.torch import load_file
 from offbeat.checkpoint import begin, finish, ls
 from offbeat.runs.record import lines
 
-RUN = ["--model", "resnet8", "--data", "synthetic", "--samples", "512", "--batch-size", "16", "--epochs", "2",
-       "--threads-per-stage", "1", "--json"]  # fmt: skip
+RUN = [
+    "--model",
+    "resnet8",
+    "--data",
+    "synthetic",
+    "--samples",
+    "512",
+    "--batch-size",
+    "16",
+    "--epochs",
+    "2",
+    "--threads-per-stage",
+    "1",
+    "--json",
+]
 SMALL = [*RUN, "--shape", "3,8,8", "--engine", "simulate"]
 METHODS = {
     "adl": ["--method", "adl", "-M", "2"],
@@ -30,7 +43,7 @@ METHODS = {
     "dgl-async": ["--method", "dgl-async"],
     "pb": ["--method", "pb"],
     "drained": ["--method", "adl", "-M", "2", "--checkpoint-mode", "drained"],
-}  # fmt: skip
+}
 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen:
@@ -66,8 +79,11 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 def told(run: Path) -> list[tuple]:
-    return [(line["kind"], line.get("batch"), line.get("loss"), line.get("test_loss")) for line in lines(run)
-            if line["kind"] in ("train", "epoch")]  # fmt: skip
+    return [
+        (line["kind"], line.get("batch"), line.get("loss"), line.get("test_loss"))
+        for line in lines(run)
+        if line["kind"] in ("train", "epoch")
+    ]
 
 
 def resumed(run: Path, *arguments: str, code: int = 0) -> str:
@@ -128,8 +144,14 @@ def in_earlier_form(run: Path) -> None:
         folder.rmdir()
         content = made.run()
         made.path.rename(folder)
-        finish(folder, t=made.t, mode=made.mode, K=made.K, method=made.method,
-               run={**content, "recipe": flat(content["recipe"])})  # fmt: skip
+        finish(
+            folder,
+            t=made.t,
+            mode=made.mode,
+            K=made.K,
+            method=made.method,
+            run={**content, "recipe": flat(content["recipe"])},
+        )
 
 
 @pytest.mark.parametrize("method", ["fdg:beta=0.5,corrector=sc", "gpipe:m=2,recompute=yes"])
@@ -189,9 +211,9 @@ def test_checkpoints_by_the_clock_are_agreed_upon(engine, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", some([("-K", "3"), ("-K", "1"), ("-M", "4"), ("--method", "fr"), ("--engine", "processes")],
-                   (("-K", "3"),)),
-)  # fmt: skip
+    "change",
+    some([("-K", "3"), ("-K", "1"), ("-M", "4"), ("--method", "fr"), ("--engine", "processes")], (("-K", "3"),)),
+)
 def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_path, offbeat: Command):
     run = tmp_path / "run"
     killed(run, 12, *SMALL, "-K", "2", "-M", "2", "--checkpoint-every", "9b")
@@ -251,17 +273,20 @@ def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
     assert not ls(run)
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--checkpoint-every", "7"], "give a number above 0 and b"),
-    (["--checkpoint-every", "0e"], "give a number above 0 and b"),
-    (["--checkpoint-every", "1.5b"], "whole batches"),
-    (["--checkpoint-every", "1min", "--checkpoint-mode", "drained"], "count in batches or epochs"),
-    (["--checkpoint-mode", "drain"], "did you mean 'drained'"),
-    (["--keep", "0"], "keep = 0"),
-    (["--on-nan", "stp"], "did you mean 'stop'"),
-    (["--max-restarts", "-1"], "--max-restarts -1"),
-    (["--resume", "nowhere"], "does not exist"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--checkpoint-every", "7"], "give a number above 0 and b"),
+        (["--checkpoint-every", "0e"], "give a number above 0 and b"),
+        (["--checkpoint-every", "1.5b"], "whole batches"),
+        (["--checkpoint-every", "1min", "--checkpoint-mode", "drained"], "count in batches or epochs"),
+        (["--checkpoint-mode", "drain"], "did you mean 'drained'"),
+        (["--keep", "0"], "keep = 0"),
+        (["--on-nan", "stp"], "did you mean 'stop'"),
+        (["--max-restarts", "-1"], "--max-restarts -1"),
+        (["--resume", "nowhere"], "does not exist"),
+    ],
+)
 def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path):
     extra = [] if "--resume" in arguments else ["--dry-run", "--out", tmp_path / "x"]
     check_refused(offbeat, ("train", "--data", "digits", "--model", "resnet8", *arguments, *extra), said)

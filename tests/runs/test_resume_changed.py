@@ -16,9 +16,29 @@ from offbeat.runs import saving
 from offbeat.runs.record import lines
 
 SAMPLES, EPOCHS = 96, 4
-RUN = ["--model", "resnet8", "--data", "synthetic", "--samples", SAMPLES, "--shape", "3,8,8", "--batch-size", 8,
-       "--threads-per-stage", 1, "--engine", "simulate", "-K", 2, "--warmup", 0, "--milestones", 0.75,
-       "--json"]  # fmt: skip
+RUN = [
+    "--model",
+    "resnet8",
+    "--data",
+    "synthetic",
+    "--samples",
+    SAMPLES,
+    "--shape",
+    "3,8,8",
+    "--batch-size",
+    8,
+    "--threads-per-stage",
+    1,
+    "--engine",
+    "simulate",
+    "-K",
+    2,
+    "--warmup",
+    0,
+    "--milestones",
+    0.75,
+    "--json",
+]
 HALF = ["--epochs", 2, "--checkpoint-every", "1.5e"]  # a checkpoint in the middle of the second epoch: batch 18 of 24
 
 
@@ -134,8 +154,20 @@ def test_the_first_update_after_a_resume_has_the_new_schedule(tmp_path, started,
     runs = [tmp_path / name for name in ("one", "two")]
     for run, milestones in zip(runs, ("0.75", "0.1"), strict=True):
         started(run, "--method", "adl", "-M", 2)
-        here(offbeat, "--resume", run, "--json", "--milestones", milestones, "--epochs", 4, "--checkpoint-every", "20b",
-             "--keep", 9)  # fmt: skip
+        here(
+            offbeat,
+            "--resume",
+            run,
+            "--json",
+            "--milestones",
+            milestones,
+            "--epochs",
+            4,
+            "--checkpoint-every",
+            "20b",
+            "--keep",
+            9,
+        )
     assert [[each.checkpoint.t for each in ls(run)] for run in runs] == [[18, 20, 40], [18, 20, 40]]
     groups = [ls(run)[1].checkpoint.stage(2)["stage"]["groups"][0]["lr"] for run in runs]
     assert groups[1] == pytest.approx(groups[0] / 10), "after the first update already"
@@ -157,14 +189,32 @@ def test_heads_that_still_fit_are_kept(method, change, tmp_path, started, offbea
     run = tmp_path / "run"
     started(run, "--method", method)
     trained = ls(run)[-1].checkpoint.stage(1)["stage"]
-    here(offbeat, "--resume", run, "--json", "--lr", 0, "--weight-decay", 0, *change, "--epochs", 3,
-         "--checkpoint-every", "19b", "--keep", 9)  # fmt: skip
+    here(
+        offbeat,
+        "--resume",
+        run,
+        "--json",
+        "--lr",
+        0,
+        "--weight-decay",
+        0,
+        *change,
+        "--epochs",
+        3,
+        "--checkpoint-every",
+        "19b",
+        "--keep",
+        9,
+    )
     assert not any("heads" in note for note in told(run)["note"])
     again = ls(run)[-1].checkpoint.stage(1)["stage"]
     assert trained["head"].keys() == again["head"].keys()
     if method == "dgl" and change[0] != "--lr":  # its heads are trained at the same rate, which is 0 now
-        assert all(torch.equal(trained["head"][name], again["head"][name]) for name in trained["head"]
-                   if "running" not in name and "num_batches" not in name)  # fmt: skip
+        assert all(
+            torch.equal(trained["head"][name], again["head"][name])
+            for name in trained["head"]
+            if "running" not in name and "num_batches" not in name
+        )
         assert any(name.startswith("head.") for name in again["optimizer"])
 
 
@@ -175,16 +225,33 @@ def test_the_model_of_a_checkpoint_holds_no_auxiliary_heads():
         {"model": {"tail.weight": 20}, "optimizer": {"head.weight": auxiliary}, "corrections": {"head.weight": {}}},
     ]
     merged = saving.merge(parts)
-    assert merged == {"model": {"head.weight": 10, "tail.weight": 20}, "optimizer": {"head.weight": own},
-                      "corrections": {}}  # fmt: skip
+    assert merged == {
+        "model": {"head.weight": 10, "tail.weight": 20},
+        "optimizer": {"head.weight": own},
+        "corrections": {},
+    }
 
 
 def test_heads_move_with_their_cuts_and_what_is_lost_is_reported(tmp_path, started, offbeat: Command):
     run = tmp_path / "run"
     started(run, "--method", "dgl", "-K", 3, "--cuts", "1,3")
     heads = [ls(run)[-1].checkpoint.stage(k)["stage"]["head"] for k in (1, 2)]
-    here(offbeat, "--resume", run, "--json", "--cuts", "2,3", "--lr", 0, "--epochs", 3, "--checkpoint-every", "19b",
-         "--keep", 9)  # fmt: skip
+    here(
+        offbeat,
+        "--resume",
+        run,
+        "--json",
+        "--cuts",
+        "2,3",
+        "--lr",
+        0,
+        "--epochs",
+        3,
+        "--checkpoint-every",
+        "19b",
+        "--keep",
+        9,
+    )
     made = ls(run)[-1].checkpoint
     again = [made.stage(k)["stage"]["head"] for k in (1, 2)]
     trained = [name for name in heads[1] if "running" not in name and "num_batches" not in name]

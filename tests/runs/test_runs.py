@@ -36,8 +36,22 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
-UNEVEN = ("--data", "digits", "--model", "mlp", "--method", "dgl-async", "-K", "3", "--epochs", "2",
-          "--checkpoint-every", "20b", "--threads-per-stage", "1")  # fmt: skip
+UNEVEN = (
+    "--data",
+    "digits",
+    "--model",
+    "mlp",
+    "--method",
+    "dgl-async",
+    "-K",
+    "3",
+    "--epochs",
+    "2",
+    "--checkpoint-every",
+    "20b",
+    "--threads-per-stage",
+    "1",
+)
 
 Completed = subprocess.CompletedProcess
 
@@ -55,9 +69,20 @@ def two_agents(out: Path) -> list[Completed]:
 
     def agent(node: int) -> Completed:
         return python(
-            "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", node, "--nproc-per-node", 1,
-            "--master-addr", "127.0.0.1", "--master-port", port, *train,
-        )  # fmt: skip
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            2,
+            "--node-rank",
+            node,
+            "--nproc-per-node",
+            1,
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            port,
+            *train,
+        )
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(agent, range(2)))
@@ -200,8 +225,11 @@ def test_torchrun_writes_the_same_run_folder_as_the_command(commands, simulated,
     assert model_bytes(folder / "torchrun") == model_bytes(simulated)
     assert recipe_of(folder / "torchrun") == recipe_of(folder / "processes")
     assert {path.name.split(".")[0] for path in (folder / "torchrun").iterdir()} == {
-        "config", "metrics", "events", "model",
-    }  # fmt: skip
+        "config",
+        "metrics",
+        "events",
+        "model",
+    }
     assert done.stdout.count("test error") == 1, "one process reports"
 
 

@@ -13,8 +13,14 @@ from offbeat.runs.telemetry import Telemetry
 
 def test_the_last_reports_are_waited_for_and_the_goodbye_behind_them_is_left():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    pipe = offbeat.Pipeline(model, 2, method=offbeat.ADL(M=1), loss=nn.functional.cross_entropy, cuts=[1],
-                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1))  # fmt: skip
+    pipe = offbeat.Pipeline(
+        model,
+        2,
+        method=offbeat.ADL(M=1),
+        loss=nn.functional.cross_entropy,
+        cuts=[1],
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
     pipe.step(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
     telemetry = Telemetry(pipe)
     telemetry.tell()

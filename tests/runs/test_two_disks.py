@@ -20,8 +20,22 @@ from offbeat import checkpoint as checkpoints
 from offbeat.runs.record import lines
 
 LIMIT = 200  # seconds; a run that hangs, not one that is slow
-SMALL = ("--model", "resnet8", "--data", "synthetic", "--samples", "256", "--shape", "3,8,8", "--batch-size", "8",
-         "-M", "2", "--threads-per-stage", "1")  # fmt: skip
+SMALL = (
+    "--model",
+    "resnet8",
+    "--data",
+    "synthetic",
+    "--samples",
+    "256",
+    "--shape",
+    "3,8,8",
+    "--batch-size",
+    "8",
+    "-M",
+    "2",
+    "--threads-per-stage",
+    "1",
+)
 
 
 def torchrun(disks: list[Path], *arguments: object) -> list[subprocess.CompletedProcess]:
@@ -30,17 +44,38 @@ def torchrun(disks: list[Path], *arguments: object) -> list[subprocess.Completed
 
     def agent(node: int) -> subprocess.CompletedProcess:
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", len(disks), "--node-rank", node,
-            "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", port, "-m", "offbeat", "train",
-            *arguments, "--json",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            len(disks),
+            "--node-rank",
+            node,
+            "--nproc-per-node",
+            1,
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            port,
+            "-m",
+            "offbeat",
+            "train",
+            *arguments,
+            "--json",
+        ]
         disks[node].mkdir(exist_ok=True)
         scratch = disks[node].with_name(f"{disks[node].name}-tmp")
         scratch.mkdir(exist_ok=True)
         return subprocess.run(
-            [str(part) for part in command], cwd=disks[node], capture_output=True, text=True, timeout=LIMIT,
-            check=False, env={**ENVIRONMENT, "TMPDIR": str(scratch)}, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            [str(part) for part in command],
+            cwd=disks[node],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+            env={**ENVIRONMENT, "TMPDIR": str(scratch)},
+            stdin=subprocess.DEVNULL,
+        )
 
     with ThreadPoolExecutor(len(disks)) as pool:
         return list(pool.map(agent, range(len(disks))))
@@ -136,8 +171,19 @@ def test_parts_of_many_pieces_hold_no_stage_up_for_ever(method, tmp_path, offbea
     disks = [tmp_path / name for name in "abc"]
     for disk in disks:
         disk.mkdir()
-    given = ("train", *(part for part in SMALL if part not in ("-M", "2")), "--method", method, "-K", 3, "--epochs", 1,
-             "--checkpoint-every", "7b", "--json")  # fmt: skip
+    given = (
+        "train",
+        *(part for part in SMALL if part not in ("-M", "2")),
+        "--method",
+        method,
+        "-K",
+        3,
+        "--epochs",
+        1,
+        "--checkpoint-every",
+        "7b",
+        "--json",
+    )
     done = group(disks, *given, "--out", "run", program=("-c", IN_PIECES))
     assert [each.returncode for each in done] == [0, 0, 0], done
     assert offbeat(*given, "--engine", "simulate", "--out", "whole").code == 0

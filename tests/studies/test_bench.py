@@ -96,9 +96,16 @@ def trained(tmp_path_factory):
     """By row and rank: losses where there are any, those of BP, how far parameters are apart, their names, bytes."""
     store = tmp_path_factory.mktemp("store") / "store"
     told = json.dumps(SETTING.as_dict())
-    workers = [subprocess.Popen([sys.executable, "-c", TRAIN, str(rank), str(store), told], env=ENVIRONMENT,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-               for rank in (0, 1)]  # fmt: skip
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAIN, str(rank), str(store), told],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
     said = [worker.communicate(timeout=120) for worker in workers]
     for worker, (_, errors) in zip(workers, said):
         assert worker.returncode == 0, errors
@@ -117,9 +124,10 @@ def test_a_row_that_is_called_exact_has_the_losses_and_the_updates_of_back_propa
         assert losses == pytest.approx(trained[name][0][1], rel=1e-5)
     assert all(rank[2] < 1e-6 for rank in trained[name])
     assert {key for rank in trained[name] for key in rank[3]} == {
-        f"{unit}.linear.{kind}" for unit in ("hidden1", "hidden2", "hidden3", "hidden4", "head")
+        f"{unit}.linear.{kind}"
+        for unit in ("hidden1", "hidden2", "hidden3", "hidden4", "head")
         for kind in ("weight", "bias")
-    }  # fmt: skip
+    }
 
 
 def test_pipelines_on_the_same_cuts_move_the_same_tensors(trained):
@@ -134,8 +142,17 @@ def test_pipelines_on_the_same_cuts_move_the_same_tensors(trained):
 
 # ---- the command
 
-CONTRACT = {"name": str, "family": str, "exact": bool, "workers": int, "samples_per_second": list,
-            "seconds_per_batch": list, "memory_per_worker": int, "bytes_moved": int, "note": str}  # fmt: skip
+CONTRACT = {
+    "name": str,
+    "family": str,
+    "exact": bool,
+    "workers": int,
+    "samples_per_second": list,
+    "seconds_per_batch": list,
+    "memory_per_worker": int,
+    "bytes_moved": int,
+    "note": str,
+}
 
 
 @pytest.mark.slow
@@ -143,9 +160,30 @@ CONTRACT = {"name": str, "family": str, "exact": bool, "workers": int, "samples_
 def test_the_command_writes_all_it_found_and_goes_on_where_a_row_fails(offbeat, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(rounds.WorkerGroup, "seconds", failing(rounds.WorkerGroup.seconds))
     monkeypatch.setattr(rounds, "Spoken", partial(speaking, rounds.Spoken))
-    done = offbeat("bench", "-K", 2, "--model", "resnet8", "--batch-size", 32, "--shape", "3,16,16", "--partition",
-                   "flops", "--against", "torch-1f1b,gpipe", "--micro-batches", 4, "--repetitions", 2, "--batches", 2,
-                   "--out", "found", "--json")  # fmt: skip
+    done = offbeat(
+        "bench",
+        "-K",
+        2,
+        "--model",
+        "resnet8",
+        "--batch-size",
+        32,
+        "--shape",
+        "3,16,16",
+        "--partition",
+        "flops",
+        "--against",
+        "torch-1f1b,gpipe",
+        "--micro-batches",
+        4,
+        "--repetitions",
+        2,
+        "--batches",
+        2,
+        "--out",
+        "found",
+        "--json",
+    )
     assert done.code == 0, done.err
     assert done.err.startswith("offbeat: 2 workers on 1 core: cores are shared")
     assert "gpipe is left out: worker 0 has ended" in done.err
@@ -183,14 +221,35 @@ def below(pid: int) -> list[int]:
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path):
     out = tmp_path / "found"
-    command = [sys.executable, "-m", "offbeat", "bench", "-K", "2", "--model", "mlp", "--batch-size", "8", "--against",
-               "adl", "--repetitions", "100000", "--partition", "flops", "--out", str(out)]  # fmt: skip
-    run = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                           start_new_session=True)  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "offbeat",
+        "bench",
+        "-K",
+        "2",
+        "--model",
+        "mlp",
+        "--batch-size",
+        "8",
+        "--against",
+        "adl",
+        "--repetitions",
+        "100000",
+        "--partition",
+        "flops",
+        "--out",
+        str(out),
+    ]
+    run = subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
     def rounds_done() -> bool:
-        return run.poll() is not None or ((out / "bench.json").exists() and len(
-            json.loads((out / "bench.json").read_text())["bound"]["seconds_per_batch"]) > 2)  # fmt: skip
+        return run.poll() is not None or (
+            (out / "bench.json").exists()
+            and len(json.loads((out / "bench.json").read_text())["bound"]["seconds_per_batch"]) > 2
+        )
 
     try:
         assert wait_for(rounds_done, START)
@@ -223,27 +282,30 @@ def failing(seconds):
     return killed_first
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("--against", "torch-gpip"), ("unknown row 'torch-gpip'", "torch-gpipe")),
-    (("--against", ","), ("names nothing",)),
-    (("--model", "resnet2"), ("unknown model 'resnet2'",)),
-    (("--model", "resnet8", "-K", "500"), ("500 stages", "resnet8 has only", "a deeper model")),
-    (("-K", "1"), ("-K 1", "use 2 or more")),
-    (("-K", "0"), ("-K 0", "from 1 up")),
-    (("--batches", "0"), ("--batches 0",)),
-    (("--budget-minutes", "0"), ("--budget-minutes 0",)),
-    (("--partition", "mesured"), ("unknown partition", "measured")),
-    (("--device", "gpu"), ("unknown device",)),
-    (("--micro-batches", "4,x"), ("--micro-batches", "give numbers")),
-    (("--precision", "bf16"), ("--precision bf16 on the cpu",)),
-    (("-M", 0), ("-M 0",)),
-    (("-M", 2, "--method", "adl:M=3"), ("M is 3 in 'adl:M=3' and 2", "give it once")),
-    (("--method", "adl:beta=3"), ("adl takes no beta",)),
-    (("--method", "adl:M=3", "--method", "adl:M=2"), ("--method adl is given twice",)),
-    (("--model", "resnet20", "-K", "3", "--cuts", "5"), ("1 cuts", "K = 3")),
-    (("scaling", "--depths", "resnet21"), ("unknown model 'resnet21'",)),
-    (("scaling", "--stages", "2,0"), ("--stages 0",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--against", "torch-gpip"), ("unknown row 'torch-gpip'", "torch-gpipe")),
+        (("--against", ","), ("names nothing",)),
+        (("--model", "resnet2"), ("unknown model 'resnet2'",)),
+        (("--model", "resnet8", "-K", "500"), ("500 stages", "resnet8 has only", "a deeper model")),
+        (("-K", "1"), ("-K 1", "use 2 or more")),
+        (("-K", "0"), ("-K 0", "from 1 up")),
+        (("--batches", "0"), ("--batches 0",)),
+        (("--budget-minutes", "0"), ("--budget-minutes 0",)),
+        (("--partition", "mesured"), ("unknown partition", "measured")),
+        (("--device", "gpu"), ("unknown device",)),
+        (("--micro-batches", "4,x"), ("--micro-batches", "give numbers")),
+        (("--precision", "bf16"), ("--precision bf16 on the cpu",)),
+        (("-M", 0), ("-M 0",)),
+        (("-M", 2, "--method", "adl:M=3"), ("M is 3 in 'adl:M=3' and 2", "give it once")),
+        (("--method", "adl:beta=3"), ("adl takes no beta",)),
+        (("--method", "adl:M=3", "--method", "adl:M=2"), ("--method adl is given twice",)),
+        (("--model", "resnet20", "-K", "3", "--cuts", "5"), ("1 cuts", "K = 3")),
+        (("scaling", "--depths", "resnet21"), ("unknown model 'resnet21'",)),
+        (("scaling", "--stages", "2,0"), ("--stages 0",)),
+    ],
+)
 def test_misuse_is_told_in_one_line(offbeat, arguments, words):  # noqa: F811
     check_refused(offbeat, ("bench", *arguments), *words)
 
@@ -287,9 +349,18 @@ def test_rows_that_cannot_be_are_left_out_with_a_reason():
     assert left_out(ROWS["torch-interleaved"], placed(SETTING, by="flops", cuts=None, units=None)) is None
     gpu = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=4, device="cuda")
     assert {name for name, row in ROWS.items() if left_out(row, gpu) is None} == {
-        "bp", "bp-cores", "bp-windows", "adl", "adl-1f1b", "ddg", "fr", "dsp"}  # fmt: skip
+        "bp",
+        "bp-cores",
+        "bp-windows",
+        "adl",
+        "adl-1f1b",
+        "ddg",
+        "fr",
+        "dsp",
+    }
     assert left_out(ROWS["bp-windows"], SETTING) == (
-        "batches of a window run at once on one GPU alone: give --device cuda")  # fmt: skip
+        "batches of a window run at once on one GPU alone: give --device cuda"
+    )
     assert left_out(ROWS["ddp"], gpu) == "one GPU: its workers need one each"
 
 
@@ -311,24 +382,59 @@ def test_more_stages_than_units_are_refused():
 
 def row(name: str, seconds: list[float], *, staleness: tuple[float, ...] = (), m: int | None = None) -> dict:
     listed = ROWS[name]
-    return {"name": name, "title": listed.title, "family": listed.family, "exact": not any(staleness), "workers": 2,
-            "staleness": list(staleness), "micro_batches": m, "sweep": {str(m): seconds[0]} if m else {},
-            "seconds_per_batch": seconds, "samples_per_second": [8 / value for value in seconds],
-            "memory_per_worker": 20_000_000, "bytes_moved": 1_000_000, "note": ""}  # fmt: skip
+    return {
+        "name": name,
+        "title": listed.title,
+        "family": listed.family,
+        "exact": not any(staleness),
+        "workers": 2,
+        "staleness": list(staleness),
+        "micro_batches": m,
+        "sweep": {str(m): seconds[0]} if m else {},
+        "seconds_per_batch": seconds,
+        "samples_per_second": [8 / value for value in seconds],
+        "memory_per_worker": 20_000_000,
+        "bytes_moved": 1_000_000,
+        "note": "",
+    }
 
 
 def made(*rows: dict, bound: tuple[float, ...] = (0.9, 1.1)) -> dict:
-    settings = {"model": "mlp", "batch_size": 8, "K": 2, "M": 4, "device": "cpu", "cores_shared": False, "rounds": 2,
-                "batches": 2, "cores": 2, "load": 0.1, "cuts": [3], "memory": "counted"}  # fmt: skip
+    settings = {
+        "model": "mlp",
+        "batch_size": 8,
+        "K": 2,
+        "M": 4,
+        "device": "cpu",
+        "cores_shared": False,
+        "rounds": 2,
+        "batches": 2,
+        "cores": 2,
+        "load": 0.1,
+        "cuts": [3],
+        "memory": "counted",
+    }
     provenance = {"command": ["offbeat", "bench"], "commit": "0" * 40, "versions": {"torch": "2"}, "machine": "m"}
-    return {"settings": settings, "rows": list(rows), "left_out": {"ddg": "no reason"}, "provenance": provenance,
-            "bound": {"seconds_per_batch": list(bound), "samples_per_second": [8 / value for value in bound],
-                      "stages": [[value, value / 2] for value in bound], "meaning": "slowest"}}  # fmt: skip
+    return {
+        "settings": settings,
+        "rows": list(rows),
+        "left_out": {"ddg": "no reason"},
+        "provenance": provenance,
+        "bound": {
+            "seconds_per_batch": list(bound),
+            "samples_per_second": [8 / value for value in bound],
+            "stages": [[value, value / 2] for value in bound],
+            "meaning": "slowest",
+        },
+    }
 
 
 def test_windows_at_once_are_a_synchronous_pipeline_to_be_compared_with():
-    record = made(row("bp", [2.0, 2.0]), row("bp-windows", [1.5, 1.5], staleness=(0.0, 0.0)),
-                  row("adl", [1.0, 1.0], staleness=(0.5, 0.0)))  # fmt: skip
+    record = made(
+        row("bp", [2.0, 2.0]),
+        row("bp-windows", [1.5, 1.5], staleness=(0.0, 0.0)),
+        row("adl", [1.0, 1.0], staleness=(0.5, 0.0)),
+    )
     assert bench_table.best_synchronous(record)["name"] == "bp-windows"
     assert ROWS["bp-windows"].title_on("cuda") == "BP, windows at once"
 
@@ -339,8 +445,12 @@ def test_a_number_of_micro_batches_is_the_best_only_of_several():
 
 
 def test_ratios_are_taken_within_a_round():
-    record = made(row("bp", [2.0, 4.0]), row("torch-gpipe", [1.0, 1.6], m=4), row("torch-1f1b", [1.25, 2.5], m=4),
-                  row("adl", [1.0, 1.25], staleness=(0.5, 0.0)))  # fmt: skip
+    record = made(
+        row("bp", [2.0, 4.0]),
+        row("torch-gpipe", [1.0, 1.6], m=4),
+        row("torch-1f1b", [1.25, 2.5], m=4),
+        row("adl", [1.0, 1.25], staleness=(0.5, 0.0)),
+    )
     rows = bench_table.measured(record)
     assert bench_table.times_faster(rows["adl"], rows["bp"]) == median([2.0, 3.2])
     assert bench_table.best_synchronous(record)["name"] == "torch-gpipe"
@@ -355,13 +465,15 @@ def test_the_better_choice_is_told_both_ways_from_the_figures():
     late = (0.5, 0.0)
     slower = made(row("bp", [3.0]), row("ddp", [1.0]), row("adl", [1.2], staleness=late), bound=(1.0,))
     assert bench_table.advice(slower)[0].startswith(
-        "torch DistributedDataParallel is 1.20 times as fast as Offbeat ADL here: the network fits one worker")
+        "torch DistributedDataParallel is 1.20 times as fast as Offbeat ADL here: the network fits one worker"
+    )
     faster = made(row("bp", [3.0]), row("ddp", [1.5]), row("adl", [1.0], staleness=late), bound=(1.0,))
     said = bench_table.advice(faster)[0]
     assert said.startswith("Offbeat ADL is 1.50 times as fast as torch DistributedDataParallel here")
     assert "exact" in said
-    alike = made(row("bp", [3.0]), row("torch-gpipe", [1.0], m=2), row("gpipe", [1.01], m=2),
-                 row("adl", [1.0], staleness=late))  # fmt: skip
+    alike = made(
+        row("bp", [3.0]), row("torch-gpipe", [1.0], m=2), row("gpipe", [1.01], m=2), row("adl", [1.0], staleness=late)
+    )
     said = " ".join(bench_table.advice(alike))
     assert "Offbeat GPipe is as fast as torch pipelining, GPipe here (0.99)" in said
     assert "m=2: 0.99" in said
@@ -442,16 +554,38 @@ def test_memory_and_staleness_are_counted_by_the_program():
     found = scaling.kept_by(ADL(M=2), SETTING, profiled(4), (1, 2, 3))
     assert found["staleness"] == [3.0, 2.0, 1.0, 0.0]
     assert found["in_flight"] == [7, 5, 3, 1]
-    assert found["memory_counted"] == [4 * (3 + versions) + 8 * held for versions, held in
-                                       zip(found["versions"], found["in_flight"])]  # fmt: skip
+    assert found["memory_counted"] == [
+        4 * (3 + versions) + 8 * held for versions, held in zip(found["versions"], found["in_flight"])
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_core")
 def test_a_scaling_study_has_its_points_its_simulation_and_what_it_left_out(offbeat, tmp_path):  # noqa: F811
     out = tmp_path / "found"
-    done = offbeat("bench", "scaling", "--model", "resnet8", "--batch-size", 4, "--stages", "1,2", "--batch-sizes", 4,
-                   "--depths", "", "--most-stages", 8, "--repetitions", 1, "--batches", 1, "--json", "--out", out)
+    done = offbeat(
+        "bench",
+        "scaling",
+        "--model",
+        "resnet8",
+        "--batch-size",
+        4,
+        "--stages",
+        "1,2",
+        "--batch-sizes",
+        4,
+        "--depths",
+        "",
+        "--most-stages",
+        8,
+        "--repetitions",
+        1,
+        "--batches",
+        1,
+        "--json",
+        "--out",
+        out,
+    )
     assert done.code == 0, done.err
     assert done.err == ""
     assert json.loads(done.out)["points"] == json.loads((out / "scaling.json").read_text())["points"]
@@ -498,8 +632,12 @@ def test_records_make_sections_of_the_page_and_none_makes_none(tmp_path, monkeyp
     draw_bench(record, tmp_path / "bench-2cores-mlp-k2.svg")
     assert "(results/bench-2cores-mlp-k2.svg)" in "\n".join(module.section())
     assert module.summary() == []  # no synchronous pipeline to compare with
-    others = [row("bp", [2.0, 2.0]), row("bp-cores", [0.5, 0.5]), row("torch-1f1b", [1.3, 1.5], m=4),
-              row("ddp", [0.8, 0.8])]  # fmt: skip
+    others = [
+        row("bp", [2.0, 2.0]),
+        row("bp-cores", [0.5, 0.5]),
+        row("torch-1f1b", [1.3, 1.5], m=4),
+        row("ddp", [0.8, 0.8]),
+    ]
     record = made(*others, row("adl", [1.0, 1.0], staleness=(0.5, 0.0)), bound=(0.7, 0.7))
     (tmp_path / "bench-2cores-mlp-k2.json").write_text(json.dumps(record))
     said = " ".join(" ".join(module.summary()).split())
@@ -523,8 +661,15 @@ def fork_server():
 def test_a_worker_is_forked_with_its_own_surroundings_and_its_end_is_known(fork_server, tmp_path):
     born = [fork_server.spawn({"OFFBEAT_TOLD": str(n)}, tmp_path / f"{n}.err") for n in range(2)]
     for worker in born:
-        told = {"row": "bp", "setting": SETTING.as_dict(), "rank": 0, "world": 1, "store": "", "threads": 1,
-                "cores": sorted(os.sched_getaffinity(0))[:1]}  # fmt: skip
+        told = {
+            "row": "bp",
+            "setting": SETTING.as_dict(),
+            "rank": 0,
+            "world": 1,
+            "store": "",
+            "threads": 1,
+            "cores": sorted(os.sched_getaffinity(0))[:1],
+        }
         worker.stdin.write(json.dumps(told) + "\n")
         assert json.loads(worker.stdout.readline()) == {}
     born[0].kill()

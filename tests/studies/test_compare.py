@@ -346,8 +346,9 @@ def test_a_finished_run_of_another_recipe_is_refused(offbeat, compared):
     compared(1)
     file = Path("x/adl-seed0/config.json")
     file.write_text(file.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
-    check_refused(offbeat, ("compare", "--methods", "bp,adl", *SMALL, "--seeds", 1, "--out", "x"),
-                  "adl-seed0", "another recipe")  # fmt: skip
+    check_refused(
+        offbeat, ("compare", "--methods", "bp,adl", *SMALL, "--seeds", 1, "--out", "x"), "adl-seed0", "another recipe"
+    )
 
 
 # ---- several at a time
@@ -374,8 +375,23 @@ def test_a_process_that_fails_is_a_row_that_says_why(offbeat):
 @contextmanager
 def two_at_a_time(folder: Path) -> Iterator[subprocess.Popen]:
     """A comparison in a process of its own, when both of its endless runs have begun to train."""
-    command = [sys.executable, "-m", "offbeat", "compare", "--methods", "bp,adl", *map(str, SMALL), "--seeds", "1",
-               "--out", "x", "--jobs", "2", "--epochs", "100000"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "offbeat",
+        "compare",
+        "--methods",
+        "bp,adl",
+        *map(str, SMALL),
+        "--seeds",
+        "1",
+        "--out",
+        "x",
+        "--jobs",
+        "2",
+        "--epochs",
+        "100000",
+    ]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
         try:
             until = time.monotonic() + 100

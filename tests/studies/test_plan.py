@@ -18,8 +18,19 @@ from offbeat.partitioning import timing
 from offbeat.runs import record
 
 SMALL = ("plan", "--model", "resnet8", "--batch-size", "4", "--shape", "3,8,8")
-STAGE = {"k", "units", "params", "forward_ms", "backward_ms", "boundary_bytes", "in_flight", "versions",
-         "memory_bytes", "mean_staleness", "update_ms"}  # fmt: skip
+STAGE = {
+    "k",
+    "units",
+    "params",
+    "forward_ms",
+    "backward_ms",
+    "boundary_bytes",
+    "in_flight",
+    "versions",
+    "memory_bytes",
+    "mean_staleness",
+    "update_ms",
+}
 PLAN = {"bp_ms", "model", "method", "K", "M", "batch_size", "balance", "predicted_speedup", "stages", "methods"}
 
 
@@ -337,8 +348,22 @@ def test_a_bad_option_is_refused_in_one_line_and_nothing_is_written(offbeat, nam
 
 # ---- cuts inside blocks in a run
 
-TRAIN = ("train", "--data", "digits", "--model", "resnet8", "--engine", "simulate", "--epochs", 1, "-K", 3,
-         "--threads-per-stage", 1, "--json")  # fmt: skip
+TRAIN = (
+    "train",
+    "--data",
+    "digits",
+    "--model",
+    "resnet8",
+    "--engine",
+    "simulate",
+    "--epochs",
+    1,
+    "-K",
+    3,
+    "--threads-per-stage",
+    1,
+    "--json",
+)
 
 
 def recipe(folder: str) -> dict:
@@ -349,10 +374,16 @@ def trained(folder: str) -> bytes:
     return (Path(folder) / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("options", [
-    ("--units", "layers"),
-    *(pytest.param(given, marks=pytest.mark.slow) for given in (("--partition", "measured"), ("--speeds", "1,1,0.5"))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--units", "layers"),
+        *(
+            pytest.param(given, marks=pytest.mark.slow)
+            for given in (("--partition", "measured"), ("--speeds", "1,1,0.5"))
+        ),
+    ],
+)
 def test_a_run_records_its_cuts_and_is_repeated_by_its_config(offbeat, options):
     outcome = offbeat(*TRAIN, *options, "--out", "one")
     assert outcome.code == 0, outcome

@@ -32,8 +32,17 @@ from offbeat.studies import reproduce as reproduction
 
 def small(method: str, **given: object) -> Recipe:
     """A stand-in for the paper's setting that takes a fraction of a second."""
-    fixed = {"model": "resnet8", "data": "synthetic", "samples": 24, "classes": 3, "shape": (3, 8, 8), "batch_size": 4,
-             "threads_per_stage": 1, "engine": "simulate", "epochs": 4}  # fmt: skip
+    fixed = {
+        "model": "resnet8",
+        "data": "synthetic",
+        "samples": 24,
+        "classes": 3,
+        "shape": (3, 8, 8),
+        "batch_size": 4,
+        "threads_per_stage": 1,
+        "engine": "simulate",
+        "epochs": 4,
+    }
     return complete(method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}})
 
 
@@ -121,9 +130,13 @@ def test_bp_with_accumulation_at_the_same_batch_and_m_stands_beside_every_adl_of
                 assert settings[one.name] in baselines, one.name
 
 
-@pytest.mark.parametrize(("name", "usual", "drops", "decay"), [
-    ("cifar10-table", 300, (150, 225, 275), 5e-4), ("imagenet-table", 90, (30, 60, 80), 1e-4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "usual", "drops", "decay"),
+    [
+        ("cifar10-table", 300, (150, 225, 275), 5e-4),
+        ("imagenet-table", 90, (30, 60, 80), 1e-4),
+    ],
+)
 def test_the_schedule_is_the_papers_and_its_drops_stay_in_proportion(name, usual, drops, decay):
     first = TABLES[name].rows[0]
     for epochs in (usual, usual // 3):
@@ -140,8 +153,12 @@ def test_the_schedule_is_the_papers_and_its_drops_stay_in_proportion(name, usual
 def test_the_most_valuable_runs_come_first_and_their_other_seeds_before_what_is_less():
     order = [(one.name, seed) for one, seed in TABLES["cifar10-table"].order(3)]
     assert [name for name, _ in order[:5]] == [
-        "resnet56-adl-k8-m4", "resnet56-adl-k8-m1", "resnet56-adl-k8-m1-sc", "resnet56-adl-k8-m4-sc", "resnet56-bp-m4"
-    ]  # fmt: skip
+        "resnet56-adl-k8-m4",
+        "resnet56-adl-k8-m1",
+        "resnet56-adl-k8-m1-sc",
+        "resnet56-adl-k8-m4-sc",
+        "resnet56-bp-m4",
+    ]
     assert {seed for _, seed in order[:11]} == {0}
     assert order.index(("resnet56-adl-k8-m4", 2)) < order.index(("resnet56-adl-k8-m4-hybrid", 0))
     assert order.index(("resnet56-adl-k28-m4-sc", 0)) < order.index(("resnet18-adl-k8-m4", 0))
@@ -209,8 +226,18 @@ def test_runs_are_run_folders_and_the_table_is_what_they_recorded(offbeat, table
 @row(1, Paper(29.75, "Table 0, images", top5=10.55, remark="a remark"))
 def net_images(**given: object) -> Recipe:
     """Net on images, ADL."""
-    fixed = {"model": "resnet8", "data": "imagefolder", "shape": (3, 8, 8), "data_workers": 0, "K": 2, "M": 2,
-             "batch_size": 4, "threads_per_stage": 1, "engine": "simulate", "epochs": 2}  # fmt: skip
+    fixed = {
+        "model": "resnet8",
+        "data": "imagefolder",
+        "shape": (3, 8, 8),
+        "data_workers": 0,
+        "K": 2,
+        "M": 2,
+        "batch_size": 4,
+        "threads_per_stage": 1,
+        "engine": "simulate",
+        "epochs": 2,
+    }
     return complete(**{**given, **fixed})
 
 
@@ -391,9 +418,11 @@ def test_bp_on_a_gpu_is_cut_as_well():
     cut = reproduction.in_stages(complete(method="bp", M=4, cuts=None, **on_gpu))
     assert (cut.K, cut.M, cut.cuts, cut.method) == (8, 4, None, "bp")
     for whole in (
-        complete(method="bp", M=1, **on_gpu), complete(method="adl", K=4, M=4, **on_gpu), complete(method="bp", M=4),
+        complete(method="bp", M=1, **on_gpu),
+        complete(method="adl", K=4, M=4, **on_gpu),
+        complete(method="bp", M=4),
         complete(method="bp", M=4, model="mlp", data="digits", **on_gpu),
-    ):  # fmt: skip
+    ):
         assert reproduction.in_stages(whole) is whole
 
 
@@ -416,8 +445,29 @@ def test_a_run_that_began_whole_goes_on_in_stages_with_the_same_bits(offbeat, mo
 
 
 def test_compare_takes_turns_too_and_says_that_speeds_are_shared(offbeat):
-    common = ("compare", "--methods", "bp,adl", "--model", "mlp", "--data", "synthetic", "--samples", 40, "--classes",
-              3, "--batch-size", 4, "-K", 2, "-M", 2, "--epochs", 2, "--seeds", 2)  # fmt: skip
+    common = (
+        "compare",
+        "--methods",
+        "bp,adl",
+        "--model",
+        "mlp",
+        "--data",
+        "synthetic",
+        "--samples",
+        40,
+        "--classes",
+        3,
+        "--batch-size",
+        4,
+        "-K",
+        2,
+        "-M",
+        2,
+        "--epochs",
+        2,
+        "--seeds",
+        2,
+    )
     common = (*common, "--threads-per-stage", 1)
     assert offbeat(*common, "--engine", "simulate", "--out", "alone").code == 0
     outcome = offbeat(*common, "--side-by-side", 3, "--out", "together")
@@ -561,8 +611,18 @@ def test_the_end_of_the_budget_is_an_interruption_for_work_that_knows_no_other()
 @pytest.mark.slow
 def test_runs_in_processes_have_the_bits_of_those_in_one_and_stop_with_the_budget(table, tmp_path):
     def run(out: str, **asked: object) -> dict:
-        request = {"table": "small", "only": "other", "epochs": 4, "seeds": 1, "minutes": None, "together": 1,
-                   "data": None, "out": tmp_path / out, "running": {}, **asked}  # fmt: skip
+        request = {
+            "table": "small",
+            "only": "other",
+            "epochs": 4,
+            "seeds": 1,
+            "minutes": None,
+            "together": 1,
+            "data": None,
+            "out": tmp_path / out,
+            "running": {},
+            **asked,
+        }
         made, _ = reproducing.reproduce(reproducing.Request(**request), show=False)
         return made.as_dict()["rows"][0]["runs"][0]
 
@@ -611,8 +671,9 @@ def test_rows_with_other_settings_stand_without_the_papers_values(offbeat, table
     found = json.loads(reproduce(offbeat, "--only", "net-adl", "--json").out)
     assert found["settings"]["method"] == "adl:M=1,weights=hybrid"
     assert [(row["name"], row["paper"], row["difference"], row["n"]) for row in found["rows"]] == [
-        ("net-adl", None, None, 1), ("other-hybrid", None, None, 1)
-    ]  # fmt: skip
+        ("net-adl", None, None, 1),
+        ("other-hybrid", None, None, 1),
+    ]
     changed = "settings adl:M=1,weights=hybrid instead of those of the rows"
     assert any(note.startswith(changed) for note in found["notes"])
     check_refused(offbeat, ("reproduce", "small", "--out", "x", "--method", "adl:M=4"), "not adl:M=4")

@@ -42,8 +42,17 @@ reproduced = script("reproduced")
 
 def small(method: str, **given: object) -> Recipe:
     """A stand-in for the paper's setting that takes a fraction of a second."""
-    fixed = {"model": "resnet8", "data": "synthetic", "samples": 24, "classes": 3, "shape": (3, 8, 8), "batch_size": 4,
-             "threads_per_stage": 1, "engine": "simulate", "epochs": 4}  # fmt: skip
+    fixed = {
+        "model": "resnet8",
+        "data": "synthetic",
+        "samples": 24,
+        "classes": 3,
+        "shape": (3, 8, 8),
+        "batch_size": 4,
+        "threads_per_stage": 1,
+        "engine": "simulate",
+        "epochs": 4,
+    }
     return complete(method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}})
 
 
@@ -147,19 +156,28 @@ def test_joined_folders_are_the_table_of_all_their_runs(three):
     assert states == [["under way", "missing"], ["diverged"], ["done", "done"]], "as many as were asked for"
     assert rows["resnet56-adl-k3-m2"]["runs"][0]["epochs"] == 2
     assert [(row["name"], row["asked"]) for row in found["missing"]] == [
-        ("resnet56-adl-k3-m2-sc", True), ("other-bp", False)
-    ]  # fmt: skip
+        ("resnet56-adl-k3-m2-sc", True),
+        ("other-bp", False),
+    ]
     told = found["runs"]["resnet56-adl-k3-m2-seed0"]
     assert (told["K"], told["seed"], told["precision"], told["engine"], told["fuse"], told["tune"]) == (
-        3, 0, "fp32", "simulate", False, False)  # fmt: skip
+        3,
+        0,
+        "fp32",
+        "simulate",
+        False,
+        False,
+    )
     config = json.loads(Path("m2/runs/resnet56-adl-k3-m2-seed0/config.json").read_text())
     assert told["cuts"] == config["recipe"]["cuts"] != []
     assert (told["staleness_of"], len(told["staleness"])) == ("epoch", 3)
     result = record.lines(Path("bp/runs/resnet56-bp-m2-seed1"))[-1]
     assert found["runs"]["resnet56-bp-m2-seed1"]["staleness"] == result["staleness"]
     assert [one["command"][4] for one in found["invocations"]] == [
-        "resnet56-bp-m2", "resnet56-adl-k3-m2*", "resnet56-adl-k3-m1"
-    ]  # fmt: skip
+        "resnet56-bp-m2",
+        "resnet56-adl-k3-m2*",
+        "resnet56-adl-k3-m1",
+    ]
     for one in found["invocations"]:
         assert (one["commit"], one["gpu"], "host" in one) == ("0" * 40, "some GPU", False)
         assert one["machine"]
@@ -235,16 +253,28 @@ def test_what_does_not_belong_together_is_refused_in_one_line(offbeat, capsys):
 
 def test_a_record_of_five_long_runs_is_small_and_its_curves_are_those_of_the_runs(tmp_path):
     named = {row.name: row for row in TABLES["cifar10-table"].rows}
-    content = {"table": "cifar10-table", "settings": {"epochs": 300}, "invocations": [
-        record.provenance(["offbeat", "reproduce", "cifar10-table", "--only", "resnet56", "--seeds", "1"])
-    ]}  # fmt: skip
+    content = {
+        "table": "cifar10-table",
+        "settings": {"epochs": 300},
+        "invocations": [
+            record.provenance(["offbeat", "reproduce", "cifar10-table", "--only", "resnet56", "--seeds", "1"])
+        ],
+    }
     for name in list(named)[:5]:
         recipe = reproducing.recipe_of(named[name], 0, content["settings"])
         folder = record.RunFolder.create(tmp_path / "runs" / f"{name}-seed0", replace(recipe, cuts=(4, 8)))
         for epoch in range(300):
-            folder.line("epoch", epoch=epoch, batches=1563 * (epoch + 1), seconds=3.123456789 + epoch / 7,
-                        test_error=100 / (epoch / 3 + 1), test_top5=1.0, test_loss=1.0, samples_per_second=9.0,
-                        staleness=[3.5, 0.0])  # fmt: skip
+            folder.line(
+                "epoch",
+                epoch=epoch,
+                batches=1563 * (epoch + 1),
+                seconds=3.123456789 + epoch / 7,
+                test_error=100 / (epoch / 3 + 1),
+                test_top5=1.0,
+                test_loss=1.0,
+                samples_per_second=9.0,
+                staleness=[3.5, 0.0],
+            )
     (tmp_path / "reproduction.json").write_text(json.dumps(content))
     join(tmp_path, "--out", tmp_path / "r.json")
     assert (tmp_path / "r.json").stat().st_size < 150_000

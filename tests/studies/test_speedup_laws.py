@@ -15,9 +15,26 @@ LAWS = {
     "fr": lambda K: K + 3 if K > 1 else 3,
     "dsp": lambda K: 4 if K > 1 else 3,
     **dict.fromkeys(
-        ["fdg", "adl", "dgl", "dni", "mostafa", "pred", "sim", "predsim", "pipedream", "2bw", "adl-1f1b", "pipemare",
-         "spectrain", "pb", "nag-async"], lambda K: 3),
-}  # fmt: skip
+        [
+            "fdg",
+            "adl",
+            "dgl",
+            "dni",
+            "mostafa",
+            "pred",
+            "sim",
+            "predsim",
+            "pipedream",
+            "2bw",
+            "adl-1f1b",
+            "pipemare",
+            "spectrain",
+            "pb",
+            "nag-async",
+        ],
+        lambda K: 3,
+    ),
+}
 REPORTED = {"ddg": 1.68, "fr": 1.45, "gpipe": 2.20, "dsp": 2.70, "adl": 3.32}  # ResNet-101, K=4, in the paper
 
 
@@ -43,10 +60,17 @@ def test_data_parallel_workers_divide_the_time(N):
         assert speed_up(named(name, N=N), balanced(1)) == pytest.approx(N)
 
 
-@pytest.mark.parametrize(("K", "m", "recompute", "expected"), [
-    (2, 4, False, 1.60), (2, 4, True, 1.20), (4, 8, False, 2.91), (4, 8, True, 2.18), (8, 32, False, 6.56),
-    (8, 32, True, 4.92),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("K", "m", "recompute", "expected"),
+    [
+        (2, 4, False, 1.60),
+        (2, 4, True, 1.20),
+        (4, 8, False, 2.91),
+        (4, 8, True, 2.18),
+        (8, 32, False, 6.56),
+        (8, 32, True, 4.92),
+    ],
+)
 def test_gpipe_agrees_with_the_table(K, m, recompute, expected):
     assert speed_up(GPipe(m, recompute=recompute), balanced(K)) == pytest.approx(expected, abs=0.006)
 

@@ -76,8 +76,17 @@ class Carrier:
 class DeviceSender(Sender):
     """The sending end."""
 
-    def __init__(self, to_rank: int, tag: int, group: dist.ProcessGroup, *, carrier: Carrier, capacity: int,
-                 patient: bool, lost: Callable[[str], StageLost]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        to_rank: int,
+        tag: int,
+        group: dist.ProcessGroup,
+        *,
+        carrier: Carrier,
+        capacity: int,
+        patient: bool,
+        lost: Callable[[str], StageLost],
+    ) -> None:
         self.carrier = carrier
         super().__init__(to_rank, tag, group, capacity=capacity, patient=patient, lost=lost)
 
@@ -101,8 +110,16 @@ class DeviceSender(Sender):
 class DeviceReceiver(Receiver):
     """The receiving end."""
 
-    def __init__(self, from_rank: int, tag: int, group: dist.ProcessGroup, *, carrier: Carrier, capacity: int,
-                 lost: Callable[[str], StageLost]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        from_rank: int,
+        tag: int,
+        group: dist.ProcessGroup,
+        *,
+        carrier: Carrier,
+        capacity: int,
+        lost: Callable[[str], StageLost],
+    ) -> None:
         self.carrier = carrier
         self.payload: Tensor | None = None  # of the next message
         super().__init__(from_rank, tag, group, capacity=capacity, lost=lost)

@@ -31,8 +31,16 @@ WORDS = 300  # characters of its reason
 class Sender:
     """The sending end. `patient`: where the link is full, wait (evaluation) rather than call it an error (training)."""
 
-    def __init__(self, to_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int, patient: bool,
-                 lost: Callable[[str], StageLost]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        to_rank: int,
+        tag: int,
+        group: dist.ProcessGroup,
+        *,
+        capacity: int,
+        patient: bool,
+        lost: Callable[[str], StageLost],
+    ) -> None:
         self.to_rank, self.tag, self.group, self.patient, self.lost = to_rank, tag, group, patient, lost
         self.outbox: queue.Queue[Any] = queue.Queue(capacity)  # None ends it
         self.longest = FIRST_CAPACITY
@@ -94,8 +102,9 @@ class Sender:
 class Receiver:
     """The receiving end."""
 
-    def __init__(self, from_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int,
-                 lost: Callable[[str], StageLost]) -> None:  # fmt: skip
+    def __init__(
+        self, from_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int, lost: Callable[[str], StageLost]
+    ) -> None:
         self.from_rank, self.tag, self.group, self.lost = from_rank, tag, group, lost
         self.inbox: queue.Queue[Any] = queue.Queue(capacity)  # a text tells why no more will come
         self.failure: str | None = None  # why nothing more will be waited for
@@ -182,4 +191,3 @@ def cause(error: Exception) -> str:
     """Gloo's words for a lost connection, without its file names."""
     text = first_line(error)
     return "its process has died" if "onnection" in text and "gloo" in text else text
-

@@ -24,8 +24,16 @@ class Heartbeat:
     broken(rank)    its connection is gone, and it had not said goodbye
     """
 
-    def __init__(self, ranks: Iterable[int], tag: Callable[[int], int], group: dist.ProcessGroup, *, silence: float,
-                 silent: Callable[[int], None], broken: Callable[[int], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        tag: Callable[[int], int],
+        group: dist.ProcessGroup,
+        *,
+        silence: float,
+        silent: Callable[[int], None],
+        broken: Callable[[int], None],
+    ) -> None:
         self.group, self.silence, self.silent, self.broken = group, silence, silent, broken
         self.quiet = dict.fromkeys(ranks, 0.0)  # seconds without a sign, of those that have not said goodbye
         self.leaving = threading.Event()

@@ -13,16 +13,28 @@ from offbeat.runs.tables.row import Table
 
 # The paper's own rows come first here, whatever their worth is among those of Table I(a).
 PUBLISHED = (
-    rows.resnet56_adl_k8_m2, rows.resnet56_adl_k8_m1, rows.resnet56_bp_m2, rows.resnet56_bp_m1,
-    rows.resnet56_adl_k8_m4, rows.resnet56_bp_m4, rows.resnet18_adl_k8_m4, rows.resnet18_adl_k8_m1,
-    rows.resnet18_bp_m4, rows.resnet18_bp_m1,
-)  # fmt: skip
+    rows.resnet56_adl_k8_m2,
+    rows.resnet56_adl_k8_m1,
+    rows.resnet56_bp_m2,
+    rows.resnet56_bp_m1,
+    rows.resnet56_adl_k8_m4,
+    rows.resnet56_bp_m4,
+    rows.resnet18_adl_k8_m4,
+    rows.resnet18_adl_k8_m1,
+    rows.resnet18_bp_m4,
+    rows.resnet18_bp_m1,
+)
 OURS = (
-    rows.resnet56_adl_k8_m1_hybrid, rows.resnet56_adl_k8_m4_hybrid, rows.resnet56_adl_k8_m4_fixed,
-    rows.resnet56_bp_m4_fixed, rows.resnet56_adl_k8_m1_sc, rows.resnet56_adl_k8_m4_sc,
-)  # fmt: skip
+    rows.resnet56_adl_k8_m1_hybrid,
+    rows.resnet56_adl_k8_m4_hybrid,
+    rows.resnet56_adl_k8_m4_fixed,
+    rows.resnet56_bp_m4_fixed,
+    rows.resnet56_adl_k8_m1_sc,
+    rows.resnet56_adl_k8_m4_sc,
+)
 
 ABLATION = Table(
-    name="ablation", title="CIFAR-10, the ablation (Table II)",
+    name="ablation",
+    title="CIFAR-10, the ablation (Table II)",
     rows=(*(replace(row, tier=1) for row in PUBLISHED), *(replace(row, tier=3) for row in OURS)),
-)  # fmt: skip
+)

@@ -12,11 +12,17 @@ from offbeat.runs.tables import cifar10 as rows
 from offbeat.runs.tables.row import Table
 
 DRAWN = (
-    rows.resnet56_bp_m4, rows.resnet56_adl_k8_m4, rows.resnet56_adl_k4_m4, rows.resnet56_ddg_k4_b128,
-    rows.resnet56_fr_k4_b128, rows.resnet56_dgl_k4_b128, rows.resnet56_adl_k8_m4_sc,
-)  # fmt: skip
+    rows.resnet56_bp_m4,
+    rows.resnet56_adl_k8_m4,
+    rows.resnet56_adl_k4_m4,
+    rows.resnet56_ddg_k4_b128,
+    rows.resnet56_fr_k4_b128,
+    rows.resnet56_dgl_k4_b128,
+    rows.resnet56_adl_k8_m4_sc,
+)
 
 CURVES = Table(
-    name="curves", title="CIFAR-10, learning curves of ResNet-56 (Fig. 3(a))",
+    name="curves",
+    title="CIFAR-10, learning curves of ResNet-56 (Fig. 3(a))",
     rows=tuple(replace(row, tier=1) for row in DRAWN),
-)  # fmt: skip
+)

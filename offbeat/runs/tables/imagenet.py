@@ -129,9 +129,29 @@ def resnet50_dsp_k3(**given: Any) -> Recipe:
 
 
 IMAGES = Images(1000, 1_281_167, 50_000)
-IMAGENET_TABLE = Table(name="imagenet-table", title="ImageNet, Table I(b)", top5=True, images=IMAGES, rows=(
-    resnet18_adl_k8_m4, resnet18_bp_m4, resnet18_adl_k10_m4, seresnet18_adl_k8_m4, seresnet18_bp_m4,
-    seresnet18_adl_k10_m2, seresnet18_bp_m2, resnet18_adl_k3_m2, resnet18_adl_k4_m4, resnet18_bp_m2,
-    resnet50_adl_k3_m2, resnet50_bp_m2, resnet50_adl_k4_m8, resnet50_bp_m8, resnet18_fr_k3, resnet18_dsp_k3,
-    resnet50_fr_k3, resnet50_dsp_k3,
-))  # fmt: skip
+IMAGENET_TABLE = Table(
+    name="imagenet-table",
+    title="ImageNet, Table I(b)",
+    top5=True,
+    images=IMAGES,
+    rows=(
+        resnet18_adl_k8_m4,
+        resnet18_bp_m4,
+        resnet18_adl_k10_m4,
+        seresnet18_adl_k8_m4,
+        seresnet18_bp_m4,
+        seresnet18_adl_k10_m2,
+        seresnet18_bp_m2,
+        resnet18_adl_k3_m2,
+        resnet18_adl_k4_m4,
+        resnet18_bp_m2,
+        resnet50_adl_k3_m2,
+        resnet50_bp_m2,
+        resnet50_adl_k4_m8,
+        resnet50_bp_m8,
+        resnet18_fr_k3,
+        resnet18_dsp_k3,
+        resnet50_fr_k3,
+        resnet50_dsp_k3,
+    ),
+)

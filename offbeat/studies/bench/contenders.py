@@ -265,11 +265,18 @@ class Ours:
         units: Any = setting.units
         recorded = on_gpu and not (self.alone and self.row.cores == "one")
         self.pipe = Pipeline(
-            self.task.model, K, method=method, loss=LOSS, optimizer=partial(sgd, fused=on_gpu), sample=self.task.x,
-            cuts=None if self.alone else list(setting.cuts), units=None if self.alone else units,
-            device=setting.device, precision=setting.precision,  # type: ignore[arg-type]
+            self.task.model,
+            K,
+            method=method,
+            loss=LOSS,
+            optimizer=partial(sgd, fused=on_gpu),
+            sample=self.task.x,
+            cuts=None if self.alone else list(setting.cuts),
+            units=None if self.alone else units,
+            device=setting.device,
+            precision=setting.precision,  # type: ignore[arg-type]
             engine=("streams" if recorded else "simulate") if on_gpu else "processes",
-        )  # fmt: skip
+        )
         self.fill = RECORDING if on_gpu else self.pipe.method.fill(K) + 2
 
     def step(self) -> Tensor | None:

@@ -48,8 +48,10 @@ def check(setting: Setting) -> None:
     """Refuse what cannot be cut, before anything starts; on the meta device, so that it costs next to nothing."""
     most = Network.of(setting, device="meta").most
     if most < setting.K:
-        raise UserError(f"{setting.K} stages but {setting.model} has only {most} units to cut between: use -K {most} "
-                        "or fewer, or a deeper model")  # fmt: skip
+        raise UserError(
+            f"{setting.K} stages but {setting.model} has only {most} units to cut between: use -K {most} "
+            "or fewer, or a deeper model"
+        )
 
 
 def counted(setting: Setting) -> Profile:
@@ -70,9 +72,14 @@ def measured(setting: Setting, file: Path | None = None) -> Measured:
 
 
 def placed(
-    setting: Setting, *, by: str, cuts: Sequence[int] | None, units: str | None, file: Path | None = None,
+    setting: Setting,
+    *,
+    by: str,
+    cuts: Sequence[int] | None,
+    units: str | None,
+    file: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> Setting:  # fmt: skip
+) -> Setting:
     """The setting with its cuts."""
     K = setting.K
     if cuts is not None:

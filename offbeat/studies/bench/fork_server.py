@@ -108,9 +108,12 @@ class ForkServer:
         surroundings |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", CHILD, str(theirs.fileno())], env=surroundings, pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-c", CHILD, str(theirs.fileno())],
+                env=surroundings,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         return ours
 
     def close(self) -> None:

@@ -74,17 +74,24 @@ class Request:
 
     def setting(self) -> Setting:
         """Checked as far as nothing has to be computed for it."""
-        for name, number in (("-K", self.K), ("-M", 1 if self.M is None else self.M), ("--batch-size", self.batch_size),
-                             ("--repetitions", self.repetitions), ("--batches", self.batches)):  # fmt: skip
+        for name, number in (
+            ("-K", self.K),
+            ("-M", 1 if self.M is None else self.M),
+            ("--batch-size", self.batch_size),
+            ("--repetitions", self.repetitions),
+            ("--batches", self.batches),
+        ):
             if number < 1:
                 raise UserError(f"{name} {number}: use a whole number from 1 up")
         if self.K < 2:
             raise UserError("-K 1: one stage leaves nothing to compare, use 2 or more")
         if self.minutes is not None and not self.minutes > 0:
             raise UserError(f"--budget-minutes {self.minutes:g}: use a number above 0")
-        for kind, value, allowed in (("device", self.device, ("cpu", "cuda")),
-                                     ("partition", self.partition, ("measured", "flops")),
-                                     ("precision", self.precision, ("fp32", "tf32", "bf16"))):  # fmt: skip
+        for kind, value, allowed in (
+            ("device", self.device, ("cpu", "cuda")),
+            ("partition", self.partition, ("measured", "flops")),
+            ("precision", self.precision, ("fp32", "tf32", "bf16")),
+        ):
             if value not in allowed:
                 raise unknown(kind, value, allowed)
         if self.device == "cpu" and self.precision != "fp32":
@@ -92,9 +99,17 @@ class Request:
         if any(m < 1 for m in self.micro_batches or ()):
             raise UserError(f"--micro-batches {self.micro_batches}: use whole numbers from 1 up")
         known = models.describe(self.model)
-        setting = Setting(self.model, self.shape or known.shape, known.classes, self.batch_size, self.K,
-                          4 if self.M is None else self.M, self.device, self.precision,
-                          methods=settings_by_method(self.methods, self.M))  # fmt: skip
+        setting = Setting(
+            self.model,
+            self.shape or known.shape,
+            known.classes,
+            self.batch_size,
+            self.K,
+            4 if self.M is None else self.M,
+            self.device,
+            self.precision,
+            methods=settings_by_method(self.methods, self.M),
+        )
         check(setting)
         return setting
 
@@ -144,9 +159,13 @@ class Bench:
                 continue
             place = len(self.groups) % self._side_by_side()
             self.groups[row.name] = WorkerGroup(
-                row, self.setting, folder, self.fork_server, first_core=place * self.setting.K,
+                row,
+                self.setting,
+                folder,
+                self.fork_server,
+                first_core=place * self.setting.K,
                 patience=self._patience(),
-            )  # fmt: skip
+            )
             self.groups[row.name].start()
         count = sum(workers.count for workers in self.groups.values())
         self.say(f"{len(self.groups)} rows in {count} processes")
@@ -220,19 +239,32 @@ class Bench:
         self.say(f"{workers.row.name} is ready, {1000 * first:.0f} ms a batch")
         self._rest(workers)
 
-    def _described(self, row: Row, workers: WorkerGroup, tried: dict[int, float], sent: list[int],
-                   looked: list[dict[str, Any]]) -> dict[str, Any]:  # fmt: skip
+    def _described(
+        self, row: Row, workers: WorkerGroup, tried: dict[int, float], sent: list[int], looked: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         K = self.setting.K
-        levels = [method_of(row, self.setting, workers.m).staleness(k, K) for k in range(1, K + 1)] \
-            if row.kind == "pipeline" else []  # fmt: skip
+        levels = (
+            [method_of(row, self.setting, workers.m).staleness(k, K) for k in range(1, K + 1)]
+            if row.kind == "pipeline"
+            else []
+        )
         return {
-            "name": row.name, "title": row.title_on(self.setting.device), "family": row.family,
-            "exact": not any(levels), "workers": K if row.workers == "K" else 1, "staleness": levels,
-            "micro_batches": workers.m, "sweep": {str(m): seconds for m, seconds in tried.items()},
-            "samples_per_second": [], "seconds_per_batch": [], "processor_seconds": [],
-            "memory_per_worker": max(said["memory"] for said in looked), "memory": [said["memory"] for said in looked],
-            "bytes_moved": sum(sent), "note": note(row, self.setting, workers.m, len(tried)),
-        }  # fmt: skip
+            "name": row.name,
+            "title": row.title_on(self.setting.device),
+            "family": row.family,
+            "exact": not any(levels),
+            "workers": K if row.workers == "K" else 1,
+            "staleness": levels,
+            "micro_batches": workers.m,
+            "sweep": {str(m): seconds for m, seconds in tried.items()},
+            "samples_per_second": [],
+            "seconds_per_batch": [],
+            "processor_seconds": [],
+            "memory_per_worker": max(said["memory"] for said in looked),
+            "memory": [said["memory"] for said in looked],
+            "bytes_moved": sum(sent),
+            "note": note(row, self.setting, workers.m, len(tried)),
+        }
 
     def _fitting(self) -> int:
         """Batches that a row times in a round, so that the rounds fit into the time that there is."""
@@ -331,17 +363,36 @@ class Bench:
         request, setting = self.request, self.setting
         rows = [{name: value for name, value in found.items() if name != "first"} for found in self.found.values()]
         settings = {
-            **setting.as_dict(), "against": request.against, "repetitions": request.repetitions, "rounds": self.rounds,
-            "batches": self.batches, "partition": request.partition, "budget_minutes": request.minutes,
-            "cores": len(cores_here()), "cores_shared": setting.device == "cpu" and len(cores_here()) < setting.K,
+            **setting.as_dict(),
+            "against": request.against,
+            "repetitions": request.repetitions,
+            "rounds": self.rounds,
+            "batches": self.batches,
+            "partition": request.partition,
+            "budget_minutes": request.minutes,
+            "cores": len(cores_here()),
+            "cores_shared": setting.device == "cpu" and len(cores_here()) < setting.K,
             "load": round(self.load, 2),
-            "memory": MEMORY[setting.device], "seconds": round(self.say.seconds, 1),
-        }  # fmt: skip
-        bound = {**self.bound, "meaning": BOUND} if self.bound else {
-            "seconds_per_batch": [], "samples_per_second": [], "stages": [],
-            "meaning": "not measured: all stages share one GPU" if setting.device != "cpu" else BOUND}  # fmt: skip
-        return {"settings": settings, "rows": rows, "left_out": self.left_out, "bound": bound,
-                "provenance": self.origin}  # fmt: skip
+            "memory": MEMORY[setting.device],
+            "seconds": round(self.say.seconds, 1),
+        }
+        bound = (
+            {**self.bound, "meaning": BOUND}
+            if self.bound
+            else {
+                "seconds_per_batch": [],
+                "samples_per_second": [],
+                "stages": [],
+                "meaning": "not measured: all stages share one GPU" if setting.device != "cpu" else BOUND,
+            }
+        )
+        return {
+            "settings": settings,
+            "rows": rows,
+            "left_out": self.left_out,
+            "bound": bound,
+            "provenance": self.origin,
+        }
 
     def write(self) -> None:
         """bench.json, complete or not at all."""
@@ -352,8 +403,13 @@ def note(row: Row, setting: Setting, m: int | None, tried: int = 1) -> str:
     """What the figures of a row mean beyond its name; m is the best of so many that were tried."""
     parts = []
     if row.kind == "loop":
-        parts.append("a hand-written loop" if setting.device == "cpu" else
-                     "recorded as CUDA graphs" if row.cores == "all" else "eager")  # fmt: skip
+        parts.append(
+            "a hand-written loop"
+            if setting.device == "cpu"
+            else "recorded as CUDA graphs"
+            if row.cores == "all"
+            else "eager"
+        )
     if m:
         best = "the best of those tried" if tried > 1 else "no other number tried"
         parts.append(f"{m} micro-batches of {setting.batch_size // m}, {best}")
@@ -362,8 +418,10 @@ def note(row: Row, setting: Setting, m: int | None, tried: int = 1) -> str:
     if row.setting == "ScheduleInterleaved1F1B":
         parts.append(f"{2 * setting.K} chunks, two a worker, cut for themselves")
     if row.kind == "ddp":
-        parts.append(f"{setting.batch_size // setting.K} samples a worker, by which BatchNorm normalises; bytes by the "
-                     "formula of a ring")  # fmt: skip
+        parts.append(
+            f"{setting.batch_size // setting.K} samples a worker, by which BatchNorm normalises; bytes by the "
+            "formula of a ring"
+        )
     if row.kind == "pipeline":
         method = method_of(row, setting, m)
         if own := setting.methods.get(row.setting):
@@ -421,8 +479,9 @@ def bench(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Path]
     say, load = Spoken(show=show), os.getloadavg()[0]
     if setting.device == "cuda":
         check_gpu()
-    setting = placed(setting, by=request.partition, cuts=request.cuts, units=request.units, file=request.profile,
-                     say=say)  # fmt: skip
+    setting = placed(
+        setting, by=request.partition, cuts=request.cuts, units=request.units, file=request.profile, say=say
+    )
     if setting.device == "cpu" and (shared := shared_cores(setting.K)):
         print(f"offbeat: {shared}", file=sys.stderr)
     try:

@@ -51,8 +51,14 @@ LISTED = (
     Row("bp-windows", "BP, windows at once", "bp", "pipeline", "bp", on_gpu=True),
     Row("torch-gpipe", "torch pipelining, GPipe", "torch", "pipelining", "ScheduleGPipe", swept=True),
     Row("torch-1f1b", "torch pipelining, 1F1B", "torch", "pipelining", "Schedule1F1B", swept=True),
-    Row("torch-interleaved", "torch pipelining, interleaved 1F1B", "torch", "pipelining", "ScheduleInterleaved1F1B",
-        swept=True),
+    Row(
+        "torch-interleaved",
+        "torch pipelining, interleaved 1F1B",
+        "torch",
+        "pipelining",
+        "ScheduleInterleaved1F1B",
+        swept=True,
+    ),
     Row("ddp", "torch DistributedDataParallel", "torch", "ddp"),
     Row("adl", "Offbeat ADL", "offbeat", "pipeline", "adl"),
     Row("adl-1f1b", "Offbeat ADL on the 1F1B lag", "offbeat", "pipeline", "adl-1f1b"),
@@ -60,7 +66,7 @@ LISTED = (
     Row("fr", "Offbeat FR", "offbeat", "pipeline", "fr"),
     Row("dsp", "Offbeat DSP", "offbeat", "pipeline", "dsp"),
     Row("gpipe", "Offbeat GPipe", "offbeat", "pipeline", "gpipe", swept=True),
-)  # fmt: skip
+)
 ROWS = {row.name: row for row in LISTED}
 ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where there are no cores to tell them apart
 

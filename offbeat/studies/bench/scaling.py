@@ -70,9 +70,16 @@ class Request:
 
     def setting(self) -> Setting:
         """Checked as far as nothing has to be computed for it."""
-        numbers = {"-K": [self.K], "-M": [self.M], "--batch-size": [self.batch_size], "--stages": self.stages,
-                   "--batch-sizes": self.batch_sizes, "--most-stages": [self.most_stages],
-                   "--repetitions": [self.repetitions], "--batches": [self.batches]}  # fmt: skip
+        numbers = {
+            "-K": [self.K],
+            "-M": [self.M],
+            "--batch-size": [self.batch_size],
+            "--stages": self.stages,
+            "--batch-sizes": self.batch_sizes,
+            "--most-stages": [self.most_stages],
+            "--repetitions": [self.repetitions],
+            "--batches": [self.batches],
+        }
         for name, values in numbers.items():
             for number in values:
                 if number < 1:
@@ -103,9 +110,12 @@ class Study:
         request = {name: value for name, value in asdict(self.request).items() if name != "out"}
         return {
             "settings": {**request, "method": "adl", "cores": len(cores_here()), "seconds": round(self.say.seconds, 1)},
-            "points": self.points, "counted": self.counted, "simulation": self.simulation, "left_out": self.left_out,
+            "points": self.points,
+            "counted": self.counted,
+            "simulation": self.simulation,
+            "left_out": self.left_out,
             "provenance": self.origin,
-        }  # fmt: skip
+        }
 
     def write(self) -> None:
         save(self.out / "scaling.json", self.as_dict())
@@ -120,10 +130,15 @@ def kept_by(method: Method, setting: Setting, costs: Profile, cuts: tuple[int, .
     kept = Kept.of(method, K)
     pieces = list(pairwise([0, *cuts, len(costs.units)]))
     return {
-        "model": setting.model, "batch_size": setting.batch_size, "K": K, "cuts": list(cuts),
-        "staleness": kept.staleness, "in_flight": kept.in_flight, "versions": kept.versions,
+        "model": setting.model,
+        "batch_size": setting.batch_size,
+        "K": K,
+        "cuts": list(cuts),
+        "staleness": kept.staleness,
+        "in_flight": kept.in_flight,
+        "versions": kept.versions,
         "memory_counted": [kept.bytes(costs, k, *piece) for k, piece in enumerate(pieces, 1)],
-    }  # fmt: skip
+    }
 
 
 def best_cuts(costs: Profile, K: int) -> tuple[int, ...] | None:
@@ -164,8 +179,11 @@ def measure(setting: Setting, request: Request, folder: Path, fork_server: ForkS
         looked = workers.ask("look")
     finally:
         workers.close()
-    return {"seconds_per_batch": seconds, "memory": [said["memory"] for said in looked],
-            "staleness_measured": [level for said in looked for level in said["staleness"]]}  # fmt: skip
+    return {
+        "seconds_per_batch": seconds,
+        "memory": [said["memory"] for said in looked],
+        "staleness_measured": [level for said in looked for level in said["staleness"]],
+    }
 
 
 # ---- simulated
@@ -186,8 +204,11 @@ def steady(method: Method, costs: Costs) -> float:
     fill = method.fill(K)
     first = fill + 4 * method.M
     last = first + WINDOWS * method.M
-    ends = {(span.k, span.operation.t): span.end for span in timeline(method, last + fill + 1, costs)
-            if isinstance(span.operation, Backward)}  # fmt: skip
+    ends = {
+        (span.k, span.operation.t): span.end
+        for span in timeline(method, last + fill + 1, costs)
+        if isinstance(span.operation, Backward)
+    }
     return max((ends[k, last - 1] - ends[k, first - 1]) / (last - first) for k in range(1, K + 1))
 
 
@@ -205,8 +226,9 @@ def period_on(link: Network, method: Method, costs: Profile, cuts: tuple[int, ..
     sizes = [costs.boundary_bytes[cut] for cut in cuts]
     # the clock divides a message's time by m; its latency is not less for a smaller one
     hops = [method.m * link.latency + size / link.bandwidth for size in sizes]
-    given = Costs(sums([unit.forward for unit in costs.units]), sums([unit.backward for unit in costs.units]),
-                  up=hops, down=hops)  # fmt: skip
+    given = Costs(
+        sums([unit.forward for unit in costs.units]), sums([unit.backward for unit in costs.units]), up=hops, down=hops
+    )
     return max([steady(method, given), *(size / link.bandwidth for size in sizes)])
 
 
@@ -235,16 +257,36 @@ def simulate(study: Study, setting: Setting, costs: Profile) -> dict[str, Any]:
             method = method_at(name, setting, K)
             for link_name, link in LINKS.items():
                 seconds = period_on(link, method, costs, cuts) if K > 1 else alone
-                rows.append({"link": link_name, "method": name, "K": K, "m": method.m, "seconds_per_batch": seconds,
-                             "speedup": alone / seconds})  # fmt: skip
+                rows.append(
+                    {
+                        "link": link_name,
+                        "method": name,
+                        "K": K,
+                        "m": method.m,
+                        "seconds_per_batch": seconds,
+                        "speedup": alone / seconds,
+                    }
+                )
         took = say.seconds - began
-    links = {name: {"latency": link.latency, "bandwidth": link.bandwidth if link.bandwidth < float("inf") else None}
-             for name, link in LINKS.items()}  # fmt: skip
-    meaning = ("measured seconds of every unit on one core of this machine, cut anew for every K; a message is under "
-               "way for latency + bytes / bandwidth, and a link carries no more than its bandwidth; updates are not "
-               "counted")  # fmt: skip
-    return {"model": setting.model, "batch_size": setting.batch_size, "M": setting.M, "alone": alone, "links": links,
-            "units": len(costs.units), "rows": rows, "meaning": meaning}  # fmt: skip
+    links = {
+        name: {"latency": link.latency, "bandwidth": link.bandwidth if link.bandwidth < float("inf") else None}
+        for name, link in LINKS.items()
+    }
+    meaning = (
+        "measured seconds of every unit on one core of this machine, cut anew for every K; a message is under "
+        "way for latency + bytes / bandwidth, and a link carries no more than its bandwidth; updates are not "
+        "counted"
+    )
+    return {
+        "model": setting.model,
+        "batch_size": setting.batch_size,
+        "M": setting.M,
+        "alone": alone,
+        "links": links,
+        "units": len(costs.units),
+        "rows": rows,
+        "meaning": meaning,
+    }
 
 
 # ---- the study
@@ -337,11 +379,12 @@ def lines(content: dict[str, Any]) -> list[str]:
             f"{point['axis']:6} {point['model']:10} b={point['batch_size']:<4} K={point['K']:<3} "
             f"{1000 * median(point['seconds_per_batch']):8.0f} ms a batch, at most "
             f"{max(point['memory']) / 1e6:,.0f} MB a worker, staleness of stage 1 {point['staleness'][0]:.2f}"
-        )  # fmt: skip
+        )
     rows = content["simulation"]["rows"]
     largest = max(row["K"] for row in rows)
     for name in dict.fromkeys(row["method"] for row in rows):
-        each = ", ".join(f"{row['speedup']:.2g} ({row['link']})" for row in rows
-                         if row["K"] == largest and row["method"] == name)  # fmt: skip
+        each = ", ".join(
+            f"{row['speedup']:.2g} ({row['link']})" for row in rows if row["K"] == largest and row["method"] == name
+        )
         said.append(f"by the clock, K={largest}, {name}: {each} times BP")
     return said

@@ -40,8 +40,9 @@ class RowWorker:
         pin(set(told["cores"]))  # before torch's threads are made: they stay where this one is
         torch.set_num_threads(told["threads"])
         if self.row.workers == "K" and not self.on_gpu:
-            dist.init_process_group("gloo", init_method=f"file://{told['store']}", rank=self.rank,
-                                    world_size=told["world"])  # fmt: skip
+            dist.init_process_group(
+                "gloo", init_method=f"file://{told['store']}", rank=self.rank, world_size=told["world"]
+            )
         if self.on_gpu:
             torch.zeros(1, device=self.setting.device)
         self.wait: Callable[[], Any] = torch.cuda.synchronize if self.on_gpu else lambda: None

@@ -29,9 +29,15 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, row: Row, setting: Setting, folder: Path, fork_server: ForkServer, *, first_core: int = 0,
+        self,
+        row: Row,
+        setting: Setting,
+        folder: Path,
+        fork_server: ForkServer,
+        *,
+        first_core: int = 0,
         patience: float = PATIENCE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.row, self.setting, self.folder, self.fork_server = row, setting, folder, fork_server
         self.first_core, self.patience = first_core, patience
         self.count = setting.K if row.workers == "K" and setting.device == "cpu" else 1
@@ -54,10 +60,18 @@ class WorkerGroup:
             mine = [cores[(self.first_core + rank) % len(cores)]]
             if self.row.cores == "all" or self.setting.device != "cpu":
                 mine = cores
-            self._say(rank, {
-                "row": self.row.name, "setting": self.setting.as_dict(), "rank": rank, "world": self.count,
-                "store": str(self.folder / f"{self.row.name}.store"), "cores": mine, "threads": threads,
-            })  # fmt: skip
+            self._say(
+                rank,
+                {
+                    "row": self.row.name,
+                    "setting": self.setting.as_dict(),
+                    "rank": rank,
+                    "world": self.count,
+                    "store": str(self.folder / f"{self.row.name}.store"),
+                    "cores": mine,
+                    "threads": threads,
+                },
+            )
 
     def ready(self) -> None:
         """Wait until all have started, however many start at the same time."""
