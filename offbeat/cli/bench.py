@@ -55,7 +55,10 @@ def bench(
     budget_minutes: Annotated[
         float | None, typer.Option(help="Time fewer batches, and begin no round, that would end later.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the records. (default runs/bench-MODEL-b-K)")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the records; those of the same command continue. (default runs/bench-MODEL-b-K)"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="No progress; print the record as JSON.")] = False,
 ) -> None:
     """Time BP, torch's pipelining and DDP, and Offbeat's methods on the same cuts, in rounds, in one run."""
@@ -65,7 +68,7 @@ def bench(
     from offbeat.runs.train import shape_of
     from offbeat.studies.bench import rounds
 
-    request = rounds.Request(
+    request = rounds.BenchRequest(
         model=model,
         batch_size=batch_size,
         K=K,
@@ -97,7 +100,8 @@ def bench_scaling(
     model: Annotated[str, typer.Option(help="Network whose stages K are changed.")] = "resnet110",
     batch_size: Annotated[int, typer.Option(help="Samples per batch.")] = 32,
     K: Annotated[int, typer.Option("-K", help="Stages where the batch or the depth changes.")] = 4,
-    M: Annotated[int, typer.Option("-M", help="Gradients per update.")] = 4,
+    method: Annotated[str, typer.Option(help="Method, with settings, as in adl:M=2,corrector=sc.")] = "adl",
+    M: Annotated[int | None, typer.Option("-M", help="Gradients per update. (default the method's)")] = None,
     stages: Annotated[str, typer.Option(help="K to measure, as far as there are cores.")] = "1,2,4,8,16",
     batch_sizes: Annotated[str, typer.Option(help="Batches to measure.")] = "16,64,128",
     depths: Annotated[str, typer.Option(help="Networks to measure.")] = (
@@ -107,16 +111,20 @@ def bench_scaling(
     repetitions: Annotated[int, typer.Option(help="Repetitions of each point.")] = 3,
     batches: Annotated[int, typer.Option(help="Batches timed in each.")] = 4,
     budget_minutes: Annotated[float | None, typer.Option(help="Begin no point that would end later.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the record. (default runs/scaling-MODEL-b)")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the record; that of the same command continues. (default runs/scaling-MODEL-b)"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="No progress; print the record as JSON.")] = False,
 ) -> None:
     """How time, memory and staleness grow with K, the batch and the depth; the clock for up to 256 stages."""
     from offbeat.studies.bench import scaling
 
-    request = scaling.Request(
+    request = scaling.ScalingRequest(
         model=model,
         batch_size=batch_size,
         K=K,
+        method=method,
         M=M,
         stages=numbers(stages, int, "--stages") or (),
         batch_sizes=numbers(batch_sizes, int, "--batch-sizes") or (),

@@ -40,7 +40,7 @@ def reproduce(
     """Repeat the paper's experiments, the most valuable rows first, and print its values beside ours."""
     from offbeat.studies import reproduce as reproducing
 
-    request = reproducing.Request(
+    request = reproducing.ReproductionRequest(
         table=table,
         only=only,
         method=method,

@@ -8,33 +8,33 @@ from typing import Any
 from offbeat.report.formatting import counted, markdown, ranged, size
 
 Record = dict[str, Any]
-Row = dict[str, Any]
+RowRecord = dict[str, Any]
 HEAD = ("row", "samples/s", "x BP", "x best sync.", "of the bound", "gradient", "memory", "moved")
 BUSY = 0.5  # processes that others run for each core
 ALIKE = 0.03  # of each other: called as fast
 
 
-def measured(record: Record) -> dict[str, Row]:
+def measured(record: Record) -> dict[str, RowRecord]:
     """The rows that were timed at least once, by name."""
     return {row["name"]: row for row in record["rows"] if row["seconds_per_batch"]}
 
 
-def speed(row: Row) -> float:
+def speed(row: RowRecord) -> float:
     return median(row["samples_per_second"])
 
 
-def is_pipeline(row: Row) -> bool:
+def is_pipeline(row: RowRecord) -> bool:
     """Whether a row's workers hold a stage each, so that the bound of the cuts is one for it."""
     return bool(row["staleness"]) or row["micro_batches"] is not None
 
 
-def best_synchronous(record: Record) -> Row | None:
+def best_synchronous(record: Record) -> RowRecord | None:
     """The fastest pipeline whose gradient is exact."""
     found = [row for row in measured(record).values() if row["exact"] and is_pipeline(row)]
     return max(found, key=speed, default=None)
 
 
-def times_faster(row: Row, other: Row) -> float:
+def times_faster(row: RowRecord, other: RowRecord) -> float:
     """Median over the rounds of one row's speed divided by the other's in the same round.
 
     >>> times_faster({"seconds_per_batch": [1.0, 2.0]}, {"seconds_per_batch": [3.0, 4.0, 9.0]})
@@ -43,20 +43,20 @@ def times_faster(row: Row, other: Row) -> float:
     return median(by_round(row, other))
 
 
-def by_round(row: Row, other: Row) -> list[float]:
+def by_round(row: RowRecord, other: RowRecord) -> list[float]:
     """The same, of every round."""
     pairs = zip(other["seconds_per_batch"], row["seconds_per_batch"], strict=False)  # a round may not be complete
     return [a / b for a, b in pairs]
 
 
-def share_of_bound(row: Row, record: Record) -> float | None:
+def share_of_bound(row: RowRecord, record: Record) -> float | None:
     """The time of the slowest stage alone, divided by the row's in the same round."""
     if not record["bound"]["seconds_per_batch"] or not is_pipeline(row):
         return None
     return times_faster(row, record["bound"])
 
 
-def gradient(row: Row) -> str:
+def gradient(row: RowRecord) -> str:
     """Exact, or how many updates late."""
     if row["exact"]:
         return "exact"
@@ -112,7 +112,7 @@ def heading(record: Record) -> str:
     return f"{setting(record)}; median (least-most) of {counted(record['settings']['rounds'], 'round')}"
 
 
-def compared(row: Row, other: Row) -> str:
+def compared(row: RowRecord, other: RowRecord) -> str:
     """'A is 1.20 times as fast as B', or that they are alike, from the figures of the run."""
     factor = times_faster(row, other)
     if abs(factor - 1) <= ALIKE:
@@ -153,7 +153,7 @@ def advice(record: Record) -> list[str]:
     return said
 
 
-def _against_ddp(adl: Row, ddp: Row, late: str) -> str:
+def _against_ddp(adl: RowRecord, ddp: RowRecord, late: str) -> str:
     moved = f"it moves {size(ddp['bytes_moved'])} a batch, ADL {size(adl['bytes_moved'])}"
     holds = f"each of its workers holds the whole network ({size(ddp['memory_per_worker'])} with its activations)"
     if times_faster(adl, ddp) > 1 + ALIKE:

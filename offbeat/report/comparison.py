@@ -29,7 +29,7 @@ STAGES_IN_FULL = 4  # more are told by the first and the last; the JSON has all
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """A method over its seeds. Figures are of the runs that finished, None where none did.
 
     batchnorm_batch   samples that BatchNorm normalises together: the batch, or the mean micro-batch
@@ -68,7 +68,7 @@ class Comparison:
     match: str
     baseline: str | None  # the row that speed-ups are over
     notes: list[str]
-    rows: list[Row]
+    rows: list[ComparisonRow]
     provenance: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def read(folder: Path) -> Comparison:
     path = folder / "config.json"
     written = json.loads(path.read_text())
     asked, runs = written["comparison"]["asked"], written["comparison"]["runs"]
-    rows: list[Row] = []
+    rows: list[ComparisonRow] = []
     recipes: list[Recipe] = []
     for label in dict.fromkeys(run["label"] for run in runs):
         mine = [run for run in runs if run["label"] == label]
@@ -108,7 +108,7 @@ def read(folder: Path) -> Comparison:
     )
 
 
-def _row(label: str, recipe: Recipe, records: dict[int, list[dict[str, Any]]]) -> Row:
+def _row(label: str, recipe: Recipe, records: dict[int, list[dict[str, Any]]]) -> ComparisonRow:
     method = recipe.make_method()
     results = {
         seed: line
@@ -124,7 +124,7 @@ def _row(label: str, recipe: Recipe, records: dict[int, list[dict[str, Any]]]) -
         for line in record
         if line["kind"] in ("epoch", "result") and line.get("memory")
     ]
-    return Row(
+    return ComparisonRow(
         label=label,
         method=recipe.method,
         K=recipe.K,
@@ -177,7 +177,7 @@ def _rule(asked: dict[str, Any]) -> str:
 
 
 def _notes(
-    asked: dict[str, Any], jobs: int, rows: list[Row], recipes: list[Recipe], baseline: Row | None
+    asked: dict[str, Any], jobs: int, rows: list[ComparisonRow], recipes: list[Recipe], baseline: ComparisonRow | None
 ) -> Iterator[str]:
     """What must be known to read the figures."""
     yield _rule(asked)
@@ -212,7 +212,7 @@ def _notes(
             yield f"{row.label}, seed {seed}: no result ({reason})"
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: ComparisonRow) -> list[str]:
     """The figures of a row as text."""
     total = len(row.errors) + len(row.failed)
     if row.error is None or row.error_range is None:

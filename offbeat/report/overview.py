@@ -10,15 +10,15 @@ from typing import Any
 from offbeat.report import figures as charts
 from offbeat.report.charts import Line
 from offbeat.report.formatting import counted, duration, size
-from offbeat.report.read import Run
+from offbeat.report.read import RunRecord
 from offbeat.report.sections import Block, Drawing, Section, facts, figures, missing, table
 from offbeat.report.sections import charts as drawings
 from offbeat.runs.recipe import Recipe
 
-Groups = Mapping[str, Sequence[Run]]  # the runs of one setting, over its seeds, by their label
+Groups = Mapping[str, Sequence[RunRecord]]  # the runs of one setting, over its seeds, by their label
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def labels(runs: Sequence[RunRecord]) -> list[str]:
     """A short name for each run: its method, K and M, its network where there are several, and as much as is needed to
     tell it from the others."""
     known = [run.recipe for run in runs if run.recipe is not None]
@@ -61,9 +61,9 @@ def _key(recipe: Recipe) -> str:
     return str({name: value for name, value in recipe.as_dict().items() if name not in BESIDE})
 
 
-def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def grouped(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Runs that differ in their seed alone, together; others that would be called alike by their folders."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunRecord]] = {}
     for run, label in zip(runs, labels(runs), strict=True):
         same = groups.get(label)
         if same and not _seeds_alone(same[0].recipe, run.recipe):
@@ -110,7 +110,7 @@ def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Ma
 # ---- headline figures
 
 
-def headline(run: Run) -> Block:
+def headline(run: RunRecord) -> Block:
     """The figures of one run."""
     recipe, last = run.recipe, run.epochs[-1] if run.epochs else None
     total = f" of {recipe.epochs}" if recipe else ""

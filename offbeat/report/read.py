@@ -48,7 +48,7 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunRecord:
     """A run folder, as far as it can be read.
 
     state     "finished", "failed", "stopped" or "under way"; reason: why it failed
@@ -168,7 +168,7 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
         problems.append(f"{path.name}: {counted(broken, 'line')} could not be read, left out")
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     """What a run folder holds."""
     problems: list[str] = []
     recipe, provenance = _config(path, problems)
@@ -192,7 +192,7 @@ def read_run(path: Path) -> Run:
     stages = [line for line in lines if line["kind"] in ("epoch", "result") and line.get("memory")]
     K = recipe.K if recipe else None
     speeds = [line.get("samples_per_second") for line in lines if line["kind"] == "epoch"]
-    return Run(
+    return RunRecord(
         path=path,
         recipe=recipe,
         provenance=provenance,

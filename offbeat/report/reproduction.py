@@ -23,13 +23,13 @@ from rich.table import Table as Grid
 from offbeat.errors import UserError
 from offbeat.runs.recipe import Recipe, complete, load
 from offbeat.runs.record import lines
-from offbeat.runs.tables import Images, Paper, Row, Table
+from offbeat.runs.tables import Images, Paper, Table, TableRow
 
 OTHERS = "on other images"  # in a title
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class SeedRun:
     """One seed of a row, as far as it is.
 
     state   "done", "diverged" or "failed" (reason says why), "under way" (it goes on), "missing"
@@ -52,7 +52,7 @@ class Run:
         return self.state in ("done", "diverged")
 
 
-def read_run(path: Path, seed: int) -> Run:
+def read_seed_run(path: Path, seed: int) -> SeedRun:
     """What the records of a run folder tell."""
     record = lines(path)
     epochs = [line for line in record if line["kind"] == "epoch"]
@@ -65,13 +65,13 @@ def read_run(path: Path, seed: int) -> Run:
     }
     last: dict[str, Any] = ends[-1] if ends else {"kind": "nothing"}
     if last["kind"] == "result" and not isfinite(last["loss"]):
-        return Run(seed=seed, state="diverged", reason=f"the test loss is {last['loss']} at the end", **told)
+        return SeedRun(seed=seed, state="diverged", reason=f"the test loss is {last['loss']} at the end", **told)
     if last["kind"] == "result":
         values = {name: last[name] for name in ("error", "top5", "samples_per_second")}
-        return Run(seed=seed, state="done", **values, **told)
+        return SeedRun(seed=seed, state="done", **values, **told)
     if last["kind"] == "failed":
         state = "diverged" if last.get("diverged") else "failed"
-        return Run(seed=seed, state=state, reason=last["reason"], **told)
+        return SeedRun(seed=seed, state=state, reason=last["reason"], **told)
     ended = epochs and told["epochs"] == _epochs(path) and isfinite(epochs[-1]["test_loss"])
     if ended:  # stopped behind the last of them, before it could say so
         speeds = [line["samples_per_second"] for line in epochs]
@@ -80,8 +80,8 @@ def read_run(path: Path, seed: int) -> Run:
             "top5": epochs[-1]["test_top5"],
             "samples_per_second": median(speeds[1:] or speeds),
         }
-        return Run(seed=seed, state="done", **values, **told)
-    return Run(seed=seed, state="under way" if (path / "config.json").exists() else "missing", **told)
+        return SeedRun(seed=seed, state="done", **values, **told)
+    return SeedRun(seed=seed, state="under way" if (path / "config.json").exists() else "missing", **told)
 
 
 def _epochs(path: Path) -> int | None:
@@ -94,7 +94,7 @@ def _epochs(path: Path) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class RowResult:
     """A row over its seeds; figures are of the runs that are done, None where none is."""
 
     name: str
@@ -108,7 +108,7 @@ class Result:
     n: int
     difference: float | None
     samples_per_second: float | None
-    runs: list[Run]
+    runs: list[SeedRun]
 
     @property
     def curves(self) -> list[list[float]]:
@@ -127,7 +127,7 @@ class Reproduction:
     title: str
     settings: dict[str, Any]
     top5: bool
-    rows: list[Result]
+    rows: list[RowResult]
     notes: list[str]
     provenance: dict[str, Any]
 
@@ -162,7 +162,7 @@ def read(
     for row in table.rows:
         there = {int(path.name.rpartition("-seed")[2]) for path in (folder / "runs").glob(f"{row.name}-seed[0-9]*")}
         wanted = set(range(seeds.get(row.name, 0)))
-        if runs := [read_run(folder / "runs" / run_name(row.name, seed), seed) for seed in sorted(wanted | there)]:
+        if runs := [read_seed_run(folder / "runs" / run_name(row.name, seed), seed) for seed in sorted(wanted | there)]:
             recipe = recipes.get(row.name) or _recipe(folder / "runs" / run_name(row.name, runs[0].seed))
             changed = recipe is not None and recipe.method == other_method
             rows.append(_result(row, recipe, runs, compared=not others and not changed))
@@ -193,13 +193,13 @@ def _recipe(path: Path) -> Recipe | None:
         return None
 
 
-def _result(row: Row, recipe: Recipe | None, runs: list[Run], *, compared: bool) -> Result:
+def _result(row: TableRow, recipe: Recipe | None, runs: list[SeedRun], *, compared: bool) -> RowResult:
     done = [run for run in runs if run.state == "done"]
     errors = [run.error for run in done if run.error is not None]
     tops = [run.top5 for run in done if run.top5 is not None]
     middle = median(errors) if errors else None
     paper = row.paper.error if row.paper and compared else None
-    return Result(
+    return RowResult(
         name=row.name,
         title=row.title,
         paper=row.paper if compared else None,
@@ -220,7 +220,7 @@ def setting(recipe: Recipe) -> str:
     return f"K={recipe.K}, M={recipe.M}, b={recipe.batch_size}, lr={recipe.lr:g}"
 
 
-def _notes(table: Table, rows: list[Result], epochs: int | None, others: Images | None) -> Iterable[str]:
+def _notes(table: Table, rows: list[RowResult], epochs: int | None, others: Images | None) -> Iterable[str]:
     medians = "" if others else "; the paper's are medians of 3 runs"
     yield f"error: test error in % at the last epoch, median over the seeds{medians}"
     if others:
@@ -252,7 +252,7 @@ SHORT = ("row", "paper", "ours", "n", "diff.", "paper top-5", "ours top-5", "sam
 TOP5 = (*COLUMNS[:7], "paper top-5", "ours top-5", *COLUMNS[7:])
 
 
-def cells(row: Result) -> dict[str, str]:
+def cells(row: RowResult) -> dict[str, str]:
     """The figures of a row as text, by column."""
 
     def shown(value: float | None, form: str = ".2f") -> str:
@@ -274,10 +274,11 @@ def cells(row: Result) -> dict[str, str]:
     }
 
 
-def _state(runs: list[Run]) -> str:
+def _state(runs: list[SeedRun]) -> str:
     """Where the seeds are, in a few words.
 
-    >>> _state([Run(seed=0, state="done"), Run(seed=1, state="under way", epochs=20), Run(seed=2, state="missing")])
+    >>> under_way = SeedRun(seed=1, state="under way", epochs=20)
+    >>> _state([SeedRun(seed=0, state="done"), under_way, SeedRun(seed=2, state="missing")])
     '1 done, 1 at epoch 20, 1 missing'
     """
     if all(run.state == "done" for run in runs):

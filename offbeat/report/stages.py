@@ -10,7 +10,7 @@ from offbeat.errors import UserError
 from offbeat.report.charts import Axis, Bar, Box, Line, bars, lanes, lines, shares
 from offbeat.report.cuts import Part, parts
 from offbeat.report.formatting import size
-from offbeat.report.read import Diagnosis, Run
+from offbeat.report.read import Diagnosis, RunRecord
 from offbeat.report.sections import Drawing, Section, charts, missing, table
 from offbeat.report.style import colour, shade
 from offbeat.report.traces import Trace, alike, planned, planned_idle, usable
@@ -19,7 +19,7 @@ from offbeat.runs.recipe import Recipe
 TRACE, DIAGNOSE = "--trace 200", "--diagnose 50"
 
 
-def stage_sections(run: Run, name: str) -> list[Section]:
+def stage_sections(run: RunRecord, name: str) -> list[Section]:
     """All that can be said of the stages of a run; `name` begins the names of its charts."""
     made, why = _parts(run)
     return [
@@ -30,7 +30,7 @@ def stage_sections(run: Run, name: str) -> list[Section]:
     ]
 
 
-def _parts(run: Run) -> tuple[list[Part] | None, str]:
+def _parts(run: RunRecord) -> tuple[list[Part] | None, str]:
     if run.recipe is None:
         return None, "the recipe is not known"
     try:
@@ -42,7 +42,7 @@ def _parts(run: Run) -> tuple[list[Part] | None, str]:
 # ---- the partition
 
 
-def partition(run: Run, name: str, made: list[Part] | None, why: str) -> Section:
+def partition(run: RunRecord, name: str, made: list[Part] | None, why: str) -> Section:
     section = Section(
         "Partition", "Where the network is cut, and what each stage has of it. The slowest stage sets the pace of all."
     )
@@ -89,7 +89,7 @@ def _times(trace: Trace) -> list[float] | None:
 # ---- stage by stage
 
 
-def stage_by_stage(run: Run, name: str) -> Section:
+def stage_by_stage(run: RunRecord, name: str) -> Section:
     """Staleness, memory and idle time, where they are known."""
     made = {"staleness": _staleness(run, name), "memory": _memory(run, name), "idle time": _idle(run, name)}
     section = Section("Stage by stage").add(charts(*(drawing for drawing in made.values() if drawing)))
@@ -101,7 +101,7 @@ def stage_by_stage(run: Run, name: str) -> Section:
     return section
 
 
-def _staleness(run: Run, name: str) -> Drawing | None:
+def _staleness(run: RunRecord, name: str) -> Drawing | None:
     if run.staleness is None:
         return None
     formula = run.formula
@@ -116,7 +116,7 @@ def _staleness(run: Run, name: str) -> Drawing | None:
     return Drawing(f"{name}-staleness", "Mean staleness", chart, told, 3)
 
 
-def _memory(run: Run, name: str) -> Drawing | None:
+def _memory(run: RunRecord, name: str) -> Drawing | None:
     if run.memory is None:
         return None
     drawn = [Bar(f"stage {k}", value / 1e6, size(value)) for k, value in enumerate(run.memory, start=1)]
@@ -127,7 +127,7 @@ def _memory(run: Run, name: str) -> Drawing | None:
     return Drawing(f"{name}-memory", "Peak memory", bars(drawn, title="MB"), told, 3)
 
 
-def _idle(run: Run, name: str) -> Drawing | None:
+def _idle(run: RunRecord, name: str) -> Drawing | None:
     if run.trace is None:
         return None
     trace, plan = run.trace, None
@@ -151,7 +151,7 @@ def _idle(run: Run, name: str) -> Drawing | None:
 # ---- time
 
 
-def timelines(run: Run, name: str, made: list[Part] | None) -> Section:
+def timelines(run: RunRecord, name: str, made: list[Part] | None) -> Section:
     section = Section(
         "Timeline",
         "What every stage does when; stage 1, the input, is at the bottom, so forwards climb and backwards descend.",
@@ -216,7 +216,7 @@ def _plan_alone(section: Section, recipe: Recipe, name: str, made: list[Part] | 
 # ---- drift
 
 
-def drift(run: Run, name: str) -> Section:
+def drift(run: RunRecord, name: str) -> Section:
     section = Section(
         "Drift",
         "What staleness does to a gradient: how far the weights move while a batch is under "
@@ -261,7 +261,7 @@ def drift(run: Run, name: str) -> Section:
     )
 
 
-def _by_update(run: Run, axis: Axis, value: Callable[[Diagnosis], float]) -> LayerChart:
+def _by_update(run: RunRecord, axis: Axis, value: Callable[[Diagnosis], float]) -> LayerChart:
     """A line for each stage over the updates, the first stage in full colour and the later ones fainter."""
     stages = sorted({line.stage for line in run.diagnosis})
     drawn = [

@@ -12,7 +12,7 @@ from offbeat.report import comparison as compared
 from offbeat.report import overview
 from offbeat.report import reproduction as reproduced
 from offbeat.report.formatting import counted
-from offbeat.report.read import Run, read_json, read_run
+from offbeat.report.read import RunRecord, read_json, read_run
 from offbeat.report.sections import Block, Section, facts, figures, missing, notes, slug, table
 from offbeat.report.stages import stage_sections
 from offbeat.runs import tables as recipes
@@ -21,7 +21,7 @@ MOST_RUNS = 12  # whose stages are shown one by one: a reproduction has hundreds
 Shown = tuple[str, str, list[Section]]  # title, kind, sections
 
 
-def _problems(section: Section, runs: Iterable[tuple[str, Run]]) -> Section:
+def _problems(section: Section, runs: Iterable[tuple[str, RunRecord]]) -> Section:
     """What is wrong with the runs, in lines of its own."""
     for label, run in runs:
         where = f"{label}: " if label else ""
@@ -63,7 +63,7 @@ def runs(folders: Sequence[Path]) -> Shown:
     )
 
 
-def _run(run: Run) -> Shown:
+def _run(run: RunRecord) -> Shown:
     recipe = run.recipe
     title = f"{recipe.model} on {recipe.data}, {recipe.method}, K={recipe.K}, M={recipe.M}" if recipe else run.path.name
     first = _problems(Section("What was run").add(overview.headline(run)), [("", run)])
@@ -72,7 +72,7 @@ def _run(run: Run) -> Shown:
     return (title, "Run", [first, overview.curves(groups, "run"), overview.errors(groups), *stage_sections(run, "run")])
 
 
-def _what(runs: Iterable[Run]) -> str:
+def _what(runs: Iterable[RunRecord]) -> str:
     """Networks and data, as far as there are few."""
     found = dict.fromkeys(f"{run.recipe.model} on {run.recipe.data}" for run in runs if run.recipe)
     return ", ".join(found) if 0 < len(found) <= 2 else "several networks" if found else "recipes unknown"
@@ -98,7 +98,7 @@ def comparison(folder: Path, name: str) -> Shown:
     """The table, curves and stages of `offbeat compare`."""
     problems: list[str] = []
     content = read_json(folder / "config.json", problems) or {}
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunRecord]] = {}
     for entry in _dicts(_at(content, "comparison", "runs")):
         if isinstance(entry.get("folder"), str) and (folder / entry["folder"]).is_dir():
             groups.setdefault(str(entry.get("label")), []).append(read_run(folder / entry["folder"]))
@@ -138,7 +138,7 @@ def reproduction(folder: Path, name: str) -> Shown:
     provenance = invocations[-1] if invocations else {}
     sections: list[Section] = []
     paths = sorted((folder / "runs").glob("*-seed[0-9]*"))
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunRecord]] = {}
     for path in paths:
         groups.setdefault(path.name.rpartition("-seed")[0], []).append(read_run(path))
     try:
@@ -184,9 +184,9 @@ def _reproduced(told: reproduced.Reproduction) -> Block:
     return figures(shown)
 
 
-def _families(groups: dict[str, list[Run]], name: str) -> list[Section]:
+def _families(groups: dict[str, list[RunRecord]], name: str) -> list[Section]:
     """Learning curves, a section for each network: a table has more rows than a picture can hold."""
-    families: dict[str, dict[str, list[Run]]] = {}
+    families: dict[str, dict[str, list[RunRecord]]] = {}
     for label, group in groups.items():
         families.setdefault(label.partition("-")[0], {})[label] = group
     made = []

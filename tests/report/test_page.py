@@ -18,7 +18,7 @@ from offbeat import models
 from offbeat.report.cuts import parts as stages
 from offbeat.report.overview import curves, grouped
 from offbeat.report.page import Part, html, parts, write_report
-from offbeat.report.read import Epoch, Run, read_run
+from offbeat.report.read import Epoch, RunRecord, read_run
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.tables import TABLES, Paper, Table
 from offbeat.runs.tables.row import row
@@ -192,9 +192,9 @@ def runs_data(runs: list[Path]) -> list[dict]:
 
 
 def test_a_page_of_hundreds_of_long_runs_stays_below_3_megabytes():
-    def run(number: int) -> Run:
+    def run(number: int) -> RunRecord:
         epochs = [Epoch(n + 1, 30 + number / 7, 100 / (n + number + 1.7), None) for n in range(300)]
-        return Run(path=Path("x"), recipe=None, provenance={}, epochs=epochs, state="finished")
+        return RunRecord(path=Path("x"), recipe=None, provenance={}, epochs=epochs, state="finished")
 
     rows = {f"resnet56-adl-k8-m4-sc-{number}": [run(number), run(number + 1)] for number in range(60)}
     families = [curves(dict(list(rows.items())[at : at + 15]), f"curves-{at}") for at in range(0, 60, 15)]

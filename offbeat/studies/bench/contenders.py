@@ -25,7 +25,7 @@ from offbeat.core.links.wire import pack
 from offbeat.core.worker import Links, Worker
 from offbeat.partitioning import partition
 from offbeat.pipeline import Pipeline
-from offbeat.studies.bench.rows import Row, Setting, method_of
+from offbeat.studies.bench.rows import BenchRow, Setting, method_of
 from offbeat.studies.bench.timing import Canned, Tap, sgd
 
 LOSS = nn.functional.cross_entropy
@@ -73,7 +73,7 @@ class Task:
         return partition(self.model, len(cuts) + 1, self.x, cuts=list(cuts), units=units).stages
 
 
-def make(row: Row, task: Task, m: int | None = None) -> Contender:
+def make(row: BenchRow, task: Task, m: int | None = None) -> Contender:
     """This worker of the row; m is its number of micro-batches, where it has one."""
     if row.kind == "loop":
         return Loop(task) if task.setting.device == "cpu" else Ours(row, task, alone=True)
@@ -251,7 +251,7 @@ class Sized:
 class Ours:
     """A Pipeline of this package: a stage in each of K processes, or all on streams of one GPU."""
 
-    row: Row
+    row: BenchRow
     task: Task
     m: int | None = None
     alone: bool = False  # back-propagation in one worker

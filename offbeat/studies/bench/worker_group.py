@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.links import LOOPBACK_INTERFACE
+from offbeat.errors import UserError
 from offbeat.studies.bench.fork_server import ForkedWorker, ForkServer
-from offbeat.studies.bench.rows import Row, Setting, cores_here
+from offbeat.studies.bench.rows import BenchRow, Setting, cores_here
 
 PATIENCE = 600.0  # seconds until an answer must have come: a schedule whose workers wait for each other never gives one
 
 
-class RowFailedError(RuntimeError):
-    """Why a row cannot be timed, in one line."""
+class RowFailedError(UserError):
+    """A row cannot be timed; the reason in one line."""
 
 
 class WorkerGroup:
@@ -30,7 +31,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        row: Row,
+        row: BenchRow,
         setting: Setting,
         folder: Path,
         fork_server: ForkServer,
