@@ -650,10 +650,11 @@ def test_a_scaling_study_measures_only_what_its_record_does_not_have(offbeat, tm
 
 
 def test_scaling_takes_the_settings_of_its_method_as_the_other_commands_do(offbeat):  # noqa: F811
-    request = scaling.ScalingRequest(method="adl:M=2,corrector=sc")
-    assert request.setting() == scaling.ScalingRequest(method="adl:corrector=sc", M=2).setting()
+    small = partial(scaling.ScalingRequest, model="mlp", depths=())
+    request = small(method="adl:M=2,corrector=sc")
+    assert request.setting() == small(method="adl:corrector=sc", M=2).setting()
     assert request.setting().M == request.make_method().M == 2
-    assert scaling.ScalingRequest().setting().M == 4
+    assert small().setting().M == 4
     made = scaling.simulated(request, request.setting(), 4)
     assert made["adl"] == request.make_method()
     assert (made["adl-1f1b"].M, made["gpipe"].m) == (2, 16)
