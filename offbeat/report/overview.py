@@ -19,8 +19,8 @@ Groups = Mapping[str, Sequence[RunRecord]]  # the runs of one setting, over its 
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A short name for each run: its method, K and M, its network where there are several, and as much as is needed to
-    tell it from the others."""
+    """A short name for each run: its method, K and M, its network where there are several, and those settings in which
+    it differs from the others."""
     known = [run.recipe for run in runs if run.recipe is not None]
     several = len({recipe.model for recipe in known}) > 1
     made = {}
@@ -53,16 +53,24 @@ MORE = (
 )
 
 
-BESIDE = ("seed", "data_workers", "trace", "diagnose", "checkpoint_every", "checkpoint_mode", "keep")  # the numbers
+BESIDE = (
+    "seed",
+    "data_workers",
+    "trace",
+    "diagnose",
+    "checkpoint_every",
+    "checkpoint_mode",
+    "keep",
+)  # that change no result
 
 
 def _key(recipe: Recipe) -> str:
-    """The same for recipes that differ in their seed alone, or in what changes no number."""
+    """Equal for recipes that differ only in their seed, or in settings that change no result."""
     return str({name: value for name, value in recipe.as_dict().items() if name not in BESIDE})
 
 
 def grouped(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Runs that differ in their seed alone, together; others that would be called alike by their folders."""
+    """Runs that differ only in their seed, together; others with the same label get their folder's name as well."""
     groups: dict[str, list[RunRecord]] = {}
     for run, label in zip(runs, labels(runs), strict=True):
         same = groups.get(label)
@@ -80,7 +88,7 @@ def _seeds_alone(one: Recipe | None, other: Recipe | None) -> bool:
 
 
 def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Mapping[str, str] | None = None) -> Block:
-    """Recipe, command, commit, hardware: as they were written when it ran."""
+    """Recipe, command, commit and hardware, as recorded."""
     shown: dict[str, str] = {}
     command = provenance.get("command")
     if isinstance(command, list):
@@ -118,14 +126,14 @@ def headline(run: RunRecord) -> Block:
     error = run.error if run.error is not None else last.test_error if last else None
     if error is not None:
         best = run.best
-        told = f"lowest {best.test_error:.2f} % after epoch {best.number}" if best else ""
-        shown.append(("test error" if run.error is not None else "test error so far", f"{error:.2f} %", told))
+        remark = f"lowest {best.test_error:.2f} % after epoch {best.number}" if best else ""
+        shown.append(("test error" if run.error is not None else "test error so far", f"{error:.2f} %", remark))
     shown.append(("state", run.state, f"{len(run.epochs)}{total} epochs"))
     if run.samples_per_second:
         shown.append(("samples per second", f"{run.samples_per_second:,.0f}", "median epoch"))
     if run.seconds:
-        told = "evaluation included" if run.state == "finished" else "of training"
-        shown.append(("time", duration(run.seconds), told))
+        remark = "evaluation included" if run.state == "finished" else "of training"
+        shown.append(("time", duration(run.seconds), remark))
     if run.staleness:
         stalest = max(range(len(run.staleness)), key=lambda here: run.staleness[here] if run.staleness else 0)
         shown.append(("staleness", f"{run.staleness[stalest]:.2f}", f"updates, stage {stalest + 1}, the stalest"))
@@ -173,8 +181,8 @@ def _middle(values: Sequence[float | None]) -> float | None:
 def curves(groups: Groups, name: str) -> Section:
     """Test error by epoch and by time of training (the paper's Fig. 3)."""
     several = any(len(group) > 1 for group in groups.values())
-    told = "; a line is the median of a setting's seeds, its band their range" if several else ""
-    section = Section("Learning curves", f"Test error after each epoch{told}.")
+    band = "; a line is the median of a setting's seeds, its band their range" if several else ""
+    section = Section("Learning curves", f"Test error after each epoch{band}.")
     trained = {label: [run for run in group if run.epochs] for label, group in groups.items()}
     errors_of = {label: [run.errors for run in group] for label, group in trained.items() if group}
     if not errors_of:
@@ -207,7 +215,7 @@ def curves(groups: Groups, name: str) -> Section:
 
 
 def _thinned(drawn: Sequence[Line]) -> tuple[list[Line], int]:
-    """The lines with one point of so many that a page of many runs stays small, the last among them; and how many."""
+    """The lines with every nth point, the last among them, so that a page of many runs stays small; and n."""
     every = -(-sum(len(line.points) for line in drawn) // MOST_POINTS)
     return [
         replace(line, points=line.points[::-1][::every][::-1], band=line.band[::-1][::every][::-1]) for line in drawn
@@ -215,8 +223,8 @@ def _thinned(drawn: Sequence[Line]) -> tuple[list[Line], int]:
 
 
 def errors(groups: Groups) -> Section:
-    """A row a run."""
-    section = Section("Errors", "Test error at the last epoch, and the lowest on the way.")
+    """One row per run."""
+    section = Section("Errors", "Test error at the last epoch, and the lowest of all epochs.")
     columns = [
         "run",
         "error %",

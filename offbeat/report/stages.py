@@ -20,7 +20,7 @@ TRACE, DIAGNOSE = "--trace 200", "--diagnose 50"
 
 
 def stage_sections(run: RunRecord, name: str) -> list[Section]:
-    """All that can be said of the stages of a run; `name` begins the names of its charts."""
+    """What is known of the stages of a run; the names of its charts begin with `name`."""
     made, why = _parts(run)
     return [
         partition(run, name, made, why),
@@ -110,21 +110,21 @@ def _staleness(run: RunRecord, name: str) -> Drawing | None:
         for k, value in enumerate(run.staleness, start=1)
     ]
     off = max(abs(value - wanted) for value, wanted in zip(run.staleness, formula or run.staleness, strict=True))
-    told = "Updates between the forward and the backward of a batch, counted during training"
-    told += f"; within {max(off, 0.001):.3f} of the formula." if formula else "."
+    caption = "Updates between the forward and the backward of a batch, counted during training"
+    caption += f"; within {max(off, 0.001):.3f} of the formula." if formula else "."
     chart = bars(drawn, title="updates", groups={"measured": colour(0)}, mark="formula" if formula else "", form=".4f")
-    return Drawing(f"{name}-staleness", "Mean staleness", chart, told, 3)
+    return Drawing(f"{name}-staleness", "Mean staleness", chart, caption, 3)
 
 
 def _memory(run: RunRecord, name: str) -> Drawing | None:
     if run.memory is None:
         return None
     drawn = [Bar(f"stage {k}", value / 1e6, size(value)) for k, value in enumerate(run.memory, start=1)]
-    told = (
+    caption = (
         f"{size(sum(run.memory))} in all: weights and their versions, gradients, optimizer state, batches in flight; "
         "not an operation's temporaries."
     )
-    return Drawing(f"{name}-memory", "Peak memory", bars(drawn, title="MB"), told, 3)
+    return Drawing(f"{name}-memory", "Peak memory", bars(drawn, title="MB"), caption, 3)
 
 
 def _idle(run: RunRecord, name: str) -> Drawing | None:
@@ -143,9 +143,7 @@ def _idle(run: RunRecord, name: str) -> Drawing | None:
     chart = bars(
         drawn, title="share of the time", groups={"recorded": colour(0)}, mark="planned" if plan else "", whole=1.0
     )
-    return Drawing(
-        f"{name}-idle", "Idle time", chart, "Share of the recorded time in which a stage did nothing of its own.", 3
-    )
+    return Drawing(f"{name}-idle", "Idle time", chart, "Share of the recorded time in which a stage did no work.", 3)
 
 
 # ---- time
@@ -165,11 +163,11 @@ def timelines(run: RunRecord, name: str, made: list[Part] | None) -> Section:
     trace = run.trace
     turns = turns_of(trace.K)
     cut = trace.excerpt(turns)
-    told = (
-        "A typical stretch: of all with as many turns, the one of median length. A number is a batch, blank is idle; "
+    caption = (
+        "A typical stretch: of all with this many turns, the one of median length. A number is a batch, blank is idle; "
         "the whole trace.json opens in `ui.perfetto.dev`."
     )
-    section.add(charts(Drawing(f"{name}-timeline", "As recorded", _lanes(cut, cut.length, 1e-3, "ms"), told)))
+    section.add(charts(Drawing(f"{name}-timeline", "As recorded", _lanes(cut, cut.length, 1e-3, "ms"), caption)))
     if recipe is None or trace.K != recipe.K:
         return section.add(missing("no plan next to it: the trace has another number of stages than the recipe"))
     method = recipe.make_method()
@@ -178,11 +176,11 @@ def timelines(run: RunRecord, name: str, made: list[Part] | None) -> Section:
         return section.add(missing("no plan next to it: the trace has no forward or backward of some stage"))
     first = next((spell.batch for spell in sorted(cut.of(1, "forward"), key=lambda spell: spell.start)), None)
     plan = planned(method, costs, turns=turns, length=cut.length, first=first)
-    said = (
+    caption = (
         "The same stretch of time by the clock: the recorded median of each operation, each as soon as its message is "
         "there, in steady state, messages without delay."
     )
-    section.add(charts(Drawing(f"{name}-plan", "As planned", _lanes(plan, cut.length, 1e-3, "ms"), said)))
+    section.add(charts(Drawing(f"{name}-plan", "As planned", _lanes(plan, cut.length, 1e-3, "ms"), caption)))
     if recipe.engine == "simulate" and recipe.K > 1:
         section.add(
             missing(
@@ -208,9 +206,9 @@ def _plan_alone(section: Section, recipe: Recipe, name: str, made: list[Part] | 
     costs = alike([part.flops for part in made] if made and known else [1.0] * recipe.K)
     plan = planned(recipe.make_method(), costs, turns=turns_of(recipe.K))
     by = "forwards by their FLOPs" if known else "equal stages"
-    told = f"By the clock, in steady state: {by}, B = 2F, messages without delay."
+    caption = f"By the clock, in steady state: {by}, B = 2F, messages without delay."
     chart = _lanes(plan, plan.length, 1.0, "F, the mean forward of a stage")
-    section.add(charts(Drawing(f"{name}-plan", "As planned", chart, told)))
+    section.add(charts(Drawing(f"{name}-plan", "As planned", chart, caption)))
 
 
 # ---- drift
@@ -219,8 +217,8 @@ def _plan_alone(section: Section, recipe: Recipe, name: str, made: list[Part] | 
 def drift(run: RunRecord, name: str) -> Section:
     section = Section(
         "Drift",
-        "What staleness does to a gradient: how far the weights move while a batch is under "
-        "way, and how well its gradient still points where a fresh one would.",
+        "What staleness does to a gradient: how far the weights move while a batch is in "
+        "flight, and how close its gradient is to the direction of a fresh one.",
     )
     if not run.diagnosis:
         return section.add(missing(f"no diagnosis: train with `{DIAGNOSE}`"))

@@ -1,12 +1,12 @@
-"""`offbeat reproduce`: the rows of a published table, run by worth in pieces of any length, and the table so far.
+"""`offbeat reproduce`: the rows of a published table, the most important first, in pieces of any length.
 
-    DIR/reproduction.json        what was asked for, and every invocation
-    DIR/runs/ROW-seedN/          a run like any other, with one drained checkpoint while it is under way
+    DIR/reproduction.json        the request, and every invocation
+    DIR/runs/ROW-seedN/          a run like any other, with one drained checkpoint until it is done
     DIR/results.json, table.md   the paper's values beside ours
     DIR/curves.png, .svg         test error against the epoch;  curves-time.*: against the time of training
 
-Nothing in DIR names a place, so it can be copied to another machine and go on there, bit for bit; where the data lie is
-said each time. Checkpoints stand at fixed epochs of the recipe, so a run is the same however often it is stopped.
+DIR holds no path of this machine, so it can be copied to another one and continue there, bit for bit; --data is given
+each time. Checkpoints are at fixed epochs of the recipe, so a run is the same however often it is stopped.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from offbeat.data import DataSet
 
 ASKED = "reproduction.json"
-MOST_RUNS = 1000  # of a row, or at a time
-STAGES = 8  # of a network without lag on one GPU
-REPORTS_PER_EPOCH = 2  # lines of training in the records: a folder that is carried around stays small
+MOST_RUNS = 1000  # of a row, or at the same time
+STAGES = 8  # into which a network without lag is cut on one GPU
+REPORTS_PER_EPOCH = 2  # training lines in the records: a folder that is copied between machines stays small
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReproductionRequest:
-    """What the command line asks for; running holds settings of the recipe that say by what it runs, not what."""
+    """The options of `offbeat reproduce`; `running` are settings of the recipe that change how it runs, not what."""
 
     table: str
     only: str | None
@@ -60,7 +60,7 @@ class ReproductionRequest:
 
     @property
     def command(self) -> list[str]:
-        """The command without the names of places."""
+        """The command without paths of this machine."""
         words = ["offbeat", "reproduce", self.table]
         given = {
             "only": self.only,
@@ -77,7 +77,7 @@ class ReproductionRequest:
         return [*words, *(["--data", "DATA"] if self.data else []), "--out", "DIR"]
 
 
-# ---- what is asked for
+# ---- rows and settings
 
 
 def rows_of(request: ReproductionRequest) -> tuple[Table, list[TableRow]]:
@@ -90,7 +90,7 @@ def rows_of(request: ReproductionRequest) -> tuple[Table, list[TableRow]]:
     wanted, trained = parsed(request.method)[0], {row.name: row.recipe().method for row in rows}
     if wanted not in trained.values():
         there = ", ".join(dict.fromkeys(trained.values()))
-        raise UserError(f"--method {request.method}: no row that is asked for trains by {wanted}: use one of {there}")
+        raise UserError(f"--method {request.method}: no selected row trains by {wanted}: use one of {there}")
     return table, [row for row in rows if trained[row.name] == wanted]
 
 
@@ -105,7 +105,7 @@ def _named_rows(table: Table, request: ReproductionRequest) -> tuple[Table, list
 
 
 def _matches(name: str, text: str, table: Table) -> bool:
-    """By its whole name, if there is one row of it; else by how it begins, or by a pattern."""
+    """By its whole name, if there is such a row; else by how it begins, or by a pattern."""
     if any(row.name == text for row in table.rows):
         return name == text
     return name.startswith(f"{text}-") or fnmatchcase(name, text)
@@ -117,41 +117,41 @@ def _no_row(text: str, table: Table) -> UserError:
     nearest = difflib.get_close_matches(text, names, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return UserError(
-        f"--only {text}: no row of {table.name} is called so: {hint}(see 'offbeat reproduce {table.name} --list')"
+        f"--only {text}: no row of {table.name} has this name: {hint}(see 'offbeat reproduce {table.name} --list')"
     )
 
 
 def check(request: ReproductionRequest) -> None:
-    """What can be wrong without looking at the data."""
+    """Check what can be checked without the data."""
     for name, number in (("seeds", request.seeds), ("side-by-side", request.together)):
         if not 1 <= number <= MOST_RUNS:
             raise UserError(f"--{name} {number}: use a whole number from 1 to {MOST_RUNS}")
     if request.minutes is not None and not 0 < request.minutes < float("inf"):
-        raise UserError(f"--budget-minutes {request.minutes:g}: use a number above 0, or leave it out for no end")
+        raise UserError(f"--budget-minutes {request.minutes:g}: use a number above 0, or leave it out for no limit")
     if launch.joined_group():
         raise UserError("reproduce under torchrun: it starts its own processes, run it without")
 
 
 def settings_of(request: ReproductionRequest, table: Table, there: dict[str, Any] | None) -> dict[str, Any]:
-    """What all runs of the folder share. What is not given now stays as it was; what is given must not differ."""
+    """What all runs of the folder share. Settings that are not given are kept; those given must not differ."""
     given = {"epochs": request.epochs, **_asked_method(request), **request.running}
     if there is None:
         first = recipe_of(table.rows[0], 0, given)
         if request.together > 1 and "engine" not in given and default_engine(table, given) == "processes":
-            given["engine"] = "simulate"  # turns are taken in one process
+            given["engine"] = "simulate"  # runs take turns in one process
         return {**given, "epochs": first.epochs}
     for name, value in given.items():
         if value is not None and there.get(name) != json.loads(json.dumps(value)):
             was = "default" if there.get(name) is None else there[name]
             raise UserError(
                 f"{_folder(request)} holds a reproduction with {name} = {was}, not {value}: leave it "
-                "out to go on with that, or choose another --out"
+                "out to continue with that, or choose another --out"
             )
     return there
 
 
 def _asked_method(request: ReproductionRequest) -> dict[str, Any]:
-    """The method whose settings take the place of the rows' own, if there are any."""
+    """The method whose settings replace those of the rows, if it is given with settings."""
     return {"method": request.method} if request.method and ":" in request.method else {}
 
 
@@ -161,8 +161,8 @@ def default_engine(table: Table, given: dict[str, Any]) -> str:
 
 
 def recipe_of(row: TableRow, seed: int, settings: dict[str, Any]) -> Recipe:
-    """The recipe of a run. One stage needs no processes; on a GPU it is recorded as the stages of other rows are, and
-    rows of methods that cannot be recorded are simulated."""
+    """The recipe of a run. One stage needs no processes; on a GPU it is recorded as CUDA graphs like other rows, and
+    rows whose methods cannot be recorded are simulated."""
     others = {name: value for name, value in settings.items() if name != "engine"}
     made, engine = row.recipe(seed=seed, **others), settings.get("engine")
     if made.device == "cuda" and engine in (None, "streams"):
@@ -180,13 +180,13 @@ def _folder(request: ReproductionRequest) -> Path:
 
 
 def stored(folder: Path) -> dict[str, Any] | None:
-    """What the folder's reproduction.json says: table, settings, images, invocations; None where there is none."""
+    """The folder's reproduction.json: table, settings, images, invocations; None where there is none."""
     path = folder / ASKED
     try:
         content = json.loads(path.read_text()) if path.exists() else None
         if content is None:
             return None
-        images = content.get("images")  # in folders of earlier versions nobody says
+        images = content.get("images")  # absent in folders of earlier versions
         return {
             "table": content["table"],
             "settings": dict(content["settings"]),
@@ -198,7 +198,7 @@ def stored(folder: Path) -> dict[str, Any] | None:
 
 
 def opened(request: ReproductionRequest, table: Table, folder: Path) -> dict[str, Any]:
-    """The content of reproduction.json, new or as it is, with the settings of all runs; nothing is written yet."""
+    """The content of reproduction.json, new or as stored, with the settings of all runs; nothing is written yet."""
     there = stored(folder)
     if there is None:
         record.check_free(folder)
@@ -209,12 +209,12 @@ def opened(request: ReproductionRequest, table: Table, folder: Path) -> dict[str
 
 
 def content_text(content: dict[str, Any]) -> str:
-    """Of reproduction.json."""
+    """The text of reproduction.json."""
     return json.dumps({**content, "images": content["images"] and asdict(content["images"])}, indent=2) + "\n"
 
 
 def same_images(table: Table, data_set: DataSet, there: Images | None, folder: Path) -> Images | None:
-    """What the folder's runs train on, where any images can be taken; must be that of the runs before."""
+    """The images of the folder's runs, for a table that takes any; UserError unless they are those of earlier runs."""
     if table.images is None:
         return None
     here = Images(data_set.classes, data_set.train_samples, data_set.test_samples)
@@ -224,7 +224,7 @@ def same_images(table: Table, data_set: DataSet, there: Images | None, folder: P
 
 
 def open_data(request: ReproductionRequest, recipe: Recipe) -> DataSet:
-    """The data of all runs, where --data says; workers in other processes hear of it by their surroundings."""
+    """The data of all runs, from --data; worker processes get the folder by an environment variable."""
     from offbeat import data
     from offbeat.runs import train as training
 
@@ -239,8 +239,8 @@ def open_data(request: ReproductionRequest, recipe: Recipe) -> DataSet:
 
 
 def in_stages(recipe: Recipe) -> Recipe:
-    """The recipe as it is run: on streams of a GPU a network without lag is cut, too, so that the batches of a window
-    run at once (see graphs/windows.py), which leaves the numbers as they are."""
+    """The recipe as it is run: on streams of a GPU a network without lag is cut as well, so that the batches of a
+    window run at the same time (see graphs/windows.py), with the same results."""
     alone = recipe.K == 1 and recipe.M > 1 and recipe.engine == "streams"
     if not alone or recipe.clip_norm or recipe.make_method().lag(1, 1):  # gradients are clipped stage by stage
         return recipe
@@ -379,7 +379,7 @@ def show(reproduction: Reproduction, folder: Path, *, as_json: bool) -> None:
 
 
 def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:
-    """The rows in the order in which their first runs come, with their recipes; nothing is read or run."""
+    """Print the rows in the order of their first runs, with their recipes; nothing is read or run."""
     check(request)
     table, rows = rows_of(request)
     given = {"epochs": request.epochs, **_asked_method(request), **request.running}
@@ -404,7 +404,7 @@ def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:
     from rich.table import Table as Grid
 
     epochs = ", ".join(f"{number} epochs" for number in sorted({recipe.epochs for recipe in first.values()}))
-    title = f"{table.title}, {epochs}, {len(first)} rows by worth"
+    title = f"{table.title}, {epochs}, {len(first)} rows, most important first"
     grid = Grid(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
     for name in ("row", "paper", "setting", "in the paper"):
         grid.add_column(name, no_wrap=name in ("row", "paper"), overflow="fold")

@@ -39,7 +39,7 @@ from offbeat.studies.bench.rows import (
     row_of,
     settings_by_method,
 )
-from offbeat.studies.plan import Network
+from offbeat.studies.plan import LinkCost
 from offbeat.timeline import Costs, balanced, period
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -558,12 +558,12 @@ def profiled(n: int) -> Profile:
 
 def test_a_link_adds_what_a_method_cannot_hide_and_carries_no_more_than_its_bandwidth():
     costs, cuts = profiled(4), (1, 2, 3)
-    assert scaling.period_on(Network(0.0, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)
-    assert scaling.period_on(Network(0.9, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)  # hidden
-    assert scaling.period_on(Network(0.9, float("inf")), ADL1F1B(M=4), costs, cuts) > 3.5  # not hidden
-    one = scaling.period_on(Network(0.5, float("inf")), GPipe(m=4), costs, cuts)
+    assert scaling.period_on(LinkCost(0.0, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)
+    assert scaling.period_on(LinkCost(0.9, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)  # hidden
+    assert scaling.period_on(LinkCost(0.9, float("inf")), ADL1F1B(M=4), costs, cuts) > 3.5  # not hidden
+    one = scaling.period_on(LinkCost(0.5, float("inf")), GPipe(m=4), costs, cuts)
     assert one == pytest.approx(3.0 * 7 / 4 + 2 * 3 * 0.5)  # three hops up and three down, once a batch
-    assert scaling.period_on(Network(0.0, 100.0), ADL(M=4), costs, cuts) >= 10.0  # 1000 bytes a batch
+    assert scaling.period_on(LinkCost(0.0, 100.0), ADL(M=4), costs, cuts) >= 10.0  # 1000 bytes a batch
 
 
 def test_memory_and_staleness_are_counted_by_the_program():

@@ -120,7 +120,7 @@ def _boxes(
     )
 
 
-def _texts(chart: alt.Chart, place: alt.Y, field: str, *, font_size: int, **style: Any) -> alt.Chart:
+def _texts(chart: alt.Chart, place: alt.Y, field: str, *, font_size: float, **style: Any) -> alt.Chart:
     """A field of the forwards and backwards, in the middle of those boxes that are wide enough for it."""
     letter = WIDE * font_size + (1 if field == "number" else 0.6)
     fits = f"(scale('x', datum.end) - scale('x', datum.start)) > {letter:.1f} * length(datum.{field}) + 3"

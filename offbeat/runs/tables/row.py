@@ -14,7 +14,7 @@ CHECKPOINTS = 30  # drained ones that a run makes at most, at epochs of its reci
 
 @dataclass(frozen=True)
 class Paper:
-    """What the paper says: errors in %, at the last epoch, median of 3 runs; error None where it says "diverged"."""
+    """The paper's result: errors in %, at the last epoch, median of 3 runs; error None where training diverged."""
 
     error: float | None
     place: str  # table and row

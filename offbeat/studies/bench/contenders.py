@@ -1,4 +1,4 @@
-"""Each row as one of its workers: something with a `step()`, which says what it sends.
+"""Each row as one of its workers: an object with a `step()`, which also counts what it sends.
 
 All train the same network on the same batch of random numbers, with the same loss and optimizer. Gradients are means
 over the whole batch in all of them.
@@ -33,12 +33,12 @@ RECORDING = 60  # batches in which stages on streams fill, and record what they 
 
 
 class Contender(Protocol):
-    """A worker of a row. `fill`: steps until it computes as it will go on to."""
+    """A worker of a row. `fill`: steps until it is in steady state."""
 
     fill: int
 
     def step(self) -> Tensor | None:
-        """One batch; the loss (of a pipeline: in the worker that has the last stage), where it is cheap to tell."""
+        """One batch; the loss (of a pipeline: in the worker that has the last stage), where it is cheap to read."""
 
     def sent(self) -> int:
         """Bytes that this worker sends for a batch; takes a step or more, of which nothing is timed."""
@@ -86,7 +86,7 @@ def make(row: BenchRow, task: Task, m: int | None = None) -> Contender:
 
 
 class Loop:
-    """Back-propagation as one writes it by hand."""
+    """Back-propagation in a plain loop."""
 
     fill = 1
 
@@ -114,7 +114,7 @@ class Loop:
 class DataParallel(Loop):
     """torch's DistributedDataParallel: the whole network on a part of the batch, gradients averaged by all."""
 
-    fill = 2  # it arranges its buckets behind the first
+    fill = 2  # it arranges its buckets after the first step
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)

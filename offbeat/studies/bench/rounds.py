@@ -157,7 +157,7 @@ class Bench:
             workers.ask("build", m)
             workers.m = m
         first = median(workers.seconds(0, 1)[0])  # a stage waits for those before it in this one
-        return first, [said["bytes"] for said in workers.ask("sent")], workers.ask("look")
+        return first, [answer["bytes"] for answer in workers.ask("sent")], workers.ask("look")
 
     def _enter(
         self, workers: WorkerGroup, tried: dict[int, float], first: float, sent: list[int], looked: list[dict[str, Any]]
@@ -191,8 +191,8 @@ class Bench:
             "micro_batches": workers.m,
             "sweep": {str(m): seconds for m, seconds in tried.items()},
             **{name: list(earlier.get(name, [])) for name in TIMES},
-            "memory_per_worker": max(said["memory"] for said in looked),
-            "memory": [said["memory"] for said in looked],
+            "memory_per_worker": max(answer["memory"] for answer in looked),
+            "memory": [answer["memory"] for answer in looked],
             "bytes_moved": sum(sent),
             "note": note(row, self.setting, workers.m, len(tried)),
         }
@@ -247,7 +247,7 @@ class Bench:
             self.bound.setdefault("seconds_per_batch", []).append(max(stages))
             self.bound.setdefault("samples_per_second", []).append(self.setting.batch_size / max(stages))
             self.runner.report(f"bound: {1000 * max(stages):.0f} ms per batch")
-        found["staleness_measured"] = [level for said in workers.ask("look") for level in said["staleness"]]
+        found["staleness_measured"] = [level for answer in workers.ask("look") for level in answer["staleness"]]
         self._rest(workers)
 
     def _warm_up(self, row: BenchRow) -> int:

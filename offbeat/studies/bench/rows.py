@@ -1,7 +1,7 @@
 """What can be timed, and under which name; pure data.
 
-A row is a way to train the same network on the same batch. `bp` and `adl` are always there: the others are told by
-`--against`.
+A row is a way to train the same network on the same batch. `bp` and `adl` are always timed; `--against` names the
+others.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ LISTED = (
     BenchRow("gpipe", "Offbeat GPipe", "offbeat", "pipeline", "gpipe", swept=True),
 )
 ROWS = {row.name: row for row in LISTED}
-ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where there are no cores to tell them apart
+ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where they do not differ in their cores
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ class Setting:
     precision: str = "fp32"
     cuts: tuple[int, ...] = ()
     units: str = "layers"
-    chunk_cuts: tuple[int, ...] | None = None  # of 2K chunks between layers, two a worker
+    chunk_cuts: tuple[int, ...] | None = None  # of 2K chunks between layers, two per worker
     methods: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)  # settings of our methods, by name
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "methods" or value}
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> Setting:
-        """From what `as_dict` became on its way through JSON."""
-        lists: dict[str, Any] = {name: tuple(had) if isinstance(had, list) else had for name, had in told.items()}
+    def of(cls, stored: dict[str, Any]) -> Setting:
+        """From the result of `as_dict` after a round trip through JSON."""
+        lists: dict[str, Any] = {name: tuple(had) if isinstance(had, list) else had for name, had in stored.items()}
         return cls(**lists)
 
 
@@ -133,7 +133,7 @@ def settings_by_method(texts: Sequence[str], M: int | None) -> dict[str, dict[st
 
 
 def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) -> list[BenchRow]:
-    """The rows that a user asked for, in the order in which they are listed; all are those of the device.
+    """The rows of --against, in the order in which they are listed; "all" are those of the device.
 
     methods   of ours that are timed too, whether they are listed or not
 
@@ -142,7 +142,7 @@ def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) ->
     """
     wanted = [name.strip() for name in against.split(",") if name.strip()]
     if not wanted:
-        raise UserError(f"--against {against!r} names nothing: say all, or some of {', '.join(ROWS)}")
+        raise UserError(f"--against {against!r} names no row: use all, or some of {', '.join(ROWS)}")
     for name in wanted:
         if name not in (*ROWS, "all"):
             raise unknown("row", name, ["all", *ROWS])
@@ -152,7 +152,7 @@ def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) ->
 
 
 def left_out(row: BenchRow, setting: Setting) -> str | None:
-    """Why a row cannot be timed in this setting; None where it can."""
+    """The reason why a row cannot be timed in this setting; None where it can."""
     b, K = setting.batch_size, setting.K
     if row.kind == "pipeline" and (limit := method_of(row, setting).limit) and (reason := limit(K)):
         return reason
@@ -160,9 +160,9 @@ def left_out(row: BenchRow, setting: Setting) -> str | None:
         if row.family == "torch":
             return "one GPU: its workers need one each"
         if row.kind == "pipeline" and (reason := method_of(row, setting, 2).why_not_capturable()):
-            return f"it {reason}, so that its stages cannot be recorded for streams of one GPU"
+            return f"it {reason}, so its stages cannot be recorded for streams of one GPU"
     elif row.on_gpu:
-        return "batches of a window run at once on one GPU alone: give --device cuda"
+        return "batches of a window run at the same time only on a GPU: give --device cuda"
     if row.kind == "ddp" and b % K:
         return f"a batch of {b} cannot be divided equally among {K} workers"
     if row.swept and not micro_batches(row, setting):

@@ -31,17 +31,17 @@ from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import check_numbers
 from offbeat.studies.bench.rows import ROWS, Setting, cores_here, left_out, row_of
 from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
-from offbeat.studies.plan import Kept, Network
+from offbeat.studies.plan import Kept, LinkCost
 from offbeat.studies.runner import Failure, StudyRunner
 from offbeat.timeline import Costs, period, timeline
 
 # Latency in seconds and bandwidth in bytes per second, one way, as makers or operators state them, rounded.
 LINKS = {
-    "no cost": Network(0.0, float("inf")),
-    "NVLink": Network(5e-6, 450e9),
-    "PCIe 4.0 x16": Network(1e-5, 25e9),
-    "10 GbE": Network(5e-5, 1.17e9),
-    "Internet, 50 ms": Network(5e-2, 12.5e6),
+    "no cost": LinkCost(0.0, float("inf")),
+    "NVLink": LinkCost(5e-6, 450e9),
+    "PCIe 4.0 x16": LinkCost(1e-5, 25e9),
+    "10 GbE": LinkCost(5e-5, 1.17e9),
+    "Internet, 50 ms": LinkCost(5e-2, 12.5e6),
 }
 SIMULATED = ("adl", "adl-1f1b", "gpipe")
 STAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -239,7 +239,7 @@ def steady(method: Method, costs: Costs) -> float:
     return max((ends[k, last - 1] - ends[k, first - 1]) / (last - first) for k in range(1, K + 1))
 
 
-def period_on(link: Network, method: Method, costs: Profile, cuts: tuple[int, ...]) -> float:
+def period_on(link: LinkCost, method: Method, costs: Profile, cuts: tuple[int, ...]) -> float:
     """Seconds per batch of the measured units between these cuts, on that link.
 
     A message takes latency + bytes / bandwidth; a link, which carries one message per batch each way, carries no more
