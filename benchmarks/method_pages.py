@@ -83,7 +83,7 @@ def facts(told: Description) -> list[str]:
         "published": told.reference,
         "locks left": ", ".join(told.locks_left) or "none",
         "lag of the backward": f"{told.lag} batches",
-        "gradients an update": f"{told.M}",
+        "gradients per update": f"{told.M}",
         "weights of the backward": unchanged if told.weights == "-" else told.weights,
         "gradient": {"above": "from the stage above", "local": "of a local loss"}.get(told.feedback, told.feedback),
         "correctors": ", ".join(told.correctors) or "none",

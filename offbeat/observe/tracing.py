@@ -10,9 +10,10 @@
 A stage is idle while it does no work, which is not only waiting: also while data are read. The time of evaluations is
 not counted.
 
-To record, the links and stages of the workers are replaced by ones that also take the time. On one GPU the time is that of the device, by an event before and after each operation, so nothing waits for it;
-but there all stages are launched together (graphs/ticks.py), and during a recording each operation is launched
-by itself, one after the other: it measures how long each of them takes, not how they overlap.
+To record, the links and stages of the workers are replaced by ones that also take the time. On one GPU the time is that
+of the device, by an event before and after each operation, so nothing waits for it; but there all stages are launched
+together (graphs/ticks.py), and during a recording each operation is launched by itself, one after the other: it
+measures how long each of them takes, not how they overlap.
 """
 
 from __future__ import annotations

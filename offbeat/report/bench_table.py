@@ -182,7 +182,7 @@ def notes(record: Record) -> list[str]:
 def common_notes(record: Record) -> list[str]:
     made = [
         "x BP: times as fast as BP on one worker; x best sync.: as the fastest pipeline with exact gradients. Ratios, "
-        "and shares of the bound, are medians over the rounds.",
+        "and shares of the bound, are taken within each round; the median of the rounds is given.",
         "Late: how many updates old the gradient of stage 1 is, on average, by formula; that of the last stage "
         "is never late.",
         f"Memory: {record['settings']['memory']}. Moved: by all workers together in one batch.",

@@ -216,7 +216,7 @@ def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(tmp_path):
     pipe.trace(4, tmp_path / "trace.json", tell=told.append)
     assert train(pipe) == train(pipeline(library.ADL(M=2)))
     assert len(told) == 1
-    assert told[0].startswith("trace failed (training goes on)")
+    assert told[0].startswith("trace failed (training continues)")
 
 
 def test_the_idle_share_is_the_time_without_work_of_ones_own():

@@ -339,7 +339,7 @@ def spoil(run: Path, how: str) -> str:
         return "failed: the test loss is "
     if how == "resumed from nowhere":
         metrics.write_text("".join(lines) + '{"kind": "resumed", "time": 0}\n')
-        return "where it went on from a checkpoint cannot be read"
+        return "the batch of a resumed checkpoint cannot be read"
     if how == "trace is cut off":
         made.trace(run)
         (run / "trace.json").write_text((run / "trace.json").read_text()[:500])

@@ -302,7 +302,7 @@ def failing(seconds):
     ("arguments", "words"),
     [
         (("--against", "torch-gpip"), ("unknown row 'torch-gpip'", "torch-gpipe")),
-        (("--against", ","), ("names nothing",)),
+        (("--against", ","), ("names no row",)),
         (("--model", "resnet2"), ("unknown model 'resnet2'",)),
         (("--model", "resnet8", "-K", "500"), ("500 stages", "resnet8 has only", "a deeper model")),
         (("-K", "1"), ("-K 1", "use 2 or more")),

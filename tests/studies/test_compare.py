@@ -171,7 +171,7 @@ def test_the_table_says_which_match_it_is_and_how_many_samples_batchnorm_saw(off
     shutil.rmtree("x")
     effective = compare(offbeat, "bp,adl", "--match", "effective")
     assert "--match effective" in effective.out.splitlines()[0]
-    assert "8 samples an update" in effective.out
+    assert "8 samples per update" in effective.out
     rows = [line.split()[:3] for line in effective.out.splitlines() if line.startswith(("  bp ", "  adl "))]
     assert rows == [["bp", "1", "8"], ["adl", "2", "4"]]
     markdown = Path("x/comparison.md").read_text()
@@ -364,7 +364,7 @@ def test_runs_at_a_time_are_processes_that_give_the_same_bits(offbeat, compared)
     outcome = compare(offbeat, "bp,adl", "--jobs", 2)
     assert outcome.code == 0, outcome.err
     together = {run: model_bytes(run) for run in ("bp-seed0", "adl-seed0")}
-    assert "2 runs at a time shared the machine" in outcome.out
+    assert "2 runs at the same time shared the machine" in outcome.out
     shutil.rmtree("x")
     compared(1)
     assert {run: model_bytes(run) for run in together} == together

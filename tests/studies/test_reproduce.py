@@ -477,7 +477,7 @@ def test_compare_takes_turns_too_and_says_that_speeds_are_shared(offbeat):
         alone, together = (Path(out, run, "model.safetensors").read_bytes() for out in ("alone", "together"))
         assert alone == together
         assert f"{run}: epoch 1/2" in outcome.err
-    assert "3 runs at a time" in outcome.out
+    assert "3 runs at the same time" in outcome.out
     assert "x BP: ratio" not in outcome.out, "a run that is left alone is faster, and no better"
 
 
