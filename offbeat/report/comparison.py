@@ -21,6 +21,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from offbeat.report.formatting import document
 from offbeat.runs.recipe import Recipe, complete, settings
 from offbeat.runs.record import lines
 
@@ -272,7 +273,4 @@ def markdown(comparison: Comparison) -> str:
     """The same for documents."""
     head = [f"| {' | '.join(COLUMNS)} |", f"|---|{'---:|' * (len(COLUMNS) - 1)}"]
     rows = [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in comparison.rows]
-    ran = comparison.provenance
-    source = f"`{' '.join(ran['command'])}`, commit {ran['commit'] or 'unknown'}, {ran['machine']}, {ran['started']}"
-    notes = [f"- {note}" for note in comparison.notes]
-    return "\n".join([f"### {comparison.title}", "", *head, *rows, "", *notes, f"- {source}", ""])
+    return document(comparison.title, [*head, *rows], comparison.notes, comparison.provenance)

@@ -21,6 +21,7 @@ from rich import box
 from rich.table import Table as Grid
 
 from offbeat.errors import UserError
+from offbeat.report.formatting import document
 from offbeat.runs.recipe import Recipe, complete, load
 from offbeat.runs.record import lines
 from offbeat.runs.tables import Images, Paper, Table, TableRow
@@ -316,7 +317,4 @@ def markdown(reproduction: Reproduction) -> str:
     for row in reproduction.rows:
         texts = {**cells(row), "setting": row.setting, "in the paper": row.place}
         rows.append(f"| {' | '.join(texts[name] for name in columns)} |")
-    ran = reproduction.provenance
-    source = f"`{' '.join(ran['command'])}`, commit {ran['commit'] or 'unknown'}, {ran['machine']}, {ran['started']}"
-    notes = [f"- {note}" for note in reproduction.notes]
-    return "\n".join([f"### {reproduction.title}", "", *head, *rows, "", *notes, f"- {source}", ""])
+    return document(reproduction.title, [*head, *rows], reproduction.notes, reproduction.provenance)

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from offbeat.errors import UserError, unknown
 from offbeat.method import Method
 from offbeat.methods import parsed, settings_of, with_settings
@@ -29,7 +27,7 @@ from offbeat.runs import launch, lock, record
 from offbeat.runs.recipe import Recipe, complete, cores, settings
 from offbeat.settings import split_list
 from offbeat.studies.runner import StudyRunner
-from offbeat.studies.training import StudyRun, TrainingRuns, folder_name, is_done, shared_data
+from offbeat.studies.training import StudyRun, TrainingRuns, folder_name, is_done, print_table, shared_data
 
 MATCHES = ("batch", "effective")
 ASIDE = "unfinished"  # the folder of runs that were stopped
@@ -269,8 +267,4 @@ def written(runner: StudyRunner) -> Comparison:
 
 
 def show_comparison(comparison: Comparison, folder: Path) -> None:
-    console = Console(highlight=False)
-    console.print(table(comparison))
-    for note in comparison.notes:
-        console.print(f"- {note}", soft_wrap=True, markup=False)
-    console.print(f"runs, table and curves: {folder}", soft_wrap=True, markup=False)
+    print_table(table(comparison), comparison.notes, folder)

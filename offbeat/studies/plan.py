@@ -282,6 +282,16 @@ class Kept:
         )
 
 
+def stage_sums(parts: Sequence[float], cuts: Sequence[int]) -> list[float]:
+    """What the units of each stage have together.
+
+    >>> stage_sums([1.0, 2.0, 3.0, 4.0], (1, 3))
+    [1.0, 5.0, 4.0]
+    """
+    total = list(accumulate(parts, initial=0.0))
+    return [total[end] - total[start] for start, end in pairwise([0, *cuts, len(parts)])]
+
+
 def _fewest(method: Method, costs: Profile, link: LinkCost, solution: Solution, taken: Sequence[StageTime]) -> int:
     """The smallest number of stages that is as fast by the clock, from units scaled to the measured stages."""
     cuts, K = solution.cuts, len(taken)
@@ -292,12 +302,9 @@ def _fewest(method: Method, costs: Profile, link: LinkCost, solution: Solution, 
     messages = [link.seconds(size) for size in costs.boundary_bytes]
 
     def seconds(chosen: Sequence[int]) -> float:
-        def sums(parts: Sequence[float]) -> list[float]:
-            total = list(accumulate(parts, initial=0.0))
-            return [total[end] - total[start] for start, end in pairwise([0, *chosen, len(work)])]
-
         hops = [messages[cut] for cut in chosen]
-        return period(method, Costs(sums(forward), sums(backward), sums(update), up=hops, down=hops))
+        f, b, u = (stage_sums(parts, chosen) for parts in (forward, backward, update))
+        return period(method, Costs(f, b, u, up=hops, down=hops))
 
     enough, fewest = AS_FAST * seconds(cuts), K
     for fewer in range(K - 1, 0, -1):

@@ -32,7 +32,7 @@ from offbeat.runs import tables as recipes
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.tables import Images, Table, TableRow
 from offbeat.studies.runner import StudyRunner
-from offbeat.studies.training import StudyRun, TrainingRuns, is_done, shared_data
+from offbeat.studies.training import StudyRun, TrainingRuns, is_done, print_table, shared_data
 
 if TYPE_CHECKING:
     from offbeat.data import DataSet
@@ -372,10 +372,7 @@ def show(reproduction: Reproduction, folder: Path, *, as_json: bool) -> None:
         "runs",
         soft_wrap=True,
     )
-    console.print(grid(reproduction))
-    for note in reproduction.notes:
-        console.print(f"- {note}", soft_wrap=True, markup=False)
-    console.print(f"runs, table and curves: {folder}", soft_wrap=True, markup=False)
+    print_table(grid(reproduction), reproduction.notes, folder)
 
 
 def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:

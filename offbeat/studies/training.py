@@ -22,8 +22,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rich.console import Console
+from rich.table import Table
+
 from offbeat.errors import Interrupted, UserError
-from offbeat.report.reproduction import read_seed_run, run_name
+from offbeat.report.reproduction import read_seed_run, run_name, setting
 from offbeat.runs import launch, lock, record
 from offbeat.runs.recipe import Recipe, complete, load
 from offbeat.studies.runner import Failure, StudyRunner
@@ -46,6 +49,11 @@ class StudyRun:
     seed: int
     recipe: Recipe
     title: str = ""
+
+    @property
+    def described(self) -> str:
+        """For a line of progress."""
+        return f"{self.name}: {self.title or setting(self.recipe)}"
 
     @property
     def name(self) -> str:
@@ -159,7 +167,7 @@ class TrainingRuns:
         )
         cut = f", in {recipe.K} stages" if recipe.K > run.recipe.K else ""
         since = f", from epoch {made.first_epoch + 1}" if made.first_epoch else ""
-        self.runner.report(f"{run.name}: {run.title}{cut}{since}")
+        self.runner.report(f"{run.described}{cut}{since}")
         if self.together > 1:
             record.RunFolder(self.path(run)).line("together", runs=self.together)
         if cut:
@@ -179,7 +187,7 @@ class TrainingRuns:
     def _launch(self, run: StudyRun) -> None:
         """The budget ends it as Ctrl-C would, with the batches in flight in its checkpoint."""
         path = self.path(run)
-        self.runner.report(f"{run.name}: {run.title}")
+        self.runner.report(run.described)
         spent = threading.Event()
         try:
             recipe = self._prepare(run)
@@ -331,3 +339,11 @@ def interrupting(deadline: float | None, spent: threading.Event) -> Iterator[Non
         yield
     finally:
         timer.cancel()
+
+
+def print_table(table: Table, notes: Iterable[str], folder: Path) -> None:
+    """A study's table on the terminal, with its notes and where its records are."""
+    console = Console(highlight=False)
+    console.print(table)
+    for line in (*(f"- {note}" for note in notes), f"runs, table and curves: {folder}"):
+        console.print(line, soft_wrap=True, markup=False)

@@ -306,7 +306,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "method": (("--method", "ald"), ("ald", "did you mean 'adl'")),
     "partition": (("--partition", "flop"), ("flop", "did you mean 'flops'")),
     "K=0": (("-K", "0"), ("-K 0", "from 1 up")),
-    "K=-1": (("-K", "-1"), ("K = -1",)),
+    "K=-1": (("-K", "-1"), ("-K -1",)),
     "K above the units": (("-K", "500"), ("500 stages", "K <= ")),
     "M=0": (("-M", "0"), ("M = 0",)),
     "M with ddg": (("--method", "ddg", "-M", "4"), ("ddg takes no M (given: 4)",)),

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +31,7 @@ from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import check_numbers
 from offbeat.studies.bench.rows import ROWS, Setting, cores_here, left_out, row_of
 from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
-from offbeat.studies.plan import Kept, LinkCost
+from offbeat.studies.plan import Kept, LinkCost, stage_sums
 from offbeat.studies.runner import Failure, StudyRunner
 from offbeat.timeline import Costs, period, timeline
 
@@ -246,16 +246,12 @@ def period_on(link: LinkCost, method: Method, costs: Profile, cuts: tuple[int, .
     batches than its bandwidth allows.
     """
 
-    def sums(parts: list[float]) -> list[float]:
-        total = list(accumulate(parts, initial=0.0))
-        return [total[end] - total[start] for start, end in pairwise([0, *cuts, len(parts)])]
-
     sizes = [costs.boundary_bytes[cut] for cut in cuts]
     # the clock divides a message's time by m; its latency is not less for a smaller one
     hops = [method.m * link.latency + size / link.bandwidth for size in sizes]
-    given = Costs(
-        sums([unit.forward for unit in costs.units]), sums([unit.backward for unit in costs.units]), up=hops, down=hops
-    )
+    forward = stage_sums([unit.forward for unit in costs.units], cuts)
+    backward = stage_sums([unit.backward for unit in costs.units], cuts)
+    given = Costs(forward, backward, up=hops, down=hops)
     return max([steady(method, given), *(size / link.bandwidth for size in sizes)])
 
 
