@@ -258,8 +258,8 @@ def times_section(found: Records) -> list[str]:
         lines += [
             prose(
                 f"{setting_of(record)}; {settings['rounds']} round of {settings['timed']} batches per method, one",
-                "pinned core per stage, the same cuts between blocks for all; speed-up over a hand-written loop on one core.",
-                "The law is that of equal stages, a backward of two forwards and no communication. The paper's",
+                "pinned core per stage, the same cuts between blocks for all; speed-up over a hand-written loop on one",
+                "core. The law is that of equal stages, a backward of two forwards and no communication. The paper's",
                 "figures are of ResNet-101, on GPUs.",
             ),
             "",
