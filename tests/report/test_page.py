@@ -323,10 +323,10 @@ def spoil(run: Path, how: str) -> str:
         return "metrics.jsonl: 3 lines could not be read, left out"
     if how == "figures are missing":
         metrics.write_text("".join(line.replace('"test_error"', '"mistakes"') for line in lines))
-        return "metrics.jsonl: 3 lines without the figures that belong there, left out"
+        return "metrics.jsonl: 3 lines without the expected figures, left out"
     if how == "figures are no numbers":
         metrics.write_text("".join(re.sub(r'"(test_error|seconds)": [\d.]+', r'"\1": NaN', line) for line in lines))
-        return "3 lines without the figures"
+        return "3 lines without the expected figures"
     if how == "staleness of other stages":
         odd = [re.sub(r'"(staleness|memory)": \[[^]]*\]', r'"\1": [1, "x"]', line) for line in lines]
         metrics.write_text("".join(odd))
@@ -359,7 +359,7 @@ def spoil(run: Path, how: str) -> str:
     assert how == "diagnosis is odd"
     made.diagnosis(run)
     (run / "diagnosis.jsonl").write_text('{"stage": 1}\n' + (run / "diagnosis.jsonl").read_text() + '{"stage": 2, "gap')
-    return "diagnosis.jsonl: 1 line without the figures that belong there, left out"
+    return "diagnosis.jsonl: 1 line without the expected figures, left out"
 
 
 @pytest.mark.parametrize(
