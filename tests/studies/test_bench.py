@@ -375,7 +375,7 @@ def test_rows_that_cannot_be_are_left_out_with_a_reason():
         "dsp",
     }
     assert left_out(ROWS["bp-windows"], SETTING) == (
-        "batches of a window run at once on one GPU alone: give --device cuda"
+        "batches of a window run at the same time only on a GPU: give --device cuda"
     )
     assert left_out(ROWS["ddp"], gpu) == "one GPU: its workers need one each"
 
