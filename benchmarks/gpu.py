@@ -32,6 +32,7 @@ from offbeat import models
 from offbeat.engines import Engine
 from offbeat.engines.streams import Streams
 from offbeat.graphs.launch_queue import AHEAD
+from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.runs import record
 
 MOST_PASSES = 20  # of turns before a measurement
@@ -115,13 +116,13 @@ class Row:
         method, K = self.pipe.method, self.K
         return [
             {
-                "slots": stage.ring.slots,
+                "slots": worker.executor.slots.ring.slots,
                 "batches": method.lag(k, K) + 1,
-                "groups": stage.ring.groups,
+                "groups": worker.executor.slots.ring.groups,
                 "versions": -(-method.lag(k, K) // method.M) + 1,
             }
-            for k, stage in self.pipe.stages.items()
-            if hasattr(stage, "ring")
+            for k, worker in enumerate(self.pipe.workers, start=1)
+            if isinstance(worker.executor, RecordedStage)
         ]
 
     def _wait(self) -> None:
@@ -136,7 +137,8 @@ class Row:
         self.figures["host"].append(asked / FEW / (seconds / turns))
 
     def as_dict(self) -> dict[str, Any]:
-        eager = {k: stage.eager for k, stage in self.pipe.stages.items() if getattr(stage, "eager", None)}
+        reasons = {k: getattr(worker.executor, "eager", None) for k, worker in enumerate(self.pipe.workers, start=1)}
+        eager = {k: reason for k, reason in reasons.items() if reason}
         staleness = [stage.mean for stage in self.pipe.staleness]
         return {
             "name": self.name,

@@ -20,14 +20,18 @@ from torch.utils import _pytree as pytree
 from offbeat import methods
 from offbeat import partitioning as cutting
 from offbeat.core import state as stage_state
+from offbeat.core.batch_guard import OnNan
 from offbeat.core.links import Link, Message
 from offbeat.core.links.local import Entrance
 from offbeat.core.metrics import Meter, Metric
 from offbeat.core.micro_batches import micro_batches
+from offbeat.core.optimization import MakeOptimizer, MakeScheduler
 from offbeat.core.outputs import shapes_and_classes
 from offbeat.core.precision import Precision, PrecisionPolicy
-from offbeat.core.stage import Loss, MakeOptimizer, MakeScheduler, OnNan, Stage, Weighting
+from offbeat.core.stage import Stage
+from offbeat.core.stage_network import Loss
 from offbeat.core.stage_report import Report, Staleness
+from offbeat.core.window import Weighting
 from offbeat.core.worker import SAVE, Links, Worker
 from offbeat.engines import Engine
 from offbeat.engines.processes import Processes, available
@@ -141,10 +145,9 @@ class Pipeline:
             if device is not None and self.device.type != self.engine.device.type:
                 raise UserError(f"device {device} but an engine on {self.engine.device}: give it the same device")
             self.device = self.engine.device
-        queue = self.engine.make_launch_queue(self.method)
-        kind: Callable[..., Stage] = Stage if queue is None else partial(RecordedStage, launch_queue=queue)
+        self._launch_queue = self.engine.make_launch_queue(self.method)
         self._make_stage = partial(
-            kind,
+            Stage,
             method=self.method,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -153,7 +156,7 @@ class Pipeline:
             seed=seed,
             on_nan=_one_of(on_nan, OnNan, "on_nan"),
             left_out=left_out,
-            numbers=self.numbers,
+            precision=self.numbers,
             compile=compile,
             fuse=fuse,
             weighting=_one_of(weighting, Weighting, "weighting"),
@@ -272,7 +275,9 @@ class Pipeline:
             inputs = up[k - 1]
             assert inputs is not None
             links = Links(inputs, outputs=up[k], gradients=down[k], feedback=down[k - 1])
-            self.workers.append(Worker(stage, self.method, links, barrier=self.engine.barrier))
+            queue = self._launch_queue
+            executor = None if queue is None else RecordedStage(stage, launch_queue=queue)
+            self.workers.append(Worker(stage, self.method, links, executor=executor, barrier=self.engine.barrier))
         for begin in self._looks.values():
             begin()
         self._looks.clear()
@@ -298,8 +303,8 @@ class Pipeline:
         loss = self.workers[-1].loss if self.last else None
         if loss is not None and isinstance(self.engine, Streams):
             return self.engine.later(loss, self.K)
-        if loss is not None and isinstance(self.workers[-1].stage, RecordedStage):
-            return loss.detach().clone()  # a slot's memory, which is used again
+        if loss is not None and self.workers[-1].stage.launcher.reuses_outputs:
+            return loss.detach().clone()
         return loss
 
     def _step(self, x: Any, y: Any) -> None:
@@ -468,7 +473,7 @@ class Pipeline:
         found = []
         for stage in reversed(self.stages.values()):
             try:
-                stage.settle()
+                stage.launcher.settle()
             except NotFinite as error:
                 found.append(error)
         if found:
@@ -587,8 +592,7 @@ class Pipeline:
 
     def _begin_diagnosis(self, every: int) -> None:
         for worker in self.workers:
-            diagnosis = Diagnosis(worker.stage, every, turn=worker.newest)
-            worker.actor = self.diagnoses[worker.stage.k] = diagnosis
+            worker.actor = self.diagnoses[worker.stage.k] = Diagnosis(worker, every)
 
     def _look(self, name: str, begin: Callable[[], None]) -> None:
         """Begin to look on, now or when there are stages."""

@@ -150,7 +150,7 @@ def test_the_scheduler_and_its_optimizer_keep_their_own_rate_and_momentum(correc
         seen = []
         for x, y in batches():
             pipe.step(x, y)
-            groups = [stage.optimizer.param_groups[0] for stage in pipe.stages.values()]
+            groups = [stage.optimization.optimizer.param_groups[0] for stage in pipe.stages.values()]
             seen.append([(group["lr"], group["momentum"], group["nesterov"]) for group in groups])
         return seen
 

@@ -116,7 +116,7 @@ def trained(method: Method, K: int, batches: int) -> tuple[list[Counter[int]], l
         pipe.step(x, y)
         versions = [max(most, stage.weights.versions()) for most, stage in zip(versions, pipe.stages.values())]
     pipe.drain()
-    in_flight = [stage.most_held for stage in pipe.stages.values()]
+    in_flight = [stage.figures.most_held for stage in pipe.stages.values()]
     return [Counter(stage) for stage in pipe.staleness], list(zip(in_flight, versions))
 
 

@@ -19,7 +19,7 @@ from offbeat.core.weights import Tensors, replacements
 from offbeat.errors import NotCompiled, first_line
 
 BACKEND = "inductor"
-Run = Callable[[Tensors, tuple[Any, ...]], Any]
+CompiledCall = Callable[[Tensors, tuple[Any, ...]], Any]
 
 
 class Compiled:
@@ -28,7 +28,7 @@ class Compiled:
     def __init__(self, k: int, module: nn.Module, *, refused: str | None = None) -> None:
         self.k, self.module = k, module
         self.refused: str | None = None
-        self.run: Run | None = None
+        self.run: CompiledCall | None = None
         if refused is not None:
             self._refuse(refused)
 
@@ -57,7 +57,7 @@ class Compiled:
         warnings.warn(f"stage {self.k} is not compiled and goes on as it is: {why}", NotCompiled, stacklevel=3)
 
 
-def _compile(function: Callable[..., Any]) -> Run:
+def _compile(function: Callable[..., Any]) -> CompiledCall:
     import torch._functorch.config as functorch  # here, since it is slow to load
 
     functorch.donated_buffer = False  # or a backward with retain_graph=True would be refused

@@ -27,7 +27,7 @@ class DeferredStatistics:
             for layer in module.modules()
             if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None
         ]
-        self.seen: dict[int, tuple[int, Tensor, Tensor]] = {}  # layer -> samples, mean, squared distances from it
+        self.collected: dict[int, tuple[int, Tensor, Tensor]] = {}  # layer -> samples, mean, squared distances from it
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -75,17 +75,17 @@ class DeferredStatistics:
     def _join(self, number: int, n: int, mean: Tensor, apart: Tensor) -> None:
         """Join what a micro-batch holds to what came before: around the means, since the difference of large sums of
         squares would leave nothing of a small variance."""
-        if number in self.seen:
-            before, mean_before, apart_before = self.seen[number]
+        if number in self.collected:
+            before, mean_before, apart_before = self.collected[number]
             total, step = before + n, mean - mean_before
             apart = apart_before + apart + step.square() * (before * n / total)
             n, mean = total, mean_before + step * (n / total)
-        self.seen[number] = n, mean, apart
+        self.collected[number] = n, mean, apart
 
     @torch.no_grad()
     def commit(self) -> None:
         """Move the running statistics by the whole batch, as one forward of it would have."""
-        for number, (n, mean, apart) in self.seen.items():
+        for number, (n, mean, apart) in self.collected.items():
             layer = self.layers[number]
             assert layer.running_mean is not None
             assert layer.running_var is not None
@@ -97,4 +97,4 @@ class DeferredStatistics:
             variance = apart / max(1, n - 1)  # unbiased, as torch keeps it
             layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), factor)
             layer.running_var.lerp_(variance.to(layer.running_var.dtype), factor)
-        self.seen.clear()
+        self.collected.clear()

@@ -62,14 +62,14 @@ class WeightSources:
     """What a policy is made of: the parameters, and what stands in for them in forwards and backwards (None: they do).
 
     version        (forwards, newest) -> version of a forward, for policies that do not use the newest
-    numbers        the types in which forwards use the values
+    precision      the types in which forwards use the values
     """
 
     parameters: Tensors
     forward: Prediction | None = None
     backward: Prediction | None = None
     version: Callable[[int, int], int] | None = None
-    numbers: PrecisionPolicy = FULL
+    precision: PrecisionPolicy = FULL
 
     def named(self, values: list[Tensor]) -> Tensors:
         return {name: value.requires_grad_() for name, value in zip(self.parameters, values, strict=True)}
@@ -77,7 +77,7 @@ class WeightSources:
     def snapshot(self, place: Tensors | None = None) -> Tensors:
         """A copy of what forwards use now, in new memory or in that of `place`."""
         if place is None:
-            return self.named([self.numbers.lower(v) for v in self.forward()] if self.forward else self.copies())
+            return self.named([self.precision.lower(v) for v in self.forward()] if self.forward else self.copies())
         if place:
             values = self.forward() if self.forward else [parameter.detach() for parameter in self.parameters.values()]
             copy_all([tensor.data for tensor in place.values()], values)  # whose graphs are kept
@@ -86,7 +86,7 @@ class WeightSources:
     def copies(self) -> list[Tensor]:
         """New tensors with the parameters as forwards use them."""
         return [
-            self.numbers.lower(p.detach()) if self.numbers.lowered(p) else p.detach().clone()
+            self.precision.lower(p.detach()) if self.precision.lowered(p) else p.detach().clone()
             for p in self.parameters.values()
         ]
 
@@ -155,11 +155,11 @@ class Live:
     do: Callable[[object, Work], None]
 
     def __init__(self, sources: WeightSources) -> None:
-        self.sources, numbers, self.do = sources, sources.numbers, at_once
-        self.storage: list[Tensor] = [numbers.lower(parameter.data) for parameter in sources.parameters.values()]
-        if numbers.lowers:
+        self.sources, precision, self.do = sources, sources.precision, at_once
+        self.storage: list[Tensor] = [precision.lower(parameter.data) for parameter in sources.parameters.values()]
+        if precision.lowers:
             self.copies, self.behind = 1, True
-        self.own = self._aliases() if numbers.lowers else Version(None)
+        self.own = self._aliases() if precision.lowers else Version(None)
 
     def _aliases(self) -> Version:
         """`.data` shares storage but not the version counter."""
@@ -173,7 +173,7 @@ class Live:
         pairs = [
             (copy, parameter.detach())
             for copy, parameter in zip(self.storage, self.sources.parameters.values(), strict=True)
-            if self.sources.numbers.lowered(parameter)
+            if self.sources.precision.lowered(parameter)
         ]
         copy_all([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
 
@@ -188,7 +188,7 @@ class Live:
         return version
 
     def changed(self) -> None:
-        self.behind = self.sources.numbers.lowers
+        self.behind = self.sources.precision.lowers
 
     def passed(self) -> None:
         pass
@@ -227,7 +227,7 @@ class Replay(Live):
     def returning(self, version: Version) -> Version:
         if not self.sources.backward:
             return super().returning(self.own)
-        return Version(self.sources.named([self.sources.numbers.lower(value) for value in self.sources.backward()]))
+        return Version(self.sources.named([self.sources.precision.lower(value) for value in self.sources.backward()]))
 
 
 class Hybrid(Live):

@@ -16,17 +16,17 @@ class DeviceCounters:
     """Counters on a device. `loss` and `gradients` are tensor work that can be recorded, in few kernels, since it is
     done for every batch and every update; the rest is the host's.
 
-    Reading them at once would make the host wait for all that it has asked for. So `look` asks for a copy and reads the
-    one that it asked for before.
+    Reading them at once would make the host wait for all that it has asked for. So `poll` starts a copy
+    and reads the one that it started before.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, wrong answers in percent, samples
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # losses, updates
-        self.bad = torch.full((2,), NEVER, device=device)  # the first of each that was not finite
+        self.first_not_finite = torch.full((2,), NEVER, device=device)  # the first of each that was not finite
         self.classes = True  # whether answers can be right or wrong
         on_gpu = device.type == "cuda"
-        self.asked = torch.full((2,), NEVER, pin_memory=on_gpu)
+        self.copied = torch.full((2,), NEVER, pin_memory=on_gpu)
         self.one = torch.ones((), dtype=torch.float64, device=device)
         self.shares: dict[int, Tensor] = {}  # what to multiply a mean, a number and one by, for batches of a size
         self.arrived = torch.cuda.Event() if on_gpu else None
@@ -48,30 +48,30 @@ class DeviceCounters:
 
     def _count(self, which: int, size: Tensor) -> None:
         """One more of that size; NaN is not below anything."""
-        count, bad = self.counts[which], self.bad[which]
+        count, first = self.counts[which], self.first_not_finite[which]
         count += 1
-        torch.minimum(bad, torch.add(count, size < torch.inf, alpha=NEVER), out=bad)
+        torch.minimum(first, torch.add(count, size < torch.inf, alpha=NEVER), out=first)
 
-    def look(self) -> list[int | None]:
-        """Which loss and which update, from 1, were first not finite, as of the last look; None for none."""
+    def poll(self) -> list[int | None]:
+        """Which loss and which update, from 1, were first not finite, as of the last call; None for none."""
         if self.arrived is None:
             return self.now()
         if not self.arrived.query():
             return [None, None]
-        seen = _numbers(self.asked)
-        self.asked.copy_(self.bad, non_blocking=True)
+        found = _numbers(self.copied)
+        self.copied.copy_(self.first_not_finite, non_blocking=True)
         self.arrived.record()
-        return seen
+        return found
 
     def now(self) -> list[int | None]:
         """The same as of now; waits."""
-        return _numbers(self.bad)
+        return _numbers(self.first_not_finite)
 
     def clear(self) -> None:
         """Forget everything."""
         self.sums.zero_()
         self.counts.zero_()
-        self.bad.fill_(NEVER)
+        self.first_not_finite.fill_(NEVER)
 
     def read(self, meter: Meter) -> None:
         """Move what was summed up into the meter; waits."""
@@ -84,5 +84,5 @@ class DeviceCounters:
             meter.samples += int(samples)
 
 
-def _numbers(bad: Tensor) -> list[int | None]:
-    return [None if number >= NEVER else number for number in bad.tolist()]
+def _numbers(counts: Tensor) -> list[int | None]:
+    return [None if number >= NEVER else number for number in counts.tolist()]

@@ -112,14 +112,14 @@ class TapedStage:
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
         begin = self.tape.now()
         output = self.actor.forward(t, x, target, share)
-        self.stage.launch()
+        self.stage.launcher.flush()
         self.tape.add(FORWARD, t, begin)
         return output
 
     def backward(self, t: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
         begin = self.tape.now()
         below = self.actor.backward(t, gradients)
-        self.stage.launch()
+        self.stage.launcher.flush()
         self.tape.add(BACKWARD, t, begin)
         return below
 
@@ -128,7 +128,7 @@ class TapedStage:
         newest = window[-1] if window else NOBODY
         begin = self.tape.now()
         self.actor.update(over)
-        self.stage.launch()
+        self.stage.launcher.flush()
         self.tape.add(UPDATE, s, begin, newest)
 
     def teach(self, t: int, gradients: list[Tensor | None]) -> None:

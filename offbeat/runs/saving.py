@@ -372,12 +372,13 @@ def _new_rate(recipe: Recipe, saved: Mapping[str, Any]) -> list[str]:
 def change_rates(stage: Stage, recipe: Recipe, saved: dict[str, Any]) -> None:
     """Rate, momentum, weight decay and schedule of the recipe, from the next update on."""
     changed = [name for name in {*RATES, *SCHEDULE} if _listed(getattr(recipe, name)) != _listed(saved[name])]
-    if stage.optimizer is None or not changed:
+    optimizer, scheduler = stage.optimization.optimizer, stage.optimization.scheduler
+    if optimizer is None or not changed:
         return
-    for group in stage.optimizer.param_groups:
+    for group in optimizer.param_groups:
         group.update(initial_lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
-    if stage.scheduler:
-        stage.scheduler.base_lrs = [recipe.lr for _ in stage.scheduler.base_lrs]
+    if scheduler:
+        scheduler.base_lrs = [recipe.lr for _ in scheduler.base_lrs]
     stage.resume_schedule(stage.update_index)
 
 

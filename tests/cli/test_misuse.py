@@ -109,11 +109,13 @@ def test_memory_counts_all_of_a_head(name):
     """Its parameters, buffers, gradients and optimizer state, whoever trains it."""
     pipe = train(network(), [images()] * 8, name)
     for stage in (pipe.stages[1], pipe.stages[2]):
-        weights = sum(p.nbytes for p in stage.head.parameters())
-        fixed = sum(b.nbytes for b in stage.head.buffers())
-        states = 2 if stage.teacher is not None else 1  # Adam's, or SGD's
-        own = sum(p.nbytes for p in stage.module.parameters())
-        assert stage.memory() >= 3 * own + (2 + states) * weights + fixed + stage.held_bytes, f"stage {stage.k}"
+        weights = sum(p.nbytes for p in stage.feedback.head.parameters())
+        fixed = sum(b.nbytes for b in stage.feedback.head.buffers())
+        states = 2 if stage.feedback.teacher is not None else 1  # Adam's, or SGD's
+        own = sum(p.nbytes for p in stage.network.module.parameters())
+        assert stage.memory() >= 3 * own + (2 + states) * weights + fixed + stage.network.batch_bytes, (
+            f"stage {stage.k}"
+        )
 
 
 def test_micro_batches_are_named_as_parts_of_their_batch():

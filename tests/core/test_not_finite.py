@@ -70,8 +70,8 @@ def test_a_local_loss_is_watched_in_every_stage():
 
 def test_a_gradient_that_is_not_finite_stops_and_is_named():
     pipe = pipeline(offbeat.ADL(M=2))
-    stage, original = pipe.stages[1], pipe.stages[1].module.forward
-    stage.module.forward = lambda x: Steep()(original(x))
+    stage, original = pipe.stages[1], pipe.stages[1].network.module.forward
+    stage.network.module.forward = lambda x: Steep()(original(x))
     with pytest.raises(NotFinite, match=r"the gradient of stage 1 of 3 is not finite in update 0 \(batches 0 to 1\)"):
         run(pipe, batches(12))
 
@@ -141,7 +141,9 @@ def test_a_batch_that_is_left_out_leaves_no_trace_in_batch_norm():
 def test_a_synthesiser_learns_nothing_from_a_batch_that_is_not_finite():
     pipe = pipeline(offbeat.DNI(), on_nan="skip")
     trained = run(pipe, batches(14, poisoned=(6,)))
-    heads = [p for stage in pipe.stages.values() if stage.head is not None for p in stage.head.parameters()]
+    heads = [
+        p for stage in pipe.stages.values() if stage.feedback.head is not None for p in stage.feedback.head.parameters()
+    ]
     assert all(torch.isfinite(p).all() for p in (*trained, *heads))
     assert [report.skipped for report in pipe.reports()] == [1, 1, 1], "that batch alone"
 

@@ -118,7 +118,12 @@ def test_every_method_trains_in_bf16_near_float32(name):
         assert tensor.dtype == expected[key].dtype
         assert torch.allclose(tensor, expected[key], atol=0.1), key
     for stage in pipe.stages.values():
-        states = [state for values in stage.optimizer.state.values() for state in values.values() if state is not None]
+        states = [
+            state
+            for values in stage.optimization.optimizer.state.values()
+            for state in values.values()
+            if state is not None
+        ]
         kept = [*stage.parameters.values(), *(p.grad for p in stage.parameters.values() if p.grad is not None), *states]
         assert {tensor.dtype for tensor in kept if isinstance(tensor, torch.Tensor)} == {torch.float32}
     assert pipe.evaluate(data)["samples"] == 42
@@ -233,7 +238,7 @@ def test_versions_in_bf16_take_half_the_memory():
         )
         stage = pipe.stages[1]
         memory[kind] = stage.memory()
-        assert stage.most_versions == 3
+        assert stage.figures.most_versions == 3
     assert memory["fp32"] - memory["bf16"] == 3 * 64 * 64 * 2  # two older, and the newest
 
 
@@ -349,7 +354,7 @@ def test_an_error_of_the_model_is_told_as_without_compiling(monkeypatch):
 def check_close(plain: offbeat.Pipeline, made: offbeat.Pipeline, data: list) -> None:
     """A pipeline that is compiled in all its stages ends near one that is not."""
     expected, found = finish(plain, data), finish(made, data)
-    assert not any(stage._call.refused for stage in made.stages.values())
+    assert not any(stage.network.call.refused for stage in made.stages.values())
     assert found[0] == pytest.approx(expected[0], abs=1e-5)
     for name, tensor in found[1].items():
         assert torch.allclose(tensor, expected[1][name], atol=1e-5), name
@@ -373,7 +378,7 @@ def test_compiled_stages_agree_with_plain_ones(method, monkeypatch):
     plain, made = pipeline(method, precision="fp32"), pipeline(method, precision="fp32", compile=True)
     check_close(plain, made, data)
     assert [stage.update_index for stage in made.stages.values()] == [4, 4]
-    output = made.stages[1]._call(None, (data[0][0],)).sum()
+    output = made.stages[1].network.call(None, (data[0][0],)).sum()
     torch.autograd.grad(output, list(made.stages[1].parameters.values()), retain_graph=True)
     torch.autograd.grad(output, list(made.stages[1].parameters.values()))
 

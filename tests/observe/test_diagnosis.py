@@ -190,7 +190,7 @@ def check_unchanged(make: Any, every: int = 2) -> dict[int, list[dict[str, Any]]
         for name, value in one.state_dict().items():
             assert torch.equal(value, other.state_dict()[name]), name
     for k, stage in plain.stages.items():
-        assert all(map(torch.equal, stage.random.state, looked_at.stages[k].random.state))
+        assert all(map(torch.equal, stage.network.random.state, looked_at.stages[k].network.random.state))
         assert stage.staleness == looked_at.stages[k].staleness
         assert lines[k], "something was measured"
     return lines

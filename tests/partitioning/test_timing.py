@@ -58,7 +58,7 @@ def test_a_stage_is_run_with_its_batches_in_flight_and_its_windows_and_its_weigh
     found = runner.run(0.0)
     assert len(runner.stage.in_flight) == lag
     assert min(found.forward, found.backward, found.update) > 0
-    assert runner.stage.update_index == runner.stage.backwards // M
+    assert runner.stage.update_index == runner.stage.figures.backwards // M
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

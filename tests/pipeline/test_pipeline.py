@@ -157,7 +157,7 @@ def test_each_stage_draws_from_its_own_stream_and_none_from_the_users():
             pipe.step(x, y)
         states.append(torch.get_rng_state())
     assert all(torch.equal(states[0], state) for state in states)
-    assert not torch.equal(pipe.stages[1].random.state[0], pipe.stages[2].random.state[0])
+    assert not torch.equal(pipe.stages[1].network.random.state[0], pipe.stages[2].network.random.state[0])
 
 
 def test_a_snapshot_is_made_once_an_update_and_nothing_is_recomputed(monkeypatch):
@@ -169,7 +169,7 @@ def test_a_snapshot_is_made_once_an_update_and_nothing_is_recomputed(monkeypatch
     )
     pipe = make(linears(6, 5, 5, 4), K=3, cuts=[1, 2], method=offbeat.ADL(M=2))
     for stage in pipe.stages.values():
-        stage.module.register_forward_hook(lambda *_, k=stage.k: forwards.append(k))
+        stage.network.module.register_forward_hook(lambda *_, k=stage.k: forwards.append(k))
     for x, y in vectors(12):
         pipe.step(x, y)
         for stage in pipe.stages.values():
@@ -190,7 +190,7 @@ def test_learning_rate_of_update_s_is_the_same_in_all_stages():
         scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s)),
     )
     for k, stage in pipe.stages.items():
-        stage.optimizer.register_step_pre_hook(lambda o, *_, k=k: seen[k].append(o.param_groups[0]["lr"]))
+        stage.optimization.optimizer.register_step_pre_hook(lambda o, *_, k=k: seen[k].append(o.param_groups[0]["lr"]))
     for x, y in vectors(9):
         pipe.step(x, y)
     pipe.drain()

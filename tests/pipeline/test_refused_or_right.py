@@ -18,7 +18,7 @@ from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines.deferred_tensor import DeferredTensor
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded, UserError
-from offbeat.graphs.launch_queue import Row
+from offbeat.graphs.launch_queue import RecordedOperation
 from offbeat.runs import record
 from offbeat.runs.recipe import complete
 
@@ -49,7 +49,7 @@ def train(pipe: offbeat.Pipeline, data) -> list[Tensor]:
     for x, y in data:
         pipe.step(x, y)
     pipe.drain()
-    heads = [p for stage in pipe.stages.values() if stage.head for p in stage.head.parameters()]
+    heads = [p for stage in pipe.stages.values() if stage.feedback.head for p in stage.feedback.head.parameters()]
     return [p.detach().clone() for p in (*pipe.model.parameters(), *heads)]
 
 
@@ -386,7 +386,7 @@ def test_a_schedule_may_change_the_momentum_of_recorded_updates(monkeypatch, sch
             group["lr"] = torch.tensor(float(group["lr"]))
         return optimizer
 
-    monkeypatch.setattr("offbeat.core.stage._rates_on_device", rates)
+    monkeypatch.setattr("offbeat.core.optimization._rates_on_device", rates)
     given = {"method": offbeat.ADL(M=1), "scheduler": SCHEDULES[schedule]}
     expected = train(pipeline(**given), batches(40))
     launched = capture(monkeypatch, 1)
@@ -402,9 +402,9 @@ def test_options_of_an_optimizer_that_change_are_not_taken_from_a_recording():
         for one in (pipe, other):
             if t == 12:
                 for stage in one.stages.values():
-                    stage.optimizer.param_groups[0]["weight_decay"] = 0.5
+                    stage.optimization.optimizer.param_groups[0]["weight_decay"] = 0.5
             one.step(x, y)
-        recorded = [isinstance(stage.step, Row) for stage in pipe.stages.values()]
+        recorded = [isinstance(worker.executor.optimization.operation, RecordedOperation) for worker in pipe.workers]
         assert t not in (11, 13) or recorded == [t == 11] * 2, "a recording has the options that it was made with"
     assert same(train(pipe, []), train(other, []))
 
