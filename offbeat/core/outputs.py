@@ -1,4 +1,4 @@
-"""What the stages of a model give for a sample: what auxiliary heads are built for."""
+"""Output shapes of the stages of a model, for which auxiliary heads are built."""
 
 from __future__ import annotations
 

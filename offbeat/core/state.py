@@ -258,7 +258,7 @@ def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
 
 
 def _as_torch(saved: Tree) -> Tree:
-    """An optimizer's state_dict, whose keys are parameter numbers."""
+    """An optimizer's state_dict, whose keys are the indices of parameters."""
     return {
         "state": {int(number): values for number, values in saved["state"].items()},
         "param_groups": saved["param_groups"],

@@ -1,4 +1,4 @@
-"""What a device writes down while nobody waits for it: the loss, wrong answers, and what was first not finite."""
+"""Counters on a device, read without waiting: the loss, wrong answers, and what was first not finite."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class DeviceCounters:
     """Counters on a device. `loss` and `gradients` are tensor work that can be recorded, in few kernels, since it is
     done for every batch and every update; the rest is the host's.
 
-    Reading them at once would make the host wait for all that it has asked for. So `poll` starts a copy
-    and reads the one that it started before.
+    Reading them at once would make the host wait for all queued work. So `poll` starts a copy and reads the one that it
+    started before.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, wrong answers in percent, samples
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # losses, updates
-        self.first_not_finite = torch.full((2,), NEVER, device=device)  # the first of each that was not finite
+        self.first_not_finite = torch.full((2,), NEVER, device=device)  # the index of the first of each
         self.classes = True  # whether answers can be right or wrong
         on_gpu = device.type == "cuda"
         self.copied = torch.full((2,), NEVER, pin_memory=on_gpu)
         self.one = torch.ones((), dtype=torch.float64, device=device)
-        self.shares: dict[int, Tensor] = {}  # what to multiply a mean, a number and one by, for batches of a size
+        self.shares: dict[int, Tensor] = {}  # factors of mean, count and one, by batch size
         self.arrived = torch.cuda.Event() if on_gpu else None
 
     def loss(self, loss: Tensor, output: Any, target: Any) -> None:
@@ -36,7 +36,7 @@ class DeviceCounters:
         value, size = loss.detach().double(), batch_size(target, output)
         self.classes = scores_classes(output, target)
         wrong = (output.detach().argmax(dim=1) != target).sum(dtype=torch.float64) if self.classes else self.one
-        if size not in self.shares:  # before anything is recorded, which a first batch is not
+        if size not in self.shares:  # in the warm-up, before anything is recorded
             answers = target.numel() if self.classes else 1
             self.shares[size] = self.sums.new_tensor([size, 100.0 * size / answers, size])
         self.sums.addcmul_(torch.stack([value, wrong, self.one]), self.shares[size])
@@ -58,17 +58,17 @@ class DeviceCounters:
             return self.now()
         if not self.arrived.query():
             return [None, None]
-        found = _numbers(self.copied)
+        found = _indices(self.copied)
         self.copied.copy_(self.first_not_finite, non_blocking=True)
         self.arrived.record()
         return found
 
     def now(self) -> list[int | None]:
         """The same as of now; waits."""
-        return _numbers(self.first_not_finite)
+        return _indices(self.first_not_finite)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Set all counters to zero."""
         self.sums.zero_()
         self.counts.zero_()
         self.first_not_finite.fill_(NEVER)
@@ -84,5 +84,5 @@ class DeviceCounters:
             meter.samples += int(samples)
 
 
-def _numbers(counts: Tensor) -> list[int | None]:
-    return [None if number >= NEVER else number for number in counts.tolist()]
+def _indices(counts: Tensor) -> list[int | None]:
+    return [None if index >= NEVER else index for index in counts.tolist()]

@@ -26,7 +26,7 @@ class RecordedOptimization:
     operation   the recorded update of a whole window; the update itself where it cannot be recorded; None before
     options     the optimizer's options in the recording
     stepped     indices of the parameters that the optimizer has stepped, and so has state for
-    s           index of the update that was asked for last
+    s           index of the newest update
     """
 
     def __init__(

@@ -31,11 +31,11 @@ class Recorder:
         """The work as a recording; nothing in it may read from the device."""
 
         def without_random_state() -> None:
-            self.random.still = True
+            self.random.frozen = True
             try:
                 work()
             finally:
-                self.random.still = False
+                self.random.frozen = False
 
         return Recorded(without_random_state, device=self.device, pool=pool)
 

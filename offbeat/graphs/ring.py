@@ -1,4 +1,4 @@
-"""How many slots a stage needs so that its operations can be recorded once and repeated for ever.
+"""How many slots a stage needs so that its operations can be recorded once and repeated.
 
 A recording works on fixed memory: the input, the activations and the outputs of one batch (a *slot*), and the version
 of the weights that it was recorded with. In steady state a version serves the M forwards of a window, so slots come in
@@ -45,7 +45,7 @@ class Ring:
 
     @classmethod
     def of(cls, method: Method, k: int, K: int, *, copies: bool) -> Ring:
-        """The ring of stage k of K; `copies` says whether its forwards run on copies of the weights."""
+        """The ring of stage k of K; `copies`: whether its forwards run on copies of the weights."""
         delay, M = method.unused(k, K), method.M if copies else 1
         slots = _round(_period(method, K), _least(method, k, K, copies=copies), M)
         return cls(slots // M, M, delay) if copies else cls(1, slots, delay)
@@ -56,13 +56,13 @@ class Ring:
 
 
 def _least(method: Method, k: int, K: int, *, copies: bool) -> int:
-    """Slots that stage k cannot do without."""
+    """The fewest slots that stage k can work with."""
     least = max(method.lag(k, K), method.unused(k, K)) + MAX_LEAD
     if not any(method.lag(j, K) for j in range(1, K + 1)):
         least = max(least, together(method, K))
     if not copies:
         return least
-    versions = method.versions(k, K) + (method.forward == "before")  # one is made before the oldest goes
+    versions = method.versions(k, K) + (method.forward == "before")  # one is made before the oldest is dropped
     return method.M * max(versions, -(-least // method.M))
 
 
@@ -84,7 +84,7 @@ def _round(period: int, least: int, M: int) -> int:
 
 @cache
 def _period(method: Method, K: int) -> int:
-    """Turns after which everything comes again: those that need fewest slots in all."""
+    """Turns after which everything recurs: the period that needs fewest slots in all."""
     needs = [_least(method, k, K, copies=True) for k in range(1, K + 1)]
     most, M = max(needs), method.M
     return min(range(most, 2 * most + 1, M), key=lambda period: sum(_round(period, need, M) for need in needs))

@@ -1,18 +1,17 @@
 """Recorded work of methods without lag: the batches of a window do not wait for each other.
 
 Between two updates the weights stay as they are, so that a stage can forward the next batch before it has backwarded
-the last one. What was asked for in several turns is launched at once, as one graph:
+the last one. The operations of several turns are launched at once, as one graph:
 
     stage 1   F0  F1  F2  F3                          B0  B1  B2  B3  U       turns 0 to 3, K = 3, M = 4
     stage 2       F0  F1  F2  F3              B0  B1  B2  B3  U
     stage 3           F0  F1  F2  F3  B0  B1  B2  B3  U
 
 Each stage does one thing after the other: what precedes its first forward, all forwards, then all else in the order in
-which it was asked for, so that sums of gradients are those of one batch after the other, bit for bit. A forward also
-waits for the stage below, a backward for the one above. `together` turns need the memory of as many batches (see
-ring.py).
+which it was queued, so that sums of gradients are those of one batch after the other, bit for bit. A forward also waits
+for the stage below, a backward for the one above. `together` turns need the memory of as many batches (see ring.py).
 
-What cannot wait (an eager batch, a look at the weights) has everything launched in the order in which it was asked for.
+Before what cannot wait (an eager batch, reading the weights) all work is launched in the order in which it was queued.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from offbeat.graphs.launch_queue import Action, Deferring, RecordedOperation, ad
 
 
 class Windows(Deferring):
-    """What stages without lag have asked for, in the order of asking; launched every `together` turns."""
+    """The queued operations of stages without lag, in order; launched every `together` turns."""
 
     def __init__(self, together: int, device: torch.device, *, sleeps: int | None = None) -> None:
         super().__init__(device, sleeps=sleeps)
@@ -54,11 +53,11 @@ class Windows(Deferring):
     def later(self, rank: int, action: Action) -> None:
         if self.operations:
             self.after(rank, action)
-        else:  # it has been launched
+        else:  # all have been launched
             action()
 
     def pause(self) -> None:
-        """The stage that it waits for is one of these."""
+        """The stage that it waits for is in the same queue."""
 
     def flush(self) -> None:
         self._launch_all(whole=False)

@@ -367,12 +367,12 @@ def test_a_reason_is_told_once_in_one_line_of_however_many_stages_it_is(capsys):
     tell = told_or(lambda *told, **more: others.append(told))
     for k in (1, 2, 3):
         tell(f"stage {k} is not recorded and runs eagerly: it draws\nrandom numbers", NotRecorded, "x.py", 1)
-        tell(NotFused(f"stage {k} is not fused and goes on as it is: no BatchNorm"), NotFused, "x.py", 1)
+        tell(NotFused(f"stage {k} is not fused and runs as it is: no BatchNorm"), NotFused, "x.py", 1)
     tell(NotRecorded("stage 3 is not recorded and runs eagerly: too large"), NotRecorded, "x.py", 1)
     tell("of torch", UserWarning, "x.py", 1)
     assert capsys.readouterr().err.splitlines() == [
         "offbeat: stage 1 is not recorded and runs eagerly: it draws random numbers (told of the first such stage)",
-        "offbeat: stage 1 is not fused and goes on as it is: no BatchNorm (told of the first such stage)",
+        "offbeat: stage 1 is not fused and runs as it is: no BatchNorm (told of the first such stage)",
         "offbeat: stage 3 is not recorded and runs eagerly: too large (told of the first such stage)",
     ]
     assert [message for message, *_ in others] == ["of torch"]

@@ -321,7 +321,7 @@ def test_a_stage_that_cannot_be_compiled_goes_on_with_one_message(monkeypatch):
         found = finish(offbeat.Pipeline(model, compile=True, **options), data)
     assert same(found, plain)
     assert len(told) == 1
-    assert str(told[0].message).startswith("stage 1 is not compiled and goes on as it is: ")
+    assert str(told[0].message).startswith("stage 1 is not compiled and runs as it is: ")
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_stage_that_cannot_be_compiled_goes_on_with_one_message(monkeypatch):
 def test_what_a_compiled_stage_would_compute_otherwise_is_not_compiled(method, why):
     with pytest.warns(offbeat.NotCompiled) as told:
         pipeline(method, compile=True)
-    assert str(told[0].message).startswith("stage 1 is not compiled and goes on as it is: ")
+    assert str(told[0].message).startswith("stage 1 is not compiled and runs as it is: ")
     assert all(why in str(each.message) for each in told)
 
 

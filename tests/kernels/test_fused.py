@@ -183,7 +183,7 @@ class Aliasing(nn.Module):
 def test_a_trace_that_gives_other_numbers_is_not_used():
     model, kept, x = Aliasing(), torch.get_rng_state(), images()
     run = Fused(2, model)
-    with pytest.warns(NotFused, match="stage 2 is not fused and goes on as it is: traced, it gives other numbers"):
+    with pytest.warns(NotFused, match="stage 2 is not fused and runs as it is: traced, it gives another result"):
         out = run(None, (x,))
     assert torch.equal(kept, torch.get_rng_state())
     assert torch.equal(x, images())
@@ -197,7 +197,7 @@ class Branching(nn.Module):
 
 
 def test_a_model_that_cannot_be_traced_runs_as_it_is_and_is_told_of():
-    with pytest.warns(NotFused, match="stage 3 is not fused and goes on as it is: it cannot be traced: "):
+    with pytest.warns(NotFused, match="stage 3 is not fused and runs as it is: it cannot be traced: "):
         run = Fused(3, Branching())
     assert torch.equal(run(None, (images(),)), Branching()(images()))
 
