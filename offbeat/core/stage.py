@@ -86,22 +86,8 @@ class Stage:
             device=device,
             guard=self.guard,
         )
-        self.in_flight = in_flight = dict[int, InFlight]()
-        corrections = self.optimization.corrections
-        sources = WeightSources(
-            own,
-            corrections.forward_weights(own),
-            corrections.backward_weights(own),
-            method.forward_version if method.forward == "before" else None,
-            precision,
-        )
-        self.weights: WeightPolicy = make_policy(
-            method.weights,
-            sources,
-            lag=method.lag(k, K),
-            replays=method.replays(k, K),
-            in_flight=lambda: [batch.version for batch in in_flight.values()],
-        )
+        self.in_flight: dict[int, InFlight] = {}
+        self.weights = self._make_weights(own, precision)
         self.network = StageNetwork(
             k,
             K,
@@ -125,6 +111,24 @@ class Stage:
         self.staleness = Staleness()
         self.update_index = 0
         self.keeping = False  # whether the weights of every forward are kept, for a checkpoint
+
+    def _make_weights(self, own: dict[str, Tensor], precision: PrecisionPolicy) -> WeightPolicy:
+        """The policy for the parameters of the module; those of a head have no versions."""
+        method, corrections, in_flight = self.method, self.optimization.corrections, self.in_flight
+        sources = WeightSources(
+            own,
+            corrections.forward_weights(own),
+            corrections.backward_weights(own),
+            method.forward_version if method.forward == "before" else None,
+            precision,
+        )
+        return make_policy(
+            method.weights,
+            sources,
+            lag=method.lag(self.k, self.K),
+            replays=method.replays(self.k, self.K),
+            in_flight=lambda: [batch.version for batch in in_flight.values()],
+        )
 
     # ---- forward
 
