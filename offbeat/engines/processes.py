@@ -22,15 +22,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from offbeat.core.links import LOOPBACK_INTERFACE, Link, Message, network
 from offbeat.core.links.device import Carrier, DeviceReceiver, DeviceSender
 from offbeat.core.links.distributed import Receiver, Sender, cause
 from offbeat.core.links.heartbeat import Heartbeat
 from offbeat.core.links.wire import LIMIT, MalformedMessage, pack, unpack
+from offbeat.core.stage import Stage
+from offbeat.engines import MakeStage
+from offbeat.engines.devices import agreed, present
 from offbeat.engines.stage_streams import StageStream, many_queues
 from offbeat.errors import FolderTaken, StageLost, StageSilent, UserError, first_line
 from offbeat.graphs.launch_queue import LaunchQueue
+from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.method import Method
 
 CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "heartbeat", "abort", "trace")
@@ -52,8 +57,7 @@ def own_device(device: torch.device) -> torch.device:
     """The device of this process: of several GPUs that of its local rank, if none was named."""
     if device.type != "cuda":
         return device
-    if not torch.cuda.is_available():
-        raise UserError(f"device {device}, but torch sees no CUDA device here: use cpu")
+    present(device)
     local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     own = torch.device("cuda", local if device.index is None else device.index)
     torch.cuda.set_device(own)  # also for what is done beside the stages
@@ -80,7 +84,7 @@ class Processes:
     """
 
     waits = True
-    records = False
+    defers = False  # recorded work is launched at once, since the neighbours wait for it
 
     def __init__(
         self,
@@ -176,11 +180,20 @@ class Processes:
                 for _ in generator:
                     pass
 
-    def make_launch_queue(self, method: Method) -> LaunchQueue | None:
-        """Whatever is asked for is launched at once, since the neighbours wait for it."""
+    def device_for(self, given: torch.device | None) -> torch.device:
+        return agreed(given, self.device)
+
+    def stage_maker(self, method: Method) -> MakeStage:
+        """A recorded stage, where stages are to be recorded and the method's operations can be; else an eager one."""
         if not self.recorded or method.why_not_capturable() is not None:
-            return None
-        return LaunchQueue()
+            return Stage
+        return partial(RecordedStage, launch_queue=LaunchQueue())
+
+    def take(self, batch: Any, *, stays: bool) -> Any:
+        return pytree.tree_map_only(Tensor, Tensor.clone, batch) if stays else batch
+
+    def give(self, loss: Tensor) -> Tensor:
+        return loss.detach().clone()  # of a recorded stage it is in a slot, which is used again
 
     def share(self, value: Any, source: int) -> Any:
         sends = source - 1 == self.rank
@@ -212,7 +225,7 @@ class Processes:
         with self._collective():
             dist.barrier(group=self.collectives)
 
-    def beside(self, k: int) -> AbstractContextManager[object]:
+    def stage_context(self) -> AbstractContextManager[object]:
         return self.stage_stream.between()
 
     def settle(self) -> None:
