@@ -51,8 +51,9 @@ class Engine(Protocol):
     def stage_maker(self, method: Method) -> MakeStage:
         """What makes the stages of a pipeline, eager or recorded ones. Called once per pipeline."""
 
-    def take(self, batch: Any, *, stays: bool) -> Any:
-        """A batch from the caller, who may use its memory again. `stays`: it is needed after this local iteration."""
+    def take(self, batch: Any, device: torch.device) -> Any:
+        """A batch of the caller, who may use its memory again, in memory of the first stage: its only copy, except
+        where a recorded stage reads it from a fixed place."""
 
     def give(self, loss: Tensor) -> Tensor:
         """The newest loss of the last stage as a tensor for the caller, which later batches do not change."""

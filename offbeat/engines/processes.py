@@ -186,8 +186,8 @@ class Processes:
             return Stage
         return partial(RecordedStage, launch_queue=LaunchQueue())
 
-    def take(self, batch: Any, *, stays: bool) -> Any:
-        return pytree.tree_map_only(Tensor, Tensor.clone, batch) if stays else batch
+    def take(self, batch: Any, device: torch.device) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), batch)
 
     def give(self, loss: Tensor) -> Tensor:
         return loss.detach().clone()  # of a recorded stage it is in a slot, which is used again

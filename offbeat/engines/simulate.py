@@ -56,8 +56,8 @@ class Simulate:
     def stage_maker(self, method: Method) -> MakeStage:
         return Stage
 
-    def take(self, batch: Any, *, stays: bool) -> Any:
-        return pytree.tree_map_only(Tensor, Tensor.clone, batch) if stays else batch
+    def take(self, batch: Any, device: torch.device) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), batch)
 
     def give(self, loss: Tensor) -> Tensor:
         return loss

@@ -70,8 +70,8 @@ class Streams(Simulate):
         turns = min(self.together or method.M, together(method, self.K))  # the rings have no room for more
         return Windows(turns, self.device, sleeps=self.sleeps)
 
-    def take(self, batch: Any, *, stays: bool) -> Any:
-        """A copy on the device, made without waiting: stages may read it after this call returns."""
+    def take(self, batch: Any, device: torch.device) -> Any:
+        """A copy that is made on the caller's stream without waiting; stages copy it into a slot, on their own."""
         return pytree.tree_map_only(Tensor, self._moved, batch)
 
     def _moved(self, tensor: Tensor) -> Tensor:

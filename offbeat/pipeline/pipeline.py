@@ -211,7 +211,8 @@ class Pipeline:
         t = self.batches
         with self._guard():
             if self.first:
-                training.enter(t, x, y, entrance=self.entrance, engine=self.engine, method=self.method)
+                batch = self.engine.take((x, y), self.device)
+                training.enter(t, *batch, entrance=self.entrance, m=self.method.m)
             try:
                 self._observation.run(t, [worker.iteration(t, wait=self.engine.waits) for worker in assembly.workers])
             except NotFinite:

@@ -8,9 +8,7 @@ from typing import Any
 from offbeat.core.links import Link, Message
 from offbeat.core.micro_batches import micro_batches
 from offbeat.core.worker import Worker
-from offbeat.engines import Engine
 from offbeat.errors import UserError
-from offbeat.method import Method
 from offbeat.pipeline.checks import kind_of, pair
 
 EPOCH_END = "epoch"  # the kind of a mark after the last batch of an epoch; its number counts all batches so far
@@ -18,13 +16,11 @@ Batches = Iterable[tuple[Any, Any]]
 Loader = Batches | Callable[[int], Batches]  # one for all epochs, or a function of the epoch that returns one
 
 
-def enter(t: int, x: Any, y: Any, *, entrance: Link, engine: Engine, method: Method) -> None:
-    """Send batch t to the first stage, which is in this process."""
+def enter(t: int, x: Any, y: Any, *, entrance: Link, m: int) -> None:
+    """Send batch t to the first stage, which is in this process, as m micro-batches."""
     if x is None:
         raise UserError(f"step() without a batch in the first stage's process: pass x and y for batch {t}")
-    stays = bool(method.lag(1, engine.K)) or method.feedback == "synthesiser"
-    x, y = engine.take((x, y), stays=stays)
-    for message in micro_batches(t, x, y, method.m):
+    for message in micro_batches(t, x, y, m):
         entrance.send(message)
 
 
