@@ -19,6 +19,7 @@ from offbeat.core.compiled import Compiled
 from offbeat.core.corrections import Corrections
 from offbeat.core.deferred_statistics import DeferredStatistics
 from offbeat.core.fused import Fused
+from offbeat.core.lazy_copy import lazy_copy
 from offbeat.core.memory import Saved, size
 from offbeat.core.metrics import Meter, batch_size
 from offbeat.core.precision import FULL, PrecisionPolicy
@@ -67,6 +68,7 @@ class Stage:
     """
 
     retains = False  # whether graphs are kept after their backward
+    recording = False  # whether its work is recorded, on inputs in a fixed place
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class Stage:
         self.lessons: dict[int, tuple[Tensor, Any]] = {}  # outputs whose true gradient has not been reported yet
         self.held_bytes: int | None = None  # for one batch in flight
         self.keeping = False
-        self.writes_input: bool | None = None  # in place; the first forward tells
+        self.writes_input: bool | None = None  # in place; known once its forward is recorded
         self.most_held = 0  # batches in flight at once, so far
         self.newest_used = 0
         self.window = Window(self.parameters)
@@ -267,10 +269,12 @@ class Stage:
     def _run(self, t: int, batch: InFlight, version: Version, *, again: bool = False) -> Any:
         """The stage's part of the network on one batch, and at the last stage the loss."""
         leaves = batch.inputs
-        if self.k > 1 or self.weights.replays or self.writes_input is not False:
-            # A copy, since a first operation in place would raise on a leaf, and spoil the input of a replay, or of
-            # the forward that follows a checkpoint.
-            leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if not self.recording or self.writes_input is not False:
+            # The module may write its input in place, but a replay, or the forward after a checkpoint, needs it as it
+            # was. A recording cannot wait for the first write.
+            copy = Tensor.clone if self.recording else lazy_copy
+            leaves = [copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)] if self.recording else []
         x = pytree.tree_unflatten(leaves, batch.structure)
         counted = not again and not self._left_out(t)
         before = [b.clone() for b in self.module.buffers()] if counted and self.on_nan == "skip" else []
@@ -281,8 +285,11 @@ class Stage:
         except USERS_CODE as error:
             given = f"{self._batch(t)} of {_shapes(x)}"
             raise UserError(f"stage {self.k} cannot take {given}: {first_line(error)}") from error
-        if self.writes_input is None:
-            self.writes_input = any(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
+        if self.recording:
+            written = versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+            if written and self.writes_input is False:
+                raise UserError(f"stage {self.k} writes its input in place in some forwards, not in all")
+            self.writes_input = written if self.writes_input is None else self.writes_input
         if before and not _finite(output):  # such a batch leaves no trace in BatchNorm's statistics
             for buffer, old in zip(self.module.buffers(), before, strict=True):
                 buffer.data.copy_(old)  # its graphs may hold it
