@@ -96,7 +96,7 @@ class Row:
     def _settle(self, turns: int) -> None:
         """Turns until all kinds of ticks have been joined: none comes that is not known."""
         self.turns(turns)
-        joined = getattr(getattr(self.pipe.engine, "deck", None), "joined", {})
+        joined = getattr(getattr(self.pipe.engine, "launch_queue", None), "joined", {})
         for _ in range(MOST_PASSES):
             known = sum(together is not None for together in joined.values())
             self.turns(turns)

@@ -17,6 +17,7 @@ from offbeat.core.deferred_statistics import DeferredStatistics
 from offbeat.core.descriptions import USER_CODE_ERRORS, batch_name, shapes
 from offbeat.core.fused import Fused
 from offbeat.core.in_flight import InFlight
+from offbeat.core.lazy_copy import lazy_copy
 from offbeat.core.memory import Saved, size
 from offbeat.core.precision import PrecisionPolicy
 from offbeat.core.random_stream import RandomStream
@@ -37,7 +38,8 @@ class StageNetwork:
     random               the stream that dropout and the like draw from
     deferred             BatchNorm statistics of micro-batches
     call                 the module, compiled or fused where that is wanted
-    writes_input         whether the module writes to its input in place; None before the first forward
+    recording            whether its work is being recorded, on inputs in a fixed place
+    writes_input         whether the module writes to its input in place; known once its forward is recorded
     batch_bytes          bytes that one batch in flight holds; None before the first forward
     """
 
@@ -67,6 +69,7 @@ class StageNetwork:
         self.random = RandomStream(device, seed, "stage", k)
         self.evaluation_random = RandomStream(device, seed, "evaluation", k)
         self.writes_input: bool | None = None
+        self.recording = False
         self.batch_bytes: int | None = None
 
     def _compiled(self) -> Callable[..., Any]:
@@ -109,6 +112,15 @@ class StageNetwork:
     # ---- calling
 
     @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Around work that is being recorded, which reads its inputs from the same memory in every repetition."""
+        before, self.recording = self.recording, True
+        try:
+            yield
+        finally:
+            self.recording = before
+
+    @contextmanager
     def measured(self, t: int, version: Version, inputs: list[Any]) -> Iterator[None]:
         """Around a forward: the first one is measured, and micro-batches leave BatchNorm's statistics to the update."""
         with ExitStack() as stack:
@@ -132,10 +144,12 @@ class StageNetwork:
 
     def _run(self, t: int, batch: InFlight, version: Version, *, counted: bool, observe: ObserveLoss | None) -> Any:
         leaves = batch.inputs
-        if self.k > 1 or self.weights.replays or self.writes_input is not False:
-            # A copy, since a first operation in place would raise on a leaf, and spoil the input of a replay, or of
-            # the forward that follows a checkpoint.
-            leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if not self.recording or self.writes_input is not False:
+            # The module may write its input in place, but a replay, or the forward after a checkpoint, needs it as it
+            # was. A recording cannot wait for the first write.
+            copy = Tensor.clone if self.recording else lazy_copy
+            leaves = [copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)] if self.recording else []
         x = pytree.tree_unflatten(leaves, batch.structure)
         before = [b.clone() for b in self.module.buffers()] if counted and self.guard.on_nan == "skip" else []
         collected = dict(self.deferred.collected) if self.deferred else {}
@@ -145,8 +159,11 @@ class StageNetwork:
         except USER_CODE_ERRORS as error:
             given = f"{batch_name(t, self.m)} of {shapes(x)}"
             raise UserError(f"stage {self.k} cannot take {given}: {first_line(error)}") from error
-        if self.writes_input is None:
-            self.writes_input = any(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
+        if self.recording:
+            written = versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+            if written and self.writes_input is False:
+                raise UserError(f"stage {self.k} writes its input in place in some forwards, not in all")
+            self.writes_input = written if self.writes_input is None else self.writes_input
         if before and not _finite(output):  # such a batch leaves no trace in BatchNorm's statistics
             for buffer, old in zip(self.module.buffers(), before, strict=True):
                 buffer.data.copy_(old)  # its graphs may hold it

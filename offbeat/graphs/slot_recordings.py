@@ -59,7 +59,7 @@ class SlotRecordings:
         buffers = [buffer.clone() for buffer in network.module.buffers()]
         before = {p: {key: tensor.clone() for key, tensor in kept.items()} for p, kept in memory.items()}
         try:
-            with network.random.drawing(replay=slot.batch.random):
+            with network.random.drawing(replay=slot.batch.random), network.recorded():
                 with network.measured(NO_BATCH, version, slot.batch.inputs):
                     self.forward(slot)
                 ones = None if network.last else _ones(slot.output)
@@ -124,7 +124,7 @@ class SlotRecordings:
 
     def forward(self, slot: Slot) -> None:
         replays = self.weights.replays
-        with torch.set_grad_enabled(not replays):
+        with torch.set_grad_enabled(not replays), self.network.recorded():
             output = self.network.forward(NO_BATCH, slot.batch, slot.weights, self.guard.observe)
         if not replays:
             slot.batch.roots = pytree.tree_leaves(output)
@@ -132,7 +132,10 @@ class SlotRecordings:
 
     def backward(self, slot: Slot, gradients: list[Tensor | None] | None) -> None:
         retain = self.recorder.captures
-        taken, below, _ = self.stage.differentiate(NO_BATCH, slot.batch, slot.weights, gradients, retain_graph=retain)
+        with self.network.recorded():
+            taken, below, _ = self.stage.differentiate(
+                NO_BATCH, slot.batch, slot.weights, gradients, retain_graph=retain
+            )
         if self.weights.replays:
             slot.batch.roots = []
         places = tensors_of(slot.input_gradients)

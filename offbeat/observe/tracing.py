@@ -329,8 +329,11 @@ class Tracing:
             },
         }
         what = f"{self.done} iteration{'s' * (self.done > 1)} of {len(stages)} stage{'s' * (len(stages) > 1)}"
-        alone = self.engine.records and self.device.type == "cuda"
-        found = "each operation by itself" if alone else f"idle {' '.join(f'{100 * share:.0f} %' for share in idle)}"
+        found = (
+            "each operation by itself"
+            if self.engine.defers
+            else f"idle {' '.join(f'{100 * share:.0f} %' for share in idle)}"
+        )
         told = f"trace: {what} in {self.path}; {found}"
         part = self.path.with_name(self.path.name + ".part")
         try:

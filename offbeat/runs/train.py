@@ -23,9 +23,7 @@ from offbeat.checkpoint.folder import FOLDER
 from offbeat.core.precision import PrecisionPolicy
 from offbeat.core.stage_report import Report, Staleness
 from offbeat.engines import Engine
-from offbeat.engines.processes import Processes
-from offbeat.engines.simulate import Simulate
-from offbeat.engines.streams import Streams
+from offbeat.engines.choose import choose_engine
 from offbeat.errors import FolderTaken, UserError
 from offbeat.observe import diagnosis
 from offbeat.pipeline import Pipeline
@@ -158,7 +156,8 @@ def begin(
     """
     torch.set_num_threads(recipe.threads_per_stage)
     torch.backends.cudnn.benchmark = recipe.tune
-    engine = make_engine(recipe)
+    device = torch.device(recipe.device)
+    engine = choose_engine(recipe.engine, recipe.K, method=recipe.make_method(), device=device)
     with engine.guard(), ExitStack() as locks:
         known = None
         if 1 in engine.here:
@@ -214,14 +213,6 @@ def enter(
         raise FolderTaken(told["refused"])
     sees = folder is not None or locks.enter_context(lock.joined(out, told["token"]))
     return folder, [k for k, there in enumerate(engine.exchange(sees), start=1) if not there]
-
-
-def make_engine(recipe: Recipe) -> Engine:
-    if recipe.engine == "streams":
-        return Streams(recipe.K, torch.device(recipe.device))
-    if recipe.engine == "processes":
-        return Processes(recipe.K, device=torch.device(recipe.device))
-    return Simulate(recipe.K)
 
 
 @dataclass(frozen=True)
@@ -359,7 +350,7 @@ class Run:
         self.recipe, self.known, self.pipe, self.folder, self.data_set = recipe, known, pipe, folder, data_set
         self.epochs = epochs
         self.telemetry = Telemetry(pipe)
-        reports = min(reports, 4) if pipe.engine.records else reports  # which make recorded stages catch up
+        reports = min(reports, 4) if pipe.engine.defers else reports  # each interrupts queued work
         self.every = max(1, epochs.per_epoch // reports)
         visible = show and folder is not None
         done = int(epochs.progress(pipe.batches))

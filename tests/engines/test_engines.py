@@ -63,5 +63,5 @@ def test_processes_equal_the_simulator_bit_for_bit(K, how, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_process_on_a_gpu_that_is_not_there_is_refused_in_one_line(device):
-    with pytest.raises(UserError, match=f"device {device}, but torch sees no CUDA device here: use cpu"):
+    with pytest.raises(UserError, match=f"device '{device}', but torch sees no CUDA device here: use device='cpu'"):
         own_device(torch.device(device))

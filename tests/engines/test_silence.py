@@ -156,7 +156,7 @@ class Spring(nn.Module):
 
 
 engine = Processes(K, silence=SILENCE)
-engine.store_answers = case != "failing"  # as if its process had ended first
+engine.failures.store_answers = case != "failing"  # as if its process had ended first
 model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), Spring()) for _ in range(K)))
 pipe = offbeat.Pipeline(model, K, method="adl", M=2, cuts=list(range(1, K)), loss=nn.functional.mse_loss, engine=engine,
                         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))

@@ -608,7 +608,7 @@ def test_a_model_that_cannot_take_the_batch_says_so_as_ever():
 
 
 def test_streams_need_a_gpu_and_methods_whose_iterations_are_alike():
-    with pytest.raises(UserError, match="engine streams on cpu: it runs the stages on streams of one GPU"):
+    with pytest.raises(UserError, match="engine='streams' on device 'cpu': it runs the stages on streams of one GPU"):
         offbeat.Pipeline(network(), 2, loss=nn.CrossEntropyLoss(), optimizer=sgd, engine="streams")
     assert {name for name in METHODS if named(name).why_not_capturable()} == {
         "gpipe",

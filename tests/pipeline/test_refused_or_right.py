@@ -158,13 +158,13 @@ def test_states_that_do_not_fit_are_refused_in_one_line():
         fresh.load(state, 7)
     with pytest.raises(UserError, match=r"load\(\) with batches in flight: call drain\(\)"):
         pipe.load(state, 7)
-    with pytest.raises(UserError, match=r"batches=77.*, but this is a state behind 7 batches"):
+    with pytest.raises(UserError, match=r"batches=77.*, but this state was saved after 7 batches"):
         pipeline(offbeat.ADL(M=2)).load(state, 77)
     for tree in ({}, "x", None, {1: {}, 2: {}}):
         with pytest.raises(UserError, match="the state of stage 1 is not one of a pipeline like this"):
             pipeline(offbeat.ADL(M=2)).load(tree, 7)
     for name, has in (("gpipe", 0), ("bp", 0), ("adl-1f1b", 1)):
-        with pytest.raises(UserError, match=f"stage 1 with 2 batches in flight, of which {name} has {has} by then"):
+        with pytest.raises(UserError, match=f"stage 1 with 2 batches in flight, where {name} has {has}"):
             pipeline(name).load(state, 7)
     with pytest.raises(UserError, match="of another optimizer than Adam, with momentum: make the same one"):
         pipeline(offbeat.ADL(M=2), optimizer=lambda p: torch.optim.Adam(p)).load(state, 7)
@@ -426,7 +426,7 @@ def test_a_loss_that_is_yet_to_come_is_a_number_like_any_other(monkeypatch):
 def test_pipelines_by_turns_leave_each_other_their_precision():
     def made(precision: str) -> offbeat.Pipeline:
         pipe = pipeline("bp", model=nn.Linear(4, 3), K=1)
-        pipe.numbers = PrecisionPolicy(precision, "cpu", False)
+        pipe._guard.precision = PrecisionPolicy(precision, "cpu", False)
         return pipe
 
     before = torch.get_float32_matmul_precision()
