@@ -11,7 +11,10 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # reference.py, cases.py, command.py
 sys.path.extend(str(Path(__file__).parent / folder) for folder in ("core", "methods", "pipeline"))  # used by others
+import preloaded
 from command import offbeat  # noqa: F401  a fixture for all
+
+preloaded.install()
 
 # Files that take longest, first: a worker takes whole files, and one that is left at the end leaves the others idle.
 LONG = (
@@ -61,3 +64,7 @@ def _one_thread():
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+def pytest_unconfigure() -> None:
+    preloaded.close()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from preloaded import PYTHON
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "offbeat"
@@ -130,7 +131,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_run(example):
-    done = subprocess.run([sys.executable, "-W", "error", example], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([PYTHON, "-W", "error", example], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 

@@ -9,7 +9,6 @@ import random
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from disks import fill, small_disk
+from preloaded import PYTHON
 from safetensors.torch import load_file
 from synced import Recorded
 from trees import same
@@ -444,7 +444,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_sound_checkpoint(tmp_pat
     for attempt in range(3):
         run = tmp_path / str(attempt)
         run.mkdir()
-        writer = subprocess.Popen([sys.executable, "-c", KILLED, str(run)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen([PYTHON, "-c", KILLED, str(run)], stdout=subprocess.PIPE)
         assert writer.stdout.readline()
         while checkpoints.newest(run)[0] is None:
             assert writer.poll() is None

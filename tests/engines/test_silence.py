@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import check_refused
+from preloaded import PYTHON
 from processes import (
     ENDLESS,
     ENVIRONMENT,
@@ -177,7 +178,7 @@ def members(folder: Path, case: str, K: int) -> list[tuple[int | None, str, str,
     group = {"WORLD_SIZE": str(K), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     started = [
         subprocess.Popen(
-            [sys.executable, str(file), case, str(SECONDS)],
+            [PYTHON, str(file), case, str(SECONDS)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

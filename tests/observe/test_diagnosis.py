@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from cases import some
 from command import Command, check_refused
+from preloaded import PYTHON
 from processes import ENVIRONMENT, KILLED
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -286,7 +286,7 @@ def here(offbeat: Command, *arguments: object) -> None:
 def test_processes_write_the_lines_of_the_simulator_and_the_bits_of_a_plain_run(offbeat: Command, tmp_path):
     here(offbeat, *RUN, "--engine", "simulate", "--out", tmp_path / "plain")
     here(offbeat, *RUN, "--engine", "simulate", "--diagnose", 3, "--out", tmp_path / "simulate")
-    command = [sys.executable, "-m", "offbeat", "train", *RUN, "--diagnose", "3", "--out", str(tmp_path / "processes")]
+    command = [PYTHON, "-m", "offbeat", "train", *RUN, "--diagnose", "3", "--out", str(tmp_path / "processes")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     assert weights_of(tmp_path / "plain") == weights_of(tmp_path / "simulate") == weights_of(tmp_path / "processes")
@@ -304,7 +304,7 @@ def test_processes_write_the_lines_of_the_simulator_and_the_bits_of_a_plain_run(
 def test_a_run_that_was_killed_and_goes_on_has_every_line_once(every, weights, offbeat: Command, tmp_path):
     small = [*RUN, "--engine", "simulate", "--diagnose", "1", "--checkpoint-every", every, "--weights", weights]
     here(offbeat, *small, "--out", tmp_path / "whole")
-    command = [sys.executable, "-c", KILLED, "41", "train", *small, "--out", str(tmp_path / "broken")]
+    command = [PYTHON, "-c", KILLED, "41", "train", *small, "--out", str(tmp_path / "broken")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     with (tmp_path / "broken" / "diagnosis.jsonl").open("a") as file:

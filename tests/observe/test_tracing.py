@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases import some
 from command import Command, check_refused
+from preloaded import PYTHON
 from processes import ENVIRONMENT, free_ports
 from safetensors.torch import load_file
 from torch import nn
@@ -260,7 +261,7 @@ def test_the_command_tells_it_in_one_line_and_a_run_that_goes_on_keeps_its_trace
 def test_processes_have_one_clock_and_the_bits_of_an_untraced_run(offbeat: Command, tmp_path):
     here(offbeat, *RUN, "--engine", "simulate", "--json", "--out", tmp_path / "plain")
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "offbeat", "train", *RUN, "--trace", "20", "--diagnose", "3", "--out", str(run)]
+    command = [PYTHON, "-m", "offbeat", "train", *RUN, "--trace", "20", "--diagnose", "3", "--out", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     assert "trace: 20 iterations of 2 stages in" in done.stderr

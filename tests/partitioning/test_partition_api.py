@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from preloaded import PYTHON
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -501,9 +502,9 @@ def test_twenty_processes_give_the_weights_of_the_simulator(tmp_path):
     K = 20
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent), K=K))
-    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False)
+    alone = subprocess.run([PYTHON, str(script)], capture_output=True, text=True, timeout=150, check=False)
     assert alone.returncode == 0, alone.stderr[-2000:]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={K}", str(script)]
+    torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={K}", str(script)]
     together = subprocess.run(torchrun, capture_output=True, text=True, timeout=240, check=False)
     assert together.returncode == 0, together.stderr[-3000:]
     expected = alone.stdout.strip()

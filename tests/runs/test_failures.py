@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from preloaded import PYTHON
 from processes import (
     ENDLESS,
     ENVIRONMENT,
@@ -86,7 +87,7 @@ def diverge(out: Path) -> Ended:
 def diverge_in_group(out: Path) -> list[subprocess.CompletedProcess]:
     """The command in two processes that it did not start itself, as under torchrun."""
     arguments = ("--data", "synthetic", "--model", "mlp", "-M", "1", "-K", "2", "--lr", "1e38", "--warmup", "0")
-    command = [sys.executable, "-m", "offbeat", "train", *arguments, "--json", "--out", str(out)]
+    command = [PYTHON, "-m", "offbeat", "train", *arguments, "--json", "--out", str(out)]
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
 
     def member(rank: int) -> subprocess.CompletedProcess:
@@ -202,7 +203,7 @@ def script(out: Path) -> dict[str, tuple[Last, Last]]:
     cases = [part for pair in zip(CASES, map(str, free_ports(len(CASES)))) for part in pair]
     started = [
         subprocess.Popen(
-            [sys.executable, str(file), str(out), str(rank), *cases], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+            [PYTHON, str(file), str(out), str(rank), *cases], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
         )
         for rank in range(2)
     ]

@@ -9,7 +9,6 @@ import json
 import resource
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from command import Command
 from disks import PAGE, fill, free, small_disk, taken
+from preloaded import PYTHON
 from safetensors.torch import load_file
 from torch import nn
 from trees import same
@@ -73,7 +73,7 @@ def train(offbeat: Command, engine: str, out: Path, *arguments: str) -> tuple[in
     if engine == "simulate":
         outcome = offbeat(*command)
         return outcome.code, outcome.err
-    done = subprocess.run([sys.executable, "-m", "offbeat", *command], capture_output=True, text=True, check=False)
+    done = subprocess.run([PYTHON, "-m", "offbeat", *command], capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
 
 

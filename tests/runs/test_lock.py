@@ -9,7 +9,6 @@ import os
 import platform
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 from command import Command, check_refused, contents
 from disks import fill, small_disk
+from preloaded import PYTHON
 from processes import ENVIRONMENT, START, Run, group, processes_of, wait_for
 from safetensors.torch import load_file
 
@@ -65,7 +65,7 @@ IN_USE = ("in use by the run of process", f"on {platform.node()}", "one run at a
 @contextmanager
 def another_process(folder: Path) -> Iterator[subprocess.Popen]:
     """One that holds the folder, as a run does that is about to begin."""
-    command = [sys.executable, "-c", HOLDER, str(folder)]
+    command = [PYTHON, "-c", HOLDER, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         yield process
@@ -159,7 +159,7 @@ def test_a_new_run_in_a_folder_that_another_is_about_to_use_is_refused(tmp_path,
 
 @pytest.mark.slow
 def test_of_two_runs_that_begin_in_one_folder_at_once_one_is_refused(tmp_path, offbeat: Command):
-    command = [sys.executable, "-m", "offbeat", "train", *SMALL, "--engine", "simulate", "--out", str(tmp_path / "run")]
+    command = [PYTHON, "-m", "offbeat", "train", *SMALL, "--engine", "simulate", "--out", str(tmp_path / "run")]
 
     def start(_: int) -> subprocess.CompletedProcess:
         return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)

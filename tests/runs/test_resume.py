@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from command import Command, check_refused
+from preloaded import PYTHON
 from processes import KILLED, processes_of, wait_for
 from safetensors.torch import load_file
 
@@ -47,7 +47,7 @@ METHODS = {
 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "offbeat", "train", *map(str, arguments), "--out", str(out)]
+    command = [PYTHON, "-m", "offbeat", "train", *map(str, arguments), "--out", str(out)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -64,7 +64,7 @@ def until(condition) -> None:
 
 def killed(out: Path, before: int, *arguments: str) -> None:
     """A run in one process that is killed before that batch, as by SIGKILL from outside."""
-    command = [sys.executable, "-c", KILLED, str(before), "train", *arguments, "--out", str(out)]
+    command = [PYTHON, "-c", KILLED, str(before), "train", *arguments, "--out", str(out)]
     done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), -signal.SIGKILL)
 
 
@@ -87,7 +87,7 @@ def told(run: Path) -> list[tuple]:
 
 
 def resumed(run: Path, *arguments: str, code: int = 0) -> str:
-    command = [sys.executable, "-m", "offbeat", "train", "--resume", str(run), "--json", *arguments]
+    command = [PYTHON, "-m", "offbeat", "train", "--resume", str(run), "--json", *arguments]
     return done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), code)
 
 
@@ -266,7 +266,7 @@ def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "sys.argv = ['offbeat', *sys.argv[1:]]; from offbeat.cli import main; main()"
     )
-    command = [sys.executable, "-c", limited, "train", *settings, "--out", str(run)]
+    command = [PYTHON, "-c", limited, "train", *settings, "--out", str(run)]
     done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     assert any(line["kind"] == "checkpoint failed" and "reason" in line for line in lines(run))
     assert any(line["kind"] == "result" for line in lines(run))

@@ -6,13 +6,13 @@ Stages that do not see the run folder send their parts of a checkpoint to the fi
 from __future__ import annotations
 
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from command import Command
 from disks import small_disk, taken
+from preloaded import PYTHON
 from processes import ENVIRONMENT, free_ports, group
 from safetensors.torch import load_file
 
@@ -44,7 +44,7 @@ def torchrun(disks: list[Path], *arguments: object) -> list[subprocess.Completed
 
     def agent(node: int) -> subprocess.CompletedProcess:
         command = [
-            sys.executable,
+            PYTHON,
             "-m",
             "torch.distributed.run",
             "--nnodes",

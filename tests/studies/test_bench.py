@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from statistics import median
 
 import pytest
 from command import check_refused, offbeat  # noqa: F401
+from preloaded import PYTHON
 from processes import ENVIRONMENT, START, STOP, wait_for
 
 from offbeat.errors import UserError
@@ -98,7 +98,7 @@ def trained(tmp_path_factory):
     told = json.dumps(SETTING.as_dict())
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", TRAIN, str(rank), str(store), told],
+            [PYTHON, "-c", TRAIN, str(rank), str(store), told],
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -222,7 +222,7 @@ def below(pid: int) -> list[int]:
 def test_ctrl_c_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path):
     out = tmp_path / "found"
     command = [
-        sys.executable,
+        PYTHON,
         "-m",
         "offbeat",
         "bench",

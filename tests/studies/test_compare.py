@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from statistics import median
 
 import pytest
 from command import Command, Outcome, check_refused
+from preloaded import PYTHON
 
 from offbeat.methods import METHODS
 from offbeat.runs import train as training
@@ -376,7 +376,7 @@ def test_a_process_that_fails_is_a_row_that_says_why(offbeat):
 def two_at_a_time(folder: Path) -> Iterator[subprocess.Popen]:
     """A comparison in a process of its own, when both of its endless runs have begun to train."""
     command = [
-        sys.executable,
+        PYTHON,
         "-m",
         "offbeat",
         "compare",
