@@ -22,7 +22,7 @@ LONG = (
     "test_runs",
     "test_resume",
     "test_lock",
-    "test_two_disks",
+    "test_separate_disks",
     "test_compare",
     "test_engines",
     "test_bench",
@@ -47,7 +47,7 @@ LONG = (
     "test_layout",
     "test_links",
     "test_reproduce",
-    "test_reproduced",
+    "test_reproduction_record",
     "test_streams",
     "test_precision",
 )

@@ -87,7 +87,7 @@ def test_every_page_is_reached_from_the_first():
     assert set(DOCS.rglob("*.md")) == seen
 
 
-def test_what_is_told_of_choosing_and_in_the_questions_are_no_measurements_of_their_own():
+def test_the_pages_on_choosing_and_questions_contain_no_measurements():
     for name in ("choosing.md", "faq.md"):
         told = prose(DOCS / name)
         assert not re.search(r"\d+(\.\d+)? ?(%|x\b|ms\b|times\b|samples/s|MB\b)|\d\.\d", told), name

@@ -93,7 +93,7 @@ def printed(request) -> list[list[str]]:
         return [out.splitlines() for out, _ in ended]
 
 
-def test_processes_of_one_machine_listen_on_loopback_whatever_its_name_is(printed):
+def test_processes_of_one_machine_listen_on_loopback_under_any_host_name(printed):
     assert [lines[0] for lines in printed] == ["['127.0.0.1']"] * 2
 
 

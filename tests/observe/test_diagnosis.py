@@ -224,7 +224,7 @@ def test_the_streams_engine_measures_what_simulate_does_and_changes_as_little(we
 
 
 @pytest.mark.parametrize("corrector", ["sc", "lwp+sc", "dc"])
-def test_correctors_are_asked_no_more_often(corrector):
+def test_diagnosis_calls_correctors_no_more_often(corrector):
     check_unchanged(lambda: pipeline(library.ADL(M=2, corrector=corrector)))
 
 
@@ -301,7 +301,7 @@ def test_processes_write_the_lines_of_the_simulator_and_the_bits_of_a_plain_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "weights"), [("7b", "stash"), ("9b", "hybrid")])
-def test_a_run_that_was_killed_and_goes_on_has_every_line_once(every, weights, offbeat: Command, tmp_path):
+def test_a_resumed_run_has_every_line_once(every, weights, offbeat: Command, tmp_path):
     small = [*RUN, "--engine", "simulate", "--diagnose", "1", "--checkpoint-every", every, "--weights", weights]
     here(offbeat, *small, "--out", tmp_path / "whole")
     command = [PYTHON, "-c", KILLED, "41", "train", *small, "--out", str(tmp_path / "broken")]
@@ -314,7 +314,7 @@ def test_a_run_that_was_killed_and_goes_on_has_every_line_once(every, weights, o
     assert lines_of(tmp_path / "broken") == lines_of(tmp_path / "whole")
 
 
-def test_lines_behind_the_place_where_a_run_goes_on_are_taken_back(tmp_path):
+def test_lines_after_the_batch_at_which_a_run_resumes_are_removed(tmp_path):
     first = Diagnoses(tmp_path, 0)
     first.add([{"stage": k, "batch": t, "turn": t + 2 * (k == 1)} for t in range(6) for k in (1, 2)])
     second = Diagnoses(tmp_path, 4)
@@ -337,12 +337,12 @@ def test_lines_behind_the_place_where_a_run_goes_on_are_taken_back(tmp_path):
         (["--diagnose", "5", "--method", "dgl", "-K", "2"], "diagnose with dgl, whose stages learn from heads"),
     ],
 )
-def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path):
+def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, said, tmp_path):
     run = ("train", "--data", "digits", "--model", "resnet8", *arguments, "--dry-run", "--out", tmp_path / "x")
     check_refused(offbeat, run, said)
 
 
-def test_misuse_of_the_pipeline_is_told():
+def test_misuse_of_the_pipeline_is_reported():
     for every in (0, -1, True, 2.5):
         with pytest.raises(library.UserError, match="use a whole number from 1 up"):
             pipeline(library.ADL(M=2)).diagnose(every)

@@ -104,7 +104,7 @@ def check_order_of_messages(trace: dict, slack: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("engine", ["simulate", "streams"])
-def test_a_trace_holds_so_many_iterations_of_every_full_stage(engine, tmp_path):
+def test_a_trace_holds_the_given_number_of_iterations_of_every_full_stage(engine, tmp_path):
     pipe, told = pipeline(library.ADL(M=2), engine), []
     pipe.trace(8, tmp_path / "trace.json", tell=told.append)
     start = 4 + 2 * 2
@@ -152,7 +152,7 @@ def test_the_streams_engine_gives_the_same_bits_with_a_trace(tmp_path):
     assert train(plain) == train(traced)
 
 
-def test_micro_batches_are_told_with_their_batch(tmp_path):
+def test_micro_batches_are_recorded_with_their_batch(tmp_path):
     pipe = pipeline(library.GPipe(2))
     pipe.trace(3, tmp_path / "trace.json")
     train(pipe, 8)
@@ -200,7 +200,7 @@ def test_a_second_trace_can_follow_and_evaluations_are_not_idle_time(tmp_path):
     assert sum(two["otherData"]["idle"]) < sum(one["otherData"]["idle"]) + 0.5
 
 
-def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(tmp_path):
+def test_a_trace_that_cannot_be_written_is_reported_and_training_continues(tmp_path):
     pipe, told = pipeline(library.ADL(M=2)), []
     (tmp_path / "trace.json").mkdir()
     pipe.trace(4, tmp_path / "trace.json", tell=told.append)
@@ -244,7 +244,7 @@ def here(offbeat: Command, *arguments: object) -> str:
     return outcome.err
 
 
-def test_the_command_tells_it_in_one_line_and_a_run_that_goes_on_keeps_its_trace(offbeat: Command, tmp_path):
+def test_the_command_reports_the_trace_in_one_line_and_a_resumed_run_keeps_it(offbeat: Command, tmp_path):
     run = tmp_path / "run"
     small = [*RUN, "--engine", "simulate", "--checkpoint-every", "1e"]
     said = here(offbeat, *small, "--trace", 5, "--out", run)
@@ -317,12 +317,12 @@ def test_hosts_whose_clocks_differ_are_brought_to_one(tmp_path):
         (["--trace", "many"], "--trace"),
     ],
 )
-def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path):
+def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, said, tmp_path):
     run = ("train", "--data", "digits", "--model", "resnet8", *arguments, "--dry-run", "--out", tmp_path / "x")
     check_refused(offbeat, run, said)
 
 
-def test_misuse_of_the_pipeline_is_told(tmp_path):
+def test_misuse_of_the_pipeline_is_reported(tmp_path):
     pipe = pipeline(library.ADL(M=2))
     for turns in (0, -1, True, 2.5, 10**6):
         with pytest.raises(library.UserError, match="use a whole number from 1 to 100000"):

@@ -97,7 +97,7 @@ def test_the_stages_one_after_the_other_are_the_model_bit_for_bit(name, training
 
 
 @pytest.mark.parametrize("name", NOT_SEQUENTIAL)
-def test_a_partition_says_where_it_cut_and_what_the_units_are_called(name):
+def test_a_partition_lists_its_cuts_and_the_names_of_its_units(name):
     model, x = made(name)
     found = partition(model, 3, x)
     assert found.K == len(found.stages) == 3
@@ -109,7 +109,7 @@ def test_a_partition_says_where_it_cut_and_what_the_units_are_called(name):
     assert sorted(parameters) == sorted(key for key, _ in model.named_parameters())
 
 
-def test_what_cannot_be_traced_stays_one_unit_and_a_note_says_which_and_why():
+def test_what_cannot_be_traced_stays_one_unit_with_a_note_that_gives_the_reason():
     model, x = made("mixed")
     found = partition(model, 2, x)
     assert len(found.notes) == 1
@@ -176,7 +176,7 @@ def test_a_slow_worker_gets_less():
     assert partition(model, 3, x, speeds=[1, 1, 0.5]).units == "layers"  # positions of what was traced
 
 
-def test_a_memory_limit_moves_the_cuts_and_an_impossible_one_is_refused_with_what_would_do():
+def test_a_memory_limit_moves_the_cuts_and_an_impossible_one_is_refused():
     model, x = made("vgg")
     costs = profile(model, x, timed=False)
     memory = Memory(

@@ -111,7 +111,7 @@ def test_resuming_a_run_that_still_runs_is_refused_and_changes_nothing(engine, t
 
 
 @pytest.mark.parametrize("engine", [pytest.param("simulate", marks=pytest.mark.slow), "processes"])
-def test_a_run_that_was_killed_goes_on_once_its_last_process_is_gone(engine, tmp_path, offbeat: Command, monkeypatch):
+def test_a_killed_run_can_be_resumed_once_its_last_process_has_ended(engine, tmp_path, offbeat: Command, monkeypatch):
     monkeypatch.setattr(lock, "LEAVING", 0.5)
     run = Run(tmp_path / "run", *SMALL, "--engine", engine)
     try:
@@ -257,14 +257,14 @@ def test_a_process_may_hold_a_folder_more_than_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_run_has_left_holds_nobody_up(tmp_path):
+def test_files_of_a_killed_run_block_no_other_run(tmp_path):
     (tmp_path / lock.FILE).write_text(json.dumps({"process": 1, "host": platform.node(), "token": "old"}))
     with lock.held(tmp_path) as token:
         assert token != "old"
         assert json.loads((tmp_path / lock.FILE).read_text())["process"] == os.getpid()
 
 
-def test_a_folder_that_was_made_to_be_held_goes_unless_something_is_in_it(tmp_path):
+def test_a_folder_created_for_its_lock_is_removed_while_empty(tmp_path):
     with lock.held(tmp_path / "a" / "b"):
         pass
     assert list(tmp_path.iterdir()) == []

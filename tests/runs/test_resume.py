@@ -97,7 +97,7 @@ def some(values, quick):
 
 
 @pytest.mark.parametrize("name", some(METHODS, ("adl-hybrid",)))
-def test_a_killed_run_goes_on_bit_for_bit(name, tmp_path, offbeat: Command):
+def test_a_killed_run_resumes_bit_for_bit(name, tmp_path, offbeat: Command):
     settings = [*SMALL, "-K", "3", "--checkpoint-every", "7b", *METHODS[name]]
     here(offbeat, *settings, "--out", tmp_path / "whole")
     killed(tmp_path / "broken", 19, *settings)
@@ -107,7 +107,7 @@ def test_a_killed_run_goes_on_bit_for_bit(name, tmp_path, offbeat: Command):
     assert told(tmp_path / "broken") == told(tmp_path / "whole"), "the records are those of one run"
 
 
-def test_a_drained_checkpoint_holds_nothing_in_flight_and_goes_on_bit_for_bit(tmp_path, offbeat: Command):
+def test_a_drained_checkpoint_holds_nothing_in_flight_and_resumes_bit_for_bit(tmp_path, offbeat: Command):
     settings = [*SMALL, "-K", "3", "-M", "2", "--checkpoint-every", "7b"]
     drained = ("--checkpoint-mode", "drained")
     here(offbeat, *settings, *drained, "--out", tmp_path / "whole")
@@ -155,7 +155,7 @@ def in_earlier_form(run: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fdg:beta=0.5,corrector=sc", "gpipe:m=2,recompute=yes"])
-def test_a_run_of_an_earlier_version_goes_on_bit_for_bit(method, tmp_path, offbeat: Command):
+def test_a_run_of_an_earlier_version_resumes_bit_for_bit(method, tmp_path, offbeat: Command):
     settings = [*SMALL, "-K", "3", "--checkpoint-every", "7b", "--method", method]
     here(offbeat, *settings, "--out", tmp_path / "whole")
     killed(tmp_path / "broken", 19, *settings)
@@ -169,7 +169,7 @@ def test_a_run_of_an_earlier_version_goes_on_bit_for_bit(method, tmp_path, offbe
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path, offbeat: Command):
+def test_a_killed_worker_is_replaced_and_the_run_continues(tmp_path, offbeat: Command):
     settings = [*RUN, "-K", "2", "--checkpoint-every", "5b", "-M", "2", "--weights", "hybrid"]
     here(offbeat, *settings, "--engine", "simulate", "--out", tmp_path / "whole")
     broken = start(tmp_path / "broken", *settings, "--engine", "processes", "--max-restarts", "2")
@@ -214,7 +214,7 @@ def test_checkpoints_by_the_clock_are_agreed_upon(engine, tmp_path):
     "change",
     some([("-K", "3"), ("-K", "1"), ("-M", "4"), ("--method", "fr"), ("--engine", "processes")], (("-K", "3"),)),
 )
-def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_path, offbeat: Command):
+def test_a_run_resumes_with_other_stages_windows_methods_or_engines(change, tmp_path, offbeat: Command):
     run = tmp_path / "run"
     killed(run, 12, *SMALL, "-K", "2", "-M", "2", "--checkpoint-every", "9b")
     if change[0] == "--engine":
@@ -235,7 +235,7 @@ def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_for_more_epochs(tmp_path, offbeat: Command):
+def test_a_finished_run_resumes_for_more_epochs(tmp_path, offbeat: Command):
     run = tmp_path / "run"
     here(offbeat, *SMALL, "-K", "2", "--checkpoint-every", "1e", "--out", run)
     check_refused(offbeat, ("train", "--resume", run), "is finished, after 2 epochs")
@@ -243,7 +243,7 @@ def test_a_finished_run_goes_on_for_more_epochs(tmp_path, offbeat: Command):
     assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1, 2]
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, offbeat: Command):
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, offbeat: Command):
     run = tmp_path / "run"
     settings = [*SMALL, "-K", "2", "--checkpoint-every", "7b"]
     here(offbeat, *settings, "--out", tmp_path / "whole")
@@ -287,12 +287,12 @@ def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
         (["--resume", "nowhere"], "does not exist"),
     ],
 )
-def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path):
+def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, said, tmp_path):
     extra = [] if "--resume" in arguments else ["--dry-run", "--out", tmp_path / "x"]
     check_refused(offbeat, ("train", "--data", "digits", "--model", "resnet8", *arguments, *extra), said)
 
 
-def test_rates_can_be_changed_when_a_run_goes_on(tmp_path, offbeat: Command):
+def test_rates_can_be_changed_when_a_run_resumes(tmp_path, offbeat: Command):
     run = tmp_path / "run"
     here(offbeat, *SMALL, "-K", "2", "--checkpoint-every", "1e", "--warmup", "0", "--out", run)
     before = [line["lr"] for line in lines(run) if line["kind"] == "train"][-1]

@@ -291,7 +291,7 @@ def test_the_training_lines_are_regular_and_sane(run):
     assert times == sorted(times)
 
 
-def test_an_epoch_line_tells_the_epoch_and_the_test_after_it(run):
+def test_an_epoch_line_holds_the_epoch_and_the_test_after_it(run):
     told = lines(run, "epoch")
     assert [(line["epoch"], line["batches"]) for line in told] == [(0, 45), (1, 90)]
     assert told[1]["train_loss"] < told[0]["train_loss"]
@@ -387,7 +387,7 @@ def test_the_demo_ends_with_one_table_and_the_folder_of_three_runs(tmp_path):
     assert same[0] == same[1] == same[2], "the same recipe"
 
 
-def test_stages_that_do_not_get_a_message_in_every_iteration_end_their_epochs_together(commands, folder, here, capsys):
+def test_stages_without_a_message_in_every_iteration_end_their_epochs_together(commands, folder, here, capsys):
     done = commands["uneven"].result()
     assert done.returncode == 0, done.stderr
     here("uneven-simulated", *UNEVEN, "--engine", "simulate", capsys=capsys)

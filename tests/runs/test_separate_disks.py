@@ -148,7 +148,7 @@ def test_a_run_without_checkpoints_needs_no_shared_folder(tmp_path, offbeat: Com
 
 
 @pytest.mark.slow
-def test_a_run_on_separate_disks_goes_on_with_more_stages(tmp_path):
+def test_a_run_on_separate_disks_resumes_with_more_stages(tmp_path):
     disks = [tmp_path / name for name in "abc"]
     settings = (*SMALL, "--epochs", 1, "--checkpoint-every", "7b")
     succeeded(torchrun(disks[:2], *settings, "-K", 2, "--out", "run"))
