@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from preloaded import PYTHON
 from processes import free_ports
 from safetensors.torch import load_file
 
@@ -56,8 +57,8 @@ UNEVEN = (
 Completed = subprocess.CompletedProcess
 
 
-def python(*arguments: object) -> Completed:
-    command = [sys.executable, *map(str, arguments)]
+def python(*arguments: object, program: str = PYTHON) -> Completed:
+    command = [program, *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT, check=False, env=ENVIRONMENT, stdin=subprocess.DEVNULL
     )
@@ -97,7 +98,8 @@ def folder(tmp_path_factory) -> Path:
 def commands(folder) -> Iterator[dict[str, Future]]:
     """Every run in processes of its own, started in this order; wait for one with .result()."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        first = pool.submit(python, "-m", "offbeat", "train", *SMALL, "-K", 2, "--out", folder / "processes")
+        train = ("-m", "offbeat", "train")
+        first = pool.submit(python, *train, *SMALL, "-K", 2, "--out", folder / "processes", program=sys.executable)
 
         @cache  # when it is asked for
         def repeated() -> Completed:
@@ -109,7 +111,7 @@ def commands(folder) -> Iterator[dict[str, Future]]:
             "processes": first,
             "agents": pool.submit(two_agents, folder / "agents"),
             "repeated": SimpleNamespace(result=repeated),
-            "uneven": pool.submit(python, "-m", "offbeat", "train", *UNEVEN, "--out", folder / "uneven"),
+            "uneven": pool.submit(python, *train, *UNEVEN, "--out", folder / "uneven"),
         }
 
 
