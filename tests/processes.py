@@ -186,13 +186,8 @@ def check_stopped(ended: Ended, *words: str, code: int = 2, kind: str = "failed"
 
 
 @contextmanager
-def two_processes(
-    script: str, *, surroundings: dict[str, str] = ENVIRONMENT, around: tuple[str, ...] = ()
-) -> Iterator[list[subprocess.Popen]]:
-    """A script in two processes, as torchrun starts them on one machine, with a store that outlives both.
-
-    around: a command that starts each process
-    """
+def two_processes(script: str, *, surroundings: dict[str, str] = ENVIRONMENT) -> Iterator[list[subprocess.Popen]]:
+    """A script in two processes, as torchrun starts them on one machine, with a store that outlives both."""
     _store, port = loopback_store()
     group = {
         "WORLD_SIZE": "2",
@@ -203,7 +198,7 @@ def two_processes(
     }
     started = [
         subprocess.Popen(
-            [*around, sys.executable if around else PYTHON, "-c", script],
+            [PYTHON, "-c", script],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 from cases import some
-from command import Command, check_refused
+from command import Command, check_refused, train_here, weights
 from preloaded import PYTHON
 from processes import ENVIRONMENT, KILLED
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import offbeat as library
@@ -273,23 +272,14 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda line: (line["stage"], line["batch"]))
 
 
-def weights_of(run: Path) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}
-
-
-def here(offbeat: Command, *arguments: object) -> None:
-    outcome = offbeat("train", *arguments)
-    assert outcome.code == 0, outcome.err
-
-
 @pytest.mark.slow
 def test_processes_write_the_lines_of_the_simulator_and_the_bits_of_a_plain_run(offbeat: Command, tmp_path):
-    here(offbeat, *RUN, "--engine", "simulate", "--out", tmp_path / "plain")
-    here(offbeat, *RUN, "--engine", "simulate", "--diagnose", 3, "--out", tmp_path / "simulate")
+    train_here(offbeat, *RUN, "--engine", "simulate", "--out", tmp_path / "plain")
+    train_here(offbeat, *RUN, "--engine", "simulate", "--diagnose", 3, "--out", tmp_path / "simulate")
     command = [PYTHON, "-m", "offbeat", "train", *RUN, "--diagnose", "3", "--out", str(tmp_path / "processes")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
-    assert weights_of(tmp_path / "plain") == weights_of(tmp_path / "simulate") == weights_of(tmp_path / "processes")
+    assert weights(tmp_path / "plain") == weights(tmp_path / "simulate") == weights(tmp_path / "processes")
     assert not (tmp_path / "plain" / "diagnosis.jsonl").exists()
     found = lines_of(tmp_path / "simulate")
     assert found == lines_of(tmp_path / "processes")
@@ -303,14 +293,14 @@ def test_processes_write_the_lines_of_the_simulator_and_the_bits_of_a_plain_run(
 @pytest.mark.parametrize(("every", "weights"), [("7b", "stash"), ("9b", "hybrid")])
 def test_a_resumed_run_has_every_line_once(every, weights, offbeat: Command, tmp_path):
     small = [*RUN, "--engine", "simulate", "--diagnose", "1", "--checkpoint-every", every, "--weights", weights]
-    here(offbeat, *small, "--out", tmp_path / "whole")
+    train_here(offbeat, *small, "--out", tmp_path / "whole")
     command = [PYTHON, "-c", KILLED, "41", "train", *small, "--out", str(tmp_path / "broken")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     with (tmp_path / "broken" / "diagnosis.jsonl").open("a") as file:
         file.write('{"stage": 1, "upd')  # killed while writing
-    here(offbeat, "--resume", tmp_path / "broken", "--json")
-    assert weights_of(tmp_path / "broken") == weights_of(tmp_path / "whole")
+    train_here(offbeat, "--resume", tmp_path / "broken", "--json")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert lines_of(tmp_path / "broken") == lines_of(tmp_path / "whole")
 
 

@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command import Command, check_refused, contents
+from command import Command, check_refused, contents, weights
 from disks import fill, small_disk
 from preloaded import PYTHON
 from processes import ENVIRONMENT, START, Run, group, processes_of, wait_for
-from safetensors.torch import load_file
 
 from offbeat.checkpoint import ls
 from offbeat.errors import FolderTaken, UserError
@@ -70,10 +69,6 @@ def another_process(folder: Path) -> Iterator[subprocess.Popen]:
         assert process.stdout.readline() == b"held\n"
         yield process
         process.kill()
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}
 
 
 def freeze(run: Run) -> dict[int, str]:

@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command import Command
+from command import Command, weights
 from disks import small_disk, taken
 from preloaded import PYTHON
 from processes import ENVIRONMENT, free_ports, group
-from safetensors.torch import load_file
 
 from offbeat import checkpoint as checkpoints
 from offbeat.runs.record import lines
@@ -88,10 +87,6 @@ def succeeded(all_done: list[subprocess.CompletedProcess]) -> None:
         assert ours == [], done.stderr
 
 
-def weights(run: Path) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}
-
-
 def untouched(disk: Path) -> None:
     """Nothing of a run is on that machine, nor was left in its temporary folder."""
     assert list(disk.iterdir()) == []
@@ -162,7 +157,7 @@ def test_a_run_on_separate_disks_resumes_with_more_stages(tmp_path):
 
 
 # Parts in pieces of 512 bytes: more of them than links hold.
-IN_PIECES = "from offbeat import cli, transfer; transfer.CHUNK = 512; cli.main()"
+IN_PIECES = "from offbeat import cli; from offbeat.runs import transfer; transfer.CHUNK = 512; cli.main()"
 
 
 @pytest.mark.slow
