@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,14 @@ settings.load_profile("offbeat")
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def forked_children() -> Iterator[None]:
+    """Fork the processes that the package starts from this one (preloaded.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", preloaded.PYTHON)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,8 +2,8 @@
 
 Importing torch, and what its optimizers import, takes 3 seconds of a processor. `subprocess` starts a command whose
 first part is `PYTHON` by forking a process that has done so, the server. All else is as for other commands: arguments,
-environment, folder, files, session, parent, exit. In a process started in this way `sys.executable` is PYTHON, so that
-the processes it starts are forked too.
+environment, folder, files, session, cores, parent, exit. In a process started in this way `sys.executable` is PYTHON,
+so that the processes it starts are forked too.
 
 With OFFBEAT_TESTS_EXEC=1 in the environment (`make slow`) PYTHON is the interpreter, and nothing is forked.
 """
@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 EXEC = sys.platform != "linux" or bool(os.environ.get("OFFBEAT_TESTS_EXEC"))
-PYTHON = sys.executable if EXEC else "python-with-torch"
+INTERPRETER = sys.executable  # which tests may replace by PYTHON
+PYTHON = INTERPRETER if EXEC else "python-with-torch"
 SET_CHILD_SUBREAPER = 36  # of prctl
 TITLE = 16384  # bytes for the arguments of a process in /proc
 MOST_FILES = 16
@@ -63,6 +64,7 @@ def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd,
         "folder": os.fspath(cwd or Path.cwd()),
         "environment": dict(os.environ if env is None else env),
         "new session": bool(new_session),
+        "cores": sorted(os.sched_getaffinity(0)),
         "numbers": [0, 1, 2, *pass_fds],
     }
     self.pid = _ask(request, [*files, *pass_fds])
@@ -90,7 +92,7 @@ def _start_server() -> socket.socket:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with theirs:
         _started = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), " " * TITLE],
+            [INTERPRETER, __file__, str(theirs.fileno()), " " * TITLE],
             env=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -151,6 +153,7 @@ def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
         os.dup2(file, number)
         os.close(file)
     os.chdir(request["folder"])
+    os.sched_setaffinity(0, request["cores"])
     os.environ.clear()
     os.environ.update(request["environment"])
     if "RANK" not in os.environ:  # it may start others

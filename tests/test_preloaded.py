@@ -16,7 +16,8 @@ SHOW = """
 import json, os, signal, sys
 print(json.dumps([sys.argv, __name__, os.getcwd(), os.environ["RANK"], os.getppid(), os.getsid(0) == os.getpid(),
                   [signal.getsignal(number) == signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)],
-                  sorted(os.listdir("/proc/self/fd"), key=int)[:-1], sys.stdin.read()]))
+                  sorted(os.listdir("/proc/self/fd"), key=int)[:-1], sys.stdin.read(),
+                  sorted(os.sched_getaffinity(0))]))
 print("on stderr", file=sys.stderr)
 sys.exit(5)
 """
@@ -24,6 +25,8 @@ sys.exit(5)
 
 @pytest.mark.parametrize("new_session", [True, False])
 def test_a_forked_process_has_what_it_is_started_with(tmp_path, new_session):
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
     done = subprocess.run(
         [PYTHON, "-c", SHOW, "one", "two words"],
         cwd=tmp_path,
@@ -35,11 +38,11 @@ def test_a_forked_process_has_what_it_is_started_with(tmp_path, new_session):
         timeout=60,
         check=False,
     )
+    os.sched_setaffinity(0, cores)
     assert (done.returncode, done.stderr) == (5, "on stderr\n")
-    files = ["0", "1", "2"]
-    arguments = ["-c", "one", "two words"]
-    seen = [arguments, "__main__", str(tmp_path), "3", os.getpid(), new_session, [True, True], files, "given"]
-    assert json.loads(done.stdout) == seen
+    arguments, files = ["-c", "one", "two words"], ["0", "1", "2"]
+    seen = [arguments, "__main__", str(tmp_path), "3", os.getpid(), new_session]
+    assert json.loads(done.stdout) == [*seen, [True, True], files, "given", [min(cores)]]
 
 
 def test_a_forked_process_dies_of_signals_and_of_exceptions(tmp_path):
@@ -58,9 +61,9 @@ def test_a_forked_process_dies_of_signals_and_of_exceptions(tmp_path):
 
 NESTED = """
 import os, subprocess, sys, time
-inner = subprocess.Popen([sys.executable, "-c", "import os, time; print(os.getppid(), flush=True); time.sleep(60)",
-                          sys.argv[1]], env={**os.environ, "RANK": "1"})
-print(os.getpid(), flush=True)
+inner = "import os, time; os.write(1, b'%d\\\\n' % os.getppid()); time.sleep(60)"
+subprocess.Popen([sys.executable, "-c", inner, sys.argv[1]], env={**os.environ, "RANK": "1"})
+os.write(1, b"%d\\n" % os.getpid())
 time.sleep(60)
 """
 

@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import zoo
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 NOT_SEQUENTIAL = [name for name in zoo.CASES if not name.startswith("resnet")]
 TRAINED = ("torchvision-style resnet", "se-resnet", "gpt", "unet", "skipping mlp", "densenet", "stochastic")
 

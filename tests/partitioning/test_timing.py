@@ -27,6 +27,8 @@ from offbeat.partitioning.timing import (
 )
 from offbeat.studies.plan import Measured, Network, _fewest, exposure, make_plan
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 def layers(n: int = 6) -> nn.Sequential:
     torch.manual_seed(0)

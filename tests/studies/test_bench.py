@@ -41,6 +41,8 @@ from offbeat.studies.bench.rows import (
 from offbeat.studies.plan import Network
 from offbeat.timeline import Costs, balanced, period
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 ROOT = Path(__file__).resolve().parents[2]
 SETTING = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=2)
 

@@ -20,6 +20,8 @@ from offbeat.methods import METHODS
 from offbeat.runs import train as training
 from offbeat.studies.compare import Entry, recipe_of
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TINY = ("--model", "mlp", "--data", "synthetic", "--samples", 80, "--classes", 3, "--batch-size", 4)
 SMALL = (*TINY, "-K", 2, "-M", 2, "--epochs", 2, "--engine", "simulate", "--threads-per-stage", 1)
 

@@ -17,6 +17,8 @@ from offbeat.methods import DECLARED
 from offbeat.partitioning import timing
 from offbeat.runs import record
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SMALL = ("plan", "--model", "resnet8", "--batch-size", "4", "--shape", "3,8,8")
 STAGE = {
     "k",
