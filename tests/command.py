@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from offbeat import cli
 from offbeat.runs import launch, train
@@ -61,3 +62,15 @@ def check_refused(offbeat: Command, arguments: tuple, *words: str) -> str:
         assert word in outcome.err
     assert contents(Path.cwd()) == before
     return outcome.err
+
+
+def train_here(offbeat: Command, *arguments: object) -> str:
+    """`offbeat train` in this process, which must succeed; what it printed on standard error."""
+    outcome = offbeat("train", *arguments)
+    assert outcome.code == 0, outcome
+    return outcome.err
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    """The bits of the model of a run folder."""
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # reference.py, cases.py, command.py
 sys.path.extend(str(Path(__file__).parent / folder) for folder in ("core", "methods", "pipeline"))  # used by others
+import preloaded
 from command import offbeat  # noqa: F401  a fixture for all
+
+preloaded.install()
 
 # Files that take longest, first: a worker takes whole files, and one that is left at the end leaves the others idle.
 LONG = (
@@ -19,7 +23,7 @@ LONG = (
     "test_runs",
     "test_resume",
     "test_lock",
-    "test_two_disks",
+    "test_separate_disks",
     "test_compare",
     "test_engines",
     "test_bench",
@@ -44,7 +48,7 @@ LONG = (
     "test_layout",
     "test_links",
     "test_reproduce",
-    "test_reproduced",
+    "test_reproduction_record",
     "test_streams",
     "test_precision",
 )
@@ -59,5 +63,17 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def forked_children() -> Iterator[None]:
+    """Fork the processes that the package starts from this one (preloaded.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", preloaded.PYTHON)
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+def pytest_unconfigure() -> None:
+    preloaded.close()

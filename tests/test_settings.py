@@ -115,7 +115,7 @@ def test_a_package_that_cannot_be_used_leaves_all_other_methods_alone(packages):
     assert "there is a method adl already" in methods.add_packages()["adl"]
 
 
-def test_a_name_that_nobody_declares_is_no_attribute(packages):
+def test_an_undeclared_name_is_no_attribute(packages):
     with pytest.raises(AttributeError, match="Nobody"):
         offbeat.Nobody  # noqa: B018
 

@@ -49,7 +49,7 @@ def test_ls_has_a_line_for_each(offbeat, tmp_path):
     assert offbeat("checkpoint", "ls", "run/checkpoints").out == told.out
 
 
-def test_show_says_what_a_checkpoint_holds(offbeat, tmp_path):
+def test_show_prints_what_a_checkpoint_holds(offbeat, tmp_path):
     made = write(tmp_path / "run", 10)
     told = offbeat("checkpoint", "show", "run")
     assert told.code == 0
@@ -121,7 +121,7 @@ def test_export_takes_the_model_of_a_finished_run_unless_a_checkpoint_is_newer(o
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_nonsense_is_told_in_one_line(offbeat, tmp_path, arguments, words):
+def test_bad_input_is_reported_in_one_line(offbeat, tmp_path, arguments, words):
     write(tmp_path / "run", 5)
     (write(tmp_path / "bad", 5).path / "manifest.json").write_text("{")
     (tmp_path / "empty").mkdir()

@@ -45,7 +45,7 @@ trees = st.recursive(
 
 
 @given(tree=trees)
-def test_every_tree_comes_back_as_it_was(tree):
+def test_every_tree_is_restored_as_it_was(tree):
     assert same(there_and_back(tree), tree)
 
 
@@ -103,7 +103,7 @@ def layouts() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", layouts())
-def test_memory_layout_comes_back_exactly(name):
+def test_memory_layout_is_restored_exactly(name):
     x = layouts()[name]
     back = there_and_back(x)
     assert same(back, x.resolve_conj())
@@ -118,7 +118,7 @@ def test_elements_that_overlap_come_back_contiguous():
     assert back.is_contiguous()
 
 
-def test_one_tensor_in_two_places_is_stored_once_and_comes_back_as_one():
+def test_one_tensor_in_two_places_is_stored_once_and_restored_as_one():
     x, y = nn.Parameter(torch.randn(3, 4)), torch.zeros(3, 4)
     tensors, plain = flatten({"a": x, "b": [x.data], "c": x.T, "d": y})
     assert set(tensors) == {"a", "c", "d"}
@@ -141,14 +141,14 @@ def test_names_that_look_alike_stay_apart():
     assert same(there_and_back(tree), tree)
 
 
-def test_what_comes_back_is_in_memory_of_its_own():
+def test_restored_tensors_are_in_memory_of_their_own():
     x = torch.ones(4)
     back = there_and_back(x)
     back.zero_()
     assert torch.equal(x, torch.ones(4))
 
 
-def test_a_copy_is_safe_from_training_that_goes_on():
+def test_a_copy_is_not_changed_by_further_training():
     x, y = torch.ones(3, 4), torch.ones(4, 3).T
     tensors, plain = flatten([x, y], copy=True)
     x.zero_()

@@ -105,7 +105,7 @@ def test_a_bad_command_is_refused_in_one_line(offbeat, arguments):
     check_refused(offbeat, arguments)
 
 
-def test_no_command_is_refused_in_one_line_that_says_so_and_names_the_help(offbeat, tmp_path):
+def test_a_missing_command_is_refused_in_one_line_that_names_the_help(offbeat, tmp_path):
     outcome = offbeat()  # the help itself may be on stdout
     assert outcome.code == 2
     assert outcome.err.count("\n") == 1
@@ -187,7 +187,7 @@ def test_options_change_a_config_and_null_in_it_means_the_default(offbeat, tmp_p
 
 
 @pytest.mark.parametrize("how", [("-K", 1), ("-K", 2), ("-K", 3, "--engine", "simulate"), ("-K", 2, "--cuts", 4)])
-def test_a_dry_run_says_what_would_run_and_writes_nothing(offbeat, monkeypatch, tmp_path, how):
+def test_a_dry_run_prints_what_would_run_and_writes_nothing(offbeat, monkeypatch, tmp_path, how):
     monkeypatch.setattr("offbeat.runs.train.train", lambda *_, **__: pytest.fail("trained"))
     spoken = offbeat("train", *SMALL, *how, "--dry-run")
     assert spoken.code == 0
@@ -320,7 +320,7 @@ def test_the_defaults_for_image_folders_are_the_papers_for_imagenet():
 
 
 @pytest.mark.parametrize(("given", "cores", "decoding"), [(None, 3, 3), (None, 64, 8), (0, 64, 0), (20, 3, 20)])
-def test_images_are_decoded_on_all_cores_up_to_eight_unless_it_is_said(monkeypatch, tmp_path, given, cores, decoding):
+def test_images_are_decoded_on_all_cores_up_to_eight_by_default(monkeypatch, tmp_path, given, cores, decoding):
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / "x.png").touch()
@@ -339,7 +339,7 @@ def test_one_process_is_the_default_for_one_stage_and_processes_for_more():
 
 
 @pytest.mark.parametrize("data", ["cifar10", "imagefolder"])
-def test_an_update_takes_the_factor_of_its_first_batch_whatever_m_is(data):
+def test_an_update_takes_the_rate_of_its_first_batch_for_all_m(data):
     batches = 10
     recipes = {M: complete(data=data, M=M, epochs=36, batch_size=1) for M in (1, 3, 4)}
     factors = {M: recipe.learning_rate(recipe.count(batches)) for M, recipe in recipes.items()}
@@ -348,7 +348,7 @@ def test_an_update_takes_the_factor_of_its_first_batch_whatever_m_is(data):
         assert [factors[M](s) for s in updates] == [factors[1](M * s) for s in updates]
 
 
-def test_the_factor_ramps_up_over_three_epochs_and_falls_to_a_tenth_at_each_milestone():
+def test_the_rate_ramps_up_over_three_epochs_and_falls_to_a_tenth_per_milestone():
     batches, recipe = 10, complete(M=1, epochs=36, batch_size=1)
     factor = recipe.learning_rate(recipe.count(batches))
     ramp = [factor(t) for t in range(3 * batches + 1)]
@@ -362,7 +362,7 @@ def test_the_factor_ramps_up_over_three_epochs_and_falls_to_a_tenth_at_each_mile
     assert factor(36 * batches - 1) == pytest.approx(0.001)
 
 
-def test_a_reason_is_told_once_in_one_line_of_however_many_stages_it_is(capsys):
+def test_a_reason_of_several_stages_is_reported_once_in_one_line(capsys):
     others = []
     tell = told_or(lambda *told, **more: others.append(told))
     for k in (1, 2, 3):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from preloaded import PYTHON
 
 from offbeat.core.links import Message
 from offbeat.core.links.distributed import WORDS
@@ -327,7 +328,7 @@ os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names the loopback interface")
 def test_a_link_refuses_what_no_stage_sends_and_takes_no_memory_for_it(tmp_path):
-    command = [sys.executable, "-c", STRANGER, tmp_path / "store"]
+    command = [PYTHON, "-c", STRANGER, tmp_path / "store"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
@@ -412,7 +413,7 @@ dist.destroy_process_group()
 def test_a_link_that_is_closed_while_it_is_full_gives_all_of_it_and_a_goodbye(tmp_path, word, told):
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", GOODBYE_BEHIND_A_FULL_LINK, str(rank), str(tmp_path / "store"), word],
+            [PYTHON, "-c", GOODBYE_BEHIND_A_FULL_LINK, str(rank), str(tmp_path / "store"), word],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -208,7 +208,7 @@ def test_a_run_that_stops_names_its_last_good_checkpoint(poisoned, tmp_path):
     assert lines(tmp_path / "run")[-1]["kind"] == "failed"
 
 
-def test_rolling_back_goes_on_without_the_batch(poisoned, tmp_path, capsys):
+def test_rolling_back_continues_without_the_batch(poisoned, tmp_path, capsys):
     result = execute.execute(replace(RECIPE, on_nan="rollback"), tmp_path / "run", show=False)
     assert result is not None
     assert math.isfinite(result["loss"])

@@ -130,7 +130,7 @@ def test_every_method_trains_in_bf16_near_float32(name):
 
 
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
-def test_a_run_in_bf16_goes_on_bit_for_bit_from_a_file_with_batches_in_flight(weights, tmp_path):
+def test_a_run_in_bf16_resumes_bit_for_bit_with_batches_in_flight(weights, tmp_path):
     data, at = batches(12), 7
     method = offbeat.ADL(M=2, weights=weights)
     whole = finish(pipeline(method), data)
@@ -309,7 +309,7 @@ class Undecided(nn.Module):
         return x if x.sum().item() > 0 else -x
 
 
-def test_a_stage_that_cannot_be_compiled_goes_on_with_one_message(monkeypatch):
+def test_a_stage_that_cannot_be_compiled_runs_uncompiled_with_one_message(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     model = [nn.Sequential(nn.Linear(4, 4), Undecided()), nn.Linear(4, 3)]
     options = {"method": offbeat.ADL(M=2), "loss": nn.functional.cross_entropy, "optimizer": sgd, "precision": "bf16"}
@@ -338,7 +338,7 @@ def test_what_a_compiled_stage_would_compute_otherwise_is_not_compiled(method, w
     assert all(why in str(each.message) for each in told)
 
 
-def test_an_error_of_the_model_is_told_as_without_compiling(monkeypatch):
+def test_an_error_of_the_model_is_raised_as_without_compiling(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     pipe = offbeat.Pipeline(
         nn.Sequential(nn.Linear(4, 3)),
@@ -440,7 +440,7 @@ def test_the_command_line_takes_records_and_shows_precision(offbeat: Command):
         ("bf61", "did you mean 'bf16'?"),
     ],
 )
-def test_a_precision_that_cannot_be_had_is_told_in_one_line(offbeat: Command, value, said):
+def test_an_unavailable_precision_is_reported_in_one_line(offbeat: Command, value, said):
     check_refused(offbeat, (*RUN, "--precision", value, "--dry-run"), said)
 
 

@@ -135,7 +135,7 @@ def test_no_global_random_state_changes(data: DataSet) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_bad_sizes_are_refused_when_the_epoch_is_asked_for(sets: dict[str, DataSet]) -> None:
+def test_bad_sizes_are_refused_when_the_epoch_is_requested(sets: dict[str, DataSet]) -> None:
     there = moved(sets["digits"])
     with pytest.raises(UserError, match="batch_size 0"):
         there.train(batch_size=0, seed=0, epoch=0)
@@ -170,7 +170,7 @@ def test_batches_may_be_changed_in_place_and_no_other_notices(data: DataSet) -> 
     assert_same(every(), before)
 
 
-def test_a_network_may_change_its_input_while_an_earlier_batch_waits_for_its_backward(
+def test_a_network_may_change_its_input_while_an_earlier_batch_is_in_flight(
     sets: dict[str, DataSet],
 ) -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 10))
@@ -202,7 +202,7 @@ def test_pieces_are_made_one_ahead_and_freed_when_no_batch_is_left(
     assert max(alive) <= 3
 
 
-def test_a_set_that_does_not_fit_stays_where_it_is_and_says_so(data: DataSet) -> None:
+def test_a_set_that_does_not_fit_stays_in_host_memory_and_is_reported(data: DataSet) -> None:
     there, note = on_device(data, "cpu", limit=1000)
     assert there is data
     assert note is not None
@@ -256,7 +256,7 @@ def test_a_run_moves_its_data_only_off_the_cpu(sets: dict[str, DataSet], monkeyp
     assert notes[0].startswith("digits needs ")
 
 
-def test_a_run_on_moved_data_ends_with_the_same_weights_and_says_its_notes(
+def test_a_run_on_moved_data_ends_with_the_same_weights_and_prints_its_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = complete(data="digits", model="mlp", method="adl", K=2, M=2, epochs=1, batch_size=100, engine="simulate")

@@ -49,7 +49,7 @@ def test_the_statement_of_what_is_valid_can_be_contradicted(configs):
     assert configs.fault("valid", 0, "{}", "") is None
 
 
-def test_numbers_and_files_beyond_all_measure_are_told_in_one_line_or_taken(configs, tmp_path, monkeypatch):
+def test_extreme_numbers_and_files_are_refused_in_one_line_or_work(configs, tmp_path, monkeypatch):
     configs.folder(tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     for option, value in (*configs.EXTREME, ("--config", "deep.json")):
@@ -57,7 +57,7 @@ def test_numbers_and_files_beyond_all_measure_are_told_in_one_line_or_taken(conf
         assert configs.fault("unclear", *configs.tried(arguments)) is None, (option, value[:40])
 
 
-def test_hybrid_goes_on_bit_for_bit_where_checkpoints_are_closer_than_the_lag(tmp_path):
+def test_hybrid_resumes_bit_for_bit_where_checkpoints_are_closer_than_the_lag(tmp_path):
     K = 3
 
     def make() -> offbeat.Pipeline:

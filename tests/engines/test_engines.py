@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cases import CASES, train
+from preloaded import PYTHON
 
 from offbeat.engines.processes import own_device
 from offbeat.engines.simulate import Simulate
@@ -26,7 +26,7 @@ def simulated(name: str) -> dict:
 
 
 def torchrun(*arguments: str, nproc: int, timeout: float = 150) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *arguments]
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 

@@ -152,7 +152,7 @@ def test_every_capturable_optimizer_is_recorded_and_gives_the_bits_of_simulate(k
     assert all(isinstance(worker.executor.optimization.operation, RecordedOperation) for worker in pipe.workers)
 
 
-def test_an_optimizer_that_is_not_capturable_is_told_of_and_gives_the_bits_of_simulate():
+def test_an_optimizer_that_is_not_capturable_is_reported_and_gives_the_same_bits():
     with pytest.warns(NotRecorded, match="give capturable=True"):
         check_same(offbeat.ADL(M=2), optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
 
@@ -170,7 +170,7 @@ def test_a_loss_that_is_not_finite_is_named(far):
     assert pipe.batches <= far + 3 * CHECK_INTERVAL
 
 
-def test_saved_in_flight_it_goes_on_bit_for_bit():
+def test_a_state_saved_in_flight_resumes_bit_for_bit():
     method = offbeat.ADL(M=2)
     whole, saved, again = (pipeline(method) for _ in range(3))
     train(whole, batches())

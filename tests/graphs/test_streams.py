@@ -268,7 +268,7 @@ def test_no_more_turns_are_launched_at_once_than_there_are_slots(monkeypatch):
     assert pipe.engine.launch_queue.together == recorded(pipe)[0].slots.ring.slots == 2
 
 
-def test_a_backward_that_cannot_be_recorded_leaves_no_version_behind(monkeypatch):
+def test_a_backward_that_cannot_be_recorded_leaves_no_version(monkeypatch):
     capture(monkeypatch)
     record, stages = Recorder.record, []
 
@@ -310,7 +310,7 @@ def test_a_tool_that_holds_what_functions_work_on_changes_nothing(monkeypatch, m
         (lambda parameters: torch.optim.Adagrad(parameters), "Adagrad has fused=False: give fused=True"),
     ],
 )
-def test_an_optimizer_whose_updates_are_not_recorded_is_told_of(monkeypatch, optimizer, why):
+def test_an_optimizer_whose_updates_are_not_recorded_is_reported(monkeypatch, optimizer, why):
     capture(monkeypatch)
     monkeypatch.setattr(recorder, "captures", lambda device: True)
     pipe = pipeline(offbeat.ADL(M=2), optimizer=optimizer)
@@ -420,7 +420,7 @@ def test_schedules_and_clipping_give_the_bits_of_simulate():
     )
 
 
-def test_an_evaluation_beside_training_sees_all_updates_so_far(monkeypatch):
+def test_an_evaluation_during_training_sees_all_updates_so_far(monkeypatch):
     capture(monkeypatch)
 
     def losses(engine: str) -> list[float]:
@@ -440,7 +440,7 @@ def test_an_evaluation_beside_training_sees_all_updates_so_far(monkeypatch):
     assert losses("simulate") == pytest.approx(losses("streams"), rel=1e-6)
 
 
-def test_training_goes_on_beside_an_evaluation():
+def test_training_continues_during_an_evaluation():
     pipes = [pipeline(offbeat.ADL(M=2), engine) for engine in ("simulate", "streams")]
     seen = []
     for pipe in pipes:
@@ -455,7 +455,7 @@ def test_training_goes_on_beside_an_evaluation():
 
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
 @pytest.mark.parametrize("into", ["streams", "simulate"])
-def test_saved_in_flight_it_goes_on_bit_for_bit_in_either_engine(weights, into):
+def test_a_state_saved_in_flight_resumes_bit_for_bit_in_either_engine(weights, into):
     method = offbeat.ADL(M=2, weights=weights)
     whole, saved, again = pipeline(method), pipeline(method), pipeline(method, into)
     train(whole, batches())
@@ -504,7 +504,7 @@ def _copied(tree):
 
 
 @pytest.mark.parametrize("far", [3, CHECK_INTERVAL + 7])
-def test_a_loss_that_is_not_finite_is_named_although_nobody_waited(far):
+def test_a_loss_that_is_not_finite_is_reported_without_synchronising(far):
     pipe = pipeline(offbeat.ADL(M=2))
     data = batches(3 * CHECK_INTERVAL, poisoned=(far,))
     with pytest.raises(NotFinite, match=f"the loss of batch {far} is not finite .seen at stage 4 of 4") as told:
@@ -586,13 +586,13 @@ def test_parameters_without_a_gradient_in_a_window_are_left_alone(M, fused, load
     assert all(map(torch.equal, expected, trained(lambda: Streams(2, CPU), loaded)))
 
 
-def test_skipping_looks_at_every_loss_and_so_records_nothing():
+def test_skipping_bad_batches_reads_every_loss_and_records_nothing():
     with pytest.warns(offbeat.NotRecorded, match=r"stage . is not recorded and runs eagerly: on_nan='skip'"):
         pipe = check_same(offbeat.ADL(M=2), on_nan="skip", data=lambda: batches(poisoned=(6,)))
     assert all("on_nan" in stage.eager for stage in recorded(pipe))
 
 
-def test_a_stage_that_draws_random_numbers_runs_eagerly_and_says_why():
+def test_a_stage_that_draws_random_numbers_runs_eagerly_and_reports_why():
     torch.manual_seed(5)
     pipe = pipeline(offbeat.ADL(M=2), model=network(dropout=0.5))
     one = pipeline(offbeat.ADL(M=2), "simulate", model=network(dropout=0.5))
@@ -602,7 +602,7 @@ def test_a_stage_that_draws_random_numbers_runs_eagerly_and_says_why():
     assert recorded(pipe)[3].irregular == N
 
 
-def test_a_model_that_cannot_take_the_batch_says_so_as_ever():
+def test_a_batch_of_the_wrong_shape_raises_the_usual_error():
     with pytest.warns(offbeat.NotRecorded), pytest.raises(UserError, match="stage 1 cannot take batch 0 of shape"):
         pipeline(offbeat.ADL(M=2)).step(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
 
@@ -648,7 +648,7 @@ def test_a_stage_that_changes_nothing_sends_gradients_of_its_own():
     assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
 
 
-def test_a_method_whose_iterations_are_not_alike_is_told_of_and_simulated():
+def test_a_method_with_irregular_iterations_is_reported_and_simulated():
     with pytest.warns(offbeat.NotRecorded, match="gpipe splits batches into micro-batches: its stages are not"):
         pipe = offbeat.Pipeline(
             network(), 2, method="gpipe", loss=nn.CrossEntropyLoss(), optimizer=sgd, device="cuda", engine="streams"
@@ -664,7 +664,7 @@ def test_a_method_whose_iterations_are_not_alike_is_told_of_and_simulated():
     [offbeat.ADL(M=1), offbeat.ADL(M=3), offbeat.ADL(M=2, weights="hybrid"), offbeat.PipeDream(), offbeat.TwoBW(M=4)],
     ids=lambda m: m.name,
 )
-def test_nobody_writes_where_a_neighbour_may_still_read(monkeypatch, method):
+def test_no_stage_writes_memory_that_a_neighbour_may_still_read(monkeypatch, method):
     """A stream waits for its neighbours' turn before the last: what is read in turn n may be written in turn n + 2."""
     made: dict[int, tuple[int, int]] = {}  # memory -> stage that made what lies there, and until when it is read
     forward, backward = RecordedStage.forward, RecordedStage.backward
@@ -703,7 +703,7 @@ def test_nobody_writes_where_a_neighbour_may_still_read(monkeypatch, method):
 
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
 @pytest.mark.parametrize("M", [1, 2, 4, 5])
-def test_a_ring_has_room_for_the_batches_in_flight_and_their_versions_and_little_more(M, weights):
+def test_a_ring_holds_the_batches_in_flight_and_their_versions_and_little_more(M, weights):
     method = offbeat.ADL(M=M, weights=weights)
     for stages in (1, 2, 3, 8, 28):
         for k in range(1, stages + 1):
@@ -721,7 +721,7 @@ def test_a_ring_has_room_for_the_batches_in_flight_and_their_versions_and_little
 
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("name", ["adl", "adl-1f1b"])
-def test_slots_go_round_so_that_no_batch_runs_eagerly(name, M):
+def test_slots_are_reused_so_that_no_batch_runs_eagerly(name, M):
     pipe = pipeline(named(name, M=M))
     train(pipe, batches(50, short=False), drains=(20, 33))
     assert [stage.irregular for stage in recorded(pipe)] == [0] * K

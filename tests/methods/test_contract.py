@@ -192,7 +192,7 @@ def test_batch_norm_counts_every_training_batch_once(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_training_goes_on_after_a_drain_and_an_evaluation(name):
+def test_training_continues_after_a_drain_and_an_evaluation(name):
     pipe = pipeline(name)
     data = batches()
     for t, (x, y) in enumerate(data):
@@ -230,7 +230,7 @@ def test_heads_are_trained_and_counted_but_not_part_of_the_model(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_says_what_it_is(name):
+def test_every_method_describes_itself(name):
     method = named(name)
     assert method.name == name
     assert method.title

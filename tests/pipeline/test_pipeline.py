@@ -292,7 +292,7 @@ def test_fit_runs_epochs_without_flushing_and_drains_at_the_end():
     assert seen == [0, 1, 2, 3, 4, "epoch 0", 5, 6, 7, 8, 9, "epoch 1", 10, 11, 12, 13, 14, "epoch 2"]
 
 
-def test_an_evaluation_gives_way_behind_every_batch_and_so_does_what_follows_an_epoch():
+def test_evaluation_and_the_work_after_an_epoch_yield_after_every_batch():
     pipe, seen = make(linears(6, 8, 4), K=2), []
     whole = pipe.evaluate(vectors(3))
 
@@ -360,7 +360,7 @@ def test_any_optimizer_of_torch_trains_every_stage(optimizer):
         ({"K": 2, "engine": "processes"}, "torchrun --nproc-per-node 2"),
     ],
 )
-def test_bad_arguments_are_told_in_one_line(options, said):
+def test_bad_arguments_are_reported_in_one_line(options, said):
     with pytest.raises(offbeat.UserError, match=said) as told:
         make(linears(6, 5, 4), **options).step(*vectors(1)[0])
     assert "\n" not in str(told.value)
@@ -384,7 +384,7 @@ def test_a_loss_that_is_not_finite_names_batch_and_stage():
         pipe.step(x * float("nan"), y)
 
 
-def test_a_generator_that_runs_dry_is_told():
+def test_an_exhausted_generator_is_reported():
     pipe = make(linears(6, 4), K=1)
     with pytest.raises(offbeat.UserError, match="no batch in epoch 1"):
         pipe.fit((batch for batch in vectors(3)), epochs=2)

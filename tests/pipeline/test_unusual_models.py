@@ -300,7 +300,7 @@ def test_step_returns_the_loss_of_the_batch_it_was_given():
         assert torch.equal(pipe.step(x, y), CROSS_ENTROPY(pipe.model(x), y).detach())
 
 
-def test_after_a_failure_the_pipeline_says_so_instead_of_going_on():
+def test_after_a_failure_the_pipeline_refuses_to_continue():
     pipe = make(linears(6, 5, 4), K=2, cuts=[1])
     x, y = vectors(1)[0]
     pipe.step(x, y)

@@ -14,7 +14,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, m
 
 
 @given(samples=st.integers(9, 40), sizes=SIZES, drop_last=st.booleans())
-def test_every_sample_comes_once_per_epoch_whatever_the_batch_sizes(samples, sizes, drop_last):
+def test_every_sample_appears_once_per_epoch_for_all_batch_sizes(samples, sizes, drop_last):
     """A literal loop over samples, with the batch size changed on the way."""
     epochs, t, epoch, offset = None, 0, 0, 0
     for batch_size, steps in sizes:

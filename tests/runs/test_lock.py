@@ -9,7 +9,6 @@ import os
 import platform
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command import Command, check_refused, contents
+from command import Command, check_refused, contents, weights
 from disks import fill, small_disk
+from preloaded import PYTHON
 from processes import ENVIRONMENT, START, Run, group, processes_of, wait_for
-from safetensors.torch import load_file
 
 from offbeat.checkpoint import ls
 from offbeat.errors import FolderTaken, UserError
@@ -65,15 +64,11 @@ IN_USE = ("in use by the run of process", f"on {platform.node()}", "one run at a
 @contextmanager
 def another_process(folder: Path) -> Iterator[subprocess.Popen]:
     """One that holds the folder, as a run does that is about to begin."""
-    command = [sys.executable, "-c", HOLDER, str(folder)]
+    command = [PYTHON, "-c", HOLDER, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         yield process
         process.kill()
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}
 
 
 def freeze(run: Run) -> dict[int, str]:
@@ -111,7 +106,7 @@ def test_resuming_a_run_that_still_runs_is_refused_and_changes_nothing(engine, t
 
 
 @pytest.mark.parametrize("engine", [pytest.param("simulate", marks=pytest.mark.slow), "processes"])
-def test_a_run_that_was_killed_goes_on_once_its_last_process_is_gone(engine, tmp_path, offbeat: Command, monkeypatch):
+def test_a_killed_run_can_be_resumed_once_its_last_process_has_ended(engine, tmp_path, offbeat: Command, monkeypatch):
     monkeypatch.setattr(lock, "LEAVING", 0.5)
     run = Run(tmp_path / "run", *SMALL, "--engine", engine)
     try:
@@ -159,7 +154,7 @@ def test_a_new_run_in_a_folder_that_another_is_about_to_use_is_refused(tmp_path,
 
 @pytest.mark.slow
 def test_of_two_runs_that_begin_in_one_folder_at_once_one_is_refused(tmp_path, offbeat: Command):
-    command = [sys.executable, "-m", "offbeat", "train", *SMALL, "--engine", "simulate", "--out", str(tmp_path / "run")]
+    command = [PYTHON, "-m", "offbeat", "train", *SMALL, "--engine", "simulate", "--out", str(tmp_path / "run")]
 
     def start(_: int) -> subprocess.CompletedProcess:
         return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
@@ -257,14 +252,14 @@ def test_a_process_may_hold_a_folder_more_than_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_run_has_left_holds_nobody_up(tmp_path):
+def test_files_of_a_killed_run_block_no_other_run(tmp_path):
     (tmp_path / lock.FILE).write_text(json.dumps({"process": 1, "host": platform.node(), "token": "old"}))
     with lock.held(tmp_path) as token:
         assert token != "old"
         assert json.loads((tmp_path / lock.FILE).read_text())["process"] == os.getpid()
 
 
-def test_a_folder_that_was_made_to_be_held_goes_unless_something_is_in_it(tmp_path):
+def test_a_folder_created_for_its_lock_is_removed_while_empty(tmp_path):
     with lock.held(tmp_path / "a" / "b"):
         pass
     assert list(tmp_path.iterdir()) == []

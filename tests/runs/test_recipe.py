@@ -39,7 +39,7 @@ GIVEN = {  # --method, options, settings in the recipe beside M, weights and win
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_a_setting_goes_through_the_recipe_and_its_json(offbeat, name):
+def test_a_setting_survives_the_recipe_and_its_json(offbeat, name):
     method, options, expected = GIVEN[name]
     outcome = offbeat(*DRY, "--method", method, *options)
     assert outcome.code == 0, outcome.err

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +14,13 @@ from statistics import median
 
 import pytest
 from command import Command, Outcome, check_refused
+from preloaded import PYTHON
 
 from offbeat.methods import METHODS
 from offbeat.runs import train as training
 from offbeat.studies.compare import Entry, recipe_of
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 TINY = ("--model", "mlp", "--data", "synthetic", "--samples", 80, "--classes", 3, "--batch-size", 4)
 SMALL = (*TINY, "-K", 2, "-M", 2, "--epochs", 2, "--engine", "simulate", "--threads-per-stage", 1)
@@ -104,7 +106,7 @@ def test_a_run_of_a_comparison_is_the_run_that_train_makes(offbeat, compared):
     assert recipe("alone") == recipe("adl-seed0")
 
 
-def test_the_partition_is_decided_once_and_written_in_the_comparison_and_in_every_run(offbeat):
+def test_the_partition_is_chosen_once_and_recorded_in_the_comparison_and_every_run(offbeat):
     compare(offbeat, "bp,adl", "--partition", "measured", seeds=2)
     partition = json.loads(Path("x/config.json").read_text())["comparison"]["partition"]
     assert partition["K"] == 2
@@ -117,14 +119,14 @@ def asked(**settings: object) -> dict:
     return {"methods": [], "match": "batch", "seeds": 1, "M": 4, "batch_size": 32, "lr": None, "K": 2, **settings}
 
 
-def test_m_goes_to_the_methods_that_are_late_and_the_rate_follows_the_samples_of_an_update():
+def test_m_applies_to_delayed_methods_and_the_rate_follows_the_samples_per_update():
     for label, M in {"bp": 1, "bp:M=3": 3, "adl": 4, "adl:M=2": 2}.items():
         made = recipe_of(Entry.of(label), asked())
         assert (made.M, made.batch_size) == (M, 32)
         assert made.lr == 0.1 * 32 * M / 256
 
 
-def test_to_match_the_effective_batch_methods_of_m_1_take_larger_batches_at_the_same_rate():
+def test_matching_the_effective_batch_gives_methods_with_m_1_larger_batches():
     for label, (M, b) in {"bp": (1, 128), "bp:M=2": (2, 64), "adl": (4, 32), "adl:M=8": (8, 16)}.items():
         made = recipe_of(Entry.of(label), asked(match="effective"))
         assert (made.M, made.batch_size) == (M, b)
@@ -159,7 +161,7 @@ def test_a_method_that_trains_whole_networks_runs_with_one_stage_which_is_stated
 # ---- the table
 
 
-def test_the_table_says_which_match_it_is_and_how_many_samples_batchnorm_saw(offbeat, compared):
+def test_the_table_names_the_match_and_the_samples_per_batchnorm_statistic(offbeat, compared):
     batch = compared(2)
     assert "--match batch" in batch.out.splitlines()[0]
     assert "b = 4 for all" in batch.out
@@ -183,7 +185,7 @@ def test_the_table_fits_a_terminal_of_that_many_columns_and_shortens_no_figure(o
     assert "…" not in outcome.out
 
 
-def test_staleness_of_replayed_forwards_is_that_of_the_input_and_of_the_jacobian_apart(offbeat):
+def test_replayed_forwards_report_staleness_of_input_and_jacobian_separately(offbeat):
     outcome = compare(offbeat, "bp,adl:weights=replay")
     assert "1.00/0 0.00/0" in Path("x/comparison.md").read_text()
     assert "by construction of replay" in outcome.out
@@ -221,7 +223,7 @@ def test_without_a_method_that_keeps_all_locks_there_is_no_speed_up(offbeat):
 # ---- what fails
 
 
-def test_a_run_that_is_not_finite_is_a_row_that_says_so_and_the_others_go_on(offbeat):
+def test_a_run_that_is_not_finite_is_reported_in_its_row_and_the_others_continue(offbeat):
     # with M = 1000 the one update comes after the last evaluation
     outcome = compare(offbeat, "bp,bp:M=1000", "--lr", "1e30", seeds=2)
     assert outcome.code == 0
@@ -253,7 +255,7 @@ def test_nothing_but_failures_is_exit_code_1(offbeat):
     assert "Traceback" not in outcome.err
 
 
-def test_a_defect_in_one_run_is_told_in_its_row_and_kept_in_its_folder(offbeat, monkeypatch):
+def test_an_error_in_one_run_is_reported_in_its_row_and_kept_in_its_folder(offbeat, monkeypatch):
     def defective(recipe, *arguments, **options):
         if recipe.method == "bp":
             raise ZeroDivisionError("of all things")
@@ -366,7 +368,7 @@ def test_runs_at_a_time_are_processes_that_give_the_same_bits(offbeat, compared)
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_a_row_that_says_why(offbeat):
+def test_a_process_that_fails_is_a_row_with_the_reason(offbeat):
     rows = told(compare(offbeat, "bp,bp:M=1000", "--lr", "1e30", "--jobs", 2, "--json"))
     assert rows["bp"]["failed"]["0"].startswith("the loss of batch")
     assert rows["bp:M=1000"]["failed"] == {}
@@ -376,7 +378,7 @@ def test_a_process_that_fails_is_a_row_that_says_why(offbeat):
 def two_at_a_time(folder: Path) -> Iterator[subprocess.Popen]:
     """A comparison in a process of its own, when both of its endless runs have begun to train."""
     command = [
-        sys.executable,
+        PYTHON,
         "-m",
         "offbeat",
         "compare",
@@ -405,7 +407,7 @@ def two_at_a_time(folder: Path) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_all_runs_at_a_time_and_each_says_so(offbeat, tmp_path):
+def test_ctrl_c_stops_all_concurrent_runs_and_each_records_it(offbeat, tmp_path):
     with two_at_a_time(tmp_path) as process:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)

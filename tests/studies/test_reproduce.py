@@ -120,7 +120,7 @@ def test_every_row_of_the_paper_is_a_function_with_a_complete_recipe():
             assert one.title
 
 
-def test_bp_with_accumulation_at_the_same_batch_and_m_stands_beside_every_adl_of_the_paper():
+def test_every_adl_row_has_a_bp_row_with_accumulation_at_the_same_batch_and_m():
     for found in (TABLES["cifar10-table"], TABLES["ablation"], TABLES["imagenet-table"]):
         made = [(one, one.recipe()) for one in found.rows]
         settings = {one.name: (recipe.model, recipe.M, recipe.batch_size, recipe.lr) for one, recipe in made}
@@ -284,7 +284,7 @@ def test_the_papers_values_stand_beside_those_of_its_own_images_alone(offbeat, m
     assert "the runs in same have 3 classes, 12 images" in refused.err
 
 
-def test_a_run_that_fails_by_its_data_says_which_without_naming_a_place(offbeat, monkeypatch):
+def test_a_run_that_fails_on_its_data_names_the_data_without_its_folder(offbeat, monkeypatch):
     save_images(Path("mine"), classes=3, train=4)
     Path("mine/train/class0/0.png").write_text("no image")
     shown = Table(name="small", title="Images", rows=(net_images,), images=Images(3, 12, 6))
@@ -295,7 +295,7 @@ def test_a_run_that_fails_by_its_data_says_which_without_naming_a_place(offbeat,
     assert not any(str(Path.cwd()) in path.read_text() for path in Path("x").rglob("*.[jm][sd]*"))
 
 
-def test_the_table_has_the_settings_of_rows_of_other_invocations_and_a_spent_budget_is_told(offbeat, table):
+def test_the_table_has_rows_of_other_invocations_and_reports_a_spent_budget(offbeat, table):
     reproduce(offbeat, "--only", "net-adl")
     outcome = reproduce(offbeat, "--only", "other-hybrid", "--budget-minutes", 1e-6)
     assert "the budget of 1e-06 minutes was spent before a run began" in outcome.err
@@ -303,7 +303,7 @@ def test_the_table_has_the_settings_of_rows_of_other_invocations_and_a_spent_bud
     assert settings == {"net-adl": "K=3, M=2, b=4, lr=0.003125", "other-hybrid": "K=2, M=2, b=4, lr=0.003125"}
 
 
-def test_a_run_that_diverges_is_a_row_that_says_so_and_the_others_go_on(offbeat, table):
+def test_a_run_that_diverges_is_reported_in_its_row_and_the_others_continue(offbeat, table):
     outcome = reproduce(offbeat, "--side-by-side", 3)
     assert outcome.code == 0
     row = results()["net-diverges"]
@@ -379,7 +379,7 @@ def test_a_budget_does_not_end_a_run_that_has_no_epoch_left(offbeat, table, monk
     assert told("x", "net-adl-seed0") == told("whole", "net-adl-seed0")
 
 
-def test_a_run_that_was_killed_behind_its_last_epoch_is_done_and_only_writes_its_last_lines(offbeat, table, tmp_path):
+def test_a_run_killed_after_its_last_epoch_only_writes_its_last_lines(offbeat, table, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reproduction.shutil, "rmtree", lambda path, ignore_errors=False: None)
         reproduce(offbeat, "--only", "net-adl", out="whole")
@@ -426,7 +426,7 @@ def test_bp_on_a_gpu_is_cut_as_well():
         assert reproduction.in_stages(whole) is whole
 
 
-def test_a_run_that_began_whole_goes_on_in_stages_with_the_same_bits(offbeat, monkeypatch):
+def test_a_run_that_began_unsplit_resumes_in_stages_with_the_same_bits(offbeat, monkeypatch):
     @row(1)
     def net_bp(**given: object) -> Recipe:
         """Net, BP."""
@@ -444,7 +444,7 @@ def test_a_run_that_began_whole_goes_on_in_stages_with_the_same_bits(offbeat, mo
     assert json.loads(Path("cut/runs/net-bp-seed0/config.json").read_text())["recipe"]["K"] == 1
 
 
-def test_compare_takes_turns_too_and_says_that_speeds_are_shared(offbeat):
+def test_compare_takes_turns_too_and_reports_that_speeds_are_shared(offbeat):
     common = (
         "compare",
         "--methods",
@@ -488,7 +488,7 @@ def _signals():
 
 
 @pytest.mark.usefixtures("_signals")
-def test_one_interruption_saves_and_stops_all_and_the_same_command_goes_on(offbeat, table, monkeypatch):
+def test_one_interruption_saves_and_stops_all_and_the_same_command_resumes(offbeat, table, monkeypatch):
     reproduce(offbeat, out="whole")
     real, taken = turns.RoundRobin._turn, []
 
@@ -515,9 +515,7 @@ def test_one_interruption_saves_and_stops_all_and_the_same_command_goes_on(offbe
 # ---- budget, going on, moving
 
 
-def test_the_budget_takes_runs_back_to_their_checkpoints_and_they_go_on_bit_for_bit_in_a_moved_folder(
-    offbeat, table, monkeypatch
-):
+def test_runs_over_budget_resume_bit_for_bit_from_checkpoints_in_a_moved_folder(offbeat, table, monkeypatch):
     reproduce(offbeat, "--only", "net-adl,other", out="whole")
     with monkeypatch.context() as patched:
         spend_budget_after(patched, 2 * 7 * 2 + 7)  # both in the middle of the third epoch
@@ -562,7 +560,7 @@ def test_a_run_stops_at_a_checkpoint_when_it_would_not_come_to_the_next(tmp_path
     assert [found.checkpoint.t for found in checkpoint.ls(tmp_path / "one")] == [12]
 
 
-def test_a_budget_that_no_run_can_use_is_told(offbeat, table, monkeypatch):
+def test_a_budget_that_no_run_can_use_is_reported(offbeat, table, monkeypatch):
     spend_budget_after(monkeypatch, 3)
     outcome = reproduce(offbeat, "--only", "net-adl", "--budget-minutes", 5)
     assert outcome.code == 0
@@ -596,7 +594,7 @@ def test_a_drained_checkpoint_of_resnet56_is_under_ten_megabytes(tmp_path):
 
 
 @pytest.mark.usefixtures("_signals")
-def test_the_end_of_the_budget_is_an_interruption_for_work_that_knows_no_other():
+def test_the_end_of_the_budget_raises_keyboard_interrupt():
     spent = threading.Event()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), reproducing.interrupting(time.monotonic() + 0.05, spent):
@@ -659,7 +657,7 @@ def test_misuse_is_one_line_and_nothing_is_written(offbeat, table, name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_gpu_that_is_not_there_is_told_before_anything_is_written(offbeat, table):
+def test_a_missing_gpu_is_reported_before_anything_is_written(offbeat, table):
     check_refused(offbeat, ("reproduce", "small", "--device", "cuda", "--out", "x"), "torch sees no CUDA device here")
 
 

@@ -1,6 +1,6 @@
-"""What users do that no program of ours does: memory that is used again, writing in place, states loaded twice, hooks.
+"""What users may do and the package itself never does: memory reused or written in place, states loaded twice, hooks.
 
-Each case once gave other numbers without a word, or ended in a traceback.
+Each case gives the numbers of plain PyTorch or is refused with an error.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def test_what_would_train_nothing_or_too_much_is_refused():
         (5, "the loader is of type int: give an iterable"),
     ],
 )
-def test_a_loader_that_gives_no_pairs_is_told_of(given, said):
+def test_a_loader_that_gives_no_pairs_is_reported(given, said):
     with pytest.raises(UserError, match=said):
         pipeline().fit(given)
 
@@ -265,7 +265,7 @@ def regression(bad: tuple[int, ...] = (), n: int = 10) -> list[tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("bad", [(), (3,), (0, 5)])
-def test_2bw_uses_the_version_before_also_behind_an_update_that_was_skipped(bad):
+def test_2bw_uses_the_version_before_also_after_a_skipped_update(bad):
     pipe = offbeat.Pipeline(
         Net(),
         1,
@@ -348,7 +348,7 @@ class First(nn.Module):
 
 
 @pytest.mark.parametrize("method", [offbeat.BP(), offbeat.ADL(M=2)], ids=lambda method: method.name)
-def test_parameters_behind_an_output_that_nobody_uses_are_left_alone(method):
+def test_parameters_of_an_unused_output_are_left_alone(method):
     def trained(engine) -> list[Tensor]:
         torch.manual_seed(0)
         return train(
