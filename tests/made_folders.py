@@ -11,8 +11,9 @@ from tempfile import mkdtemp
 
 from offbeat.methods import named
 from offbeat.ops import Backward, Forward, Update
+from offbeat.runs.begin import train_here
+from offbeat.runs.build import check
 from offbeat.runs.recipe import Recipe, complete
-from offbeat.runs.train import check, train
 from offbeat.timeline import Costs, timeline
 
 NAMES = {Forward: "forward", Backward: "backward", Update: "update"}
@@ -41,7 +42,7 @@ def recipe(**given: object) -> Recipe:
 def _trained(**given: object) -> Path:
     folder = Path(mkdtemp(prefix="offbeat-report-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    train(check(recipe(**given))[0], folder / "run", show=False)
+    train_here(check(recipe(**given))[0], folder / "run", show=False)
     return folder / "run"
 
 

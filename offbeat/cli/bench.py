@@ -62,7 +62,7 @@ def bench(
     if context.invoked_subcommand:
         return
     from offbeat.report import bench_table
-    from offbeat.runs.train import shape_of
+    from offbeat.runs.build import shape_of
     from offbeat.studies.bench import rounds
 
     request = rounds.Request(

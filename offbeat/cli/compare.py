@@ -11,7 +11,6 @@ import typer
 from offbeat.cli import options
 from offbeat.cli.app import app
 from offbeat.cli.options import spread
-from offbeat.runs.execute import execute
 
 
 @app.command()
@@ -44,7 +43,6 @@ def compare(
         chosen=options.chosen(data, stages, schedule),
         out=out,
         jobs=jobs,
-        execute=execute,
         show=not as_json,
         together=side_by_side,
     )

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from offbeat.cli.app import app
-from offbeat.runs.execute import execute
 
 
 @app.command()
@@ -19,4 +18,4 @@ def demo(
     """Back-propagation on one process next to ADL on two, on real handwritten digits, in about a minute."""
     from offbeat.studies.demo import show
 
-    show(out, epochs, execute)
+    show(out, epochs)

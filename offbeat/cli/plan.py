@@ -43,7 +43,7 @@ def plan(
 
     from offbeat.errors import unknown
     from offbeat.partitioning import By
-    from offbeat.runs.train import shape_of
+    from offbeat.runs.build import shape_of
     from offbeat.studies.planning import show_plan
 
     if partition not in get_args(By):

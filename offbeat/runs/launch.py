@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,14 @@ def joined_group() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
+def launch(
+    K: int, arguments: list[str], *, max_restarts: int = 0, environment: Mapping[str, str] | None = None
+) -> None:
     """Run `offbeat ARGUMENTS` in K processes on this machine; raises UserError or Interrupted if they fail.
 
     When one fails, all are stopped; they are started again as a group up to `max_restarts` times.
+
+    environment: more variables of the workers. Those of this process stay as they are.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -50,11 +55,10 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
     logging.disable(logging.CRITICAL)  # torch's own account of a failure; ours is one line
     sweep()
     with tempfile.TemporaryDirectory(prefix=f"{WORDS}{os.getpid()}-") as words:
-        surroundings = {ERRORS: words, LAUNCHER: str(os.getpid())}
-        surroundings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        given = {**(environment or {}), ERRORS: words, LAUNCHER: str(os.getpid())}
+        given["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if sys.platform in LOOPBACK_INTERFACE:
-            surroundings["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE[sys.platform]  # nothing needs to leave the machine
-        os.environ.update(surroundings)
+            given["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE[sys.platform]  # nothing needs to leave the machine
         later: dict[str, Any] = {}
         if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
             later["shutdown_timeout"] = STOP_SECONDS
@@ -73,7 +77,9 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
         over = threading.Event()
         threading.Thread(target=wake_the_stopped, args=(words, over), name="offbeat-wake", daemon=True).start()
         try:
-            elastic_launch(config, sys.executable)("-m", "offbeat", *arguments)
+            # torch starts workers with the environment of this process: env(1) adds to theirs alone
+            variables = [f"{name}={value}" for name, value in given.items()]
+            elastic_launch(config, "env")(*variables, sys.executable, "-m", "offbeat", *arguments)
         except SignalException as error:
             plain = "" if error.sigval == signal.SIGINT else f"stopped by {error.sigval.name}"
             raise Interrupted(interrupted(words) or plain) from None
@@ -86,7 +92,6 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
             raise UserError(reason(words, error.failures)) from None
         finally:
             over.set()
-            os.environ.pop(ERRORS, None)
             logging.disable(logging.NOTSET)
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # a killed worker cannot show the cursor that its progress bar hid

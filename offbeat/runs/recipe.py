@@ -250,6 +250,11 @@ def _check(values: Mapping[str, Any]) -> None:
         raise UserError(f"milestones {fractions}: give increasing fractions of the epochs")
 
 
+def configured(config: Path | None, given: Mapping[str, Any]) -> Recipe:
+    """The recipe of a run's config.json, if there is one, with these settings instead of its own."""
+    return complete(**changed(load(config) if config else {}, given))
+
+
 def load(path: Path) -> dict[str, Any]:
     """The settings in a run's config.json, checked for their names and types."""
     try:
@@ -258,10 +263,10 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(f"config {path} does not exist: give the config.json of a run") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"config {path} cannot be read ({first_line(error)}): give the config.json of a run") from None
-    return settings(values, path)
+    return from_json(values, path)
 
 
-def settings(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def from_json(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """A recipe as it was read from JSON, checked for its names and types; `path` is where it stood."""
     types = {field.name: str(field.type) for field in fields(Recipe)}
     found = upgraded(values)

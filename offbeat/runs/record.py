@@ -44,9 +44,16 @@ def provenance(command: list[str] | None = None, *, device: str | None = None) -
         "commit": commit(),
         "host": platform.node(),
         "machine": f"{processor()}, {os.cpu_count()} cores{f', {gpu_name()}' if device == 'cuda' else ''}",
-        "command": command or ["offbeat", *sys.argv[1:]],
+        "command": command or own_command(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def own_command() -> list[str]:
+    """The command line of this process: that of `offbeat`, or of a script without its folder."""
+    program = Path(sys.argv[0])
+    ours = program.name == "__main__.py" and program.parent.name == "offbeat"
+    return ["offbeat" if ours else program.name, *sys.argv[1:]]
 
 
 def gpu_name() -> str:

@@ -24,7 +24,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from offbeat.errors import FolderTaken, Interrupted, UserError
-from offbeat.runs.train import Run, stopping
+from offbeat.runs.signals import stopping
+from offbeat.runs.training_run import TrainingRun
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -46,7 +47,7 @@ class Ending:
 class ActiveRun:
     """A run under way, and when it last was safe."""
 
-    run: Run
+    run: TrainingRun
     steps: Generator[None, None, dict[str, Any] | None]
     since: float
     saved: int | None = None
@@ -60,7 +61,7 @@ class RoundRobin(Generic[Name]):
     until   the end of the budget, in time.monotonic() seconds; None for no budget
     """
 
-    start: Callable[[Name], Run]
+    start: Callable[[Name], TrainingRun]
     ended: Callable[[Name, Ending], None]
     together: int = 1
     until: float | None = None

@@ -42,8 +42,8 @@ from offbeat.runs.tables import Images, Row, Table
 
 if TYPE_CHECKING:
     from offbeat.data import DataSet
-    from offbeat.runs import train
     from offbeat.runs.round_robin import Ending
+    from offbeat.runs.training_run import TrainingRun
 
 ASKED = "reproduction.json"
 MOST_RUNS = 1000  # of a row, or at a time
@@ -253,20 +253,22 @@ def _write(path: Path, text: str) -> None:
 
 
 def open_data(request: Request, recipe: Recipe) -> DataSet:
-    """The data of all runs, where --data says; workers in other processes hear of it by their surroundings."""
+    """The data of all runs, in the folder of the request or of OFFBEAT_DATA_DIR."""
     from offbeat import data
-    from offbeat.runs import train as training
+    from offbeat.runs import build
 
     layout = data.KINDS[recipe.data].layout
-    if layout and request.data is None and training.DATA_DIR not in os.environ:
+    if layout and request.data is None and build.default_data_dir() is None:
         raise UserError(f"{request.table} needs --data DIR: the folder that holds {layout}")
-    if request.data is not None:
-        if not layout:
-            raise UserError(f"--data {request.data}: {recipe.data} takes no folder, leave it out")
-        os.environ[training.DATA_DIR] = str(request.data.absolute())
-    data_set = training.open_data(recipe)
-    training.check(recipe, data_set)
-    return training.move_data(recipe, data_set)[0] or data_set  # one for all runs, also on a GPU
+    if request.data is not None and not layout:
+        raise UserError(f"--data {request.data}: {recipe.data} takes no folder, leave it out")
+    data_set = build.open_data(recipe, folder=data_folder(request))
+    build.check(recipe, data_set)
+    return build.move_data(recipe, data_set)[0] or data_set  # one for all runs, also on a GPU
+
+
+def data_folder(request: Request) -> str | None:
+    return None if request.data is None else str(request.data.absolute())
 
 
 def kept_recipe(path: Path, run: Run) -> Recipe:
@@ -413,20 +415,20 @@ class Work:
 
     def ready(self, run: Run) -> Recipe:
         """Make the run's folder, or have it go on with the recipe that it began with."""
-        from offbeat.runs import train as training
+        from offbeat.runs import build
 
         path = self.path(run)
         again = (path / "config.json").exists()
-        recipe = kept_recipe(path, run) if again else training.check(run.recipe, self.data_set)[0]
+        recipe = kept_recipe(path, run) if again else build.check(run.recipe, self.data_set)[0]
         with lock.held(path):
             record.RunFolder.create(path, recipe, again=again, command=self.request.command)
         return recipe
 
-    def start(self, run: Run) -> train.Run:
-        from offbeat.runs import train as training
+    def start(self, run: Run) -> TrainingRun:
+        from offbeat.runs.begin import begin
 
         together, recipe = self.request.together, in_stages(self.ready(run))
-        made = training.begin(
+        made = begin(
             recipe,
             self.path(run),
             show=self.show,
@@ -487,10 +489,17 @@ class Work:
         self.say(f"{run.name}: {run.row.title}")
         spent = threading.Event()
         try:
+            from offbeat.runs.build import DATA_DIR
+
             recipe = self.ready(run)
             arguments = ["train", "--config", str(path / "config.json"), "--out", str(path)]
             with lock.held(path), interrupting(self.until, spent):
-                launch.launch(recipe.K, arguments + ([] if self.show else ["--json"]))
+                found = data_folder(self.request)
+                launch.launch(
+                    recipe.K,
+                    arguments + ([] if self.show else ["--json"]),
+                    environment={DATA_DIR: found} if found else {},
+                )
         except (Interrupted, KeyboardInterrupt):
             if not spent.is_set():
                 raise
@@ -606,7 +615,7 @@ def show_rows(request: Request, *, as_json: bool) -> None:
 
 def show_ready(request: Request, *, as_json: bool) -> None:
     """Check all that can be checked before training, with the data."""
-    from offbeat.runs import train as training
+    from offbeat.runs import build
 
     check(request)
     table, rows = rows_of(request)
@@ -615,7 +624,7 @@ def show_ready(request: Request, *, as_json: bool) -> None:
     made = {row.name: recipe_of(row, 0, settings) for row in rows}
     data_set = open_data(request, next(iter(made.values())))
     same_images(table, data_set, content["images"], _folder(request))
-    ready = {name: training.check(recipe, data_set)[0] for name, recipe in made.items()}
+    ready = {name: build.check(recipe, data_set)[0] for name, recipe in made.items()}
     if as_json:
         print(json.dumps({name: recipe.as_dict() for name, recipe in ready.items()}))
         return

@@ -12,8 +12,8 @@ from command import check_refused, contents
 from offbeat import models
 from offbeat.cli import told_or
 from offbeat.errors import NotFused, NotRecorded
+from offbeat.runs.build import open_data
 from offbeat.runs.recipe import complete
-from offbeat.runs.train import open_data
 
 SMALL = ("--data", "synthetic", "--samples", "8", "--model", "mlp", "--epochs", "1")  # 5 units
 RECIPE = {"model": "mlp", "data": "synthetic", "samples": 8}
@@ -188,7 +188,7 @@ def test_options_change_a_config_and_null_in_it_means_the_default(offbeat, tmp_p
 
 @pytest.mark.parametrize("how", [("-K", 1), ("-K", 2), ("-K", 3, "--engine", "simulate"), ("-K", 2, "--cuts", 4)])
 def test_a_dry_run_says_what_would_run_and_writes_nothing(offbeat, monkeypatch, tmp_path, how):
-    monkeypatch.setattr("offbeat.runs.train.train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr("offbeat.runs.begin.train_here", lambda *_, **__: pytest.fail("trained"))
     spoken = offbeat("train", *SMALL, *how, "--dry-run")
     assert spoken.code == 0
     assert spoken.err == ""
@@ -324,7 +324,7 @@ def test_images_are_decoded_on_all_cores_up_to_eight_unless_it_is_said(monkeypat
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / "x.png").touch()
-    monkeypatch.setattr("offbeat.runs.train.cores", lambda: cores)
+    monkeypatch.setattr("offbeat.runs.build.cores", lambda: cores)
     recipe = complete(data="imagefolder", data_dir=str(tmp_path), model="resnet18", data_workers=given)
     assert open_data(recipe).workers == decoding
 

@@ -22,8 +22,9 @@ from offbeat.data.cifar_files import CIFAR10, CIFAR100, Layout
 from offbeat.data.memory import InMemory
 from offbeat.data.resident import ALIGNMENT, Resident, on_device
 from offbeat.errors import UserError
+from offbeat.runs.begin import train_here
+from offbeat.runs.build import move_data
 from offbeat.runs.recipe import Recipe, complete
-from offbeat.runs.train import move_data, train
 
 SETS = ["cifar10", "cifar100", "cifar10 not augmented", "digits", "large digits", "synthetic", "odd synthetic"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -260,14 +261,14 @@ def test_a_run_on_moved_data_ends_with_the_same_weights_and_says_its_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = complete(data="digits", model="mlp", method="adl", K=2, M=2, epochs=1, batch_size=100, engine="simulate")
-    train(recipe, tmp_path / "host", show=False)
+    train_here(recipe, tmp_path / "host", show=False)
 
     def move(recipe: Recipe, data: DataSet | None) -> tuple[DataSet | None, list[str]]:
         assert data is not None
         return moved(data), ["a note of the data"]
 
-    monkeypatch.setattr("offbeat.runs.train.move_data", move)
-    train(recipe, tmp_path / "moved", show=True)
+    monkeypatch.setattr("offbeat.runs.build.move_data", move)
+    train_here(recipe, tmp_path / "moved", show=True)
     printed = capsys.readouterr()
     assert "a note of the data" in printed.out + printed.err
     host, there = (load_file(tmp_path / run / "model.safetensors") for run in ("host", "moved"))

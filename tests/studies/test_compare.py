@@ -17,7 +17,7 @@ import pytest
 from command import Command, Outcome, check_refused
 
 from offbeat.methods import METHODS
-from offbeat.runs import train as training
+from offbeat.runs import begin
 from offbeat.studies.compare import Entry, recipe_of
 
 TINY = ("--model", "mlp", "--data", "synthetic", "--samples", 80, "--classes", 3, "--batch-size", 4)
@@ -67,7 +67,7 @@ def model_bytes(run: str) -> bytes:
 
 
 def no_training(monkeypatch) -> None:
-    monkeypatch.setattr("offbeat.runs.train.train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr("offbeat.runs.begin.train_here", lambda *_, **__: pytest.fail("trained"))
 
 
 # ---- one recipe
@@ -259,8 +259,8 @@ def test_a_defect_in_one_run_is_told_in_its_row_and_kept_in_its_folder(offbeat, 
             raise ZeroDivisionError("of all things")
         return whole_train(recipe, *arguments, **options)
 
-    whole_train = training.train
-    monkeypatch.setattr(training, "train", defective)
+    whole_train = begin.train_here
+    monkeypatch.setattr(begin, "train_here", defective)
     rows = told(compare(offbeat, "bp,adl", "--json"))
     assert rows["bp"]["failed"] == {"0": "ZeroDivisionError: of all things"}
     assert "in defective" in Path("x/bp-seed0/traceback.txt").read_text()
@@ -303,8 +303,8 @@ def test_ctrl_c_loses_nothing_that_is_finished(offbeat, monkeypatch):
             raise KeyboardInterrupt
         return whole_train(recipe, *arguments, **options)
 
-    whole_train = training.train
-    monkeypatch.setattr(training, "train", stopped)
+    whole_train = begin.train_here
+    monkeypatch.setattr(begin, "train_here", stopped)
     before = signal.getsignal(signal.SIGINT)
     outcome = compare(offbeat, "bp,adl")
     signal.signal(signal.SIGINT, before)  # the command ignores a second one, and so would the processes of later tests

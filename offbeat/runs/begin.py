@@ -1,0 +1,163 @@
+"""Begin a run in this process: join the other processes, enter the run folder, resume from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offbeat import data
+from offbeat.checkpoint.folder import FOLDER
+from offbeat.engines import Engine
+from offbeat.errors import FolderTaken, UserError
+from offbeat.pipeline import Pipeline
+from offbeat.runs import build, lock, saving, transfer
+from offbeat.runs.build import Facts
+from offbeat.runs.recipe import Recipe
+from offbeat.runs.record import RunFolder
+from offbeat.runs.signals import stopping
+from offbeat.runs.training_run import REPORTS_AN_EPOCH, TrainingRun
+
+
+def train_here(
+    recipe: Recipe,
+    out: Path,
+    *,
+    show: bool = True,
+    folder_ready: bool = False,
+    rewrite: bool = False,
+    silence: float | None = None,
+) -> dict[str, Any] | None:
+    """Run the recipe in this process, or in this process's share of a group; the result where the first stage is.
+
+    folder_ready   the run folder exists; if it contains a checkpoint, the run continues from there
+    rewrite        write config.json again, since the recipe may have changed; the earlier one is kept beside it
+    silence        see `offbeat.train`
+    """
+    run = begin(recipe, out, show=show, folder_ready=folder_ready, rewrite=rewrite, silence=silence)
+    try:
+        with stopping(run.stop):
+            return run.fit()
+    finally:
+        run.close()
+
+
+def begin(
+    recipe: Recipe,
+    out: Path,
+    *,
+    show: bool = True,
+    folder_ready: bool = False,
+    data_set: data.DataSet | None = None,
+    name: str = "",
+    reports: int = REPORTS_AN_EPOCH,
+    rewrite: bool = False,
+    silence: float | None = None,
+) -> TrainingRun:
+    """A run that is ready to train, see `train_here`; it trains by `fit`, or a little at a time by `steps`.
+
+    data_set   the recipe's, where it is open already; runs of one process can share it
+    name       what the run is called on the screen, where it is not alone there
+    """
+    torch.set_num_threads(recipe.threads_per_stage)
+    torch.backends.cudnn.benchmark = recipe.tune
+    engine = build.make_engine(recipe, silence=silence)
+    with engine.guard(), ExitStack() as locks:
+        known = None
+        if 1 in engine.here:
+            data_set = data_set or build.open_data(recipe)
+            known = build.facts(recipe, data_set)
+            if recipe.cuts is None:
+                recipe = replace(recipe, **build.choose_cuts(recipe, known))
+        shared = engine.share(known and [known.shape, known.classes, known.samples, recipe.cuts, recipe.units], 1)
+        known = Facts(*shared[:3])
+        recipe = replace(recipe, cuts=tuple(shared[3]), units=shared[4])
+        folder, apart = enter(recipe, out, engine, locks, ready=folder_ready, rewrite=rewrite)
+        found = find_checkpoint(recipe, engine, out) if folder_ready else NOTHING_SAVED
+        epochs = saving.continued(recipe, known.samples, found.run)
+        pipe = build.make_pipeline(recipe, known, epochs, engine)
+        notes = resume(recipe, pipe, found, folder, apart) if folder_ready else []
+        data_set, others = build.move_data(recipe, data_set)
+        if apart:
+            others.append(f"stages that do not see {out} send their parts of checkpoints to stage 1: {apart}")
+        before = {**found.run, "notes": [*notes, *others]}
+        return TrainingRun(
+            recipe,
+            known,
+            epochs,
+            pipe,
+            folder,
+            data_set,
+            show,
+            out,
+            before,
+            name=name,
+            reports=reports,
+            apart=apart,
+            locks=locks.pop_all(),
+        )
+
+
+def enter(
+    recipe: Recipe, out: Path, engine: Engine, locks: ExitStack, *, ready: bool, rewrite: bool
+) -> tuple[RunFolder | None, list[int]]:
+    """The run folder where the first stage is, held by all processes; and the stages whose processes do not see it.
+
+    Where it cannot be had, all processes are told why, and raise.
+    """
+    folder, told = None, {}
+    if 1 in engine.here:
+        try:
+            told["token"] = locks.enter_context(lock.held(out))
+            folder = RunFolder(out) if ready and not rewrite else RunFolder.create(out, recipe, again=rewrite)
+        except UserError as error:
+            told = {"refused": str(error)}
+    told = engine.share(told, 1)
+    if "refused" in told:
+        raise FolderTaken(told["refused"])
+    sees = folder is not None or locks.enter_context(lock.joined(out, told["token"]))
+    return folder, [k for k, there in enumerate(engine.exchange(sees), start=1) if not there]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The newest checkpoint of a run, as every process knows it; `run` is its run.json, empty where there is none."""
+
+    path: Path | None
+    run: dict[str, Any]
+    same: bool  # whether the batches in flight can go on
+    notes: list[str]
+
+
+NOTHING_SAVED = Saved(None, {}, True, [])
+
+
+def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> Saved:
+    """Look for it in the first process, and share what was found; the folder may have another path elsewhere."""
+    shared = None
+    if 1 in engine.here:
+        found, notes = saving.find(out)
+        run = found.run() if found else {}
+        shared = [found and found.path.name, run, saving.exact(recipe, run["recipe"]) if run else True, notes]
+    name, run, same, notes = engine.share(shared, 1)
+    return Saved(None if name is None else out / FOLDER / name, run, same, notes)
+
+
+def resume(
+    recipe: Recipe, pipe: Pipeline, found: Saved, folder: RunFolder | None, apart: Collection[int] = ()
+) -> list[str]:
+    """Put the pipeline into the state of a checkpoint, if there is one; notes on what was lost.
+
+    apart: stages whose processes do not see the run folder.
+    """
+    notes = list(found.notes)
+    if found.path is not None:
+        with transfer.at_hand(pipe.engine, found.path, apart, whole=not found.same) as path:
+            notes += saving.restore(pipe, recipe, str(path), found.run["recipe"], same=found.same)
+    if folder:
+        folder.go_on(pipe.batches, notes, exact=found.same)
+    return notes
