@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offbeat import data
-from offbeat.checkpoint.folder import FOLDER
 from offbeat.engines import Engine
 from offbeat.errors import FolderTaken, UserError
-from offbeat.pipeline import Pipeline
-from offbeat.runs import build, lock, saving, transfer
+from offbeat.runs import build, lock, resuming
 from offbeat.runs.build import Facts
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.record import RunFolder
@@ -77,10 +74,10 @@ def begin(
         known = Facts(*shared[:3])
         recipe = replace(recipe, cuts=tuple(shared[3]), units=shared[4])
         folder, apart = enter(recipe, out, engine, locks, ready=folder_ready, rewrite=rewrite)
-        found = find_checkpoint(recipe, engine, out) if folder_ready else NOTHING_SAVED
-        epochs = saving.continued(recipe, known.samples, found.run)
+        found = resuming.find_checkpoint(recipe, engine, out) if folder_ready else resuming.NOTHING_SAVED
+        epochs = resuming.continued(recipe, known.samples, found.run)
         pipe = build.make_pipeline(recipe, known, epochs, engine)
-        notes = resume(recipe, pipe, found, folder, apart) if folder_ready else []
+        notes = resuming.resume(recipe, pipe, found, folder, apart) if folder_ready else []
         data_set, others = build.move_data(recipe, data_set)
         if apart:
             others.append(f"stages that do not see {out} send their parts of checkpoints to stage 1: {apart}")
@@ -121,43 +118,3 @@ def enter(
         raise FolderTaken(told["refused"])
     sees = folder is not None or locks.enter_context(lock.joined(out, told["token"]))
     return folder, [k for k, there in enumerate(engine.exchange(sees), start=1) if not there]
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The newest checkpoint of a run, as every process knows it; `run` is its run.json, empty where there is none."""
-
-    path: Path | None
-    run: dict[str, Any]
-    same: bool  # whether the batches in flight can go on
-    notes: list[str]
-
-
-NOTHING_SAVED = Saved(None, {}, True, [])
-
-
-def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> Saved:
-    """Look for it in the first process, and share what was found; the folder may have another path elsewhere."""
-    shared = None
-    if 1 in engine.here:
-        found, notes = saving.find(out)
-        run = found.run() if found else {}
-        shared = [found and found.path.name, run, saving.exact(recipe, run["recipe"]) if run else True, notes]
-    name, run, same, notes = engine.share(shared, 1)
-    return Saved(None if name is None else out / FOLDER / name, run, same, notes)
-
-
-def resume(
-    recipe: Recipe, pipe: Pipeline, found: Saved, folder: RunFolder | None, apart: Collection[int] = ()
-) -> list[str]:
-    """Put the pipeline into the state of a checkpoint, if there is one; notes on what was lost.
-
-    apart: stages whose processes do not see the run folder.
-    """
-    notes = list(found.notes)
-    if found.path is not None:
-        with transfer.at_hand(pipe.engine, found.path, apart, whole=not found.same) as path:
-            notes += saving.restore(pipe, recipe, str(path), found.run["recipe"], same=found.same)
-    if folder:
-        folder.go_on(pipe.batches, notes, exact=found.same)
-    return notes

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,22 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from offbeat import checkpoint
-from offbeat.checkpoint import Checkpoint, CheckpointFailed
-from offbeat.core import state as stage_state
+from offbeat.checkpoint import CheckpointFailed
 from offbeat.core.links import Link, Message
-from offbeat.core.stage import Stage
 from offbeat.errors import Interrupted, UserError
-from offbeat.methods import settings_of
+from offbeat.method import Method
 from offbeat.pipeline import Pipeline
 from offbeat.runs import transfer
 from offbeat.runs.epochs import Epochs
-from offbeat.runs.recipe import Recipe, upgraded
+from offbeat.runs.recipe import Recipe
 
-# What must not change if the batches in flight are to go on, and what recipes had before they had a choice.
-SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "drop_last", "weighting", "precision")
-EARLIER = {"precision": "fp32", "drop_last": False, "weighting": "batches"}
-RATES = ("lr", "momentum", "weight_decay")
-SCHEDULE = ("lr", "epochs", "warmup", "milestones")
 RECORDS = 1 << 20  # bytes to keep free for all that is small
 
 
@@ -82,6 +75,16 @@ class Every:
             return False
         interval = max(1, round(self.epochs * epochs.per_epoch))
         return epochs.progress(batches) // interval > epochs.progress(batches - 1) // interval
+
+
+def notice(method: Method, K: int) -> int:
+    """Batches before a checkpoint at which every stage must know of it, to keep what its batches in flight need.
+
+    >>> from offbeat.methods import ADL, BP
+    >>> notice(ADL(M=2), 4), notice(BP(), 4)
+    (8, 2)
+    """
+    return 2 + max(method.resting(k, K, method.fill(K)) for k in range(1, K + 1))
 
 
 def check(recipe: Recipe) -> None:
@@ -140,10 +143,8 @@ class Saver:
                 self.links[k] = link
         self.apart = apart
         self.writers = {k: ThreadPoolExecutor(1, f"offbeat-part-{k}") for k in apart if pipe.first}
-        self.ahead = max(pipe.method.lag(k, pipe.K) for k in range(1, pipe.K + 1)) + 2
-        if pipe.method.order:  # stages that run freely may be long without a message from below
-            self.ahead += 16 * pipe.K
-        if any(self._counted(batches) for batches in range(pipe.batches + 1, pipe.batches + self.ahead + 1)):
+        self.notice = notice(pipe.method, pipe.K)
+        if any(self._counted(batches) for batches in range(pipe.batches + 1, pipe.batches + self.notice + 1)):
             pipe.keep()
 
     def _counted(self, batches: int) -> bool:
@@ -155,11 +156,11 @@ class Saver:
 
     def before(self, t: int) -> None:
         """Ahead of batch t: start to keep what the next checkpoint needs, or ask all stages for one."""
-        if self._counted(t + self.ahead):
+        if self._counted(t + self.notice):
             self.pipe.keep()
         overdue = self.every.seconds is not None and time.monotonic() - self.began >= self.every.seconds
         if self.pipe.first and self.requested is None and (overdue or self.stop_wanted):
-            self.requested = t + self.ahead
+            self.requested = t + self.pipe.method.reach(self.pipe.K, t) + self.notice
             self.pipe.mark(self.requested, stop=self.stop_wanted)
             self.stop_wanted = ""
 
@@ -177,7 +178,7 @@ class Saver:
         told: dict[str, Any] = {"facts": [], "failed": None}
         folder = None
         try:
-            near = any(self.due(batches) for batches in range(t + 1, t + self.ahead + 1))
+            near = any(self.due(batches) for batches in range(t + 1, t + self.notice + 1))
             for k, tree in self.pipe.state(keep_on=near).items():
                 if k in self.apart:
                     made = transfer.send_part(self.links[k], t, k, tree)
@@ -275,113 +276,3 @@ class Saver:
                     reason=f"no room for {self.recipe.keep} checkpoints, the next "
                     "one and the model: the oldest are removed early",
                 )
-
-
-def exact(recipe: Recipe, saved: dict[str, Any]) -> bool:
-    """Whether a run of this recipe can go on with the batches that were in flight."""
-    now, before = recipe.as_dict(), {**EARLIER, **upgraded(saved)}
-    if any(_listed(now[name]) != _listed(before.get(name)) for name in SAME):
-        return False
-    defaults = {name: setting.default for name, setting in settings_of(recipe.method).items()}
-    return {**defaults, **recipe.settings} == {**defaults, **before["settings"]}
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def continued(recipe: Recipe, samples: int, run: dict[str, Any]) -> Epochs:
-    """The epochs of a run of this recipe that goes on from a checkpoint with this run.json; {}: from the beginning."""
-    new = recipe.count(samples)
-    if not run:
-        return new
-    before = {"samples": samples, "batch_size": run["recipe"]["batch_size"], **run.get("epochs", {})}
-    epochs = Epochs(**before).continued(run["batches"], new)
-    if epochs.position(run["batches"]) > (recipe.epochs, 0):
-        done = epochs.progress(run["batches"]) / epochs.per_epoch
-        raise UserError(f"epochs = {recipe.epochs}, but the checkpoint was made after {done:.4g}: give more epochs")
-    return epochs
-
-
-def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *, same: bool) -> list[str]:
-    """Put this process's stages into the state of a checkpoint of the recipe `saved`; notes on what was lost."""
-    made = checkpoint.read(Path(path))
-    if same:
-        pipe.load({k: made.stage(k) for k in pipe.stages}, batches=made.t)
-        for stage in pipe.stages.values():
-            change_rates(stage, recipe, saved)
-        return []
-    parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
-    updates = made.t // recipe.M
-    if upgraded(saved)["settings"]["M"] == recipe.M:  # drains on the way have ended windows early
-        updates = max(part["counters"]["update_index"] for part in parts)
-    merged = merge(parts)
-    heads = heads_by_cut(parts, saved)
-    for stage in pipe.stages.values():
-        stage_state.load_model(stage, merged["model"], merged["optimizer"], merged["corrections"])
-        stage_state.load_head(stage, heads.get(_end(recipe.as_dict(), stage.k)))
-        stage.resume_schedule(updates)
-    pipe.batches = made.t
-    return [*_lost_batches(parts), *_lost_heads(pipe, heads, recipe, parts), *_new_rate(recipe, saved)]
-
-
-def merge(parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The whole model of a checkpoint by name, with what optimizers and correctors remember of it. Heads are left out:
-    several stages have one, under the same names."""
-    merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "corrections": {}}
-    for part in parts:
-        for kind, values in merged.items():
-            values.update({name: value for name, value in part[kind].items() if name in part["model"]})
-    return merged
-
-
-def _end(recipe: Mapping[str, Any], k: int) -> tuple[Any, ...]:
-    """Where stage k ends: what its head is fitted to."""
-    return (recipe["model"], recipe["method"], recipe["units"], *list(recipe["cuts"])[k - 1 : k])
-
-
-def heads_by_cut(parts: list[dict[str, Any]], saved: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The stages of a checkpoint that have a head, by where they end."""
-    return {_end(saved, part["k"]): part for part in parts if part["head"] is not None}
-
-
-def _lost_batches(parts: list[dict[str, Any]]) -> list[str]:
-    lost = sorted({entry["t"] for part in parts for entry in part["in_flight"]})
-    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost to the change"] if lost else []
-
-
-def _lost_heads(
-    pipe: Pipeline, heads: Mapping[tuple[Any, ...], Any], recipe: Recipe, parts: list[dict[str, Any]]
-) -> list[str]:
-    """Heads that start anew, of all stages, and trained ones that no stage has a place for."""
-    wanted = {_end(recipe.as_dict(), k): k for k in range(1, pipe.K)} if pipe.method.head else {}
-    new = [str(k) for end, k in wanted.items() if end not in heads]
-    gone = [str(part["k"]) for end, part in heads.items() if end not in wanted]
-    notes = []
-    if new:
-        notes.append(f"the heads of stages {', '.join(new)} start anew: the checkpoint has no such heads at their cuts")
-    if gone:
-        notes.append(f"the heads of stages {', '.join(gone)} of the checkpoint are not used")
-    return notes
-
-
-def _new_rate(recipe: Recipe, saved: Mapping[str, Any]) -> list[str]:
-    return [f"the learning rate is {recipe.lr:g}, it was {saved['lr']:g}"] if recipe.lr != saved["lr"] else []
-
-
-def change_rates(stage: Stage, recipe: Recipe, saved: dict[str, Any]) -> None:
-    """Rate, momentum, weight decay and schedule of the recipe, from the next update on."""
-    changed = [name for name in {*RATES, *SCHEDULE} if _listed(getattr(recipe, name)) != _listed(saved[name])]
-    if stage.optimizer is None or not changed:
-        return
-    for group in stage.optimizer.param_groups:
-        group.update(initial_lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
-    if stage.scheduler:
-        stage.scheduler.base_lrs = [recipe.lr for _ in stage.scheduler.base_lrs]
-    stage.resume_schedule(stage.update_index)
-
-
-def find(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest sound checkpoint of a run, after clearing away what was left unfinished."""
-    checkpoint.clean(run)
-    return checkpoint.newest(run)

@@ -157,7 +157,7 @@ def _train_as_member(recipe: Recipe, out: Path, *, show: bool, resumed: bool, si
 def _checked(recipe: Recipe, out: Path, *, resumed: bool) -> tuple[Recipe, int]:
     """The recipe with its cuts, and the samples of an epoch; raises UserError where the run cannot begin."""
     from offbeat import checkpoint
-    from offbeat.runs import record, saving
+    from offbeat.runs import record, resuming
     from offbeat.runs.build import check
 
     if not resumed:
@@ -169,7 +169,7 @@ def _checked(recipe: Recipe, out: Path, *, resumed: bool) -> tuple[Recipe, int]:
             raise
         raise UserError("there is not enough memory here: use smaller shape=, classes= or batch_size=") from error
     if resumed and (found := checkpoint.newest(out)[0]):
-        saving.continued(recipe, known.samples, found.run())
+        resuming.continued(recipe, known.samples, found.run())
     return recipe, known.samples
 
 
@@ -202,7 +202,7 @@ def _train_with_rollbacks(
 
 def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
     """The recipe with which a run continues, with these changes; cuts and threads follow a new K."""
-    from offbeat.runs import lock, record, saving
+    from offbeat.runs import lock, record, resuming
 
     before = load(run / "config.json")
     before.pop("trace", None)  # it has one
@@ -210,7 +210,7 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
     if finished and chosen.get("epochs", 0) <= before["epochs"]:
         raise UserError(f"{run} is finished, after {before['epochs']} epochs: give more --epochs to go on")
     with lock.held(run):  # it clears away what is unfinished
-        found, _ = saving.find(run)
+        found, _ = resuming.find(run)
     if found is None:
         raise UserError(f"{run} has no sound checkpoint to go on from: start it anew, with --checkpoint-every")
     if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:

@@ -34,6 +34,7 @@ from offbeat.report import draw_curves
 from offbeat.report.comparison import Comparison, markdown, read, table
 from offbeat.report.draw import by_the_way
 from offbeat.runs import launch, lock, record
+from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import Recipe, complete, cores, from_json, load
 from offbeat.runs.train import train
 from offbeat.settings import split_list
@@ -256,7 +257,7 @@ def _begun(folder: Path, asked: dict[str, Any], jobs: int, recipes: Mapping[str,
     content = {"comparison": {"asked": asked, "jobs": jobs, "partition": partition, "runs": described}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        content = {**content, "provenance": record.provenance(device=widest.device)}
+        content = {**content, "provenance": provenance(device=widest.device)}
         record.write(folder / "config.json", json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {folder} ({first_line(error)}): choose another --out") from error

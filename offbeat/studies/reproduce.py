@@ -37,6 +37,7 @@ from offbeat.report.draw import by_the_way
 from offbeat.report.reproduction import Reproduction
 from offbeat.runs import launch, lock, record
 from offbeat.runs import tables as recipes
+from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import Recipe, complete, load
 from offbeat.runs.tables import Images, Row, Table
 
@@ -345,8 +346,8 @@ def _reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
     data_set = open_data(request, runs[0].recipe) if todo or unknown_images else None
     if data_set is not None:
         content["images"] = same_images(table, data_set, content["images"], folder)
-    provenance = record.provenance(request.command, device=settings.get("device"))
-    content["invocations"].append(provenance)
+    origin = provenance(request.command, device=settings.get("device"))
+    content["invocations"].append(origin)
     try:
         (folder / "runs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -357,7 +358,7 @@ def _reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
 
     def result() -> Reproduction:
         seeds = dict.fromkeys(made, request.seeds)
-        return written(folder, report.read(folder, table, made, seeds, settings, provenance, content["images"]))
+        return written(folder, report.read(folder, table, made, seeds, settings, origin, content["images"]))
 
     try:
         work.all(todo)

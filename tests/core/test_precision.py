@@ -22,7 +22,7 @@ from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines.simulate import Simulate
 from offbeat.errors import UserError
 from offbeat.methods import METHODS
-from offbeat.runs import saving
+from offbeat.runs import resuming
 from offbeat.runs.recipe import Recipe, complete
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -389,11 +389,11 @@ def test_recipes_know_the_precisions_that_there_are():
 
 def test_batches_in_flight_go_on_in_their_own_precision_alone():
     recipe = complete(precision="bf16", K=2)
-    assert saving.exact(recipe, recipe.as_dict())
-    assert not saving.exact(recipe, {**recipe.as_dict(), "precision": "fp32"})
+    assert resuming.exact(recipe, recipe.as_dict())
+    assert not resuming.exact(recipe, {**recipe.as_dict(), "precision": "fp32"})
     old = complete(K=2).as_dict()
     del old["precision"], old["compile"]
-    assert saving.exact(complete(K=2), old), "of a time when there was float32 alone"
+    assert resuming.exact(complete(K=2), old), "of a time when there was float32 alone"
 
 
 RUN = (

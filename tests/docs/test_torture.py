@@ -15,7 +15,8 @@ from offbeat.checkpoint import newest
 from offbeat.runs import launch
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.recipe import complete
-from offbeat.runs.saving import Saver, restore
+from offbeat.runs.resuming import restore
+from offbeat.runs.saving import Saver
 
 ROOT = Path(__file__).resolve().parents[2]
 

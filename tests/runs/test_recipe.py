@@ -9,7 +9,7 @@ import pytest
 from command import check_refused
 
 from offbeat.errors import UserError
-from offbeat.runs import saving
+from offbeat.runs import resuming
 from offbeat.runs.recipe import changed, complete, load
 
 DRY = ("train", "--data", "synthetic", "--samples", 8, "--model", "mlp", "-K", 2, "--dry-run", "--json")
@@ -153,15 +153,15 @@ def test_a_config_of_an_earlier_version_is_the_recipe_that_it_was():
     same = there.keys() & now.keys()
     assert len(there.keys() - same) == 11
     assert {name: now[name] for name in same} == {name: there[name] for name in same}
-    assert saving.exact(recipe, there)
-    assert not saving.exact(recipe, {**there, "beta": 0.6})
-    assert not saving.exact(recipe, {**there, "corrector": None})
+    assert resuming.exact(recipe, there)
+    assert not resuming.exact(recipe, {**there, "beta": 0.6})
+    assert not resuming.exact(recipe, {**there, "corrector": None})
 
 
 def test_a_default_that_is_given_or_left_out_is_the_same_recipe_to_go_on_with():
     given, left_out = complete(method="fdg", K=2, beta=1.0), complete(method="fdg", K=2)
-    assert saving.exact(given, left_out.as_dict())
-    assert saving.exact(left_out, given.as_dict())
+    assert resuming.exact(given, left_out.as_dict())
+    assert resuming.exact(left_out, given.as_dict())
 
 
 def test_another_method_than_the_configs_starts_from_its_own_settings(offbeat):

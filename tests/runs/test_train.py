@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import START, two_processes
 from safetensors.torch import load_file
 
 import offbeat
@@ -99,6 +100,25 @@ def test_the_silence_allowed_reaches_worker_processes_on_their_command_line(tmp_
     monkeypatch.setattr(launch, "launch", lambda K, arguments, **_: started.append(arguments))
     assert offbeat.train(complete(**SMALL, engine="processes"), out=tmp_path / "run", silence=7.5) is None
     assert started[0][-2:] == ["--silence", "7.5"]
+
+
+RESUMED = """
+import sys, offbeat
+result = offbeat.train(resume={run!r}, epochs=2, momentum=0.5, silence=120)
+assert (result is None) == (__import__("os").environ["RANK"] == "1")
+__import__("os")._exit(0)
+"""
+
+
+def test_resuming_under_torchrun_writes_the_changed_recipe(tmp_path):
+    run = tmp_path / "run"
+    offbeat.train(complete(**SMALL, engine="simulate", checkpoint_every="1e"), out=run)
+    with two_processes(RESUMED.format(run=str(run))) as started:
+        for process in started:
+            assert process.wait(START) == 0, process.communicate()
+    assert (config(run)["epochs"], config(run)["momentum"], config(run)["engine"]) == (2, 0.5, "processes")
+    assert json.loads((run / "config-1.json").read_text())["recipe"]["epochs"] == 1
+    assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1]
 
 
 # ---- the environment is no way to pass an argument

@@ -15,7 +15,7 @@ from command import Command, Outcome, check_refused
 from offbeat import models
 from offbeat.methods import DECLARED
 from offbeat.partitioning import timing
-from offbeat.runs import record
+from offbeat.runs.provenance import provenance
 
 SMALL = ("plan", "--model", "resnet8", "--batch-size", "4", "--shape", "3,8,8")
 STAGE = {
@@ -113,7 +113,7 @@ def test_the_json_has_the_promised_keys_and_sane_values(offbeat, K, M, model):
 
 def test_the_json_says_where_it_comes_from_as_run_records_do(offbeat, monkeypatch):
     monkeypatch.setenv("OFFBEAT_COMMIT", 40 * "a")
-    plan, made = planned(offbeat, "-K", 1), record.provenance()
+    plan, made = planned(offbeat, "-K", 1), provenance()
     assert plan["commit"] == made["commit"] == 40 * "a"
     assert (plan["torch"], plan["hardware"]) == (torch.__version__, made["machine"])
     assert plan["command"] == ["offbeat", *SMALL, "-K", "1", "--json"]
