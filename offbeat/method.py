@@ -90,12 +90,12 @@ class Method:
         for name in ("locks", "correctors"):  # a method is hashed, since what follows from it is kept
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for letter, number, meaning in (
-            ("M", self.M, "gradients an update"),
+            ("M", self.M, "gradients per update"),
             ("m", self.m, "micro-batches"),
             ("N", self.workers, "workers"),
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise UserError(f"{letter} = {number!r} {meaning}: use a whole number from 1 up")
+                raise UserError(f"{letter}={number!r} {meaning}: use an integer of at least 1")
         for kind, value, allowed in (("weights", self.weights, Weights), ("window", self.window, Window)):
             if value not in get_args(allowed):
                 raise unknown(kind, str(value), get_args(allowed))

@@ -52,7 +52,7 @@ class Setting:
                 continue
         if self.choices:
             raise unknown(self.name, text, self.choices)
-        raise UserError(f"{self.name}={text}: give {self.allowed}")
+        raise UserError(f"{self.name}={text}: use {self.allowed}")
 
     def check(self, value: Any) -> None:
         """Refuse a value of another type than the declared one."""
@@ -61,8 +61,8 @@ class Setting:
         if self.choices:
             raise unknown(self.name, str(value), self.choices)
         if isinstance(value, int) and abs(value) > LARGEST:
-            raise UserError(f"{self.name} = {value}: use a whole number up to {LARGEST}")
-        raise UserError(f"{self.name} = {value!r}: use {self.allowed}")
+            raise UserError(f"{self.name}={value}: use an integer of at most {LARGEST}")
+        raise UserError(f"{self.name}={value!r}: use {self.allowed}")
 
     def value(self, value: Any) -> Any:
         """What the method's function is called with: a function that was given as text is imported."""
@@ -72,7 +72,7 @@ class Setting:
                 return getattr(importlib.import_module(module), name)
             except Exception as error:
                 raise UserError(
-                    f"{self.name} = {value} cannot be imported ({first_line(error)}): give {self.allowed}"
+                    f"{self.name}={value!r} cannot be imported ({first_line(error)}): use {self.allowed}"
                 ) from error
         return value
 
@@ -183,7 +183,7 @@ def _allowed(hint: Any) -> str:
     """What may be given, in words."""
     if hint == Corrections:
         return "correctors such as sc or lwp+sc, or none"
-    words = {bool: "yes or no", int: "a whole number", float: "a number", str: "text", NoneType: "none"}
+    words = {bool: "yes or no", int: "an integer", float: "a number", str: "text", NoneType: "none"}
     found = []
     for kind in reversed(_kinds(hint)):
         if get_origin(kind) is Literal:

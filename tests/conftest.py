@@ -10,7 +10,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # reference.py, cases.py, command.py
-sys.path.extend(str(Path(__file__).parent / folder) for folder in ("core", "methods", "pipeline"))  # used by others
+sys.path.extend(
+    str(Path(__file__).parent / folder) for folder in ("cli", "core", "methods", "pipeline")
+)  # of other tests
 from command import offbeat  # noqa: F401  a fixture for all
 
 # Files that take longest, first: a worker takes whole files, and one that is left at the end leaves the others idle.

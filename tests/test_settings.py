@@ -157,7 +157,7 @@ def test_a_function_with_other_types_is_read_as_its_annotations_say():
         "d": (2.0,),
         "e": (False, 0.5),
     }
-    assert takes["a"].allowed == "a whole number or none"
+    assert takes["a"].allowed == "an integer or none"
     for name, wrong in {"a": True, "b": 3, "c": 1, "d": float("nan"), "e": "x"}.items():
         with pytest.raises(UserError):
             takes[name].check(wrong)

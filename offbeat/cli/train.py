@@ -24,25 +24,30 @@ def train(
     stages: options.Stages,
     schedule: options.Schedule,
     saved: options.Saving,
-    looking: options.Looking,
-    seed: Annotated[int | None, typer.Option(help="(default 0)")] = None,
+    diagnosis: options.Diagnosis,
+    seed: Annotated[int | None, typer.Option(help="Random seed. (default 0)")] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Continue the run in this folder from its newest checkpoint; other options change it."),
+        typer.Option(help="Resume the run in this folder from its newest checkpoint; other options change its recipe."),
     ] = None,
     silence: Annotated[
-        float | None, typer.Option(help="Seconds of silence after which a stage counts as lost. (default 30)")
+        float | None,
+        typer.Option(
+            help="Seconds without a message after which a stage counts as lost. (default OFFBEAT_SILENCE, or 30)"
+        ),
     ] = None,
-    max_restarts: Annotated[int, typer.Option(help="Most restarts of the K processes after failures.")] = 0,
+    max_restarts: Annotated[
+        int, typer.Option(help="Maximum number of restarts of the worker processes after a failure.")
+    ] = 0,
     config: Annotated[
-        Path | None, typer.Option(help="config.json of a run to repeat; other options change it.")
+        Path | None, typer.Option(help="config.json of a run to repeat; other options change its recipe.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder. (default runs/DATA-MODEL-METHOD-K-M-SEED)")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="No progress; print the result as JSON.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything without training.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and no progress.")] = False,
 ) -> None:
-    """Train a network; the defaults are the paper's recipe."""
-    chosen = options.chosen(data, method, stages, schedule, saved, looking)
+    """Train a network. The defaults are the recipe of the paper."""
+    chosen = options.chosen(data, method, stages, schedule, saved, diagnosis)
     if seed is not None:
         chosen["seed"] = seed
     recipe = configured(config, chosen) if config is not None or resume is None else None

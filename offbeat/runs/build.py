@@ -76,7 +76,7 @@ def shape_of(sizes: tuple[int, ...] | None) -> tuple[int, int, int] | None:
     if sizes is None:
         return None
     if len(sizes) != 3:
-        raise UserError(f"shape {list(sizes)}: give channels, height and width, such as 3,32,32")
+        raise UserError(f"shape={tuple(sizes)}: use channels, height and width, such as shape=(3, 32, 32)")
     return sizes[0], sizes[1], sizes[2]
 
 
@@ -96,7 +96,7 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
     if recipe.model not in models.names():
         models.build(recipe.model)  # tells what is allowed before any data is read
     if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch sees no CUDA device here: use --device cpu")
+        raise UserError("device='cuda', but torch finds no CUDA device: use device='cpu'")
     PrecisionPolicy.of(recipe.precision, torch.device(recipe.device))
     recipe.make_method().check(recipe.K)
     if recipe.diagnose:

@@ -36,8 +36,8 @@ class Epochs:
     def __post_init__(self) -> None:
         if self.per_epoch < 1:
             raise UserError(
-                f"batch size {self.batch_size} with drop_last, but an epoch has {self.samples} samples: "
-                "use a smaller batch size, or keep the short last batch"
+                f"batch_size={self.batch_size} with drop_last=True, but an epoch has {self.samples} samples: "
+                f"use batch_size={self.samples} or less, or drop_last=False"
             )
 
     def _batches(self, samples: int) -> int:

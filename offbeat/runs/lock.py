@@ -73,7 +73,7 @@ def held(folder: Path) -> Iterator[str]:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor, token = _take(folder)
         except OSError as error:
-            raise UserError(f"cannot write to {folder} ({first_line(error)}): choose another --out") from error
+            raise UserError(f"cannot write to {folder} ({first_line(error)}): give another folder as out=") from error
         try:
             yield token
         finally:

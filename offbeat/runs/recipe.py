@@ -8,18 +8,31 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method, Weights
 from offbeat.methods import settings_of, with_settings
 from offbeat.ops import Window
 from offbeat.runs.epochs import Epochs
+from offbeat.settings import LARGEST
 from offbeat.timeline import MOST_TURNS
 
 ENGINES = ("simulate", "processes", "streams")
-MOST = 2**31  # for whole numbers
+SMALLEST = {
+    "K": 1,
+    "epochs": 1,
+    "batch_size": 1,
+    "threads_per_stage": 1,
+    "data_workers": 0,
+    "seed": 0,
+    "keep": 1,
+    "trace": 1,
+    "diagnose": 1,
+}
 RESOLVED = ("M", "weights", "window")  # settings that every recipe states, as its method has them
 # Settings that were fields of their own in recipes of earlier versions, None where they were not given.
 EARLIER = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
@@ -166,8 +179,8 @@ def complete(**given: Any) -> Recipe:
     for corrector in method.correctors:
         if corrector.reads_momentum and not 0 < values["momentum"] < 1:
             raise UserError(
-                f"corrector {corrector.name} with momentum = {values['momentum']:g}: it reads the momentum "
-                "of SGD, use one between 0 and 1"
+                f"corrector {corrector.name} with momentum={values['momentum']:g}: it needs the momentum of SGD, "
+                "use one above 0 and below 1"
             )
     image_folder = values["data"] == "imagefolder"
     defaults = {
@@ -186,68 +199,70 @@ def _engine(values: Mapping[str, Any], method: Method) -> str:
     """What runs the stages by default; refuses streams where there can be none."""
     on_gpu, reason = values.get("device") == "cuda", method.why_not_capturable()
     if values.get("engine") == "streams" and not on_gpu:
-        raise UserError("engine streams without a GPU: it runs the stages on streams of one, add --device cuda")
+        raise UserError("engine='streams' without a GPU: it runs the stages on CUDA streams, add device='cuda'")
     if values.get("engine") == "streams" and reason:
-        raise UserError(f"engine streams with {method.name}, which {reason}: use simulate or processes")
+        raise UserError(
+            f"engine='streams' with {method.name}, which {reason}: use engine='simulate' or engine='processes'"
+        )
     if values["K"] == 1 or (on_gpu and reason):
         return "simulate"
     return "streams" if on_gpu else "processes"
 
 
 def _check(values: Mapping[str, Any]) -> None:
-    """What can be wrong without looking at data or model."""
-    if values.get("engine", ENGINES[0]) not in ENGINES:
-        raise unknown("engine", values["engine"], ENGINES)
-    for name, allowed in (
-        ("units", ("blocks", "layers")),
-        ("partition", ("flops", "measured")),
-        ("device", ("cpu", "cuda")),
-        ("precision", ("fp32", "tf32", "bf16")),
-        ("checkpoint_mode", ("in-flight", "drained")),
-        ("weighting", ("batches", "samples")),
-        ("on_nan", ("stop", "skip", "rollback")),
-    ):
-        if values.get(name, allowed[0]) not in allowed:
-            raise unknown(name, values[name], allowed)
-    least = {
-        "K": 1,
-        "epochs": 1,
-        "batch_size": 1,
-        "threads_per_stage": 1,
-        "data_workers": 0,
-        "seed": 0,
-        "keep": 1,
-        "trace": 1,
-        "diagnose": 1,
-    }
-    for name, smallest in least.items():
-        if name in values and values[name] < smallest:
-            raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")
-        if name in values and name != "K" and values[name] > MOST:  # the model says what K can be
-            raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number up to {MOST}")
-    for name in ("classes", "samples", "shape"):  # what they can be at least, the data set says
-        sizes = values.get(name, ())
-        if max(sizes if isinstance(sizes, tuple) else (sizes,), default=0) > MOST:
-            raise UserError(f"{name} = {sizes}: use whole numbers up to {MOST}")
+    """Raise UserError for what is wrong whatever the data and the model are."""
+    for name, allowed in {"engine": ENGINES, **_choices()}.items():
+        if name in values and values[name] not in allowed:
+            raise unknown(name, str(values[name]), allowed)
+    _check_integers(values)
+    _check_numbers(values)
+    on_gpu = values.get("device") == "cuda"
     if values.get("compile") and values.get("fuse"):
-        raise UserError("compile and fuse, both of which join operations of a stage: leave one of them out")
-    if values.get("fuse") and values.get("device") != "cuda":
-        raise UserError("fuse without a GPU, whose kernels it joins: add --device cuda, or leave it out")
-    if values.get("tune") and values.get("device") != "cuda":
-        raise UserError("tune without a GPU, where there is no cuDNN: add --device cuda, or leave it out")
+        raise UserError("compile=True with fuse=True: both join the operations of a stage, leave out one of them")
+    for name, reason in (("fuse", "it joins kernels of a GPU"), ("tune", "it is for cuDNN")):
+        if values.get(name) and not on_gpu:
+            raise UserError(f"{name}=True without a GPU: {reason}, add device='cuda' or leave it out")
+
+
+def _check_integers(values: Mapping[str, Any]) -> None:
+    for name, smallest in SMALLEST.items():
+        if name in values and values[name] < smallest:
+            raise UserError(f"{name}={values[name]}: use an integer of at least {smallest}")
+        if name in values and name != "K" and values[name] > LARGEST:  # the model limits K
+            raise UserError(f"{name}={values[name]}: use an integer of at most {LARGEST}")
+    for name in ("classes", "samples", "shape"):  # the data set checks the smallest
+        sizes = values.get(name, ())
+        if max(sizes if isinstance(sizes, tuple) else (sizes,), default=0) > LARGEST:
+            raise UserError(f"{name}={sizes}: use integers of at most {LARGEST}")
     if values.get("trace", 1) > MOST_TURNS:
-        raise UserError(f"trace = {values['trace']} local iterations: use a whole number up to {MOST_TURNS}")
+        raise UserError(f"trace={values['trace']}: use at most {MOST_TURNS} local iterations")
     every = re.match(r"\s*(\d+)", values.get("checkpoint_every", ""))
-    if every and float(every[1]) > MOST:
-        raise UserError(f"checkpoint-every = {values['checkpoint_every']}: use a number up to {MOST}")
+    if every and float(every[1]) > LARGEST:
+        raise UserError(f"checkpoint_every={values['checkpoint_every']!r}: use a number of at most {LARGEST}")
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
     for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm"):
         if name in values and not 0 <= values[name] < float("inf"):
-            raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a number from 0 up")
-    if any(not 0 < speed < float("inf") for speed in values.get("speeds", ())):
-        raise UserError(f"speeds {list(values['speeds'])}: use numbers above 0, one for each stage")
+            raise UserError(f"{name}={values[name]}: use a number of at least 0")
+    speeds = values.get("speeds", ())
+    if any(not 0 < speed < float("inf") for speed in speeds):
+        raise UserError(f"speeds={tuple(speeds)}: use numbers above 0, one per stage")
     fractions = list(values.get("milestones", ()))
     if fractions != sorted(fractions) or any(not 0 < fraction < float("inf") for fraction in fractions):
-        raise UserError(f"milestones {fractions}: give increasing fractions of the epochs")
+        raise UserError(f"milestones={tuple(fractions)}: use increasing fractions of the epochs, above 0")
+
+
+@cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The fields of a recipe that take one of a few words, with these words."""
+    found = {}
+    for name, hint in get_type_hints(Recipe).items():
+        kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+        words = tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
+        if words:
+            found[name] = words
+    return found
 
 
 def configured(config: Path | None, given: Mapping[str, Any]) -> Recipe:
@@ -260,9 +275,11 @@ def load(path: Path) -> dict[str, Any]:
     try:
         values = dict(json.loads(path.read_text())["recipe"])
     except FileNotFoundError:
-        raise UserError(f"config {path} does not exist: give the config.json of a run") from None
+        raise UserError(f"config={str(path)!r} does not exist: give the config.json of a run") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"config {path} cannot be read ({first_line(error)}): give the config.json of a run") from None
+        raise UserError(
+            f"config={str(path)!r} cannot be read ({first_line(error)}): give the config.json of a run"
+        ) from None
     return from_json(values, path)
 
 
@@ -274,14 +291,15 @@ def from_json(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if name not in types:
             raise unknown(f"setting in {path}", name, types)
         if not _fits(value, types[name]):
-            raise UserError(f"{path}: {name} = {values[name]!r} does not fit, it takes {types[name]}: correct it")
+            raise UserError(f'{path}: "{name}": {json.dumps(value)}: use a value of type {types[name]}')
     takes = settings_of(found.get("method", PAPER["method"]))
     for name, value in found.get("settings", {}).items():
         try:
             if name in takes:
                 takes[name].check(value)
         except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+            wrong = f'"{name}": {json.dumps(value)}: use {takes[name].allowed}'
+            raise UserError(f"{path}: {error if takes[name].choices else wrong}") from None
     return found
 
 

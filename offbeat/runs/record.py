@@ -51,7 +51,7 @@ class RunFolder:
             )
             with_room(path, lambda: write(path / "config.json", text + "\n"))
         except OSError as error:
-            raise UserError(f"cannot write to {path} ({first_line(error)}): choose another --out") from error
+            raise UserError(f"cannot write to {path} ({first_line(error)}): give another folder as out=") from error
         return cls(path)
 
     def go_on(self, batch: int, notes: list[str], *, exact: bool) -> None:
@@ -110,7 +110,7 @@ class RunFolder:
 
 def _full(path: Path, error: BaseException) -> UserError:
     return UserError(
-        f"cannot write to {path} ({first_line(error)}): make room there; a run with a checkpoint goes on by --resume"
+        f"cannot write to {path} ({first_line(error)}): make room there; a run with a checkpoint continues with resume="
     )
 
 
@@ -177,12 +177,14 @@ def check_free(path: Path) -> None:
     """Refuse a folder that holds a run, or that cannot be made."""
     try:
         if (path / "config.json").exists():
-            raise FolderTaken(f"{path} already holds a run: choose another --out")
+            raise FolderTaken(f"{path} already holds a run: give another folder as out=")
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            raise UserError(f"--out {path}: {above} cannot hold a run: choose a folder that can be written to")
+            raise UserError(f"out={str(path)!r}: {above} cannot hold a run: choose a folder that can be written to")
     except OSError as error:
-        raise UserError(f"--out {path}: {error.strerror or first_line(error)}; choose another --out") from error
+        raise UserError(
+            f"out={str(path)!r}: {error.strerror or first_line(error)}; give another folder as out="
+        ) from error
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

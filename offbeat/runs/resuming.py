@@ -90,7 +90,7 @@ def continued(recipe: Recipe, samples: int, run: dict[str, Any]) -> Epochs:
     epochs = Epochs(**before).continued(run["batches"], new)
     if epochs.position(run["batches"]) > (recipe.epochs, 0):
         done = epochs.progress(run["batches"]) / epochs.per_epoch
-        raise UserError(f"epochs = {recipe.epochs}, but the checkpoint was made after {done:.4g}: give more epochs")
+        raise UserError(f"epochs={recipe.epochs}, but the checkpoint was made after {done:.4g}: increase epochs=")
     return epochs
 
 

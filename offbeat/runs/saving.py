@@ -55,8 +55,8 @@ class Every:
         amount = float(found[1]) if found else 0.0
         if not found or amount <= 0 or (found[2] == "b" and not amount.is_integer()):
             raise UserError(
-                f"--checkpoint-every {text}: give a number above 0 and b (whole batches), e (epochs), s or "
-                "min, such as 500b, 1e or 10min"
+                f"checkpoint_every={text!r}: use a number above 0 and a unit: b (an integer of batches), e (epochs), "
+                "s or min, such as 500b, 1e or 10min"
             )
         if found[2] == "b":
             return cls(batches=int(amount))
@@ -92,8 +92,8 @@ def check(recipe: Recipe) -> None:
     every = Every.of(recipe.checkpoint_every)
     if every.seconds is not None and recipe.checkpoint_mode == "drained":
         raise UserError(
-            f"--checkpoint-every {recipe.checkpoint_every} with --checkpoint-mode drained, which changes the numbers "
-            "and must be repeatable: count in batches or epochs"
+            f"checkpoint_every={recipe.checkpoint_every!r} with checkpoint_mode='drained': draining changes results, "
+            "so its time must be reproducible: use batches (500b) or epochs (1e)"
         )
 
 
@@ -204,8 +204,7 @@ class Saver:
         if stop:
             self.close()
             raise Interrupted(
-                f"stopped by {stop} behind batch {t - 1}, with a checkpoint: go on with "
-                f"'offbeat train --resume {self.folder}'"
+                f"stopped by {stop} after batch {t - 1}, with a checkpoint: continue with resume={str(self.folder)!r}"
             )
 
     def collect(self, *, wait: bool = False) -> None:

@@ -208,11 +208,11 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
     before.pop("trace", None)  # it has one
     finished = any(line["kind"] == "result" for line in record.lines(run))
     if finished and chosen.get("epochs", 0) <= before["epochs"]:
-        raise UserError(f"{run} is finished, after {before['epochs']} epochs: give more --epochs to go on")
+        raise UserError(f"{run} is finished, after {before['epochs']} epochs: to continue, increase epochs=")
     with lock.held(run):  # it clears away what is unfinished
         found, _ = resuming.find(run)
     if found is None:
-        raise UserError(f"{run} has no sound checkpoint to go on from: start it anew, with --checkpoint-every")
+        raise UserError(f"{run} has no valid checkpoint to resume from: start a new run, with checkpoint_every=")
     if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:
         for name in ("cuts", "units", "threads_per_stage", "speeds", "engine"):
             before.pop(name, None)

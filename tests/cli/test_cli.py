@@ -10,7 +10,7 @@ import pytest
 from command import check_refused, contents
 
 from offbeat import models
-from offbeat.cli import told_or
+from offbeat.cli import brief
 from offbeat.errors import NotFused, NotRecorded
 from offbeat.runs.build import open_data
 from offbeat.runs.recipe import complete
@@ -30,30 +30,30 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # beside SMALL;
     "window": (("--window", "align"), ("align", "did you mean 'aligned'")),
     "weights far from any": (("--weights", "foo"), ("foo", "stash, hybrid, replay")),
     "window far from any": (("--window", "foo"), ("foo", "count, aligned")),
-    "K=0": (("-K", "0"), ("K = 0", "from 1 up")),
-    "K=-1": (("-K", "-1"), ("K = -1",)),
+    "K=0": (("-K", "0"), ("-K 0", "at least 1")),
+    "K=-1": (("-K", "-1"), ("-K -1",)),
     "K=1.5": (("-K", "1.5"), ("-K", "integer")),
     "K above the units": (("-K", "11"), ("11 stages", "10 units", "K <= 10")),
     "K far above the units": (("-K", str(10**20)), ("10 units",)),
-    "M=0": (("-M", "0"), ("M = 0", "from 1 up")),
-    "M=-3": (("-M", "-3"), ("M = -3",)),
-    "batch size 0": (("--batch-size", "0"), ("batch-size = 0",)),
+    "M=0": (("-M", "0"), ("-M 0", "at least 1")),
+    "M=-3": (("-M", "-3"), ("-M -3",)),
+    "batch size 0": (("--batch-size", "0"), ("--batch-size 0",)),
     "batch size beyond any memory": (("--batch-size", str(10**30)), ("batch-size",)),
-    "epochs 0": (("--epochs", "0"), ("epochs = 0",)),
+    "epochs 0": (("--epochs", "0"), ("--epochs 0",)),
     "epochs in words": (("--epochs", "many"), ("--epochs", "integer")),
-    "negative lr": (("--lr", "-0.1"), ("lr = -0.1",)),
-    "nan lr": (("--lr", "nan"), ("lr = nan",)),
-    "infinite lr": (("--lr", "inf"), ("lr = inf",)),
+    "negative lr": (("--lr", "-0.1"), ("--lr -0.1",)),
+    "nan lr": (("--lr", "nan"), ("--lr nan",)),
+    "infinite lr": (("--lr", "inf"), ("--lr inf",)),
     "lr in words": (("--lr", "small"), ("--lr", "number")),
-    "negative momentum": (("--momentum", "-1"), ("momentum = -1",)),
-    "negative weight decay": (("--weight-decay", "-1"), ("weight-decay = -1",)),
-    "nan warm-up": (("--warmup", "nan"), ("warmup = nan",)),
-    "negative clipping": (("--clip-norm", "-1"), ("clip-norm = -1",)),
+    "negative momentum": (("--momentum", "-1"), ("--momentum -1",)),
+    "negative weight decay": (("--weight-decay", "-1"), ("--weight-decay -1",)),
+    "nan warm-up": (("--warmup", "nan"), ("--warmup nan",)),
+    "negative clipping": (("--clip-norm", "-1"), ("--clip-norm -1",)),
     "milestones that fall": (("--milestones", "0.75,0.5"), ("milestones", "increasing")),
     "nan milestone": (("--milestones", "nan"), ("milestones",)),
     "milestones in words": (("--milestones", "half"), ("--milestones", "half")),
-    "negative seed": (("--seed", "-1"), ("seed = -1",)),
-    "no threads": (("--threads-per-stage", "0"), ("threads-per-stage = 0",)),
+    "negative seed": (("--seed", "-1"), ("--seed -1",)),
+    "no threads": (("--threads-per-stage", "0"), ("--threads-per-stage 0",)),
     "too few cuts": (("-K", "3", "--cuts", "2"), ("1 cut", "K = 3", "2 cuts")),
     "too many cuts": (("-K", "2", "--cuts", "1,2"), ("2 cuts", "K = 2")),
     "no cuts": (("-K", "2", "--cuts", ""), ("cuts",)),
@@ -66,7 +66,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # beside SMALL;
     "cuts in words": (("-K", "2", "--cuts", "middle"), ("--cuts", "middle")),
     "fractional cuts": (("-K", "2", "--cuts", "1.5"), ("--cuts", "1.5")),
     "shape in words": (("--shape", "junk"), ("--shape", "junk")),
-    "shape of two": (("--shape", "8,8"), ("shape", "[8, 8]", "channels, height")),
+    "shape of two": (("--shape", "8,8"), ("--shape 8,8", "channels, height")),
     "shape of four": (("--shape", "1,8,8,8"), ("shape", "channels, height")),
     "shape with a zero": (("--shape", "1,0,8"), ("shape",)),
     "negative shape": (("--shape", "1,-8,8"), ("shape",)),
@@ -80,7 +80,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # beside SMALL;
     "cifar10 without a folder": (("--data", "cifar10"), ("cifar10 needs a folder", "cifar-10-batches-bin")),
     "image folder without images": (("--data", "imagefolder", "--data-dir", "."), ("train",)),
     "missing config": (("--config", "nowhere.json"), ("nowhere.json", "does not exist")),
-    "config that is a folder": (("--config", "."), ("config .",)),
+    "config that is a folder": (("--config", "."), ("--config .",)),
     "out name beyond any": (("--out", "x" * 300), ("xxx",)),
     "unknown option": (("--epoch", "3"), ("--epoch", "train --help")),
     "option without its value": (("--epochs",), ("--epochs",)),
@@ -138,14 +138,14 @@ CONFIGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "an unknown key": ('{"recipe": {"epoch": 3}}', ("x.json", "'epoch'", "did you mean 'epochs'")),
     "K as text": ('{"recipe": {"K": "2"}}', ("x.json", "K = '2'", "int")),
     "K as a truth": ('{"recipe": {"K": true}}', ("x.json", "K = True", "int")),
-    "epochs as a fraction": ('{"recipe": {"epochs": 1.5}}', ("x.json", "epochs = 1.5", "int")),
+    "epochs as a fraction": ('{"recipe": {"epochs": 1.5}}', ("x.json", '"epochs": 1.5', "int")),
     "lr as null": ('{"recipe": {"lr": null}}', ("x.json", "lr = None", "float")),
-    "lr not a number": ('{"recipe": {"lr": NaN}}', ("lr = nan",)),
-    "cuts as text": ('{"recipe": {"cuts": "1,2"}}', ("x.json", "cuts = '1,2'", "tuple")),
+    "lr not a number": ('{"recipe": {"lr": NaN}}', ("--lr nan",)),
+    "cuts as text": ('{"recipe": {"cuts": "1,2"}}', ("x.json", '"cuts": "1,2"', "tuple")),
     "cuts of text": ('{"recipe": {"cuts": ["1"]}}', ("x.json", "cuts = ['1']", "tuple")),
-    "milestones as a number": ('{"recipe": {"milestones": 3}}', ("x.json", "milestones = 3", "tuple")),
+    "milestones as a number": ('{"recipe": {"milestones": 3}}', ("x.json", '"milestones": 3', "tuple")),
     "milestones that are none": ('{"recipe": {"milestones": [NaN]}}', ("milestones",)),
-    "a model as a number": ('{"recipe": {"model": 56}}', ("x.json", "model = 56", "str")),
+    "a model as a number": ('{"recipe": {"model": 56}}', ("x.json", '"model": 56', "str")),
     "an object for a number": ('{"recipe": {"seed": {}}}', ("x.json", "seed = {}", "int")),
     "an unknown method": ('{"recipe": {"method": "ald"}}', ("did you mean 'adl'",)),
     "unknown weights": ('{"recipe": {"weights": "stahs"}}', ("did you mean 'stash'",)),
@@ -364,15 +364,15 @@ def test_the_factor_ramps_up_over_three_epochs_and_falls_to_a_tenth_at_each_mile
 
 def test_a_reason_is_told_once_in_one_line_of_however_many_stages_it_is(capsys):
     others = []
-    tell = told_or(lambda *told, **more: others.append(told))
+    tell = brief(lambda *told, **more: others.append(told))
     for k in (1, 2, 3):
         tell(f"stage {k} is not recorded and runs eagerly: it draws\nrandom numbers", NotRecorded, "x.py", 1)
         tell(NotFused(f"stage {k} is not fused and goes on as it is: no BatchNorm"), NotFused, "x.py", 1)
     tell(NotRecorded("stage 3 is not recorded and runs eagerly: too large"), NotRecorded, "x.py", 1)
     tell("of torch", UserWarning, "x.py", 1)
     assert capsys.readouterr().err.splitlines() == [
-        "offbeat: stage 1 is not recorded and runs eagerly: it draws random numbers (told of the first such stage)",
-        "offbeat: stage 1 is not fused and goes on as it is: no BatchNorm (told of the first such stage)",
-        "offbeat: stage 3 is not recorded and runs eagerly: too large (told of the first such stage)",
+        "offbeat: stage 1 is not recorded and runs eagerly: it draws random numbers (shown for the first such stage)",
+        "offbeat: stage 1 is not fused and goes on as it is: no BatchNorm (shown for the first such stage)",
+        "offbeat: stage 3 is not recorded and runs eagerly: too large (shown for the first such stage)",
     ]
     assert [message for message, *_ in others] == ["of torch"]

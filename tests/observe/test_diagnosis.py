@@ -331,8 +331,8 @@ def test_lines_behind_the_place_where_a_run_goes_on_are_taken_back(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--diagnose", "0"], "diagnose = 0: use a whole number from 1 up"),
-        (["--diagnose", "-1"], "diagnose = -1: use a whole number from 1 up"),
+        (["--diagnose", "0"], "--diagnose 0: use an integer of at least 1"),
+        (["--diagnose", "-1"], "--diagnose -1: use an integer of at least 1"),
         (["--diagnose", "often"], "--diagnose"),
         (["--diagnose", "5", "--method", "dgl", "-K", "2"], "diagnose with dgl, whose stages learn from heads"),
     ],

@@ -83,24 +83,24 @@ REFUSED = {
     "weights twice": ("adl:weights=hybrid", ("--weights", "stash"), ("weights is hybrid", "stash", "give it once")),
     "a setting twice": ("adl:M=2,M=2", (), ("give each setting once",)),
     "a setting without a value": ("adl:M", (), ("'adl:M'", "adl:M=4,corrector=sc")),
-    "a number in words": ("adl:M=two", (), ("M=two: give a whole number",)),
-    "a fraction for a whole number": ("adl:M=2.5", (), ("M=2.5: give a whole number",)),
-    "a truth that is none": ("ddg:barrier=2", (), ("barrier=2: give yes or no",)),
+    "a number in words": ("adl:M=two", (), ("--method adl:M=two: use an integer",)),
+    "a fraction for a whole number": ("adl:M=2.5", (), ("M=2.5: use an integer",)),
+    "a truth that is none": ("ddg:barrier=2", (), ("barrier=2: use yes or no",)),
     "a word of few": ("adl:window=align", (), ("unknown window 'align': did you mean 'aligned'?",)),
     "a number of few": ("spectrain:version=3", (), ("unknown version '3': use one of (1, 2)",)),
     "a function that there is not": ("dni:synthesiser=test_settings:gone", (), ("test_settings:gone", "imported")),
-    "text for a function": ("dni:synthesiser=mine", (), ("give a function as package.module:name or none",)),
+    "text for a function": ("dni:synthesiser=mine", (), ("use a function as package.module:name or none",)),
     "a corrector that there is not": ("adl:corrector=cs", (), ("cs",)),
     "a corrector of exact gradients": ("gpipe", ("--corrector", "sc"), ("corrector sc with gpipe",)),
     "a corrector of delay without one": ("bp", ("--corrector", "lwp"), ("corrector lwp with bp", "not late")),
     "speculation off 1F1B": ("adl:corrector=spec", (), ("corrector spec with adl", "use lwp")),
-    "a look-ahead without momentum": ("nag-async", ("--momentum", 0), ("corrector nag with momentum = 0",)),
-    "no micro-batch": ("gpipe:m=0", (), ("m = 0",)),
-    "no worker": ("asgd:N=0", ("-K", 1), ("N = 0",)),
-    "no buffer": ("dgl-async:buffer=0", (), ("buffer = 0",)),
-    "beta below 0": ("fdg:beta=-1", (), ("beta = -1",)),
-    "beta that is no number": ("fdg:beta=nan", (), ("beta = nan",)),
-    "too many micro-batches": (f"gpipe:m={10**40}", (), ("use a whole number up to",)),
+    "a look-ahead without momentum": ("nag-async", ("--momentum", 0), ("corrector nag with --momentum 0",)),
+    "no micro-batch": ("gpipe:m=0", (), ("--method gpipe:m=0",)),
+    "no worker": ("asgd:N=0", ("-K", 1), ("--method asgd:N=0",)),
+    "no buffer": ("dgl-async:buffer=0", (), ("--method dgl-async:buffer=0",)),
+    "beta below 0": ("fdg:beta=-1", (), ("--method fdg:beta=-1",)),
+    "beta that is no number": ("fdg:beta=nan", (), ("--method fdg:beta=nan",)),
+    "too many micro-batches": (f"gpipe:m={10**40}", (), ("use an integer of at most",)),
     "a method that there is not": ("ald:M=2", (), ("unknown method 'ald': did you mean 'adl'?",)),
 }
 
@@ -116,7 +116,7 @@ def test_a_setting_that_makes_no_sense_is_refused_in_one_line(offbeat, name):
     [
         ("ddg", "barrier", 1, "yes or no"),
         ("ddg", "barrier", "yes", "yes or no"),
-        ("gpipe", "m", True, "a whole number"),
+        ("gpipe", "m", True, "an integer"),
         ("adl", "corrector", 3, "correctors such as sc"),
         ("fdg", "beta", "half", "a number"),
     ],
@@ -125,7 +125,7 @@ def test_a_setting_that_makes_no_sense_is_refused_in_one_line(offbeat, name):
 def test_a_setting_of_the_wrong_type_in_a_config_is_refused(offbeat, form, method, setting, value, allowed):
     own = {setting: value} if form == "flat" else {"settings": {setting: value}}
     Path("x.json").write_text(json.dumps({"recipe": {"model": "mlp", "method": method, **own}}))
-    check_refused(offbeat, ("train", "--config", "x.json"), "x.json", f"{setting} = {value!r}: use", allowed)
+    check_refused(offbeat, ("train", "--config", "x.json"), "x.json", f'"{setting}": {json.dumps(value)}: use', allowed)
 
 
 def test_the_help_names_every_method_and_the_short_forms(offbeat, monkeypatch):
@@ -184,15 +184,15 @@ def test_what_a_method_states_without_taking_it_follows_its_settings():
 
 def test_kernels_are_joined_on_a_gpu_alone_and_in_one_way():
     assert complete(device="cuda", fuse=True).fuse
-    with pytest.raises(UserError, match="fuse without a GPU, whose kernels it joins: add --device cuda"):
+    with pytest.raises(UserError, match="fuse=True without a GPU: it joins kernels of a GPU, add device='cuda'"):
         complete(fuse=True)
-    with pytest.raises(UserError, match="compile and fuse, both of which join operations"):
+    with pytest.raises(UserError, match="compile=True with fuse=True: both join the operations"):
         complete(device="cuda", fuse=True, compile=True)
 
 
 def test_there_is_nothing_to_tune_without_a_gpu():
     assert complete(device="cuda", tune=True).tune
-    with pytest.raises(UserError, match="tune without a GPU, where there is no cuDNN: add --device cuda"):
+    with pytest.raises(UserError, match="tune=True without a GPU: it is for cuDNN, add device='cuda'"):
         complete(tune=True)
 
 
@@ -201,7 +201,7 @@ def test_streams_need_a_gpu_and_a_method_whose_iterations_are_alike():
     assert complete(K=4, device="cuda").engine == "streams"
     assert complete(device="cuda").engine == complete(K=4, method="gpipe", device="cuda").engine == "simulate"
     assert complete(K=4).engine == "processes"
-    with pytest.raises(UserError, match="engine streams without a GPU"):
+    with pytest.raises(UserError, match="engine='streams' without a GPU"):
         complete(K=4, engine="streams")
-    with pytest.raises(UserError, match="engine streams with dgl, which trains heads of its own: use simulate"):
+    with pytest.raises(UserError, match="engine='streams' with dgl, which trains heads of its own: use engine="):
         complete(K=4, engine="streams", device="cuda", method="dgl")

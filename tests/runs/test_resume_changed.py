@@ -178,7 +178,7 @@ def test_fewer_epochs_than_are_done_are_refused_and_nothing_changes(tmp_path, of
     here(offbeat, *RUN, "--epochs", 3, "--checkpoint-every", "2.5e", "--out", run)
     (run / "metrics.jsonl").write_text("")  # as one that was killed before its end
     before = (run / "config.json").read_bytes()
-    refused = "epochs = 2, but the checkpoint was made after 2.5"
+    refused = "--epochs 2, but the checkpoint was made after 2.5"
     check_refused(offbeat, ("train", "--resume", run, "--epochs", 2), refused)
     assert (run / "config.json").read_bytes() == before
 

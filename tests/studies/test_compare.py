@@ -436,7 +436,7 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
     "the same in two forms": (("--methods", "adl:M=1:weights=hybrid,adl:M=1,weights=hybrid"), ("is there twice",)),
     "a setting without value": (("--methods", "adl:M"), ("adl:M", "give each setting once")),
     "a setting twice": (("--methods", "adl:M=1:M=2"), ("give each setting once",)),
-    "a setting in words": (("--methods", "adl:M=two"), ("M=two", "a whole number")),
+    "a setting in words": (("--methods", "adl:M=two"), ("M=two", "an integer")),
     "a truth that is none": (("--methods", "ddg:barrier=2"), ("barrier=2", "yes or no")),
     "a setting that the method does not take": (("--methods", "adl:m=4"), ("adl takes no m",)),
     "an unknown match": (("--methods", "adl", "--match", "batches"), ("'batches'", "did you mean 'batch'")),
@@ -450,7 +450,7 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
     "processes by turns": (("--methods", "adl", "--side-by-side", 2, "--engine", "processes"), ("--engine simulate",)),
     "jobs of processes": (("--methods", "adl", "--jobs", 2, "--engine", "processes"), ("--engine simulate",)),
     "an unknown model": (("--methods", "adl", "--model", "resnet65"), ("did you mean 'resnet56'",)),
-    "a rate below 0": (("--methods", "adl", "--lr", -1), ("lr = -1",)),
+    "a rate below 0": (("--methods", "adl", "--lr", -1), ("--lr -1",)),
     "batches that do not match": (("--methods", "adl:M=3", "--match", "effective"), ("8 samples an update",)),
     "no methods at all": ((), ("--methods",)),
 }
