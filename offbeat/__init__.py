@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     )
     from offbeat.partitioning import partition
     from offbeat.pipeline import Pipeline
-    from offbeat.runs.recipe import Recipe, complete
+    from offbeat.runs.recipe import Recipe, make_recipe
     from offbeat.runs.train import train
 
 __all__ = [
@@ -92,7 +92,7 @@ __all__ = [
     "UserError",
     "WeightPrediction",
     "__version__",
-    "complete",
+    "make_recipe",
     "partition",
     "train",
 ]

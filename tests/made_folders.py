@@ -13,7 +13,7 @@ from offbeat.methods import named
 from offbeat.ops import Backward, Forward, Update
 from offbeat.runs.begin import train_here
 from offbeat.runs.build import check
-from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.timeline import Costs, timeline
 
 NAMES = {Forward: "forward", Backward: "backward", Update: "update"}
@@ -35,7 +35,7 @@ def recipe(**given: object) -> Recipe:
         "K": 3,
         "M": 2,
     }
-    return complete(**{**fixed, **given})
+    return make_recipe(**{**fixed, **given})
 
 
 @lru_cache

@@ -51,7 +51,7 @@ WARMUP_START = 0.01  # the released code ramps up from 1 % of the learning rate
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run, complete; `complete` fills in what the user left open.
+    """A training run, complete; `make_recipe` fills in what the user left open.
 
     `settings` are the method's: M, weights and window as it has them, the others where they were given. It refuses
     those that it does not take.
@@ -125,7 +125,7 @@ class Recipe:
     def learning_rate(self, counted: Epochs) -> Callable[[int], float]:
         """Factor of lr for update s, which is that of batch M*s: a ramp, then a tenth at each milestone.
 
-        >>> recipe = complete(M=2, epochs=4, warmup=1.0, milestones=(0.5, 0.75), batch_size=8)
+        >>> recipe = make_recipe(M=2, epochs=4, warmup=1.0, milestones=(0.5, 0.75), batch_size=8)
         >>> factor = recipe.learning_rate(recipe.count(samples=80))
         >>> [round(factor(s), 4) for s in (0, 4, 5, 9, 10, 15)]
         [0.01, 0.802, 1.0, 1.0, 0.1, 0.01]
@@ -155,7 +155,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def complete(**given: Any) -> Recipe:
+def make_recipe(**given: Any) -> Recipe:
     """The recipe with these values and the paper's for all others; None is the same as leaving one out.
 
     Names that are no field of a recipe are settings of the method; one that shares its name with a field goes in
@@ -164,10 +164,10 @@ def complete(**given: Any) -> Recipe:
     lr is 0.1 * batch_size * M / 256; CIFAR-like data takes 300 epochs, weight decay 5e-4 and a tenth of the rate at
     1/2, 3/4 and 11/12 of them; image folders 90 epochs, 1e-4 and 1/3, 2/3, 8/9.
 
-    >>> recipe = complete(method="adl", K=4, M=4)
+    >>> recipe = make_recipe(method="adl", K=4, M=4)
     >>> recipe.lr, recipe.epochs, recipe.engine
     (0.05, 300, 'processes')
-    >>> complete(method="dni", lr=0.1, settings={"lr": 1e-4}).settings
+    >>> make_recipe(method="dni", lr=0.1, settings={"lr": 1e-4}).settings
     {'M': 1, 'weights': 'stash', 'window': 'count', 'lr': 0.0001}
     """
     values = {**PAPER, **{name: value for name, value in given.items() if value is not None}}
@@ -267,7 +267,7 @@ def _choices() -> dict[str, tuple[str, ...]]:
 
 def configured(config: Path | None, given: Mapping[str, Any]) -> Recipe:
     """The recipe of a run's config.json, if there is one, with these settings instead of its own."""
-    return complete(**changed(load(config) if config else {}, given))
+    return make_recipe(**changed(load(config) if config else {}, given))
 
 
 def load(path: Path) -> dict[str, Any]:

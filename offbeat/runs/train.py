@@ -13,7 +13,7 @@ from typing import Any, TypedDict, cast
 from offbeat.errors import FolderTaken, Interrupted, NotFinite, UserError
 from offbeat.runs import launch
 from offbeat.runs.group import from_first
-from offbeat.runs.recipe import Recipe, changed, complete, from_json, linear_rate, load
+from offbeat.runs.recipe import Recipe, changed, from_json, linear_rate, load, make_recipe
 
 MOST_ROLLBACKS = 5  # of one run
 
@@ -62,7 +62,7 @@ def train(
     """Train a recipe into a run folder and return the result; or resume a run.
 
     Args:
-        recipe: what to train, as `complete` makes it. Its engine decides where: in this process, or in K worker
+        recipe: what to train, as `make_recipe` makes it. Its engine decides where: in this process, or in K worker
             processes that are started here. Under torchrun, every process calls `train` with the same arguments.
         out: the run folder, which must not contain a run. Default: a new one in ``runs/``.
         resume: the folder of a run that was stopped. It continues from its newest checkpoint.
@@ -80,7 +80,7 @@ def train(
         Interrupted: Ctrl-C or SIGTERM stopped the run, after a checkpoint.
 
     >>> import tempfile
-    >>> recipe = complete(model="resnet8", data="synthetic", shape=(3, 8, 8), samples=32, K=2, M=2, epochs=1,
+    >>> recipe = make_recipe(model="resnet8", data="synthetic", shape=(3, 8, 8), samples=32, K=2, M=2, epochs=1,
     ...                   engine="simulate", checkpoint_every="1e")
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     first = train(recipe, out=f"{folder}/run")
@@ -133,13 +133,13 @@ def resolved(
         if recipe is None or changes:
             given = ", ".join(f"{name}={value!r}" for name, value in changes.items())
             what = f"{given} without resume=" if changes else "no recipe"
-            raise UserError(f"{what}: give train a recipe, as offbeat.complete(K=2, M=4) makes one")
+            raise UserError(f"{what}: give train a recipe, as offbeat.make_recipe(K=2, M=4) makes one")
         return recipe, Path(out) if out is not None else free_folder(recipe)
     if recipe is not None or out is not None:
         raise UserError(f"resume={str(resume)!r} names the run folder: leave out recipe= and out=")
     folder = Path(resume)
     agreed = from_first(lambda: resumed_recipe(folder, changes).as_dict())
-    return complete(**from_json(agreed, folder / "config.json")), folder
+    return make_recipe(**from_json(agreed, folder / "config.json")), folder
 
 
 def _train_as_member(recipe: Recipe, out: Path, *, show: bool, resumed: bool, silence: float | None) -> Result | None:
@@ -218,7 +218,7 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
             before.pop(name, None)
     if before["lr"] == linear_rate(before["batch_size"], before["settings"]["M"]):  # which follows what changes
         before.pop("lr")
-    return complete(**changed(before, chosen))
+    return make_recipe(**changed(before, chosen))
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from offbeat.report.comparison import Comparison, markdown, read, table
 from offbeat.report.draw import by_the_way
 from offbeat.runs import launch, lock, record
 from offbeat.runs.provenance import provenance
-from offbeat.runs.recipe import Recipe, complete, cores, from_json, load
+from offbeat.runs.recipe import Recipe, cores, from_json, load, make_recipe
 from offbeat.runs.train import train
 from offbeat.settings import split_list
 
@@ -210,7 +210,7 @@ def recipe_of(entry: Entry, asked: Mapping[str, Any]) -> Recipe:
     method.check(1 if one_stage(method) else asked.get("K", 1))
     if one_stage(method):
         given |= {"K": 1, "engine": None, "cuts": None, "speeds": None, "partition": "flops"}
-    return complete(**{**given, "method": entry.method, "batch_size": b, "settings": settings})
+    return make_recipe(**{**given, "method": entry.method, "batch_size": b, "settings": settings})
 
 
 def _takes_M(entry: Entry) -> bool:  # noqa: N802
@@ -272,7 +272,7 @@ def _resumed(folder: Path, asked: dict[str, Any], jobs: int) -> list[Run] | None
             return None
         content = json.loads(path.read_text())
         there = content["comparison"]
-        runs = [Run(run["label"], run["seed"], complete(**from_json(run["recipe"], path))) for run in there["runs"]]
+        runs = [Run(run["label"], run["seed"], make_recipe(**from_json(run["recipe"], path))) for run in there["runs"]]
     except (OSError, KeyError, TypeError, ValueError):
         raise UserError(f"{folder} holds something else than a comparison: choose another --out") from None
     here = json.loads(json.dumps(asked))
@@ -299,7 +299,7 @@ def finished(path: Path, recipe: Recipe) -> bool:
     if not path.exists():
         return False
     if any(line["kind"] == "result" for line in record.lines(path)):
-        if complete(**load(path / "config.json")) != recipe:
+        if make_recipe(**load(path / "config.json")) != recipe:
             raise UserError(f"{path} was run with another recipe than this comparison's: move it away")
         return True
     with lock.held(path):  # nobody has taken it up by itself

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from offbeat.runs.recipe import Recipe, complete, cores
+from offbeat.runs.recipe import Recipe, cores, make_recipe
 from offbeat.runs.train import Result, train
 
 STAGES = 2
@@ -27,9 +27,9 @@ def recipes(epochs: int) -> dict[str, Recipe]:
         "lr": 0.1,
     }
     return {
-        "BP, 1 core": complete(**common, method="bp", threads_per_stage=1),
-        f"BP, {cores()} cores": complete(**common, method="bp", threads_per_stage=cores()),
-        f"ADL, {STAGES} processes": complete(**common, method="adl", K=STAGES, threads_per_stage=1),
+        "BP, 1 core": make_recipe(**common, method="bp", threads_per_stage=1),
+        f"BP, {cores()} cores": make_recipe(**common, method="bp", threads_per_stage=cores()),
+        f"ADL, {STAGES} processes": make_recipe(**common, method="adl", K=STAGES, threads_per_stage=1),
     }
 
 

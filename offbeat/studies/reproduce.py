@@ -38,7 +38,7 @@ from offbeat.report.reproduction import Reproduction
 from offbeat.runs import launch, lock, record
 from offbeat.runs import tables as recipes
 from offbeat.runs.provenance import provenance
-from offbeat.runs.recipe import Recipe, complete, load
+from offbeat.runs.recipe import Recipe, load, make_recipe
 from offbeat.runs.tables import Images, Row, Table
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def data_folder(request: Request) -> str | None:
 
 def kept_recipe(path: Path, run: Run) -> Recipe:
     """The recipe with which a run in the folder began, which must be that of the row."""
-    there = complete(**load(path / "config.json"))
+    there = make_recipe(**load(path / "config.json"))
     here = replace(run.recipe, **{name: getattr(there, name) for name in PLACES})
     if there != here:
         was, now = _flat(there), _flat(here)

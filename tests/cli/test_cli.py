@@ -13,7 +13,7 @@ from offbeat import models
 from offbeat.cli import brief
 from offbeat.errors import NotFused, NotRecorded
 from offbeat.runs.build import open_data
-from offbeat.runs.recipe import complete
+from offbeat.runs.recipe import make_recipe
 
 SMALL = ("--data", "synthetic", "--samples", "8", "--model", "mlp", "--epochs", "1")  # 5 units
 RECIPE = {"model": "mlp", "data": "synthetic", "samples": 8}
@@ -309,11 +309,11 @@ def test_the_defaults_are_the_papers_recipe(offbeat):
         "engine": "processes",
     }
     assert {name: recipe[name] for name in expected} == expected
-    assert asdict(complete(data="cifar10")) | {"data": ""} == asdict(complete(data="cifar100")) | {"data": ""}
+    assert asdict(make_recipe(data="cifar10")) | {"data": ""} == asdict(make_recipe(data="cifar100")) | {"data": ""}
 
 
 def test_the_defaults_for_image_folders_are_the_papers_for_imagenet():
-    recipe = complete(data="imagefolder", model="resnet18", batch_size=64, M=2, K=3)
+    recipe = make_recipe(data="imagefolder", model="resnet18", batch_size=64, M=2, K=3)
     assert recipe.lr == 0.1 * 64 * 2 / 256
     assert (recipe.epochs, recipe.weight_decay, recipe.milestones) == (90, 1e-4, (1 / 3, 2 / 3, 8 / 9))
     assert (recipe.momentum, recipe.warmup) == (0.9, 3.0)
@@ -325,23 +325,23 @@ def test_images_are_decoded_on_all_cores_up_to_eight_unless_it_is_said(monkeypat
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / "x.png").touch()
     monkeypatch.setattr("offbeat.runs.build.cores", lambda: cores)
-    recipe = complete(data="imagefolder", data_dir=str(tmp_path), model="resnet18", data_workers=given)
+    recipe = make_recipe(data="imagefolder", data_dir=str(tmp_path), model="resnet18", data_workers=given)
     assert open_data(recipe).workers == decoding
 
 
 @pytest.mark.parametrize(("method", "M", "lr"), [("bp", None, 0.0125), ("bp", 4, 0.05), ("adl", 1, 0.0125)])
 def test_the_learning_rate_follows_the_samples_of_an_update(method, M, lr):
-    assert complete(method=method, M=M).lr == pytest.approx(lr, rel=1e-12)
+    assert make_recipe(method=method, M=M).lr == pytest.approx(lr, rel=1e-12)
 
 
 def test_one_process_is_the_default_for_one_stage_and_processes_for_more():
-    assert [complete(K=K).engine for K in (1, 2, 10)] == ["simulate", "processes", "processes"]
+    assert [make_recipe(K=K).engine for K in (1, 2, 10)] == ["simulate", "processes", "processes"]
 
 
 @pytest.mark.parametrize("data", ["cifar10", "imagefolder"])
 def test_an_update_takes_the_factor_of_its_first_batch_whatever_m_is(data):
     batches = 10
-    recipes = {M: complete(data=data, M=M, epochs=36, batch_size=1) for M in (1, 3, 4)}
+    recipes = {M: make_recipe(data=data, M=M, epochs=36, batch_size=1) for M in (1, 3, 4)}
     factors = {M: recipe.learning_rate(recipe.count(batches)) for M, recipe in recipes.items()}
     for M in (3, 4):
         updates = range(36 * batches // M)
@@ -349,7 +349,7 @@ def test_an_update_takes_the_factor_of_its_first_batch_whatever_m_is(data):
 
 
 def test_the_factor_ramps_up_over_three_epochs_and_falls_to_a_tenth_at_each_milestone():
-    batches, recipe = 10, complete(M=1, epochs=36, batch_size=1)
+    batches, recipe = 10, make_recipe(M=1, epochs=36, batch_size=1)
     factor = recipe.learning_rate(recipe.count(batches))
     ramp = [factor(t) for t in range(3 * batches + 1)]
     assert ramp[0] == pytest.approx(0.01)

@@ -19,7 +19,7 @@ from offbeat.cli import app
 from offbeat.cli.wording import ARGUMENT, in_options
 from offbeat.errors import UserError
 from offbeat.methods import METHODS, settings_of
-from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.train import check_run
 
 NAMES = (
@@ -116,7 +116,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 def refusal(given: dict[str, Any]) -> str:
     try:
-        check_run(complete(**{**SYNTHETIC, **given}), out="nowhere")
+        check_run(make_recipe(**{**SYNTHETIC, **given}), out="nowhere")
     except UserError as error:
         return str(error)
     return ""

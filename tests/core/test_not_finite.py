@@ -14,7 +14,7 @@ from torch import nn
 import offbeat
 from offbeat.errors import NotFinite
 from offbeat.runs import build
-from offbeat.runs.recipe import complete
+from offbeat.runs.recipe import make_recipe
 from offbeat.runs.record import lines
 from offbeat.runs.train import MOST_ROLLBACKS, train
 
@@ -188,7 +188,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(build, "open_data", with_poison)
 
 
-RECIPE = complete(
+RECIPE = make_recipe(
     model="resnet8",
     data="digits",
     K=2,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offbeat.runs.begin import begin
-from offbeat.runs.recipe import complete
+from offbeat.runs.recipe import make_recipe
 from offbeat.runs.round_robin import Ending, RoundRobin
 
 pytestmark = [
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 RUNS = {
-    name: complete(
+    name: make_recipe(
         model="resnet8",
         data="synthetic",
         shape=(3, 16, 16),

@@ -10,7 +10,7 @@ from command import check_refused
 
 from offbeat.errors import UserError
 from offbeat.runs import resuming
-from offbeat.runs.recipe import changed, complete, load
+from offbeat.runs.recipe import changed, load, make_recipe
 
 DRY = ("train", "--data", "synthetic", "--samples", 8, "--model", "mlp", "-K", 2, "--dry-run", "--json")
 GIVEN = {  # --method, options, settings in the recipe beside M, weights and window
@@ -47,7 +47,7 @@ def test_a_setting_goes_through_the_recipe_and_its_json(offbeat, name):
     assert recipe["settings"].keys() == {"M", "weights", "window", *expected}
     assert {setting: recipe["settings"][setting] for setting in expected} == expected
     Path("config.json").write_text(json.dumps({"recipe": recipe}))
-    again = complete(**load(Path("config.json")))
+    again = make_recipe(**load(Path("config.json")))
     assert json.loads(json.dumps(again.as_dict())) == recipe
     assert again.make_method().name == method.partition(":")[0]
 
@@ -56,7 +56,7 @@ def test_a_setting_that_shares_its_name_with_the_recipe_leaves_the_recipes_alone
     outcome = offbeat(*DRY, "--method", "dni:lr=0.001", "--lr", 0.5)
     recipe = json.loads(outcome.out)["recipe"]
     assert (recipe["lr"], recipe["settings"]["lr"]) == (0.5, 0.001)
-    assert complete(**load_text(recipe)).make_method().head_lr == 0.001
+    assert make_recipe(**load_text(recipe)).make_method().head_lr == 0.001
 
 
 def load_text(recipe: dict) -> dict:
@@ -65,7 +65,7 @@ def load_text(recipe: dict) -> dict:
 
 
 def test_settings_that_were_not_given_are_left_out_but_for_m_weights_and_window():
-    assert complete(method="dsp", K=2).settings == {"M": 1, "weights": "replay", "window": "count"}
+    assert make_recipe(method="dsp", K=2).settings == {"M": 1, "weights": "replay", "window": "count"}
 
 
 REFUSED = {
@@ -145,7 +145,7 @@ EARLIER = Path(__file__).parent.parent / "earlier" / "config.json"
 
 def test_a_config_of_an_earlier_version_is_the_recipe_that_it_was():
     there = json.loads(EARLIER.read_text())["recipe"]
-    recipe = complete(**load(EARLIER))
+    recipe = make_recipe(**load(EARLIER))
     assert recipe.settings == {"M": 1, "weights": "stash", "window": "count", "beta": 0.5, "corrector": "sc"}
     method = recipe.make_method()
     assert (method.name, [corrector.name for corrector in method.correctors]) == ("fdg", ["shrink", "sc"])
@@ -159,7 +159,7 @@ def test_a_config_of_an_earlier_version_is_the_recipe_that_it_was():
 
 
 def test_a_default_that_is_given_or_left_out_is_the_same_recipe_to_go_on_with():
-    given, left_out = complete(method="fdg", K=2, beta=1.0), complete(method="fdg", K=2)
+    given, left_out = make_recipe(method="fdg", K=2, beta=1.0), make_recipe(method="fdg", K=2)
     assert resuming.exact(given, left_out.as_dict())
     assert resuming.exact(left_out, given.as_dict())
 
@@ -176,32 +176,32 @@ def test_another_method_than_the_configs_starts_from_its_own_settings(offbeat):
 
 
 def test_what_a_method_states_without_taking_it_follows_its_settings():
-    before = complete(method="spectrain", K=2, version=2)
+    before = make_recipe(method="spectrain", K=2, version=2)
     assert before.weights == "stash"
-    after = complete(**changed(before.as_dict(), {"settings": {"version": 1}}))
+    after = make_recipe(**changed(before.as_dict(), {"settings": {"version": 1}}))
     assert (after.weights, after.settings["version"]) == ("hybrid", 1)
 
 
 def test_kernels_are_joined_on_a_gpu_alone_and_in_one_way():
-    assert complete(device="cuda", fuse=True).fuse
+    assert make_recipe(device="cuda", fuse=True).fuse
     with pytest.raises(UserError, match="fuse=True without a GPU: it joins kernels of a GPU, add device='cuda'"):
-        complete(fuse=True)
+        make_recipe(fuse=True)
     with pytest.raises(UserError, match="compile=True with fuse=True: both join the operations"):
-        complete(device="cuda", fuse=True, compile=True)
+        make_recipe(device="cuda", fuse=True, compile=True)
 
 
 def test_there_is_nothing_to_tune_without_a_gpu():
-    assert complete(device="cuda", tune=True).tune
+    assert make_recipe(device="cuda", tune=True).tune
     with pytest.raises(UserError, match="tune=True without a GPU: it is for cuDNN, add device='cuda'"):
-        complete(tune=True)
+        make_recipe(tune=True)
 
 
 def test_streams_need_a_gpu_and_a_method_whose_iterations_are_alike():
-    assert complete(K=4, device="cuda", engine="streams").engine == "streams"
-    assert complete(K=4, device="cuda").engine == "streams"
-    assert complete(device="cuda").engine == complete(K=4, method="gpipe", device="cuda").engine == "simulate"
-    assert complete(K=4).engine == "processes"
+    assert make_recipe(K=4, device="cuda", engine="streams").engine == "streams"
+    assert make_recipe(K=4, device="cuda").engine == "streams"
+    assert make_recipe(device="cuda").engine == make_recipe(K=4, method="gpipe", device="cuda").engine == "simulate"
+    assert make_recipe(K=4).engine == "processes"
     with pytest.raises(UserError, match="engine='streams' without a GPU"):
-        complete(K=4, engine="streams")
+        make_recipe(K=4, engine="streams")
     with pytest.raises(UserError, match="engine='streams' with dgl, which trains heads of its own: use engine="):
-        complete(K=4, engine="streams", device="cuda", method="dgl")
+        make_recipe(K=4, engine="streams", device="cuda", method="dgl")

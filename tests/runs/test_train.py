@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import offbeat
 from offbeat.runs import launch
-from offbeat.runs.recipe import complete
+from offbeat.runs.recipe import make_recipe
 from offbeat.runs.record import lines
 
 PACKAGE = Path(offbeat.__file__).parent
@@ -38,7 +38,7 @@ def config(run: Path) -> dict[str, Any]:
 
 
 def test_a_recipe_is_trained_into_a_run_folder_and_the_result_returned(tmp_path, capsys):
-    recipe = complete(**SMALL, engine="simulate")
+    recipe = make_recipe(**SMALL, engine="simulate")
     result = offbeat.train(recipe, out=tmp_path / "run")
     (record,) = (line for line in lines(tmp_path / "run") if line["kind"] == "result")
     assert result == {name: value for name, value in record.items() if name not in ("kind", "time")} | {
@@ -50,7 +50,7 @@ def test_a_recipe_is_trained_into_a_run_folder_and_the_result_returned(tmp_path,
 
 def test_a_run_resumes_from_python_with_other_settings(tmp_path):
     run = str(tmp_path / "run")
-    offbeat.train(complete(**SMALL, engine="simulate", checkpoint_every="1e"), out=run)
+    offbeat.train(make_recipe(**SMALL, engine="simulate", checkpoint_every="1e"), out=run)
     offbeat.train(resume=run, epochs=2)
     assert [line["epoch"] for line in lines(tmp_path / "run") if line["kind"] == "epoch"] == [0, 1]
     assert config(tmp_path / "run")["epochs"] == 2
@@ -61,9 +61,9 @@ def test_worker_processes_train_the_same_and_this_environment_stays(tmp_path):
         return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
 
     before = environment()
-    offbeat.train(complete(**SMALL, engine="processes"), out=tmp_path / "processes", silence=120)
+    offbeat.train(make_recipe(**SMALL, engine="processes"), out=tmp_path / "processes", silence=120)
     assert environment() == before
-    offbeat.train(complete(**SMALL, engine="simulate"), out=tmp_path / "simulate")
+    offbeat.train(make_recipe(**SMALL, engine="simulate"), out=tmp_path / "simulate")
     there, here = (load_file(tmp_path / name / "model.safetensors") for name in ("processes", "simulate"))
     assert all(there[name].equal(here[name]) for name in here)
 
@@ -72,7 +72,7 @@ def test_the_record_of_a_script_names_the_script_as_its_command(tmp_path):
     script = tmp_path / "study.py"
     script.write_text(
         f"import offbeat\n"
-        f"recipe = offbeat.complete(**{SMALL!r}, engine='simulate')\n"
+        f"recipe = offbeat.make_recipe(**{SMALL!r}, engine='simulate')\n"
         f"print(offbeat.train(recipe, out={str(tmp_path / 'run')!r})['out'])\n"
     )
     done = subprocess.run([sys.executable, script, "once"], capture_output=True, text=True, timeout=120)
@@ -98,7 +98,7 @@ def test_arguments_that_name_no_run_are_refused(arguments, said):
 def test_the_silence_allowed_reaches_worker_processes_on_their_command_line(tmp_path, monkeypatch):
     started: list[list[str]] = []
     monkeypatch.setattr(launch, "launch", lambda K, arguments, **_: started.append(arguments))
-    assert offbeat.train(complete(**SMALL, engine="processes"), out=tmp_path / "run", silence=7.5) is None
+    assert offbeat.train(make_recipe(**SMALL, engine="processes"), out=tmp_path / "run", silence=7.5) is None
     assert started[0][-2:] == ["--silence", "7.5"]
 
 
@@ -112,7 +112,7 @@ __import__("os")._exit(0)
 
 def test_resuming_under_torchrun_writes_the_changed_recipe(tmp_path):
     run = tmp_path / "run"
-    offbeat.train(complete(**SMALL, engine="simulate", checkpoint_every="1e"), out=run)
+    offbeat.train(make_recipe(**SMALL, engine="simulate", checkpoint_every="1e"), out=run)
     with two_processes(RESUMED.format(run=str(run))) as started:
         for process in started:
             assert process.wait(START) == 0, process.communicate()

@@ -25,7 +25,7 @@ from offbeat.runs import build
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
 from offbeat.runs.begin import begin
-from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.saving import Saver
 from offbeat.runs.tables import TABLES, Images, Paper, Table
 from offbeat.runs.tables.row import row
@@ -47,7 +47,9 @@ def small(method: str, **given: object) -> Recipe:
         "engine": "simulate",
         "epochs": 4,
     }
-    return complete(method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}})
+    return make_recipe(
+        method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}}
+    )
 
 
 @row(1, Paper(6.18, "Table 0, first"))
@@ -242,7 +244,7 @@ def net_images(**given: object) -> Recipe:
         "engine": "simulate",
         "epochs": 2,
     }
-    return complete(**{**given, **fixed})
+    return make_recipe(**{**given, **fixed})
 
 
 def save_images(folder: Path, *, classes: int, train: int) -> None:
@@ -419,13 +421,13 @@ def test_on_a_gpu_all_rows_are_recorded_that_can_be(given):
 
 def test_bp_on_a_gpu_is_cut_as_well():
     on_gpu = {"device": "cuda", "engine": "streams"}
-    cut = reproduction.in_stages(complete(method="bp", M=4, cuts=None, **on_gpu))
+    cut = reproduction.in_stages(make_recipe(method="bp", M=4, cuts=None, **on_gpu))
     assert (cut.K, cut.M, cut.cuts, cut.method) == (8, 4, None, "bp")
     for whole in (
-        complete(method="bp", M=1, **on_gpu),
-        complete(method="adl", K=4, M=4, **on_gpu),
-        complete(method="bp", M=4),
-        complete(method="bp", M=4, model="mlp", data="digits", **on_gpu),
+        make_recipe(method="bp", M=1, **on_gpu),
+        make_recipe(method="adl", K=4, M=4, **on_gpu),
+        make_recipe(method="bp", M=4),
+        make_recipe(method="bp", M=4, model="mlp", data="digits", **on_gpu),
     ):
         assert reproduction.in_stages(whole) is whole
 

@@ -22,7 +22,7 @@ from offbeat.runs import record
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
 from offbeat.runs.provenance import provenance
-from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.tables import TABLES, Images, Paper, Table
 from offbeat.runs.tables.row import row
 from offbeat.studies import reproduce as reproducing
@@ -54,7 +54,9 @@ def small(method: str, **given: object) -> Recipe:
         "engine": "simulate",
         "epochs": 4,
     }
-    return complete(method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}})
+    return make_recipe(
+        method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}}
+    )
 
 
 @row(1, Paper(6.18, "Table 0, first", remark="a remark"))
