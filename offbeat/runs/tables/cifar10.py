@@ -1,6 +1,6 @@
 """CIFAR-10: Table I(a) of the ADL paper row by row, and our own rows beside it, ordered by worth.
 
-The paper's setting, which `offbeat.runs.recipe.make_recipe` has as its defaults: b = 32, lr = 0.1 bM/256 after 3 epochs of
+The paper's setting, the defaults of `offbeat.make_recipe`: b = 32, lr = 0.1 bM/256 after 3 epochs of
 warm-up, momentum 0.9, weight decay 5e-4, 300 epochs, a tenth of the rate at 150, 225 and 275, that is at 1/2, 3/4 and
 11/12 of the epochs, however many. "BP with accumulation" at the same b and M stands beside every ADL.
 """
