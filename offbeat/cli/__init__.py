@@ -54,7 +54,7 @@ def main() -> NoReturn:
     except Exception as error:
         if not hasattr(error, "format_message"):
             if launch.is_worker():
-                launch.last_words(error)
+                launch.leave_error(error)
             raise
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "offbeat"
@@ -83,7 +83,7 @@ def brief(show: Callable[..., None]) -> Callable[..., None]:
 def fail(error: BaseException, line: str, code: int) -> NoReturn:
     """Print an error in one line and exit; a worker process leaves the error to its launcher instead."""
     if launch.is_worker():
-        launch.last_words(error)
+        launch.leave_error(error)
     else:
         print("offbeat: " + " ".join(line.split()), file=sys.stderr)
     leave(code)

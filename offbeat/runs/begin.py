@@ -17,7 +17,7 @@ from offbeat.runs.build import Facts
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.record import RunFolder
 from offbeat.runs.signals import stopping
-from offbeat.runs.training_run import REPORTS_AN_EPOCH, TrainingRun
+from offbeat.runs.training_run import REPORTS_PER_EPOCH, TrainingRun
 
 
 def train_here(
@@ -29,7 +29,7 @@ def train_here(
     rewrite: bool = False,
     silence: float | None = None,
 ) -> dict[str, Any] | None:
-    """Run the recipe in this process, or in this process's share of a group; the result where the first stage is.
+    """Train the stages of this process; returns the result in the process of the first stage.
 
     folder_ready   the run folder exists; if it contains a checkpoint, the run continues from there
     rewrite        write config.json again, since the recipe may have changed; the earlier one is kept beside it
@@ -51,14 +51,15 @@ def begin(
     folder_ready: bool = False,
     data_set: data.DataSet | None = None,
     name: str = "",
-    reports: int = REPORTS_AN_EPOCH,
+    reports: int = REPORTS_PER_EPOCH,
     rewrite: bool = False,
     silence: float | None = None,
 ) -> TrainingRun:
-    """A run that is ready to train, see `train_here`; it trains by `fit`, or a little at a time by `steps`.
+    """A run that is ready to train (see `train_here`): by `fit`, or batch by batch with `steps`.
 
-    data_set   the recipe's, where it is open already; runs of one process can share it
-    name       what the run is called on the screen, where it is not alone there
+    data_set   of the recipe, if it is open already; runs of one process can share it
+    name       of one of several runs on the screen
+    reports    per epoch
     """
     torch.set_num_threads(recipe.threads_per_stage)
     torch.backends.cudnn.benchmark = recipe.tune
@@ -80,8 +81,7 @@ def begin(
         notes = resuming.resume(recipe, pipe, found, folder, apart) if folder_ready else []
         data_set, others = build.move_data(recipe, data_set)
         if apart:
-            others.append(f"stages that do not see {out} send their parts of checkpoints to stage 1: {apart}")
-        before = {**found.run, "notes": [*notes, *others]}
+            others.append(f"stages {apart} do not see {out}: they send their parts of checkpoints to stage 1")
         return TrainingRun(
             recipe,
             known,
@@ -91,7 +91,8 @@ def begin(
             data_set,
             show,
             out,
-            before,
+            found.run,
+            notes=[*notes, *others],
             name=name,
             reports=reports,
             apart=apart,
@@ -102,19 +103,20 @@ def begin(
 def enter(
     recipe: Recipe, out: Path, engine: Engine, locks: ExitStack, *, ready: bool, rewrite: bool
 ) -> tuple[RunFolder | None, list[int]]:
-    """The run folder where the first stage is, held by all processes; and the stages whose processes do not see it.
+    """Lock the run folder in all processes. Returns it in the process of the first stage, and the stages whose
+    processes do not see it.
 
-    Where it cannot be had, all processes are told why, and raise.
+    If the folder cannot be used, all processes raise the same error.
     """
-    folder, told = None, {}
+    folder, state = None, {}
     if 1 in engine.here:
         try:
-            told["token"] = locks.enter_context(lock.held(out))
+            state["token"] = locks.enter_context(lock.held(out))
             folder = RunFolder(out) if ready and not rewrite else RunFolder.create(out, recipe, again=rewrite)
         except UserError as error:
-            told = {"refused": str(error)}
-    told = engine.share(told, 1)
-    if "refused" in told:
-        raise FolderTaken(told["refused"])
-    sees = folder is not None or locks.enter_context(lock.joined(out, told["token"]))
+            state = {"refused": str(error)}
+    state = engine.share(state, 1)
+    if "refused" in state:
+        raise FolderTaken(state["refused"])
+    sees = folder is not None or locks.enter_context(lock.joined(out, state["token"]))
     return folder, [k for k, there in enumerate(engine.exchange(sees), start=1) if not there]

@@ -1,4 +1,4 @@
-"""What a recipe names, built: its data, model, cuts, engine and pipeline; and the checks before training."""
+"""Build what a recipe names: data, model, cuts, engine and pipeline; and check it before training."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from offbeat.runs.epochs import Epochs
 from offbeat.runs.recipe import Recipe, cores
 from offbeat.seeds import derive
 
-TESTED = 2000 * 3 * 32 * 32  # numbers in what a GPU evaluates at once
-MOST_WORKERS = 8  # that decode images, unless a recipe says it
+TEST_BATCH = 2000 * 3 * 32 * 32  # values in a test batch on a GPU
+MOST_WORKERS = 8  # that decode images, by default
 DATA_DIR = "OFFBEAT_DATA_DIR"  # environment variable: see default_data_dir
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What must be known of the data to build a model and a schedule; the other processes never open the data."""
+    """What a model and a schedule need to know about the data. Only the process of the first stage opens the data."""
 
     shape: tuple[int, int, int]
     classes: int
-    samples: int  # of a training epoch
+    samples: int  # per training epoch
 
 
 def default_data_dir() -> str | None:
@@ -65,7 +65,7 @@ def open_data(recipe: Recipe, *, folder: str | None = None) -> data.DataSet:
 
 
 def move_data(recipe: Recipe, data_set: data.DataSet | None) -> tuple[data.DataSet | None, list[str]]:
-    """The data where the first stage takes it from: on its device, if that is no CPU and has room. Else a note."""
+    """The data on the device of the first stage, if that is a GPU with enough memory; else a note that it is not."""
     if data_set is None or recipe.device == "cpu":
         return data_set, []
     moved, note = data.on_device(data_set, recipe.device)
@@ -85,16 +85,16 @@ def facts(recipe: Recipe, data_set: data.DataSet) -> Facts:
 
 
 def build_model(recipe: Recipe, known: Facts) -> nn.Sequential:
-    """The model with the initial weights of the recipe's seed; torch's global generator is left as it was."""
+    """The model with the initial weights of the recipe's seed. Does not change the global generator of torch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(recipe.seed, "model"))
         return models.build(recipe.model, shape=known.shape, classes=known.classes)
 
 
 def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe, Facts]:
-    """Everything that can be wrong before training: data, model, K, cuts. Returns the recipe with its cuts."""
+    """Raise UserError for anything wrong with data, model, K or cuts. Returns the recipe with its cuts."""
     if recipe.model not in models.names():
-        models.build(recipe.model)  # tells what is allowed before any data is read
+        models.build(recipe.model)  # raises UserError before data is read
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda', but torch finds no CUDA device: use device='cpu'")
     PrecisionPolicy.of(recipe.precision, torch.device(recipe.device))
@@ -108,7 +108,7 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
 
 
 def choose_cuts(recipe: Recipe, known: Facts) -> dict[str, Any]:
-    """Where to cut: by FLOPs on the meta device, or by what the units take here."""
+    """Cuts and units: balanced by FLOPs (on the meta device), or by time measured here."""
     sample = torch.empty(recipe.batch_size, *known.shape, device="meta")
     if recipe.partition == "measured" and recipe.cuts is None:
         torch.set_num_threads(recipe.threads_per_stage)
@@ -140,7 +140,7 @@ def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) 
             lr=recipe.lr,
             momentum=recipe.momentum,
             weight_decay=recipe.weight_decay,
-            fused=recipe.device == "cuda" or None,  # which can read its rate on the device
+            fused=recipe.device == "cuda" or None,  # reads the learning rate on the device
         )
 
     pipe = Pipeline(
@@ -170,6 +170,6 @@ def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) 
 
 
 def test_batch_size(recipe: Recipe, known: Facts) -> int:
-    """Samples that are evaluated at once: on a GPU many, since an evaluation there waits for launches."""
-    many = TESTED // math.prod(known.shape) if recipe.device == "cuda" else 0
+    """Samples per test batch: more on a GPU, where evaluation is bound by kernel launches."""
+    many = TEST_BATCH // math.prod(known.shape) if recipe.device == "cuda" else 0
     return max(100, recipe.batch_size, many)

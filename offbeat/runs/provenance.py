@@ -15,7 +15,7 @@ PACKAGES = ("torch", "numpy", "safetensors")
 
 
 def provenance(command: list[str] | None = None, *, device: str | None = None) -> dict[str, Any]:
-    """Versions, commit, host and command of this process; `command` tells it otherwise, without paths for instance."""
+    """Versions, commit, host and command of this process. command: instead of its own, without paths for instance."""
     from offbeat import __version__
 
     versions = {"offbeat": __version__, "python": platform.python_version()}
@@ -38,14 +38,14 @@ def own_command() -> list[str]:
 
 
 def gpu_name() -> str:
-    """The GPU's name."""
+    """The name of the GPU."""
     import torch
 
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "no GPU"
 
 
 def processor() -> str:
-    """The processor's name, as far as the system tells it."""
+    """The name of the processor, if the system provides it."""
     try:
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         return names[0].partition(":")[2].strip()
@@ -54,7 +54,7 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the source tree, with + where it was changed; OFFBEAT_COMMIT, where set, knows better."""
+    """The commit of the environment variable OFFBEAT_COMMIT, else of the source tree, with + if it has changes."""
     if os.environ.get("OFFBEAT_COMMIT"):
         return os.environ["OFFBEAT_COMMIT"]
     here = Path(__file__).resolve().parent

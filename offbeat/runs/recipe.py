@@ -1,4 +1,4 @@
-"""The recipe of a run: everything that decides its numbers, with the paper's settings as defaults."""
+"""The recipe of a run: everything that determines its results, with the paper's settings as defaults."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SMALLEST = {
     "trace": 1,
     "diagnose": 1,
 }
-RESOLVED = ("M", "weights", "window")  # settings that every recipe states, as its method has them
-# Settings that were fields of their own in recipes of earlier versions, None where they were not given.
+RESOLVED = ("M", "weights", "window")  # settings that every recipe contains, given or not
+# Settings of the method that were fields in recipes of earlier versions; None if not given.
 EARLIER = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
 PAPER: dict[str, Any] = {
     "model": "resnet56",
@@ -46,15 +46,14 @@ PAPER: dict[str, Any] = {
     "warmup": 3.0,
     "seed": 0,
 }
-WARMUP_START = 0.01  # the released code ramps up from 1 % of the learning rate
+WARMUP_START = 0.01  # as in the released code: warm-up from 1 % of the learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run, complete; `make_recipe` fills in what the user left open.
+    """All settings of a training run; `make_recipe` fills in those that are not given.
 
-    `settings` are the method's: M, weights and window as it has them, the others where they were given. It refuses
-    those that it does not take.
+    `settings` are those of the method: M, weights and window always, others if given.
     """
 
     model: str
@@ -63,7 +62,7 @@ class Recipe:
     shape: tuple[int, ...] | None = None
     classes: int | None = None
     samples: int | None = None
-    data_workers: int | None = None  # None: as many as there are cores, up to 8
+    data_workers: int | None = None  # None: the number of cores, at most 8
     method: str
     settings: dict[str, Any] = field(hash=False)
     K: int
@@ -79,8 +78,8 @@ class Recipe:
     speeds: tuple[float, ...] | None = None
     epochs: int
     batch_size: int
-    drop_last: bool = False  # leave out the short last batch of an epoch
-    weighting: Literal["batches", "samples"] = "batches"  # in the mean of a window
+    drop_last: bool = False  # drop an incomplete last batch of an epoch
+    weighting: Literal["batches", "samples"] = "batches"  # of the mean gradient of an update
     lr: float
     momentum: float
     weight_decay: float
@@ -93,9 +92,9 @@ class Recipe:
     checkpoint_mode: Literal["in-flight", "drained"] = "in-flight"
     keep: int = 3
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    left_out: tuple[int, ...] | None = None  # batches whose gradients are not used
-    trace: int | None = None  # local iterations to record, which changes no number
-    diagnose: int | None = None  # updates between two looks at late gradients, nor does this
+    left_out: tuple[int, ...] | None = None  # batches to leave out, after a loss that was not finite
+    trace: int | None = None  # local iterations to record; does not change results
+    diagnose: int | None = None  # updates between two diagnoses of stale gradients; likewise
 
     @property
     def M(self) -> int:  # noqa: N802
@@ -119,11 +118,11 @@ class Recipe:
         return with_settings(self.method, self.settings)
 
     def count(self, samples: int) -> Epochs:
-        """The epochs of a run of this recipe from its beginning, where one has so many samples."""
+        """The epochs of a new run of this recipe, with this many samples per epoch."""
         return Epochs(samples=samples, batch_size=self.batch_size, drop_last=self.drop_last)
 
     def learning_rate(self, counted: Epochs) -> Callable[[int], float]:
-        """Factor of lr for update s, which is that of batch M*s: a ramp, then a tenth at each milestone.
+        """Factor of lr for update s, counted as batch M*s: linear warm-up, then divided by 10 at each milestone.
 
         >>> recipe = make_recipe(M=2, epochs=4, warmup=1.0, milestones=(0.5, 0.75), batch_size=8)
         >>> factor = recipe.learning_rate(recipe.count(samples=80))
@@ -146,23 +145,23 @@ class Recipe:
 
 
 def linear_rate(batch_size: int, M: int) -> float:
-    """The paper's learning rate: it grows with the samples of an update."""
+    """The paper's learning rate: proportional to the samples per update."""
     return 0.1 * batch_size * M / 256
 
 
 def cores() -> int:
-    """Processor cores this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_recipe(**given: Any) -> Recipe:
-    """The recipe with these values and the paper's for all others; None is the same as leaving one out.
+    """A recipe with these settings, and the paper's for all others; None means not given.
 
-    Names that are no field of a recipe are settings of the method; one that shares its name with a field goes in
-    `settings`.
+    Names that are not fields of `Recipe` are settings of the method. A setting of the method that has the name of a
+    field is given in `settings`.
 
-    lr is 0.1 * batch_size * M / 256; CIFAR-like data takes 300 epochs, weight decay 5e-4 and a tenth of the rate at
-    1/2, 3/4 and 11/12 of them; image folders 90 epochs, 1e-4 and 1/3, 2/3, 8/9.
+    Defaults: lr = 0.1 * batch_size * M / 256; CIFAR and similar data: 300 epochs, weight decay 5e-4, learning rate
+    divided by 10 at 1/2, 3/4 and 11/12 of the epochs; image folders: 90 epochs, 1e-4, and 1/3, 2/3, 8/9.
 
     >>> recipe = make_recipe(method="adl", K=4, M=4)
     >>> recipe.lr, recipe.epochs, recipe.engine
@@ -196,7 +195,7 @@ def make_recipe(**given: Any) -> Recipe:
 
 
 def _engine(values: Mapping[str, Any], method: Method) -> str:
-    """What runs the stages by default; refuses streams where there can be none."""
+    """The default engine; raises UserError if streams were given and are not possible."""
     on_gpu, reason = values.get("device") == "cuda", method.why_not_capturable()
     if values.get("engine") == "streams" and not on_gpu:
         raise UserError("engine='streams' without a GPU: it runs the stages on CUDA streams, add device='cuda'")
@@ -271,7 +270,7 @@ def configured(config: Path | None, given: Mapping[str, Any]) -> Recipe:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The settings in a run's config.json, checked for their names and types."""
+    """The settings in the config.json of a run, with names and types checked."""
     try:
         values = dict(json.loads(path.read_text())["recipe"])
     except FileNotFoundError:
@@ -284,7 +283,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """A recipe as it was read from JSON, checked for its names and types; `path` is where it stood."""
+    """A recipe that was read from JSON, with names and types checked; `path` is for errors."""
     types = {field.name: str(field.type) for field in fields(Recipe)}
     found = upgraded(values)
     for name, value in found.items():
@@ -304,7 +303,7 @@ def from_json(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as it was read from JSON in the present form: earlier, settings of the method were fields of their own.
+    """A recipe that was read from JSON, in the present form: settings of the method used to be fields.
 
     >>> upgraded({"method": "fdg", "M": 1, "beta": 0.5, "m": None, "cuts": [2]})
     {'method': 'fdg', 'cuts': (2,), 'settings': {'M': 1, 'beta': 0.5}}
@@ -318,20 +317,20 @@ def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe with others instead of some; another method starts from its own settings.
+    """The values of a recipe with some replaced; another method starts with its own settings.
 
     >>> changed({"method": "adl", "settings": {"M": 2}}, {"settings": {"corrector": "sc"}})["settings"]
     {'M': 2, 'corrector': 'sc'}
     """
     name = given.get("method", before.get("method", PAPER["method"]))
     kept = before.get("settings", {}) if name == before.get("method", PAPER["method"]) else {}
-    takes = settings_of(name)  # what it states without taking it follows the others
+    takes = settings_of(name)  # what it contains without taking it follows from the others
     kept = {setting: value for setting, value in kept.items() if setting in takes}
     return {**before, **given, "settings": {**kept, **given.get("settings", {})}}
 
 
 def _fits(value: Any, annotation: str) -> bool:
-    """Whether a JSON value fits one of the types that recipes use."""
+    """Whether a JSON value has the annotated type."""
     if value is None:
         return "None" in annotation
     if isinstance(value, dict) or annotation.startswith("dict"):

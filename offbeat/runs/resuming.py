@@ -21,7 +21,7 @@ from offbeat.runs.epochs import Epochs
 from offbeat.runs.recipe import Recipe, upgraded
 from offbeat.runs.record import RunFolder
 
-# What must not change if the batches in flight are to go on, and what recipes had before they had a choice.
+# Settings that must be the same to continue with the batches in flight, and their values in earlier recipes.
 SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "drop_last", "weighting", "precision")
 EARLIER = {"precision": "fp32", "drop_last": False, "weighting": "batches"}
 RATES = ("lr", "momentum", "weight_decay")
@@ -30,11 +30,11 @@ SCHEDULE = ("lr", "epochs", "warmup", "milestones")
 
 @dataclass(frozen=True)
 class Saved:
-    """The newest checkpoint of a run, as every process knows it; `run` is its run.json, empty where there is none."""
+    """The newest checkpoint of a run, the same in every process; `run` is its run.json, empty without a checkpoint."""
 
     path: Path | None
     run: dict[str, Any]
-    same: bool  # whether the batches in flight can go on
+    same: bool  # whether the batches in flight can be continued
     notes: list[str]
 
 
@@ -42,7 +42,7 @@ NOTHING_SAVED = Saved(None, {}, True, [])
 
 
 def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> Saved:
-    """Look for it in the first process, and share what was found; the folder may have another path elsewhere."""
+    """Find the newest checkpoint in the first process, and share it; the folder may have another path elsewhere."""
     shared = None
     if 1 in engine.here:
         found, notes = find(out)
@@ -55,7 +55,7 @@ def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> Saved:
 def resume(
     recipe: Recipe, pipe: Pipeline, found: Saved, folder: RunFolder | None, apart: Collection[int] = ()
 ) -> list[str]:
-    """Put the pipeline into the state of a checkpoint, if there is one; notes on what was lost.
+    """Load a checkpoint, if there is one, into the pipeline; returns notes on what was lost.
 
     apart: stages whose processes do not see the run folder.
     """
@@ -64,12 +64,12 @@ def resume(
         with transfer.at_hand(pipe.engine, found.path, apart, whole=not found.same) as path:
             notes += restore(pipe, recipe, str(path), found.run["recipe"], same=found.same)
     if folder:
-        folder.go_on(pipe.batches, notes, exact=found.same)
+        folder.resumed(pipe.batches, notes, exact=found.same)
     return notes
 
 
 def exact(recipe: Recipe, saved: dict[str, Any]) -> bool:
-    """Whether a run of this recipe can go on with the batches that were in flight."""
+    """Whether a run of this recipe can continue with the batches that were in flight."""
     now, before = recipe.as_dict(), {**EARLIER, **upgraded(saved)}
     if any(_listed(now[name]) != _listed(before.get(name)) for name in SAME):
         return False
@@ -82,7 +82,7 @@ def _listed(value: Any) -> Any:
 
 
 def continued(recipe: Recipe, samples: int, run: dict[str, Any]) -> Epochs:
-    """The epochs of a run of this recipe that goes on from a checkpoint with this run.json; {}: from the beginning."""
+    """The epochs of a run of this recipe that continues from a checkpoint with this run.json; {}: a new run."""
     new = recipe.count(samples)
     if not run:
         return new
@@ -95,7 +95,7 @@ def continued(recipe: Recipe, samples: int, run: dict[str, Any]) -> Epochs:
 
 
 def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *, same: bool) -> list[str]:
-    """Put this process's stages into the state of a checkpoint of the recipe `saved`; notes on what was lost."""
+    """Load a checkpoint of the recipe `saved` into the stages of this process; returns notes on what was lost."""
     made = checkpoint.read(Path(path))
     if same:
         pipe.load({k: made.stage(k) for k in pipe.stages}, batches=made.t)
@@ -104,7 +104,7 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
         return []
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
     updates = made.t // recipe.M
-    if upgraded(saved)["settings"]["M"] == recipe.M:  # drains on the way have ended windows early
+    if upgraded(saved)["settings"]["M"] == recipe.M:  # drains have ended windows early
         updates = max(part["counters"]["update_index"] for part in parts)
     merged = merge(parts)
     heads = heads_by_cut(parts, saved)
@@ -117,8 +117,8 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
 
 
 def merge(parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The whole model of a checkpoint by name, with what optimizers and correctors remember of it. Heads are left out:
-    several stages have one, under the same names."""
+    """The whole model of a checkpoint by parameter name, with the state of optimizers and correctors. Without heads,
+    whose names are the same in several stages."""
     merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "corrections": {}}
     for part in parts:
         for kind, values in merged.items():
@@ -127,30 +127,32 @@ def merge(parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _end(recipe: Mapping[str, Any], k: int) -> tuple[Any, ...]:
-    """Where stage k ends: what its head is fitted to."""
+    """Where stage k ends, which decides whether a head still fits."""
     return (recipe["model"], recipe["method"], recipe["units"], *list(recipe["cuts"])[k - 1 : k])
 
 
 def heads_by_cut(parts: list[dict[str, Any]], saved: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The stages of a checkpoint that have a head, by where they end."""
+    """The parts of a checkpoint with a head, by where their stage ends."""
     return {_end(saved, part["k"]): part for part in parts if part["head"] is not None}
 
 
 def _lost_batches(parts: list[dict[str, Any]]) -> list[str]:
     lost = sorted({entry["t"] for part in parts for entry in part["in_flight"]})
-    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost to the change"] if lost else []
+    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost by the change"] if lost else []
 
 
 def _lost_heads(
     pipe: Pipeline, heads: Mapping[tuple[Any, ...], Any], recipe: Recipe, parts: list[dict[str, Any]]
 ) -> list[str]:
-    """Heads that start anew, of all stages, and trained ones that no stage has a place for."""
+    """Notes on heads that are initialised again, and on trained heads that no stage can use."""
     wanted = {_end(recipe.as_dict(), k): k for k in range(1, pipe.K)} if pipe.method.head else {}
     new = [str(k) for end, k in wanted.items() if end not in heads]
     gone = [str(part["k"]) for end, part in heads.items() if end not in wanted]
     notes = []
     if new:
-        notes.append(f"the heads of stages {', '.join(new)} start anew: the checkpoint has no such heads at their cuts")
+        notes.append(
+            f"the heads of stages {', '.join(new)} are initialised again: the checkpoint has no heads at their cuts"
+        )
     if gone:
         notes.append(f"the heads of stages {', '.join(gone)} of the checkpoint are not used")
     return notes
@@ -161,7 +163,7 @@ def _new_rate(recipe: Recipe, saved: Mapping[str, Any]) -> list[str]:
 
 
 def change_rates(stage: Stage, recipe: Recipe, saved: dict[str, Any]) -> None:
-    """Rate, momentum, weight decay and schedule of the recipe, from the next update on."""
+    """Set learning rate, momentum, weight decay and schedule of the recipe, from the next update on."""
     changed = [name for name in {*RATES, *SCHEDULE} if _listed(getattr(recipe, name)) != _listed(saved[name])]
     if stage.optimizer is None or not changed:
         return
@@ -173,6 +175,6 @@ def change_rates(stage: Stage, recipe: Recipe, saved: dict[str, Any]) -> None:
 
 
 def find(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest sound checkpoint of a run, after clearing away what was left unfinished."""
+    """The newest valid checkpoint of a run, after removing unfinished ones; and notes."""
     checkpoint.clean(run)
     return checkpoint.newest(run)

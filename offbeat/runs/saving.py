@@ -1,14 +1,14 @@
-"""Checkpoints of a run: when they are due, how all stages take one at the same batch, and how a run goes on from one.
+"""Checkpoints of a run: when they are due, and how all stages save after the same batch.
 
 Counts of batches and epochs are known to every process. Clock time and Ctrl-C are not: there the first stage decides,
-and sends a mark ahead of a batch, far enough before the one to save at that every stage can keep what it needs.
+and sends a mark ahead of a batch, early enough that every stage can keep the weights of its batches in flight.
 
     first stage   ... F6 [save at 12] F7 ...            F11 | save |  F12
     last stage    ...          F6 [save at 12] F7 ...       F11 | save |  F12
 
-Each process writes its own parts and tells the first, which finishes the checkpoint once it has heard of all. Nobody
-waits for anybody, unless the run stops there. A process that does not see the run folder sends its parts to the first,
-which writes them in a thread (see transfer.py).
+Each process writes its own parts and reports to the first, which completes the checkpoint once all have reported. No
+process waits for another, unless the run stops there. A process that does not see the run folder sends its parts to the
+first, which writes them in a thread (see transfer.py).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from offbeat.runs import transfer
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.recipe import Recipe
 
-RECORDS = 1 << 20  # bytes to keep free for all that is small
+RECORDS = 1 << 20  # bytes to keep free for records
 
 
 @dataclass(frozen=True)
 class Every:
-    """How often: every so many batches, epochs or seconds.
+    """An interval of checkpoints, in batches, epochs or seconds.
 
     >>> Every.of("500b"), Every.of("0.5e"), Every.of("10min").seconds
     (Every(batches=500, epochs=None, seconds=None), Every(batches=None, epochs=0.5, seconds=None), 600.0)
@@ -63,7 +63,7 @@ class Every:
         return cls(epochs=amount) if found[2] == "e" else cls(seconds=amount * (60 if found[2] == "min" else 1))
 
     def counted(self, batches: int, epochs: Epochs) -> bool:
-        """Whether one is due after so many batches, by a count that every process knows.
+        """Whether a checkpoint is due after this many batches, by a count that every process knows.
 
         >>> epochs = Epochs(samples=10, batch_size=1)
         >>> [n for n in range(1, 31) if Every.of("1.5e").counted(n, epochs)]
@@ -88,7 +88,7 @@ def notice(method: Method, K: int) -> int:
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse a schedule that makes no sense."""
+    """Raise UserError for an interval that is not possible."""
     every = Every.of(recipe.checkpoint_every)
     if every.seconds is not None and recipe.checkpoint_mode == "drained":
         raise UserError(
@@ -101,12 +101,12 @@ def check(recipe: Recipe) -> None:
 class Pending:
     """A checkpoint whose parts are being written."""
 
-    folder: Path | None  # None where not even that could be made
+    folder: Path | None  # None if it could not be made
     mode: str
     run: dict[str, Any]
     facts: list[Any] = field(default_factory=list)
-    heard: list[Link] = field(default_factory=list)  # of the stages elsewhere that have told
-    coming: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)  # parts that stages send, being written
+    heard: list[Link] = field(default_factory=list)  # from stages of other processes that have reported
+    coming: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)  # parts that other processes send
     failed: str | None = None
     pause: float = 0.0
 
@@ -128,13 +128,13 @@ class Saver:
         self.recipe, self.epochs, self.pipe, self.folder, self.note = recipe, epochs, pipe, folder, note
         self.every = Every.of(recipe.checkpoint_every)
         self.began = time.monotonic()
-        self.requested: int | None = None  # a mark is under way for this batch
-        self.stop_wanted = ""  # why
-        self.saved: int | None = None  # batches behind which the newest checkpoint of this process was made
+        self.requested: int | None = None  # batches after which a mark in flight asks to save
+        self.stop_reason = ""
+        self.saved: int | None = None  # batches before the newest checkpoint of this process
         self.pending: dict[int, Pending] = {}
         self.model_bytes = sum(tensor.nbytes for tensor in pipe.model.state_dict().values())
-        self.short = False  # whether checkpoints were removed for lack of space
-        self.links: dict[int, Link] = {}  # from stages to the first process, where they are not in it
+        self.disk_full = False  # whether checkpoints were removed for lack of space
+        self.links: dict[int, Link] = {}  # from stages of other processes to the first
         for k in range(2, pipe.K + 1):
             if pipe.first and k in pipe.stages:
                 continue
@@ -151,31 +151,31 @@ class Saver:
         return self.every.counted(batches, self.epochs)
 
     def stop(self, why: str) -> None:
-        """Save as soon as may be, then end the run."""
-        self.stop_wanted = why
+        """Save as soon as possible, then stop the run."""
+        self.stop_reason = why
 
     def before(self, t: int) -> None:
-        """Ahead of batch t: start to keep what the next checkpoint needs, or ask all stages for one."""
+        """Before batch t: start keeping what the next checkpoint needs, or send a mark that asks all stages to save."""
         if self._counted(t + self.notice):
             self.pipe.keep()
         overdue = self.every.seconds is not None and time.monotonic() - self.began >= self.every.seconds
-        if self.pipe.first and self.requested is None and (overdue or self.stop_wanted):
+        if self.pipe.first and self.requested is None and (overdue or self.stop_reason):
             self.requested = t + self.pipe.method.reach(self.pipe.K, t) + self.notice
-            self.pipe.mark(self.requested, stop=self.stop_wanted)
-            self.stop_wanted = ""
+            self.pipe.mark(self.requested, stop=self.stop_reason)
+            self.stop_reason = ""
 
     def due(self, batches: int) -> bool:
-        """Whether to save behind that many batches."""
+        """Whether to save after this many batches."""
         return self._counted(batches) or batches in self.pipe.marks
 
     def save(self, run: dict[str, Any]) -> None:
-        """Write this process's parts, and what belongs to the run; raises Interrupted where the run stops here."""
+        """Write the parts of this process, and run.json; raises Interrupted if the run stops here."""
         t, began = self.pipe.batches, time.perf_counter()
         stop = self.pipe.marks.pop(t, "")
         if self.recipe.checkpoint_mode == "drained" and self._counted(t):
             self.pipe.drain()
         self.requested, self.began = None if t == self.requested else self.requested, time.monotonic()
-        told: dict[str, Any] = {"facts": [], "failed": None}
+        report: dict[str, Any] = {"facts": [], "failed": None}
         folder = None
         try:
             near = any(self.due(batches) for batches in range(t + 1, t + self.notice + 1))
@@ -186,10 +186,10 @@ class Saver:
                     folder = checkpoint.begin(self.folder, t)
                     write = partial(checkpoint.write_part, folder, checkpoint.part_name(k), tree)
                     made = checkpoint.with_room(self.folder, write)
-                told["facts"] += [facts.as_dict() for facts in made]
+                report["facts"] += [facts.as_dict() for facts in made]
         except UserError as error:  # CheckpointFailed, or a state that cannot be written down
-            told["failed"] = str(error)
-        told["pause"] = time.perf_counter() - began
+            report["failed"] = str(error)
+        report["pause"] = time.perf_counter() - began
         if self.pipe.first:
             mode = "in-flight" if any(stage.in_flight for stage in self.pipe.stages.values()) else "drained"
             self.pending[t] = Pending(
@@ -197,10 +197,10 @@ class Saver:
             )
             for k, writer in self.writers.items():
                 self.pending[t].coming[k] = writer.submit(transfer.receive_part, self.links[k], folder, k)
-            self._hear(t, told)
+            self._add(t, report)
         else:
             for k in self.pipe.stages:
-                self.links[k].send(Message(t, told))
+                self.links[k].send(Message(t, report))
         if stop:
             self.close()
             raise Interrupted(
@@ -208,43 +208,43 @@ class Saver:
             )
 
     def collect(self, *, wait: bool = False) -> None:
-        """Finish the checkpoints of which all stages have told; with wait=True all that are pending."""
+        """Complete the checkpoints of which all stages have reported; with wait=True, wait for all."""
         if not self.pipe.first:
             return
-        for k, link in self.links.items():  # each stage tells once of each checkpoint, in order
+        for k, link in self.links.items():  # each stage reports each checkpoint once, in order
             if k in self.apart:
                 self._collect_sent(k, wait=wait)
                 continue
             while any(link not in pending.heard for pending in self.pending.values()) and (wait or link.ready()):
                 message = link.receive()
                 self.pending[message.t].heard.append(link)
-                self._hear(message.t, message.content)
+                self._add(message.t, message.content)
 
     def _collect_sent(self, k: int, *, wait: bool) -> None:
         for t, pending in list(self.pending.items()):
             if k in pending.coming and (wait or pending.coming[k].done()):
-                told = pending.coming.pop(k).result()
+                report = pending.coming.pop(k).result()
                 pending.heard.append(self.links[k])
-                self._hear(t, told)
+                self._add(t, report)
 
     def close(self) -> None:
-        """Finish what is pending; nobody leaves before all have saved."""
+        """Complete all checkpoints; waits until all processes have saved."""
         self.pipe.engine.barrier()
         self.collect(wait=True)
         self.pipe.engine.barrier()
         for writer in self.writers.values():
             writer.shutdown()
 
-    def _hear(self, t: int, told: dict[str, Any]) -> None:
+    def _add(self, t: int, report: dict[str, Any]) -> None:
         pending = self.pending[t]
-        pending.facts += told["facts"]
-        pending.failed = pending.failed or told["failed"]
-        pending.pause = max(pending.pause, told["pause"])
+        pending.facts += report["facts"]
+        pending.failed = pending.failed or report["failed"]
+        pending.pause = max(pending.pause, report["pause"])
         if len(pending.heard) == len(self.links):
             self._finish(t, self.pending.pop(t))
 
     def _finish(self, t: int, pending: Pending) -> None:
-        """Give it its name, or say why there is none; training goes on either way."""
+        """Rename the folder to its final name, or note why it failed; training continues in either case."""
         try:
             if pending.folder is None or pending.failed:
                 if pending.folder is not None:
@@ -267,11 +267,11 @@ class Saver:
         else:
             self.saved = t
             self.note("checkpoint", batch=t, bytes=made.size, pause=pending.pause, mode=made.mode)
-            if early and not self.short:
-                self.short = True
+            if early and not self.disk_full:
+                self.disk_full = True
                 self.note(
                     "disk nearly full",
                     batch=t,
-                    reason=f"no room for {self.recipe.keep} checkpoints, the next "
+                    reason=f"not enough space for {self.recipe.keep} checkpoints, the next "
                     "one and the model: the oldest are removed early",
                 )

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def stopping(stop: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C or SIGTERM once asks for a checkpoint and the end; a second one, a second later or more, ends at once.
+    """The first Ctrl-C or SIGTERM calls `stop`, which saves and stops; another one, at least a second later, raises
+    KeyboardInterrupt.
 
-    (A terminal's Ctrl-C reaches a worker twice: from the terminal, and from its launcher.)
+    (Ctrl-C in a terminal reaches a worker twice: from the terminal, and from its launcher.)
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -196,7 +196,7 @@ def _train_with_rollbacks(
             if recipe.on_nan != "rollback" or rollback == MOST_ROLLBACKS:
                 raise
             recipe = replace(recipe, left_out=tuple(sorted({*(recipe.left_out or ()), *error.batches})))
-            print(f"offbeat: {error}; going back to the last checkpoint, without its batches", file=sys.stderr)
+            print(f"offbeat: {error}; resuming from the last checkpoint without these batches", file=sys.stderr)
     raise AssertionError("unreachable")
 
 
@@ -205,27 +205,27 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
     from offbeat.runs import lock, record, resuming
 
     before = load(run / "config.json")
-    before.pop("trace", None)  # it has one
+    before.pop("trace", None)  # it has been recorded
     finished = any(line["kind"] == "result" for line in record.lines(run))
     if finished and chosen.get("epochs", 0) <= before["epochs"]:
         raise UserError(f"{run} is finished, after {before['epochs']} epochs: to continue, increase epochs=")
-    with lock.held(run):  # it clears away what is unfinished
+    with lock.held(run):  # find removes unfinished checkpoints
         found, _ = resuming.find(run)
     if found is None:
         raise UserError(f"{run} has no valid checkpoint to resume from: start a new run, with checkpoint_every=")
     if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:
         for name in ("cuts", "units", "threads_per_stage", "speeds", "engine"):
             before.pop(name, None)
-    if before["lr"] == linear_rate(before["batch_size"], before["settings"]["M"]):  # which follows what changes
+    if before["lr"] == linear_rate(before["batch_size"], before["settings"]["M"]):  # follows batch size and M
         before.pop("lr")
     return make_recipe(**changed(before, chosen))
 
 
 @contextmanager
 def kept(out: Path) -> Iterator[None]:
-    """Whatever ends a run early is the last line of its records, and the message says where they are.
+    """Record why a run ends early, and name its folder in the error.
 
-    Under torchrun the first stage makes the folder once all processes have joined: before, there are none.
+    Under torchrun the first stage makes the folder once all processes have joined; until then there are no records.
     """
     from offbeat.runs.record import RunFolder
 
@@ -242,7 +242,7 @@ def kept(out: Path) -> Iterator[None]:
     except NotFinite as error:
         last_line("failed", reason=str(error))
         raise NotFinite(f"{error} ({last_good(out)}; records so far: {out})", error.batches) from None
-    except FolderTaken:  # the records there are those of another run
+    except FolderTaken:  # the records are those of another run
         raise
     except UserError as error:
         last_line("failed", reason=str(error))
@@ -251,7 +251,7 @@ def kept(out: Path) -> Iterator[None]:
 
 
 def last_good(out: Path) -> str:
-    """Which checkpoint a run can go on from."""
+    """The checkpoint that a run can be resumed from, for errors."""
     from offbeat.checkpoint import ls
 
     found = [listed.path for listed in ls(out) if listed.checkpoint]
@@ -259,7 +259,7 @@ def last_good(out: Path) -> str:
 
 
 def free_folder(recipe: Recipe) -> Path:
-    """The default run folder, with a number behind it where there is one already."""
+    """The default run folder, with a number appended if it exists."""
     name = f"{recipe.data}-{recipe.model}-{recipe.method}-K{recipe.K}-M{recipe.M}-seed{recipe.seed}"
     folder, count = Path("runs") / name, 1
     while (folder / "config.json").exists() and not launch.is_worker():

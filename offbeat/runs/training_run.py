@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -14,17 +14,22 @@ from offbeat.core.stage_report import Report, Staleness
 from offbeat.pipeline import Pipeline
 from offbeat.runs.build import Facts, test_batch_size
 from offbeat.runs.epochs import Epochs
+from offbeat.runs.history import History, SpeedMeter
 from offbeat.runs.progress import Progress
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.record import Diagnoses, RunFolder
 from offbeat.runs.saving import Saver
 from offbeat.runs.telemetry import Telemetry
 
-REPORTS_AN_EPOCH = 20
+REPORTS_PER_EPOCH = 20
+RECORDED_REPORTS = 4  # likewise, with recorded stages: a report waits for their launch queues
 
 
 class TrainingRun:
-    """The epochs of a run: training, reports, evaluation, records. Each process has one; the first writes."""
+    """One run in one process, ready to train: epochs, reports, evaluation, records, checkpoints.
+
+    Every process of a run has one. The process of the first stage reads the data, and writes the records.
+    """
 
     def __init__(
         self,
@@ -36,37 +41,39 @@ class TrainingRun:
         data_set: data.DataSet | None,
         show: bool,
         out: Path,
-        before: dict[str, Any],
+        before: Mapping[str, Any],
         *,
+        notes: Iterable[str] = (),
         name: str = "",
-        reports: int = REPORTS_AN_EPOCH,
+        reports: int = REPORTS_PER_EPOCH,
         apart: Collection[int] = (),
         locks: ExitStack | None = None,
     ) -> None:
-        self.locks = locks or ExitStack()  # on the run folder, until it is closed
+        """
+        folder    where the records go; None in processes without the first stage
+        before    run.json of the checkpoint that the run continues from
+        notes     lines to print
+        name      of a run that is not the only one on the screen
+        reports   per epoch
+        apart     stages whose processes do not see the run folder
+        locks     on the run folder, held until the run is closed
+        """
+        self.locks = locks or ExitStack()
         self.recipe, self.known, self.pipe, self.folder, self.data_set = recipe, known, pipe, folder, data_set
         self.epochs = epochs
         self.telemetry = Telemetry(pipe)
-        reports = min(reports, 4) if pipe.engine.records else reports  # which make recorded stages catch up
-        self.every = max(1, epochs.per_epoch // reports)
+        reports = min(reports, RECORDED_REPORTS) if pipe.engine.records else reports
+        self.report_every = max(1, epochs.per_epoch // reports)
         visible = show and folder is not None
         done = int(epochs.progress(pipe.batches))
         self.progress = Progress(recipe.epochs, epochs.per_epoch, show=visible, done=done, name=name)
-        self.epoch_began = time.perf_counter()
-        self.told = self.began = time.perf_counter()
-        self.entered = 0
-        # What an earlier process has done of this run: training lines of the epoch, speeds of epochs, all its time.
-        self.rows: list[dict[str, Any]] = list(before.get("rows", []))
-        self.speeds: list[float] = list(before.get("speeds", []))
-        self.seconds: float = before.get("seconds", 0.0)
-        self.test: dict[str, Any] = before.get("test", {})
-        self.memory: list[int] = list(before.get("memory", []))  # bytes of every stage, at its fullest
+        self.history, self.speed = History.of(before), SpeedMeter()
         self.saver = Saver(recipe, epochs, pipe, out, self._note, apart=apart)
         self.diagnoses = Diagnoses(out, pipe.batches) if recipe.diagnose and folder else None
-        for note in before.get("notes", []):
-            self.progress.say(note)
+        for note in notes:
+            self.progress.print(note)
         if recipe.trace:
-            pipe.trace(recipe.trace, out / "trace.json", tell=self.progress.say)
+            pipe.trace(recipe.trace, out / "trace.json", tell=self.progress.print)
 
     @property
     def first_epoch(self) -> int:
@@ -74,12 +81,12 @@ class TrainingRun:
         return self.epochs.epoch_of(self.pipe.batches)
 
     def stop(self, why: str) -> None:
-        """Save as soon as may be, then end, in all processes: the first one decides."""
+        """Save a checkpoint soon and stop, in all processes; the first process decides."""
         if self.pipe.first:
             self.saver.stop(why)
 
     def fit(self) -> dict[str, Any] | None:
-        """Train to the end; the result where the first stage is."""
+        """Train all epochs; returns the result in the process of the first stage."""
         steps = self.steps()
         while True:
             try:
@@ -89,9 +96,9 @@ class TrainingRun:
                 return result
 
     def steps(self) -> Generator[None, None, dict[str, Any] | None]:
-        """`fit`, yielding behind every batch and every epoch; closed before its end, the run goes on from its newest
-        checkpoint another time."""
-        self.began = time.perf_counter()
+        """`fit` as a generator that yields after every batch and epoch. A run whose generator is closed early can be
+        resumed from its newest checkpoint."""
+        self.history.began = time.perf_counter()
         with self.progress:
             yield from self.pipe.steps(
                 self._batches,
@@ -102,141 +109,116 @@ class TrainingRun:
                 after_epoch=self._after_epoch,
             )
             self.saver.close()
-            self._look_back()
-        result = None
-        if self.folder:
-            self.folder.model(self.pipe.model.state_dict())
-            result = {
-                **{name: self.test[name] for name in ("loss", "error", "top5")},
-                "samples_per_second": median(self.speeds[1:] or self.speeds),
-                "seconds": self.seconds + time.perf_counter() - self.began,
-                "staleness": [stage.mean for stage in self.pipe.staleness],
-                "staleness_formula": self._formula(),
-                "memory": self.memory,
-            }
-            self.folder.line("result", **result)  # without the folder's name, which may change
-            result["out"] = str(self.folder.path)
+            self._report_drain()
+        result = self._write_result() if self.folder else None
         self.pipe.close()
         return result
 
-    def _look_back(self) -> None:
-        """What the drain had to tell of late gradients, and of a trace that did not come about."""
+    def _report_drain(self) -> None:
+        """Write the diagnosis of the last batches, and print that a trace is missing."""
         if self.recipe.diagnose:
-            self.telemetry.tell()
+            self.telemetry.send()
             self._write(self.telemetry.collect(wait=True))
         if self.pipe.tracing is not None:
-            self.progress.say("trace: nothing was recorded, the run was over before all stages were full")
+            self.progress.print("trace: nothing was recorded, since the run ended before the pipeline was full")
 
-    def _formula(self) -> list[float]:
+    def _write_result(self) -> dict[str, Any]:
+        """Write the model and the last line of the records."""
+        assert self.folder is not None
         method, K = self.pipe.method, self.pipe.K
-        return [method.staleness(k, K) for k in range(1, K + 1)]
+        self.folder.model(self.pipe.model.state_dict())
+        result = {
+            **{name: self.history.test[name] for name in ("loss", "error", "top5")},
+            "samples_per_second": median(self.history.speeds[1:] or self.history.speeds),
+            "seconds": self.history.elapsed,
+            "staleness": [stage.mean for stage in self.pipe.staleness],
+            "staleness_formula": [method.staleness(k, K) for k in range(1, K + 1)],
+            "memory": self.history.memory,
+        }
+        self.folder.line("result", **result)  # without the path of the folder, which may be moved
+        return {**result, "out": str(self.folder.path)}
 
     def _batches(self, epoch: int) -> Iterable[tuple[Any, Any]]:
         assert self.data_set is not None
-        self.epoch_began = self.told = time.perf_counter()
-        self.entered = 0  # samples of the epoch, in this process's time
-        skip = self.epochs.position(self.pipe.batches)[1]  # above 0 where a run goes on
+        self.speed.start_epoch()
         return self.data_set.train(
             batch_size=self.recipe.batch_size,
             seed=self.recipe.seed,
             epoch=epoch,
-            skip=skip,
+            skip=self.epochs.position(self.pipe.batches)[1],  # samples before the checkpoint, if resumed
             drop_last=self.recipe.drop_last,
         )
 
     def _after_step(self, t: int) -> None:
         self.progress.step()
-        if int(self.epochs.progress(t)) % self.epochs.per_epoch % self.every == self.every - 1:
-            self.telemetry.tell()
+        if int(self.epochs.progress(t)) % self.epochs.per_epoch % self.report_every == self.report_every - 1:
+            self.telemetry.send()
             self._write(self.telemetry.collect())
-        if not self.epochs.ends_epoch(t + 1) and self.saver.due(t + 1):  # at its end an epoch is evaluated first
-            self._save()
+        if not self.epochs.ends_epoch(t + 1) and self.saver.due(t + 1):  # at the end of an epoch, after evaluation
+            self.saver.save(self.history.as_dict())
         self.saver.collect()
 
-    def _save(self) -> None:
-        self.saver.save(
-            {
-                "rows": self.rows,
-                "speeds": self.speeds,
-                "test": self.test,
-                "memory": self.memory,
-                "seconds": self.seconds + time.perf_counter() - self.began,
-            }
-        )
-
     def _note(self, kind: str, **values: Any) -> None:
-        """What became of a checkpoint: a line of the records, and of the screen where it failed."""
+        """Record what became of a checkpoint; print it if the checkpoint failed."""
         if self.folder:
             self.folder.line(kind, **values)
         if "reason" in values:
-            self.progress.say(f"{kind} (training goes on): {values['reason']}")
+            self.progress.print(f"{kind} (training continues): {values['reason']}")
 
     def _after_epoch(self, epoch: int) -> Iterator[None]:
-        self.telemetry.tell()
+        self.telemetry.send()
         self._write(self.telemetry.collect(wait=True))
-        seconds = time.perf_counter() - self.epoch_began  # until the last stage had finished, evaluation not counted
+        seconds = self.speed.epoch_seconds()  # until the last stage has finished, without evaluation
         size = test_batch_size(self.recipe, self.known)
-        self.test = yield from self.pipe.evaluating(self.data_set.test(batch_size=size) if self.data_set else None)
+        batches = self.data_set.test(batch_size=size) if self.data_set else None
+        self.history.test = yield from self.pipe.evaluating(batches)
         if self.folder:
             self._write_epoch(epoch, seconds)
-        self.rows.clear()
+        self.history.rows.clear()
         if self.saver.due(self.pipe.batches):
-            self._save()
+            self.saver.save(self.history.as_dict())
 
     def _write(self, sets: list[list[Report]]) -> None:
-        """A training line for each complete set of reports."""
+        """Write a training line for each set of K reports."""
         for reports in sets:
-            top, bottom = reports[-1], reports[0]
-            self.memory = [report.memory for report in reports]
+            last, first = reports[-1], reports[0]
+            self.history.memory = [report.memory for report in reports]
             if self.diagnoses:
-                self.diagnoses.add(
-                    [
-                        {**line, "epoch": self.epochs.epoch_of(line["batch"])}
-                        for report in reports
-                        for line in report.diagnosis
-                    ]
-                )
-            self.rows.append({"loss": top.loss, "error": top.error, "samples": top.samples})
-            now = time.perf_counter()
-            self.entered += bottom.samples
-            if not bottom.samples or not self.folder:
+                lines = (line for report in reports for line in report.diagnosis)
+                self.diagnoses.add([{**line, "epoch": self.epochs.epoch_of(line["batch"])} for line in lines])
+            self.history.rows.append({"loss": last.loss, "error": last.error, "samples": last.samples})
+            if not first.samples or not self.folder:
                 continue
             staleness = [Staleness(report.staleness).mean for report in reports]
-            speed = bottom.samples / max(1e-9, now - self.told)
-            self.told = now
+            speed = self.speed.report(first.samples)
             self.folder.line(
                 "train",
-                batch=bottom.t,
-                epoch=self.epochs.epoch_of(bottom.t),
-                loss=top.loss,
-                error=top.error,
+                batch=first.t,
+                epoch=self.epochs.epoch_of(first.t),
+                loss=last.loss,
+                error=last.error,
                 samples_per_second=speed,
-                lr=bottom.lr,
+                lr=first.lr,
                 staleness=staleness,
                 in_flight=[report.in_flight for report in reports],
                 versions=[report.versions for report in reports],
                 memory=[report.memory for report in reports],
                 skipped=max(report.skipped for report in reports),
             )
-            self.folder.scalars(bottom.t, train__loss=top.loss, train__error=top.error, train__lr=bottom.lr)
-            self.progress.tell(top.loss, top.error, speed, staleness)
+            self.folder.scalars(first.t, train__loss=last.loss, train__error=last.error, train__lr=first.lr)
+            self.progress.update(last.loss, last.error, speed, staleness)
 
     def _write_epoch(self, epoch: int, seconds: float) -> None:
         assert self.folder is not None
-        tops = [row for row in self.rows if row["samples"] and row["loss"] is not None]
-        samples = sum(row["samples"] for row in tops)
-        train = {
-            name: sum(row[name] * row["samples"] for row in tops) / samples if samples else None
-            for name in ("loss", "error")
-        }
-        speed = self.entered / seconds
-        self.speeds.append(speed)
+        train, test = self.history.train_means(), self.history.test
+        speed = self.speed.samples / seconds
+        self.history.speeds.append(speed)
         values = {
             "train_loss": train["loss"],
             "train_error": train["error"],
-            "test_loss": self.test["loss"],
-            "test_error": self.test["error"],
-            "test_top5": self.test["top5"],
+            "test_loss": test["loss"],
+            "test_error": test["error"],
+            "test_top5": test["top5"],
         }
         staleness = [stage.mean for stage in self.pipe.staleness]
         self.folder.line(
@@ -246,7 +228,7 @@ class TrainingRun:
             seconds=seconds,
             samples_per_second=speed,
             staleness=staleness,
-            memory=self.memory,
+            memory=self.history.memory,
             **values,
         )
         self.folder.scalars(

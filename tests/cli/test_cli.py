@@ -171,7 +171,7 @@ def test_an_out_that_cannot_become_a_new_run_folder_is_refused(offbeat, tmp_path
     (tmp_path / "run" / "config.json").write_text("{}")
     train = ("train", *SMALL, *dry, "--out")
     check_refused(offbeat, (*train, "file"), "file", "choose a folder")
-    check_refused(offbeat, (*train, "run"), "run", "already holds a run")
+    check_refused(offbeat, (*train, "run"), "run", "already contains a run")
     check_refused(offbeat, (*train, "file/run"), "file/run", "--out")
     check_refused(offbeat, (*train, "file/deep/run"), "file/deep/run", "--out")
 

@@ -227,7 +227,7 @@ def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_
         assert not lost
     else:
         assert "in flight" in lost[0]
-        assert "lost to the change" in lost[0]
+        assert "lost by the change" in lost[0]
     assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1]
     recipe = json.loads((run / "config.json").read_text())["recipe"]
     assert str({**recipe, **recipe["settings"]}[change[0].lstrip("-")]) == change[1]

@@ -257,5 +257,5 @@ def test_heads_move_with_their_cuts_and_what_is_lost_is_reported(tmp_path, start
     trained = [name for name in heads[1] if "running" not in name and "num_batches" not in name]
     assert all(torch.equal(heads[1][name], again[1][name]) for name in trained), "the cut before unit 3 has stayed"
     notes = told(run)["note"]
-    assert any("the heads of stages 1 start anew" in note for note in notes), notes
+    assert any("the heads of stages 1 are initialised again" in note for note in notes), notes
     assert any("the heads of stages 1 of the checkpoint are not used" in note for note in notes), notes

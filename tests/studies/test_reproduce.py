@@ -689,7 +689,7 @@ def test_a_folder_of_something_else_is_refused(offbeat, table):
     assert reproduce(offbeat, "--only", "net-adl", "--epochs", 1).code == 0
     check_refused(offbeat, ("reproduce", "smaller", "--out", "x"), "reproduction of small, not of smaller")
     check_refused(offbeat, ("reproduce", "small", "--out", "x", "--epochs", 2), "epochs = 1, not 2")
-    check_refused(offbeat, ("reproduce", "small", "--out", "x/runs/net-adl-seed0"), "already holds a run")
+    check_refused(offbeat, ("reproduce", "small", "--out", "x/runs/net-adl-seed0"), "already contains a run")
     Path("y").mkdir()
     Path("y/reproduction.json").write_text("{}")
     check_refused(offbeat, ("reproduce", "small", "--out", "y"), "cannot be read")
