@@ -28,7 +28,11 @@ def report(
     from offbeat.report.draw import require
 
     require("altair", "vl_convert", "jinja2")
+    from offbeat.report.formatting import counted
     from offbeat.report.page import write_report
 
     drawn = write_report(folders, out, pictures)
-    print(f"{out}: {drawn} charts, {out.stat().st_size:,} bytes" + (f"; each in {pictures}" if pictures else ""))
+    print(
+        f"{out}: {counted(drawn, 'chart')}, {out.stat().st_size:,} bytes"
+        + (f"; each in {pictures}" if pictures else "")
+    )

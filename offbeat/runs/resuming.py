@@ -138,7 +138,11 @@ def heads_by_cut(parts: list[dict[str, Any]], saved: Mapping[str, Any]) -> dict[
 
 def _lost_batches(parts: list[dict[str, Any]]) -> list[str]:
     lost = sorted({entry["t"] for part in parts for entry in part["in_flight"]})
-    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost by the change"] if lost else []
+    if not lost:
+        return []
+    if len(lost) == 1:
+        return [f"batch {lost[0]}, which was in flight, is lost by the change"]
+    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost by the change"]
 
 
 def _lost_heads(

@@ -208,7 +208,7 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
     before.pop("trace", None)  # it has been recorded
     finished = any(line["kind"] == "result" for line in record.lines(run))
     if finished and chosen.get("epochs", 0) <= before["epochs"]:
-        raise UserError(f"{run} is finished, after {before['epochs']} epochs: to continue, increase epochs=")
+        raise UserError(f"{run} is finished (epochs={before['epochs']}): to continue, increase epochs=")
     with lock.held(run):  # find removes unfinished checkpoints
         found, _ = resuming.find(run)
     if found is None:

@@ -238,7 +238,7 @@ def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_
 def test_a_finished_run_goes_on_for_more_epochs(tmp_path, offbeat: Command):
     run = tmp_path / "run"
     here(offbeat, *SMALL, "-K", "2", "--checkpoint-every", "1e", "--out", run)
-    check_refused(offbeat, ("train", "--resume", run), "is finished, after 2 epochs")
+    check_refused(offbeat, ("train", "--resume", run), "is finished (--epochs 2)")
     here(offbeat, "--resume", run, "--json", "--epochs", "3")
     assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1, 2]
 
