@@ -130,7 +130,9 @@ def split_list(text: str) -> list[str]:
 
 def listed(settings: Mapping[str, Setting]) -> str:
     """All settings with their defaults, for an error."""
-    return f"it takes {', '.join(map(str, settings.values()))}" if settings else "it has no settings"
+    if not settings:
+        return "it has no settings"
+    return "its settings are " + ", ".join(f"{name} (default {shown(it.default)})" for name, it in settings.items())
 
 
 def shown(value: Any) -> str:

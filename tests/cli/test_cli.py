@@ -136,17 +136,17 @@ CONFIGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "a recipe that is text": ('{"recipe": "adl"}', ("x.json", "config.json of a run")),
     "a recipe that is null": ('{"recipe": null}', ("x.json", "config.json of a run")),
     "an unknown key": ('{"recipe": {"epoch": 3}}', ("x.json", "'epoch'", "did you mean 'epochs'")),
-    "K as text": ('{"recipe": {"K": "2"}}', ("x.json", "K = '2'", "int")),
-    "K as a truth": ('{"recipe": {"K": true}}', ("x.json", "K = True", "int")),
+    "K as text": ('{"recipe": {"K": "2"}}', ("x.json", '"K": "2"', "int")),
+    "K as a truth": ('{"recipe": {"K": true}}', ("x.json", '"K": true', "int")),
     "epochs as a fraction": ('{"recipe": {"epochs": 1.5}}', ("x.json", '"epochs": 1.5', "int")),
-    "lr as null": ('{"recipe": {"lr": null}}', ("x.json", "lr = None", "float")),
+    "lr as null": ('{"recipe": {"lr": null}}', ("x.json", '"lr": null', "float")),
     "lr not a number": ('{"recipe": {"lr": NaN}}', ("--lr nan",)),
     "cuts as text": ('{"recipe": {"cuts": "1,2"}}', ("x.json", '"cuts": "1,2"', "tuple")),
-    "cuts of text": ('{"recipe": {"cuts": ["1"]}}', ("x.json", "cuts = ['1']", "tuple")),
+    "cuts of text": ('{"recipe": {"cuts": ["1"]}}', ("x.json", '"cuts": ["1"]', "tuple")),
     "milestones as a number": ('{"recipe": {"milestones": 3}}', ("x.json", '"milestones": 3', "tuple")),
     "milestones that are none": ('{"recipe": {"milestones": [NaN]}}', ("milestones",)),
     "a model as a number": ('{"recipe": {"model": 56}}', ("x.json", '"model": 56', "str")),
-    "an object for a number": ('{"recipe": {"seed": {}}}', ("x.json", "seed = {}", "int")),
+    "an object for a number": ('{"recipe": {"seed": {}}}', ("x.json", '"seed": {}', "int")),
     "an unknown method": ('{"recipe": {"method": "ald"}}', ("did you mean 'adl'",)),
     "unknown weights": ('{"recipe": {"weights": "stahs"}}', ("did you mean 'stash'",)),
 }
@@ -170,7 +170,7 @@ def test_an_out_that_cannot_become_a_new_run_folder_is_refused(offbeat, tmp_path
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     train = ("train", *SMALL, *dry, "--out")
-    check_refused(offbeat, (*train, "file"), "file", "choose a folder")
+    check_refused(offbeat, (*train, "file"), "file", "is not a writable folder")
     check_refused(offbeat, (*train, "run"), "run", "already contains a run")
     check_refused(offbeat, (*train, "file/run"), "file/run", "--out")
     check_refused(offbeat, (*train, "file/deep/run"), "file/deep/run", "--out")

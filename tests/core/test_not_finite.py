@@ -211,7 +211,7 @@ def test_rolling_back_goes_on_without_the_batch(poisoned, tmp_path, capsys):
     result = train(replace(RECIPE, on_nan="rollback"), out=tmp_path / "run")
     assert result is not None
     assert math.isfinite(result["loss"])
-    assert "going back to the last checkpoint" in capsys.readouterr().err
+    assert "resuming from the last checkpoint" in capsys.readouterr().err
     found = lines(tmp_path / "run")
     assert any(line["kind"] == "resumed" and line["batch"] == 6 for line in found)
     assert found[-1]["kind"] == "result"
@@ -225,4 +225,4 @@ def test_skipping_in_a_run_is_counted_in_its_metrics(poisoned, tmp_path):
 def test_what_rolling_back_cannot_mend_ends(tmp_path, capsys):
     with pytest.raises(NotFinite):
         train(replace(RECIPE, on_nan="rollback", lr=1e30, warmup=0.0), out=tmp_path / "run")
-    assert capsys.readouterr().err.count("going back") == MOST_ROLLBACKS
+    assert capsys.readouterr().err.count("resuming from") == MOST_ROLLBACKS

@@ -55,5 +55,5 @@ def test_progress_counts_the_part_of_an_epoch_that_is_done():
 
 
 def test_an_epoch_without_a_full_batch_is_refused():
-    with pytest.raises(UserError, match="batch size 8 with drop_last, but an epoch has 7 samples"):
+    with pytest.raises(UserError, match="batch_size=8 with drop_last=True, but an epoch has 7 samples"):
         Epochs(samples=7, batch_size=8, drop_last=True)

@@ -69,16 +69,23 @@ def test_settings_that_were_not_given_are_left_out_but_for_m_weights_and_window(
 
 
 REFUSED = {
-    "M": ("dsp", ("-M", 4), ("dsp takes no M", "it takes corrector=none")),
+    "M": ("dsp", ("-M", 4), ("dsp takes no M", "its settings are corrector (default none)")),
     "weights": ("fr", ("--weights", "stash"), ("fr takes no weights",)),
     "micro-batches": ("adl:m=4", (), ("adl takes no m",)),
-    "beta": ("adl:beta=0.5", (), ("adl takes no beta", "M=4, window=count, weights=stash, corrector=none")),
+    "beta": (
+        "adl:beta=0.5",
+        (),
+        (
+            "adl takes no beta",
+            "M (default 4), window (default count), weights (default stash), corrector (default none)",
+        ),
+    ),
     "workers": ("adl:N=4", (), ("adl takes no N",)),
     "recompute": ("adl:recompute=yes", (), ("adl", "recompute")),
     "barrier": ("adl:barrier=yes", (), ("adl", "barrier")),
     "conditional": ("bp:conditional=yes", (), ("bp takes no conditional",)),
     "buffer": ("dgl:buffer=2", (), ("dgl takes no buffer", "it has no settings")),
-    "a setting that no method has": ("adl:wieghts=stash", (), ("adl takes no wieghts", "weights=stash")),
+    "a setting that no method has": ("adl:wieghts=stash", (), ("adl takes no wieghts", "weights (default stash)")),
     "M twice": ("adl:M=2", ("-M", 4), ("M is 2 in 'adl:M=2' and 4", "give it once")),
     "weights twice": ("adl:weights=hybrid", ("--weights", "stash"), ("weights is hybrid", "stash", "give it once")),
     "a setting twice": ("adl:M=2,M=2", (), ("give each setting once",)),

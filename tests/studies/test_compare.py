@@ -432,7 +432,7 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
     "no methods": (("--methods", ","), ("--methods names none",)),
     "an unknown method": (("--methods", "bp,ald"), ("'ald'", "did you mean 'adl'")),
     "a method twice": (("--methods", "bp,adl,bp"), ("'bp' is there twice",)),
-    "an unknown setting": (("--methods", "adl:N_=2"), ("adl takes no N_", "M=4, window=count")),
+    "an unknown setting": (("--methods", "adl:N_=2"), ("adl takes no N_", "M (default 4), window (default count)")),
     "the same in two forms": (("--methods", "adl:M=1:weights=hybrid,adl:M=1,weights=hybrid"), ("is there twice",)),
     "a setting without value": (("--methods", "adl:M"), ("adl:M", "give each setting once")),
     "a setting twice": (("--methods", "adl:M=1:M=2"), ("give each setting once",)),
