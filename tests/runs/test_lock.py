@@ -59,7 +59,7 @@ with lock.held(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
-IN_USE = ("in use by the run of process", f"on {platform.node()}", "one run at a time", "repeat the command")
+IN_USE = ("in use by the run of process", f"on {platform.node()}", "one run at a time", "then try again")
 
 
 @contextmanager
