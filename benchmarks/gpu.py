@@ -33,7 +33,7 @@ from offbeat.engines import Engine
 from offbeat.engines.streams import Streams
 from offbeat.graphs.launch_queue import AHEAD
 from offbeat.graphs.recorded_stage import RecordedStage
-from offbeat.runs import record
+from offbeat.runs.provenance import provenance
 
 MOST_PASSES = 20  # of turns before a measurement
 FEW = AHEAD // 2  # turns that the host can ask for without waiting
@@ -203,7 +203,7 @@ def main() -> None:
     options.K = [int(K) for K in options.K.split(",")]
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     models_and_sizes = [(m, int(b)) for m in options.models.split(",") for b in options.batch_sizes.split(",")]
-    made = {**record.provenance(), "command": ["python", "benchmarks/gpu.py", *arguments()]}
+    made = {**provenance(), "command": ["python", "benchmarks/gpu.py", *arguments()]}
     if options.device == "cuda":
         made["machine"] = torch.cuda.get_device_name()
     settings = {name: value for name, value in vars(options).items() if name != "out"}

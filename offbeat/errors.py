@@ -8,7 +8,11 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Bad input or a failed run, described in one line; the command line prints it and exits with code 2."""
+    """Bad input or a failed run, in one line; the command line prints it and exits with 2.
+
+    An argument is written as in Python, with or without a value: ``batch_size=32``, ``out=``. The command line prints
+    these as its options: ``--batch-size 32``, ``--out``.
+    """
 
 
 class FolderTaken(UserError):
@@ -56,7 +60,7 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     names = list(allowed)
     nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? (one of " if nearest else "use one of ("
-    return UserError(f"unknown {kind} {name!r}: {hint}{', '.join(names)})")
+    return UserError(f"unknown {kind.replace('_', ' ')} {name!r}: {hint}{', '.join(names)})")
 
 
 def number(value: Any, meaning: str, allowed: str, fits: Callable[[float], bool], *, whole: bool = False) -> None:
@@ -64,11 +68,12 @@ def number(value: Any, meaning: str, allowed: str, fits: Callable[[float], bool]
 
     >>> number(2, "beta", "use a factor from 0 to 1", lambda beta: 0 <= beta <= 1)
     Traceback (most recent call last):
-    offbeat.errors.UserError: beta = 2: use a factor from 0 to 1
+    offbeat.errors.UserError: beta=2: use a factor from 0 to 1
     """
     kind = int if whole else int | float
     if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
-        raise UserError(f"{meaning} = {value!r}: {allowed}")
+        equals = "=" if meaning.isidentifier() else " = "
+        raise UserError(f"{meaning}{equals}{value!r}: {allowed}")
 
 
 def earliest(found: Iterable[NotFinite]) -> NotFinite:

@@ -11,7 +11,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # reference.py, cases.py, command.py
-sys.path.extend(str(Path(__file__).parent / folder) for folder in ("core", "methods", "pipeline"))  # used by others
+sys.path.extend(
+    str(Path(__file__).parent / folder) for folder in ("cli", "core", "methods", "pipeline")
+)  # of other tests
 import preloaded
 from command import offbeat  # noqa: F401  a fixture for all
 

@@ -17,11 +17,13 @@ from offbeat.method import Method
 NAMES = ("simulate", "processes", "streams")
 
 
-def choose_engine(name: str | None, K: int, *, method: Method, device: torch.device) -> Engine:
+def choose_engine(
+    name: str | None, K: int, *, method: Method, device: torch.device, silence: float | None = None
+) -> Engine:
     """The engine of that name. Without a name: processes in a process group, streams on a GPU, otherwise simulate.
 
     A method whose operations cannot be recorded runs on simulate instead of streams, with a NotRecorded warning where
-    streams was given.
+    streams was given. `silence` is for processes, see there.
     """
     if name not in (None, *NAMES):
         raise unknown("engine", str(name), NAMES)
@@ -31,7 +33,7 @@ def choose_engine(name: str | None, K: int, *, method: Method, device: torch.dev
     elif name is None:
         name = "streams" if device.type == "cuda" and K > 1 and not_recorded is None else "simulate"
     if name == "processes":
-        return Processes(K, device=device)
+        return Processes(K, device=device, silence=silence)
     if name == "streams" and device.type != "cuda":
         raise UserError(
             f"engine='streams' on device '{device}': it runs the stages on streams of one GPU; use device='cuda', or "

@@ -70,7 +70,7 @@ def silence_allowed(silence: float | None) -> float:
     except (TypeError, ValueError):
         seconds = math.nan
     if not seconds > 0:
-        raise UserError(f"silence {given!r}: give seconds above 0, or inf for no limit")
+        raise UserError(f"silence={given}: use a number of seconds above 0, or inf for no limit")
     return seconds
 
 

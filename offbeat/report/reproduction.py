@@ -21,7 +21,7 @@ from rich import box
 from rich.table import Table as Grid
 
 from offbeat.errors import UserError
-from offbeat.runs.recipe import Recipe, complete, load
+from offbeat.runs.recipe import Recipe, load, make_recipe
 from offbeat.runs.record import lines
 from offbeat.runs.tables import Images, Paper, Row, Table
 
@@ -188,7 +188,7 @@ def _changed(method: str | None) -> list[str]:
 def _recipe(path: Path) -> Recipe | None:
     """With which a run of another invocation began."""
     try:
-        return complete(**load(path / "config.json"))
+        return make_recipe(**load(path / "config.json"))
     except UserError:
         return None
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,14 +34,14 @@ from offbeat.report import draw_curves
 from offbeat.report.comparison import Comparison, markdown, read, table
 from offbeat.report.draw import by_the_way
 from offbeat.runs import launch, lock, record
-from offbeat.runs.recipe import Recipe, complete, cores, load, settings
+from offbeat.runs.provenance import provenance
+from offbeat.runs.recipe import Recipe, cores, from_json, load, make_recipe
+from offbeat.runs.train import train
 from offbeat.settings import split_list
 
 MATCHES = ("batch", "effective")
 STOP_SECONDS = 10  # that a run has to end after Ctrl-C
 ASIDE = "unfinished"  # the folder of runs that were stopped
-
-Execute = Callable[..., dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,6 @@ def compare(
     chosen: dict[str, Any],
     out: Path | None,
     jobs: int,
-    execute: Execute,
     show: bool,
     together: int = 1,
 ) -> tuple[Comparison, Path]:
@@ -117,7 +116,7 @@ def compare(
     first = next(iter(recipes.values()))
     folder = out or Path("runs") / f"compare-{first.data}-{first.model}-K{K}-M{M}"
     with lock.held(folder):
-        return _compare(folder, asked, recipes, jobs=jobs, execute=execute, show=show, together=together), folder
+        return _compare(folder, asked, recipes, jobs=jobs, show=show, together=together), folder
 
 
 def _compare(
@@ -126,7 +125,6 @@ def _compare(
     recipes: Mapping[str, Recipe],
     *,
     jobs: int,
-    execute: Execute,
     show: bool,
     together: int,
 ) -> Comparison:
@@ -142,7 +140,7 @@ def _compare(
         elif together > 1:
             side_by_side(together, todo, folder, teller, show=show)
         else:
-            in_turn(todo, folder, execute, teller, show=show)
+            in_turn(todo, folder, teller, show=show)
     except (Interrupted, KeyboardInterrupt):
         raise Interrupted(f"stopped by Ctrl-C; the same command goes on with what is finished in {folder}") from None
     return written(folder)
@@ -212,7 +210,7 @@ def recipe_of(entry: Entry, asked: Mapping[str, Any]) -> Recipe:
     method.check(1 if one_stage(method) else asked.get("K", 1))
     if one_stage(method):
         given |= {"K": 1, "engine": None, "cuts": None, "speeds": None, "partition": "flops"}
-    return complete(**{**given, "method": entry.method, "batch_size": b, "settings": settings})
+    return make_recipe(**{**given, "method": entry.method, "batch_size": b, "settings": settings})
 
 
 def _takes_M(entry: Entry) -> bool:  # noqa: N802
@@ -227,7 +225,7 @@ def one_stage(method: Method) -> bool:
 
 def partitioned(recipes: Mapping[str, Recipe], b: int) -> dict[str, Recipe]:
     """The recipes with their cuts: one partition, decided here, for all that have several stages."""
-    from offbeat.runs.train import check
+    from offbeat.runs.build import check
 
     decided: dict[int, Recipe] = {}
     found = {}
@@ -259,7 +257,7 @@ def _begun(folder: Path, asked: dict[str, Any], jobs: int, recipes: Mapping[str,
     content = {"comparison": {"asked": asked, "jobs": jobs, "partition": partition, "runs": described}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        content = {**content, "provenance": record.provenance(device=widest.device)}
+        content = {**content, "provenance": provenance(device=widest.device)}
         record.write(folder / "config.json", json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {folder} ({first_line(error)}): choose another --out") from error
@@ -274,7 +272,7 @@ def _resumed(folder: Path, asked: dict[str, Any], jobs: int) -> list[Run] | None
             return None
         content = json.loads(path.read_text())
         there = content["comparison"]
-        runs = [Run(run["label"], run["seed"], complete(**settings(run["recipe"], path))) for run in there["runs"]]
+        runs = [Run(run["label"], run["seed"], make_recipe(**from_json(run["recipe"], path))) for run in there["runs"]]
     except (OSError, KeyError, TypeError, ValueError):
         raise UserError(f"{folder} holds something else than a comparison: choose another --out") from None
     here = json.loads(json.dumps(asked))
@@ -301,7 +299,7 @@ def finished(path: Path, recipe: Recipe) -> bool:
     if not path.exists():
         return False
     if any(line["kind"] == "result" for line in record.lines(path)):
-        if complete(**load(path / "config.json")) != recipe:
+        if make_recipe(**load(path / "config.json")) != recipe:
             raise UserError(f"{path} was run with another recipe than this comparison's: move it away")
         return True
     with lock.held(path):  # nobody has taken it up by itself
@@ -338,13 +336,13 @@ def show_comparison(comparison: Comparison, folder: Path) -> None:
 # ---- running
 
 
-def in_turn(runs: Iterable[Run], folder: Path, execute: Execute, teller: Console, *, show: bool) -> None:
+def in_turn(runs: Iterable[Run], folder: Path, teller: Console, *, show: bool) -> None:
     """One run after the other, in this process or in the K that it starts; what fails is a line of its records."""
     for run in runs:
         path = folder / run.folder
         teller.print(f"[bold]{run.folder}[/bold]", soft_wrap=True)
         try:
-            execute(run.recipe, path, show=show)
+            train(run.recipe, out=path, show=show)
         except FolderTaken:  # not this one's to write to
             raise
         except UserError as error:
@@ -358,22 +356,24 @@ def in_turn(runs: Iterable[Run], folder: Path, execute: Execute, teller: Console
 
 def side_by_side(together: int, runs: Iterable[Run], folder: Path, teller: Console, *, show: bool) -> None:
     """So many runs at once in this process, by turns."""
-    from offbeat.runs import train
+    from offbeat.runs import build
+    from offbeat.runs.begin import begin
     from offbeat.runs.round_robin import Ending, RoundRobin
+    from offbeat.runs.training_run import TrainingRun
 
     todo = list(runs)
     data_set = None
     if todo:  # one for all
         first = todo[0].recipe
-        data_set = train.open_data(first)
-        train.check(first, data_set)
-        data_set, _ = train.move_data(first, data_set)
+        data_set = build.open_data(first)
+        build.check(first, data_set)
+        data_set, _ = build.move_data(first, data_set)
 
-    def start(run: Run) -> train.Run:
+    def start(run: Run) -> TrainingRun:
         path = folder / run.folder
         with lock.held(path):
             record.RunFolder.create(path, run.recipe)
-        return train.begin(run.recipe, path, show=show, folder_ready=True, data_set=data_set, name=run.folder)
+        return begin(run.recipe, path, show=show, folder_ready=True, data_set=data_set, name=run.folder)
 
     def ended(run: Run, ending: Ending) -> None:
         if ending.error is not None:

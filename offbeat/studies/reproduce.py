@@ -37,13 +37,14 @@ from offbeat.report.draw import by_the_way
 from offbeat.report.reproduction import Reproduction
 from offbeat.runs import launch, lock, record
 from offbeat.runs import tables as recipes
-from offbeat.runs.recipe import Recipe, complete, load
+from offbeat.runs.provenance import provenance
+from offbeat.runs.recipe import Recipe, load, make_recipe
 from offbeat.runs.tables import Images, Row, Table
 
 if TYPE_CHECKING:
     from offbeat.data import DataSet
-    from offbeat.runs import train
     from offbeat.runs.round_robin import Ending
+    from offbeat.runs.training_run import TrainingRun
 
 ASKED = "reproduction.json"
 MOST_RUNS = 1000  # of a row, or at a time
@@ -253,25 +254,27 @@ def _write(path: Path, text: str) -> None:
 
 
 def open_data(request: Request, recipe: Recipe) -> DataSet:
-    """The data of all runs, where --data says; workers in other processes hear of it by their surroundings."""
+    """The data of all runs, in the folder of the request or of OFFBEAT_DATA_DIR."""
     from offbeat import data
-    from offbeat.runs import train as training
+    from offbeat.runs import build
 
     layout = data.KINDS[recipe.data].layout
-    if layout and request.data is None and training.DATA_DIR not in os.environ:
+    if layout and request.data is None and build.default_data_dir() is None:
         raise UserError(f"{request.table} needs --data DIR: the folder that holds {layout}")
-    if request.data is not None:
-        if not layout:
-            raise UserError(f"--data {request.data}: {recipe.data} takes no folder, leave it out")
-        os.environ[training.DATA_DIR] = str(request.data.absolute())
-    data_set = training.open_data(recipe)
-    training.check(recipe, data_set)
-    return training.move_data(recipe, data_set)[0] or data_set  # one for all runs, also on a GPU
+    if request.data is not None and not layout:
+        raise UserError(f"--data {request.data}: {recipe.data} takes no folder, leave it out")
+    data_set = build.open_data(recipe, folder=data_folder(request))
+    build.check(recipe, data_set)
+    return build.move_data(recipe, data_set)[0] or data_set  # one for all runs, also on a GPU
+
+
+def data_folder(request: Request) -> str | None:
+    return None if request.data is None else str(request.data.absolute())
 
 
 def kept_recipe(path: Path, run: Run) -> Recipe:
     """The recipe with which a run in the folder began, which must be that of the row."""
-    there = complete(**load(path / "config.json"))
+    there = make_recipe(**load(path / "config.json"))
     here = replace(run.recipe, **{name: getattr(there, name) for name in PLACES})
     if there != here:
         was, now = _flat(there), _flat(here)
@@ -343,8 +346,8 @@ def _reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
     data_set = open_data(request, runs[0].recipe) if todo or unknown_images else None
     if data_set is not None:
         content["images"] = same_images(table, data_set, content["images"], folder)
-    provenance = record.provenance(request.command, device=settings.get("device"))
-    content["invocations"].append(provenance)
+    origin = provenance(request.command, device=settings.get("device"))
+    content["invocations"].append(origin)
     try:
         (folder / "runs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -355,7 +358,7 @@ def _reproduce(request: Request, *, show: bool) -> tuple[Reproduction, Path]:
 
     def result() -> Reproduction:
         seeds = dict.fromkeys(made, request.seeds)
-        return written(folder, report.read(folder, table, made, seeds, settings, provenance, content["images"]))
+        return written(folder, report.read(folder, table, made, seeds, settings, origin, content["images"]))
 
     try:
         work.all(todo)
@@ -413,20 +416,20 @@ class Work:
 
     def ready(self, run: Run) -> Recipe:
         """Make the run's folder, or have it go on with the recipe that it began with."""
-        from offbeat.runs import train as training
+        from offbeat.runs import build
 
         path = self.path(run)
         again = (path / "config.json").exists()
-        recipe = kept_recipe(path, run) if again else training.check(run.recipe, self.data_set)[0]
+        recipe = kept_recipe(path, run) if again else build.check(run.recipe, self.data_set)[0]
         with lock.held(path):
             record.RunFolder.create(path, recipe, again=again, command=self.request.command)
         return recipe
 
-    def start(self, run: Run) -> train.Run:
-        from offbeat.runs import train as training
+    def start(self, run: Run) -> TrainingRun:
+        from offbeat.runs.begin import begin
 
         together, recipe = self.request.together, in_stages(self.ready(run))
-        made = training.begin(
+        made = begin(
             recipe,
             self.path(run),
             show=self.show,
@@ -487,10 +490,17 @@ class Work:
         self.say(f"{run.name}: {run.row.title}")
         spent = threading.Event()
         try:
+            from offbeat.runs.build import DATA_DIR
+
             recipe = self.ready(run)
             arguments = ["train", "--config", str(path / "config.json"), "--out", str(path)]
             with lock.held(path), interrupting(self.until, spent):
-                launch.launch(recipe.K, arguments + ([] if self.show else ["--json"]))
+                found = data_folder(self.request)
+                launch.launch(
+                    recipe.K,
+                    arguments + ([] if self.show else ["--json"]),
+                    environment={DATA_DIR: found} if found else {},
+                )
         except (Interrupted, KeyboardInterrupt):
             if not spent.is_set():
                 raise
@@ -606,7 +616,7 @@ def show_rows(request: Request, *, as_json: bool) -> None:
 
 def show_ready(request: Request, *, as_json: bool) -> None:
     """Check all that can be checked before training, with the data."""
-    from offbeat.runs import train as training
+    from offbeat.runs import build
 
     check(request)
     table, rows = rows_of(request)
@@ -615,7 +625,7 @@ def show_ready(request: Request, *, as_json: bool) -> None:
     made = {row.name: recipe_of(row, 0, settings) for row in rows}
     data_set = open_data(request, next(iter(made.values())))
     same_images(table, data_set, content["images"], _folder(request))
-    ready = {name: training.check(recipe, data_set)[0] for name, recipe in made.items()}
+    ready = {name: build.check(recipe, data_set)[0] for name, recipe in made.items()}
     if as_json:
         print(json.dumps({name: recipe.as_dict() for name, recipe in ready.items()}))
         return

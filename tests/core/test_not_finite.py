@@ -13,9 +13,10 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import NotFinite
-from offbeat.runs import execute, train
-from offbeat.runs.recipe import complete
+from offbeat.runs import build
+from offbeat.runs.recipe import make_recipe
 from offbeat.runs.record import lines
+from offbeat.runs.train import MOST_ROLLBACKS, train
 
 
 def layers() -> nn.Sequential:
@@ -173,7 +174,7 @@ def test_micro_batches_that_are_left_out_leave_no_trace_in_deferred_statistics()
 @pytest.fixture
 def poisoned(monkeypatch):
     """The eighth batch of the first epoch of real digits holds NaN."""
-    opened = train.open_data
+    opened = build.open_data
 
     def with_poison(recipe):
         data = opened(recipe)
@@ -186,10 +187,10 @@ def poisoned(monkeypatch):
         facts = ("shape", "classes", "train_samples", "test_samples", "test")
         return SimpleNamespace(train=epoch, **{name: getattr(data, name) for name in facts})
 
-    monkeypatch.setattr(train, "open_data", with_poison)
+    monkeypatch.setattr(build, "open_data", with_poison)
 
 
-RECIPE = complete(
+RECIPE = make_recipe(
     model="resnet8",
     data="digits",
     K=2,
@@ -204,26 +205,26 @@ RECIPE = complete(
 
 def test_a_run_that_stops_names_its_last_good_checkpoint(poisoned, tmp_path):
     with pytest.raises(NotFinite, match=r"the loss of batch 7 is nan.*last good checkpoint: .*000000006"):
-        execute.execute(RECIPE, tmp_path / "run", show=False)
+        train(RECIPE, out=tmp_path / "run")
     assert lines(tmp_path / "run")[-1]["kind"] == "failed"
 
 
 def test_rolling_back_continues_without_the_batch(poisoned, tmp_path, capsys):
-    result = execute.execute(replace(RECIPE, on_nan="rollback"), tmp_path / "run", show=False)
+    result = train(replace(RECIPE, on_nan="rollback"), out=tmp_path / "run")
     assert result is not None
     assert math.isfinite(result["loss"])
-    assert "going back to the last checkpoint" in capsys.readouterr().err
+    assert "resuming from the last checkpoint" in capsys.readouterr().err
     found = lines(tmp_path / "run")
     assert any(line["kind"] == "resumed" and line["batch"] == 6 for line in found)
     assert found[-1]["kind"] == "result"
 
 
 def test_skipping_in_a_run_is_counted_in_its_metrics(poisoned, tmp_path):
-    execute.execute(replace(RECIPE, on_nan="skip", model="mlp"), tmp_path / "run", show=False)
+    train(replace(RECIPE, on_nan="skip", model="mlp"), out=tmp_path / "run")
     assert [line["skipped"] for line in lines(tmp_path / "run") if line["kind"] == "train"][-1] == 1
 
 
 def test_what_rolling_back_cannot_mend_ends(tmp_path, capsys):
     with pytest.raises(NotFinite):
-        execute.execute(replace(RECIPE, on_nan="rollback", lr=1e30, warmup=0.0), tmp_path / "run", show=False)
-    assert capsys.readouterr().err.count("going back") == execute.MOST_ROLLBACKS
+        train(replace(RECIPE, on_nan="rollback", lr=1e30, warmup=0.0), out=tmp_path / "run")
+    assert capsys.readouterr().err.count("resuming from") == MOST_ROLLBACKS

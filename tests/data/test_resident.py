@@ -22,8 +22,9 @@ from offbeat.data.cifar_files import CIFAR10, CIFAR100, Layout
 from offbeat.data.memory import InMemory
 from offbeat.data.resident import ALIGNMENT, Resident, on_device
 from offbeat.errors import UserError
-from offbeat.runs.recipe import Recipe, complete
-from offbeat.runs.train import move_data, train
+from offbeat.runs.begin import train_here
+from offbeat.runs.build import move_data
+from offbeat.runs.recipe import Recipe, make_recipe
 
 SETS = ["cifar10", "cifar100", "cifar10 not augmented", "digits", "large digits", "synthetic", "odd synthetic"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -246,7 +247,7 @@ def test_synthetic_images_of_imagenet_size_are_made_a_piece_at_a_time() -> None:
 
 
 def test_a_run_moves_its_data_only_off_the_cpu(sets: dict[str, DataSet], monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, digits = complete(data="digits", model="mlp"), sets["digits"]
+    recipe, digits = make_recipe(data="digits", model="mlp"), sets["digits"]
     assert move_data(recipe, digits) == (digits, [])
     assert move_data(replace(recipe, device="cuda"), None) == (None, [])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
@@ -259,15 +260,17 @@ def test_a_run_moves_its_data_only_off_the_cpu(sets: dict[str, DataSet], monkeyp
 def test_a_run_on_moved_data_ends_with_the_same_weights_and_prints_its_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = complete(data="digits", model="mlp", method="adl", K=2, M=2, epochs=1, batch_size=100, engine="simulate")
-    train(recipe, tmp_path / "host", show=False)
+    recipe = make_recipe(
+        data="digits", model="mlp", method="adl", K=2, M=2, epochs=1, batch_size=100, engine="simulate"
+    )
+    train_here(recipe, tmp_path / "host", show=False)
 
     def move(recipe: Recipe, data: DataSet | None) -> tuple[DataSet | None, list[str]]:
         assert data is not None
         return moved(data), ["a note of the data"]
 
-    monkeypatch.setattr("offbeat.runs.train.move_data", move)
-    train(recipe, tmp_path / "moved", show=True)
+    monkeypatch.setattr("offbeat.runs.build.move_data", move)
+    train_here(recipe, tmp_path / "moved", show=True)
     printed = capsys.readouterr()
     assert "a note of the data" in printed.out + printed.err
     host, there = (load_file(tmp_path / run / "model.safetensors") for run in ("host", "moved"))

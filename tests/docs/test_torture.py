@@ -14,8 +14,9 @@ import offbeat
 from offbeat.checkpoint import newest
 from offbeat.runs import launch
 from offbeat.runs.epochs import Epochs
-from offbeat.runs.recipe import complete
-from offbeat.runs.saving import Saver, restore
+from offbeat.runs.recipe import make_recipe
+from offbeat.runs.resuming import restore
+from offbeat.runs.saving import Saver
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,7 +85,7 @@ def test_hybrid_resumes_bit_for_bit_where_checkpoints_are_closer_than_the_lag(tm
 
     whole, saved, again = make(), make(), make()
     train(whole, range(20))
-    recipe = complete(model="mlp", data="synthetic", K=K, M=2, weights="hybrid", checkpoint_every="5b")
+    recipe = make_recipe(model="mlp", data="synthetic", K=K, M=2, weights="hybrid", checkpoint_every="5b")
     train(saved, range(15), Saver(recipe, Epochs(samples=1000, batch_size=1), saved, tmp_path, lambda *_, **__: None))
     restore(again, recipe, str(newest(tmp_path)[0].path), recipe.as_dict(), same=True)
     train(again, range(15, 20))

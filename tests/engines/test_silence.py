@@ -42,7 +42,7 @@ def test_silence_is_30_seconds_by_default(monkeypatch):
 @pytest.mark.parametrize("given", ["soon", "", "0", "-3", "nan"])
 def test_an_invalid_silence_is_refused(monkeypatch, given):
     monkeypatch.setenv("OFFBEAT_SILENCE", given)
-    with pytest.raises(UserError, match="give seconds above 0"):
+    with pytest.raises(UserError, match="use a number of seconds above 0"):
         silence_allowed(None)
 
 

@@ -321,8 +321,8 @@ def test_lines_after_the_batch_at_which_a_run_resumes_are_removed(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--diagnose", "0"], "diagnose = 0: use a whole number from 1 up"),
-        (["--diagnose", "-1"], "diagnose = -1: use a whole number from 1 up"),
+        (["--diagnose", "0"], "--diagnose 0: use an integer of at least 1"),
+        (["--diagnose", "-1"], "--diagnose -1: use an integer of at least 1"),
         (["--diagnose", "often"], "--diagnose"),
         (["--diagnose", "5", "--method", "dgl", "-K", "2"], "diagnose with dgl, whose stages learn from heads"),
     ],

@@ -301,9 +301,9 @@ def test_hosts_whose_clocks_differ_are_brought_to_one(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--trace", "0"], "trace = 0: use a whole number from 1 up"),
-        (["--trace", "-5"], "trace = -5: use a whole number from 1 up"),
-        (["--trace", "100001"], "use a whole number up to 100000"),
+        (["--trace", "0"], "--trace 0: use an integer of at least 1"),
+        (["--trace", "-5"], "--trace -5: use an integer of at least 1"),
+        (["--trace", "100001"], "--trace 100001: use at most 100000 local iterations"),
         (["--trace", "many"], "--trace"),
     ],
 )

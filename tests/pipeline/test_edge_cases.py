@@ -20,7 +20,7 @@ from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded, UserError
 from offbeat.graphs.launch_queue import RecordedOperation
 from offbeat.runs import record
-from offbeat.runs.recipe import complete
+from offbeat.runs.recipe import make_recipe
 
 CPU = torch.device("cpu")
 
@@ -467,7 +467,7 @@ def test_fused_stages_may_give_lists_and_dicts(kind):
 
 
 def test_a_damaged_line_of_the_records_is_reported_in_one_line(tmp_path):
-    folder = record.RunFolder.create(tmp_path / "run", complete(model="mlp", data="digits"))
+    folder = record.RunFolder.create(tmp_path / "run", make_recipe(model="mlp", data="digits"))
     folder.line("note", text="first")
     file = tmp_path / "run/metrics.jsonl"
     file.write_text(file.read_text() + "garbage\n")

@@ -24,7 +24,7 @@ from trees import same
 import offbeat as offbeat_package
 from offbeat import checkpoint as checkpoints
 from offbeat.errors import UserError
-from offbeat.runs.recipe import complete
+from offbeat.runs.recipe import make_recipe
 from offbeat.runs.record import RunFolder, lines
 from offbeat.runs.saving import Saver
 
@@ -151,7 +151,7 @@ def test_a_disk_that_others_fill_leaves_the_newest_checkpoint_and_the_next(tmp_p
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         engine="simulate",
     )
-    recipe = complete(model="mlp", data="synthetic", K=2, M=2, checkpoint_every="5b", keep=3)
+    recipe = make_recipe(model="mlp", data="synthetic", K=2, M=2, checkpoint_every="5b", keep=3)
     noted: list[str] = []
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         saver = Saver(recipe, recipe.count(1000), pipe, disk, lambda kind, **_: noted.append(kind))
@@ -245,7 +245,7 @@ def test_a_model_without_room_leaves_the_one_before_and_the_newest_checkpoint(tm
         RunFolder(disk).model({"w": torch.ones(10)})
         write(disk, 1)
         fill(disk, PAGE)
-        with pytest.raises(UserError, match=r"cannot write to .*No space left on device.*make room there"):
+        with pytest.raises(UserError, match=r"cannot write to .*No space left on device.*free some space"):
             RunFolder(disk).model({"w": torch.zeros(50_000)})
         assert torch.equal(load_file(disk / "model.safetensors")["w"], torch.ones(10))
         assert checkpoints.verify(checkpoints.ls(disk)[0].path) == []

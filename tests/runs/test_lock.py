@@ -58,7 +58,7 @@ with lock.held(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
-IN_USE = ("in use by the run of process", f"on {platform.node()}", "one run at a time", "repeat the command")
+IN_USE = ("in use by the run of process", f"on {platform.node()}", "one run at a time", "then try again")
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def test_resuming_a_run_that_still_runs_is_refused_and_changes_nothing(engine, t
         said = check_refused(offbeat, ("train", "--resume", run.out), *IN_USE, str(run.out), str(run.process.pid))
         assert "records so far" not in said
         assert contents(run.out) == before
-        check_refused(offbeat, ("train", *SMALL, "--out", run.out), "already holds a run")
+        check_refused(offbeat, ("train", *SMALL, "--out", run.out), "already contains a run")
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)
@@ -163,7 +163,7 @@ def test_of_two_runs_that_begin_in_one_folder_at_once_one_is_refused(tmp_path, o
         both = sorted(pool.map(start, range(2)), key=lambda done: done.returncode)
     assert [done.returncode for done in both] == [0, 2], both
     assert both[1].stderr.count("\n") == 1
-    assert "in use" in both[1].stderr or "already holds a run" in both[1].stderr
+    assert "in use" in both[1].stderr or "already contains a run" in both[1].stderr
     assert offbeat("train", *SMALL, "--engine", "simulate", "--out", "whole").code == 0
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
     assert [line["kind"] for line in lines(tmp_path / "run")].count("result") == 1
@@ -237,7 +237,7 @@ def test_a_group_that_would_begin_where_a_run_is_leaves_its_records_alone(tmp_pa
     before = contents(run)
     for done in group([tmp_path] * 2, "train", *SMALL, "--out", run):
         assert done.returncode == 2, done
-        assert "already holds a run" in done.stderr
+        assert "already contains a run" in done.stderr
     assert contents(run) == before
 
 

@@ -179,7 +179,7 @@ def test_one_signal_saves_and_stops(engine, sent, tmp_path, offbeat: Command):
     until(lambda: any(line["kind"] == "train" for line in lines(tmp_path / "broken")))
     broken.send_signal(sent)
     said = done(broken, 130)
-    assert "with a checkpoint: go on with 'offbeat train --resume" in said, said
+    assert "with a checkpoint: continue with --resume" in said, said
     assert said.count("\n") == 1
     assert len(ls(tmp_path / "broken")) == 1
     assert processes_of(tmp_path / "broken") == {}
@@ -216,7 +216,7 @@ def test_a_run_resumes_with_other_stages_windows_methods_or_engines(change, tmp_
         assert not lost
     else:
         assert "in flight" in lost[0]
-        assert "lost to the change" in lost[0]
+        assert "lost by the change" in lost[0]
     assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1]
     recipe = json.loads((run / "config.json").read_text())["recipe"]
     assert str({**recipe, **recipe["settings"]}[change[0].lstrip("-")]) == change[1]
@@ -227,7 +227,7 @@ def test_a_run_resumes_with_other_stages_windows_methods_or_engines(change, tmp_
 def test_a_finished_run_resumes_for_more_epochs(tmp_path, offbeat: Command):
     run = tmp_path / "run"
     train_here(offbeat, *SMALL, "-K", "2", "--checkpoint-every", "1e", "--out", run)
-    check_refused(offbeat, ("train", "--resume", run), "is finished, after 2 epochs")
+    check_refused(offbeat, ("train", "--resume", run), "is finished (--epochs 2)")
     train_here(offbeat, "--resume", run, "--json", "--epochs", "3")
     assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1, 2]
 
@@ -265,12 +265,12 @@ def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--checkpoint-every", "7"], "give a number above 0 and b"),
-        (["--checkpoint-every", "0e"], "give a number above 0 and b"),
-        (["--checkpoint-every", "1.5b"], "whole batches"),
-        (["--checkpoint-every", "1min", "--checkpoint-mode", "drained"], "count in batches or epochs"),
+        (["--checkpoint-every", "7"], "use a number above 0 and a unit: b"),
+        (["--checkpoint-every", "0e"], "use a number above 0 and a unit: b"),
+        (["--checkpoint-every", "1.5b"], "integer of batches"),
+        (["--checkpoint-every", "1min", "--checkpoint-mode", "drained"], "use batches (500b) or epochs (1e)"),
         (["--checkpoint-mode", "drain"], "did you mean 'drained'"),
-        (["--keep", "0"], "keep = 0"),
+        (["--keep", "0"], "--keep 0"),
         (["--on-nan", "stp"], "did you mean 'stop'"),
         (["--max-restarts", "-1"], "--max-restarts -1"),
         (["--resume", "nowhere"], "does not exist"),

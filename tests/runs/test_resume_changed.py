@@ -12,7 +12,7 @@ from command import Command, check_refused, train_here
 from safetensors.torch import load_file
 
 from offbeat.checkpoint import ls
-from offbeat.runs import saving
+from offbeat.runs import resuming
 from offbeat.runs.record import lines
 
 SAMPLES, EPOCHS = 96, 4
@@ -173,7 +173,7 @@ def test_fewer_epochs_than_are_done_are_refused_and_nothing_changes(tmp_path, of
     train_here(offbeat, *RUN, "--epochs", 3, "--checkpoint-every", "2.5e", "--out", run)
     (run / "metrics.jsonl").write_text("")  # as one that was killed before its end
     before = (run / "config.json").read_bytes()
-    refused = "epochs = 2, but the checkpoint was made after 2.5"
+    refused = "--epochs 2, but the checkpoint was made after 2.5"
     check_refused(offbeat, ("train", "--resume", run, "--epochs", 2), refused)
     assert (run / "config.json").read_bytes() == before
 
@@ -219,7 +219,7 @@ def test_the_model_of_a_checkpoint_holds_no_auxiliary_heads():
         {"model": {"head.weight": 10}, "optimizer": {"head.weight": own}, "corrections": {}},
         {"model": {"tail.weight": 20}, "optimizer": {"head.weight": auxiliary}, "corrections": {"head.weight": {}}},
     ]
-    merged = saving.merge(parts)
+    merged = resuming.merge(parts)
     assert merged == {
         "model": {"head.weight": 10, "tail.weight": 20},
         "optimizer": {"head.weight": own},
@@ -252,5 +252,5 @@ def test_heads_move_with_their_cuts_and_what_is_lost_is_reported(tmp_path, start
     trained = [name for name in heads[1] if "running" not in name and "num_batches" not in name]
     assert all(torch.equal(heads[1][name], again[1][name]) for name in trained), "the cut before unit 3 has stayed"
     notes = told(run)["note"]
-    assert any("the heads of stages 1 start anew" in note for note in notes), notes
+    assert any("the heads of stages 1 are initialised again" in note for note in notes), notes
     assert any("the heads of stages 1 of the checkpoint are not used" in note for note in notes), notes

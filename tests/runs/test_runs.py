@@ -25,7 +25,7 @@ from processes import free_ports
 from safetensors.torch import load_file
 
 from offbeat import cli, models
-from offbeat.runs.recipe import complete, load
+from offbeat.runs.recipe import load, make_recipe
 
 AT_ONCE = 2
 LIMIT = 200  # seconds; a run that hangs, not one that is slow
@@ -260,7 +260,7 @@ def test_a_run_folder_holds_config_metrics_events_and_model_and_nothing_else(run
 def test_the_config_is_complete(run):
     config = json.loads((run / "config.json").read_text())
     recipe, provenance = config["recipe"], config["provenance"]
-    expected = complete(data="digits", model="resnet8", K=2, M=2, epochs=2, threads_per_stage=1)
+    expected = make_recipe(data="digits", model="resnet8", K=2, M=2, epochs=2, threads_per_stage=1)
     assert recipe == json.loads(json.dumps(expected.as_dict())) | {"cuts": recipe["cuts"], "units": "blocks"}
     assert len(recipe["cuts"]) == 1
     assert recipe["seed"] == 0

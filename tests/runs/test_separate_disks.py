@@ -151,7 +151,7 @@ def test_a_run_on_separate_disks_resumes_with_more_stages(tmp_path):
     run = disks[0] / "run"
     assert [checkpoints.verify(each.path) for each in checkpoints.ls(run)] == [[], [], []]
     assert checkpoints.ls(run)[-1].checkpoint.K == 3
-    assert any("lost to the change" in line["text"] for line in lines(run) if line["kind"] == "note")
+    assert any("lost by the change" in line["text"] for line in lines(run) if line["kind"] == "note")
     for disk in disks[1:]:
         untouched(disk)
 

@@ -17,7 +17,7 @@ from command import Command, Outcome, check_refused
 from preloaded import PYTHON
 
 from offbeat.methods import METHODS
-from offbeat.runs import train as training
+from offbeat.runs import begin
 from offbeat.studies.compare import Entry, recipe_of
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -69,7 +69,7 @@ def model_bytes(run: str) -> bytes:
 
 
 def no_training(monkeypatch) -> None:
-    monkeypatch.setattr("offbeat.runs.train.train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr("offbeat.runs.begin.train_here", lambda *_, **__: pytest.fail("trained"))
 
 
 # ---- one recipe
@@ -261,8 +261,8 @@ def test_an_error_in_one_run_is_reported_in_its_row_and_kept_in_its_folder(offbe
             raise ZeroDivisionError("of all things")
         return whole_train(recipe, *arguments, **options)
 
-    whole_train = training.train
-    monkeypatch.setattr(training, "train", defective)
+    whole_train = begin.train_here
+    monkeypatch.setattr(begin, "train_here", defective)
     rows = told(compare(offbeat, "bp,adl", "--json"))
     assert rows["bp"]["failed"] == {"0": "ZeroDivisionError: of all things"}
     assert "in defective" in Path("x/bp-seed0/traceback.txt").read_text()
@@ -305,8 +305,8 @@ def test_ctrl_c_loses_nothing_that_is_finished(offbeat, monkeypatch):
             raise KeyboardInterrupt
         return whole_train(recipe, *arguments, **options)
 
-    whole_train = training.train
-    monkeypatch.setattr(training, "train", stopped)
+    whole_train = begin.train_here
+    monkeypatch.setattr(begin, "train_here", stopped)
     before = signal.getsignal(signal.SIGINT)
     outcome = compare(offbeat, "bp,adl")
     signal.signal(signal.SIGINT, before)  # the command ignores a second one, and so would the processes of later tests
@@ -434,11 +434,11 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
     "no methods": (("--methods", ","), ("--methods names none",)),
     "an unknown method": (("--methods", "bp,ald"), ("'ald'", "did you mean 'adl'")),
     "a method twice": (("--methods", "bp,adl,bp"), ("'bp' is there twice",)),
-    "an unknown setting": (("--methods", "adl:N_=2"), ("adl takes no N_", "M=4, window=count")),
+    "an unknown setting": (("--methods", "adl:N_=2"), ("adl takes no N_", "M (default 4), window (default count)")),
     "the same in two forms": (("--methods", "adl:M=1:weights=hybrid,adl:M=1,weights=hybrid"), ("is there twice",)),
     "a setting without value": (("--methods", "adl:M"), ("adl:M", "give each setting once")),
     "a setting twice": (("--methods", "adl:M=1:M=2"), ("give each setting once",)),
-    "a setting in words": (("--methods", "adl:M=two"), ("M=two", "a whole number")),
+    "a setting in words": (("--methods", "adl:M=two"), ("M=two", "an integer")),
     "a truth that is none": (("--methods", "ddg:barrier=2"), ("barrier=2", "yes or no")),
     "a setting that the method does not take": (("--methods", "adl:m=4"), ("adl takes no m",)),
     "an unknown match": (("--methods", "adl", "--match", "batches"), ("'batches'", "did you mean 'batch'")),
@@ -452,7 +452,7 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
     "processes by turns": (("--methods", "adl", "--side-by-side", 2, "--engine", "processes"), ("--engine simulate",)),
     "jobs of processes": (("--methods", "adl", "--jobs", 2, "--engine", "processes"), ("--engine simulate",)),
     "an unknown model": (("--methods", "adl", "--model", "resnet65"), ("did you mean 'resnet56'",)),
-    "a rate below 0": (("--methods", "adl", "--lr", -1), ("lr = -1",)),
+    "a rate below 0": (("--methods", "adl", "--lr", -1), ("--lr -1",)),
     "batches that do not match": (("--methods", "adl:M=3", "--match", "effective"), ("8 samples an update",)),
     "no methods at all": ((), ("--methods",)),
 }

@@ -15,7 +15,7 @@ from command import Command, Outcome, check_refused
 from offbeat import models
 from offbeat.methods import DECLARED
 from offbeat.partitioning import timing
-from offbeat.runs import record
+from offbeat.runs.provenance import provenance
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -115,7 +115,7 @@ def test_the_json_has_the_promised_keys_and_sane_values(offbeat, K, M, model):
 
 def test_the_json_has_the_provenance_that_run_records_have(offbeat, monkeypatch):
     monkeypatch.setenv("OFFBEAT_COMMIT", 40 * "a")
-    plan, made = planned(offbeat, "-K", 1), record.provenance()
+    plan, made = planned(offbeat, "-K", 1), provenance()
     assert plan["commit"] == made["commit"] == 40 * "a"
     assert (plan["torch"], plan["hardware"]) == (torch.__version__, made["machine"])
     assert plan["command"] == ["offbeat", *SMALL, "-K", "1", "--json"]

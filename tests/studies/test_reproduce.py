@@ -19,13 +19,17 @@ from command import Command, Outcome, check_refused
 from PIL import Image
 
 from offbeat import checkpoint, models
+from offbeat.engines.simulate import Simulate
 from offbeat.report.reproduction import read_run
+from offbeat.runs import build
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
-from offbeat.runs import train
-from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.begin import begin
+from offbeat.runs.recipe import Recipe, make_recipe
+from offbeat.runs.saving import Saver
 from offbeat.runs.tables import TABLES, Images, Paper, Table
 from offbeat.runs.tables.row import row
+from offbeat.runs.training_run import TrainingRun
 from offbeat.studies import reproduce as reproducing
 from offbeat.studies import reproduce as reproduction
 
@@ -43,7 +47,9 @@ def small(method: str, **given: object) -> Recipe:
         "engine": "simulate",
         "epochs": 4,
     }
-    return complete(method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}})
+    return make_recipe(
+        method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}}
+    )
 
 
 @row(1, Paper(6.18, "Table 0, first"))
@@ -238,7 +244,7 @@ def net_images(**given: object) -> Recipe:
         "engine": "simulate",
         "epochs": 2,
     }
-    return complete(**{**given, **fixed})
+    return make_recipe(**{**given, **fixed})
 
 
 def save_images(folder: Path, *, classes: int, train: int) -> None:
@@ -317,19 +323,19 @@ def test_a_run_that_diverges_is_reported_in_its_row_and_the_others_continue(offb
 
 
 def test_a_run_that_fails_otherwise_is_a_row_too_and_is_tried_again(offbeat, table, monkeypatch):
-    real = train.begin
+    real = begin
 
     def broken(recipe, *arguments, **options):
         if recipe.weights == "hybrid":
             raise RuntimeError("no memory left\nand more")
         return real(recipe, *arguments, **options)
 
-    monkeypatch.setattr(train, "begin", broken)
+    monkeypatch.setattr("offbeat.runs.begin.begin", broken)
     assert reproduce(offbeat).code == 1
     run = results()["other-hybrid"]["runs"][0]
     assert (run["state"], run["reason"]) == ("failed", "RuntimeError: no memory left")
     assert "Traceback" in Path("x/runs/other-hybrid-seed0/traceback.txt").read_text()
-    monkeypatch.setattr(train, "begin", real)
+    monkeypatch.setattr("offbeat.runs.begin.begin", real)
     reproduce(offbeat)
     assert results()["other-hybrid"]["runs"][0]["state"] == "done"
 
@@ -363,9 +369,9 @@ def test_each_run_has_its_own_number_of_threads_in_its_turns(tmp_path):
             if name in self.running:
                 seen.setdefault(name, set()).add(torch.get_num_threads())
 
-    def start(threads: int) -> train.Run:
+    def start(threads: int) -> TrainingRun:
         recipe = small("bp", epochs=1, threads_per_stage=threads)
-        return train.begin(recipe, tmp_path / str(threads), show=False)
+        return begin(recipe, tmp_path / str(threads), show=False)
 
     Counting(start, lambda name, ending: None, together=2).all([1, 2])
     assert seen == {1: {1}, 2: {2}}
@@ -415,13 +421,13 @@ def test_on_a_gpu_all_rows_are_recorded_that_can_be(given):
 
 def test_bp_on_a_gpu_is_cut_as_well():
     on_gpu = {"device": "cuda", "engine": "streams"}
-    cut = reproduction.in_stages(complete(method="bp", M=4, cuts=None, **on_gpu))
+    cut = reproduction.in_stages(make_recipe(method="bp", M=4, cuts=None, **on_gpu))
     assert (cut.K, cut.M, cut.cuts, cut.method) == (8, 4, None, "bp")
     for whole in (
-        complete(method="bp", M=1, **on_gpu),
-        complete(method="adl", K=4, M=4, **on_gpu),
-        complete(method="bp", M=4),
-        complete(method="bp", M=4, model="mlp", data="digits", **on_gpu),
+        make_recipe(method="bp", M=1, **on_gpu),
+        make_recipe(method="adl", K=4, M=4, **on_gpu),
+        make_recipe(method="bp", M=4),
+        make_recipe(method="bp", M=4, model="mlp", data="digits", **on_gpu),
     ):
         assert reproduction.in_stages(whole) is whole
 
@@ -550,8 +556,8 @@ def test_a_run_stops_at_a_checkpoint_when_it_would_not_come_to_the_next(tmp_path
             clock[0] += 1.0  # a second a turn: 7 from one checkpoint to the next
             super()._turn(name)
 
-    def start(name: str) -> train.Run:
-        return train.begin(net_adl.recipe(), tmp_path / name, show=False)
+    def start(name: str) -> TrainingRun:
+        return begin(net_adl.recipe(), tmp_path / name, show=False)
 
     work = Slow(start, lambda name, ending: endings.append((name, ending.by_budget)), until=18.0)
     work.all(["one", "two"])
@@ -579,14 +585,14 @@ def test_what_is_not_given_again_stays_as_it_was_and_more_seeds_are_added(offbea
 
 def test_a_drained_checkpoint_of_resnet56_is_under_ten_megabytes(tmp_path):
     recipe = TABLES["cifar10-table"].rows[0].recipe(engine="simulate", threads_per_stage=1)
-    known = train.Facts((3, 32, 32), 10, 50_000)
-    recipe = train.replace(recipe, **train.choose_cuts(recipe, known))
+    known = build.Facts((3, 32, 32), 10, 50_000)
+    recipe = replace(recipe, **build.choose_cuts(recipe, known))
     epochs = recipe.count(known.samples)
-    pipe = train.make_pipeline(recipe, known, epochs, train.Simulate(recipe.K))
+    pipe = build.make_pipeline(recipe, known, epochs, Simulate(recipe.K))
     for _ in range(4):  # momentum is there after an update
         pipe.step(torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.long))
     pipe.drain()
-    saver = train.Saver(train.replace(recipe, checkpoint_every="4b"), epochs, pipe, tmp_path, lambda kind, **_: None)
+    saver = Saver(replace(recipe, checkpoint_every="4b"), epochs, pipe, tmp_path, lambda kind, **_: None)
     saver.save({})
     (found,) = checkpoint.ls(tmp_path)
     assert found.checkpoint.mode == "drained"
@@ -643,7 +649,7 @@ MISUSE = {
     "too many seeds": (("cifar10-table", "--seeds", 10**9), ("--seeds 1000000000: use a whole number from 1 to 1000",)),
     "nobody beside": (("cifar10-table", "--side-by-side", 0), ("--side-by-side 0",)),
     "no budget": (("cifar10-table", "--budget-minutes", 0), ("--budget-minutes 0: use a number above 0",)),
-    "no epochs": (("cifar10-table", "--epochs", 0), ("epochs = 0",)),
+    "no epochs": (("cifar10-table", "--epochs", 0), ("--epochs 0",)),
     "another engine": (("cifar10-table", "--engine", "steam"), ("engine 'steam'",)),
     "processes by turns": (("small", "--engine", "processes", "--side-by-side", 2), ("--side-by-side 2", "simulate")),
     "data for none": (("small", "--data", "."), ("synthetic takes no folder",)),
@@ -681,7 +687,7 @@ def test_a_folder_of_something_else_is_refused(offbeat, table):
     assert reproduce(offbeat, "--only", "net-adl", "--epochs", 1).code == 0
     check_refused(offbeat, ("reproduce", "smaller", "--out", "x"), "reproduction of small, not of smaller")
     check_refused(offbeat, ("reproduce", "small", "--out", "x", "--epochs", 2), "epochs = 1, not 2")
-    check_refused(offbeat, ("reproduce", "small", "--out", "x/runs/net-adl-seed0"), "already holds a run")
+    check_refused(offbeat, ("reproduce", "small", "--out", "x/runs/net-adl-seed0"), "already contains a run")
     Path("y").mkdir()
     Path("y/reproduction.json").write_text("{}")
     check_refused(offbeat, ("reproduce", "small", "--out", "y"), "cannot be read")

@@ -21,7 +21,8 @@ from offbeat.report.reproduction import read_run
 from offbeat.runs import record
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
-from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.provenance import provenance
+from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.tables import TABLES, Images, Paper, Table
 from offbeat.runs.tables.row import row
 from offbeat.studies import reproduce as reproducing
@@ -53,7 +54,9 @@ def small(method: str, **given: object) -> Recipe:
         "engine": "simulate",
         "epochs": 4,
     }
-    return complete(method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}})
+    return make_recipe(
+        method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}}
+    )
 
 
 @row(1, Paper(6.18, "Table 0, first", remark="a remark"))
@@ -256,9 +259,7 @@ def test_a_record_of_five_long_runs_is_small_and_its_curves_are_those_of_the_run
     content = {
         "table": "cifar10-table",
         "settings": {"epochs": 300},
-        "invocations": [
-            record.provenance(["offbeat", "reproduce", "cifar10-table", "--only", "resnet56", "--seeds", "1"])
-        ],
+        "invocations": [provenance(["offbeat", "reproduce", "cifar10-table", "--only", "resnet56", "--seeds", "1"])],
     }
     for name in list(named)[:5]:
         recipe = reproducing.recipe_of(named[name], 0, content["settings"])

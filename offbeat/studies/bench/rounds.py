@@ -20,6 +20,7 @@ from offbeat.errors import Interrupted, UserError, first_line, unknown
 from offbeat.report import bench_table
 from offbeat.report.draw import by_the_way, draw_bench
 from offbeat.runs import record
+from offbeat.runs.provenance import gpu_name, provenance
 from offbeat.settings import shown
 from offbeat.studies.bench.cuts import check, placed
 from offbeat.studies.bench.fork_server import ForkServer
@@ -490,7 +491,7 @@ def bench(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Path]
         raise UserError(f"cannot write to {out} ({first_line(error)}): choose another --out") from error
     run = Bench(request, setting, out, say, rows, load=load)
     if setting.device == "cuda":
-        run.origin["machine"] = f"{record.gpu_name()}, {run.origin['machine']}"
+        run.origin["machine"] = f"{gpu_name()}, {run.origin['machine']}"
     say(f"{setting.model}, b={setting.batch_size}, K={setting.K}, cuts {list(setting.cuts)}")
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
         try:
@@ -526,7 +527,7 @@ def shared_cores(K: int) -> str | None:
 
 def origin() -> dict[str, Any]:
     """Where a record comes from, without the places of its files."""
-    made = record.provenance()
+    made = provenance()
     return {**made, "command": without_out(made["command"])}
 
 
