@@ -354,7 +354,7 @@ def test_any_optimizer_of_torch_trains_every_stage(optimizer):
         ({"K": 2, "cuts": [2]}, "cuts \\[2\\] of 2 units"),
         ({"K": 2, "cuts": [1, 1]}, "2 cuts"),
         ({"K": 2, "method": "adll"}, "did you mean 'adl'"),
-        ({"K": 2, "method": "adl", "M": 0}, "M = 0"),
+        ({"K": 2, "method": "adl", "M": 0}, "M=0"),
         ({"K": 2, "M": 3}, "M=3 beside a method"),
         ({"K": 2, "engine": "simulat"}, "did you mean 'simulate'"),
         ({"K": 2, "engine": "processes"}, "torchrun --nproc-per-node 2"),
