@@ -252,7 +252,7 @@ def test_the_command_tells_it_in_one_line_and_a_run_that_goes_on_keeps_its_trace
     here(offbeat, "--resume", run, "--epochs", "2", "--json")
     assert (run / "trace.json").read_bytes() == before
     said = here(offbeat, *RUN, "--samples", "64", "--engine", "simulate", "--trace", 5, "--out", tmp_path / "short")
-    assert "trace: nothing was recorded, the run was over before all stages were full" in said
+    assert "trace: nothing was recorded, since the run ended before the pipeline was full" in said
     assert not (tmp_path / "short" / "trace.json").exists()
 
 
