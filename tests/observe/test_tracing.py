@@ -247,7 +247,7 @@ def test_the_command_reports_the_trace_in_one_line_and_a_resumed_run_keeps_it(of
     said = train_here(
         offbeat, *RUN, "--samples", "64", "--engine", "simulate", "--trace", 5, "--out", tmp_path / "short"
     )
-    assert "trace: nothing was recorded, the run was over before all stages were full" in said
+    assert "trace: nothing was recorded, since the run ended before the pipeline was full" in said
     assert not (tmp_path / "short" / "trace.json").exists()
 
 
