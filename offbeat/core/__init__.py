@@ -4,6 +4,7 @@
     precision, compiled, fused      how it computes
     worker                          the loop that runs the program of a stage over its links
     links/                          messages between stages
+    codec, layout                   nested values as JSON and tensors, and the memory layouts that are kept
     metrics, micro_batches, outputs batches, and what comes out of them
 
 May import: errors, seeds, ops, interpreter, correctors, method, kernels.

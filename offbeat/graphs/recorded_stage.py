@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offbeat.core.links.wire import copied_tensor
+from offbeat.core.layout import dense_copy
 from offbeat.core.memory import size
 from offbeat.core.metrics import batch_size
 from offbeat.core.stage import USERS_CODE, InFlight, Stage, differentiable
@@ -132,12 +132,12 @@ class RecordedStage(Stage):
             if slot is not None:  # or from now on slots of this stage and its neighbours would meet that never did
                 self.passed[t], version = slot, slot.batch.version
             if self.k > 1:
-                x = pytree.tree_map_only(Tensor, copied_tensor, x)  # what was given is the memory of somebody's slot
+                x = pytree.tree_map_only(Tensor, dense_copy, x)  # what was given is the memory of somebody's slot
             for tensor in _only_tensors((x, target)):
                 if tensor.is_cuda:  # made on the caller's stream, and read on this one
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
             output = self._forward(t, x, target, share, steady, version)
-            return pytree.tree_map_only(Tensor, copied_tensor, output)
+            return pytree.tree_map_only(Tensor, dense_copy, output)
         batch = slot.batch
         if self.last:
             self._fill(slot.targets, target)
@@ -167,7 +167,7 @@ class RecordedStage(Stage):
             below = super().backward(t, gradients)
             if t in self.passed:
                 self._leave(self.passed.pop(t))
-            return [None if gradient is None else copied_tensor(gradient) for gradient in below]
+            return [None if gradient is None else dense_copy(gradient) for gradient in below]
         batch = slot.batch
         self.weights.returning(batch.version)
         if slot.backward is None:
@@ -307,9 +307,9 @@ class RecordedStage(Stage):
 
     def _new_batch(self, x: Any, target: Any, version: Version) -> InFlight:
         """A batch in memory of its own."""
-        leaves, structure = pytree.tree_flatten(pytree.tree_map_only(Tensor, copied_tensor, x))
+        leaves, structure = pytree.tree_flatten(pytree.tree_map_only(Tensor, dense_copy, x))
         if self.last:
-            target = pytree.tree_map_only(Tensor, copied_tensor, target)
+            target = pytree.tree_map_only(Tensor, dense_copy, target)
         return InFlight(self.wanting(leaves), structure, target, version, 0, False, self.random.state)
 
     def _new_version(self) -> Version:
@@ -345,7 +345,7 @@ class RecordedStage(Stage):
                     tensor.copy_(old_values[key]) if key in old_values else tensor.zero_()
             self.notes.clear()
         self.window.usual = self.window.fix(taken)
-        self.below = [None if gradient is None else copied_tensor(gradient) for gradient in below]
+        self.below = [None if gradient is None else dense_copy(gradient) for gradient in below]
         if drawn:
             self._refuse("it draws random numbers")
 
@@ -382,7 +382,7 @@ class RecordedStage(Stage):
             if self._lacks(gradients):
                 self._refuse("the stage above does not use all that it gives")
                 return
-            into = [None if gradient is None else copied_tensor(self._here(gradient)) for gradient in gradients]
+            into = [None if gradient is None else dense_copy(self._here(gradient)) for gradient in gradients]
         pool = _pool(self.device)
         try:
             with self._recording():

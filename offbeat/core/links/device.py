@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offbeat.core.links import Message
 from offbeat.core.links.distributed import Receiver, Sender
-from offbeat.core.links.wire import described, parted, whole
+from offbeat.core.links.wire import pack_apart, read_header, unpack
 from offbeat.errors import StageLost
 
 
@@ -91,7 +91,7 @@ class DeviceSender(Sender):
         super().__init__(to_rank, tag, group, capacity=capacity, patient=patient, lost=lost)
 
     def send(self, message: Message) -> None:
-        header, payload = parted(message, self.carrier.device)
+        header, payload = pack_apart(message, self.carrier.device)
         ready = None
         if payload is not None and payload.is_cuda:
             ready = torch.cuda.Event(blocking=True)
@@ -125,12 +125,12 @@ class DeviceReceiver(Receiver):
         super().__init__(from_rank, tag, group, capacity=capacity, lost=lost)
 
     def _complete(self, header: Tensor) -> Any:
-        size = described(header)
+        size = read_header(header).apart
         return Parcel(header, self.carrier.receive(size) if size else None)
 
     def _read(self, arrived: Any) -> Message:
         self.payload = arrived.payload
-        return whole(arrived.header, arrived.payload)
+        return unpack(arrived.header, arrived.payload)
 
     def receive(self) -> Message:
         """On the stream that is current, which is to be that of the stage; whoever only peeks may be on another."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.core.links import Message
-from offbeat.core.links.wire import PREFIX, pack, size, unpack
+from offbeat.core.links.wire import PREFIX, pack, read_header, size, unpack
 from offbeat.errors import StageLost, UserError, first_line
 
 FIRST_CAPACITY = 1 << 16
@@ -126,7 +126,7 @@ class Receiver:
                     whole[:capacity] = head
                     self._receive(whole[capacity:], self.tag + 1)
                     head, capacity = whole, length
-                goodbye = length <= FAREWELL and unpack(head[:length]).kind == GOODBYE
+                goodbye = length <= FAREWELL and read_header(head[:length]).kind == GOODBYE
                 self.inbox.put(head[:length] if goodbye else self._complete(head[:length]))
                 if goodbye:
                     return
