@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import UserError
@@ -121,18 +120,14 @@ def _pairs(content: list[Any]) -> Iterator[tuple[str | int, Any]]:
         yield pair[0], pair[1]
 
 
-@cache
-def _dtypes() -> dict[str, torch.dtype]:
-    import torch
-
-    return {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-
-
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of that name, "float32" for example."""
-    if name not in _dtypes():
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r:.40} is not a dtype of this version of torch")
-    return _dtypes()[name]
+    return dtype
 
 
 def at(path: Path) -> str:

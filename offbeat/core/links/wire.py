@@ -18,10 +18,10 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,19 +55,11 @@ DTYPES = {
     )
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Place = tuple[str, tuple[int, ...], tuple[int, ...], int]  # dtype, shape and strides of a tensor, its first byte
 
 
 class MalformedMessage(UserError):
     """Bytes that are not a message as `pack` returns it."""
-
-
-class Place(NamedTuple):
-    """The dtype, shape and strides of a tensor, and its first byte in the payload."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
 
 
 class Header(NamedTuple):
@@ -86,23 +78,19 @@ class Header(NamedTuple):
 
 def pack(message: Message) -> Tensor:
     """The message as one uint8 tensor on the CPU."""
-    header, tensors, end = _take_apart(message)
-    buffer, base = _with_header(header, end)
-    _fill(buffer[base:], tensors, header["tensors"])
-    return _sealed(buffer)
+    return _packed(*_take_apart(message))
 
 
 def pack_apart(message: Message, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """The message as a header on the CPU and its tensors in one buffer on a device; no checksum protects these.
 
-    Without the bytes of any tensor there is no second buffer.
+    Where no tensor has any bytes there is no second buffer.
     """
     header, tensors, end = _take_apart(message)
-    buffer, _ = _with_header({**header, "apart": end}, 0)
     payload = torch.empty(end, dtype=torch.uint8, device=device) if end else None
     if payload is not None:
         _fill(payload, tensors, header["tensors"])
-    return _sealed(buffer), payload
+    return _packed({**header, "apart": end}), payload
 
 
 def copied(message: Message) -> Message:
@@ -119,7 +107,7 @@ def _take_apart(message: Message) -> tuple[dict[str, Any], list[Tensor], int]:
     for tensor in tensors:
         start = _up(end, ALIGNMENT)
         end = start + tensor.nbytes
-        places.append(Place(NAMES[tensor.dtype], tensor.shape, dense_strides(tensor), start))
+        places.append((NAMES[tensor.dtype], tensor.shape, dense_strides(tensor), start))
     return {"t": message.t, "kind": message.kind, "tree": tree, "tensors": places}, tensors, end
 
 
@@ -136,11 +124,11 @@ def _encoded(content: Any) -> tuple[list[Tensor], Any]:
     return tensors, codec.encode(content, refer, purpose="cross stages")
 
 
-def _with_header(header: dict[str, Any], payload_size: int) -> tuple[Tensor, int]:
-    """A buffer with room for a payload after the header, and where that starts."""
+def _packed(header: dict[str, Any], tensors: list[Tensor] | None = None, end: int = 0) -> Tensor:
+    """The buffer of a header and, where given, the tensors that it describes."""
     text = json.dumps(header, separators=(",", ":")).encode()
     base = _up(PREFIX + len(text), ALIGNMENT)
-    total = base + _up(payload_size, WORD)
+    total = base + _up(end, WORD)
     if total > LIMIT or len(text) > HEADER_LIMIT:
         raise UserError(
             f"a message of {total:,} bytes ({len(text):,} of them header) is too long: at most {LIMIT:,} "
@@ -149,7 +137,10 @@ def _with_header(header: dict[str, Any], payload_size: int) -> tuple[Tensor, int
     head = struct.pack("<qqqq", total, len(text), zlib.crc32(text), 0) + text
     buffer = torch.empty(total, dtype=torch.uint8)
     buffer[:base] = torch.frombuffer(bytearray(head.ljust(base, b"\0")), dtype=torch.uint8)
-    return buffer, base
+    if tensors is not None:
+        _fill(buffer[base:], tensors, header["tensors"])
+    buffer[PREFIX - WORD : PREFIX].view(torch.int64).fill_(_checksum(buffer))
+    return buffer
 
 
 def _fill(payload: Tensor, tensors: list[Tensor], places: list[Place]) -> None:
@@ -162,11 +153,6 @@ def _fill(payload: Tensor, tensors: list[Tensor], places: list[Place]) -> None:
             payload[start:written].view(tensor.dtype).as_strided(shape, strides).copy_(tensor)
     if written < len(payload):
         payload[written:].zero_()
-
-
-def _sealed(buffer: Tensor) -> Tensor:
-    buffer[PREFIX - WORD : PREFIX].view(torch.int64).fill_(_checksum(buffer))
-    return buffer
 
 
 def _up(length: int, unit: int) -> int:
@@ -191,31 +177,15 @@ def _checksum(buffer: Tensor) -> int:
 # ---- unpacking
 
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
-
-
-def _untrusted(read: Callable[P, Result]) -> Callable[P, Result]:
-    """For functions that read what came over the network: any error becomes a MalformedMessage in one line."""
-
-    @wraps(read)
-    def checked(*args: P.args, **options: P.kwargs) -> Result:
-        try:
-            return read(*args, **options)
-        except MalformedMessage:
-            raise
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            RuntimeError,
-            MemoryError,
-        ) as error:
-            raise MalformedMessage(f"malformed message: {first_line(error)}") from error
-
-    return checked
+@contextmanager
+def _untrusted() -> Iterator[None]:
+    """Around all that reads what came over the network: any error becomes a MalformedMessage in one line."""
+    try:
+        yield
+    except MalformedMessage:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
+        raise MalformedMessage(f"malformed message: {first_line(error)}") from error
 
 
 def size(buffer: Tensor) -> int:
@@ -226,9 +196,13 @@ def size(buffer: Tensor) -> int:
     return total
 
 
-@_untrusted
 def read_header(buffer: Tensor) -> Header:
     """The header of the message in a buffer, every byte of which was checked."""
+    with _untrusted():
+        return _header(buffer)
+
+
+def _header(buffer: Tensor) -> Header:
     if buffer.numel() < PREFIX or buffer.numel() % WORD:
         raise ValueError(f"{buffer.numel()} bytes received")
     total, length, crc, checksum = buffer[:PREFIX].view(torch.int64).tolist()
@@ -249,21 +223,21 @@ def read_header(buffer: Tensor) -> Header:
     return Header(header["t"], header["kind"], header["tree"], header["tensors"], apart, base)
 
 
-@_untrusted
 def unpack(buffer: Tensor, payload: Tensor | None = None) -> Message:
     """The message in a buffer, or in a header and the payload apart; its tensors are views of these."""
-    header = read_header(buffer)
-    if header.apart is None:
-        tensors = _views(buffer, header.base, header.tensors)
-    else:
-        tensors = _views(buffer[:0] if payload is None else payload, 0, header.tensors)
+    with _untrusted():
+        header = _header(buffer)
+        if header.apart is None:
+            tensors = _views(buffer, header.base, header.tensors)
+        else:
+            tensors = _views(buffer[:0] if payload is None else payload, 0, header.tensors)
 
-    def resolve(index: Any) -> Tensor:
-        if type(index) is not int or not 0 <= index < len(tensors):
-            raise ValueError(f"tensor {index!r:.40} of {len(tensors)}")
-        return tensors[index]
+        def resolve(index: Any) -> Tensor:
+            if type(index) is not int or not 0 <= index < len(tensors):
+                raise ValueError(f"tensor {index!r:.40} of {len(tensors)}")
+            return tensors[index]
 
-    return Message(header.t, codec.decode(header.tree, resolve), header.kind)
+        return Message(header.t, codec.decode(header.tree, resolve), header.kind)
 
 
 def _views(buffer: Tensor, base: int, places: list[Any]) -> list[Tensor]:
