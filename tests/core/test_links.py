@@ -20,7 +20,7 @@ from trees import nested_values, same
 
 from offbeat.core.layout import ALIGNMENT
 from offbeat.core.links import Message
-from offbeat.core.links.distributed import WORDS
+from offbeat.core.links.distributed import REASON_LIMIT
 from offbeat.core.links.local import LocalLink
 from offbeat.core.links.wire import (
     DTYPES,
@@ -400,7 +400,7 @@ dist.destroy_process_group()
     ("word", "told"),
     [
         ("", "it has stopped"),
-        ("ü" * 1000, "ü" * WORDS),
+        ("ü" * 1000, "ü" * REASON_LIMIT),
     ],
     ids=["at the end", "of a failure"],
 )
