@@ -13,6 +13,7 @@
     worker                              the loop that runs the program of a stage over its links
     links/                              messages between stages
     micro_batches, outputs, descriptions    batches, shapes, and how messages describe them
+    codec, layout                       nested values as JSON and tensors, and the memory layouts that are kept
 
 May import: errors, seeds, ops, interpreter, correctors, method, kernels.
 """

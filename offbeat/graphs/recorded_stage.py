@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from offbeat.core.descriptions import USER_CODE_ERRORS
-from offbeat.core.links.wire import copied_tensor
+from offbeat.core.layout import dense_copy
 from offbeat.core.memory import size
 from offbeat.core.metrics import batch_size
 from offbeat.core.optimization import EagerOptimization
@@ -179,12 +179,12 @@ class RecordedStage:
         self.irregular += 1
         self.flush()
         if self.stage.k > 1:
-            x = pytree.tree_map_only(Tensor, copied_tensor, x)  # what was given is the memory of a neighbour's slot
+            x = pytree.tree_map_only(Tensor, dense_copy, x)  # what was given is the memory of a neighbour's slot
         for tensor in tensors_of((x, target)):
             if tensor.is_cuda:  # made on the caller's stream, and read on this one
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         output = self.stage.forward_on(version, t, x, target, share=share, steady=steady)
-        return pytree.tree_map_only(Tensor, copied_tensor, output)
+        return pytree.tree_map_only(Tensor, dense_copy, output)
 
     def _copy_first(self, places: list[Tensor], content: Any) -> None:
         """Copy what the caller gave, in new memory every time, into its slot.
@@ -242,7 +242,7 @@ class RecordedStage:
         below = stage.backward(t, gradients)
         if t in slots.bypassed:
             slots.release(slots.bypassed.pop(t))
-        return [None if gradient is None else copied_tensor(gradient) for gradient in below]
+        return [None if gradient is None else dense_copy(gradient) for gradient in below]
 
     # ---- recording
 

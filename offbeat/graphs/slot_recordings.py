@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from offbeat.core.in_flight import InFlight
-from offbeat.core.links.wire import copied_tensor
+from offbeat.core.layout import dense_copy
 from offbeat.core.metrics import batch_size
 from offbeat.core.stage import Stage
 from offbeat.core.stage_network import differentiable
@@ -38,10 +38,10 @@ class SlotRecordings:
     def _new_slot(self, x: Any, target: Any, version: Version) -> Slot:
         """A slot with copies of that batch."""
         network = self.network
-        leaves, structure = pytree.tree_flatten(pytree.tree_map_only(Tensor, copied_tensor, x))
+        leaves, structure = pytree.tree_flatten(pytree.tree_map_only(Tensor, dense_copy, x))
         samples = batch_size(target, x)
         if network.last:
-            target = pytree.tree_map_only(Tensor, copied_tensor, target)
+            target = pytree.tree_map_only(Tensor, dense_copy, target)
         inputs = network.requiring_gradients(leaves)
         batch = InFlight(inputs, structure, target, version, 0, False, network.random.state)
         return Slot(batch, version, samples)
@@ -74,7 +74,7 @@ class SlotRecordings:
                     tensor.copy_(old_values[key]) if key in old_values else tensor.zero_()
             self.guard.counters.clear()
         self.window.recorded = self.window.fix(taken)
-        self.input_gradients = [None if gradient is None else copied_tensor(gradient) for gradient in below]
+        self.input_gradients = [None if gradient is None else dense_copy(gradient) for gradient in below]
         return "it draws random numbers" if drawn else None
 
     def record_forwards(self, x: Any, target: Any, ring: Ring) -> list[tuple[Version, list[Slot]]]:
@@ -104,7 +104,7 @@ class SlotRecordings:
         """
         into = gradients
         if gradients is not None:
-            into = [None if g is None else copied_tensor(self.network.to_device(g)) for g in gradients]
+            into = [None if g is None else dense_copy(self.network.to_device(g)) for g in gradients]
         pool = self.recorder.new_pool()
         with self.recorder.recording():
             for slot in slots:

@@ -37,6 +37,7 @@ def tree(seed: int, k: int) -> dict:
         "groups": [{"lr": 0.1, "betas": (0.9, 0.999), "names": [f"{k}.weight"]}],
         "scheduler": None,
         "in_flight": [{"t": seed, "input": torch.zeros(4, 6, dtype=torch.bfloat16), "loss": float("nan")}],
+        "gradient": torch.tensor(2.0).expand(1),
         "versions": {3: {f"{k}.weight": weight}},
     }
 

@@ -166,7 +166,7 @@ def test_a_batch_size_below_one_is_refused_at_once(data: DataSet, size: int) -> 
 
 
 def test_a_negative_skip_is_refused(data: DataSet) -> None:
-    with pytest.raises(UserError, match="skip -1"):
+    with pytest.raises(UserError, match="skip=-1"):
         data.train(batch_size=4, seed=0, epoch=0, skip=-1)
 
 

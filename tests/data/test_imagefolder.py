@@ -202,5 +202,5 @@ def test_an_empty_class_and_one_without_images_are_refused(folder: Path) -> None
 def test_grey_shapes_and_negative_workers_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="RGB"):
         offbeat.data.open("imagefolder", folder=folder, shape=(1, 8, 8))
-    with pytest.raises(UserError, match="workers -1"):
+    with pytest.raises(UserError, match="workers=-1"):
         offbeat.data.open("imagefolder", folder=folder, workers=-1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import offbeat.data
 from offbeat.data import DataSet, resident
 from offbeat.data.cifar import open_cifar10, open_cifar100
-from offbeat.data.cifar_files import CIFAR10, CIFAR100, Layout
+from offbeat.data.cifar_files import CIFAR10, CIFAR100, CifarFormat
 from offbeat.data.memory import InMemory
 from offbeat.data.resident import ALIGNMENT, Resident, on_device
 from offbeat.errors import UserError
@@ -35,7 +35,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataSet]:
     """Every kind that lies in memory; CIFAR from files of its binary form with fewer images in them."""
     numbers = np.random.default_rng(0)
 
-    def small_cifar(name: str, layout: Layout, opener: Callable[..., InMemory]) -> InMemory:
+    def small_cifar(name: str, layout: CifarFormat, opener: Callable[..., InMemory]) -> InMemory:
         *training, test = layout.files
         layout = replace(layout, files=dict.fromkeys(training, 601 // len(training)) | {test: 203})
         folder = tmp_path_factory.mktemp("cifar")
@@ -138,11 +138,11 @@ def test_no_global_random_state_changes(data: DataSet) -> None:
 
 def test_bad_sizes_are_refused_when_the_epoch_is_requested(sets: dict[str, DataSet]) -> None:
     there = moved(sets["digits"])
-    with pytest.raises(UserError, match="batch_size 0"):
+    with pytest.raises(UserError, match="batch_size=0"):
         there.train(batch_size=0, seed=0, epoch=0)
-    with pytest.raises(UserError, match="batch_size 0"):
+    with pytest.raises(UserError, match="batch_size=0"):
         there.test(batch_size=0)
-    with pytest.raises(UserError, match="skip -1"):
+    with pytest.raises(UserError, match="skip=-1"):
         there.train(batch_size=4, seed=0, epoch=0, skip=-1)
 
 
@@ -213,7 +213,7 @@ def test_a_set_that_does_not_fit_stays_in_host_memory_and_is_reported(data: Data
 
 def test_the_limit_counts_the_bytes_that_stay_and_those_of_the_work(sets: dict[str, DataSet]) -> None:
     data = sets["cifar10"]
-    needed = (600 + 203) * (3072 + 8) + resident.WORK * 100 * sample_bytes(data)
+    needed = (600 + 203) * (3072 + 8) + resident.PEAK_PIECES * 100 * sample_bytes(data)
     assert on_device(data, "cpu", limit=needed, piece=100 * sample_bytes(data))[0] is not data
     assert on_device(data, "cpu", limit=needed - 1, piece=100 * sample_bytes(data))[0] is data
 
