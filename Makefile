@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench torture site slow gpu clean
+.PHONY: demo test lint pytest bench torture site slow gpu clean
 .DEFAULT_GOAL := demo
 
 # constraints.txt pins every version; torch first, so that nothing asks for a newer one
@@ -29,11 +29,16 @@ lint: $(READY)
 	$(BIN)/ruff check offbeat tests benchmarks examples
 	$(BIN)/mypy
 
-test: lint
+pytest: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
+# both at once, since mypy uses one core for half a minute
+test: $(READY)
+	$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+# processes are started as users start them, not forked (tests/preloaded.py)
 slow: $(READY)
-	$(BIN)/python -m pytest -q -m slow
+	OFFBEAT_TESTS_EXEC=1 $(BIN)/python -m pytest -q -m slow
 
 gpu: $(READY)
 	$(BIN)/python -m pytest -q -m gpu

@@ -36,7 +36,7 @@ from torch import nn
 import offbeat
 from offbeat import models
 from offbeat.core.worker import Links, Worker
-from offbeat.runs import record
+from offbeat.runs.provenance import provenance
 from offbeat.studies.bench.timing import Canned, Tap, pin, ratio, sgd, timed
 from offbeat.studies.plan import Measured, make_plan
 
@@ -202,7 +202,7 @@ def summary(
     for name, (middle, least, most) in ratios.items():
         print(f"  {meaning[name]:58s} {middle:6.3f}  ({least:.3f}, {most:.3f})")
     if options.out:
-        made = {**record.provenance(), "command": ["python", "benchmarks/core.py", *arguments()]}
+        made = {**provenance(), "command": ["python", "benchmarks/core.py", *arguments()]}
         found = {
             "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")},
             "cuts": pipe.cuts,

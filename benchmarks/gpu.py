@@ -32,7 +32,8 @@ from offbeat import models
 from offbeat.engines import Engine
 from offbeat.engines.streams import Streams
 from offbeat.graphs.launch_queue import AHEAD
-from offbeat.runs import record
+from offbeat.graphs.recorded_stage import RecordedStage
+from offbeat.runs.provenance import provenance
 
 MOST_PASSES = 20  # of turns before a measurement
 FEW = AHEAD // 2  # turns that the host can ask for without waiting
@@ -95,7 +96,7 @@ class GpuRow:
     def _settle(self, turns: int) -> None:
         """Turns until all kinds of ticks have been joined: none comes that is not known."""
         self.turns(turns)
-        joined = getattr(getattr(self.pipe.engine, "deck", None), "joined", {})
+        joined = getattr(getattr(self.pipe.engine, "launch_queue", None), "joined", {})
         for _ in range(MOST_PASSES):
             known = sum(together is not None for together in joined.values())
             self.turns(turns)
@@ -115,13 +116,13 @@ class GpuRow:
         method, K = self.pipe.method, self.K
         return [
             {
-                "slots": stage.ring.slots,
+                "slots": worker.executor.slots.ring.slots,
                 "batches": method.lag(k, K) + 1,
-                "groups": stage.ring.groups,
+                "groups": worker.executor.slots.ring.groups,
                 "versions": -(-method.lag(k, K) // method.M) + 1,
             }
-            for k, stage in self.pipe.stages.items()
-            if hasattr(stage, "ring")
+            for k, worker in enumerate(self.pipe.workers, start=1)
+            if isinstance(worker.executor, RecordedStage)
         ]
 
     def _wait(self) -> None:
@@ -136,7 +137,8 @@ class GpuRow:
         self.figures["host"].append(asked / FEW / (seconds / turns))
 
     def as_dict(self) -> dict[str, Any]:
-        eager = {k: stage.eager for k, stage in self.pipe.stages.items() if getattr(stage, "eager", None)}
+        reasons = {k: getattr(worker.executor, "eager", None) for k, worker in enumerate(self.pipe.workers, start=1)}
+        eager = {k: reason for k, reason in reasons.items() if reason}
         staleness = [stage.mean for stage in self.pipe.staleness]
         return {
             "name": self.name,
@@ -201,7 +203,7 @@ def main() -> None:
     options.K = [int(K) for K in options.K.split(",")]
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     models_and_sizes = [(m, int(b)) for m in options.models.split(",") for b in options.batch_sizes.split(",")]
-    made = {**record.provenance(), "command": ["python", "benchmarks/gpu.py", *arguments()]}
+    made = {**provenance(), "command": ["python", "benchmarks/gpu.py", *arguments()]}
     if options.device == "cuda":
         made["machine"] = torch.cuda.get_device_name()
     settings = {name: value for name, value in vars(options).items() if name != "out"}

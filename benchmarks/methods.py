@@ -27,7 +27,7 @@ from torch import nn
 import offbeat
 from offbeat import models
 from offbeat.methods import named
-from offbeat.runs import record
+from offbeat.runs.provenance import provenance
 from offbeat.studies.bench.timing import ratio, sgd, timed
 from offbeat.timeline import balanced, speed_up
 
@@ -104,7 +104,7 @@ def summary(options: argparse.Namespace, times: dict[str, list[float]], pipes: d
     order = sorted(rows, key=lambda name: rows[name]["speedup"])
     print("slowest to fastest: " + " < ".join(order))
     if options.out:
-        made = {**record.provenance(), "command": ["python", "benchmarks/methods.py", *arguments()]}
+        made = {**provenance(), "command": ["python", "benchmarks/methods.py", *arguments()]}
         first = next(iter(pipes.values()))
         found = {
             "settings": {k: v for k, v in vars(options).items() if k not in ("out", "worker")},

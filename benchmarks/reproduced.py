@@ -31,7 +31,7 @@ from offbeat.errors import UserError, first_line
 from offbeat.report import reproduction as report
 from offbeat.runs import record
 from offbeat.runs import tables as recipes
-from offbeat.runs.recipe import complete, load
+from offbeat.runs.recipe import load, make_recipe
 from offbeat.runs.tables import Images, Table, TableRow
 from offbeat.studies import reproduce as reproducing
 from offbeat.studies.runner import StudyRunner
@@ -168,7 +168,7 @@ def asked(all_of: Joined) -> dict[str, int]:
 
 def told_of(path: Path, seed: int) -> dict[str, Any]:
     """What tells a run from the others; staleness is that of its result, or of its last epoch if it has none yet."""
-    recipe = complete(**load(path / "config.json"))
+    recipe = make_recipe(**load(path / "config.json"))
     ends = [line for line in record.lines(path) if line["kind"] in ("epoch", "result") and line.get("staleness")]
     last = ends[-1] if ends else {"kind": None, "staleness": None}
     return {

@@ -136,7 +136,7 @@ def deterministic() -> Record:
 
     from offbeat import models
     from offbeat.partitioning import profile, solve
-    from offbeat.runs import record
+    from offbeat.runs.provenance import provenance
 
     rows = []
     for model, (pixels, batch_size) in SETTINGS.items():
@@ -156,8 +156,8 @@ def deterministic() -> Record:
                     "cuts": list(found.cuts),
                 }
             )
-    provenance = {**record.provenance(), "command": ["python", "benchmarks/results.py", "--balance"]}
-    return {"rows": rows, "provenance": {key: provenance[key] for key in ("versions", "commit", "command", "machine")}}
+    made = {**provenance(), "command": ["python", "benchmarks/results.py", "--balance"]}
+    return {"rows": rows, "provenance": {key: made[key] for key in ("versions", "commit", "command", "machine")}}
 
 
 def balance_section(plans: Records, engine: Records, counted: Record) -> list[str]:

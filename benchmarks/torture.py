@@ -23,10 +23,10 @@ from typing import Any
 
 from start import arguments, in_processes
 
-from offbeat.runs import record
+from offbeat.runs.provenance import provenance
 
 BEGUN = time.monotonic()
-MADE = record.provenance()  # of what was there at the beginning
+MADE = provenance()  # of what was there at the beginning
 COMMANDS = ("kills", "configs", "latency", "overhead", "soak")
 
 

@@ -21,7 +21,7 @@ from torture import as_workers, say, write
 
 import offbeat
 from offbeat import models
-from offbeat.runs.recipe import complete
+from offbeat.runs.recipe import make_recipe
 from offbeat.runs.saving import Saver
 from offbeat.studies.bench.timing import sgd, spread
 
@@ -35,7 +35,9 @@ def worker(options: argparse.Namespace) -> None:
     x, y = torch.randn(BATCH_SIZE, 3, 32, 32), torch.randint(10, (BATCH_SIZE,))
     loss = nn.functional.cross_entropy
     pipe = offbeat.Pipeline(model, K, method=offbeat.ADL(M=M), loss=loss, optimizer=sgd, sample=x)
-    recipe = complete(model="resnet56", data="synthetic", K=K, M=M, batch_size=BATCH_SIZE, checkpoint_every=f"{EVERY}b")
+    recipe = make_recipe(
+        model="resnet56", data="synthetic", K=K, M=M, batch_size=BATCH_SIZE, checkpoint_every=f"{EVERY}b"
+    )
     place: list[Any] = [None]
     temporary = tempfile.TemporaryDirectory(prefix="torture-overhead-") if rank == 0 else None
     if temporary:

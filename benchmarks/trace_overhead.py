@@ -31,13 +31,13 @@ from offbeat import models
 from offbeat.core.links import Link, Message
 from offbeat.core.links.local import Entrance
 from offbeat.observe.tracing import HostWatch, Tape, TapedLink, Tracing
-from offbeat.runs import record
+from offbeat.runs.provenance import provenance
 from offbeat.studies.bench.timing import sgd, spread
 
 K, M = 2, 4
 WANTED = 1.02
 AFTER = 2  # turns in which the first process hears of the others and writes
-MADE = record.provenance()  # of what was there at the beginning
+MADE = provenance()  # of what was there at the beginning
 
 
 def noting(messages: int = 20_000) -> float:

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     )
     from offbeat.partitioning import partition
     from offbeat.pipeline import Pipeline
+    from offbeat.runs.recipe import Recipe, make_recipe
+    from offbeat.runs.train import train
 
 __all__ = [
     "ADL",
@@ -78,6 +80,7 @@ __all__ = [
     "Pipeline",
     "Pred",
     "PredSim",
+    "Recipe",
     "Rescheduling",
     "Shrink",
     "Sim",
@@ -89,11 +92,13 @@ __all__ = [
     "UserError",
     "WeightPrediction",
     "__version__",
+    "make_recipe",
     "partition",
+    "train",
 ]
 
 # Names load when they are used, so that drawing a program does not wait for torch.
-_HOMES = ("errors", "correctors", "method", "methods", "partitioning", "pipeline")
+_HOMES = ("errors", "correctors", "method", "methods", "partitioning", "pipeline", "runs.recipe", "runs.train")
 
 
 def __getattr__(name: str) -> Any:

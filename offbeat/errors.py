@@ -1,4 +1,4 @@
-"""Errors that a user can act on: what was given, what is allowed, the next step, in one line."""
+"""Errors that a user can act on: what was given, what is allowed and what to do next, in one line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Bad input or a failed run, told in one line; the command line prints it and exits with 2."""
+    """Bad input or a failed run, in one line; the command line prints it and exits with 2.
+
+    An argument is written as in Python, with or without a value: ``batch_size=32``, ``out=``. The command line prints
+    these as its options: ``--batch-size 32``, ``--out``.
+    """
 
 
 class FolderTaken(UserError):
-    """A folder that belongs to another run, so that nothing of this one may be written there."""
+    """A folder belongs to another run, so this one writes nothing there."""
 
 
 class NotFinite(UserError):
@@ -28,23 +32,23 @@ class StageLost(UserError):
 
 
 class StageSilent(StageLost):
-    """Another stage is there, as far as one can tell, but has not answered for too long; names the stage."""
+    """The process of another stage runs, as far as is known, but has not answered for too long; names the stage."""
 
 
 class NotRecorded(UserWarning):
-    """A stage whose operations are launched one by one, on a GPU that could repeat a recording; says which and why."""
+    """A stage launches its operations one by one on a GPU, and could replay a recording; names the stage and reason."""
 
 
 class NotCompiled(UserWarning):
-    """A stage runs without torch.compile; names the stage and why."""
+    """A stage runs without torch.compile; names the stage and the reason."""
 
 
 class NotFused(UserWarning):
-    """A stage runs without kernels of our own; names the stage and why."""
+    """A stage runs without fused kernels; names the stage and the reason."""
 
 
 class Interrupted(Exception):
-    """Ctrl-C, with what there is to say about it; the command line exits with 130."""
+    """Ctrl-C, with a line for the user; the command line exits with code 130."""
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
@@ -56,23 +60,24 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     names = list(allowed)
     nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? (one of " if nearest else "use one of ("
-    return UserError(f"unknown {kind} {name!r}: {hint}{', '.join(names)})")
+    return UserError(f"unknown {kind.replace('_', ' ')} {name!r}: {hint}{', '.join(names)})")
 
 
 def number(value: Any, meaning: str, allowed: str, fits: Callable[[float], bool], *, whole: bool = False) -> None:
-    """Refuse what is no number, or not one of the allowed.
+    """Refuse a value that is not a number, or not an allowed one.
 
     >>> number(2, "beta", "use a factor from 0 to 1", lambda beta: 0 <= beta <= 1)
     Traceback (most recent call last):
-    offbeat.errors.UserError: beta = 2: use a factor from 0 to 1
+    offbeat.errors.UserError: beta=2: use a factor from 0 to 1
     """
     kind = int if whole else int | float
     if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
-        raise UserError(f"{meaning} = {value!r}: {allowed}")
+        equals = "=" if meaning.isidentifier() else " = "
+        raise UserError(f"{meaning}{equals}{value!r}: {allowed}")
 
 
 def earliest(found: Iterable[NotFinite]) -> NotFinite:
-    """Of several things that are not finite, the one they came from: with the earliest last batch, else the first."""
+    """The likely cause of several values that are not finite: the one whose last batch is the earliest."""
     return min(found, key=lambda error: max(error.batches))
 
 

@@ -1,4 +1,4 @@
-"""Auxiliary networks of stages that do not learn from above: local losses, and synthesisers of gradients."""
+"""Auxiliary networks of stages that get no gradient from above: local losses, and synthesisers of gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Classifier(nn.Module):
-    """The loss of a classifier on top of the stage."""
+    """The loss of a classifier on the stage's output."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Classifier(nn.Module):
 
 
 class FixedClassifier(nn.Module):
-    """The loss of a random linear classifier, never trained; `signs`: feedback through a matrix S with its signs.
+    """The loss of a random linear classifier that is not trained; `signs`: feedback through a matrix S with its signs.
 
     The scores are z W^T in value; with signs their gradient flows through z S^T alone.
     """
@@ -79,7 +79,7 @@ class LocalErrors(nn.Module):
 
 
 def pooled_sides(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Sides of the largest map in the proportions of the image whose features are at most so many; none for vectors.
+    """Sides of the largest map in the proportions of the image with at most `most` features; none for vectors.
 
     >>> pooled_sides((128, 8, 8), 2048), pooled_sides((128, 16, 4), 2048), pooled_sides((16, 8, 8), 2048)
     ((4, 4), (8, 2), (8, 8))
@@ -98,14 +98,14 @@ def similarity(x: Tensor) -> Tensor:
         x = x.flatten(2).std(dim=2) if x.shape[1] > 3 and x.shape[2] > 1 else x.flatten(1)
     centred = x - x.mean(dim=1, keepdim=True)
     length = torch.linalg.vector_norm(centred, dim=1, keepdim=True)
-    # A sample without features to compare (all channels dead) is like no other, and learns as if its length were 1:
-    # divided by 1e-8 its gradient would be the only one left in the batch, and that of a root at 0 is NaN.
+    # A sample whose features are all alike (dead channels) has similarity 0 to all others. Its length counts as 1:
+    # divided by 1e-8 its gradient would dominate the batch, and the gradient of a root at 0 is NaN.
     unit = centred / (length + 1e-8).masked_fill(length == 0, 1)
     return (unit @ unit.T).clamp(-1, 1)
 
 
 class Synthesiser(nn.Module):
-    """A network for the gradient of h; the embedding of the labels, if there is one, is added to its first layer."""
+    """A network that predicts the gradient of h; an embedding of the labels, if given, is added to its first layer."""
 
     def __init__(self, first: nn.Module, rest: nn.Module, embedding: nn.Module | None) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Synthesiser(nn.Module):
 
 
 class Synthesised(nn.Module):
-    """Guesses b times the gradient of the mean loss for each of a batch of b outputs."""
+    """Predicts b times the gradient of the mean loss, for each of a batch of b outputs."""
 
     def __init__(self, net: nn.Module, classes: int | None) -> None:
         super().__init__()

@@ -221,6 +221,28 @@ def unused(method: Declaration, k: int, K: int) -> int:
     return most
 
 
+def reach(method: Declaration, K: int, t: int) -> int:
+    """Local iterations, after that of batch t, until a mark that enters ahead of batch t has reached every stage.
+
+    A mark travels with the messages to the stage above: a stage that receives one sends it ahead of its next output.
+
+    >>> from offbeat.methods import ADL, AsyncDGL
+    >>> reach(ADL(), 4, 10), reach(AsyncDGL(), 4, 10)
+    (0, 2)
+    """
+    arrived = carrier = 0  # the mark is ahead of that message from below, counted from batch t on
+    for k in range(1, K + 1):
+        received = sent = 0
+        iterations = enumerate(steps(method, k, K, count(t)))
+        while received <= carrier:
+            arrived, iteration = next(iterations)
+            for step in iteration:
+                received += step.receives == k - 1
+                sent += step.sends == k + 1 and received <= carrier
+        carrier = sent
+    return arrived
+
+
 class Mail:
     """Messages between stages: in order, each with the time from which it can be used."""
 

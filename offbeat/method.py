@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from offbeat.correctors import Corrections, Corrector, StageContext, correctors
 from offbeat.errors import UserError, unknown
-from offbeat.interpreter import Step, steady_state, steps, unused
+from offbeat.interpreter import Step, reach, steady_state, steps, unused
 from offbeat.ops import (
     LESSON,
     Backward,
@@ -90,12 +90,12 @@ class Method:
         for name in ("locks", "correctors"):  # a method is hashed, since what follows from it is kept
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for letter, number, meaning in (
-            ("M", self.M, "gradients an update"),
+            ("M", self.M, "gradients per update"),
             ("m", self.m, "micro-batches"),
             ("N", self.workers, "workers"),
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise UserError(f"{letter} = {number!r} {meaning}: use a whole number from 1 up")
+                raise UserError(f"{letter}={number!r} {meaning}: use an integer of at least 1")
         for kind, value, allowed in (("weights", self.weights, Weights), ("window", self.window, Window)):
             if value not in get_args(allowed):
                 raise unknown(kind, str(value), get_args(allowed))
@@ -253,6 +253,10 @@ class Method:
     def fill(self, K: int) -> int:
         """Local iterations until all stages are in steady state."""
         return max(steady_state(self, k, K).fill for k in range(1, K + 1))
+
+    def reach(self, K: int, t: int) -> int:
+        """Local iterations, after that of batch t, until a mark ahead of batch t has reached every stage."""
+        return reach(self, K, t)
 
     def unused(self, k: int, K: int) -> int:
         """Most gradients from stage k that the stage below has still to use when both have done as many iterations."""

@@ -6,9 +6,9 @@ import hashlib
 
 
 def derive(*parts: object) -> int:
-    """A 63-bit seed hashed from all of its parts, so that streams with other names or numbers share nothing.
+    """A 63-bit seed, the hash of all parts: streams that differ in a name or number are independent.
 
-    torch's CPU generator keeps only the low 32 bits of a seed, so nothing but a hash may be handed to it.
+    torch's CPU generator keeps only the low 32 bits of a seed, so it must be a hash.
 
     >>> derive("order", 0, 1) == derive("order", 0, 1) != derive("order", 1, 0)
     True

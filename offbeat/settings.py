@@ -1,4 +1,4 @@
-"""The settings of a method: names, types and defaults, as the signature of its function declares them.
+"""The settings of a method: names, types and defaults, from the signature of its function.
 
 adl:M=4,corrector=sc        a method with settings, as text
 """
@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from offbeat.correctors import Corrections
 from offbeat.errors import UserError, first_line, unknown
 
-LARGEST = 2**31  # of whole numbers
+LARGEST = 2**31  # value of an integer
 WORDS = {"yes": True, "true": True, "no": False, "false": False}
 _CALLABLE = get_origin(Callable[[], None])
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:function
@@ -35,11 +35,11 @@ class Setting:
 
     @property
     def choices(self) -> list[str]:
-        """The values of a setting that takes a few alone."""
+        """The values of a setting that is a Literal."""
         return [str(choice) for kind in self.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
 
     def read(self, text: str) -> Any:
-        """The value that a text stands for.
+        """Parse the text of a value.
 
         >>> from offbeat.methods import settings_of
         >>> settings_of("ddg")["barrier"].read("no"), settings_of("fdg")["beta"].read("0.5")
@@ -52,38 +52,38 @@ class Setting:
                 continue
         if self.choices:
             raise unknown(self.name, text, self.choices)
-        raise UserError(f"{self.name}={text}: give {self.allowed}")
+        raise UserError(f"{self.name}={text}: use {self.allowed}")
 
     def check(self, value: Any) -> None:
-        """Refuse a value of another type than the declared one."""
+        """Raise UserError for a value of another type than the declared one."""
         if any(_fits(kind, value) for kind in self.kinds):
             return
         if self.choices:
             raise unknown(self.name, str(value), self.choices)
         if isinstance(value, int) and abs(value) > LARGEST:
-            raise UserError(f"{self.name} = {value}: use a whole number up to {LARGEST}")
-        raise UserError(f"{self.name} = {value!r}: use {self.allowed}")
+            raise UserError(f"{self.name}={value}: use an integer of at most {LARGEST}")
+        raise UserError(f"{self.name}={value!r}: use {self.allowed}")
 
     def value(self, value: Any) -> Any:
-        """What the method's function is called with: a function that was given as text is imported."""
+        """The argument of the method's function: a function that was given as text is imported."""
         if isinstance(value, str) and any(get_origin(kind) is _CALLABLE for kind in self.kinds):
             module, _, name = value.partition(":")
             try:
                 return getattr(importlib.import_module(module), name)
             except Exception as error:
                 raise UserError(
-                    f"{self.name} = {value} cannot be imported ({first_line(error)}): give {self.allowed}"
+                    f"{self.name}={value!r} cannot be imported ({first_line(error)}): use {self.allowed}"
                 ) from error
         return value
 
     def __str__(self) -> str:
-        """With the default, as it is written after the name of a method."""
+        """With the default, as in the text of a method."""
         return f"{self.name}={shown(self.default)}"
 
 
 @cache
 def declared(make: Callable[..., Any]) -> dict[str, Setting]:
-    """The settings that the function of a method takes.
+    """The settings of the function of a method.
 
     >>> from offbeat.methods import FDG
     >>> [str(setting) for setting in declared(FDG).values()]
@@ -98,7 +98,7 @@ def declared(make: Callable[..., Any]) -> dict[str, Setting]:
 
 
 def split(text: str) -> tuple[str, dict[str, str]]:
-    """The name of a method and its settings, not yet read; a colon may stand for a comma.
+    """Split the text of a method into its name and the texts of its settings; a colon may replace a comma.
 
     >>> split("adl:M=4,corrector=dc:0.1"), split("adl:M=2:corrector=sc"), split("bp")
     (('adl', {'M': '4', 'corrector': 'dc:0.1'}), ('adl', {'M': '2', 'corrector': 'sc'}), ('bp', {}))
@@ -114,7 +114,7 @@ def split(text: str) -> tuple[str, dict[str, str]]:
 
 
 def split_list(text: str) -> list[str]:
-    """Several methods with their settings: what holds a setting alone belongs to the method before it.
+    """Split a list of methods with settings: a part that is only a setting belongs to the method before it.
 
     >>> split_list("bp, adl:M=2,corrector=sc, gpipe:m=8")
     ['bp', 'adl:M=2,corrector=sc', 'gpipe:m=8']
@@ -129,8 +129,10 @@ def split_list(text: str) -> list[str]:
 
 
 def listed(settings: Mapping[str, Setting]) -> str:
-    """All settings with their defaults, in the words of an error."""
-    return f"it takes {', '.join(map(str, settings.values()))}" if settings else "it has no settings"
+    """All settings with their defaults, for an error."""
+    if not settings:
+        return "it has no settings"
+    return "its settings are " + ", ".join(f"{name} (default {shown(it.default)})" for name, it in settings.items())
 
 
 def shown(value: Any) -> str:
@@ -145,13 +147,13 @@ def shown(value: Any) -> str:
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of an annotation; text is read as the first that fits, as a word of text only at last."""
+    """The alternatives of an annotation, in the order in which text is parsed: str last."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(sorted(kinds, key=lambda kind: (kind is str, kind is not NoneType)))
 
 
 def _read(kind: Any, text: str) -> Any:
-    """The text as a value of that kind; ValueError or KeyError where it is none."""
+    """The text as a value of that kind; raises ValueError or KeyError."""
     if get_origin(kind) is Literal:
         return {str(choice): choice for choice in get_args(kind)}[text]
     if kind is bool:
@@ -183,7 +185,7 @@ def _allowed(hint: Any) -> str:
     """What may be given, in words."""
     if hint == Corrections:
         return "correctors such as sc or lwp+sc, or none"
-    words = {bool: "yes or no", int: "a whole number", float: "a number", str: "text", NoneType: "none"}
+    words = {bool: "yes or no", int: "an integer", float: "a number", str: "text", NoneType: "none"}
     found = []
     for kind in reversed(_kinds(hint)):
         if get_origin(kind) is Literal:

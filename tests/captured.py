@@ -13,11 +13,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from offbeat.engines import streams
-from offbeat.graphs import device_counters as notes
 from offbeat.graphs import join as joining
-from offbeat.graphs import launch_queue as launch_queue
-from offbeat.graphs import recorded_stage as graphed
+from offbeat.graphs import launch_queue, recorder
 from offbeat.graphs.capture import Recorded
+from offbeat.graphs.device_counters import NEVER
+from offbeat.graphs.slot_recordings import SlotRecordings
 
 
 def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
@@ -45,33 +45,34 @@ def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
 
         return launch
 
-    forward, record = graphed.RecordedStage._work_forward, graphed.RecordedStage._record_forwards
+    forward, record = SlotRecordings.forward, SlotRecordings.record_forwards
 
-    def into_its_place(stage, slot) -> None:
+    def into_its_place(recordings, slot) -> None:
         place = slot.output
-        forward(stage, slot)
+        forward(recordings, slot)
         if place is not None:
             for old, new in zip(pytree.tree_leaves(place), pytree.tree_leaves(slot.output), strict=True):
                 old.copy_(new)
             slot.output = place
 
-    def with_places(stage, x, target) -> None:
+    def with_places(recordings, x, target, ring):
         """A capture runs the code, and nothing comes of it."""
-        kept = [tensor.clone() for tensor in (*stage.module.buffers(), stage.notes.sums, stage.notes.counts)]
-        record(stage, x, target)
-        for slots in stage.free.values():
+        counters = recordings.guard.counters
+        written = (*recordings.network.module.buffers(), counters.sums, counters.counts)
+        kept = [tensor.clone() for tensor in written]
+        groups = record(recordings, x, target, ring)
+        for _, slots in groups:
             for slot in slots:
-                stage.recording = True
-                forward(stage, slot)
-                stage.recording = False
-        for tensor, old in zip((*stage.module.buffers(), stage.notes.sums, stage.notes.counts), kept, strict=True):
+                forward(recordings, slot)
+        for tensor, old in zip(written, kept, strict=True):
             tensor.data.copy_(old)
-        stage.notes.bad.fill_(notes.NEVER)
+        counters.first_not_finite.fill_(NEVER)
+        return groups
 
-    monkeypatch.setattr(graphed, "Recorded", Captured)
+    monkeypatch.setattr(recorder, "Recorded", Captured)
     monkeypatch.setattr(streams, "captures", lambda device: True)
     monkeypatch.setattr(launch_queue.Deferring, "_keep_up", lambda self, work, turns=1: None)
     monkeypatch.setattr(joining, "join", join)
-    monkeypatch.setattr(graphed.RecordedStage, "_work_forward", into_its_place)
-    monkeypatch.setattr(graphed.RecordedStage, "_record_forwards", with_places)
+    monkeypatch.setattr(SlotRecordings, "forward", into_its_place)
+    monkeypatch.setattr(SlotRecordings, "record_forwards", with_places)
     return launched

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
+from offbeat.core.stage import Stage
 from offbeat.engines.processes import Processes
 from offbeat.methods import METHODS
 
@@ -228,7 +229,7 @@ def main(out: str, how: str = "plain") -> None:
         if how != "plain":
             options["engine"] = Processes(size, recorded=how == "recorded", payloads="gloo" if how == "apart" else None)
             assert bool(options["engine"].carriers) == (how == "apart")
-            assert how == "apart" or options["engine"].make_launch_queue(offbeat.ADL()) is not None
+            assert how == "apart" or options["engine"].stage_maker(offbeat.ADL()) is not Stage
         results[name] = train(case, mine=rank == 0, **options)
     with open(f"{out}/{size}-{rank}.json", "w") as file:
         json.dump(results, file)

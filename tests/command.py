@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from offbeat import cli
-from offbeat.runs import launch, train
+from offbeat.runs import build, launch
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ Command = Callable[..., Outcome]
 def offbeat(monkeypatch, capsys, tmp_path) -> Command:
     """Run the command in an empty folder, with no chance to start a process."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", launch.ERRORS, train.DATA_DIR):
+    for name in ("RANK", "WORLD_SIZE", launch.ERRORS, build.DATA_DIR):
         monkeypatch.setenv(name, "")  # so that what the command sets is gone afterwards
         monkeypatch.delenv(name)
     monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("started workers"))
@@ -61,3 +62,15 @@ def check_refused(offbeat: Command, arguments: tuple, *words: str) -> str:
         assert word in outcome.err
     assert contents(Path.cwd()) == before
     return outcome.err
+
+
+def train_here(offbeat: Command, *arguments: object) -> str:
+    """`offbeat train` in this process, which must succeed; what it printed on standard error."""
+    outcome = offbeat("train", *arguments)
+    assert outcome.code == 0, outcome
+    return outcome.err
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    """The bits of the model of a run folder."""
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}

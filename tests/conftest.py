@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,43 +11,56 @@ import torch
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # reference.py, cases.py, command.py
-sys.path.extend(str(Path(__file__).parent / folder) for folder in ("core", "methods", "pipeline"))  # used by others
+sys.path.extend(
+    str(Path(__file__).parent / folder) for folder in ("cli", "core", "methods", "pipeline")
+)  # of other tests
+import preloaded
 from command import offbeat  # noqa: F401  a fixture for all
+
+preloaded.install()
 
 # Files that take longest, first: a worker takes whole files, and one that is left at the end leaves the others idle.
 LONG = (
-    "test_failures",
+    "test_streams",
+    "test_plan",
+    "test_compare",
     "test_runs",
     "test_resume",
-    "test_lock",
-    "test_two_disks",
-    "test_compare",
-    "test_engines",
-    "test_bench",
-    "test_plan",
-    "test_silence",
-    "test_hosts",
-    "test_network",
-    "test_tutorial",
-    "test_partition_api",
     "test_trace",
-    "test_tracing",
-    "test_timing",
-    "test_full_disk",
-    "test_resume_changed",
-    "test_interpreter",
-    "test_results",
+    "test_partition_api",
     "test_contract",
-    "test_loopback_only",
+    "test_models",
+    "test_engines",
+    "test_failures",
+    "test_state",
+    "test_cifar",
+    "test_bench",
+    "test_resume_changed",
+    "test_adl_exact",
+    "test_links",
+    "test_site",
+    "test_lock",
+    "test_separate_disks",
+    "test_hosts",
+    "test_interpreter",
     "test_serial",
     "test_identities",
+    "test_tracing",
+    "test_timing",
+    "test_tutorial",
+    "test_adding_a_method",
+    "test_results",
+    "test_pipelines",
+    "test_random_programs",
+    "test_torture",
     "test_diagnosis",
     "test_layout",
-    "test_links",
     "test_reproduce",
-    "test_reproduced",
-    "test_streams",
+    "test_reproduction_record",
     "test_precision",
+    "test_silence",
+    "test_network",
+    "test_full_disk",
 )
 
 # A busy machine is no failure, and neither is luck: the same examples every time.
@@ -59,5 +73,17 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def forked_children() -> Iterator[None]:
+    """Fork the processes that the package starts from this one (preloaded.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", preloaded.PYTHON)
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+def pytest_unconfigure() -> None:
+    preloaded.close()

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from preloaded import PYTHON
+
 from offbeat.core.links.network import TCP_RTO_MAX_MS
 from offbeat.runs.rendezvous import LOOPBACK, loopback_store
 
@@ -118,7 +120,7 @@ class Run:
     def __init__(self, out: Path, *arguments: object, **surroundings: str) -> None:
         self.out = out
         self.streams = [out.with_suffix(suffix) for suffix in (".stdout", ".stderr")]
-        command = [sys.executable, "-m", "offbeat", "train", *arguments, "--out", out]
+        command = [PYTHON, "-m", "offbeat", "train", *arguments, "--out", out]
         with self.streams[0].open("w") as stdout, self.streams[1].open("w") as stderr:
             self.process = subprocess.Popen(
                 [str(part) for part in command],
@@ -193,13 +195,8 @@ def check_stopped(ended: Ended, *words: str, code: int = 2, kind: str = "failed"
 
 
 @contextmanager
-def two_processes(
-    script: str, *, surroundings: dict[str, str] = ENVIRONMENT, around: tuple[str, ...] = ()
-) -> Iterator[list[subprocess.Popen]]:
-    """A script in two processes, as torchrun starts them on one machine, with a store that outlives both.
-
-    around: a command that starts each process
-    """
+def two_processes(script: str, *, surroundings: dict[str, str] = ENVIRONMENT) -> Iterator[list[subprocess.Popen]]:
+    """A script in two processes, as torchrun starts them on one machine, with a store that outlives both."""
     _store, port = loopback_store()
     group = {
         "WORLD_SIZE": "2",
@@ -210,7 +207,7 @@ def two_processes(
     }
     started = [
         subprocess.Popen(
-            [*around, sys.executable, "-c", script],
+            [PYTHON, "-c", script],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -258,7 +255,7 @@ def free_ports(count: int) -> list[int]:
 def group(folders: list[Path], *arguments: object, program: tuple[str, ...] = ("-m", "offbeat")) -> list[Completed]:
     """The command in as many processes as there are folders, each in its own, as members of a group that it did not
     start itself, as under torchrun."""
-    command = [sys.executable, *program, *map(str, arguments)]
+    command = [PYTHON, *program, *map(str, arguments)]
     shared = {"WORLD_SIZE": str(len(folders)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
 
     def member(rank: int) -> Completed:
@@ -281,7 +278,7 @@ def group(folders: list[Path], *arguments: object, program: tuple[str, ...] = ("
 @contextmanager
 def another_process(folder: Path) -> Iterator[subprocess.Popen]:
     """One that holds the folder, as a run does that is about to begin."""
-    command = [sys.executable, "-c", HOLDER, str(folder)]
+    command = [PYTHON, "-c", HOLDER, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         yield process

@@ -13,7 +13,6 @@ from torch import nn
 
 import offbeat
 from offbeat.engines.processes import Processes
-from offbeat.graphs.recorded_stage import RecordedStage
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -57,7 +56,7 @@ def trained(method: str, engine: str, K: int) -> dict:
         if epoch == 0:
             pipe.drain()
     pipe.drain()
-    recorded = [isinstance(stage, RecordedStage) and stage.eager is None for stage in pipe.stages.values()]
+    recorded = [getattr(worker.executor, "eager", "not recorded") is None for worker in pipe.workers]
     state = {
         name: hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
         for name, tensor in pipe.model.state_dict().items()

@@ -68,7 +68,7 @@ def test_every_batch_is_forwarded_then_backwarded_then_applied_exactly_once(lag,
         held += isinstance(op, Backward)
 
 
-def test_a_program_asks_for_a_batch_only_when_the_iteration_before_it_is_over():
+def test_a_program_takes_a_batch_only_after_the_iteration_before_it_is_over():
     asked = []
 
     def batches():
@@ -84,7 +84,7 @@ def test_a_program_asks_for_a_batch_only_when_the_iteration_before_it_is_over():
 
 
 @pytest.mark.parametrize("K", range(1, 11))
-def test_the_clock_takes_n_plus_twice_k_minus_one_ticks_and_knows_the_staleness(K):
+def test_the_clock_takes_n_plus_twice_k_minus_one_ticks_and_counts_staleness(K):
     for M in range(1, 9):
         N = 2 * K + 3 * M
         counted = Counter()

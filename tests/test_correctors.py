@@ -80,7 +80,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_a_corrector_cannot_be_is_told_in_one_line(case):
+def test_an_invalid_corrector_is_reported_in_one_line(case):
     given, said = BAD[case]
     with pytest.raises(offbeat.UserError) as told:
         named("adl", corrector=given)
@@ -124,13 +124,13 @@ def test_settings_of_a_wrong_type_are_refused_as_wrong_numbers_are(make):
     ids=str,
 )
 @pytest.mark.parametrize("name", ["lwp", "sc", "nag"])
-def test_momentum_is_read_of_plain_sgd_alone_and_the_refusal_says_what_was_given(name, options):
+def test_momentum_is_read_of_plain_sgd_only_and_the_error_names_what_was_given(name, options):
     ((option, value),) = options.items()
     with pytest.raises(offbeat.UserError, match=f"{name} reads SGD's momentum.*{option}={value}"):
         pipeline(named("adl", corrector=name), optimizer=lambda p: sgd(p, **options))
 
 
-def test_other_optimizers_are_refused_where_momentum_is_read_and_taken_where_it_is_not():
+def test_optimizers_other_than_sgd_are_refused_only_where_momentum_is_read():
     adam = {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-3)}
     with pytest.raises(offbeat.UserError, match="reads SGD's momentum, but the optimizer is Adam: use"):
         pipeline(offbeat.ADL(M=1, corrector="lwp"), **adam)
@@ -150,7 +150,7 @@ def test_the_scheduler_and_its_optimizer_keep_their_own_rate_and_momentum(correc
         seen = []
         for x, y in batches():
             pipe.step(x, y)
-            groups = [stage.optimizer.param_groups[0] for stage in pipe.stages.values()]
+            groups = [stage.optimization.optimizer.param_groups[0] for stage in pipe.stages.values()]
             seen.append([(group["lr"], group["momentum"], group["nesterov"]) for group in groups])
         return seen
 

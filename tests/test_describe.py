@@ -72,7 +72,7 @@ def test_lags_locks_staleness_and_versions_are_those_of_the_papers():
     assert {name: (describe(name).staleness[0], describe(name).versions[0]) for name in STAGE_1_OF_4} == STAGE_1_OF_4
 
 
-def test_a_lag_that_is_no_formula_is_told_by_its_functions_words():
+def test_a_lag_that_is_no_formula_is_described_by_its_docstring():
     def odd(k: int, K: int) -> int:
         """Twice what is left, but never above 3."""
         return min(3, 2 * (K - k))
@@ -97,7 +97,7 @@ def test_the_table_has_a_line_a_method_and_shortens_nothing(offbeat, monkeypatch
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_one_method_is_told_with_its_files_text_and_its_timeline(offbeat, name):
+def test_one_method_is_described_with_its_docstring_and_its_timeline(offbeat, name):
     told = offbeat("methods", name)
     assert (told.code, told.err) == (0, "")
     assert named(name).title in told.out
@@ -108,7 +108,7 @@ def test_one_method_is_told_with_its_files_text_and_its_timeline(offbeat, name):
     assert page["name"] == name
 
 
-def test_the_timeline_is_drawn_by_the_clock_for_the_k_and_m_asked_for(offbeat):
+def test_the_timeline_is_drawn_by_the_clock_for_the_given_k_and_m(offbeat):
     timeline = json.loads(offbeat("methods", "adl", "-K", 2, "-M", 2, "--json").out)["timeline"]
     assert draw(ADL(M=2), 2, range(6)) in timeline
 

@@ -51,7 +51,7 @@ def test_the_classifier_of_greedy_learning_is_mlp_sr():
 
 @pytest.mark.parametrize("C", [1, 3, 16, 64, 300, 4000])
 @pytest.mark.parametrize("sides", [(1, 1), (8, 8), (32, 32), (5, 7), (64, 2), (1, 40)])
-def test_images_are_pooled_as_little_as_the_limit_of_features_asks(C, sides):
+def test_images_are_pooled_as_little_as_the_limit_of_features_allows(C, sides):
     H, W = pooled_sides((C, *sides), 2048)
     assert 1 <= H <= sides[0]
     assert 1 <= W <= sides[1]
@@ -151,7 +151,7 @@ def test_fixed_classifiers_score_by_w_and_feed_back_by_w_or_its_signs(feedback):
     assert not list(head.parameters()), "never trained"
 
 
-def test_fixed_classifiers_are_uniform_in_both_signs_within_the_root_of_their_features():
+def test_fixed_classifiers_are_uniform_within_the_root_of_their_features():
     head = make(offbeat.Mostafa("sign"), (8, 10, 10), classes=20)
     for matrix in (head.W, head.S):
         scaled = matrix * 800**0.5
@@ -179,7 +179,7 @@ def test_the_synthesiser_of_images_is_two_hidden_5x5_convolutions_and_a_zero_one
 
 
 @pytest.mark.parametrize("shape", [(6, 4, 4), (6,)])
-def test_labels_are_added_behind_the_first_layer_where_they_condition_the_synthesiser(shape):
+def test_labels_that_condition_the_synthesiser_are_added_after_the_first_layer(shape):
     head, h, y = make(offbeat.DNI(conditional=True), shape), random(3, *shape), torch.tensor([1, 0, 4])
     assert not head(h, y).any(), "nothing at first"
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_labels_are_added_behind_the_first_layer_where_they_condition_the_synthe
     assert torch.equal(unconditional(h, y), unconditional(h, y.flip(0)))
 
 
-def test_a_lesson_is_the_mean_over_the_batch_of_squared_distances_from_b_times_the_gradient():
+def test_a_lesson_is_the_mean_squared_distance_from_b_times_the_gradient():
     head, h, g = make(offbeat.DNI(), (6,)), random(3, 6), random(3, 6, seed=1)
     guess = head(h, None)
     (found,) = torch.autograd.grad(head.lesson(h, None, g), [head.net.rest[-1].bias])

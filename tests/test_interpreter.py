@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 import offbeat
 from offbeat.clock import Event, ticks
 from offbeat.engines.streams import Streams
+from offbeat.interpreter import steps
 from offbeat.method import Method
 from offbeat.methods import METHODS, named
 from offbeat.ops import Backward, Update
@@ -116,7 +118,7 @@ def trained(method: Method, K: int, batches: int) -> tuple[list[Counter[int]], l
         pipe.step(x, y)
         versions = [max(most, stage.weights.versions()) for most, stage in zip(versions, pipe.stages.values())]
     pipe.drain()
-    in_flight = [stage.most_held for stage in pipe.stages.values()]
+    in_flight = [stage.figures.most_held for stage in pipe.stages.values()]
     return [Counter(stage) for stage in pipe.staleness], list(zip(in_flight, versions))
 
 
@@ -225,3 +227,44 @@ def test_a_recorded_stage_of_2bw_without_parameters_is_one_update_late_too():
         pipe.step(torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES) % WIDTH)
     pipe.drain()
     assert [dict(stage) for stage in pipe.staleness] == 5 * [{1: 12}]
+
+
+def marked(method, K: int, t: int) -> int:
+    """Pass a mark along by hand: stages in turn, an operation at a time, with a queue of messages to each."""
+    queues: dict[int, list[str]] = {k: [] for k in range(2, K + 1)}
+    programs = {k: steps(method, k, K, count(t)) for k in range(1, K + 1)}
+    waiting: dict[int, list] = {k: [] for k in programs}
+    begun, holds = dict.fromkeys(programs, -1), dict.fromkeys(programs, False)
+    while True:
+        for k, program in programs.items():
+            while not waiting[k]:
+                waiting[k] = list(next(program))
+                begun[k] += 1
+            step = waiting[k][0]
+            if step.receives == k + 1:
+                pass  # gradients carry no marks
+            elif step.receives == k - 1 and k > 1:
+                if queues[k][:1] == ["mark"]:
+                    queues[k].pop(0)
+                    holds[k] = True
+                    if k < K:
+                        queues[k + 1].append("mark")
+                    if k == K:
+                        return begun[K]
+                    continue
+                if not queues[k]:
+                    continue
+                queues[k].pop(0)
+            elif step.receives == 0 and k == 1 and not holds[1]:
+                holds[1] = True
+                queues[2].append("mark")
+            waiting[k].pop(0)
+            if step.sends == k + 1:
+                queues[k + 1].append("output")
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("K", [2, 3, 5])
+def test_a_mark_reaches_every_stage_when_the_interpreter_says(name, K):
+    for t in (0, 1, 17, 400):
+        assert named(name).reach(K, t) == marked(named(name), K, t)

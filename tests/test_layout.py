@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from preloaded import PYTHON
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "offbeat"
@@ -102,6 +103,17 @@ def test_imports_point_one_way():
                     assert ORDER.index(parts[1]) <= position, f"{path.name} imports {name}"
 
 
+def test_names_of_tests_are_at_most_80_characters():
+    files = (ROOT / "tests").rglob("test_*.py")
+    names = [name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())]
+    assert [name for name in names if len(name) > 80] == []
+
+
+def test_the_folders_of_tests_are_those_of_the_package():
+    folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+    assert folders <= {".", "docs", "gpu", *ORDER}
+
+
 def test_what_describes_methods_imports_no_torch_at_its_top():
     for top in TORCH_FREE:
         for path in files(top):
@@ -132,7 +144,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_run(example):
-    done = subprocess.run([sys.executable, "-W", "error", example], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([PYTHON, "-W", "error", example], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 

@@ -101,7 +101,9 @@ def test_a_method_of_another_package_is_found_by_its_entry_point(packages):
     assert (method.M, method.lag(1, 2)) == (2, 5)
     assert offbeat.Waiting is sys.modules["test_settings"].Waiting
     assert "waiting" in methods.DECLARED
-    with pytest.raises(UserError, match=r"waiting takes no beta \(given: 1\): leave it out; it takes M=4, slack=2"):
+    with pytest.raises(
+        UserError, match=r"waiting takes no beta \(given: 1\): leave it out; its settings are M \(default 4\), slack"
+    ):
         with_settings("waiting", {"beta": 1})
 
 
@@ -115,7 +117,7 @@ def test_a_package_that_cannot_be_used_leaves_all_other_methods_alone(packages):
     assert "there is a method adl already" in methods.add_packages()["adl"]
 
 
-def test_a_name_that_nobody_declares_is_no_attribute(packages):
+def test_an_undeclared_name_is_no_attribute(packages):
     with pytest.raises(AttributeError, match="Nobody"):
         offbeat.Nobody  # noqa: B018
 
@@ -157,7 +159,7 @@ def test_a_function_with_other_types_is_read_as_its_annotations_say():
         "d": (2.0,),
         "e": (False, 0.5),
     }
-    assert takes["a"].allowed == "a whole number or none"
+    assert takes["a"].allowed == "an integer or none"
     for name, wrong in {"a": True, "b": 3, "c": 1, "d": float("nan"), "e": "x"}.items():
         with pytest.raises(UserError):
             takes[name].check(wrong)
@@ -222,7 +224,9 @@ def test_a_plan_takes_a_method_with_settings(offbeat):
     plan = json.loads(offbeat(*small, "--method", "adl:M=2,weights=hybrid").out)
     assert (plan["M"], [stage["versions"] for stage in plan["stages"]]) == (2, [1, 1])
     check_refused(offbeat, (*small, "--method", "adl:M=2", "-M", 4), "M is 2 in 'adl:M=2' and 4", "give it once")
-    check_refused(offbeat, (*small, "--method", "adl:beta=2"), "adl takes no beta", "M=4, window=count")
+    check_refused(
+        offbeat, (*small, "--method", "adl:beta=2"), "adl takes no beta", "M (default 4), window (default count)"
+    )
     check_refused(offbeat, (*small, "--method", "ddg-dataflow:M=2"), "ddg-dataflow has no settings")
 
 

@@ -216,7 +216,7 @@ def mean_square_gradients(history):
     return [float(np.mean(np.sum(problem().gradient(theta) ** 2, axis=1))) for theta in history]
 
 
-def test_the_constants_of_the_problem_are_what_they_are_said_to_be():
+def test_the_constants_of_the_problem_are_right():
     task, random = problem(), np.random.default_rng(3)
     one, other = random.normal(size=(2, 200, SIZE)) * 3
     change = np.linalg.norm(task.gradient(one) - task.gradient(other), axis=1)
@@ -247,7 +247,7 @@ def test_the_corrected_bound_holds_as_the_step_falls(K, M):
 
 
 @pytest.mark.parametrize("K", [1, 4, 8])
-def test_every_update_descends_as_the_corrected_theorem_1_says(K):
+def test_every_update_descends_as_in_the_corrected_theorem_1(K):
     """M = 1, where the expectation over the next batch is a sum over all rows: no sampling error."""
     task, gamma = problem(), 0.8
     history = train(K=K, M=1, gammas=[gamma] * 60)

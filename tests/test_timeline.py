@@ -40,7 +40,7 @@ def test_unbalanced_stages_run_at_the_pace_of_the_slowest():
     assert period(BP(), costs) == pytest.approx(10.5)
 
 
-def test_adl_hides_a_latency_that_the_one_way_lag_pays_for():
+def test_adl_hides_a_latency_that_the_lag_of_1f1b_does_not():
     slow = {"up": [0.9] * 3, "down": [0.9] * 3}
     costs = Costs([1.0] * 4, [2.0] * 4, **slow)
     assert period(ADL(M=2), costs) == pytest.approx(3.0)
@@ -77,6 +77,6 @@ def test_spans_of_a_stage_never_overlap_and_messages_never_come_early(name):
             assert span.start >= when[k + 1, operation].end
 
 
-def test_updates_are_counted_evenly_whatever_k_and_m():
+def test_updates_are_counted_evenly_for_all_k_and_m():
     costs = Costs((1.0,) * 5, (2.0,) * 5, (0.9,) * 5)
     assert speed_up(ADL(M=3), costs) == pytest.approx(costs.alone / 3.3, rel=1e-12)

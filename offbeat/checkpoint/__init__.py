@@ -1,32 +1,32 @@
-"""Checkpoints: folders that are complete or absent, checked before anything in them is used, and free of code.
+"""Checkpoints: folders that are complete or absent, contain no code, and are checked before anything in them is used.
 
     <run>/checkpoints/000000500/         batch index 500: the batches 0 to 499 have entered the first stage
         stage-01.safetensors             the tensors of stage 1
-        stage-01.json                    the tree that they belong to
+        stage-01.json                    the tree that contains them
         stage-02.safetensors ...
-        run.json                         what belongs to the run and to no stage
-        manifest.json                    written last: name, size and SHA-256 of every file, and of itself
+        run.json                         what belongs to the run rather than to a stage
+        manifest.json                    written last: name, size and SHA-256 of every file, and its own SHA-256
 
-All is written into `000000500.part`, synced, read back, and renamed: a folder without the suffix is complete. Stages
-may write their own parts from different processes or machines into a shared folder; one process finishes:
+Files are written into `000000500.part`, synced, read back, and the folder is renamed: one without the suffix is
+complete. Stages may write their parts from different processes or machines into a shared folder; one process finishes:
 
     folder = begin(run, t)                                # any process, or all
     facts = write_part(folder, part_name(k), tree)        # each stage
     finish(folder, facts, t=t, mode=..., K=..., ...)      # one process, with the facts of all parts
 
-Writing raises CheckpointFailed where the disk is full or broken: `abandon(folder)` in place of `finish`, and training
-can go on. `with_room(run, write)` removes old checkpoints of the run where the disk is full, and writes again. Reading
-raises CheckpointDamaged. To write while training goes on, take `flatten(tree, copy=True)` at once and hand it to
-`write_flat` in a thread. `clean(run)` once, before a run begins to write.
+Writing raises CheckpointFailed where the disk is full or broken: call `abandon(folder)` instead of `finish`, and
+training can continue. `with_room(run, write)` removes old checkpoints of the run where the disk is full, and writes
+again. Reading raises CheckpointDamaged. To write while training continues, call `flatten(tree, copy=True)`, then
+`write_flat` with the result in a thread. Call `clean(run)` once, before a run starts to write.
 
-    checkpoint, notes = newest(run)                       # the newest sound one; notes say which were not, and why
+    checkpoint, notes = newest(run)                       # the newest sound one; notes on damaged ones
     tree = checkpoint.stage(k)
 
 A tree (see `flatten`) is made of dicts, lists, tuples, None, bool, int, float, str, torch.dtype, torch.device and
-tensors. Tensors come back with their bits and their memory layout, which is part of the numbers; the same tensor in
-two places is stored once and comes back as one. Parameters come back as plain tensors, on the CPU or where asked for.
+tensors. Tensors are read with their bits and their memory layout, which is part of the numerics; the same tensor in
+two places is stored once and read as one. Parameters are read as plain tensors, on the CPU or the given device.
 
-The part of stage k holds what `Pipeline.state` gives for it (see core/state.py and worker.py, which own the contents):
+The part of stage k holds what `Pipeline.state` returns for it (see core/state.py and worker.py, which define it):
 
     stage
         model       {name: tensor}       parameters and buffers, by the names of the unsplit model, as they are now
@@ -34,17 +34,17 @@ The part of stage k holds what `Pipeline.state` gives for it (see core/state.py 
         groups      [{option, "names"}]  the optimizer's groups: options, and which parameters each holds
         scheduler   {...} | None         the learning-rate schedule
         random, evaluation_random        states of the stage's generators
-        in_flight   [{t, x, target, version, random, ...}]   batches forwarded and not yet backwarded, in order; graphs
-                                         are made again from the input, on the weights that `version` counts to
-        versions    [{name: tensor}]     weights that batches in flight ran on
+        in_flight   [{t, x, target, version, random, ...}]   batches forwarded and not yet backwarded, in order; their
+                                         graphs are computed again from the input, on the weights number `version`
+        versions    [{name: tensor}]     weights that the forwards of batches in flight used
         window      {levels, gradients}  the open accumulation window
         counters, staleness, meter       figures
     worker
-        entered     [first, next]        where the program is
-        messages    [[t, content]]       under way to the stage below, in order
+        entered     [first, next]        batches of the program
+        messages    [[t, content]]       in flight to the stage below, in order
 
-`model`, `optimizer` and `groups` are what a run with another K, and `offbeat export`, read; they may also stand at the
-top of the tree. A drained checkpoint has the same keys, with nothing in flight. What no reader knows is ignored.
+`model`, `optimizer` and `groups` are what a run with another K, and `offbeat export`, read; they may also be at
+the top of the tree. A drained checkpoint has the same keys, with nothing in flight. Unknown keys are ignored.
 """
 
 from offbeat.checkpoint.files import CheckpointDamaged, CheckpointFailed, FileFacts

@@ -1,11 +1,11 @@
-"""Exports: the plain model of a run, under the names of the unsplit module."""
+"""Exports: the model of a run as one safetensors file, under the names of the unsplit module."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.checkpoint import container
+from offbeat.checkpoint import safetensors_format
 from offbeat.checkpoint.files import CheckpointFailed
 from offbeat.checkpoint.folder import FOLDER, MANIFEST, Checkpoint, newest, read
 from offbeat.checkpoint.parts import read_tensors, save_tensors
@@ -18,11 +18,11 @@ MODEL = "model.safetensors"
 
 
 def export(run: Path, out: Path) -> dict[str, Any]:
-    """Write the newest model of a run (or of one checkpoint) to a new safetensors file; says from where."""
+    """Write the newest model of a run (or of one checkpoint) to a new safetensors file; returns its source and size."""
     if out.exists():
         raise UserError(f"{out} exists already: choose another name")
     if not out.parent.is_dir():
-        raise UserError(f"{out}: {out.parent} is no folder: make it, or choose another name")
+        raise UserError(f"{out}: {out.parent} is not a folder: create it, or choose another name")
     tensors, source, notes = newest_model(run)
     try:
         facts = save_tensors(out, tensors)
@@ -32,7 +32,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
 
 
 def newest_model(run: Path) -> tuple[dict[str, Tensor], Path, list[str]]:
-    """The tensors of a finished run's model, or of its newest sound checkpoint where that is newer; and from where."""
+    """The model of a finished run, or of its newest sound checkpoint where that is newer; its path; and notes."""
     if (run / MANIFEST).exists():
         return model_of(read(run)), run, []
     finished = run / MODEL
@@ -55,12 +55,14 @@ def model_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
         part = checkpoint.stage(k)
         state = part.get("stage", part) if isinstance(part, dict) else None
         if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-            raise UserError(f"stage {k} of {checkpoint.path} holds no model")
+            raise UserError(
+                f"stage {k} of {checkpoint.path} holds no model: give a checkpoint that a training run wrote"
+            )
         for name, tensor in state["model"].items():
             if not isinstance(tensor, torch.Tensor):
-                raise UserError(f"{name} in stage {k} of {checkpoint.path} is no tensor")
+                raise UserError(f"{name} in stage {k} of {checkpoint.path} is not a tensor: use another checkpoint")
             if name in tensors and not torch.equal(tensors[name], tensor):
-                raise UserError(f"{name} is in two stages of {checkpoint.path} and not the same")
+                raise UserError(f"{name} differs between two stages of {checkpoint.path}: use another checkpoint")
             tensors[name] = tensor.contiguous()
     return tensors
 
@@ -68,9 +70,9 @@ def model_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def _finished(path: Path) -> dict[str, Tensor]:
     try:
         raw = bytearray(path.read_bytes())
-        return read_tensors(raw, container.entries(raw, len(raw)))
+        return read_tensors(raw, safetensors_format.read_header(raw, len(raw)))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no whole safetensors file ({first_line(error)})") from error
+        raise UserError(f"{path} is not a complete safetensors file ({first_line(error)})") from error
 
 
 def _age(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Files that are on the disk when they say so, and that are checked before they are believed."""
+"""Files that are synced to the disk when they are written, and checked by size and SHA-256 when they are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointFailed(UserError):
-    """A checkpoint could not be written (a full disk, say); nothing of it is left, and training can go on."""
+    """A checkpoint could not be written (full disk, for example); nothing of it is left, and training can continue."""
 
 
 class CheckpointDamaged(UserError):
@@ -29,7 +29,7 @@ class CheckpointDamaged(UserError):
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a manifest says of a file."""
+    """What a manifest states about a file."""
 
     name: str
     size: int
@@ -40,13 +40,13 @@ class FileFacts:
 
     @classmethod
     def of(cls, facts: FileFacts | Mapping[str, Any]) -> FileFacts:
-        """From what travelled between processes."""
+        """From the dictionary that processes send each other."""
         return facts if isinstance(facts, FileFacts) else cls(**facts)
 
 
 @contextmanager
 def writing(what: Path) -> Iterator[None]:
-    """Around all that writes: an error of the system becomes a CheckpointFailed in one line."""
+    """For code that writes: an OSError becomes a CheckpointFailed in one line."""
     try:
         yield
     except OSError as error:
@@ -55,8 +55,17 @@ def writing(what: Path) -> Iterator[None]:
         raise CheckpointFailed(f"cannot write {what} ({reason}): {step}, or checkpoint elsewhere") from error
 
 
+@contextmanager
+def reading(what: Path) -> Iterator[None]:
+    """For code that reads: an OSError becomes a CheckpointDamaged in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointDamaged(f"{what} cannot be read ({error.strerror or first_line(error)})") from error
+
+
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
-    """Write and sync a file; facts of what was handed over, not of what the disk says it has."""
+    """Write and sync a file; returns the facts of the bytes given, not of those read back."""
     digest, size = hashlib.sha256(), 0
     with writing(path):
         try:
@@ -70,13 +79,13 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
                 os.fsync(file.fileno())
         except OSError:
             with contextlib.suppress(OSError):
-                path.unlink()  # what is full has room for other things
+                path.unlink()  # leaves the space to other files
             raise
     return FileFacts(path.name, size, digest.hexdigest())
 
 
 def sync_folder(path: Path) -> None:
-    """Make names in a folder last; some file systems cannot, and need not."""
+    """Sync the names in a folder to the disk; file systems that cannot do that do not need it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -96,27 +105,40 @@ def measure(path: Path) -> FileFacts:
 
 
 def load(folder: Path, facts: FileFacts) -> bytearray:
-    """A file's bytes, of which the very bytes returned were checked."""
+    """The bytes of a file, checked after they were read."""
     path = folder / facts.name
-    try:
-        size = path.stat().st_size
-        if size != facts.size:
-            raise CheckpointDamaged(f"{path} has {size} bytes, its manifest says {facts.size}")
+    with reading(path):
+        _check_size(path, facts)
         raw = bytearray(path.read_bytes())
-    except OSError as error:
-        raise CheckpointDamaged(f"{path} cannot be read ({error.strerror or first_line(error)})") from error
-    if hashlib.sha256(raw).hexdigest() != facts.sha256:
-        raise CheckpointDamaged(f"{path} does not have the bytes that were written (SHA-256)")
+    _check_hash(path, facts, hashlib.sha256(raw).hexdigest())
     return raw
 
 
+def check(folder: Path, facts: FileFacts) -> None:
+    """Read a file in pieces; CheckpointDamaged where it is not the one that the manifest lists."""
+    path = folder / facts.name
+    with reading(path):
+        _check_size(path, facts)
+        _check_hash(path, facts, measure(path).sha256)
+
+
+def _check_size(path: Path, facts: FileFacts) -> None:
+    if (size := path.stat().st_size) != facts.size:
+        raise CheckpointDamaged(f"{path} has {size} bytes, its manifest states {facts.size}")
+
+
+def _check_hash(path: Path, facts: FileFacts, sha256: str) -> None:
+    if sha256 != facts.sha256:
+        raise CheckpointDamaged(f"{path} does not have the bytes that were written (SHA-256)")
+
+
 def parse(raw: bytes | bytearray, path: Path) -> Any:
-    """JSON, and nothing that JSON does not have."""
+    """The value of a JSON text; NaN and Infinity, which Python also reads, are refused."""
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
+        raise ValueError(f"{constant} is not allowed in JSON")
 
     try:
         return json.loads(raw, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path} is no valid JSON ({first_line(error)})") from error
+        raise CheckpointDamaged(f"{path} is not valid JSON ({first_line(error)})") from error

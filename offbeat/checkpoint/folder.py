@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: made under another name, finished, found, verified, thrown away."""
+"""The folders of a run's checkpoints: written under a temporary name, finished, found, verified, removed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,11 @@ from offbeat.checkpoint.files import (
     CheckpointDamaged,
     CheckpointFailed,
     FileFacts,
+    check,
     load,
     measure,
     parse,
+    reading,
     sync_folder,
     write_file,
     writing,
@@ -49,10 +51,10 @@ def part_name(k: int) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finished checkpoint, as its manifest tells it; what it holds is checked as it is read."""
+    """A finished checkpoint, as its manifest describes it; its files are checked when they are read."""
 
     path: Path
-    t: int  # batches that had entered
+    t: int  # batches that have entered the first stage
     mode: str
     K: int
     method: str
@@ -71,20 +73,20 @@ class Checkpoint:
     def stage(self, k: int, *, device: torch.device | str | None = None) -> Any:
         """The tree of stage k."""
         if not 1 <= k <= self.K:
-            raise UserError(f"{self.path} has the stages 1 to {self.K}, not {k}")
+            raise UserError(f"stage {k} of {self.path}: it has the stages 1 to {self.K}, use one of these")
         return read_part(self.path, part_name(k), self.facts, device=device)
 
     def run(self) -> dict[str, Any]:
-        """What belongs to no stage."""
-        said = parse(load(self.path, self.facts[RUN]), self.path / RUN)
-        if not isinstance(said, dict):
-            raise CheckpointDamaged(f"{self.path / RUN} is no JSON object")
-        return said
+        """What belongs to the run rather than to a stage."""
+        found = parse(load(self.path, self.facts[RUN]), self.path / RUN)
+        if not isinstance(found, dict):
+            raise CheckpointDamaged(f"{self.path / RUN} is not a JSON object")
+        return found
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A folder among a run's checkpoints: a checkpoint, or why it is none."""
+    """A folder among a run's checkpoints: a checkpoint, or the reason why it cannot be used."""
 
     path: Path
     checkpoint: Checkpoint | None
@@ -95,7 +97,7 @@ class Listed:
 
 
 def begin(run: Path, t: int) -> Path:
-    """The folder to write the parts of a checkpoint at batch index t into; every process may call it."""
+    """Create the folder for the parts of a checkpoint at batch index t; every process may call this."""
     folder = run / FOLDER / f"{t:0{DIGITS}d}{UNFINISHED}"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,22 +114,22 @@ def finish(
     method: str,
     run: Mapping[str, Any],
 ) -> Checkpoint:
-    """Check what the stages wrote, add run.json and the manifest, and give the folder its name.
+    """Check what the stages wrote, add run.json and the manifest, and give the folder its final name.
 
-    `facts` are those that write_part returned, of all stages; without them the files are believed as they are. After a
+    facts: what write_part returned, of all stages; without them the files are taken as they are. After a
     CheckpointFailed nothing of the checkpoint is left.
     """
     if mode not in MODES:
-        raise UserError(f"mode {mode!r}: use {' or '.join(MODES)}")
+        raise UserError(f"mode={mode!r}: use {' or '.join(map(repr, MODES))}")
     try:
         expected = {f"{part_name(k)}{suffix}" for k in range(1, K + 1) for suffix in (TENSORS, TREE)}
-        told = {each.name: each for each in map(FileFacts.of, facts)} if facts is not None else None
+        given = {each.name: each for each in map(FileFacts.of, facts)} if facts is not None else None
         text = json.dumps(dict(run), allow_nan=False, indent=1) + "\n"
         with writing(folder):
-            for stranger in folder.iterdir():  # of an attempt that was broken off
-                if stranger.name not in expected:
-                    stranger.unlink()
-        files = [_facts(folder / name, told) for name in sorted(expected)]
+            for other in folder.iterdir():  # left by an attempt that was interrupted
+                if other.name not in expected:
+                    other.unlink()
+        files = [_facts(folder / name, given) for name in sorted(expected)]
         files.append(write_file(folder / RUN, [text.encode()]))
         manifest = {
             "format": FORMAT,
@@ -148,16 +150,16 @@ def finish(
         raise
 
 
-def _facts(path: Path, told: Mapping[str, FileFacts] | None) -> FileFacts:
-    """What its stage told of a file, or what is there."""
+def _facts(path: Path, given: Mapping[str, FileFacts] | None) -> FileFacts:
+    """The facts that the stage returned for a file, or those of the file as it is."""
     try:
-        return measure(path) if told is None else told[path.name]
+        return measure(path) if given is None else given[path.name]
     except (OSError, KeyError) as error:
         raise CheckpointFailed(f"{path} was not written by its stage") from error
 
 
 def _named(folder: Path, t: int) -> Path:
-    """Rename the complete folder; one of that name gives way only now."""
+    """Rename the complete folder; an older one of that name is removed only now."""
     final = folder.with_name(f"{t:0{DIGITS}d}")
     old = folder.with_name(final.name + REPLACED)
     sync_folder(folder)
@@ -171,18 +173,18 @@ def _named(folder: Path, t: int) -> Path:
 
 
 def abandon(folder: Path) -> None:
-    """Throw an unfinished checkpoint away."""
+    """Remove an unfinished checkpoint."""
     if folder.name.endswith(UNFINISHED):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def clean(run: Path) -> list[Path]:
-    """Throw away what was left unfinished by runs that are over; returns what went. Not while one is writing."""
+    """Remove what earlier runs left unfinished, and return it; not to be called while a run is writing."""
     gone = []
     for folder in sorted((run / FOLDER).glob(f"*{UNFINISHED}")):
         final = folder.with_name(folder.name.removesuffix(REPLACED))
         if folder.name.endswith(REPLACED) and not final.exists():
-            folder.rename(final)  # broken off between the two renames
+            folder.rename(final)  # interrupted between the two renames
             continue
         shutil.rmtree(folder, ignore_errors=True)
         gone.append(folder)
@@ -190,9 +192,9 @@ def clean(run: Path) -> list[Path]:
 
 
 def prune(run: Path, keep: int) -> list[Path]:
-    """Throw away all but the newest `keep` checkpoints, and whatever older folders are none; returns what went."""
+    """Remove all but the newest `keep` checkpoints, and older folders that are damaged; returns what was removed."""
     if keep < 1:
-        raise UserError(f"keep = {keep}: use 1 or more")
+        raise UserError(f"keep={keep}: use 1 or more")
     gone: list[Path] = []
     kept = 0
     for listed in reversed(ls(run)):
@@ -204,10 +206,10 @@ def prune(run: Path, keep: int) -> list[Path]:
 
 
 def remove(path: Path) -> bool:
-    """Throw a checkpoint away; False where that fails, or another process was faster."""
+    """Remove a checkpoint; False where that fails, or another process has removed it."""
     doomed = path.with_name(path.name + UNFINISHED)
     with contextlib.suppress(OSError):
-        path.rename(doomed)  # half of it must not look like a checkpoint
+        path.rename(doomed)  # a half-removed folder must not look like a checkpoint
         shutil.rmtree(doomed)
         return True
     return False
@@ -217,7 +219,7 @@ def remove(path: Path) -> bool:
 
 
 def ls(run: Path) -> list[Listed]:
-    """The checkpoints of a run in order, by their manifests; `verify` looks at the rest."""
+    """The checkpoints of a run in order, by their manifests alone; `verify` checks their files."""
     found = []
     for folder in sorted((run / FOLDER).glob("[0-9]" * DIGITS + "*")):
         if folder.is_dir() and folder.name.isdigit():
@@ -229,7 +231,7 @@ def ls(run: Path) -> list[Listed]:
 
 
 def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, every byte verified; the notes say which newer ones are not, and why."""
+    """The newest checkpoint of which every byte is verified; the notes give the reason why newer ones are not used."""
     notes: list[str] = []
     for listed in reversed(ls(run)):
         problems = [listed.problem] if listed.problem else verify(listed.path)
@@ -240,95 +242,78 @@ def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def read(path: Path) -> Checkpoint:
-    """A checkpoint by its manifest, which is checked; CheckpointDamaged where there is none."""
+    """A checkpoint by its manifest, which is checked; CheckpointDamaged where that is missing or damaged."""
     file = path / MANIFEST
-    try:
+    with reading(file):
         raw = file.read_bytes()
-    except OSError as error:
-        raise CheckpointDamaged(f"{file} cannot be read ({error.strerror or first_line(error)})") from error
-    said = parse(raw, file)
-    if not isinstance(said, dict) or type(said.get("format")) is not int:
-        raise CheckpointDamaged(f"{file} is no manifest")
-    if said["format"] != FORMAT:
-        raise CheckpointDamaged(f"{file} has format {said['format']}, this version reads {FORMAT}")
-    said.pop("sha256", None)
-    if render(said) != raw:  # its own hash, and every byte as it is written
+    found = parse(raw, file)
+    if not isinstance(found, dict) or type(found.get("format")) is not int:
+        raise CheckpointDamaged(f"{file} is not a manifest")
+    if found["format"] != FORMAT:
+        raise CheckpointDamaged(
+            f"{file} has format {found['format']}, this version reads format {FORMAT}: use a newer version"
+        )
+    found.pop("sha256", None)
+    if render(found) != raw:  # checks its own hash and every other byte
         raise CheckpointDamaged(f"{file} does not have the bytes that were written (SHA-256)")
     try:
-        files = tuple(FileFacts(**each) for each in said["files"])
-        made = Checkpoint(path, said["t"], said["mode"], said["K"], said["method"], said["written"], files)
+        files = tuple(FileFacts(**each) for each in found["files"])
+        made = Checkpoint(path, found["t"], found["mode"], found["K"], found["method"], found["written"], files)
     except (KeyError, TypeError) as error:
-        raise CheckpointDamaged(f"{file} is no manifest ({first_line(error)})") from error
-    whole = all(type(number) is int and number >= 0 for number in (made.t, made.K, *(each.size for each in files)))
-    if not whole or made.mode not in MODES or any(not re.fullmatch(r"[\w-]+\.\w+", each.name) for each in files):
-        raise CheckpointDamaged(f"{file} is no manifest")
+        raise CheckpointDamaged(f"{file} is not a manifest ({first_line(error)})") from error
+    valid = all(type(number) is int and number >= 0 for number in (made.t, made.K, *(each.size for each in files)))
+    if not valid or made.mode not in MODES or any(not re.fullmatch(r"[\w-]+\.\w+", each.name) for each in files):
+        raise CheckpointDamaged(f"{file} is not a manifest")
     if path.name.removesuffix(UNFINISHED) != f"{made.t:0{DIGITS}d}":
         raise CheckpointDamaged(f"{file} belongs to checkpoint {made.t:0{DIGITS}d}")
     return made
 
 
 def render(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest as it is written: with its own hash, in one form only."""
+    """A manifest as it is written, with its own hash."""
     body = json.dumps(dict(manifest), sort_keys=True, indent=1)
     digest = hashlib.sha256(body.encode()).hexdigest()
     return (json.dumps({**manifest, "sha256": digest}, sort_keys=True, indent=1) + "\n").encode()
 
 
 def verify(path: Path) -> list[str]:
-    """All that is wrong with a checkpoint: nothing, if every byte is as it was written."""
+    """The problems of a checkpoint; none where every byte is as it was written."""
     try:
         checkpoint = read(path)
+        with reading(path):
+            present = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
     except CheckpointDamaged as error:
         return [str(error)]
     expected = {f"{part_name(k)}{suffix}" for k in range(1, checkpoint.K + 1) for suffix in (TENSORS, TREE)} | {RUN}
     problems = []
     if set(checkpoint.facts) != expected or len(checkpoint.files) != len(expected):
         problems.append(f"{path / MANIFEST} does not list the files of {checkpoint.K} stages")
-    try:
-        there = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
-    except OSError as error:
-        return [f"{path} cannot be read ({error.strerror or first_line(error)})"]
-    problems += [f"{path / name} is in no manifest" for name in sorted(there - expected - {MANIFEST})]
+    problems += [f"{path / name} is not in the manifest" for name in sorted(present - expected - {MANIFEST})]
     for facts in checkpoint.files:
-        problems += _file_problems(path, facts)
+        problems += _problem(partial(check, path, facts))
     return problems or _content_problems(checkpoint)
 
 
-def _file_problems(folder: Path, facts: FileFacts) -> list[str]:
-    path = folder / facts.name
+def _problem(check: Callable[[], object]) -> list[str]:
     try:
-        size = path.stat().st_size
-        if size != facts.size:
-            return [f"{path} has {size} bytes, its manifest says {facts.size}"]
-        if measure(path) != facts:
-            return [f"{path} does not have the bytes that were written (SHA-256)"]
-    except OSError as error:
-        return [f"{path} cannot be read ({error.strerror or first_line(error)})"]
+        check()
+    except CheckpointDamaged as error:
+        return [str(error)]
     return []
 
 
 def _content_problems(checkpoint: Checkpoint) -> list[str]:
-    """The files have the bytes that were written; was it a checkpoint that was written?"""
-    problems = []
-    for k in range(1, checkpoint.K + 1):
-        try:
-            check_content(checkpoint, k)
-        except CheckpointDamaged as error:
-            problems.append(str(error))
-    with contextlib.suppress(CheckpointDamaged):
-        checkpoint.run()
-        return problems
-    return [*problems, f"{checkpoint.path / RUN} is no JSON object"]
+    """Problems of files that have the bytes that were written, but are not those of a checkpoint."""
+    problems = [each for k in range(1, checkpoint.K + 1) for each in _problem(partial(check_content, checkpoint, k))]
+    return problems + _problem(checkpoint.run)
 
 
 def check_content(checkpoint: Checkpoint, k: int) -> tuple[Any, dict[str, Any]]:
-    """The tree of stage k as JSON and its tensors' places, without reading the tensors."""
+    """The tree of stage k as JSON and the positions of its tensors, without reading the tensors."""
     name = part_name(k)
     facts = checkpoint.facts[f"{name}{TENSORS}"]
-    try:
-        with (checkpoint.path / facts.name).open("rb") as file:
-            raw = file.read(8)
-            raw += file.read(min(int.from_bytes(raw, "little"), os.fstat(file.fileno()).st_size))
-    except OSError as error:
-        raise CheckpointDamaged(f"{checkpoint.path / facts.name} cannot be read ({first_line(error)})") from error
+    path = checkpoint.path / facts.name
+    with reading(path), path.open("rb") as file:
+        raw = file.read(8)
+        raw += file.read(min(int.from_bytes(raw, "little"), os.fstat(file.fileno()).st_size))
     return check_part(checkpoint.path, name, raw, load(checkpoint.path, checkpoint.facts[f"{name}{TREE}"]), facts.size)

@@ -1,4 +1,4 @@
-"""Parts: the state of one stage, as a file of tensors and a file with the tree that they belong to."""
+"""Parts: the state of one stage, as a file of tensors and a JSON file with the tree that contains them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.checkpoint import container
+from offbeat.checkpoint import safetensors_format
 from offbeat.checkpoint.files import CheckpointDamaged, FileFacts, load, parse, sync_folder, write_file, writing
+from offbeat.checkpoint.safetensors_format import StoredTensor
 from offbeat.checkpoint.tree import NATIVE, flatten, references, unflatten
 
 if TYPE_CHECKING:
@@ -21,17 +22,17 @@ TENSORS, TREE = ".safetensors", ".json"
 
 
 def write_part(folder: Path, name: str, tree: Any) -> list[FileFacts]:
-    """Write a tree as `name.safetensors` and `name.json`; the facts belong into the manifest."""
+    """Write a tree as `name.safetensors` and `name.json`; returns what the manifest lists."""
     return write_flat(folder, name, *flatten(tree))
 
 
 def write_flat(folder: Path, name: str, tensors: Mapping[str, Tensor], plain: Any) -> list[FileFacts]:
-    """The same for a tree that is flat already: `flatten(tree, copy=True)` first, then this in a thread."""
+    """The same for the result of `flatten(tree, copy=True)`, which a thread may write while training goes on."""
     return [write_file(folder / file, chunks) for file, chunks in part_files(name, tensors, plain).items()]
 
 
 def part_files(name: str, tensors: Mapping[str, Tensor], plain: Any) -> dict[str, Iterable[bytes | memoryview]]:
-    """The files of a part by their names, as bytes to be written."""
+    """The contents of the files of a part, by file name."""
     text = json.dumps({"format": FORMAT, "part": name, "tree": plain}, allow_nan=False, separators=(",", ":"))
     return {f"{name}{TENSORS}": _bytes(tensors), f"{name}{TREE}": [text.encode()]}
 
@@ -45,14 +46,14 @@ def _bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     import torch
 
     described = {name: (NATIVE[str(x.dtype).removeprefix("torch.")], list(x.shape)) for name, x in tensors.items()}
-    yield container.header(described, {"format": "pt"})
+    yield safetensors_format.header(described, {"format": "pt"})
     for x in tensors.values():
         if x.numel():
             yield x.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
-    """The same, under its name only once all of it is on the disk; what was there before stays until then."""
+    """The same; a file of that name is replaced only once the new one is complete on the disk."""
     temporary = path.with_name(f".{path.name}.part")
     with writing(path):
         try:
@@ -65,37 +66,40 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
 
 
 def read_part(folder: Path, name: str, facts: Mapping[str, FileFacts], *, device: torch.device | str | None) -> Any:
-    """The tree of a part, of whose files every byte was checked first."""
+    """The tree of a part; every byte of its files is checked first."""
     raw = load(folder, facts[f"{name}{TENSORS}"])
-    plain, entries = check_part(folder, name, raw, load(folder, facts[f"{name}{TREE}"]))
-    return unflatten(read_tensors(raw, entries), plain, device=device)
+    plain, stored = check_part(folder, name, raw, load(folder, facts[f"{name}{TREE}"]))
+    return unflatten(read_tensors(raw, stored), plain, device=device)
 
 
 def check_part(
     folder: Path, name: str, raw: bytes | bytearray, text: bytes | bytearray, size: int | None = None
-) -> tuple[Any, dict[str, container.Entry]]:
-    """The tree and the places of its tensors, from the (beginning of the) two files, if they fit each other."""
+) -> tuple[Any, dict[str, StoredTensor]]:
+    """The tree as JSON and the positions of its tensors; CheckpointDamaged where the two files do not fit each other.
+
+    raw: the tensor file or, where its `size` is given, its header alone.
+    """
     try:
-        entries = container.entries(raw, len(raw) if size is None else size)
+        stored = safetensors_format.read_header(raw, len(raw) if size is None else size)
     except ValueError as error:
         raise CheckpointDamaged(f"{folder / name}{TENSORS}: {error}") from error
-    said = parse(text, folder / f"{name}{TREE}")
-    if not isinstance(said, dict) or said.get("format") != FORMAT or said.get("part") != name or "tree" not in said:
+    found = parse(text, folder / f"{name}{TREE}")
+    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("part") != name or "tree" not in found:
         raise CheckpointDamaged(f"{folder / name}{TREE} is not the tree of {name} in format {FORMAT}")
-    if set(references(said["tree"])) != set(entries):
+    if set(references(found["tree"])) != set(stored):
         raise CheckpointDamaged(f"{folder / name}{TREE} and {TENSORS} do not name the same tensors")
-    return said["tree"], entries
+    return found["tree"], stored
 
 
-def read_tensors(raw: bytearray, entries: Mapping[str, container.Entry]) -> dict[str, Tensor]:
-    """The tensors of a checked file, in memory of their own."""
+def read_tensors(raw: bytearray, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """The tensors of a checked file, in new memory."""
     import torch
 
     types = {code: getattr(torch, name) for name, code in NATIVE.items()}
     found = {}
-    for name, entry in entries.items():
-        found[name] = torch.empty(entry.shape, dtype=types[entry.dtype])
-        if entry.end > entry.start:
-            content = torch.frombuffer(raw, dtype=torch.uint8, count=entry.end - entry.start, offset=entry.start)
+    for name, each in stored.items():
+        found[name] = torch.empty(each.shape, dtype=types[each.dtype])
+        if each.end > each.start:
+            content = torch.frombuffer(raw, dtype=torch.uint8, count=each.end - each.start, offset=each.start)
             found[name].view(-1).view(torch.uint8).copy_(content)
     return found

@@ -1,4 +1,4 @@
-"""Room on a disk that gets full: old checkpoints are removed for what is to be written, never the newest sound one."""
+"""Space on a full disk: old checkpoints are removed for what is to be written, never the newest sound one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def make_room(run: Path, *, needed: int | None = None) -> list[Path]:
-    """Remove checkpoints until that many bytes are free, without a number all that may go; returns which went.
+    """Remove checkpoints until `needed` bytes are free, by default all that may be removed; returns their paths.
 
-    Those that are damaged go first, then the oldest. The newest one of which every byte is sound stays, and where there
-    is none, all stay. Any process of a run may call it: what becomes complete meanwhile is newer, and stays too.
+    Damaged ones are removed first, then the oldest. The newest one of which every byte is verified is kept; where there
+    is none, all are kept. Any process of a run may call it: a checkpoint completed meanwhile is newer, and is kept.
     """
     if needed is not None and free(run) >= needed:
         return []
@@ -43,14 +43,13 @@ def make_room(run: Path, *, needed: int | None = None) -> list[Path]:
 
 
 def free(folder: Path) -> int:
-    """Bytes that may still be written there; quotas do not show."""
+    """Bytes that can still be written to the disk of a folder; quotas are not considered."""
     space = os.statvfs(folder)
     return space.f_bavail * space.f_frsize
 
 
 def with_room(run: Path, write: Callable[[], Made]) -> Made:
-    """What `write` returns; where the disk is full it is called once more, after old checkpoints of the run have made
-    room."""
+    """The result of `write`; where the disk is full, old checkpoints of the run are removed and it is called again."""
     try:
         return write()
     except (OSError, CheckpointFailed) as error:

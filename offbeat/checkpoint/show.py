@@ -1,4 +1,4 @@
-"""What the command says about checkpoints."""
+"""What `offbeat checkpoint` prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offbeat.errors import UserError
 
 
 def show_list(folder: Path, *, as_json: bool) -> None:
-    """A line for each checkpoint of a run, the oldest first."""
+    """One line per checkpoint of a run, the oldest first."""
     listed = _of_run(folder)
     if as_json:
         print(json.dumps([_listed(each) for each in listed]))
@@ -25,7 +25,7 @@ def show_list(folder: Path, *, as_json: bool) -> None:
 
 
 def show_one(folder: Path, *, as_json: bool) -> None:
-    """What a checkpoint holds, stage by stage; of a run, the newest."""
+    """The contents of a checkpoint by stage; of a run, those of its newest checkpoint."""
     checkpoint = _one(folder)
     stages = [_stage(checkpoint, k) for k in range(1, checkpoint.K + 1)]
     if as_json:
@@ -38,7 +38,7 @@ def show_one(folder: Path, *, as_json: bool) -> None:
 
 
 def show_verified(folder: Path, *, as_json: bool) -> None:
-    """Read every byte of a checkpoint, or of all that a run has; UserError if one is not whole."""
+    """Check every byte of a checkpoint, or of all checkpoints of a run; UserError if one is damaged."""
     paths = [folder] if _is_one(folder) else [each.path for each in _of_run(folder)]
     problems = {path: verify(path) for path in paths}
     if as_json:
@@ -63,7 +63,7 @@ def _of_run(folder: Path) -> list[Listed]:
     if _is_one(folder):
         run = folder.parent.parent
     if not run.is_dir():
-        raise UserError(f"{folder} is no folder: give the folder of a run")
+        raise UserError(f"{folder} is not a folder: give the folder of a run")
     listed = ls(run)
     if not listed:
         raise UserError(f"{folder} holds no checkpoint: give the folder of a run that wrote some")
@@ -83,12 +83,12 @@ def _one(folder: Path) -> Checkpoint:
 
 
 def _stage(checkpoint: Checkpoint, k: int) -> dict[str, Any]:
-    tree, entries = check_content(checkpoint, k)
+    tree, stored = check_content(checkpoint, k)
     sizes = {str(key): 0 for key, _ in tree[1]} if isinstance(tree, list) and tree[0] == "dict" else {}
-    for name, entry in entries.items():
+    for name, each in stored.items():
         key = name.partition("/")[0]
-        sizes[key] = sizes.get(key, 0) + entry.end - entry.start
-    return {"tensors": len(entries), "bytes": checkpoint.facts[f"stage-{k:02d}.safetensors"].size, "keys": sizes}
+        sizes[key] = sizes.get(key, 0) + each.end - each.start
+    return {"tensors": len(stored), "bytes": checkpoint.facts[f"stage-{k:02d}.safetensors"].size, "keys": sizes}
 
 
 def _listed(each: Listed) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _line(checkpoint: Checkpoint) -> str:
-    told = f"{checkpoint.mode}  {checkpoint.method} K={checkpoint.K}  {_mega(checkpoint.size)}"
-    return f"{told}  written {checkpoint.written}"
+    line = f"{checkpoint.mode}  {checkpoint.method} K={checkpoint.K}  {_mega(checkpoint.size)}"
+    return f"{line}  written {checkpoint.written}"
 
 
 def _mega(size: int) -> str:

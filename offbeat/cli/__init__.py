@@ -1,4 +1,4 @@
-"""The command line, a file per command: reads options, prints results, and reports failures in one line."""
+"""The command line, a file per command: reads options, calls one function, prints results and errors."""
 
 from __future__ import annotations
 
@@ -37,60 +37,60 @@ for _name in (
 
 
 def main() -> NoReturn:
-    """The console command. Exit codes: 0 done, 1 nothing to compare, 2 told in one line, 130 stopped by Ctrl-C."""
-    if launch.is_worker() or os.environ.get(launch.LAUNCHER) == str(os.getppid()):  # the latter: of a comparison
+    """The console command. Exit codes: 0 success, 1 all runs failed, 2 an error in one line, 130 stopped by Ctrl-C."""
+    if launch.is_worker() or os.environ.get(launch.LAUNCHER) == str(os.getppid()):  # the latter: a run of a comparison
         launch.die_with_parent()
-    warnings.showwarning = told_or(warnings.showwarning)
+    warnings.showwarning = brief(warnings.showwarning)
     try:
-        code = app(standalone_mode=False)
-        if code == INTERRUPTED:  # typer's own answer to Ctrl-C
+        code = app(standalone_mode=False, prog_name="offbeat")
+        if code == INTERRUPTED:  # typer's exit code for Ctrl-C
             raise Interrupted("stopped by Ctrl-C")
         leave(code if isinstance(code, int) else 0)
     except UserError as error:
         fail(error, str(error), 2)
     except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore a second Ctrl-C
         fail(Interrupted(str(error)), str(error) or "stopped by Ctrl-C", INTERRUPTED)
     except Exception as error:
         if not hasattr(error, "format_message"):
             if launch.is_worker():
-                launch.last_words(error)
+                launch.leave_error(error)
             raise
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "offbeat"
-        said = error.format_message().rstrip(".") or "no command was given"
-        fail(error, f"{said}; see '{where} --help'", 2)
+        message = error.format_message().rstrip(".") or "no command was given"
+        fail(error, f"{message}; see '{where} --help'", 2)
 
 
-def told_or(show: Callable[..., None]) -> Callable[..., None]:
-    """Warnings of ours in one line, and a reason once, of however many stages it is; all others as they are shown."""
-    told: set[tuple[type[Warning], str]] = set()
+def brief(show: Callable[..., None]) -> Callable[..., None]:
+    """Print warnings of Offbeat in one line, and each reason once for all stages; show others as before."""
+    printed: set[tuple[type[Warning], str]] = set()
 
-    def tell(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    def warn(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if issubclass(category, NotCompiled | NotFused | NotRecorded):
             line = " ".join(str(message).split())
             reason = category, line.partition(": ")[2] or line
-            if reason not in told:
-                first = " (told of the first such stage)" * line.startswith("stage ")
+            if reason not in printed:
+                first = " (shown for the first such stage)" * line.startswith("stage ")
                 print(f"offbeat: {line}{first}", file=sys.stderr)
-            told.add(reason)
+            printed.add(reason)
         else:
             show(message, category, *place, **more)
 
-    return tell
+    return warn
 
 
 def fail(error: BaseException, line: str, code: int) -> NoReturn:
-    """Say it in one line; a worker that was started here leaves it to its launcher."""
+    """Print an error in one line and exit; a worker process leaves the error to its launcher instead."""
     if launch.is_worker():
-        launch.last_words(error)
+        launch.leave_error(error)
     else:
         print("offbeat: " + " ".join(line.split()), file=sys.stderr)
     leave(code)
 
 
 def leave(code: int) -> NoReturn:
-    """Exit; a member of a group does so at once, whatever its communication threads still wait for."""
+    """Exit. A member of a process group exits at once, without waiting for its communication threads."""
     if launch.joined_group():
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from offbeat.cli.app import app
+from offbeat.cli.app import Application, app
 from offbeat.cli.options import numbers
 
-benches = typer.Typer(
-    help="Time torch pipelining, DDP and Offbeat on the same cuts.", invoke_without_command=True, add_completion=False
+benches = Application(
+    help="Time torch.distributed.pipelining, DDP and Offbeat with the same cuts.", invoke_without_command=True
 )
 app.add_typer(benches, name="bench")
 
@@ -20,52 +20,55 @@ app.add_typer(benches, name="bench")
 @benches.callback()
 def bench(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Network; see 'offbeat models'.")] = "resnet110",
+    model: Annotated[str, typer.Option(help="Network; 'offbeat models' lists them.")] = "resnet110",
     batch_size: Annotated[int, typer.Option(help="Samples per batch, over all workers.")] = 128,
-    K: Annotated[int, typer.Option("-K", help="Workers, and stages.")] = 4,
+    K: Annotated[int, typer.Option("-K", help="Number of workers and stages.")] = 4,
     M: Annotated[
-        int | None, typer.Option("-M", help="Gradients per update of the methods that take M. (default 4)")
+        int | None, typer.Option("-M", help="Gradients accumulated per update, for methods that take M. (default 4)")
     ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="Settings of a method of ours, as in adl:corrector=sc; one that is not listed is timed too. Can be "
-            "repeated."
+            help="Settings of an Offbeat method, as in adl:corrector=sc; adds the method if it is not in the table. "
+            "Can be repeated."
         ),
     ] = None,
     against: Annotated[
         str,
         typer.Option(
-            help="all, or some of bp-cores, bp-windows (GPU), torch-gpipe, torch-1f1b, torch-interleaved,"
-            " ddp, adl-1f1b, ddg, fr, dsp, gpipe; bp and adl are always there."
+            help="Rows to time: all, or some of bp-cores, bp-windows (GPU), torch-gpipe, torch-1f1b, torch-interleaved,"
+            " ddp, adl-1f1b, ddg, fr, dsp, gpipe. bp and adl are always included."
         ),
     ] = "all",
-    shape: Annotated[str | None, typer.Option(help="C,H,W of a sample. (default the network's)")] = None,
-    device: Annotated[str, typer.Option(help="cpu: one core per worker; cuda: one GPU.")] = "cpu",
-    precision: Annotated[str, typer.Option(help="fp32; on a GPU also tf32 or bf16.")] = "fp32",
-    partition: Annotated[str, typer.Option(help="Balance measured time, or flops.")] = "measured",
-    cuts: Annotated[str | None, typer.Option(help="Cut before these units instead, such as 47,86,125.")] = None,
-    units: Annotated[str | None, typer.Option(help="What the cuts count: blocks or layers. (default layers)")] = None,
-    profile: Annotated[Path | None, typer.Option(help="Where the units' profile is kept, and read if there.")] = None,
-    micro_batches: Annotated[
-        str | None, typer.Option(help="Try these numbers of micro-batches, such as 4,8. (default K, 2K and 4K)")
+    shape: Annotated[str | None, typer.Option(help="Shape C,H,W of a sample. (default: the network's)")] = None,
+    device: Annotated[str, typer.Option(help="cpu (one core per worker) or cuda (one GPU).")] = "cpu",
+    precision: Annotated[str, typer.Option(help="fp32, or on a GPU tf32 or bf16.")] = "fp32",
+    partition: Annotated[str, typer.Option(help="What to balance: measured time or flops.")] = "measured",
+    cuts: Annotated[str | None, typer.Option(help="Cut before these units, such as 47,86,125.")] = None,
+    units: Annotated[str | None, typer.Option(help="Units to cut between: blocks or layers. (default layers)")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="File of the profile of the units: read if it exists, else written.")
     ] = None,
-    repetitions: Annotated[int, typer.Option(help="Rounds, each of which times every row once.")] = 3,
-    batches: Annotated[int, typer.Option(help="Batches timed in a round.")] = 8,
+    micro_batches: Annotated[
+        str | None, typer.Option(help="Numbers of micro-batches to try, such as 4,8. (default K, 2K and 4K)")
+    ] = None,
+    repetitions: Annotated[int, typer.Option(help="Number of rounds. Each round times every row once.")] = 3,
+    batches: Annotated[int, typer.Option(help="Batches timed per round.")] = 8,
     budget_minutes: Annotated[
-        float | None, typer.Option(help="Time fewer batches, and begin no round, that would end later.")
+        float | None,
+        typer.Option(help="Time limit in minutes: times fewer batches, and starts no round that would exceed it."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the records; those of the same command continue. (default runs/bench-MODEL-b-K)"),
+        typer.Option(help="Folder of the records; repeated, the command adds to them. (default runs/bench-MODEL-b-K)"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="No progress; print the record as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and no progress.")] = False,
 ) -> None:
-    """Time BP, torch's pipelining and DDP, and Offbeat's methods on the same cuts, in rounds, in one run."""
+    """Time BP, torch.distributed.pipelining, DDP and Offbeat's methods with the same cuts, in interleaved rounds."""
     if context.invoked_subcommand:
         return
     from offbeat.report import bench_table
-    from offbeat.runs.train import shape_of
+    from offbeat.runs.build import shape_of
     from offbeat.studies.bench import rounds
 
     request = rounds.BenchRequest(
@@ -97,27 +100,31 @@ def bench(
 
 @benches.command("scaling")
 def bench_scaling(
-    model: Annotated[str, typer.Option(help="Network whose stages K are changed.")] = "resnet110",
+    model: Annotated[str, typer.Option(help="Network for the sweep over K.")] = "resnet110",
     batch_size: Annotated[int, typer.Option(help="Samples per batch.")] = 32,
-    K: Annotated[int, typer.Option("-K", help="Stages where the batch or the depth changes.")] = 4,
-    method: Annotated[str, typer.Option(help="Method, with settings, as in adl:M=2,corrector=sc.")] = "adl",
-    M: Annotated[int | None, typer.Option("-M", help="Gradients per update. (default the method's)")] = None,
-    stages: Annotated[str, typer.Option(help="K to measure, as far as there are cores.")] = "1,2,4,8,16",
-    batch_sizes: Annotated[str, typer.Option(help="Batches to measure.")] = "16,64,128",
+    K: Annotated[int, typer.Option("-K", help="Number of stages in the sweeps over batch size and depth.")] = 4,
+    method: Annotated[str, typer.Option(help="Training method, with settings as in adl:M=2,corrector=sc.")] = "adl",
+    M: Annotated[
+        int | None, typer.Option("-M", help="Gradients accumulated per update. (default: the method's)")
+    ] = None,
+    stages: Annotated[str, typer.Option(help="Values of K to measure, up to the number of cores.")] = "1,2,4,8,16",
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes to measure.")] = "16,64,128",
     depths: Annotated[str, typer.Option(help="Networks to measure.")] = (
         "resnet20,resnet56,resnet110,resnet164,resnet1202"
     ),
-    most_stages: Annotated[int, typer.Option(help="Most stages that are simulated.")] = 256,
-    repetitions: Annotated[int, typer.Option(help="Repetitions of each point.")] = 3,
-    batches: Annotated[int, typer.Option(help="Batches timed in each.")] = 4,
-    budget_minutes: Annotated[float | None, typer.Option(help="Begin no point that would end later.")] = None,
+    most_stages: Annotated[int, typer.Option(help="Largest K in the simulated sweep.")] = 256,
+    repetitions: Annotated[int, typer.Option(help="Repetitions per point.")] = 3,
+    batches: Annotated[int, typer.Option(help="Batches timed per repetition.")] = 4,
+    budget_minutes: Annotated[
+        float | None, typer.Option(help="Time limit in minutes: starts no point that would exceed it.")
+    ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the record; that of the same command continues. (default runs/scaling-MODEL-b)"),
+        typer.Option(help="Folder of the record; repeated, the command adds to it. (default runs/scaling-MODEL-b)"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="No progress; print the record as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and no progress.")] = False,
 ) -> None:
-    """How time, memory and staleness grow with K, the batch and the depth; the clock for up to 256 stages."""
+    """Measure how time, memory and staleness scale with K, batch size and depth; simulate up to 256 stages."""
     from offbeat.studies.bench import scaling
 
     request = scaling.ScalingRequest(

@@ -17,22 +17,30 @@ from offbeat.cli.options import spread
 @spread
 def compare(
     methods: Annotated[
-        str, typer.Option(help="Such as bp,ddg,adl; with settings bp:M=2,gpipe:m=8,adl:M=4,corrector=sc.")
+        str,
+        typer.Option(
+            help="Methods to compare, such as bp,ddg,adl; with settings: bp:M=2,gpipe:m=8,adl:M=4,corrector=sc."
+        ),
     ],
     data: options.Data,
     stages: options.Stages,
     schedule: options.Schedule,
-    M: Annotated[int, typer.Option("-M", help="Gradients per update, for late methods that take M.")] = 4,
+    M: Annotated[
+        int, typer.Option("-M", help="Gradients accumulated per update, for methods with stale gradients that take M.")
+    ] = 4,
     match: Annotated[
-        str, typer.Option(help="batch: the same batch size for all; effective: as many samples per update.")
+        str,
+        typer.Option(
+            help="What all methods have in common: batch (samples per batch) or effective (samples per update)."
+        ),
     ] = ("batch"),
-    seeds: Annotated[int, typer.Option(help="Seeds per method.")] = 3,
-    jobs: Annotated[int, typer.Option(help="Parallel runs, where one process simulates all stages.")] = 1,
-    side_by_side: Annotated[int, typer.Option(help="Runs that take turns in this process.")] = 1,
+    seeds: Annotated[int, typer.Option(help="Number of seeds per method.")] = 3,
+    jobs: Annotated[int, typer.Option(help="Number of runs in parallel processes, with --engine simulate.")] = 1,
+    side_by_side: Annotated[int, typer.Option(help="Number of runs that take turns in this process.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of all runs. (default runs/compare-DATA-MODEL-K-M)")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="No progress; print the table as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, and no progress.")] = False,
 ) -> None:
-    """Train with several methods under one recipe and print one table. Continues where it was stopped."""
+    """Train several methods with the same recipe and print a table. If interrupted, the same command continues."""
     from offbeat.studies import compare as comparing
 
     comparison, folder = comparing.compare(

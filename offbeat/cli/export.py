@@ -16,9 +16,9 @@ from offbeat.cli.app import app
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run, or one checkpoint.")],
     out: Annotated[Path, typer.Argument(help="The file to write.")] = Path("model.safetensors"),
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write the newest model of a run as plain safetensors, by the names of the unsplit network."""
+    """Write the newest model of a run as safetensors, with the parameter names of the unsplit network."""
     from offbeat.checkpoint.export import export as write
 
     written = write(run, out)

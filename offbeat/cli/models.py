@@ -11,8 +11,8 @@ from offbeat.cli.app import app
 
 
 @app.command()
-def models(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
-    """List the networks: parameters, forward FLOPs of one sample, largest K."""
+def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the networks with their parameters, forward FLOPs per sample and largest K."""
     from dataclasses import asdict
 
     from rich.console import Console

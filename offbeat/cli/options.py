@@ -1,4 +1,4 @@
-"""Options that several commands take, declared once: dataclasses whose fields `spread` makes options of a command."""
+"""Options shared by several commands: dataclasses whose fields `spread` turns into options of a command."""
 
 from __future__ import annotations
 
@@ -14,53 +14,63 @@ import typer
 from offbeat.errors import UserError
 from offbeat.methods import METHODS, parsed
 
-PANELS = {  # of the help, by group of options; some options stand elsewhere
+PANELS = {  # headings in the help, per group of options; NUMERICS have their own
     "Data": "Model and data",
     "OneMethod": "Method",
     "Stages": "Parallelism",
     "Running": "Parallelism",
     "Schedule": "Optimisation",
     "Saving": "Checkpoints",
-    "Looking": "Diagnosis",
+    "Diagnosis": "Diagnosis",
 }
 NUMERICS = ("precision", "compile", "fuse", "tune")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The network and what it learns."""
+    """The network and its training data."""
 
-    model: Annotated[str | None, typer.Option(help="Network; see 'offbeat models'. (default resnet56)")] = None
+    model: Annotated[str | None, typer.Option(help="Network; 'offbeat models' lists them. (default resnet56)")] = None
     data: Annotated[
-        str | None, typer.Option(help="Data set: cifar10, cifar100, imagefolder, digits, synthetic. (default cifar10)")
+        str | None,
+        typer.Option(help="Data set: cifar10, cifar100, imagefolder, digits or synthetic. (default cifar10)"),
     ] = None
-    data_dir: Annotated[str | None, typer.Option(help="Folder or archive that holds the data.")] = None
-    shape: Annotated[str | None, typer.Option(help="C,H,W of a sample, for data that can take one.")] = None
-    classes: Annotated[int | None, typer.Option(help="Classes of synthetic data.")] = None
-    samples: Annotated[int | None, typer.Option(help="Samples of synthetic data.")] = None
+    data_dir: Annotated[str | None, typer.Option(help="Folder or archive of the data. (default OFFBEAT_DATA_DIR)")] = (
+        None
+    )
+    shape: Annotated[str | None, typer.Option(help="Shape C,H,W of a sample, for data sets that can be resized.")] = (
+        None
+    )
+    classes: Annotated[int | None, typer.Option(help="Number of classes of synthetic data.")] = None
+    samples: Annotated[int | None, typer.Option(help="Number of samples of synthetic data.")] = None
     data_workers: Annotated[
-        int | None, typer.Option(help="Processes that decode an image folder. (default the cores, at most 8)")
+        int | None,
+        typer.Option(help="Number of processes that decode an image folder. (default: the number of cores, at most 8)"),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneMethod:
-    """A method and its settings; it refuses those that it does not take. All but `method` are short forms."""
+    """A training method and its settings. Options other than `method` are short forms of settings."""
 
     method: Annotated[
         str | None,
         typer.Option(
-            help=f"{', '.join(METHODS)}; with settings as in adl:M=4,corrector=sc; 'offbeat methods NAME' "
-            "lists them. (default adl)"
+            help=f"Training method: {', '.join(METHODS)}. With settings as in adl:M=4,corrector=sc; "
+            "'offbeat methods NAME' lists the settings. (default adl)"
         ),
     ] = None
-    M: Annotated[int | None, typer.Option("-M", help="Gradients per update. (default the method's)")] = None
-    weights: Annotated[str | None, typer.Option(help="stash, hybrid or replay. (default the method's)")] = None
-    window: Annotated[str | None, typer.Option(help="count or aligned. (default count)")] = None
-    corrector: Annotated[str | None, typer.Option(help="Corrections of late gradients, such as sc or lwp+sc.")] = None
+    M: Annotated[int | None, typer.Option("-M", help="Gradients accumulated per update. (default: the method's)")] = (
+        None
+    )
+    weights: Annotated[
+        str | None, typer.Option(help="Weights of the backward: stash, hybrid or replay. (default: the method's)")
+    ] = None
+    window: Annotated[str | None, typer.Option(help="Accumulation window: count or aligned. (default count)")] = None
+    corrector: Annotated[str | None, typer.Option(help="Corrections of stale gradients, such as sc or lwp+sc.")] = None
 
     def given(self) -> dict[str, Any]:
-        """The name of the method and its settings, as far as they were given, in the recipe's form."""
+        """The given name and settings of the method, in the form of a recipe."""
         short = {name: getattr(self, name) for name in ("M", "weights", "window", "corrector")}
         if self.method is None:
             settings = {name: value for name, value in short.items() if value is not None}
@@ -69,36 +79,46 @@ class OneMethod:
         return {"method": name, "settings": settings}
 
 
-ENGINE = "simulate, processes or, for one GPU, streams. (default for K > 1 processes, with a GPU streams)"
+ENGINE = (
+    "What runs the stages: simulate (one process), processes, or streams (one GPU). "
+    "(default: processes if K > 1; streams on a GPU)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """Where the network is cut, and what runs its parts."""
+    """Where the network is cut into stages, and what runs them."""
 
-    K: Annotated[int | None, typer.Option("-K", help="Stages. (default 1)")] = None
+    K: Annotated[int | None, typer.Option("-K", help="Number of stages. (default 1)")] = None
     engine: Annotated[str | None, typer.Option(help=ENGINE)] = None
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default cpu)")] = None
+    device: Annotated[str | None, typer.Option(help="Device: cpu or cuda. (default cpu)")] = None
     precision: Annotated[
-        str | None, typer.Option(help="fp32, tf32 (cuda) or bf16; weights and sums stay fp32. (default fp32)")
+        str | None,
+        typer.Option(help="fp32, tf32 (on a GPU) or bf16. Weights and accumulation stay in fp32. (default fp32)"),
     ] = None
-    compile: Annotated[bool | None, typer.Option(help="Compile each stage (torch.compile).")] = None
-    fuse: Annotated[bool | None, typer.Option(help="Join BatchNorm, sum and ReLU: fewer kernels.")] = None
+    compile: Annotated[bool | None, typer.Option(help="Compile each stage with torch.compile.")] = None
+    fuse: Annotated[bool | None, typer.Option(help="Fuse BatchNorm, addition and ReLU into one kernel (GPU).")] = None
     tune: Annotated[
-        bool | None, typer.Option(help="Let cuDNN choose algorithms by time. Results may differ in the last bits.")
+        bool | None, typer.Option(help="Let cuDNN benchmark its algorithms. Results may differ in the last bits.")
     ] = None
-    cuts: Annotated[str | None, typer.Option(help="Cut before these units: 5,9,14. (default equal FLOPs)")] = None
-    units: Annotated[str | None, typer.Option(help="Cut between blocks, or layers (also inside blocks).")] = None
-    partition: Annotated[str | None, typer.Option(help="Balance flops, or measured time. (default flops)")] = None
-    speeds: Annotated[str | None, typer.Option(help="Speeds of the K workers, such as 1,1,0.5.")] = None
-    threads_per_stage: Annotated[int | None, typer.Option(help="(default cores / K)")] = None
+    cuts: Annotated[
+        str | None, typer.Option(help="Cut before these units, such as 5,9,14. (default: balanced FLOPs)")
+    ] = None
+    units: Annotated[str | None, typer.Option(help="Units to cut between: blocks, or layers (also inside blocks).")] = (
+        None
+    )
+    partition: Annotated[str | None, typer.Option(help="What to balance: flops or measured time. (default flops)")] = (
+        None
+    )
+    speeds: Annotated[str | None, typer.Option(help="Relative speeds of the K workers, such as 1,1,0.5.")] = None
+    threads_per_stage: Annotated[int | None, typer.Option(help="CPU threads per stage. (default: cores / K)")] = None
 
 
-OF_A_ROW = ("K", "cuts", "units", "partition", "speeds")  # what a published experiment has decided already
+OF_A_ROW = ("K", "cuts", "units", "partition", "speeds")  # fixed by a published experiment
 
 if TYPE_CHECKING:
     Running = Stages
-else:  # made from Stages, so that an option that is new there is one of published experiments too
+else:  # made from Stages, so that a new option there is also one of published experiments
     hints = get_type_hints(Stages, include_extras=True)
     Running = make_dataclass(
         "Running",
@@ -110,66 +130,70 @@ else:  # made from Stages, so that an option that is new there is one of publish
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long and at which rate."""
+    """Length and optimizer of a run."""
 
-    epochs: Annotated[int | None, typer.Option(help="(default 300; image folders 90)")] = None
+    epochs: Annotated[int | None, typer.Option(help="Number of epochs. (default 300; image folders 90)")] = None
     batch_size: Annotated[int | None, typer.Option(help="Samples per batch, b. (default 32)")] = None
-    drop_last: Annotated[bool | None, typer.Option(help="Leave out the short last batch of an epoch.")] = None
+    drop_last: Annotated[bool | None, typer.Option(help="Drop the last batch of an epoch if it is incomplete.")] = None
     weighting: Annotated[
-        str | None, typer.Option(help="Mean of an update over batches or over samples. (default batches)")
+        str | None, typer.Option(help="Average the gradients of an update over batches or samples. (default batches)")
     ] = None
     lr: Annotated[float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256)")] = None
-    momentum: Annotated[float | None, typer.Option(help="(default 0.9)")] = None
-    weight_decay: Annotated[float | None, typer.Option(help="(default 5e-4; image folders 1e-4)")] = None
-    warmup: Annotated[float | None, typer.Option(help="Epochs of warm-up from 1 % of the rate. (default 3)")] = None
+    momentum: Annotated[float | None, typer.Option(help="Momentum of SGD. (default 0.9)")] = None
+    weight_decay: Annotated[float | None, typer.Option(help="Weight decay. (default 5e-4; image folders 1e-4)")] = None
+    warmup: Annotated[
+        float | None, typer.Option(help="Epochs of linear warm-up from 1 % of the learning rate. (default 3)")
+    ] = None
     milestones: Annotated[
         str | None,
         typer.Option(
-            help="A tenth of the rate at these fractions of the epochs. "
+            help="Divide the learning rate by 10 at these fractions of the epochs. "
             "(default 1/2, 3/4, 11/12; image folders 1/3, 2/3, 8/9)"
         ),
     ] = None
-    clip_norm: Annotated[float | None, typer.Option(help="Largest gradient norm, stage by stage.")] = None
+    clip_norm: Annotated[float | None, typer.Option(help="Clip the gradient norm of each stage to this value.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What is kept of a run against its end."""
+    """Checkpoints of a run."""
 
     checkpoint_every: Annotated[
-        str | None, typer.Option(help="Interval: 500b (batches), 1e (epochs), 10min. (default at Ctrl-C only)")
+        str | None,
+        typer.Option(help="Checkpoint interval: 500b (batches), 1e (epochs) or 10min. (default: only at Ctrl-C)"),
     ] = None
     checkpoint_mode: Annotated[
-        str | None, typer.Option(help="in-flight, or drained: finish batches in flight first. (default in-flight)")
+        str | None,
+        typer.Option(help="in-flight: save the batches in flight. drained: finish them first. (default in-flight)"),
     ] = None
     keep: Annotated[int | None, typer.Option(help="Number of checkpoints to keep. (default 3)")] = None
     on_nan: Annotated[
-        str | None, typer.Option(help="A loss or gradient that is not finite: stop, skip or rollback. (default stop)")
+        str | None, typer.Option(help="If a loss or gradient is not finite: stop, skip or rollback. (default stop)")
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looking:
-    """What is looked at while it trains; changes no number."""
+class Diagnosis:
+    """Measurements during training, which do not change its results."""
 
     trace: Annotated[
         int | None,
         typer.Option(
-            help="Record N local iterations of every stage, from when all stages are full, in "
-            "RUN/trace.json for Perfetto or chrome://tracing."
+            help="Record N local iterations of every stage, once the pipeline is full, in RUN/trace.json "
+            "for Perfetto or chrome://tracing."
         ),
     ] = None
     diagnose: Annotated[
         int | None,
         typer.Option(
             help="Every N updates of a stage, record in RUN/diagnosis.jsonl how far its weights have moved "
-            "since the forward of a batch, and the cosine of the late gradient with that of the present "
-            "weights for the same input and the same gradient from above."
+            "since the forward of a batch, and the cosine similarity of the stale gradient and the gradient "
+            "at the current weights, for the same input and incoming gradient."
         ),
     ] = None
 
 
-LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options that hold several numbers, and what divides them
+LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options with several numbers, and their separators
     "shape": (int, ",x"),
     "cuts": (int, ","),
     "speeds": (float, ","),
@@ -177,8 +201,8 @@ LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options that hold s
 }
 
 
-def chosen(*groups: Data | OneMethod | Stages | Schedule | Saving | Looking) -> dict[str, Any]:
-    """The settings that were given, in the recipe's names and types."""
+def chosen(*groups: Data | OneMethod | Stages | Schedule | Saving | Diagnosis) -> dict[str, Any]:
+    """The given options, in the names and types of a recipe."""
     values: dict[str, Any] = {}
     for group in groups:
         values |= (
@@ -201,11 +225,11 @@ def numbers(text: str | None, kind: type[int] | type[float], option: str, separa
     try:
         return tuple(kind(part) for part in text.split(separators[0]) if part.strip())
     except ValueError:
-        raise UserError(f"{option} {text!r}: give numbers with {separators[0]!r} between them") from None
+        raise UserError(f"{option} {text!r}: use numbers separated by {separators[0]!r}") from None
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with every parameter that is a dataclass of options replaced by the options that are its fields."""
+    """The command with each parameter that is a dataclass replaced by the options that are its fields."""
     own = inspect.signature(command, eval_str=True)
     annotations: dict[str, Any] = {name: parameter.annotation for name, parameter in own.parameters.items()}
     groups: dict[str, Any] = {name: annotation for name, annotation in annotations.items() if is_dataclass(annotation)}
@@ -240,7 +264,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_panel(annotation: Any, panel: str) -> Any:
-    """The annotation of an option that stands in this panel of the help."""
+    """The annotation of an option, with its heading in the help."""
     kind, option = get_args(annotation)
     option = copy(option)
     option.rich_help_panel = panel

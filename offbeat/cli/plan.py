@@ -14,36 +14,44 @@ from offbeat.errors import UserError
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="Network; see 'offbeat models'.")] = "resnet56",
-    method: Annotated[str, typer.Option(help="A method, with settings as in adl:M=4,corrector=sc; or all.")] = "adl",
-    K: Annotated[int, typer.Option("-K", help="Stages.")] = 4,
-    M: Annotated[int | None, typer.Option("-M", help="Gradients per update.")] = None,
+    model: Annotated[str, typer.Option(help="Network; 'offbeat models' lists them.")] = "resnet56",
+    method: Annotated[
+        str, typer.Option(help="Training method, with settings as in adl:M=4,corrector=sc; or all.")
+    ] = "adl",
+    K: Annotated[int, typer.Option("-K", help="Number of stages.")] = 4,
+    M: Annotated[int | None, typer.Option("-M", help="Gradients accumulated per update.")] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per batch.")] = 32,
-    shape: Annotated[str | None, typer.Option(help="C,H,W of a sample. (default the network's)")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda: where the units are measured.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="Threads of each worker.")] = 1,
-    partition: Annotated[str, typer.Option(help="Balance measured time, or flops.")] = "measured",
-    speeds: Annotated[str | None, typer.Option(help="Speeds of the K workers, such as 1,1,0.5.")] = None,
-    memory_limit: Annotated[float | None, typer.Option(help="Megabytes a worker may use.")] = None,
-    pin: Annotated[str | None, typer.Option(help="Cuts that must be among the chosen.")] = None,
-    latency: Annotated[float | None, typer.Option(help="Latency of a message in milliseconds. (default 0.1)")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="Megabytes per second of a link. (default 2000)")] = None,
+    shape: Annotated[str | None, typer.Option(help="Shape C,H,W of a sample. (default: the network's)")] = None,
+    device: Annotated[str, typer.Option(help="Device on which the units are measured: cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads per worker.")] = 1,
+    partition: Annotated[str, typer.Option(help="What to balance: measured time or flops.")] = "measured",
+    speeds: Annotated[str | None, typer.Option(help="Relative speeds of the K workers, such as 1,1,0.5.")] = None,
+    memory_limit: Annotated[float | None, typer.Option(help="Memory limit per worker in megabytes.")] = None,
+    pin: Annotated[str | None, typer.Option(help="Cuts that the partition must include.")] = None,
+    latency: Annotated[float | None, typer.Option(help="Latency per message in milliseconds. (default 0.1)")] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="Bandwidth of a link in megabytes per second. (default 2000)")
+    ] = None,
     measure_links: Annotated[
-        bool, typer.Option("--measure-links", help="Measure latency and bandwidth, where not given, on this machine.")
+        bool, typer.Option("--measure-links", help="Measure latency and bandwidth on this machine, unless given.")
     ] = False,
-    profile: Annotated[Path | None, typer.Option(help="Where the units' profile is kept, and read if there.")] = None,
-    max_staleness: Annotated[float | None, typer.Option(help="Advise the smallest M for this mean staleness.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the timeline: .svg, .png or .txt.")] = None,
-    staleness_picture: Annotated[Path | None, typer.Option(help="Draw staleness against M.")] = None,
-    theory: Annotated[bool, typer.Option("--theory", help="How the convergence bounds move with M.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="File of the profile of the units: read if it exists, else written.")
+    ] = None,
+    max_staleness: Annotated[
+        float | None, typer.Option(help="Find the smallest M with at most this mean staleness.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write the timeline as .svg, .png or .txt.")] = None,
+    staleness_picture: Annotated[Path | None, typer.Option(help="Write a chart of staleness against M.")] = None,
+    theory: Annotated[bool, typer.Option("--theory", help="Show how the convergence bounds depend on M.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Cut a network where it balances, and show what will happen before it runs."""
+    """Partition a network, and predict time, staleness and memory before training."""
     from typing import get_args
 
     from offbeat.errors import unknown
     from offbeat.partitioning import By
-    from offbeat.runs.train import shape_of
+    from offbeat.runs.build import shape_of
     from offbeat.studies.planning import PlanRequest, show_plan
 
     if partition not in get_args(By):

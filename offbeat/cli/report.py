@@ -16,19 +16,23 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Folders of runs, comparisons, reproductions or benchmarks, or folders that hold several of them.",
+            help="Folders of runs, comparisons, reproductions or benchmarks, or folders that contain such folders.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
     pictures: Annotated[
-        Path | None, typer.Option(help="Write every chart into this folder too, as SVG and PNG.")
+        Path | None, typer.Option(help="Also write every chart to this folder, as SVG and PNG.")
     ] = None,
 ) -> None:
-    """Show runs in one HTML file: curves, errors, staleness, timelines, memory, partition."""
+    """Write an HTML report of runs: curves, errors, staleness, timelines, memory, partition."""
     from offbeat.report.draw import require
 
     require("altair", "vl_convert", "jinja2")
+    from offbeat.report.formatting import counted
     from offbeat.report.page import write_report
 
     drawn = write_report(folders, out, pictures)
-    print(f"{out}: {drawn} charts, {out.stat().st_size:,} bytes" + (f"; each in {pictures}" if pictures else ""))
+    print(
+        f"{out}: {counted(drawn, 'chart')}, {out.stat().st_size:,} bytes"
+        + (f"; each in {pictures}" if pictures else "")
+    )

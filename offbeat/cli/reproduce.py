@@ -15,29 +15,31 @@ from offbeat.cli.options import spread
 @app.command()
 @spread
 def reproduce(
-    table: Annotated[str, typer.Argument(help="cifar10-table, ablation, curves or imagenet-table.")],
+    table: Annotated[
+        str, typer.Argument(help="Table to reproduce: cifar10-table, ablation, curves or imagenet-table.")
+    ],
     running: options.Running,
     only: Annotated[
-        str | None, typer.Option(help="Names of rows, or how they begin: resnet56, or a,b; * matches anything.")
+        str | None, typer.Option(help="Rows by name or prefix, such as resnet56 or a,b; * matches anything.")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Rows of this method alone; with other settings, as in adl:M=2,corrector=sc.")
+        str | None, typer.Option(help="Only rows of this method; with other settings, as in adl:M=2,corrector=sc.")
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(help="Milestones stay in proportion. (default the paper's, 300 or 90)")
+        int | None, typer.Option(help="Number of epochs; milestones scale with it. (default: the paper's, 300 or 90)")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Seeds per row.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Number of seeds per row.")] = 3,
     budget_minutes: Annotated[
-        float | None, typer.Option(help="Stop after this time; the same command continues. (default no limit)")
+        float | None, typer.Option(help="Time limit in minutes; the same command continues later. (default: none)")
     ] = None,
-    side_by_side: Annotated[int, typer.Option(help="Runs that take turns in this process.")] = 1,
-    data: Annotated[Path | None, typer.Option(help="Folder or archive that holds the data.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of all runs; it can be moved. (default runs/TABLE)")] = None,
-    list_rows: Annotated[bool, typer.Option("--list", help="Show the rows, run nothing.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="No progress; print the table as JSON.")] = False,
+    side_by_side: Annotated[int, typer.Option(help="Number of runs that take turns in this process.")] = 1,
+    data: Annotated[Path | None, typer.Option(help="Folder or archive of the data. (default OFFBEAT_DATA_DIR)")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of all runs. (default runs/TABLE)")] = None,
+    list_rows: Annotated[bool, typer.Option("--list", help="List the rows without training.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything without training.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, and no progress.")] = False,
 ) -> None:
-    """Repeat the paper's experiments, the most valuable rows first, and print its values beside ours."""
+    """Reproduce the experiments of the paper, the most informative rows first, and print both results."""
     from offbeat.studies import reproduce as reproducing
 
     request = reproducing.ReproductionRequest(

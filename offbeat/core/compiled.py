@@ -1,7 +1,7 @@
 """A stage's forward through torch.compile: the module on the tensors of a version, as one graph.
 
 One graph or none: a forward that was cut in two by something that cannot be compiled would be half done, statistics of
-BatchNorm included, when its other half fails. What cannot be compiled runs as it is, and is told of once.
+BatchNorm included, when its other half fails. What cannot be compiled runs uncompiled, with one warning.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from offbeat.core.weights import Tensors, replacements
 from offbeat.errors import NotCompiled, first_line
 
 BACKEND = "inductor"
-Run = Callable[[Tensors, tuple[Any, ...]], Any]
+CompiledCall = Callable[[Tensors, tuple[Any, ...]], Any]
 
 
 class Compiled:
-    """Called like `weights.call` for the module of stage k; `refused` says why it is not compiled, if so."""
+    """Called like `weights.call` for the module of stage k; `refused` is the reason why it is not compiled, if so."""
 
     def __init__(self, k: int, module: nn.Module, *, refused: str | None = None) -> None:
         self.k, self.module = k, module
         self.refused: str | None = None
-        self.run: Run | None = None
+        self.run: CompiledCall | None = None
         if refused is not None:
             self._refuse(refused)
 
@@ -38,7 +38,7 @@ class Compiled:
         if self.refused is None:
             try:
                 return self._compiled(replaced, arguments)
-            except Exception as error:  # of the compiler or of the model: those of the model come again
+            except Exception as error:  # of the compiler or of the model: those of the model recur below
                 failure = error
         output = functional_call(self.module, replaced, arguments)
         if failure is not None:
@@ -47,27 +47,27 @@ class Compiled:
 
     def _compiled(self, replaced: Tensors, arguments: tuple[Any, ...]) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what the compiler warns of in its own parts, whenever it compiles anew
+            warnings.simplefilter("ignore")  # of the compiler about its own parts, whenever it compiles
             if self.run is None:
                 self.run = _compile(_function(self.k, self.module))
             return self.run(replaced, arguments)
 
-    def _refuse(self, why: str) -> None:
-        self.refused, self.run = why, None
-        warnings.warn(f"stage {self.k} is not compiled and goes on as it is: {why}", NotCompiled, stacklevel=3)
+    def _refuse(self, reason: str) -> None:
+        self.refused, self.run = reason, None
+        warnings.warn(f"stage {self.k} is not compiled and runs as it is: {reason}", NotCompiled, stacklevel=3)
 
 
-def _compile(function: Callable[..., Any]) -> Run:
+def _compile(function: Callable[..., Any]) -> CompiledCall:
     import torch._functorch.config as functorch  # here, since it is slow to load
 
-    functorch.donated_buffer = False  # or a backward with retain_graph=True would be refused
+    functorch.donated_buffer = False  # else a backward with retain_graph=True raises
     # The random numbers of torch itself: dropout draws what it draws without compiling.
     options: dict[str, Any] = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
     return torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False, **options)
 
 
 def _function(k: int, module: nn.Module) -> Callable[..., Any]:
-    """A function with code of its own: torch counts, and limits, what it has compiled by the code, of all stages."""
+    """A function with a code object of its own: torch limits how often it compiles one, over all stages."""
 
     def run(replaced: Tensors, arguments: tuple[Any, ...]) -> Any:
         return functional_call(module, replaced, arguments)

@@ -1,4 +1,4 @@
-"""The correctors of one stage: those that do something there, asked at the right moments."""
+"""The correctors of one stage: those that have an effect there, and when they are called."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Corrections:
         return gradients
 
     def step(self, s: int) -> None:
-        """The optimizer's step for update s, with what is done around it: the last to come is the first to go."""
+        """The optimizer's step for update s, between the correctors' before_step and, in reverse order, after_step."""
         kept = [(corrector, corrector.before_step(self.place, s)) for corrector in self.active]
         self.place.optimizer.step()
-        for corrector, told in reversed(kept):
-            corrector.after_step(self.place, told)
+        for corrector, returned in reversed(kept):
+            corrector.after_step(self.place, returned)
 
     def kept(self) -> Any:
-        """The tensors that correctors remember."""
+        """The tensors that correctors keep."""
         return [dict(memory) for memory in self.place.memory.values()]
 
 

@@ -1,4 +1,4 @@
-"""Deferred BatchNorm: running statistics of a whole batch that comes in micro-batches.
+"""Deferred BatchNorm: running statistics of a whole batch that is split into micro-batches.
 
 Each micro-batch is normalised by itself; the running mean and variance move once, at the update, by the statistics of
 all samples together.
@@ -19,7 +19,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class DeferredStatistics:
-    """Collects over micro-batches what the BatchNorm layers of a module see."""
+    """Sums up the inputs of a module's BatchNorm layers over micro-batches."""
 
     def __init__(self, module: nn.Module) -> None:
         self.layers = [
@@ -27,15 +27,15 @@ class DeferredStatistics:
             for layer in module.modules()
             if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None
         ]
-        self.seen: dict[int, tuple[int, Tensor, Tensor]] = {}  # layer -> samples, mean, squared distances from it
+        self.collected: dict[int, tuple[int, Tensor, Tensor]] = {}  # layer -> samples, mean, squared distances from it
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Around a forward: the layers' own statistics stay as they are, what they see is added up.
+        """Around a forward: the layers' own statistics stay as they are, those of their inputs are added up.
 
-        A layer computes mean and variance anyway. It is lent buffers to leave them in, all of which it is to replace
-        (momentum 1): to compute them once more took a quarter of the time of ResNet-20 on a CPU. In half precision its
-        buffers would round them, so there they are computed apart.
+        A layer computes mean and variance anyway. It gets temporary buffers for them, which it overwrites (momentum 1):
+        to compute them once more took a quarter of the time of ResNet-20 on a CPU. In half precision its buffers would
+        round them, so there they are computed separately.
         """
         own: list[tuple[_BatchNorm, Any, dict[str, Tensor | None]]] = []
         hooks = []
@@ -49,9 +49,13 @@ class DeferredStatistics:
                     hooks.append(layer.register_forward_pre_hook(partial(self._compute, number)))
                 else:
                     hooks.append(layer.register_forward_hook(partial(self._read, number)))
-                lent = torch.zeros_like(layer.running_mean), torch.zeros_like(layer.running_var)
+                temporary = torch.zeros_like(layer.running_mean), torch.zeros_like(layer.running_var)
                 layer.momentum = 1.0
-                layer._buffers |= {"running_mean": lent[0], "running_var": lent[1], "num_batches_tracked": None}
+                layer._buffers |= {
+                    "running_mean": temporary[0],
+                    "running_var": temporary[1],
+                    "num_batches_tracked": None,
+                }
         try:
             yield
         finally:
@@ -62,7 +66,7 @@ class DeferredStatistics:
                 layer._buffers |= buffers
 
     def _read(self, number: int, layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """What the layer left in its lent buffers; its variance is the unbiased one."""
+        """Mean and variance from the layer's temporary buffers; the variance is the unbiased one."""
         n = inputs[0].numel() // inputs[0].shape[1]
         self._join(number, n, layer.running_mean.clone(), layer.running_var * (n - 1))
 
@@ -73,19 +77,19 @@ class DeferredStatistics:
         self._join(number, n, x.mean(dims), x.var(dims, correction=0) * n)
 
     def _join(self, number: int, n: int, mean: Tensor, apart: Tensor) -> None:
-        """Join what a micro-batch holds to what came before: around the means, since the difference of large sums of
-        squares would leave nothing of a small variance."""
-        if number in self.seen:
-            before, mean_before, apart_before = self.seen[number]
+        """Add the statistics of a micro-batch to those before it: around the means, since the difference of large sums
+        of squares would lose a small variance."""
+        if number in self.collected:
+            before, mean_before, apart_before = self.collected[number]
             total, step = before + n, mean - mean_before
             apart = apart_before + apart + step.square() * (before * n / total)
             n, mean = total, mean_before + step * (n / total)
-        self.seen[number] = n, mean, apart
+        self.collected[number] = n, mean, apart
 
     @torch.no_grad()
     def commit(self) -> None:
         """Move the running statistics by the whole batch, as one forward of it would have."""
-        for number, (n, mean, apart) in self.seen.items():
+        for number, (n, mean, apart) in self.collected.items():
             layer = self.layers[number]
             assert layer.running_mean is not None
             assert layer.running_var is not None
@@ -97,4 +101,4 @@ class DeferredStatistics:
             variance = apart / max(1, n - 1)  # unbiased, as torch keeps it
             layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), factor)
             layer.running_var.lerp_(variance.to(layer.running_var.dtype), factor)
-        self.seen.clear()
+        self.collected.clear()

@@ -1,6 +1,6 @@
-"""A stage's forward with BatchNorm, the sum behind it and ReLU in one function (norms.py).
+"""A stage's forward with BatchNorm, the sum after it and ReLU in one function (kernels/batch_norm.py).
 
-A small network on a large GPU is held up by the number of its kernels; these three are half of a residual network's.
+A small network on a large GPU is limited by the number of its kernels; these three are half of a residual network's.
 The module is traced once by torch.fx. Nothing else in it is changed: its other parts, parameters and buffers are the
 module's own. What cannot be traced, or has nothing to join, runs as it is.
 """
@@ -28,7 +28,7 @@ RELUS = (F.relu, torch.relu)
 
 
 class Fused:
-    """Called like `weights.call` for the module of stage k; `refused` says why nothing is joined, if so."""
+    """Called like `weights.call` for the module of stage k; `refused` is the reason why nothing is joined, if so."""
 
     def __init__(self, k: int, module: nn.Module, *, refused: str | None = None) -> None:
         self.k, self.module = k, module
@@ -40,14 +40,14 @@ class Fused:
         else:
             self._refuse(refused)
 
-    def _refuse(self, why: str) -> None:
-        self.refused = why
-        warnings.warn(f"stage {self.k} is not fused and goes on as it is: {why}", NotFused, stacklevel=4)
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
+        warnings.warn(f"stage {self.k} is not fused and runs as it is: {reason}", NotFused, stacklevel=4)
 
     def _trace(self) -> None:
         try:
             graph = fx.Tracer().trace(self.module)
-        except Exception as error:  # of the model's own code, on what stands in for a tensor
+        except Exception as error:  # of the model's own code, on a proxy instead of a tensor
             self._refuse(f"it cannot be traced: {first_line(error)}")
             return
         for node in list(graph.nodes):
@@ -73,7 +73,7 @@ class Fused:
 
     @torch.no_grad()
     def _try(self, parameters: Tensors | None, arguments: tuple[Any, ...]) -> None:
-        """Compare with the module itself, without a trace in it: what writes in place can be traced wrongly."""
+        """Compare with the module itself, leaving no trace in it: writes in place can be traced wrongly."""
         on_gpus = {leaf.device for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_cuda}
         given = []
         for joined in (False, True):
@@ -82,7 +82,7 @@ class Fused:
                 output = self._run(joined, replacements(self.module, parameters, buffers=False), copied)
             given.append([leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
         if not all(_close(one, other) for one, other in zip(*given, strict=True)):
-            self._refuse("traced, it gives other numbers")
+            self._refuse("traced, it gives another result")
 
 
 class _Joined(nn.Module):
@@ -98,7 +98,7 @@ class _Joined(nn.Module):
 
 
 def _plain(output: Any) -> Any:
-    """An output as the module gives it: a graph keeps lists and dicts as kinds of its own."""
+    """An output as the module returns it: a graph has list and dict types of its own."""
     if isinstance(output, dict):
         return {key: _plain(value) for key, value in output.items()}
     if type(output) is tuple:
@@ -141,7 +141,7 @@ def _join(module: nn.Module, graph: fx.Graph, relu: fx.Node) -> None:
 def _is_relu(module: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
         part = module.get_submodule(str(node.target))
-        return type(part) is nn.ReLU and not _watched(part)
+        return type(part) is nn.ReLU and not _has_hooks(part)
     return node.op == "call_function" and node.target in RELUS and len(node.args) == 1
 
 
@@ -149,14 +149,14 @@ def _is_norm(module: nn.Module, node: Any) -> bool:
     if not isinstance(node, fx.Node) or node.op != "call_module" or "relu" in node.meta:
         return False
     part = module.get_submodule(str(node.target))
-    return type(part) is nn.BatchNorm2d and not _watched(part) and len(node.args) == 1
+    return type(part) is nn.BatchNorm2d and not _has_hooks(part) and len(node.args) == 1
 
 
 def _is_narrow(module: nn.Module, node: fx.Node) -> bool:
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return False
     part = module.get_submodule(str(node.target))
-    return narrow(part) and not _watched(part)
+    return narrow(part) and not _has_hooks(part)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -169,6 +169,6 @@ def _alone(node: fx.Node) -> bool:
     return len(node.users) == 1
 
 
-def _watched(part: nn.Module) -> bool:
-    """Whether somebody wants to see what goes through it."""
+def _has_hooks(part: nn.Module) -> bool:
+    """Whether it has hooks, which have to be called."""
     return bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)

@@ -1,4 +1,4 @@
-"""How many bytes a stage holds, counted rather than asked from an allocator, so that any device and engine can tell."""
+"""Bytes that a stage holds, counted by its tensors: the same on every device and engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 
 def size(*contents: Any) -> int:
-    """Bytes of all tensors of some pytrees, each place in memory counted once.
+    """Bytes of all tensors of some pytrees, each address counted once.
 
-    By where tensors begin and not by their storages: what came over a link shares one with its whole message.
+    By where tensors begin and not by their storages: a received tensor shares its storage with its whole message.
     """
     places: dict[tuple[int, torch.device], int] = {}
     for leaf in pytree.tree_leaves(contents):
@@ -33,10 +33,10 @@ class Saved:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor):
             yield
 
-    def _see(self, tensor: Tensor) -> Tensor:
+    def _note(self, tensor: Tensor) -> Tensor:
         if tensor.untyped_storage().data_ptr() not in self.known:
             self.places[tensor.data_ptr()] = max(self.places.get(tensor.data_ptr(), 0), tensor.nbytes)
         return tensor

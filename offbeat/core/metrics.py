@@ -45,7 +45,7 @@ def scores_classes(output: Any, target: Any) -> bool:
 
 
 class Meter:
-    """Means over samples of what was added since it was last emptied; `error` and `top5` are percentages."""
+    """Means over the samples added since it was last emptied; `error` and `top5` are percentages."""
 
     def __init__(self, metric: Metric | None = None) -> None:
         self.metric = metric or wrong

@@ -14,7 +14,7 @@ from offbeat.errors import UserError
 
 
 def micro_batches(t: int, x: Any, y: Any, m: int) -> Iterator[Message]:
-    """Batch t as m messages with the share of the samples in each; short batches leave some empty."""
+    """Batch t as m messages with the share of the samples in each; of short batches some are empty."""
     if m == 1:
         yield Message(t, (x, y, 1.0))
         return
@@ -26,7 +26,7 @@ def micro_batches(t: int, x: Any, y: Any, m: int) -> Iterator[Message]:
         if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != samples:
             raise UserError(
                 f"batch {t} of {samples} samples cannot be split into micro-batches, one of its tensors is "
-                f"of shape {tuple(leaf.shape)}: give a row a sample, or single numbers"
+                f"of shape {tuple(leaf.shape)}: give one row per sample, or scalars"
             )
 
     def part(content: Any, i: int) -> Any:

@@ -1,4 +1,4 @@
-"""What the stages of a model give for a sample: what auxiliary heads are built for."""
+"""Output shapes of the stages of a model, for which auxiliary heads are built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from offbeat.core.stage import USERS_CODE
+from offbeat.core.descriptions import USER_CODE_ERRORS
 from offbeat.errors import UserError, first_line
 
 
@@ -32,7 +32,7 @@ def shapes_and_classes(
                         'else: cut between blocks (units="blocks", or other cuts)'
                     )
                 shapes.append(list(x.shape[1:]))
-    except USERS_CODE as error:
+    except USER_CODE_ERRORS as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"the model cannot take the sample: {first_line(error)}") from error

@@ -1,12 +1,12 @@
-"""The numbers that a network is computed with; master weights, sums of gradients and optimizer are always float32.
+"""The precision in which a network computes; master weights, sums of gradients and optimizer are always float32.
 
     fp32   torch's own settings (where cuDNN's convolutions may use TF32 unless that is switched off)
     tf32   float32, multiplied with 10 bits of mantissa (CUDA)
     bf16   convolutions, products and what is between them in bfloat16
 
 In bf16 each float32 parameter of two dimensions or more is used as a bfloat16 copy, one for each weight version. The
-others (BatchNorm, biases) stay float32; autocast, which has nothing left to do for the copies, reconciles them with
-operations that take one type only. Losses are computed in float32.
+others (BatchNorm, biases) stay float32; autocast, which does nothing to the copies, casts them for operations that take
+one type only. Losses are computed in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """What a precision means on a device; channels_last: whether images lie that way in memory."""
+    """A precision on a device; channels_last: whether images are in that memory format."""
 
     precision: Precision = "fp32"
     device: str = "cpu"  # its type
@@ -37,7 +37,7 @@ class PrecisionPolicy:
 
     @classmethod
     def of(cls, precision: str, device: torch.device) -> PrecisionPolicy:
-        """The numbers of that name, if the device has them.
+        """The policy of that name, if the device supports it.
 
         >>> PrecisionPolicy.of("bf16", torch.device("cpu")).lowers
         True
@@ -72,7 +72,7 @@ class PrecisionPolicy:
         return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
 
     def entering(self, content: Any) -> Any:
-        """A batch as the first stage takes it: float32 becomes bfloat16, whole numbers stay."""
+        """A batch as the first stage takes it: float32 becomes bfloat16, integers stay."""
         if not self.lowers and not self.channels_last:
             return content
         return pytree.tree_map_only(Tensor, self._entering, content)
@@ -113,7 +113,7 @@ class PrecisionPolicy:
         return found
 
     def lay_out(self, model: nn.Module) -> None:
-        """Put the model's images and filters into the memory layout that goes with these numbers."""
+        """Put the model's images and filters into the memory format of this precision."""
         if self.channels_last:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dim() == 4:
@@ -154,8 +154,8 @@ def raised(tensor: Tensor) -> Tensor:
 
 
 def _switch_tf32(products: str, convolutions: bool) -> tuple[str, bool]:
-    """Set both switches; what they were. (torch 2.9 to 2.12 warn of these names, but mixing them with the newer ones
-    raises wherever torch asks for the older, and these set both.)"""
+    """Set both switches; returns their old values. (torch 2.9 to 2.12 warn of these names, but mixing them with the
+    newer ones raises wherever torch reads the older, and these set both.)"""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*new API settings", category=UserWarning)
         try:

@@ -11,7 +11,7 @@ from offbeat.seeds import derive
 
 
 class RandomStream:
-    """Torch's global generators as this stage left them, separate from the data's and from every other stage's.
+    """The state of torch's global generators for this stage, separate from the data's and from every other stage's.
 
     Results then depend neither on the engine nor on how many stages share a process.
     """
@@ -19,7 +19,7 @@ class RandomStream:
     def __init__(self, device: torch.device, *name: object) -> None:
         own = derive(*name)
         self.device = device
-        self.still = False  # while nothing may be drawn, nor asked
+        self.frozen = False  # while the state of the generators may be neither read nor set
         self.state = [torch.Generator(where).manual_seed(own).get_state() for where in self._generators()]
 
     def _generators(self) -> list[torch.device]:
@@ -36,7 +36,7 @@ class RandomStream:
     @contextmanager
     def drawing(self, replay: list[torch.Tensor] | None = None) -> Iterator[None]:
         """Draw from this stream; with `replay`, repeat the draws that followed that state instead."""
-        if self.still:
+        if self.frozen:
             yield
             return
         outside = self._get()
@@ -49,5 +49,5 @@ class RandomStream:
             self._set(outside)
 
     def drawn(self, since: list[torch.Tensor]) -> bool:
-        """Whether anything was drawn since that state; to be asked while drawing."""
+        """Whether anything was drawn since that state; to be called within `drawing`."""
         return not all(map(torch.equal, self._get(), since))

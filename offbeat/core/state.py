@@ -2,7 +2,7 @@
 
 Graphs cannot be written down. A batch in flight is kept as what made its graph: its input, the weights of its forward
 and the random state before it; loading repeats the forward, which leaves BatchNorm's statistics alone. Stash has those
-weights anyway; hybrid does not, and remembers them from `stage.keep()` on until they are saved.
+weights anyway; hybrid does not, and keeps copies of them from `stage.keep()` on until they are saved.
 
 Parameters, gradients and optimizer state go by their names in the unsplit model.
 """
@@ -16,81 +16,101 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offbeat.core.stage import InFlight, Stage
+from offbeat.core.in_flight import InFlight
+from offbeat.core.stage import Stage
 from offbeat.core.weights import Version
 from offbeat.errors import UserError
 
 Tree = dict[str, Any]
-KINDS = {"momentum", "betas", "alpha", "rho", "lr_decay", "etas"}  # options that tell optimizers apart
-COUNTERS = ("update_index", "samples", "last_batch", "backwards", "most_held", "held_bytes", "skipped", "full_batch")
+KINDS = {"momentum", "betas", "alpha", "rho", "lr_decay", "etas"}  # options by which optimizers differ
 
 
 def save(stage: Stage) -> Tree:
-    """Everything that decides how this stage goes on; its tensors are the stage's own, so write them at once."""
-    stage.settle()
+    """Everything that the rest of training depends on, of a stage whose launcher is settled.
+
+    The tensors are the stage's own: write them before the next batch.
+    """
     if stage.weights.forgets and any(batch.kept is None for batch in stage.in_flight.values()):
         raise UserError(
             f"stage {stage.k} has not kept the weights of its batches in flight: call keep() "
-            f"{stage.lag + 1} batches before saving"
+            f"{stage.method.lag(stage.k, stage.K) + 1} batches before saving"
         )
     versions: list[Version] = []
     in_flight = [_save_batch(t, batch, versions, replays=stage.weights.replays) for t, batch in stage.in_flight.items()]
     policy = stage.weights.save(versions)
+    feedback, optimization, network = stage.feedback, stage.optimization, stage.network
     return {
         "k": stage.k,
         "K": stage.K,
         "model": dict(_tensors(stage)),
-        "head": None if stage.head is None else dict(stage.head.state_dict()),
-        "teacher": None if stage.teacher is None else stage.teacher.state_dict(),
+        "head": None if feedback.head is None else dict(feedback.head.state_dict()),
+        "teacher": None if feedback.teacher is None else feedback.teacher.state_dict(),
         **_optimizer(stage),
-        "scheduler": stage.scheduler.state_dict() if stage.scheduler else None,
-        "corrections": {name: dict(stage.corrections.place.memory.get(p, {})) for name, p in stage.parameters.items()},
-        "random": stage.random.state,
-        "evaluation_random": stage.evaluation_random.state,
+        "scheduler": optimization.scheduler.state_dict() if optimization.scheduler else None,
+        "corrections": {
+            name: dict(optimization.corrections.place.memory.get(p, {})) for name, p in stage.parameters.items()
+        },
+        "random": network.random.state,
+        "evaluation_random": network.evaluation_random.state,
         "window": {
             "levels": list(stage.window.levels),
             "batches": list(stage.window.batches),
             "weights": list(stage.window.weights),
             "gradients": stage.window.gradients(),
         },
-        "bad": sorted(stage.bad),
+        "bad": sorted(stage.guard.not_finite),
         "versions": [version.tensors for version in versions],
         "policy": policy,
         "in_flight": in_flight,
-        "lessons": [[t, h, target] for t, (h, target) in stage.lessons.items()],
-        "counters": {name: getattr(stage, name) for name in COUNTERS},
+        "lessons": [[t, h, target] for t, (h, target) in feedback.lessons.items()],
+        "counters": _counters(stage),
         "staleness": [[level, count] for level, count in stage.staleness.items()],
-        "meter": {"samples": stage.meter.samples, "sums": dict(stage.meter.sums)},
+        "meter": {"samples": stage.figures.meter.samples, "sums": dict(stage.figures.meter.sums)},
+    }
+
+
+def _counters(stage: Stage) -> dict[str, int | None]:
+    figures = stage.figures
+    return {
+        "update_index": stage.update_index,
+        "samples": figures.samples,
+        "last_batch": figures.last_batch,
+        "backwards": figures.backwards,
+        "most_held": figures.most_held,
+        "held_bytes": stage.network.batch_bytes,
+        "skipped": stage.guard.skipped,
+        "full_batch": stage.batch_weights.full_batch,
     }
 
 
 def _tensors(stage: Stage) -> dict[str, Tensor]:
     """Parameters (also frozen ones) and buffers, by name."""
-    return {**dict(stage.module.named_parameters()), **dict(stage.module.named_buffers())}
+    return {**dict(stage.network.module.named_parameters()), **dict(stage.network.module.named_buffers())}
 
 
 def _optimizer(stage: Stage) -> Tree:
-    if stage.optimizer is None:
+    optimizer = stage.optimization.optimizer
+    if optimizer is None:
         return {"optimizer": {}, "groups": []}
     names = {id(parameter): name for name, parameter in stage.parameters.items()}
-    state = {names[id(p)]: dict(values) for p, values in stage.optimizer.state.items() if values}
+    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if values}
     groups = [
         {
             **{option: _number(value) for option, value in group.items() if option not in ("params", "param_names")},
             "names": [names[id(p)] for p in group["params"]],
         }
-        for group in stage.optimizer.param_groups
+        for group in optimizer.param_groups
     ]
     return {"optimizer": state, "groups": groups}
 
 
 def _number(value: Any) -> Any:
-    """An option of an optimizer, which may be a number on the device."""
+    """An option of an optimizer, which may be a scalar on the device."""
     return value.item() if isinstance(value, Tensor) and not value.dim() else value
 
 
 def _save_batch(t: int, batch: InFlight, versions: list[Version], *, replays: bool) -> Tree:
-    used = Version(None) if replays else batch.kept or batch.version  # a replay takes what there is by then
+    used = Version(None) if replays else batch.kept or batch.version  # a replay uses the weights of its backward
     if used.tensors is not None and used not in versions:
         versions.append(used)
     return {
@@ -111,25 +131,22 @@ def _plain(leaf: Any) -> Any:
 
 
 def load(stage: Stage, tree: Tree) -> None:
-    """Put a stage of the same k, K, method and cuts into the state that `save` saw."""
+    """Put a stage of the same k, K, method and cuts into the state that was saved."""
     load_model(stage, tree["model"], tree["optimizer"], tree["corrections"])
     load_head(stage, tree)
     _load_groups(stage, tree["groups"])
-    if stage.scheduler:
-        stage.scheduler.load_state_dict(tree["scheduler"])
-    stage.random.state = list(tree["random"])
-    stage.evaluation_random.state = list(tree["evaluation_random"])
-    for name in COUNTERS:
-        setattr(stage, name, tree["counters"].get(name, getattr(stage, name)))  # older files lack some
-    stage.staleness.clear()
-    stage.staleness.update(dict(tree["staleness"]))
-    stage.meter.samples, stage.meter.sums = tree["meter"]["samples"], dict(tree["meter"]["sums"])
-    stage.lessons = {t: (stage._here(h), stage._here(target)) for t, h, target in tree["lessons"]}
+    network = stage.network
+    if stage.optimization.scheduler:
+        stage.optimization.scheduler.load_state_dict(tree["scheduler"])
+    network.random.state = list(tree["random"])
+    network.evaluation_random.state = list(tree["evaluation_random"])
+    _load_counters(stage, tree)
+    stage.feedback.lessons = {t: (network.to_device(h), network.to_device(target)) for t, h, target in tree["lessons"]}
     window = tree["window"]
     stage.window.load(list(window["levels"]), list(window["batches"]), window["gradients"], window.get("weights"))
-    stage.bad = set(tree["bad"])
+    stage.guard.not_finite = set(tree["bad"])
     versions = [
-        Version({name: tensor.to(stage.device).requires_grad_() for name, tensor in tensors.items()})
+        Version({name: tensor.to(network.device).requires_grad_() for name, tensor in tensors.items()})
         for tensors in tree["versions"]
     ]
     stage.weights.load(tree["policy"], versions)
@@ -138,12 +155,26 @@ def load(stage: Stage, tree: Tree) -> None:
     stage.in_flight.update(in_flight)
 
 
+def _load_counters(stage: Stage, tree: Tree) -> None:
+    saved = {**_counters(stage), **tree["counters"]}  # older files lack some
+    figures, meter = stage.figures, stage.figures.meter
+    stage.update_index = saved["update_index"]
+    figures.samples, figures.last_batch = saved["samples"], saved["last_batch"]
+    figures.backwards, figures.most_held = saved["backwards"], saved["most_held"]
+    stage.network.batch_bytes = saved["held_bytes"]
+    stage.guard.skipped = saved["skipped"]
+    stage.batch_weights.full_batch = saved["full_batch"]
+    stage.staleness.clear()
+    stage.staleness.update(dict(tree["staleness"]))
+    meter.samples, meter.sums = tree["meter"]["samples"], dict(tree["meter"]["sums"])
+
+
 def load_model(
     stage: Stage, model: Mapping[str, Tensor], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]
 ) -> None:
     """Parameters, buffers and per-parameter state of the stage's part of the model by name, from one stage or from all
     of another cut."""
-    stage.reset()
+    stage.launcher.reset()
     own = _tensors(stage)
     with torch.no_grad():
         for name, tensor in own.items():
@@ -151,45 +182,47 @@ def load_model(
                 there = f"of shape {list(model[name].shape)}" if name in model else "not there"
                 raise UserError(f"{name} of shape {list(tensor.shape)} is {there} in the checkpoint: use its model")
             tensor.copy_(model[name])
-    if stage.optimizer is not None:
-        stage.optimizer.state.clear()  # what the checkpoint has none of has not begun
-    stage.corrections.place.memory.clear()
+    if stage.optimization.optimizer is not None:
+        stage.optimization.optimizer.state.clear()  # a parameter without state in the checkpoint has none yet
+    stage.optimization.corrections.place.memory.clear()
     _load_state(stage, [name for name in stage.parameters if name in own], optimizer, corrections)
 
 
 def load_head(stage: Stage, tree: Tree | None) -> None:
     """The auxiliary head of a stage that ended where this one does, with its optimizer's state; None: it stays new."""
-    if stage.head is None or tree is None:
+    feedback = stage.feedback
+    if feedback.head is None or tree is None:
         return
-    stage.head.load_state_dict(tree["head"])
-    if stage.teacher is not None:
-        stage.teacher.load_state_dict(_as_torch(tree["teacher"]))
+    feedback.head.load_state_dict(tree["head"])
+    if feedback.teacher is not None:
+        feedback.teacher.load_state_dict(_as_torch(tree["teacher"]))
     own = _tensors(stage)
     _load_state(stage, [name for name in stage.parameters if name not in own], tree["optimizer"], tree["corrections"])
 
 
 def _load_state(stage: Stage, names: list[str], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]) -> None:
     """What the optimizer and the correctors remember of these parameters."""
+    made, memory = stage.optimization.optimizer, stage.optimization.corrections.place.memory
     for name in names:
         parameter = stage.parameters[name]
-        if stage.optimizer is not None and name in optimizer:
-            stage.optimizer.state[parameter] = {
+        if made is not None and name in optimizer:
+            made.state[parameter] = {
                 key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
                 for key, value in optimizer[name].items()
             }
         for key, value in corrections.get(name, {}).items():
-            stage.corrections.place.memory[parameter][key] = value.to(parameter.device)
+            memory[parameter][key] = value.to(parameter.device)
 
 
 def _load_groups(stage: Stage, groups: list[Tree]) -> None:
-    if stage.optimizer is None:
+    optimizer = stage.optimization.optimizer
+    if optimizer is None:
         return
-    for group, saved in zip(stage.optimizer.param_groups, groups, strict=True):
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
         if KINDS & group.keys() != KINDS & saved.keys():
             theirs = ", ".join(sorted(KINDS & saved.keys())) or "other options"
             raise UserError(
-                f"this state is of another optimizer than {type(stage.optimizer).__name__}, with {theirs}: "
-                "make the same one"
+                f"this state is of another optimizer than {type(optimizer).__name__}, with {theirs}: make the same one"
             )
         for option, value in saved.items():
             if isinstance(group.get(option), Tensor) and not isinstance(value, Tensor):
@@ -199,13 +232,14 @@ def _load_groups(stage: Stage, groups: list[Tree]) -> None:
 
 
 def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
-    """The batch with its graph, made again."""
+    """The batch, with its graph computed again."""
     forwarded = versions[entry["version"]] if entry["version"] is not None else Version(None)
-    leaves, structure = pytree.tree_flatten(stage._here(entry["x"]))  # entered before
+    network = stage.network
+    leaves, structure = pytree.tree_flatten(network.to_device(entry["x"]))  # already in the type of the stage
     batch = InFlight(
-        stage.wanting(leaves),
+        network.requiring_gradients(leaves),
         structure,
-        stage._here(entry["target"]),
+        network.to_device(entry["target"]),
         forwarded,
         entry["update"],
         entry["steady"],
@@ -218,13 +252,13 @@ def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
         return batch
     with stage.weights.again(forwarded) as version:
         batch.version = version
-        with stage.random.drawing(replay=batch.random):
-            batch.roots = pytree.tree_leaves(stage._run(entry["t"], batch, version, again=True))
+        with network.random.drawing(replay=batch.random):
+            batch.roots = pytree.tree_leaves(network.repeat(entry["t"], batch, version))
     return batch
 
 
 def _as_torch(saved: Tree) -> Tree:
-    """An optimizer's state_dict, whose keys are parameter numbers."""
+    """An optimizer's state_dict, whose keys are the indices of parameters."""
     return {
         "state": {int(number): values for number, values in saved["state"].items()},
         "param_groups": saved["param_groups"],

@@ -1,21 +1,21 @@
-"""Which parameters a forward and its backward run on when updates come in between.
+"""Which parameters a forward and its backward run on when there are updates between the two.
 
 An optimizer changes its parameters in place, and autograd refuses (or, through `.data`, silently mixes) a graph whose
-parameters changed. So a graph never holds the parameters themselves unless no update can come before its backward:
+parameters changed. So a graph never holds the parameters themselves unless no update precedes its backward:
 
     live      no lag: the module's own parameters, plain PyTorch
-    stash     a snapshot an update, shared by the batches forwarded until the next one: backward is exact
+    stash     a snapshot per update, shared by the batches forwarded until the next one: backward is exact
     before    snapshots of the last two versions: every batch of a window on the version of the window before
     hybrid    aliases of the storage with a version counter of their own: old activations, current parameters
-    replay    no graph: the forward is repeated on the current parameters when the gradient is there
+    replay    no graph: the forward is repeated on the current parameters when the gradient arrives
 
 A forward, and in hybrid and replay a backward, may run on predicted values instead of the parameters.
 
 Where forwards compute in another type than the parameters', snapshots are in that type, and live, hybrid and replay
-have one set of such copies, which is refreshed once an update.
+have one set of such copies, which is refreshed once per update.
 
-Buffers (BatchNorm statistics) stay live in all of them; a replay runs on copies of what they are by then, so that each
-batch counts once. (A module that computes with a buffer it writes, unlike BatchNorm, is replayed with a later value.)
+Buffers (BatchNorm statistics) are not versioned; a replay runs on copies of their present values, so that each batch
+counts once. (A module that computes with a buffer it writes, unlike BatchNorm, is replayed with a later value.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Tensors = dict[str, Tensor]
 class Version:
     """The parameters of one forward, by name in the stage; None stands for the module's own.
 
-    age: by how many updates they are older than the newest; number: of which version they are a copy, if anybody counts
+    age: by how many updates they are older than the newest; number: of which version they are a copy, where that counts
     """
 
     def __init__(self, tensors: Tensors | None, age: int = 0, number: int = 0) -> None:
@@ -52,24 +52,24 @@ Work = Callable[[], object]
 
 
 def at_once(key: object, work: Work) -> None:
-    """Do tensor work of a policy now; work of the same key reads and writes the same memory every time, that of None
-    another one."""
+    """Do tensor work of a policy now. Work of the same key reads and writes the same memory every time; that of key
+    None does not."""
     work()
 
 
 @dataclass(frozen=True)
 class WeightSources:
-    """What a policy is made of: the parameters, and what stands in for them in forwards and backwards (None: they do).
+    """What a policy is made of: the parameters, and what replaces them in forwards and backwards (None: nothing).
 
     version        (forwards, newest) -> version of a forward, for policies that do not use the newest
-    numbers        the types in which forwards use the values
+    precision      the types in which forwards use the values
     """
 
     parameters: Tensors
     forward: Prediction | None = None
     backward: Prediction | None = None
     version: Callable[[int, int], int] | None = None
-    numbers: PrecisionPolicy = FULL
+    precision: PrecisionPolicy = FULL
 
     def named(self, values: list[Tensor]) -> Tensors:
         return {name: value.requires_grad_() for name, value in zip(self.parameters, values, strict=True)}
@@ -77,7 +77,7 @@ class WeightSources:
     def snapshot(self, place: Tensors | None = None) -> Tensors:
         """A copy of what forwards use now, in new memory or in that of `place`."""
         if place is None:
-            return self.named([self.numbers.lower(v) for v in self.forward()] if self.forward else self.copies())
+            return self.named([self.precision.lower(v) for v in self.forward()] if self.forward else self.copies())
         if place:
             values = self.forward() if self.forward else [parameter.detach() for parameter in self.parameters.values()]
             copy_all([tensor.data for tensor in place.values()], values)  # whose graphs are kept
@@ -86,7 +86,7 @@ class WeightSources:
     def copies(self) -> list[Tensor]:
         """New tensors with the parameters as forwards use them."""
         return [
-            self.numbers.lower(p.detach()) if self.numbers.lowered(p) else p.detach().clone()
+            self.precision.lower(p.detach()) if self.precision.lowered(p) else p.detach().clone()
             for p in self.parameters.values()
         ]
 
@@ -103,8 +103,8 @@ class WeightPolicy(Protocol):
 
     sources: WeightSources
     replays: bool
-    forgets: bool  # whether what a forward used is gone with the next update
-    copies: int  # sets of parameters of its own beside the optimizer's and the older versions
+    forgets: bool  # whether the next update overwrites what a forward used
+    copies: int  # sets of parameters of its own, besides the optimizer's and the older versions
     forwards: int  # of this program, where the version depends on their number
     do: Callable[[object, Work], None]  # how its copies are made
 
@@ -121,7 +121,7 @@ class WeightPolicy(Protocol):
         """A window has closed without an update: something in it was not finite, or there are no parameters."""
 
     def restart(self) -> None:
-        """All batches are done; the program starts afresh."""
+        """All batches are done; the program starts again."""
 
     def versions(self) -> int:
         """Versions that are held, for batches in flight or as the newest."""
@@ -136,30 +136,30 @@ class WeightPolicy(Protocol):
         """What else the policy holds; versions that are not yet in the list are added to it."""
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
-        """Take up what was saved."""
+        """Restore what was saved."""
 
     def again(self, version: Version) -> AbstractContextManager[Version]:
         """Around a repeated forward of a batch in flight: the version to run it on."""
 
 
 class Live:
-    """The module's own parameters; sound when no update comes between a forward and its backward.
+    """The module's own parameters; correct when there is no update between a forward and its backward.
 
-    In another type: copies of those that have it, refreshed in place, so that forwards and graphs can go on using them.
+    In another type: copies of those that have it, refreshed in place, so that forwards and graphs keep using them.
     """
 
     replays = False
     forgets = False
     copies = forwards = 0
-    behind = False  # the parameters
+    outdated = False  # whether the copies are older than the parameters
     do: Callable[[object, Work], None]
 
     def __init__(self, sources: WeightSources) -> None:
-        self.sources, numbers, self.do = sources, sources.numbers, at_once
-        self.storage: list[Tensor] = [numbers.lower(parameter.data) for parameter in sources.parameters.values()]
-        if numbers.lowers:
-            self.copies, self.behind = 1, True
-        self.own = self._aliases() if numbers.lowers else Version(None)
+        self.sources, precision, self.do = sources, sources.precision, at_once
+        self.storage: list[Tensor] = [precision.lower(parameter.data) for parameter in sources.parameters.values()]
+        if precision.lowers:
+            self.copies, self.outdated = 1, True
+        self.own = self._aliases() if precision.lowers else Version(None)
 
     def _aliases(self) -> Version:
         """`.data` shares storage but not the version counter."""
@@ -167,28 +167,28 @@ class Live:
 
     def _refresh(self) -> None:
         self.do("refresh", self._lower)
-        self.behind = False
+        self.outdated = False
 
     def _lower(self) -> None:
         pairs = [
             (copy, parameter.detach())
             for copy, parameter in zip(self.storage, self.sources.parameters.values(), strict=True)
-            if self.sources.numbers.lowered(parameter)
+            if self.sources.precision.lowered(parameter)
         ]
         copy_all([copy for copy, _ in pairs], [parameter for _, parameter in pairs])
 
     def current(self) -> Version:
-        if self.behind:
+        if self.outdated:
             self._refresh()
         return self.own
 
     def returning(self, version: Version) -> Version:
-        if self.behind:
+        if self.outdated:
             self._refresh()
         return version
 
     def changed(self) -> None:
-        self.behind = self.sources.numbers.lowers
+        self.outdated = self.sources.precision.lowers
 
     def passed(self) -> None:
         pass
@@ -227,12 +227,12 @@ class Replay(Live):
     def returning(self, version: Version) -> Version:
         if not self.sources.backward:
             return super().returning(self.own)
-        return Version(self.sources.named([self.sources.numbers.lower(value) for value in self.sources.backward()]))
+        return Version(self.sources.named([self.sources.precision.lower(value) for value in self.sources.backward()]))
 
 
 class Hybrid(Live):
     """Aliases of the parameters (or of the copies), whose version counter is their own: a stored graph stays usable
-    while the optimizer changes what its backward will read."""
+    while the optimizer changes the values that its backward will read."""
 
     forgets = True
 
@@ -255,8 +255,8 @@ class Hybrid(Live):
 
     @contextmanager
     def again(self, version: Version) -> Iterator[Version]:
-        """The old values under the aliases while the graph is made, then the present ones."""
-        if self.behind:
+        """The aliases have the old values while the graph is made, then the present ones."""
+        if self.outdated:
             self._refresh()
         present = [tensor.clone() for tensor in self.storage]
         if version.tensors:
@@ -268,7 +268,7 @@ class Hybrid(Live):
 
 
 class PredictedHybrid(Hybrid):
-    """Aliases of a second set of parameters, which is filled with what is due before each forward and each backward."""
+    """Aliases of a second set of parameters, which gets the predicted values before each forward and each backward."""
 
     copies = 1
 
@@ -293,7 +293,7 @@ class PredictedHybrid(Hybrid):
 class Stash(Live):
     """Snapshots, made at the first forward after an update and dropped with the last batch that needs them.
 
-    `memory` may hold places for them, which are used again when nobody needs what lies there.
+    `memory` may hold tensors to put them in, which are used again when nothing needs their contents.
     """
 
     copies = 1  # of the newest version
@@ -311,7 +311,7 @@ class Stash(Live):
 
     def _make(self) -> Version:
         place = self.room()
-        if place is not None:  # the next one goes where nobody has been for longest
+        if place is not None:  # the least recently used one
             self.memory = [other for other in self.memory if other is not place] + [place]
             self.do(id(place), partial(self.sources.snapshot, place))
         else:
@@ -343,7 +343,7 @@ class Stash(Live):
         self.made += 1
 
     def restart(self) -> None:
-        self.newest = None  # made anew where the first one lies
+        self.newest = None  # the next one goes where the first one was
 
     def versions(self) -> int:
         return len({version.number for version in self.alive()} | {self.made})  # the parameters themselves
@@ -356,18 +356,18 @@ class Stash(Live):
 
     def load(self, saved: dict[str, Any], versions: list[Version]) -> None:
         self.newest = None if saved["newest"] is None else versions[saved["newest"]]
-        numbers = saved.get("numbers")  # which older files do not tell
+        numbers = saved.get("numbers")  # not in older files
         for place, version in enumerate(versions):
             apart = 0 if version is self.newest else -1 - place
             version.number = self.made + (apart if numbers is None else numbers[place])
 
 
 class Before(Stash):
-    """Snapshots of the last two versions, of which a forward uses the one that its place in the program asks for."""
+    """Snapshots of the last two versions, of which a forward uses the one given by its position in the program."""
 
     def __init__(self, sources: WeightSources, in_flight: InFlightOn) -> None:
         super().__init__(sources, in_flight)
-        self.kept: list[Version] = []  # none before the first forward: the parameters may yet be loaded
+        self.kept: list[Version] = []  # none before the first forward, since parameters may be loaded until then
         self.forwards = 0
 
     def current(self) -> Version:
@@ -387,7 +387,7 @@ class Before(Stash):
         self.kept = [*self.kept[-1:], self._make()]
 
     def passed(self) -> None:
-        self.changed()  # the next version is like the one before, but it is the next
+        self.changed()  # the next version, with the same values
 
     def restart(self) -> None:
         self.kept = []
@@ -439,7 +439,7 @@ def call(module: nn.Module, parameters: Tensors | None, arguments: tuple[Any, ..
 
 
 def replacements(module: nn.Module, parameters: Tensors | None, *, buffers: bool) -> Tensors:
-    """What takes the place of the module's own tensors: those parameters, and copies of buffers that are to stay."""
+    """What replaces the module's own tensors: those parameters, and copies of buffers that must not change."""
     replaced = dict(parameters or {})
     if not buffers:
         replaced.update({name: buffer.clone() for name, buffer in module.named_buffers()})

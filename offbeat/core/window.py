@@ -1,22 +1,44 @@
-"""The open window: the gradients that the next update will apply."""
+"""The open window: the sum of the gradients that the next update will apply."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.errors import UserError
 
+Weighting = Literal["batches", "samples"]
 
-class Window:
+
+class BatchWeights:
+    """The weight of each batch's gradient in the mean of a window: 1, or its samples relative to the first batch's.
+
+    A micro-batch has its share already, and the mean of one gradient needs no weights.
+    """
+
+    def __init__(self, weighting: Weighting, M: int) -> None:
+        self.by_samples = weighting == "samples" and M > 1
+        self.full_batch: int | None = None  # samples of the first batch
+
+    def enter(self, samples: int) -> float:
+        """The weight of a batch of that many samples, which is forwarded now."""
+        self.full_batch = self.full_batch or samples
+        return self.weight(samples)
+
+    def weight(self, samples: int) -> float:
+        return samples / self.full_batch if self.by_samples and self.full_batch else 1.0
+
+
+class GradientWindow:
     """The sum of the window's gradients, kept in `.grad` of the parameters, and the staleness of each."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = parameters
-        self.levels: list[int | None] = []  # None for a gradient from while the stage was filling
+        self.levels: list[int | None] = []  # None for a gradient of a forward before the stage was full
         self.batches: list[int] = []
         self.weights: list[float] = []  # of the batches in the mean
 
@@ -29,8 +51,8 @@ class Window:
         *,
         weight: float = 1.0,
     ) -> None:
-        """Add the gradients of batch t, times `weight`; `foreign` are tensors that others hold and whose memory is not
-        ours."""
+        """Add the gradients of batch t, times `weight`; `foreign` are tensors that others hold, whose memory a sum must
+        not take over."""
         gradients = _weighted(gradients, weight)
         if not self.levels:
             # Not right after the step: with the gradients gone, malloc gives the memory of a whole graph back to the
@@ -62,7 +84,7 @@ class Window:
         self.weights.append(weight)
 
     def divisor(self, over: int) -> float:
-        """What the sum is divided by: `over` gradients, of which those that are there count by their weights."""
+        """What the sum is divided by: `over` gradients, of which those in the window count by their weights."""
         extra = sum(weight - 1.0 for weight in self.weights)
         return over + extra if extra else over
 
@@ -77,7 +99,7 @@ class Window:
         gradients: Mapping[str, Tensor],
         weights: list[float] | None = None,
     ) -> None:
-        """Take up what was saved; older files have no weights."""
+        """Restore what was saved; older files have no weights."""
         self.levels, self.batches = levels, batches
         self.weights = [1.0] * len(levels) if weights is None else list(weights)
         for name, parameter in self.parameters.items():
@@ -97,25 +119,25 @@ class Window:
             nn.utils.clip_grad_norm_(of, clip_norm)
 
     def clear(self) -> None:
-        """Open the next window; the gradients go when it gets its first."""
+        """Open the next window; the old gradients are dropped when it gets its first."""
         self.levels.clear()
         self.batches.clear()
         self.weights.clear()
 
 
-class FixedSums(Window):
+class FixedSums(GradientWindow):
     """A window whose sums stay where they are, so that recorded backwards can add to them.
 
-    An optimizer leaves parameters alone that have no gradient, so it must not see the sum of one that got none in this
-    window. Parameters are known by their numbers.
+    An optimizer does not change parameters without a gradient, so the sum of a parameter that got none in this window
+    is hidden from it. Parameters go by their index.
 
-    given    those that got a gradient so far
-    usual    those to which a recorded backward adds
+    given       those that got a gradient in this window
+    recorded    those to which a recorded backward adds
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(parameters)
-        self.given = self.usual = frozenset[int]()
+        self.given = self.recorded = frozenset[int]()
 
     def clear(self) -> None:
         super().clear()
@@ -135,14 +157,14 @@ class FixedSums(Window):
         super().load(levels, batches, gradients, weights)
         self.given = frozenset(number for number, name in enumerate(self.parameters) if name in gradients)
 
-    def recorded(self, t: int, level: int | None) -> None:
+    def add_recorded(self, t: int, level: int | None) -> None:
         """A recorded backward adds the gradients of batch t."""
-        self.given = self.given | self.usual if self.given else self.usual
+        self.given = self.given | self.recorded if self.given else self.recorded
         self.count(t, level)
 
     @contextmanager
     def only(self, given: frozenset[int]) -> Iterator[None]:
-        """The sums of other parameters are out of sight."""
+        """Hide the sums of all other parameters."""
         others = [p for number, p in enumerate(self.parameters.values()) if number not in given]
         sums = [parameter.grad for parameter in others]
         for parameter in others:
@@ -154,13 +176,13 @@ class FixedSums(Window):
                 parameter.grad = kept
 
     def zero(self) -> None:
-        """Ahead of the first gradient of a window; nothing but tensor work."""
+        """Before the first gradient of a window; nothing but tensor work."""
         sums = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         if sums:
             torch._foreach_zero_(sums)
 
     def fix(self, gradients: Iterable[Tensor | None]) -> frozenset[int]:
-        """Make room for the sum of every parameter that gets gradients such as those; which they are."""
+        """Allocate the sum of every parameter that has a gradient here; the indices of these parameters."""
         found = set()
         for number, ((name, parameter), gradient) in enumerate(zip(self.parameters.items(), gradients, strict=True)):
             if gradient is None:

@@ -19,7 +19,8 @@ SAVE = "save"  # the kind of a mark that asks for a checkpoint
 
 
 class Actor(Protocol):
-    """Who does a stage's operations: the stage itself, or one that looks on (see tracing.py, observe/diagnosis.py)."""
+    """Who does a stage's operations: the stage itself, its recordings (graphs/recorded_stage.py), or an observer of
+    these (observe/tracing.py, observe/diagnosis.py)."""
 
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any: ...
 
@@ -41,15 +42,28 @@ class Links:
 
 
 class Worker:
-    """Runs one stage. Numbers depend on the order of its program alone, never on when messages arrive."""
+    """Runs one stage. Results depend on the order of its program alone, never on when messages arrive.
+
+    executor    who executes the stage's operations: by default the stage
+    actor       whom the operations are given to: the executor, or an observer of it
+    loss        of the newest batch, at the last stage
+    marks       batches after which to save -> the reason to stop there, or an empty text
+    """
 
     def __init__(
-        self, stage: Stage, method: Method, links: Links, *, barrier: Callable[[], None] = lambda: None
+        self,
+        stage: Stage,
+        method: Method,
+        links: Links,
+        *,
+        executor: Actor | None = None,
+        barrier: Callable[[], None] = lambda: None,
     ) -> None:
         self.stage, self.method, self.links, self.barrier = stage, method, links, barrier
-        self.actor: Actor = stage
-        self.loss: Tensor | None = None  # of the newest batch, at the last stage
-        self.marks: dict[int, str] = {}  # batches behind which to save -> why to stop there, or nothing
+        self.executor: Actor = executor or stage
+        self.actor = self.executor
+        self.loss: Tensor | None = None
+        self.marks: dict[int, str] = {}
         self._acts: dict[type, Callable[[Any, Link | None], None]] = {
             Forward: self._forward,
             Backward: self._backward,
@@ -73,9 +87,9 @@ class Worker:
         self.stage.restart()
 
     def iteration(self, t: int, *, wait: bool) -> Iterator[bool]:
-        """The local iteration that batch t sets off; yields True after an operation.
+        """The local iteration that batch t starts; yields True after each operation.
 
-        With wait=False it yields False instead of waiting where a message is not there yet.
+        With wait=False it yields False instead of waiting for a message that has not arrived.
         """
         return self._perform(self._enter(t), wait=wait)
 
@@ -91,7 +105,7 @@ class Worker:
         return self.entered[1] - 1
 
     def save(self) -> dict[str, Any]:
-        """Where the program is, and what is under way to the stage below or lies in the buffer."""
+        """The position in the program, the gradients that the stage below has not used, and the buffer."""
         return {
             "entered": list(self.entered),
             "messages": [[message.t, message.content] for message in self.sent],
@@ -99,8 +113,8 @@ class Worker:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from there: the program up to its place, the messages sent again."""
-        for t in range(*saved["entered"]) if saved["entered"] else ():  # none right behind a drain
+        """Continue from what was saved: the program at its position, the messages sent again."""
+        for t in range(*saved["entered"]) if saved["entered"] else ():  # none right after a drain
             self._enter(t)
         self.buffer = {t: tuple(content) for t, content in saved["buffer"]}
         for t, content in saved["messages"]:
@@ -112,24 +126,25 @@ class Worker:
             self.sent.append(message)
 
     def drain(self, *, wait: bool) -> Iterator[bool]:
-        """What is left of the program once no batch will enter; the next iteration starts it afresh."""
+        """The rest of the program when no further batch will enter; the next iteration starts a new program."""
         self.feed.append(None)
         for iteration in self.program:
             yield from self._perform(iteration, wait=wait)
         self._restart()
 
     def _perform(self, iteration: Iteration, *, wait: bool) -> Iterator[bool]:
+        launcher = self.stage.launcher
         for operation in iteration:
             source = self._source(operation)
             while source is not None and not wait and not source.ready():
-                self.stage.pause()
+                launcher.pause()
                 yield False
             self._acts[type(operation)](operation, source)
             yield True
-        self.stage.end_turn()
+        launcher.end_turn()
 
     def _source(self, operation: Operation) -> Link | None:
-        """The link that the operation takes a message from."""
+        """The link from which the operation receives."""
         k = self.stage.k
         source = self.method.receives(operation, k, self.stage.K)
         if source is None:
@@ -151,15 +166,15 @@ class Worker:
         return message.content
 
     def ahead(self) -> Message:
-        """The next message from below, left in place; marks that ask for a checkpoint before it are taken up."""
+        """The next message from below, left in place; marks before it that ask for a checkpoint are handled."""
         while (message := self.links.inputs.peek()).kind == SAVE:
             self._mark(self.links.inputs.receive())
         return message
 
     def _mark(self, message: Message) -> None:
-        """A checkpoint is wanted behind so many batches: prepare for it, and let the stage above know."""
+        """A checkpoint is wanted after `message.t` batches: prepare for it, and pass the mark on."""
         if self.entered and message.t < self.entered[1]:
-            raise UserError(f"stage {self.stage.k} was asked too late to save behind {message.t} batches")
+            raise UserError(f"stage {self.stage.k} was asked too late to save after {message.t} batches")
         self.marks[message.t] = str(message.content)
         self.stage.keep()
         if self.links.outputs:
@@ -185,7 +200,7 @@ class Worker:
         x, target, share = self.buffer[t] if source is None else self._receive(operation, source)
         if share:
             output = self.actor.forward(t, x, target, share)
-        else:  # more micro-batches than samples: nothing to compute, but the stages above count on a message
+        else:  # more micro-batches than samples: nothing to compute, but the stages above expect a message
             output = None
             self.empty.add(t)
         if self.links.outputs:

@@ -56,11 +56,11 @@ class DataSet(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """One name of the command line: how to open it, and which options it takes."""
+    """A data set that can be opened by name: the function that opens it, and its options."""
 
     opener: Callable[..., DataSet]
     takes: tuple[str, ...] = ()
-    layout: str = ""  # what the folder holds, where the data set cannot do without one
+    layout: str = ""  # contents of the folder, where one is required
 
 
 KINDS = {
@@ -73,7 +73,7 @@ KINDS = {
 
 
 def names() -> list[str]:
-    """The names that open() knows.
+    """The names that open() accepts.
 
     >>> names()
     ['cifar10', 'cifar100', 'imagefolder', 'digits', 'synthetic']
@@ -90,10 +90,10 @@ def open_data(
     samples: int | None = None,
     workers: int = 2,
 ) -> DataSet:
-    """The data set of that name; what is left at None takes the data set's own value.
+    """The data set of that name; options that are None take the data set's own value.
 
-    `folder` is where the files lie (cifar10, cifar100, imagefolder); `shape`, `classes` and `samples` are only for the
-    data sets whose files do not fix them; `workers` processes decode the images of an imagefolder, 0 none.
+    `folder` is where the files are (cifar10, cifar100, imagefolder); `shape`, `classes` and `samples` are only for the
+    data sets whose files do not fix them; `workers` processes decode the images of an imagefolder (0: this process).
 
     >>> data = open_data("synthetic", shape=(1, 8, 8), classes=3, samples=10)
     >>> [len(labels) for _, labels in data.train(batch_size=4, seed=0, epoch=0)]
@@ -107,7 +107,7 @@ def open_data(
     for option in options:
         if option not in kind.takes:
             takers = ", ".join(other for other, its in KINDS.items() if option in its.takes)
-            raise UserError(f"{name} takes no {option}: leave it out (only these take one: {takers})")
+            raise UserError(f"{name} takes no {option}: leave it out (data sets that take one: {takers})")
     if kind.layout and folder is None:
         raise UserError(f"{name} needs a folder: give the one that holds {kind.layout}")
     if folder is not None:
@@ -131,7 +131,7 @@ def _exists(path: Path) -> bool:
 def _checked_shape(shape: tuple[int, int, int]) -> tuple[int, int, int]:
     sizes = tuple(shape)
     if len(sizes) != 3 or any(not isinstance(size, int) or size < 1 for size in sizes):
-        raise UserError(f"shape {sizes} is not one of a sample: give channels, height, width, each at least 1")
+        raise UserError(f"shape={sizes}: give channels, height, width, each a whole number of at least 1")
     return sizes
 
 

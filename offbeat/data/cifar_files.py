@@ -25,22 +25,22 @@ Decoded = tuple[str, NDArray[np.uint8], NDArray[np.int64]]  # file, images (n,3,
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One published form of the data set: its folder, its archive, its files with their number of records."""
+class CifarFormat:
+    """A published format of the data set: its folder, its archive, its files with their number of records."""
 
     folder: str
     archive: str
     classes: int
     files: dict[str, int]  # the test file last
-    label_bytes: int = 0  # binary form: before each image, the class in the last of them
-    label_key: str = ""  # python form: where the pickled dictionary keeps the classes
+    label_bytes: int = 0  # binary format: before each image, the class in the last of them
+    label_key: str = ""  # python format: the key of the classes in the pickled dictionary
 
     @property
     def test(self) -> str:
         return list(self.files)[-1]
 
     def sizes(self, file: str) -> range:
-        """The sizes in bytes that the file may have: one for the binary form, images and change for a pickle."""
+        """The allowed sizes of a file in bytes: one for the binary format, up to twice the pixels for a pickle."""
         records = self.files[file]
         if self.label_bytes:
             exact = records * (self.label_bytes + PIXELS)
@@ -57,76 +57,78 @@ def _binary(files: dict[str, int]) -> dict[str, int]:
 
 
 CIFAR10 = (
-    Layout("cifar-10-batches-bin", "cifar-10-binary.tar.gz", 10, _binary(_TEN), label_bytes=1),
-    Layout("cifar-10-batches-py", "cifar-10-python.tar.gz", 10, _TEN, label_key="labels"),
+    CifarFormat("cifar-10-batches-bin", "cifar-10-binary.tar.gz", 10, _binary(_TEN), label_bytes=1),
+    CifarFormat("cifar-10-batches-py", "cifar-10-python.tar.gz", 10, _TEN, label_key="labels"),
 )
 CIFAR100 = (  # the first of the two label bytes is the coarse class
-    Layout("cifar-100-binary", "cifar-100-binary.tar.gz", 100, _binary(_HUNDRED), label_bytes=2),
-    Layout("cifar-100-python", "cifar-100-python.tar.gz", 100, _HUNDRED, label_key="fine_labels"),
+    CifarFormat("cifar-100-binary", "cifar-100-binary.tar.gz", 100, _binary(_HUNDRED), label_bytes=2),
+    CifarFormat("cifar-100-python", "cifar-100-python.tar.gz", 100, _HUNDRED, label_key="fine_labels"),
 )
 
 
-def find(path: Path, layouts: tuple[Layout, ...]) -> tuple[Path, Layout]:
-    """The folder or archive to read, and its layout: `path` itself, or what lies in it."""
+def find(path: Path, formats: tuple[CifarFormat, ...]) -> tuple[Path, CifarFormat]:
+    """The folder or archive to read, and its format: `path` itself, or one in it."""
     if path.is_file():
-        return path, _layout_of(path, layouts)
+        return path, _format_of(path, formats)
     for inside in (False, True):
-        for layout in layouts:
-            place = path / layout.folder if inside else path
-            if any((place / file).is_file() for file in layout.files):
-                return place, layout
-    for layout in layouts:
-        if (path / layout.archive).is_file():
-            return path / layout.archive, layout
-    for layout in layouts:
-        if layout.folder in (path.name, *(child.name for child in path.iterdir() if child.is_dir())):
-            # The right folder with nothing in it: let the reader say which file is missing.
-            return (path if path.name == layout.folder else path / layout.folder), layout
-    wanted = ", ".join(f"{layout.folder}, {layout.archive}" for layout in layouts)
-    raise UserError(f"no CIFAR-{layouts[0].classes} in {path}: give the folder that holds one of {wanted}")
+        for format in formats:
+            place = path / format.folder if inside else path
+            if any((place / file).is_file() for file in format.files):
+                return place, format
+    for format in formats:
+        if (path / format.archive).is_file():
+            return path / format.archive, format
+    for format in formats:
+        if format.folder in (path.name, *(child.name for child in path.iterdir() if child.is_dir())):
+            # The right folder without its files: the reader names the one that is missing.
+            return (path if path.name == format.folder else path / format.folder), format
+    wanted = ", ".join(f"{format.folder}, {format.archive}" for format in formats)
+    raise UserError(f"no CIFAR-{formats[0].classes} in {path}: give the folder that holds one of {wanted}")
 
 
-def read(place: Path, layout: Layout) -> Iterator[Decoded]:
+def read(place: Path, format: CifarFormat) -> Iterator[Decoded]:
     """Every file of the data set, decoded and checked, in any order."""
-    for file, raw in _archived(place, layout) if place.is_file() else _plain(place, layout):
+    for file, raw in _archived(place, format) if place.is_file() else _plain(place, format):
         where = f"{place}/{file}"
-        images, labels = _decoded_binary(raw, layout) if layout.label_bytes else _decoded_pickle(raw, layout, where)
-        if images.shape != (layout.files[file], PIXELS) or labels.shape != (layout.files[file],):
-            held = f"images {images.shape} and labels {labels.shape}, expected {layout.files[file]} of each"
-            raise UserError(f"{where} holds {held}: fetch {layout.archive} again")
-        if labels.min() < 0 or labels.max() >= layout.classes:
-            worst = labels[(labels < 0) | (labels >= layout.classes)][0]
-            raise UserError(f"{where} holds the label {worst}, expected 0 to {layout.classes - 1}: not CIFAR's file")
+        images, labels = _decoded_binary(raw, format) if format.label_bytes else _decoded_pickle(raw, format, where)
+        if images.shape != (format.files[file], PIXELS) or labels.shape != (format.files[file],):
+            held = f"images {images.shape} and labels {labels.shape}, expected {format.files[file]} of each"
+            raise UserError(f"{where} holds {held}: fetch {format.archive} again")
+        if labels.min() < 0 or labels.max() >= format.classes:
+            worst = labels[(labels < 0) | (labels >= format.classes)][0]
+            raise UserError(
+                f"{where} holds the label {worst}, expected 0 to {format.classes - 1}: fetch {format.archive} again"
+            )
         yield file, images.reshape(-1, *IMAGE), labels
 
 
-def _plain(folder: Path, layout: Layout) -> Iterator[tuple[str, bytes]]:
-    for file in layout.files:
+def _plain(folder: Path, format: CifarFormat) -> Iterator[tuple[str, bytes]]:
+    for file in format.files:
         path = folder / file
         if not path.is_file():
-            raise _missing(folder, file, layout)
-        _check_size(folder, file, layout, size=path.stat().st_size)
+            raise _missing(folder, file, format)
+        _check_size(folder, file, format, size=path.stat().st_size)
         yield file, path.read_bytes()
 
 
-def _archived(archive: Path, layout: Layout) -> Iterator[tuple[str, bytes]]:
-    left = set(layout.files)
+def _archived(archive: Path, format: CifarFormat) -> Iterator[tuple[str, bytes]]:
+    left = set(format.files)
     for tar, member in _members(archive):
-        file = _file_of(member, layout)
+        file = _file_of(member, format)
         if file not in left:
             continue
-        _check_size(archive, file, layout, size=member.size)
+        _check_size(archive, file, format, size=member.size)
         stream: IO[bytes] | None = tar.extractfile(member)
         assert stream is not None  # only links and folders have none, and _file_of passes neither
         try:
             raw = stream.read()
         except (EOFError, OSError, zlib.error, tarfile.TarError) as error:
             raise _truncated(archive, error) from error
-        _check_size(archive, file, layout, size=len(raw))
+        _check_size(archive, file, format, size=len(raw))
         left.remove(file)
         yield file, raw
     if left:
-        raise _missing(archive, min(left), layout)
+        raise _missing(archive, min(left), format)
 
 
 def _members(archive: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
@@ -138,49 +140,49 @@ def _members(archive: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]
         raise _truncated(archive, error) from error
 
 
-def _file_of(member: tarfile.TarInfo, layout: Layout) -> str:
+def _file_of(member: tarfile.TarInfo, format: CifarFormat) -> str:
     parts = PurePosixPath(member.name).parts
-    known = member.isfile() and len(parts) > 1 and parts[-2] == layout.folder and parts[-1] in layout.files
+    known = member.isfile() and len(parts) > 1 and parts[-2] == format.folder and parts[-1] in format.files
     return parts[-1] if known else ""
 
 
-def _layout_of(archive: Path, layouts: tuple[Layout, ...]) -> Layout:
+def _format_of(archive: Path, formats: tuple[CifarFormat, ...]) -> CifarFormat:
     for _, member in _members(archive):
-        for layout in layouts:
-            if _file_of(member, layout):
-                return layout
-    wanted = " or ".join(layout.archive for layout in layouts)
-    raise UserError(f"{archive} holds no file of CIFAR-{layouts[0].classes}: give {wanted}")
+        for format in formats:
+            if _file_of(member, format):
+                return format
+    wanted = " or ".join(format.archive for format in formats)
+    raise UserError(f"{archive} holds no file of CIFAR-{formats[0].classes}: give {wanted}")
 
 
-def _decoded_binary(raw: bytes, layout: Layout) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    records = np.frombuffer(raw, dtype=np.uint8).reshape(-1, layout.label_bytes + PIXELS)
-    return records[:, layout.label_bytes :], records[:, layout.label_bytes - 1].astype(np.int64)
+def _decoded_binary(raw: bytes, format: CifarFormat) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    records = np.frombuffer(raw, dtype=np.uint8).reshape(-1, format.label_bytes + PIXELS)
+    return records[:, format.label_bytes :], records[:, format.label_bytes - 1].astype(np.int64)
 
 
-def _decoded_pickle(raw: bytes, layout: Layout, where: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _decoded_pickle(raw: bytes, format: CifarFormat, where: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     content = load_plain(raw, where=where)
     try:
-        images, labels = content["data"], np.array(content[layout.label_key], dtype=np.int64)
+        images, labels = content["data"], np.array(content[format.label_key], dtype=np.int64)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{where} has no 'data' and '{layout.label_key}': not a file of {layout.archive}") from error
+        raise UserError(f"{where} has no 'data' and '{format.label_key}': use the files of {format.archive}") from error
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8:
-        raise UserError(f"{where}: 'data' is no array of bytes: not a file of {layout.archive}")
+        raise UserError(f"{where}: 'data' is not an array of bytes: use the files of {format.archive}")
     return images, labels
 
 
-def _check_size(place: Path, file: str, layout: Layout, *, size: int) -> None:
-    allowed = layout.sizes(file)
+def _check_size(place: Path, file: str, format: CifarFormat, *, size: int) -> None:
+    allowed = format.sizes(file)
     if size not in allowed:
         least = f"{allowed[0]}" if len(allowed) == 1 else f"{allowed[0]} to {allowed[-1]}"
-        raise UserError(f"{place}/{file} has {size} bytes, expected {least}: fetch {layout.archive} again")
+        raise UserError(f"{place}/{file} has {size} bytes, expected {least}: fetch {format.archive} again")
 
 
-def _missing(place: Path, file: str, layout: Layout) -> UserError:
-    least = layout.sizes(file)[0]
-    return UserError(f"{place}/{file} is missing (0 of {least} bytes): fetch {layout.archive} again")
+def _missing(place: Path, file: str, format: CifarFormat) -> UserError:
+    least = format.sizes(file)[0]
+    return UserError(f"{place}/{file} is missing (0 of {least} bytes): fetch {format.archive} again")
 
 
 def _truncated(archive: Path, error: Exception) -> UserError:
     size, reason = archive.stat().st_size, str(error).partition("\n")[0]
-    return UserError(f"{archive} ({size} bytes) is truncated or no tar.gz: fetch it again ({reason})")
+    return UserError(f"{archive} ({size} bytes) is truncated or not a tar.gz: fetch it again ({reason})")

@@ -1,7 +1,7 @@
 """A folder of images in ImageNet's layout: {train,val}/<class>/*.JPEG, decoded by worker processes.
 
-What is random about a training sample is drawn from (seed, epoch, its index) alone, so that the number of workers
-changes nothing but the speed.
+The random choices for a training sample are drawn from (seed, epoch, index of the sample), so that the number of
+workers changes only the speed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Files:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageFolder:
-    """Images of classes that are folders; the class numbers follow the sorted folder names."""
+    """Images of classes that are folders; classes are numbered in the order of the sorted folder names."""
 
     shape: tuple[int, int, int]
     class_names: list[str]
@@ -124,7 +124,7 @@ def _loaded(reader: _Reader, batches: list[list[int]], workers: int) -> Iterator
                 raise batch
             yield batch
     finally:
-        del running  # the DataLoader ends its worker processes when its iterator goes
+        del running  # the DataLoader ends its worker processes when its iterator is deleted
 
 
 def _as_it_is(item: Any) -> Any:
@@ -136,7 +136,7 @@ def open_imagefolder(*, folder: Path, shape: tuple[int, int, int] = (3, 224, 224
     if shape[0] != 3:
         raise UserError(f"imagefolder cannot have shape {shape}: images are decoded to RGB, give 3, height, width")
     if not isinstance(workers, int) or workers < 0:
-        raise UserError(f"workers {workers}: give the number of decoding processes, 0 for none")
+        raise UserError(f"workers={workers}: give the number of decoding processes, 0 for none")
     train = folder / "train"
     test = next((folder / name for name in ("val", "test") if (folder / name).is_dir()), None)
     if not train.is_dir() or test is None:

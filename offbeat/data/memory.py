@@ -1,4 +1,4 @@
-"""A data set of small images that lives in memory as bytes and is augmented a batch at a time."""
+"""A data set of small images that is kept in memory as bytes and augmented batch by batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class InMemory:
-    """Images as uint8 (N, C, h, w), labels as int64 (N,), and the declared way from one to the other's batches."""
+    """Images as uint8 (N, C, h, w), labels as int64 (N,), and the augmentation and normalisation of their batches."""
 
     name: str
     classes: int

@@ -10,7 +10,7 @@ from offbeat.seeds import derive
 
 
 def generator(purpose: str, *numbers: int) -> torch.Generator:
-    """A random stream of its own; the global one is never used."""
+    """A random generator for one purpose; the global one is never used."""
     stream = torch.Generator(device="cpu")
     stream.manual_seed(derive(purpose, *numbers))
     return stream
@@ -29,8 +29,8 @@ def slices(samples: int, *, batch_size: int, skip: int = 0, drop_last: bool = Fa
     ([slice(4, 8, None), slice(8, 10, None)], [slice(0, 4, None), slice(4, 8, None)])
     """
     if not isinstance(batch_size, int) or batch_size < 1:
-        raise UserError(f"batch_size {batch_size}: give a whole number of at least 1")
+        raise UserError(f"batch_size={batch_size}: give a whole number of at least 1")
     if not isinstance(skip, int) or skip < 0:
-        raise UserError(f"skip {skip}: give the number of samples to skip, at least 0")
+        raise UserError(f"skip={skip}: give the number of samples to skip, at least 0")
     end = samples - batch_size + 1 if drop_last else samples
     return [slice(begin, min(begin + batch_size, samples)) for begin in range(skip, end, batch_size)]

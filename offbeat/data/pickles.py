@@ -1,7 +1,7 @@
-"""Reading the pickles of CIFAR's python form without running what a pickle may ask for.
+"""Reading the pickles of CIFAR's python format without running code that a pickle may name.
 
-A pickle can name any function and call it. The published files name three of numpy's, to build an array of bytes; those
-names are answered by the stand-ins below, which can build nothing else, and every other name is refused.
+A pickle can name any function and call it. The published files name three of numpy's, to build an array of bytes; these
+names resolve to the replacements below, which can build nothing else, and every other name is refused.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def load_plain(raw: bytes, *, where: str) -> dict[str, Any]:
     except UserError:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise UserError(f"{where} ({len(raw)} bytes) is no readable pickle: fetch it again ({error!r})") from error
+        raise UserError(f"{where} ({len(raw)} bytes) is not a readable pickle: fetch it again ({error!r})") from error
     if not isinstance(content, dict):
-        raise UserError(f"{where} holds a {type(content).__name__}, expected a dictionary: not a file of CIFAR")
+        raise UserError(f"{where} holds a {type(content).__name__}, expected a dictionary: fetch it again")
     return {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}
 
 
@@ -43,7 +43,7 @@ class _Plain(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise UserError(f"{self.where} asks to load {module}.{name}, which no CIFAR file needs: not loaded")
+            raise UserError(f"{self.where} names {module}.{name}, which is not loaded: fetch the files of CIFAR again")
         return _ALLOWED[module, name]
 
 
@@ -60,7 +60,7 @@ def _array_of_buffer(buffer: Any, dtype: Any, shape: Any, order: Any = "C", *_: 
 
 
 def _byte_dtype(name: str | bytes, *_: object) -> np.dtype:
-    """For numpy.dtype: unsigned bytes, the only element CIFAR has; above all no objects."""
+    """For numpy.dtype: unsigned bytes, the only element type of CIFAR; in particular no objects."""
     if name not in ("u1", "|u1", b"u1"):
         raise ValueError(f"array of {name!r} elements, expected unsigned bytes")
     return np.dtype(np.uint8)
@@ -72,7 +72,7 @@ def _latin1(text: str, encoding: str) -> bytes:
 
 
 class _ArrayKind:
-    """For numpy.ndarray, which is only ever handed to _reconstruct, never called."""
+    """For numpy.ndarray, which is only passed to _reconstruct, never called."""
 
 
 _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {

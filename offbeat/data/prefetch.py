@@ -1,4 +1,4 @@
-"""Prefetching: one background thread makes the next items while the consumer works on the last.
+"""Prefetching: a background thread computes the next items while the consumer works on the last one.
 
 consumer |        use 0    use 1    use 2 ...
 thread   | make 0 1 2 (full)   3        4 ...      never more than `ahead` items wait
@@ -16,17 +16,17 @@ Item = TypeVar("Item")
 
 
 def prefetch(source: Iterator[Item], *, ahead: int = 3) -> Iterator[Item]:
-    """The items of `source` in order, made in a thread up to `ahead` of them before they are asked for.
+    """The items of `source` in order, computed in a thread, at most `ahead` of them in advance.
 
-    The thread starts with the first item asked for and has ended once the iterator is exhausted, closed or
+    The thread starts with the first item requested and has ended once the iterator is exhausted, closed or
     garbage-collected, or the interpreter exits. An error in `source` is raised here, after the items before it.
 
     >>> list(prefetch(iter("abc")))
     ['a', 'b', 'c']
     """
-    # SimpleQueue.put may be interrupted by itself: the collector can close this generator in any thread at any point,
+    # SimpleQueue.put is reentrant: the garbage collector can close this generator in any thread at any point,
     # where a semaphore's or an Event's lock might already be held.
-    free: SimpleQueue[bool] = SimpleQueue()  # one token for each item that may still be made; False means stop
+    free: SimpleQueue[bool] = SimpleQueue()  # one token per item that may still be computed; False means stop
     ready: SimpleQueue[tuple[list[Item], BaseException | None]] = SimpleQueue()  # no item and no error: the end
     stopped = False
 
@@ -36,7 +36,7 @@ def prefetch(source: Iterator[Item], *, ahead: int = 3) -> Iterator[Item]:
                 ready.put(([next(source)], None))
         except StopIteration:
             ready.put(([], None))
-        except BaseException as error:  # whatever it is, it belongs to the consumer
+        except BaseException as error:  # raised again in the consumer
             ready.put(([], error))
         finally:
             close = getattr(source, "close", None)
@@ -55,7 +55,7 @@ def prefetch(source: Iterator[Item], *, ahead: int = 3) -> Iterator[Item]:
     for _ in range(ahead):
         free.put(True)
     worker.start()
-    # A daemon thread that is still inside numpy while the interpreter is taken down can crash it: end it before.
+    # A daemon thread that is still inside numpy while the interpreter shuts down can crash it: end it before.
     atexit.register(stop)
     try:
         while True:

@@ -1,10 +1,10 @@
-"""Small data sets on the device that trains: put there once as bytes, every epoch made there in large pieces.
+"""Small data sets on the device that trains: copied there once as bytes; every epoch is computed there in large pieces.
 
     piece    | 0: b0 b1 .. bn | 1: bn+1 ..      | 2: ...       a batch is a slice of its piece
     made     | with the first | with the first of 0 | of 1     one piece ahead, a few large operations each
 
-What is random is drawn on the CPU by the calls of the path through host memory, and pixels become floats by a table of
-all 256 values that its own `normalise` fills: the batches are the same bit for bit, whatever the device computes with.
+Random choices are drawn on the CPU by the same calls as for data in host memory, and pixels become floats by a table
+of all 256 values that the same `normalise` fills: the batches are the same bit for bit on every device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offbeat.core.layout import ALIGNMENT
 from offbeat.data import augment
 from offbeat.data.memory import InMemory
 from offbeat.data.order import epoch_order, generator, slices
@@ -25,17 +26,16 @@ from offbeat.data.synthetic import NOISE_STEP, OFFSETS, Synthetic, patch_of
 if TYPE_CHECKING:
     from offbeat.data import DataSet
 
-PIECE = 64 * 2**20  # bytes of finished images that are made at once
-WORK = 6  # pieces' worth of memory at the fullest: one in use, one waiting, one being made with what it is made of
-SHARE = 0.25  # of the device's free memory that data may take: the network in training needs the rest
-ALIGNMENT = 64  # bytes; kernels choose their way, and with it their last bits, by where a tensor begins
+PIECE = 64 * 2**20  # bytes of finished images that are computed at once
+PEAK_PIECES = 6  # memory at the peak: one piece in use, one waiting, one being computed and its intermediates
+SHARE = 0.25  # of the device's free memory that data may take: training needs the rest
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Making = Callable[[slice], tuple[Tensor, Tensor]]  # positions of an epoch -> their images and labels
 
 
-class Stock(Protocol):
-    """What of a data set lies on a device, and how samples are made of it there."""
+class DeviceSource(Protocol):
+    """The parts of a data set that are kept on a device, and how batches are computed from them."""
 
     def epoch(self, seed: int, epoch: int) -> Making: ...
     def tests(self) -> Making: ...
@@ -43,10 +43,10 @@ class Stock(Protocol):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Resident:
-    """A data set whose batches are made on the device where its samples lie.
+    """A data set whose batches are computed on the device that holds its samples.
 
-    Batches are views of pieces that live as long as one of their batches does. A piece is made on the CUDA stream that
-    is current when a batch is asked for: ask for a whole epoch on one stream.
+    Batches are views of pieces, which are freed with the last of their batches. A piece is computed on the CUDA stream
+    that is current when a batch is requested: request a whole epoch on one stream.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Resident:
     classes: int
     train_samples: int
     test_samples: int
-    stock: Stock
+    source: DeviceSource
     device: torch.device
     dtype: torch.dtype
     channels_last: bool
@@ -63,11 +63,11 @@ class Resident:
     def train(self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False) -> Batches:
         """One shuffled and augmented epoch without its first `skip` samples."""
         parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last)
-        return self._batches(lambda: self.stock.epoch(seed, epoch), parts)
+        return self._batches(lambda: self.source.epoch(seed, epoch), parts)
 
     def test(self, *, batch_size: int) -> Batches:
         """The test samples once, in order, normalised only."""
-        return self._batches(self.stock.tests, slices(self.test_samples, batch_size=batch_size))
+        return self._batches(self.source.tests, slices(self.test_samples, batch_size=batch_size))
 
     def _batches(self, begin: Callable[[], Making], parts: list[slice]) -> Batches:
         for batches, images, labels in _one_ahead(self._pieces(begin, parts)):
@@ -97,10 +97,10 @@ def on_device(
     limit: int | None = None,
     piece: int = PIECE,
 ) -> tuple[DataSet, str | None]:
-    """The data set with its samples on the device; or the set as it was, and a note if it does not fit there.
+    """The data set with its samples on the device; or the same data set, and a note if it does not fit there.
 
-    Only sets that lie in memory as a whole can move; an image folder is returned as it is. `limit` is how many bytes of
-    the device the data may take, left at None a quarter of those of a CUDA device that are free.
+    Only data sets that are in memory as a whole can be moved; an image folder is returned as it is. `limit` is how many
+    bytes of the device the data may take, by default a quarter of the free memory of a CUDA device.
 
     >>> from offbeat import data
     >>> digits, note = on_device(data.open("digits"), "cpu")
@@ -111,7 +111,7 @@ def on_device(
         return data, None
     device = torch.device(device)
     samples = max(data.train_samples, data.test_samples)
-    needed = _kept(data) + WORK * min(piece, samples * _finished_bytes(data.shape, dtype))
+    needed = _kept(data) + PEAK_PIECES * min(piece, samples * _finished_bytes(data.shape, dtype))
     if limit is None and device.type == "cuda":
         limit = int(SHARE * torch.cuda.mem_get_info(device)[0])
     if limit is not None and needed > limit:
@@ -120,14 +120,14 @@ def on_device(
             f"{data.name} needs {mib[0]} MiB on {device}, where data may take {mib[1]} MiB: "
             "it stays in host memory, and every batch is copied"
         )
-    stock = _Images(data, device, dtype) if isinstance(data, InMemory) else _Noise(data, device)
+    source = _Images(data, device, dtype) if isinstance(data, InMemory) else _Noise(data, device)
     return Resident(
         data.name,
         data.shape,
         data.classes,
         data.train_samples,
         data.test_samples,
-        stock,
+        source,
         device,
         dtype,
         channels_last,
@@ -136,19 +136,19 @@ def on_device(
 
 
 def _finished_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """Of one image; at least those of float32, since a shorter type is made by way of int32."""
+    """Of one image; at least those of float32, since shorter types are computed from int32."""
     return int(np.prod(shape)) * max(4, dtype.itemsize)
 
 
 def _kept(data: InMemory | Synthetic) -> int:
-    """Bytes on the device from the first epoch to the last."""
+    """Bytes that the data set takes on the device at all times."""
     if isinstance(data, Synthetic):
         return data.noise.nbytes + data.patterns.nbytes
     return sum(t.nbytes for t in (data.train_images, data.train_labels, data.test_images, data.test_labels))
 
 
 class _Images:
-    """Images as bytes; crop, flip and enlargement gather rows and columns, normalisation looks up values."""
+    """Images as bytes; crop, flip and enlargement gather rows and columns, normalisation is a table lookup."""
 
     def __init__(self, data: InMemory, device: torch.device, dtype: torch.dtype) -> None:
         self.data, self.device = data, device
@@ -157,9 +157,9 @@ class _Images:
         channels, height, width = data.train_images.shape[1:]
         values = np.broadcast_to(np.arange(256, dtype=np.uint8), (channels, 1, 256))
         table = augment.normalise(values, white=data.white, mean=data.mean, std=data.std)
-        self.table = table.flatten().to(device, dtype)  # value v of channel c stands at 256 c + v
+        self.table = table.flatten().to(device, dtype)  # value v of channel c is at 256 c + v
         self.channels = torch.arange(channels, device=device)[:, None, None]
-        # Which row and column of the image itself each one of a finished image shows.
+        # The row and column of the image for each row and column of a finished image.
         self.rows = torch.arange(height * data.zoom[0], device=device) // data.zoom[0]
         self.columns = torch.arange(width * data.zoom[1], device=device) // data.zoom[1]
         self.last = width - 1
@@ -185,9 +185,9 @@ class _Images:
         return lambda part: (self._finished(images[part], self.rows[None], self.columns[None]), labels[part].clone())
 
     def _finished(self, pixels: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Rows (b or 1, H) and columns (b or 1, W) of each image, as numbers."""
+        """Rows (b or 1, H) and columns (b or 1, W) of each image, as floats."""
         count, channels, _, across = pixels.shape
-        # Gathered twice by expanded views: indexing by several tensors at once would write them out in full on a GPU.
+        # Two gathers with expanded views: indexing with several tensors would materialise them on a GPU.
         strips = pixels.gather(2, rows[:, None, :, None].expand(count, channels, -1, across))
         cut = strips.gather(3, columns[:, None, None, :].expand(*strips.shape[:3], -1))  # b,C,H,W
         places = cut.int().add_(256 * self.channels)
@@ -195,7 +195,7 @@ class _Images:
 
 
 class _Noise:
-    """The noise and the patterns of synthetic samples, which are made when they are needed here too."""
+    """The noise and the patterns of synthetic samples, which are computed when they are needed here too."""
 
     def __init__(self, data: Synthetic, device: torch.device) -> None:
         self.data, self.device = data, device
@@ -221,23 +221,23 @@ class _Noise:
 
 
 def _moved(drawn: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for what is under way there."""
+    """On the device, without waiting for the work in flight there."""
     if device.type == "cuda":
         return drawn.pin_memory().to(device, non_blocking=True)
     return drawn.to(device)
 
 
 def _own(batch: Tensor) -> Tensor:
-    """A slice as a tensor for itself, in the piece's memory unless it would begin at an odd place there.
+    """A slice as a separate tensor, in the memory of the piece unless it does not start on a boundary there.
 
-    `.data`, since the slices of a piece would else share a version counter: a network that changes its input in place
-    would seem to have changed the batches in flight, too.
+    Kernels choose their order of sums by where a tensor starts. `.data`, since the slices of a piece would otherwise
+    share a version counter: a network that changes its input in place would seem to have changed batches in flight.
     """
     return batch.data if batch.data_ptr() % ALIGNMENT == 0 else batch.clone()
 
 
 def _one_ahead(source: Iterator[tuple[list[slice], Tensor, Tensor]]) -> Iterator[tuple[list[slice], Tensor, Tensor]]:
-    """Each item once the next one is made: on a GPU that is launched long before it is waited for."""
+    """Each item once the next one is computed: on a GPU that is launched long before it is needed."""
     held = next(source, None)
     while held is not None:
         following = next(source, None)

@@ -65,7 +65,7 @@ class Synthetic:
 
 
 def patch_of(length: int, patches: int) -> NDArray[np.int64]:
-    """The patch in which each of `length` rows or columns lies.
+    """The patch of each of `length` rows or columns.
 
     >>> patch_of(6, 4).tolist()
     [0, 1, 1, 2, 3, 3]
@@ -78,7 +78,7 @@ def open_synthetic(*, shape: tuple[int, int, int] = (3, 32, 32), classes: int = 
     """`samples` training samples and a quarter as many (at least one) to test, the same on every call."""
     for option, value in (("classes", classes), ("samples", samples)):
         if not isinstance(value, int) or value < 1:
-            raise UserError(f"synthetic cannot have {value} {option}: give a whole number of at least 1")
+            raise UserError(f"synthetic data cannot have {value} {option}: give a whole number of at least 1")
     channels, height, width = shape
     coarse = (classes, channels, min(GRID, height), min(GRID, width))
     length = channels * height * width + OFFSETS

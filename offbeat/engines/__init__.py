@@ -1,41 +1,69 @@
-"""Engines: where the stages live. All of them run the same workers over the same programs."""
+"""Engines: where the stages of a pipeline run. All of them run the same workers over the same programs.
+
+    simulate     all stages in this process, one after the other
+    processes    one stage per process, on torch.distributed
+    streams      all stages in this process, at the same time on one GPU
+
+`choose.choose_engine` is the only place that chooses one. May import graphs, core and what describes methods.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from offbeat.core.links import Link
-from offbeat.graphs.launch_queue import LaunchQueue
+from offbeat.core.stage import Stage
+from offbeat.core.worker import Actor
 from offbeat.method import Method
+
+MakeExecutor = Callable[[Stage], Actor]  # what executes the operations of a stage
 
 
 class Engine(Protocol):
-    """The stages of this process, and how messages and weights cross to the others.
+    """The stages of this process, how they are made and run, and how messages and weights reach other processes.
 
-    `link` and the collectives (share, share_tensors, exchange) name stages, not processes; every process must reach a
+    `link` and the collectives (share, share_tensors, exchange) name stages, not processes. Every process must reach a
     collective.
     """
 
     K: int
     here: Sequence[int]  # stages of this process, from 1, in order
-    records: bool  # whether stages record their operations, and nothing waits for the device
+
+    @property
+    def waits(self) -> bool:
+        """Whether a worker may wait for a message: no other stage of this process could be the one to send it."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether stages queue their work, to be launched together with that of the others.
+
+        Then calls return before the work is done, `settle` interrupts it, and an operation that is launched by itself
+        (see observe/tracing.py) does not overlap with others. Known once `executor_maker` was called.
+        """
+
+    def device_for(self, given: torch.device | None) -> torch.device:
+        """The device of this process's stages in a pipeline that was given that device (None: no preference)."""
+
+    def executor_maker(self, method: Method) -> MakeExecutor:
+        """What executes the operations of a stage: the stage itself, or its recordings. Called once per pipeline."""
+
+    def take(self, batch: Any, device: torch.device) -> Any:
+        """A batch of the caller, who may use its memory again, in memory of the first stage: its only copy, except
+        where a recorded stage reads it from a fixed place."""
+
+    def give(self, loss: Tensor) -> Tensor:
+        """The newest loss of the last stage as a tensor for the caller, which later batches do not change."""
 
     def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
         """The end, or both ends, of a link that this process holds; None where it holds neither."""
 
     def run(self, work: list[Iterator[bool]]) -> None:
         """Run the workers' generators of this process to their ends."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether a worker may wait for a message (no other stage of this process could send it)."""
-
-    def make_launch_queue(self, method: Method) -> LaunchQueue | None:
-        """Where the stages of a method put recorded work; None where nothing is recorded."""
 
     def share(self, value: Any, source: int) -> Any:
         """The value of the process that holds stage `source`, in every process."""
@@ -47,19 +75,25 @@ class Engine(Protocol):
         """The values of all processes, in the order of their stages."""
 
     def barrier(self) -> None:
-        """Wait until the workers of all processes have come here."""
+        """Wait until the workers of all processes reach this call."""
 
-    def beside(self, k: int) -> AbstractContextManager[object]:
-        """Around work of the caller on stage k that must be done where the stage does its own."""
+    def stage_context(self) -> AbstractContextManager[object]:
+        """Around work on a stage that is not part of its program: on the stream on which the stage works."""
 
     def settle(self) -> None:
-        """What the stages were asked for is done before what the caller does next; that, before what they do next."""
+        """Launch all queued work, and order it: what the caller does next comes after it, and before later work of the
+        stages."""
 
     def guard(self) -> AbstractContextManager[None]:
-        """Around whatever may fail: tells the other processes why."""
+        """Around whatever may fail: reports an exception to the other processes."""
 
     def close(self) -> None:
         """End the links; safe to call twice."""
 
 
-__all__ = ["Engine"]
+def eager(stage: Stage) -> Actor:
+    """The stage itself: it does each operation when it is asked to."""
+    return stage
+
+
+__all__ = ["Engine", "MakeExecutor", "eager"]

@@ -1,4 +1,4 @@
-"""A tensor that a device has yet to make, for a caller who need not wait for it."""
+"""A tensor whose values are not computed yet, for a caller who does not wait for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 
 class DeferredTensor(Tensor):
-    """A tensor that will be made: whatever is done with it first has all work launched, and waits for it there."""
+    """The first operation on it launches all queued work, after which its values are computed in stream order."""
 
     settle: Callable[[], None] | None
 
@@ -28,7 +28,7 @@ class DeferredTensor(Tensor):
                 if isinstance(leaf, DeferredTensor) and leaf.settle is not None:
                     settle, leaf.settle = leaf.settle, None
                     settle()
-            # Plain tensors, since what is called may ask for the type.
+            # Plain tensors, since the function may check the type.
             made = pytree.tree_map_only(DeferredTensor, _plain, (arguments, options or {}))
             return function(*made[0], **made[1])
 

@@ -1,8 +1,8 @@
-"""Engine `processes`: one stage a process, on torch.distributed.
+"""Engine `processes`: one stage per process, on torch.distributed.
 
-On GPUs each process takes that of its local rank (round robin where there are fewer), and records its stage as engine
-`streams` does. Where each has a GPU of its own, activations and gradients go from one to the other
-(core/links/device.py), else through host memory.
+On GPUs each process uses the GPU of its local rank (round robin where there are fewer), and records its stage as engine
+`streams` does. Where each process has its own GPU, activations and gradients are sent from device to device
+(core/links/device.py), otherwise through host memory.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import atexit
 import math
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -22,23 +21,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from offbeat.core.links import LOOPBACK_INTERFACE, Link, Message, network
 from offbeat.core.links.device import Carrier, DeviceReceiver, DeviceSender
 from offbeat.core.links.distributed import Receiver, Sender, cause
 from offbeat.core.links.heartbeat import Heartbeat
 from offbeat.core.links.wire import LIMIT, MalformedMessage, pack, unpack
+from offbeat.engines import MakeExecutor, eager
+from offbeat.engines.devices import agreed, present
+from offbeat.engines.failures import Failures
 from offbeat.engines.stage_streams import StageStream, many_queues
-from offbeat.errors import FolderTaken, StageLost, StageSilent, UserError, first_line
+from offbeat.errors import FolderTaken, StageLost, UserError, first_line
 from offbeat.graphs.launch_queue import LaunchQueue
+from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.method import Method
 
 CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "heartbeat", "abort", "trace")
-JOINING = timedelta(minutes=10)  # for all processes to come
-PARTING = 5.0  # seconds to wait for goodbyes
-PATIENCE = timedelta(days=365)  # an idle link is no failure: death closes a connection, and heartbeats tell of silence
+JOINING = timedelta(minutes=10)  # for all processes to join
+PARTING = 5.0  # seconds to wait for the last messages of neighbours
+PATIENCE = timedelta(days=365)  # an idle link is no failure: a dead process closes it, and heartbeats detect silence
 SILENCE = 30.0  # seconds without a sign of life from a neighbour
-STORE_SECONDS = 2.0  # for the store to answer, which may be beyond a link that is cut
 
 
 def available() -> int:
@@ -49,38 +52,37 @@ def available() -> int:
 
 
 def own_device(device: torch.device) -> torch.device:
-    """The device of this process: of several GPUs that of its local rank, if none was named."""
+    """The device of this process: the GPU of its local rank, unless one was named by its index."""
     if device.type != "cuda":
         return device
-    if not torch.cuda.is_available():
-        raise UserError(f"device {device}, but torch sees no CUDA device here: use cpu")
+    present(device)
     local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     own = torch.device("cuda", local if device.index is None else device.index)
-    torch.cuda.set_device(own)  # also for what is done beside the stages
+    torch.cuda.set_device(own)  # also for work outside of the stages
     return own
 
 
 def silence_allowed(silence: float | None) -> float:
-    """Seconds that a neighbour may be silent: as given, by OFFBEAT_SILENCE, or 30; `inf` for ever."""
+    """Seconds that a neighbour may be silent: as given, by OFFBEAT_SILENCE, or 30; `inf`: without limit."""
     given = os.environ.get("OFFBEAT_SILENCE", SILENCE) if silence is None else silence
     try:
         seconds = float(given)
     except (TypeError, ValueError):
         seconds = math.nan
     if not seconds > 0:
-        raise UserError(f"silence {given!r}: give seconds above 0, or inf for a stage that may be silent for ever")
+        raise UserError(f"silence={given}: use a number of seconds above 0, or inf for no limit")
     return seconds
 
 
 class Processes:
-    """Stage k lives in the process of rank k-1.
+    """Stage k runs in the process of rank k-1.
 
     A neighbour that dies is noticed at once, one that is frozen or cut off after `silence` seconds (see
     `silence_allowed`); then every wait of this process ends, and the next call raises.
     """
 
     waits = True
-    records = False
+    defers = False  # recorded work is launched at once, since the neighbours wait for it
 
     def __init__(
         self,
@@ -91,8 +93,8 @@ class Processes:
         recorded: bool | None = None,
         payloads: str | None = None,
     ) -> None:
-        """recorded: whether the stage is, which by default it is on a GPU; payloads: the backend by which tensors go
-        from device to device, by default NCCL where every process has a GPU of its own."""
+        """recorded: whether the operations of the stage are, by default on a GPU; payloads: the backend that sends
+        tensors from device to device, by default NCCL where every process has its own GPU."""
         self.silence = silence_allowed(silence)
         device = device or torch.device("cpu")
         many_queues(device)
@@ -102,7 +104,7 @@ class Processes:
         if available() != K:
             raise UserError(
                 f"{K} stage{'s' * (K > 1)} but {available()} process{'es' * (available() > 1)}: start with "
-                f"torchrun --nproc-per-node {K}, or use the engine simulate"
+                f"torchrun --nproc-per-node {K}, or use engine='simulate'"
             )
         opened = network.descriptors()
         self.joined = not dist.is_initialized()
@@ -113,11 +115,9 @@ class Processes:
         self.here: Sequence[int] = [self.rank + 1]
         self.collectives = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.messages = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.groups = [self.messages, self.collectives]  # that are ours
-        self.store = dist.distributed_c10d._get_default_store()
-        self.store_answers = True
+        self.groups = [self.messages, self.collectives]  # made here
         self.links: list[Sender | Receiver] = []
-        self.silent: str | None = None  # what was told of a neighbour that does not answer
+        self.failures = Failures(self.rank, dist.distributed_c10d._get_default_store(), lambda: self.links)
         self.open = True
         self.carriers = self._carriers(payloads or self._payloads())
         network.shorten_retransmission(network.descriptors() - opened, self.silence)
@@ -141,26 +141,26 @@ class Processes:
         link: Sender | Receiver
         if source - 1 == self.rank:
             sender = Sender if carrier is None else partial(DeviceSender, carrier=carrier)
-            lost = self._lost(target)
+            lost = self.failures.error_of_link(target)
             link = sender(target - 1, tag, self.messages, capacity=capacity, patient=patient, lost=lost)
         elif target - 1 == self.rank:
             receiver = Receiver if carrier is None else partial(DeviceReceiver, carrier=carrier)
-            link = receiver(source - 1, tag, self.messages, capacity=capacity, lost=self._lost(source))
+            lost = self.failures.error_of_link(source)
+            link = receiver(source - 1, tag, self.messages, capacity=capacity, lost=lost)
         else:
             return None
         self.links.append(link)
         return link
 
     def _payloads(self) -> str | None:
-        """NCCL, if no two processes share a GPU, all have one that they can send from, and OFFBEAT_PAYLOADS is not host
-        in any of them."""
+        """NCCL, if every process has its own GPU and can send from it, and OFFBEAT_PAYLOADS=host is set in none."""
         able = self.device.type == "cuda" and dist.is_nccl_available() and os.environ.get("OFFBEAT_PAYLOADS") != "host"
         mine = str(torch.cuda.get_device_properties(self.device).uuid) if able else ""
         there = [one[0] for one in self.exchange([mine])]
         return "nccl" if all(there) and len(set(there)) == self.K else None
 
     def _carriers(self, backend: str | None) -> dict[tuple[str, int], Carrier]:
-        """This process's ends of the ways of payloads, by channel and lower stage; all processes make all groups."""
+        """This process's ends of the links between devices, by channel and lower stage; all make all groups."""
         found = {}
         for lower in range(1, self.K) if backend else ():
             for channel in ("activations", "gradients"):
@@ -176,11 +176,20 @@ class Processes:
                 for _ in generator:
                     pass
 
-    def make_launch_queue(self, method: Method) -> LaunchQueue | None:
-        """Whatever is asked for is launched at once, since the neighbours wait for it."""
+    def device_for(self, given: torch.device | None) -> torch.device:
+        return agreed(given, self.device)
+
+    def executor_maker(self, method: Method) -> MakeExecutor:
+        """Recordings, where stages are to be recorded and the method's operations can be; else the stage itself."""
         if not self.recorded or method.why_not_capturable() is not None:
-            return None
-        return LaunchQueue()
+            return eager
+        return partial(RecordedStage, launch_queue=LaunchQueue())
+
+    def take(self, batch: Any, device: torch.device) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), batch)
+
+    def give(self, loss: Tensor) -> Tensor:
+        return loss.detach().clone()  # of a recorded stage it is in a slot, which is used again
 
     def share(self, value: Any, source: int) -> Any:
         sends = source - 1 == self.rank
@@ -212,7 +221,7 @@ class Processes:
         with self._collective():
             dist.barrier(group=self.collectives)
 
-    def beside(self, k: int) -> AbstractContextManager[object]:
+    def stage_context(self) -> AbstractContextManager[object]:
         return self.stage_stream.between()
 
     def settle(self) -> None:
@@ -221,15 +230,15 @@ class Processes:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """When this process fails, leave word for the others and part from them, whatever its user does next."""
+        """When this process fails, report the reason to the others and close the links, whatever its user does next."""
         try:
             yield
         except Exception as error:
-            word = str(error)
-            if not isinstance(error, StageLost | FolderTaken):  # of which all have heard
-                word = self._first_story(f"stage {self.rank + 1} failed: {first_line(error)}")
+            reason = str(error)
+            if not isinstance(error, StageLost | FolderTaken):  # which all processes know of
+                reason = self.failures.first_report(f"stage {self.rank + 1} failed: {first_line(error)}")
             for link in self.links:
-                link.close(word)
+                link.close(reason)
             raise
 
     @contextmanager
@@ -237,64 +246,26 @@ class Processes:
         try:
             yield
         except RuntimeError as error:
-            time.sleep(0.5)  # a neighbour of the lost one knows more and is about to say so
-            raise self._loss(f"another stage is gone: {cause(error)}") from error
-
-    def _lost(self, stage: int) -> Callable[[str], StageLost]:
-        def loss(reason: str) -> StageLost:
-            why = "it no longer heard this stage" if self._is_about_this_stage(reason) else reason
-            return self._loss(f"stage {stage} is gone: {why}{self._heard_of(stage - 1)}")
-
-        return loss
-
-    def _is_about_this_stage(self, story: str) -> bool:
-        """Whether another process reports the loss of this one, whose own report must be another."""
-        me = f"stage {self.rank + 1}"
-        return story.startswith((f"{me} has not answered", f"{me} is gone"))
-
-    def _heard_of(self, rank: int) -> str:
-        """Where a process was, as far as its messages tell."""
-        heard = [link.last_batch for link in self.links if isinstance(link, Receiver) and link.from_rank == rank]
-        batches = [t for t in heard if t is not None]
-        return f" (its last message was of batch {max(batches)})" if batches else ""
-
-    def _loss(self, story: str) -> StageLost:
-        """The error for a stage that is lost; the first story is the cause, later ones are consequences."""
-        return StageSilent(self.silent) if self.silent else StageLost(self._first_story(story))
-
-    def _first_story(self, story: str) -> str:
-        """What the first process to notice told, if the store can be asked and it is not that this stage is lost."""
-        answer: list[str] = []
-
-        def ask() -> None:
-            with suppress(RuntimeError):  # gone with its process
-                answer.append(self.store.compare_set("offbeat/failed", "", story).decode())
-
-        if self.store_answers:
-            asking = threading.Thread(target=ask, name="offbeat-store", daemon=True)
-            asking.start()
-            asking.join(STORE_SECONDS)
-            self.store_answers = bool(answer)
-        first = answer[0] if answer else ""
-        return story if self._is_about_this_stage(first) else first or story
+            time.sleep(0.5)  # a neighbour of the lost stage knows the cause and is about to report it
+            raise self.failures.error(f"another stage is gone: {cause(error)}") from error
 
     def _on_silence(self, rank: int) -> None:
-        story = f"stage {rank + 1} has not answered for {self.silence:g} s{self._heard_of(rank)}"
-        self.silent = story
-        self.silent = self._first_story(story)
-        self._end_all_waits(self.silent)
+        failures = self.failures
+        failures.silent = f"stage {rank + 1} has not answered for {self.silence:g} s{failures.last_message(rank)}"
+        failures.silent = failures.first_report(failures.silent)
+        self._end_all_waits(failures.silent)
 
     def _on_break(self, rank: int) -> None:
-        time.sleep(0.5)  # the one that ends may have more to say of it on its links
+        time.sleep(0.5)  # a process that ends may still send the reason on its links
         if self.open:
-            story = f"stage {rank + 1} is gone: its process has died{self._heard_of(rank)}"
-            self._end_all_waits(self._first_story(story))
+            report = f"stage {rank + 1} is gone: its process has died{self.failures.last_message(rank)}"
+            self._end_all_waits(self.failures.first_report(report))
 
     def _end_all_waits(self, reason: str) -> None:
         """Make every thread of this process that waits for another process raise.
 
-        A receive that times out makes gloo fail whatever else waits in its group, and close the connections, which the
-        other processes notice.
+        A receive that times out makes gloo fail everything else that waits in its group and close the connections,
+        which the other processes notice.
         """
         for link in list(self.links):
             link.failure = link.failure or reason
@@ -308,9 +279,9 @@ class Processes:
             carrier.abort()
 
     def close(self) -> None:
-        """Say goodbye on every link and wait for the neighbours' goodbyes.
+        """Send a last message on every link and wait for those of the neighbours.
 
-        A thread that gloo still holds when the interpreter ends would abort the process as it wakes up.
+        A thread that is still inside gloo when the interpreter ends would abort the process as it wakes up.
         """
         atexit.unregister(self.close)
         links, self.links = self.links, []
@@ -323,7 +294,7 @@ class Processes:
         if not self.open or not dist.is_initialized():
             return
         self.open = False
-        if any(link.thread.is_alive() for link in links):  # NCCL would wait for the other end, which may be gone
+        if any(link.thread.is_alive() for link in links):  # NCCL would wait for the other end, which may have ended
             for carrier in self.carriers.values():
                 carrier.abort()
         for group in self.groups:
@@ -333,13 +304,17 @@ class Processes:
 
 
 def join(K: int) -> None:
-    """Join the group that torchrun (or the launcher) has described."""
+    """Join the process group that the environment of torchrun (or of the launcher) describes."""
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if alone and sys.platform in LOOPBACK_INTERFACE:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE[sys.platform])  # one machine: nothing leaves it
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE[sys.platform]
+        )  # one machine: no other interface is needed
     try:
         store, rank, _ = next(dist.rendezvous("env://", timeout=JOINING))
-        store = dist.PrefixStore(f"offbeat/{store.add(f'offbeat/groups/{rank}', 1)}", store)  # one may follow another
+        store = dist.PrefixStore(
+            f"offbeat/{store.add(f'offbeat/groups/{rank}', 1)}", store
+        )  # groups may follow each other
         trial = None if alone else network.connect(store, rank, K, patience=JOINING)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=K, timeout=JOINING)
         del trial

@@ -7,19 +7,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from offbeat.core.links import Link
 from offbeat.core.links.local import LocalLink
-from offbeat.graphs.launch_queue import LaunchQueue
+from offbeat.engines import MakeExecutor, eager
 from offbeat.method import Method
 
 
 class Simulate:
-    """All stages here. `shuffle` interleaves their operations at random, which must change no number."""
+    """All stages in this process. `shuffle` interleaves their operations at random, which must change no result."""
 
     waits = False
-    records = False
 
     def __init__(self, K: int, *, shuffle: int | None = None) -> None:
         self.K = K
@@ -31,7 +32,7 @@ class Simulate:
 
     def run(self, work: list[Iterator[bool]]) -> None:
         unfinished = list(work)
-        stuck = 0  # generators in a row that could not go on
+        stuck = 0  # consecutive generators that could not continue
         while unfinished:
             generator = unfinished.pop(self.order.randrange(len(unfinished)) if self.order else 0)
             for progress in generator:
@@ -42,10 +43,23 @@ class Simulate:
             else:
                 stuck = 0
             if stuck > 1000 * len(unfinished):
-                raise RuntimeError("no stage can go on: the programs wait for each other")
+                raise RuntimeError("no stage can continue: the programs wait for each other")
 
-    def make_launch_queue(self, method: Method) -> LaunchQueue | None:
-        return None
+    @property
+    def defers(self) -> bool:
+        return False
+
+    def device_for(self, given: torch.device | None) -> torch.device:
+        return given or torch.device("cpu")
+
+    def executor_maker(self, method: Method) -> MakeExecutor:
+        return eager
+
+    def take(self, batch: Any, device: torch.device) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), batch)
+
+    def give(self, loss: Tensor) -> Tensor:
+        return loss
 
     def share(self, value: Any, source: int) -> Any:
         return value
@@ -57,13 +71,13 @@ class Simulate:
         return [value]
 
     def barrier(self) -> None:
-        """Orders time, of which there is none here."""
+        """Stages that run one after the other have nothing to wait for."""
 
-    def beside(self, k: int) -> AbstractContextManager[object]:
+    def stage_context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def settle(self) -> None:
-        """Nothing to wait for: whatever was asked for is done."""
+        """Nothing is queued: all work is done when its call returns."""
 
     def guard(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""A CUDA stream for the work of stages, beside that of the caller; where there is none, nothing is different."""
+"""A CUDA stream for the work of stages, beside the stream of the caller; without a GPU it does nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 def many_queues(device: torch.device) -> None:
-    """Ahead of anything on a GPU: let streams that have nothing to do with each other not wait for each other."""
+    """Before anything runs on a GPU: give independent streams hardware queues of their own."""
     if device.type == "cuda" and not torch.cuda.is_initialized():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else streams share eight queues
 
 
 class StageStream:
-    """Work that is recorded must not be on the default stream, and need not wait for what its caller does there."""
+    """The stream of recorded work, which must not be the default one and does not wait for the caller's later work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -26,7 +26,7 @@ class StageStream:
 
     @contextmanager
     def here(self) -> Iterator[torch.cuda.Stream | None]:
-        """On this stream, behind what the caller has asked for so far; the caller's stream."""
+        """Work on this stream, after what the caller has launched so far; yields the caller's stream."""
         if self.stream is None or self.asked is None:
             yield None
             return
@@ -43,7 +43,7 @@ class StageStream:
 
     @contextmanager
     def between(self) -> Iterator[None]:
-        """The same, and ahead of what the caller does next."""
+        """The same, and before what the caller launches next."""
         with self.here() as caller:
             yield
         if caller is not None and self.stream is not None:

@@ -12,12 +12,12 @@ import torch
 
 from offbeat.graphs import join as joining
 
-MOST = 256  # streams to record on, of one device
-_streams: dict[int, deque[torch.cuda.Stream]] = {}  # by device, the one that was given last at the end
+MOST_STREAMS = 256  # to record on, per device
+_streams: dict[int, deque[torch.cuda.Stream]] = {}  # by device; the newest is the last
 
 
 def captures(device: torch.device) -> bool:
-    """Whether work is captured there, so that its graphs are made once and used for ever."""
+    """Whether work is captured there, so that its graphs are made once and then repeated."""
     return device.type == "cuda"
 
 
@@ -26,7 +26,7 @@ class Recorded:
 
     On a GPU its kernels are captured on the current stream, which must not be the default one, and launched all at once
     by every call. Recordings may share the memory of a `pool` if nothing that one of them leaves there is still needed
-    when another one runs. Elsewhere a call does the work again, so that all that surrounds a recording can be tried
+    when another one runs. Elsewhere a call does the work again, so that everything around recordings can be tested
     without a GPU.
     """
 
@@ -52,7 +52,7 @@ def _captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End a capture that has failed, so that allocator and random numbers go on without one."""
+    """End a capture that has failed, so that allocator and random generators leave capture mode."""
     try:
         graph.capture_end()
     except RuntimeError:
@@ -63,15 +63,15 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream to record on, of MOST that take turns (torch itself has 32); None where there is none."""
+    """A stream to record on, of MOST_STREAMS that take turns (torch itself has 32); None where there are no streams."""
     if device.type != "cuda":
         return None
-    told = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
-    if told is not None:
-        told(False)  # that gradients of eager batches come from another stream, for which autograd waits
+    set_warning = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if set_warning is not None:
+        set_warning(False)  # gradients of eager batches are made on another stream, for which autograd waits
     number = device.index if device.index is not None else torch.cuda.current_device()
     streams = _streams.setdefault(number, deque())
-    if len(streams) < MOST:
+    if len(streams) < MOST_STREAMS:
         streams.append(joining.new_stream(number) or torch.cuda.Stream(device))
     else:
         streams.rotate(-1)
@@ -80,7 +80,7 @@ def own_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 @contextmanager
 def recording(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Around several recordings: nobody collects garbage, such as older recordings, in the middle of a capture.
+    """Around several recordings: no garbage is collected, such as older recordings, in the middle of a capture.
 
     They are captured on `stream`, or on the current one. Libraries have a workspace for each stream: what is captured
     on one must not run at the same time, what is captured on two may.

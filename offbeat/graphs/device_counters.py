@@ -1,4 +1,4 @@
-"""What a device writes down while nobody waits for it: the loss, wrong answers, and what was first not finite."""
+"""Counters on a device, read without waiting: the loss, wrong answers, and what was first not finite."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class DeviceCounters:
     """Counters on a device. `loss` and `gradients` are tensor work that can be recorded, in few kernels, since it is
     done for every batch and every update; the rest is the host's.
 
-    Reading them at once would make the host wait for all that it has asked for. So `look` asks for a copy and reads the
-    one that it asked for before.
+    Reading them at once would make the host wait for all queued work. So `poll` starts a copy and reads the one that it
+    started before.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, wrong answers in percent, samples
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # losses, updates
-        self.bad = torch.full((2,), NEVER, device=device)  # the first of each that was not finite
+        self.first_not_finite = torch.full((2,), NEVER, device=device)  # the index of the first of each
         self.classes = True  # whether answers can be right or wrong
         on_gpu = device.type == "cuda"
-        self.asked = torch.full((2,), NEVER, pin_memory=on_gpu)
+        self.copied = torch.full((2,), NEVER, pin_memory=on_gpu)
         self.one = torch.ones((), dtype=torch.float64, device=device)
-        self.shares: dict[int, Tensor] = {}  # what to multiply a mean, a number and one by, for batches of a size
+        self.shares: dict[int, Tensor] = {}  # factors of mean, count and one, by batch size
         self.arrived = torch.cuda.Event() if on_gpu else None
 
     def loss(self, loss: Tensor, output: Any, target: Any) -> None:
@@ -36,7 +36,7 @@ class DeviceCounters:
         value, size = loss.detach().double(), batch_size(target, output)
         self.classes = scores_classes(output, target)
         wrong = (output.detach().argmax(dim=1) != target).sum(dtype=torch.float64) if self.classes else self.one
-        if size not in self.shares:  # before anything is recorded, which a first batch is not
+        if size not in self.shares:  # in the warm-up, before anything is recorded
             answers = target.numel() if self.classes else 1
             self.shares[size] = self.sums.new_tensor([size, 100.0 * size / answers, size])
         self.sums.addcmul_(torch.stack([value, wrong, self.one]), self.shares[size])
@@ -48,30 +48,30 @@ class DeviceCounters:
 
     def _count(self, which: int, size: Tensor) -> None:
         """One more of that size; NaN is not below anything."""
-        count, bad = self.counts[which], self.bad[which]
+        count, first = self.counts[which], self.first_not_finite[which]
         count += 1
-        torch.minimum(bad, torch.add(count, size < torch.inf, alpha=NEVER), out=bad)
+        torch.minimum(first, torch.add(count, size < torch.inf, alpha=NEVER), out=first)
 
-    def look(self) -> list[int | None]:
-        """Which loss and which update, from 1, were first not finite, as of the last look; None for none."""
+    def poll(self) -> list[int | None]:
+        """Which loss and which update, from 1, were first not finite, as of the last call; None for none."""
         if self.arrived is None:
             return self.now()
         if not self.arrived.query():
             return [None, None]
-        seen = _numbers(self.asked)
-        self.asked.copy_(self.bad, non_blocking=True)
+        found = _indices(self.copied)
+        self.copied.copy_(self.first_not_finite, non_blocking=True)
         self.arrived.record()
-        return seen
+        return found
 
     def now(self) -> list[int | None]:
         """The same as of now; waits."""
-        return _numbers(self.bad)
+        return _indices(self.first_not_finite)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Set all counters to zero."""
         self.sums.zero_()
         self.counts.zero_()
-        self.bad.fill_(NEVER)
+        self.first_not_finite.fill_(NEVER)
 
     def read(self, meter: Meter) -> None:
         """Move what was summed up into the meter; waits."""
@@ -84,5 +84,5 @@ class DeviceCounters:
             meter.samples += int(samples)
 
 
-def _numbers(bad: Tensor) -> list[int | None]:
-    return [None if number >= NEVER else number for number in bad.tolist()]
+def _indices(counts: Tensor) -> list[int | None]:
+    return [None if index >= NEVER else index for index in counts.tolist()]

@@ -1,7 +1,7 @@
 """Many captured CUDA graphs as one, which a single call launches, and whose branches the device runs at once.
 
-Torch has no way to say this, so the driver is asked. Where that cannot be done (a torch before 2.8, which does not tell
-its graphs; no such driver), the graphs are launched one after the other, which gives the same numbers.
+Torch has no function for this, so the driver is called. Where that is impossible (a torch before 2.8, which does not
+expose its graphs; no such driver), the graphs are launched one after the other, with the same results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def new_graph() -> torch.cuda.CUDAGraph:
 
 NON_BLOCKING = 1  # a stream that does not wait for the default one
 Graph = torch.cuda.CUDAGraph
-Nodes = list[tuple[Graph, list[int]]]  # graphs, each with the numbers of those before it that it waits for
+Nodes = list[tuple[Graph, list[int]]]  # graphs, each with the indices of those before it that it waits for
 
 
 def join(nodes: Nodes) -> Callable[[], None] | None:
@@ -30,7 +30,7 @@ def join(nodes: Nodes) -> Callable[[], None] | None:
 
 
 def new_stream(device: int) -> torch.cuda.Stream | None:
-    """A stream that nobody else has; None where the driver cannot be asked for one."""
+    """A stream that nothing else uses; None where the driver cannot be called."""
     driver, handle = _driver(), ctypes.c_void_p()
     if driver is None:
         return None
@@ -65,29 +65,31 @@ class _Joined:
         self.device = torch.cuda.current_device()
         self.executable = ctypes.c_void_p()
         whole = ctypes.c_void_p()
-        self._ask("cuGraphCreate", ctypes.byref(whole), 0)
+        self._call("cuGraphCreate", ctypes.byref(whole), 0)
         added: list[Any] = []
         try:
             for graph, waits in nodes:
                 added.append(self._add(whole, graph, [added[before] for before in waits]))
-            self._ask("cuGraphInstantiateWithFlags", ctypes.byref(self.executable), whole, 0)
+            self._call("cuGraphInstantiateWithFlags", ctypes.byref(self.executable), whole, 0)
         finally:
             self.driver.cuGraphDestroy(whole)
 
     def _add(self, whole: Any, graph: Graph, before: list[Any]) -> Any:
-        node, behind = ctypes.c_void_p(), (ctypes.c_void_p * len(before))(*before)
+        node, predecessors = ctypes.c_void_p(), (ctypes.c_void_p * len(before))(*before)
         child = ctypes.c_void_p(graph.raw_cuda_graph())
-        self._ask("cuGraphAddChildGraphNode", ctypes.byref(node), whole, behind, ctypes.c_size_t(len(before)), child)
+        self._call(
+            "cuGraphAddChildGraphNode", ctypes.byref(node), whole, predecessors, ctypes.c_size_t(len(before)), child
+        )
         return node.value
 
-    def _ask(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: Any) -> None:
         self._check(name, getattr(self.driver, name)(*arguments))
 
     def _check(self, name: str, failed: int) -> None:
         if failed:
-            told = ctypes.c_char_p()
-            self.driver.cuGetErrorString(failed, ctypes.byref(told))
-            raise RuntimeError(f"{name}: {told.value.decode() if told.value else failed}")
+            text = ctypes.c_char_p()
+            self.driver.cuGetErrorString(failed, ctypes.byref(text))
+            raise RuntimeError(f"{name}: {text.value.decode() if text.value else failed}")
 
     def __call__(self) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self.device)

@@ -1,7 +1,7 @@
-"""Launch queues, where stages put recorded work. A plain one launches it at once. Others keep it, so that the host
+"""Launch queues, where stages put recorded work. A plain one launches it at once. Others defer it, so that the host
 launches the work of all stages on one device with a single call: ticks.py, and windows.py for methods without lag.
 
-Whatever cannot wait (an eager batch, a look at the weights) flushes first.
+Whatever cannot wait (an eager batch, reading the weights) flushes first.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from offbeat.graphs import join as joining
 from offbeat.graphs.capture import Recorded, recording
 
-AHEAD = 8  # ticks by which the host may be ahead of the device, and a little more
-LOOKS = 4  # ticks from one look at how far the device is to the next
-MOST = 1024  # different ticks that are joined
+AHEAD = 8  # ticks by which the host may be ahead of the device, rounded up to whole intervals
+EVENT_INTERVAL = 4  # ticks between two events, which show how far the device is
+MOST_JOINED = 1024  # different ticks that are joined
 NAPS = (10_000, 1_000_000)  # cycles
 Action = Callable[[], object]
 Kind = Literal["forward", "backward", "update", "other"]
 
 
-class Row:
-    """Recorded pieces that come one behind the other, time and again: the same row every time, so that it is known.
+class RecordedOperation:
+    """An operation of a stage as recorded pieces that run one after the other; the same object every time it recurs.
 
     A forward reads what the stage below has made, and makes what the stage above uses; a backward the other way round.
     All others read and write what belongs to the stage alone, such as its weights.
@@ -43,106 +43,110 @@ class Row:
 
 
 class LaunchQueue:
-    """All that stages ask for is done at once."""
+    """Launches all work at once."""
 
-    defers = False  # whether what is asked for may wait
+    defers = False  # whether work may be launched later than it is put here
 
-    def put(self, rank: int, row: Row) -> None:
-        """Recorded work: the next of that stage."""
-        row()
+    def put(self, rank: int, operation: RecordedOperation) -> None:
+        """Queue the next recorded operation of that stage."""
+        operation()
 
     def first(self, rank: int, action: Action) -> None:
-        """Work ahead of all that is recorded of this turn, which must not mind."""
+        """Work that may be done before all recorded operations of this turn."""
         action()
 
     def after(self, rank: int, action: Action) -> None:
-        """Work behind all that is recorded of this turn, and ahead of the next."""
+        """Work after all recorded operations of this turn, and before those of the next."""
         action()
 
     def later(self, rank: int, action: Action) -> None:
-        """Between two turns: work behind all that was recorded of the last one, which that stage has closed."""
+        """Between two turns: work after all recorded operations of the last one, which that stage has closed."""
         action()
 
     def pause(self) -> None:
         """A stage waits for a message from another one."""
 
     def close(self, rank: int) -> None:
-        """That stage has done its turn."""
+        """That stage has done all operations of its turn."""
 
     def tick(self) -> None:
-        """All stages have done their turn."""
+        """All stages have done all operations of their turn."""
 
     def flush(self) -> None:
-        """Launch all that was asked for."""
+        """Launch all queued work."""
 
     def forget(self) -> None:
-        """What was recorded so far will not come again."""
+        """Launch all queued work; what was recorded so far will not recur."""
 
 
 class Deferring(LaunchQueue):
-    """A launch queue that keeps captured work, which gives its results before it has run, and launches it together.
-
-    `sleeps` lets it sleep at random, which must change no number. Those who keep it say how: `put`, `first`, `after`,
-    `later`, `flush` and `tick`.
+    """A launch queue that defers captured work, whose results have an address before it has run, and launches it
+    together. `sleeps` lets the device sleep at random, which must change no result.
     """
 
     defers = True
 
     def __init__(self, device: torch.device, *, sleeps: int | None = None) -> None:
         self.device = device
-        self.joined: dict[tuple[Row, ...], Callable[[], None] | None] = {}
-        self.asked: list[Any] = []  # what the ticks since the last look work on
-        self.unseen = 0  # ticks since the last look
-        self.ahead: deque[tuple[torch.cuda.Event, Any]] = deque()  # the same up to a look that is not done
+        self.joined: dict[tuple[RecordedOperation, ...], Callable[[], None] | None] = {}
+        self.launched: list[Any] = []  # what the ticks since the last event work on
+        self.ticks = 0  # since the last event
+        self.ahead: deque[tuple[torch.cuda.Event, Any]] = deque()  # events not waited for, with what precedes them
         self.spare: list[torch.cuda.Event] = []
         self.sleeps = None if sleeps is None else random.Random(sleeps)
-        self.naps: list[Row] = []
+        self.naps: list[RecordedOperation] = []
 
-    def _launch_rows(self, rows: tuple[Row, ...], nodes: Callable[[], joining.Nodes] | None) -> None:
-        """At once where they come again and it is known what waits for what, else one behind the other."""
-        together = self.joined.get(rows)
+    def _launch_operations(
+        self, operations: tuple[RecordedOperation, ...], nodes: Callable[[], joining.Nodes] | None
+    ) -> None:
+        """As one graph where they recur and it is known what waits for what, else one after the other."""
+        together = self.joined.get(operations)
         if together is None and nodes is not None:
-            again = rows in self.joined or bool(self.sleeps)
-            if len(self.joined) >= MOST:
+            again = operations in self.joined or bool(self.sleeps)
+            if len(self.joined) >= MOST_JOINED:
                 del self.joined[next(iter(self.joined))]
-            self.joined[rows] = together = joining.join(nodes()) if again else None
+            self.joined[operations] = together = joining.join(nodes()) if again else None
         if together is not None:
             together()
         else:
-            for row in rows:
-                row()
+            for operation in operations:
+                operation()
 
-    def _nap(self) -> Row:
+    def _nap(self) -> RecordedOperation:
         assert self.sleeps
         if not self.naps:
             with recording(self.device):
-                self.naps = [Row(Recorded(partial(torch.cuda._sleep, nap), device=self.device)) for nap in (1, *NAPS)]
+                self.naps = [
+                    RecordedOperation(Recorded(partial(torch.cuda._sleep, nap), device=self.device))
+                    for nap in (1, *NAPS)
+                ]
         return self.sleeps.choice(self.naps)
 
     def _keep_up(self, work: Any, turns: int = 1) -> None:
         """Hold what was launched until it is done; do not get too far ahead of the device."""
-        self.asked.append(work)
-        self.unseen += turns
-        if self.unseen < LOOKS:
+        self.launched.append(work)
+        self.ticks += turns
+        if self.ticks < EVENT_INTERVAL:
             return
-        self.unseen = 0
+        self.ticks = 0
         event = self.spare.pop() if self.spare else torch.cuda.Event(blocking=True)
         event.record()
-        self.ahead.append((event, self.asked))
-        self.asked = []
-        while len(self.ahead) > AHEAD // LOOKS:
+        self.ahead.append((event, self.launched))
+        self.launched = []
+        while len(self.ahead) > AHEAD // EVENT_INTERVAL:
             self.ahead[0][0].synchronize()
             self.spare.append(self.ahead.popleft()[0])
 
     def forget(self) -> None:
-        """Drop what was joined, since it will not come again."""
+        """Also drop the joined graphs."""
         self.flush()
         self.joined.clear()
 
 
-def add_row(nodes: joining.Nodes, row: Row, waits: list[int]) -> list[int]:
-    """Add the pieces of a row, the first of which waits for those; what waits for the row waits for the result."""
-    for piece in row.pieces:
+def add_operation(nodes: joining.Nodes, operation: RecordedOperation, waits: list[int]) -> list[int]:
+    """Add the pieces of an operation, the first of which waits for those nodes; the node that its successors wait
+    for."""
+    for piece in operation.pieces:
         if piece.graph:
             nodes.append((piece.graph, waits))
             waits = [len(nodes) - 1]

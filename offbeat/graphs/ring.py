@@ -1,4 +1,4 @@
-"""How many slots a stage needs so that its operations can be recorded once and repeated for ever.
+"""How many slots a stage needs so that its operations can be recorded once and repeated.
 
 A recording works on fixed memory: the input, the activations and the outputs of one batch (a *slot*), and the version
 of the weights that it was recorded with. In steady state a version serves the M forwards of a window, so slots come in
@@ -8,10 +8,10 @@ groups of M that share the memory of one version, and the groups go round:
                      slot      0  1  2  3  4  5  0  1  2
                      version   0  0  1  1  2  2  0  0  1      (ceil(3/2) + 1 = 3 are alive at once)
 
-A slot is used again when its batch has come back, and when the neighbours have read what it last gave them: they are at
-most `BEHIND` turns behind (see ticks.py), and read a gradient `below` turns after it was made. The rings of all stages
-divide a common period, so that after it everything comes again, also who gives to whom; this is why some stages have
-more slots than they need (how many more stands with the records of benchmarks/gpu.py).
+A slot is used again after the backward of its batch, when the neighbours have read what it last gave them: they are at
+most `MAX_LEAD` turns later (see ticks.py), and read a gradient `gradient_delay` turns after it was made. The rings of
+all stages divide a common period, after which everything recurs, also which slot gives to which. So some stages have
+more slots than they need (the records of benchmarks/gpu.py have how many more).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import cache
 
 from offbeat.method import Method
 
-BEHIND = 2  # turns by which a stage may be ahead of a neighbour
+MAX_LEAD = 2  # turns by which a stage may be ahead of a neighbour
 
 
 @dataclass(frozen=True)
@@ -30,25 +30,25 @@ class Ring:
 
     groups   sets of slots, each with the memory of one version
     each     slots of a group
-    below    turns between a backward of this stage and that of the same batch in the stage below
+    gradient_delay    turns between a backward of this stage and that of the same batch in the stage below
 
     >>> from offbeat.methods import ADL
     >>> Ring.of(ADL(M=4), 1, 8, copies=True)  # lag 14: 15 batches in flight, 5 versions
-    Ring(groups=6, each=4, below=0)
+    Ring(groups=6, each=4, gradient_delay=0)
     >>> Ring.of(ADL(M=4, weights="hybrid"), 1, 8, copies=False)
-    Ring(groups=1, each=16, below=0)
+    Ring(groups=1, each=16, gradient_delay=0)
     """
 
     groups: int
     each: int
-    below: int
+    gradient_delay: int
 
     @classmethod
     def of(cls, method: Method, k: int, K: int, *, copies: bool) -> Ring:
-        """The ring of stage k of K; `copies` says whether its forwards run on copies of the weights."""
-        below, M = method.unused(k, K), method.M if copies else 1
+        """The ring of stage k of K; `copies`: whether its forwards run on copies of the weights."""
+        delay, M = method.unused(k, K), method.M if copies else 1
         slots = _round(_period(method, K), _least(method, k, K, copies=copies), M)
-        return cls(slots // M, M, below) if copies else cls(1, slots, below)
+        return cls(slots // M, M, delay) if copies else cls(1, slots, delay)
 
     @property
     def slots(self) -> int:
@@ -56,13 +56,13 @@ class Ring:
 
 
 def _least(method: Method, k: int, K: int, *, copies: bool) -> int:
-    """Slots that stage k cannot do without."""
-    least = max(method.lag(k, K), method.unused(k, K)) + BEHIND
+    """The fewest slots that stage k can work with."""
+    least = max(method.lag(k, K), method.unused(k, K)) + MAX_LEAD
     if not any(method.lag(j, K) for j in range(1, K + 1)):
         least = max(least, together(method, K))
     if not copies:
         return least
-    versions = method.versions(k, K) + (method.forward == "before")  # one is made before the oldest goes
+    versions = method.versions(k, K) + (method.forward == "before")  # one is made before the oldest is dropped
     return method.M * max(versions, -(-least // method.M))
 
 
@@ -84,7 +84,7 @@ def _round(period: int, least: int, M: int) -> int:
 
 @cache
 def _period(method: Method, K: int) -> int:
-    """Turns after which everything comes again: those that need fewest slots in all."""
+    """Turns after which everything recurs: the period that needs fewest slots in all."""
     needs = [_least(method, k, K, copies=True) for k in range(1, K + 1)]
     most, M = max(needs), method.M
     return min(range(most, 2 * most + 1, M), key=lambda period: sum(_round(period, need, M) for need in needs))

@@ -1,21 +1,21 @@
-"""The recorded work of all stages on one device, so arranged that the host asks for a whole turn with a single call.
+"""The recorded work of all stages on one device, arranged so that the host launches a whole turn with a single call.
 
-Stages put recorded pieces on their tapes instead of launching them; a tape is closed when the stage has done its turn.
-Where a stage uses nothing from its neighbours that they make in the same turn of the clock, the tapes of one tick are
-branches of one graph, which the device runs at the same time:
+A stage queues recorded operations instead of launching them, and closes its turn when it has done all of them. Where a
+stage uses nothing that its neighbours make in the same tick of the clock, the turns of one tick are branches of one
+graph, which the device runs at the same time:
 
-    tick      0    1    2    3    4             stage k is k-1 turns behind the first, so that the activations which
+    tick      0    1    2    3    4             stage k is k-1 turns after the first, so that the activations which
     stage 1   0    1    2    3    4   ...       it forwards, and with a lag of 2(K-k) also the gradients which it
     stage 2        0    1    2    3             backwards, were made one tick before
     stage 3             0    1    2
 
-With a smaller lag a gradient would come too late for that. Then all stages do the same turn in one tick, and each
+With a smaller lag a gradient would be too late for that. Then all stages do the same turn in one tick, and each
 forward waits for the one below; only backwards and updates overlap. Where a gradient is used in the turn in which it is
 made, everything is launched in order; but see windows.py for methods without any lag.
 
-Whatever cannot wait flushes first. Between two turns (a look at the weights) the stages catch up with the first in a
-few more ticks; within one (an eager batch) all that was asked for is launched in the order in which it was asked for,
-which is that of a simulation.
+Whatever cannot wait flushes first. Between two turns (to read the weights) the stages catch up with the first in a few
+more ticks; within one (for an eager batch) all queued work is launched in the order in which it was queued, which is
+that of a simulation.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from itertools import chain
 import torch
 
 from offbeat.graphs import join as joining
-from offbeat.graphs.launch_queue import Action, Deferring, Row, add_row
+from offbeat.graphs.launch_queue import Action, Deferring, RecordedOperation, add_operation
 
 
-class Tape:
-    """What one stage has asked for in one turn: things to do first, recorded work, things to do after it."""
+class StageTurn:
+    """What one stage has queued in one turn: actions to do first, recorded operations, actions to do after them."""
 
-    __slots__ = ("actions", "after", "rows", "turn")
+    __slots__ = ("actions", "after", "operations", "turn")
 
     def __init__(self, turn: int, actions: list[Action]) -> None:
         self.turn, self.actions = turn, actions
-        self.rows: list[Row] = []
+        self.operations: list[RecordedOperation] = []
         self.after: list[Action] = []
 
 
 class Ticks(Deferring):
-    """The tapes of K stages, whose gradients are used at least `room` turns after they were made."""
+    """The queued turns of K stages, whose gradients are used at least `room` turns after they were made."""
 
     def __init__(self, K: int, room: int, device: torch.device, *, sleeps: int | None = None) -> None:
         super().__init__(device, sleeps=sleeps)
         self.in_order, self.chained = room < 1, room < 2
-        self.behind = [0 if self.chained else rank for rank in range(K)]
+        self.delays = [0 if self.chained else rank for rank in range(K)]  # in turns after the first stage
         self.turn = 0
         self.done: set[int] = set()  # stages that have done this turn
-        self.open = [Tape(0, []) for _ in range(K)]
-        self.closed: list[deque[Tape]] = [deque() for _ in range(K)]
+        self.open = [StageTurn(0, []) for _ in range(K)]
+        self.closed: list[deque[StageTurn]] = [deque() for _ in range(K)]
 
-    # ---- what stages ask for
+    # ---- queueing
 
-    def put(self, rank: int, row: Row) -> None:
-        self.open[rank].rows.append(row)
+    def put(self, rank: int, operation: RecordedOperation) -> None:
+        self.open[rank].operations.append(operation)
 
     def first(self, rank: int, action: Action) -> None:
         self.open[rank].actions.append(action)
@@ -71,11 +71,11 @@ class Ticks(Deferring):
         self.flush()
 
     def close(self, rank: int) -> None:
-        tape = self.open[rank]
-        self.closed[rank].append(tape)
-        self.open[rank] = Tape(self.turn + 1, tape.after)
-        tape.after = []
-        if self.in_order or rank in self.done:  # several in one: what is left of a program
+        queued = self.open[rank]
+        self.closed[rank].append(queued)
+        self.open[rank] = StageTurn(self.turn + 1, queued.after)
+        queued.after = []
+        if self.in_order or rank in self.done:  # several in one: the rest of a program
             self.flush()
         self.done.add(rank)
 
@@ -83,11 +83,11 @@ class Ticks(Deferring):
         while not self.done and any(self.closed):
             self.tick()
         work: list[Action] = []
-        for tape in sorted(chain(*self.closed, self.open), key=lambda tape: tape.turn):  # and by stages, as they were
-            work += tape.actions + tape.rows + tape.after
-            tape.actions, tape.rows, tape.after = [], [], []
-        for queue in self.closed:
-            queue.clear()
+        for queued in sorted(chain(*self.closed, self.open), key=lambda one: one.turn):  # a stable sort: then by stage
+            work += queued.actions + queued.operations + queued.after
+            queued.actions, queued.operations, queued.after = [], [], []
+        for turns in self.closed:
+            turns.clear()
         if not work:
             return
         for action in work:
@@ -98,40 +98,41 @@ class Ticks(Deferring):
 
     def tick(self) -> None:
         """Launch what is due by now."""
-        tapes = [
-            queue.popleft()
-            for queue, behind in zip(self.closed, self.behind, strict=True)
-            if queue and queue[0].turn <= self.turn - behind
+        due = [
+            turns.popleft()
+            for turns, delay in zip(self.closed, self.delays, strict=True)
+            if turns and turns[0].turn <= self.turn - delay
         ]
         self.turn += 1
         self.done.clear()
-        for tape in self.open:
-            tape.turn = self.turn
-        for tape in tapes:
-            for action in tape.actions:
+        for queued in self.open:
+            queued.turn = self.turn
+        for queued in due:
+            for action in queued.actions:
                 action()
-        branches = [tape.rows for tape in tapes if tape.rows]
+        branches = [queued.operations for queued in due if queued.operations]
         if branches:
             self._launch(branches)
-        if tapes:
-            self._keep_up(tapes)
+        if due:
+            self._keep_up(due)
 
-    def _launch(self, branches: list[list[Row]]) -> None:
+    def _launch(self, branches: list[list[RecordedOperation]]) -> None:
         if self.sleeps:
             branches = [[self._nap(), *branch] for branch in branches]
-        complete = len(branches) == len(self.open)  # else it will hardly come again
-        self._launch_rows(tuple(chain.from_iterable(branches)), partial(self._nodes, branches) if complete else None)
+        complete = len(branches) == len(self.open)  # others hardly recur
+        operations = tuple(chain.from_iterable(branches))
+        self._launch_operations(operations, partial(self._nodes, branches) if complete else None)
 
-    def _nodes(self, branches: list[list[Row]]) -> joining.Nodes:
-        """Those of a branch wait for each other, and in a chain forwards for the ones of the stage below."""
+    def _nodes(self, branches: list[list[RecordedOperation]]) -> joining.Nodes:
+        """The operations of a branch wait for each other, and in a chain forwards for those of the stage below."""
         nodes: joining.Nodes = []
         below: list[int] = []
         for branch in branches:
             before: list[int] = []
             forwarded = below
-            for row in branch:
-                waits = below if self.chained and row.kind == "forward" else []
-                before = add_row(nodes, row, [*before, *waits])
-                forwarded = before if row.kind == "forward" else forwarded
+            for operation in branch:
+                waits = below if self.chained and operation.kind == "forward" else []
+                before = add_operation(nodes, operation, [*before, *waits])
+                forwarded = before if operation.kind == "forward" else forwarded
             below = forwarded
         return nodes

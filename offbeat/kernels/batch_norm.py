@@ -1,4 +1,4 @@
-"""BatchNorm, the sum behind it and ReLU as one differentiable function: on a GPU in two kernels each way."""
+"""BatchNorm, the sum after it and ReLU as one differentiable function: on a GPU in two kernels each way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def norm(layer: nn.BatchNorm2d, x: Tensor, other: Tensor | None, *, relu: bool) 
 
 
 def _fits(layer: nn.BatchNorm2d, x: Tensor, other: Tensor | None) -> bool:
-    """Whether the kernels do what torch would: a training batch of images that lies channels-last on a GPU."""
+    """Whether the kernels do what torch would: a training batch of channels-last images on a GPU."""
     usual = layer.training and layer.affine and layer.track_running_stats and layer.momentum is not None
     if not (usual and x.is_cuda and available()):
         return False

@@ -1,6 +1,6 @@
-"""Triton kernels of BatchNorm, the sum behind it and ReLU: two forwards and two backwards.
+"""Triton kernels of BatchNorm, the sum after it and ReLU: two forwards and two backwards.
 
-An image batch that lies channels-last is a matrix of rows (samples and places) and C channels. Every program takes
+A channels-last image batch is a matrix of rows (samples and places) and C channels. Every program takes
 `span` rows, BR at a time, of BC channels. The first kernel of a pair leaves sums of its rows; every program of the
 second one adds all of those up again, in the same order, which is less work than a kernel between the two.
 """

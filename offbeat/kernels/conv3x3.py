@@ -1,4 +1,4 @@
-"""A 3x3 convolution between few channels, as a differentiable function: on a GPU by kernels of our own."""
+"""A 3x3 convolution between few channels, as a differentiable function: on a GPU by kernels of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def convolution(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def _fits(weight: Tensor, x: Tensor) -> bool:
-    """Whether the kernels do what torch would: bfloat16 that lies channels-last on a GPU."""
+    """Whether the kernels do what torch would: channels-last bfloat16 on a GPU."""
     if not (x.is_cuda and x.dim() == 4 and available()):
         return False
     last = all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, weight))

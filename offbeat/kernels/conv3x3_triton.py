@@ -1,6 +1,6 @@
 """Triton kernels of a 3x3 convolution between few channels: forward, gradient of the input, gradient of the weight.
 
-Images lie channels-last, as rows (samples and places) of C channels; so do weights, as C filters of nine taps. The
+Images are channels-last: rows (samples and places) of C channels; so are weights, with C filters of nine taps. The
 libraries' tiles are made for wide layers: with 16 channels most of what they reserve is idle, and a few of them fill a
 GPU on which stages are to run side by side. These reserve little.
 """

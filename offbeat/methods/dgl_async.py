@@ -85,7 +85,7 @@ def learn(t: int, *, buffered: bool) -> Iteration:
 
 def AsyncDGL(buffer: int = 2, *, seed: int = 0) -> Method:  # noqa: N802
     """Greedy learning from buffers of so many batches."""
-    number(buffer, "batches in the buffer", "use a whole number from 1 up", lambda size: size >= 1, whole=True)
+    number(buffer, "buffer", "use an integer of at least 1 batch", lambda size: size >= 1, whole=True)
 
     def order(k: int, K: int, batches: Iterable[int]) -> Program:
         return free_running(k, K, batches, size=buffer, seed=seed)

@@ -58,7 +58,7 @@ def DNI(  # noqa: N802
     conditional: bool = False, *, lr: float = 3e-5, synthesiser: Head | None = None
 ) -> Method:
     """Synthetic gradients; `synthesiser(shape, classes)` builds another network of (h, one-hot labels or None)."""
-    number(lr, "lr of the synthesisers", "use a number from 0 up", lambda lr: 0 <= lr < float("inf"))
+    number(lr, "lr", "use a learning rate of at least 0 for the synthesisers", lambda lr: 0 <= lr < float("inf"))
 
     def head(shape: tuple[int, ...], classes: int) -> Any:
         from offbeat.heads import Synthesised

@@ -58,5 +58,5 @@ def Sim() -> Method:  # noqa: N802
 
 def PredSim(beta: float = 0.99) -> Method:  # noqa: N802
     """Both, weighted by beta."""
-    number(beta, "beta of predsim", "use a number between 0 and 1", lambda beta: 0 < beta < 1)
+    number(beta, "beta", "use a number between 0 and 1", lambda beta: 0 < beta < 1)
     return _local("predsim", "local classifiers and similarity", pred=1 - beta, sim=beta, top=1 - beta)

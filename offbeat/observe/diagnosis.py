@@ -21,7 +21,7 @@ else of training notices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offbeat.core.stage import InFlight, Stage
+from offbeat.core.in_flight import InFlight
 from offbeat.core.weights import Version, at_once
+from offbeat.core.worker import Worker
 from offbeat.errors import UserError
 from offbeat.method import Method
 
@@ -59,11 +60,11 @@ class Given:
 
 
 class Diagnosis:
-    """Does a stage's operations, and measures late gradients; `turn` returns the newest batch that entered."""
+    """Gives a stage's operations to the executor of its worker, and measures late gradients every `every` updates."""
 
-    def __init__(self, stage: Stage, every: int, turn: Callable[[], int]) -> None:
-        check(every, stage.method)
-        self.stage, self.every, self.turn = stage, every, turn
+    def __init__(self, worker: Worker, every: int) -> None:
+        check(every, worker.method)
+        self.stage, self.executor, self.every, self.turn = worker.stage, worker.executor, every, worker.newest
         self.given: dict[int, Given] = {}  # of the batches in flight
         self.lasting: tuple[int, Version] | None = None  # a copy of the weights, and of which update
         self.measured: list[tuple[dict[str, int], Tensor]] = []  # figures stay on the device until they are read
@@ -74,7 +75,7 @@ class Diagnosis:
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
         stage = self.stage
         mine = pytree.tree_map_only(Tensor, Tensor.clone, x) if stage.k == 1 else None
-        output = stage.forward(t, x, target, share)
+        output = self.executor.forward(t, x, target, share)
         self.given[t] = Given(self._used(stage.in_flight[t]), mine)
         return output
 
@@ -83,13 +84,13 @@ class Diagnosis:
         if given is not None and self._due(t):
             with self._at_once():
                 self._measure(t, given, gradients)
-        return self.stage.backward(t, gradients)
+        return self.executor.backward(t, gradients)
 
     def update(self, over: int) -> None:
-        self.stage.update(over)
+        self.executor.update(over)
 
     def teach(self, t: int, gradients: Gradients) -> None:
-        self.stage.teach(t, gradients)
+        self.executor.teach(t, gradients)
 
     # ---- what a forward used
 
@@ -97,10 +98,10 @@ class Diagnosis:
         """A lasting version; one that the policy would change or forget is copied, once an update."""
         weights = self.stage.weights
         if weights.forgets:
-            self.stage.launch()  # what is copied must be there
+            self.stage.launcher.flush()  # what is copied must be there
             return weights.remember() or batch.version
         if weights.replays and batch.version is getattr(weights, "own", None):
-            self.stage.launch()
+            self.stage.launcher.flush()
             if self.lasting is None or self.lasting[0] != self.stage.update_index:
                 self.lasting = self.stage.update_index, self._present()
             return self.lasting[1]
@@ -115,7 +116,7 @@ class Diagnosis:
         self.given = {
             t: Given(batch.kept or batch.version)
             for t, batch in self.stage.in_flight.items()
-            if not (self.stage.weights.replays and self.stage.lag)
+            if not (self.stage.weights.replays and self.stage.method.lag(self.stage.k, self.stage.K))
         }
 
     def _present(self) -> Version:
@@ -127,14 +128,14 @@ class Diagnosis:
     def _due(self, t: int) -> bool:
         stage = self.stage
         first = not stage.window.levels
-        skipped = t in stage.bad or stage._left_out(t)
-        return first and (stage.update_index + 1) % self.every == 0 and not skipped and bool(stage.parameters)
+        used = not stage.guard.excludes(t) and bool(stage.parameters)
+        return first and (stage.update_index + 1) % self.every == 0 and used
 
     @contextmanager
     def _at_once(self) -> Iterator[None]:
         """Everything queued is done now, and so is what the weights need meanwhile."""
         weights = self.stage.weights
-        self.stage.launch()
+        self.stage.launcher.flush()
         before, weights.do = weights.do, at_once
         try:
             yield
@@ -152,7 +153,7 @@ class Diagnosis:
         both = [(a.double(), b.double()) for a, b in zip(stale, fresh, strict=True) if a is not None and b is not None]
         if not both:
             return  # nothing came from above
-        zero = torch.zeros((), dtype=torch.float64, device=stage.device)
+        zero = torch.zeros((), dtype=torch.float64, device=stage.network.device)
         gap = sum(((a - b).square().sum() for a, b in pairs), zero).sqrt()
         norm = sum((a.square().sum() for a, _ in pairs), zero).sqrt()
         lengths = [sum((g.square().sum() for g in each), zero).sqrt() for each in zip(*both, strict=True)]
@@ -179,11 +180,12 @@ class Diagnosis:
 
     def _roots(self, t: int, batch: InFlight, given: Given, version: Version) -> list[Any]:
         """The forward again, on a copy of its input, with the random numbers of then."""
-        leaves = batch.inputs if given.x is None else pytree.tree_leaves(self.stage._entering(given.x))
+        network = self.stage.network
+        leaves = batch.inputs if given.x is None else pytree.tree_leaves(network.entering(given.x))
         copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         again = replace(batch, inputs=copies, roots=[])
-        with torch.enable_grad(), self.stage.random.drawing(replay=batch.random):
-            return pytree.tree_leaves(self.stage._run(t, again, version, again=True))
+        with torch.enable_grad(), network.random.drawing(replay=batch.random):
+            return pytree.tree_leaves(network.repeat(t, again, version))
 
     def _gradients(
         self, t: int, version: Version, roots: list[Any], batch: InFlight, gradients: Gradients | None
@@ -192,12 +194,12 @@ class Diagnosis:
         if gradients is None:
             gradients = [torch.full_like(root, batch.share * stage.method.top) for root in roots]
         pairs = [
-            (root, stage.corrections.incoming(gradient.to(root.device)))
+            (root, stage.optimization.corrections.incoming(gradient.to(root.device)))
             for root, gradient in zip(roots, gradients, strict=True)
             if isinstance(root, Tensor) and root.requires_grad and gradient is not None
         ]
         targets = list((version.tensors or stage.parameters).values())
-        return stage._gradients(t, version, pairs, targets)
+        return stage.network.gradients(t, version, pairs, targets, check=not stage.figures.backwards)
 
     # ---- reports
 

@@ -112,14 +112,14 @@ class TracedStage:
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
         begin = self.recorder.now()
         output = self.actor.forward(t, x, target, share)
-        self.stage.launch()
+        self.stage.launcher.flush()
         self.recorder.add(FORWARD, t, begin)
         return output
 
     def backward(self, t: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
         begin = self.recorder.now()
         below = self.actor.backward(t, gradients)
-        self.stage.launch()
+        self.stage.launcher.flush()
         self.recorder.add(BACKWARD, t, begin)
         return below
 
@@ -128,7 +128,7 @@ class TracedStage:
         newest = window[-1] if window else NOBODY
         begin = self.recorder.now()
         self.actor.update(over)
-        self.stage.launch()
+        self.stage.launcher.flush()
         self.recorder.add(UPDATE, s, begin, newest)
 
     def teach(self, t: int, gradients: list[Tensor | None]) -> None:
@@ -329,8 +329,11 @@ class Tracing:
             },
         }
         what = f"{self.done} iteration{'s' * (self.done > 1)} of {len(stages)} stage{'s' * (len(stages) > 1)}"
-        alone = self.engine.records and self.device.type == "cuda"
-        found = "each operation by itself" if alone else f"idle {' '.join(f'{100 * share:.0f} %' for share in idle)}"
+        found = (
+            "each operation by itself"
+            if self.engine.defers
+            else f"idle {' '.join(f'{100 * share:.0f} %' for share in idle)}"
+        )
         line = f"trace: {what} in {self.path}; {found}"
         part = self.path.with_name(self.path.name + ".part")
         try:

@@ -95,7 +95,9 @@ def check_blocks(model: nn.Module, K: int) -> None:
             f"own): give one, or a list of {K} stages"
         )
     if count < K:
-        raise UserError(f"{K} stages but only {count} units to cut between: use K <= {count}, or units='layers'")
+        raise UserError(
+            f"{K} stages but only {count} unit{'s' * (count > 1)} to cut between: use K <= {count}, or units='layers'"
+        )
 
 
 def split(model: nn.Module, cuts: Sequence[int]) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""How long messages are under way between two processes of this machine, through the links that training uses."""
+"""Latency and bandwidth between two processes of this machine, over the links that training uses."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from offbeat.errors import UserError, first_line
 
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 TURNS, WARM_UP = 20, 3
-PATIENCE = 60.0  # seconds until both processes must have answered
-CHILD = "from offbeat.partitioning.loopback import play; play()"
+TIMEOUT = 60.0  # seconds for both processes
+CHILD = "from offbeat.partitioning.loopback import measure_one_end; measure_one_end()"
 
 
 def measure_links() -> tuple[float, float]:
-    """Latency in seconds, and bandwidth in bytes a second: two processes on the loopback play ping-pong over gloo."""
+    """Latency in seconds and bandwidth in bytes per second, of two processes that exchange messages over gloo."""
     with tempfile.TemporaryDirectory(prefix="offbeat-") as folder:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        players = [
+        processes = [
             subprocess.Popen(
                 [sys.executable, "-c", CHILD, str(rank), str(Path(folder) / "store")],
                 env=environment,
@@ -39,17 +39,17 @@ def measure_links() -> tuple[float, float]:
             for rank in (0, 1)
         ]
         try:
-            said = [player.communicate(timeout=PATIENCE) for player in players]
+            printed = [process.communicate(timeout=TIMEOUT) for process in processes]
         except subprocess.TimeoutExpired:
-            raise _failed(f"no answer within {PATIENCE:.0f} s") from None
+            raise _failed(f"no answer within {TIMEOUT:.0f} s") from None
         finally:
-            for player in players:
-                player.kill()
-                player.communicate()
-    for player, (_, err) in zip(players, said, strict=True):
-        if player.returncode:
-            raise _failed(err.strip().splitlines()[-1] if err.strip() else f"exit code {player.returncode}")
-    small, large = json.loads(said[0][0].splitlines()[-1])
+            for process in processes:
+                process.kill()
+                process.communicate()
+    for process, (_, err) in zip(processes, printed, strict=True):
+        if process.returncode:
+            raise _failed(err.strip().splitlines()[-1] if err.strip() else f"exit code {process.returncode}")
+    small, large = json.loads(printed[0][0].splitlines()[-1])
     return small, (LARGE - SMALL) / max(large - small, 1e-9)
 
 
@@ -57,8 +57,8 @@ def _failed(reason: str) -> UserError:
     return UserError(f"links cannot be measured ({first_line(ValueError(reason))}): give --latency and --bandwidth")
 
 
-def play() -> None:
-    """One of the two processes; the first prints the seconds that a small and a large message take one way."""
+def measure_one_end() -> None:
+    """Run one of the two processes; the first prints the seconds that a small and a large message take one way."""
     rank, store = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -67,16 +67,16 @@ def play() -> None:
     down = engine.link("gradients", 2, 1, capacity=4)
     assert up is not None
     assert down is not None
-    found = [_one_way(rank, up, down, size) for size in (SMALL, LARGE)]
+    times = [_one_way(rank, up, down, size) for size in (SMALL, LARGE)]
     if rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(times), flush=True)
     engine.close()
     dist.destroy_process_group()
 
 
 def _one_way(rank: int, up: Link, down: Link, size: int) -> float:
     content, laps = torch.zeros(size // 4), []
-    for t in range(TURNS + WARM_UP):  # the first long message comes in two pieces
+    for t in range(TURNS + WARM_UP):  # the first long message is sent in two pieces
         began = time.perf_counter()
         if rank == 0:
             up.send(Message(t, content))

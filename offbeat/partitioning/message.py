@@ -1,15 +1,19 @@
-"""The values that cross a cut, in a form that every link carries and from which the next stage has the very same.
+"""The values that cross a cut, in a form that every engine carries and from which the next stage restores them exactly.
 
-Tensors, numbers, None and containers of those go as they are. The rest is written as text:
+Tensors, numbers, None and containers of those are sent as they are. A link makes tensors dense and gives each place one
+of its own, and the stages differentiate with respect to each tensor that they receive; so what else a stage must know
+to compute what the unsplit model does is sent as text:
 
-    "=2"                      the very tensor at place 2: one tensor under two names stays one, so that its gradient is
-                              summed in the order of the unsplit model
-    ("layout 3 12 1", x)      x had strides 12, 1 and began 3 elements behind a 64-byte boundary: a slice, say. A link
-                              sends it dense, but sums run in an order that depends on it, and `contiguous` too
+    "=2"                      the tensor at place 2 itself: one tensor under two names stays one, so that its gradient
+                              is summed in the order of the unsplit model
+    ("layout 3 12 1", x)      x had strides 12, 1 and started 3 elements after a 64-byte boundary, as a slice does:
+                              the order of sums, and `contiguous`, depend on it
     "dtype float32"           a torch.dtype
     "device"                  a torch.device: the receiver's own
     "size 2 3"                a torch.Size
     "text ..."                a string
+
+Checkpoints store this form with the batches in flight: it must not change.
 """
 
 from __future__ import annotations
@@ -20,45 +24,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 64  # bytes: where torch, and links, begin a tensor
+from offbeat.core.codec import dtype_named
+from offbeat.core.layout import Layout, is_dense, laid_out, layout_of, unexpanded
 
 
-def encode(content: Any, seen: dict[int, int] | None = None) -> Any:
-    """What a link can carry."""
-    seen = {} if seen is None else seen
-    if isinstance(content, Tensor):
-        if id(content) in seen:
-            return f"={seen[id(content)]}"
-        seen[id(content)] = len(seen)
-        laid = layout(content)
-        return content if laid is None else (" ".join(["layout", *map(str, laid)]), content)
-    if isinstance(content, torch.Size):
-        return " ".join(["size", *map(str, content)])
-    if type(content) in (tuple, list):
-        return type(content)(encode(item, seen) for item in content)
-    if type(content) is dict:
-        return {key: encode(item, seen) for key, item in content.items()}
-    if isinstance(content, torch.dtype):
-        return str(content).replace("torch.", "dtype ")
-    if isinstance(content, str):
-        return f"text {content}"
-    return "device" if isinstance(content, torch.device) else content
+def encode(content: Any) -> Any:
+    """The values as they are sent."""
+    seen: dict[int, int] = {}
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) in seen:
+                return f"={seen[id(value)]}"
+            seen[id(value)] = len(seen)
+            layout = unusual_layout(value)
+            return value if layout is None else (" ".join(map(str, ("layout", layout.offset, *layout.strides))), value)
+        if isinstance(value, torch.Size):
+            return " ".join(map(str, ("size", *value)))
+        if isinstance(value, torch.dtype):
+            return str(value).replace("torch.", "dtype ")
+        if isinstance(value, str):
+            return f"text {value}"
+        return "device" if isinstance(value, torch.device) else value
+
+    return _each_leaf(content, leaf)
 
 
-def decode(content: Any, device: torch.device, seen: list[Tensor] | None = None) -> Any:
-    """What was encoded; `device` is the receiver's own."""
-    seen = [] if seen is None else seen
-    if isinstance(content, Tensor):
-        seen.append(content)
-        return content
-    if type(content) is dict:
-        return {key: decode(item, device, seen) for key, item in content.items()}
-    if type(content) in (tuple, list):
-        if len(content) == 2 and isinstance(content[0], str) and content[0].startswith("layout "):
-            seen.append(Relay.apply(content[1], tuple(map(int, content[0].split()[1:]))))
+def decode(content: Any, device: torch.device) -> Any:
+    """The values that were encoded; `device` is the receiver's own."""
+    seen: list[Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            seen.append(value)
+            return value
+        if _has_layout(value):
+            offset, *strides = map(int, value[0].split()[1:])
+            seen.append(Relay.apply(value[1], Layout(offset, tuple(strides))))
             return seen[-1]
-        return type(content)(decode(item, device, seen) for item in content)
-    return _read(content, device, seen) if isinstance(content, str) else content
+        return _read(value, device, seen) if isinstance(value, str) else value
+
+    return _each_leaf(content, leaf, is_leaf=_has_layout)
+
+
+def _has_layout(content: Any) -> bool:
+    """Whether this is an encoded tensor with its layout."""
+    pair = type(content) in (tuple, list) and len(content) == 2
+    return pair and isinstance(content[0], str) and content[0].startswith("layout ")
 
 
 def _read(text: str, device: torch.device, seen: list[Tensor]) -> Any:
@@ -68,40 +80,26 @@ def _read(text: str, device: torch.device, seen: list[Tensor]) -> Any:
     if kind == "device":
         return device
     if kind == "dtype":
-        return getattr(torch, rest)
+        return dtype_named(rest)
     return torch.Size(map(int, rest.split())) if kind == "size" else seen[int(kind.removeprefix("="))]
 
 
-def layout(tensor: Tensor) -> tuple[int, ...] | None:
-    """Where a tensor begins behind a boundary, and its strides; None where it is as a fresh one would be."""
+def unusual_layout(tensor: Tensor) -> Layout | None:
+    """The layout of a tensor that a link would change; None where it arrives as it is, or cannot be kept."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
-    begin, rest = divmod(tensor.data_ptr() % ALIGNMENT, tensor.element_size())
-    if rest or (not begin and torch.ops.aten.is_non_overlapping_and_dense(tensor)):
-        return None
-    span = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if stride and length > 1:
-            if stride < span:
-                return None  # elements overlap
-            span += (length - 1) * stride
-    return begin, *tensor.stride()
+    layout = layout_of(tensor)
+    return None if layout is not None and not layout.offset and is_dense(tensor) else layout
 
 
 class Relay(torch.autograd.Function):
-    """The same values laid out as told; gradients pass as they are."""
+    """The same values in another layout; gradients pass unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, laid: tuple[int, ...]) -> Tensor:
-        begin, *strides = laid
-        span = 1 + sum((length - 1) * stride for length, stride in zip(x.shape, strides, strict=True))
-        memory = x.new_empty(begin + span).untyped_storage()
-        # expanded dimensions hold one element
-        single = x[tuple(slice(None if stride else 1) for stride in strides)]
-        x.new_empty(0).set_(memory, begin, single.shape, strides).copy_(single)
-        return x.new_empty(0).set_(memory, begin, x.shape, strides)
+    def forward(ctx: Any, x: Tensor, layout: Layout) -> Tensor:
+        return laid_out(unexpanded(x, layout.strides), x.shape, layout, device=x.device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -109,17 +107,23 @@ class Relay(torch.autograd.Function):
 
 
 def duplicate(tensor: Tensor) -> Tensor:
-    """A copy in memory of its own, laid out alike."""
-    laid = layout(tensor)
-    return tensor.clone() if laid is None else Relay.apply(tensor, laid)
+    """A copy in memory of its own, in the same layout."""
+    layout = unusual_layout(tensor)
+    return tensor.clone() if layout is None else Relay.apply(tensor, layout)
 
 
 def each_tensor(content: Any, change: Callable[[Tensor], Any]) -> Any:
     """The content with every tensor in it changed."""
-    if isinstance(content, Tensor):
+    return _each_leaf(content, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def _each_leaf(
+    content: Any, change: Callable[[Any], Any], *, is_leaf: Callable[[Any], bool] = lambda content: False
+) -> Any:
+    if is_leaf(content):
         return change(content)
     if type(content) in (tuple, list):
-        return type(content)(each_tensor(item, change) for item in content)
+        return type(content)(_each_leaf(item, change, is_leaf=is_leaf) for item in content)
     if type(content) is dict:
-        return {key: each_tensor(item, change) for key, item in content.items()}
-    return content
+        return {key: _each_leaf(item, change, is_leaf=is_leaf) for key, item in content.items()}
+    return change(content)

@@ -99,7 +99,8 @@ def partition(
         if traced.shared and not untie:
             names = ", ".join(traced.shared)
             why += f"; {names} cannot be used by two stages: cut by offbeat.partition(..., untie=True), a copy each"
-        raise UserError(f"{K} stages but only {len(legal) + 1} units to cut between: use K <= {len(legal) + 1}{why}")
+        count = len(legal) + 1
+        raise UserError(f"{K} stages but only {count} unit{'s' * (count > 1)} to cut between: use K <= {count}{why}")
     if cuts is None:
         if sample is None:
             raise UserError("there is no batch to cut the model by: give a sample, or cuts=[...]")

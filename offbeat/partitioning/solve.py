@@ -317,7 +317,9 @@ def _allowed(count: int, K: int, pinned: Collection[int], legal: Collection[int]
     if isinstance(K, bool) or not isinstance(K, int | np.integer) or K < 1:
         raise UserError(f"K = {K!r} stages: use a whole number from 1 up")
     if count < K:
-        raise UserError(f"{K} stages but only {count} units to cut between: use K <= {count}, or a deeper model")
+        raise UserError(
+            f"{K} stages but only {count} unit{'s' * (count > 1)} to cut between: use K <= {count}, or a deeper model"
+        )
     every = range(1, count)
     allowed = list(every) if legal is None else sorted(set(legal))
     for name, cuts in (("legal", allowed), ("pinned", pinned)):

@@ -22,7 +22,7 @@ from rich import box
 from rich.table import Table
 
 from offbeat.report.formatting import document
-from offbeat.runs.recipe import Recipe, complete, settings
+from offbeat.runs.recipe import Recipe, from_json, make_recipe
 from offbeat.runs.record import lines
 
 ALL_LOCKS = {"forward", "backward", "update"}
@@ -85,7 +85,7 @@ def read(folder: Path) -> Comparison:
     recipes: list[Recipe] = []
     for label in dict.fromkeys(run["label"] for run in runs):
         mine = [run for run in runs if run["label"] == label]
-        recipes.append(complete(**settings(mine[0]["recipe"], path)))
+        recipes.append(make_recipe(**from_json(mine[0]["recipe"], path)))
         rows.append(_row(label, recipes[-1], {run["seed"]: lines(folder / run["folder"]) for run in mine}))
     baseline = next(
         (

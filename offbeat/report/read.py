@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from offbeat.errors import UserError, first_line
 from offbeat.report.formatting import counted
 from offbeat.report.traces import Trace, read_trace
-from offbeat.runs.recipe import Recipe, complete, settings
+from offbeat.runs.recipe import Recipe, from_json, make_recipe
 from offbeat.runs.record import standing
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ def _config(path: Path, problems: list[str]) -> tuple[Recipe | None, dict[str, A
     content = content if isinstance(content, dict) else {}
     provenance = content.get("provenance")
     try:
-        recipe = complete(**settings(content["recipe"], path / "config.json"))
+        recipe = make_recipe(**from_json(content["recipe"], path / "config.json"))
     except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
         problems.append(f"config.json holds no recipe that can be read ({first_line(error)})")
         recipe = None

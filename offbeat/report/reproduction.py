@@ -22,7 +22,7 @@ from rich.table import Table as Grid
 
 from offbeat.errors import UserError
 from offbeat.report.formatting import document
-from offbeat.runs.recipe import Recipe, complete, load
+from offbeat.runs.recipe import Recipe, load, make_recipe
 from offbeat.runs.record import lines
 from offbeat.runs.tables import Images, Paper, Table, TableRow
 
@@ -189,7 +189,7 @@ def _changed(method: str | None) -> list[str]:
 def _recipe(path: Path) -> Recipe | None:
     """The recipe with which a run of another invocation began."""
     try:
-        return complete(**load(path / "config.json"))
+        return make_recipe(**load(path / "config.json"))
     except UserError:
         return None
 

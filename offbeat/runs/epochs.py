@@ -1,4 +1,4 @@
-"""Which batches make up which epoch, also where a run goes on with another batch size.
+"""Which batches belong to which epoch, also in a run that is resumed with another batch size.
 
 samples of epoch 0  | 0 1 2 3 | 4 5 6 7 | 8 9 |         batch size 4: batches 0, 1, 2
 samples of epoch 1  | 0 1 2 3 | 4 5 | 6 7 | 8 9 |       batch 3; from batch 4 on, batch size 2
@@ -36,8 +36,8 @@ class Epochs:
     def __post_init__(self) -> None:
         if self.per_epoch < 1:
             raise UserError(
-                f"batch size {self.batch_size} with drop_last, but an epoch has {self.samples} samples: "
-                "use a smaller batch size, or keep the short last batch"
+                f"batch_size={self.batch_size} with drop_last=True, but an epoch has {self.samples} samples: "
+                f"use batch_size={self.samples} or less, or drop_last=False"
             )
 
     def _batches(self, samples: int) -> int:
@@ -54,7 +54,7 @@ class Epochs:
         return self.batch + self._batches(self.samples - self.offset)
 
     def position(self, batches: int) -> tuple[int, int]:
-        """Epoch, and samples of it that have been taken, after so many batches."""
+        """The epoch after this many batches, and the samples of it that have been used."""
         if batches < self.first_end:
             return self.epoch, self.offset + (batches - self.batch) * self.batch_size
         epochs, rest = divmod(batches - self.first_end, self.per_epoch)
@@ -65,22 +65,22 @@ class Epochs:
         return self.position(t)[0]
 
     def ends_epoch(self, batches: int) -> bool:
-        """Whether an epoch ends after so many batches."""
+        """Whether an epoch ends after this many batches."""
         return batches > self.batch and self.position(batches)[1] == 0
 
     def progress(self, batches: int) -> float:
-        """Whole and begun epochs after so many batches, in batches of the present size: what schedules count."""
+        """Progress after this many batches, in batches of the current size: what schedules count."""
         if batches < self.first_end:
             return max(0.0, self.epoch * self.per_epoch + self.offset / self.batch_size + (batches - self.batch))
         return (self.epoch + 1) * self.per_epoch + (batches - self.first_end)
 
     def continued(self, batches: int, new: Epochs) -> Epochs:
-        """The epochs of `new`, from where these are after so many batches; these themselves if nothing differs."""
+        """The epochs of `new`, starting where these are after this many batches; self if nothing differs."""
         if (new.samples, new.batch_size, new.drop_last) == (self.samples, self.batch_size, self.drop_last):
             return self
         epoch, offset = self.position(batches)
         offset = offset * new.samples // self.samples
-        if not new._batches(new.samples - offset):  # fewer than a batch is left, and dropped
+        if not new._batches(new.samples - offset):  # less than a batch is left, and dropped
             epoch, offset = epoch + 1, 0
         return replace(new, batch=batches, epoch=epoch, offset=offset)
 

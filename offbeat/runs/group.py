@@ -1,4 +1,4 @@
-"""What the processes that torchrun has started agree upon before they are stages of a pipeline."""
+"""What the processes of torchrun agree on before they are stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ KEY = "offbeat/from-first"
 
 
 def from_first(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` returns in the first process, as JSON keeps it, in every process; its UserError, likewise.
+    """Call `make` in the first process, and return its result (through JSON), or raise its UserError, in every process.
 
-    So that the folder of a run is read by one process: it need not be there for the others, and they get the same
-    answer. Without torchrun, and in workers that were started here, each process makes its own.
+    So only one process reads the folder of a run, which the others may not see. Without torchrun, and in workers of the
+    launcher, each process calls `make` itself.
     """
     if not launch.joined_group() or launch.is_worker():
         return make()
@@ -30,13 +30,13 @@ def from_first(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         if dist.get_rank() == 0:
             store.set(KEY, json.dumps(_outcome(make)))
-        told: dict[str, Any] = json.loads(store.get(KEY))
+        outcome: dict[str, Any] = json.loads(store.get(KEY))
         dist.barrier()  # the store may end with the first process
     except RuntimeError as error:
-        raise StageLost(f"another process is gone: {first_line(error)}") from error
-    if "refused" in told:
-        raise UserError(told["refused"])
-    made: dict[str, Any] = told["made"]
+        raise StageLost(f"another process has ended: {first_line(error)}") from error
+    if "refused" in outcome:
+        raise UserError(outcome["refused"])
+    made: dict[str, Any] = outcome["made"]
     return made
 
 

@@ -1,4 +1,8 @@
-"""Start K local worker processes through torch's elastic launcher, and tell in one line why they stopped."""
+"""Start K local worker processes with the elastic launcher of torch, and raise one error when they fail.
+
+The launcher passes two environment variables to its workers, as torchrun passes RANK: where to report errors, and the
+process of the launcher.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,17 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from offbeat.core.links import LOOPBACK_INTERFACE
 from offbeat.errors import Interrupted, NotFinite, StageLost, UserError
 
-ERRORS = "OFFBEAT_WORKER_ERRORS"  # set for workers that were started here: the folder for their last words
-LAUNCHER = "OFFBEAT_LAUNCHER"  # and the process that started them
-WORDS = "offbeat-launch-"  # temporary folders: behind it goes the launcher's process
-STOP_SECONDS = 30  # from the first failure or Ctrl-C until what still runs is killed: time for a checkpoint
+ERRORS = "OFFBEAT_WORKER_ERRORS"  # of workers: the folder to which they write their errors
+LAUNCHER = "OFFBEAT_LAUNCHER"  # of workers: the process that started them
+PREFIX = "offbeat-launch-"  # of temporary folders; followed by the process of the launcher
+STOP_SECONDS = 30  # from the first failure or Ctrl-C until workers are killed: time for a checkpoint
 
 
 def is_worker() -> bool:
@@ -36,10 +41,14 @@ def joined_group() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
+def launch(
+    K: int, arguments: list[str], *, max_restarts: int = 0, environment: Mapping[str, str] | None = None
+) -> None:
     """Run `offbeat ARGUMENTS` in K processes on this machine; raises UserError or Interrupted if they fail.
 
     When one fails, all are stopped; they are started again as a group up to `max_restarts` times.
+
+    environment: more variables of the workers. Those of this process stay as they are.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -47,14 +56,13 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
 
     from offbeat.runs import rendezvous
 
-    logging.disable(logging.CRITICAL)  # torch's own account of a failure; ours is one line
-    sweep()
-    with tempfile.TemporaryDirectory(prefix=f"{WORDS}{os.getpid()}-") as words:
-        surroundings = {ERRORS: words, LAUNCHER: str(os.getpid())}
-        surroundings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    logging.disable(logging.CRITICAL)  # the traceback of torch; the error here is one line
+    remove_leftovers()
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder:
+        given = {**(environment or {}), ERRORS: folder, LAUNCHER: str(os.getpid())}
+        given["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if sys.platform in LOOPBACK_INTERFACE:
-            surroundings["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE[sys.platform]  # nothing needs to leave the machine
-        os.environ.update(surroundings)
+            given["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE[sys.platform]  # nothing needs to leave the machine
         later: dict[str, Any] = {}
         if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
             later["shutdown_timeout"] = STOP_SECONDS
@@ -67,44 +75,47 @@ def launch(K: int, arguments: list[str], *, max_restarts: int = 0) -> None:
             local_addr=rendezvous.LOOPBACK,
             max_restarts=max_restarts,
             monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=words),
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
             **later,
         )
         over = threading.Event()
-        threading.Thread(target=wake_the_stopped, args=(words, over), name="offbeat-wake", daemon=True).start()
+        threading.Thread(
+            target=continue_stopped_workers, args=(folder, over), name="offbeat-continue", daemon=True
+        ).start()
         try:
-            elastic_launch(config, sys.executable)("-m", "offbeat", *arguments)
+            # torch starts workers with the environment of this process: env(1) adds to theirs alone
+            variables = [f"{name}={value}" for name, value in given.items()]
+            elastic_launch(config, "env")(*variables, sys.executable, "-m", "offbeat", *arguments)
         except SignalException as error:
             plain = "" if error.sigval == signal.SIGINT else f"stopped by {error.sigval.name}"
-            raise Interrupted(interrupted(words) or plain) from None
+            raise Interrupted(interrupted(folder) or plain) from None
         except ChildFailedError as error:
-            if interrupted(words) is not None:
-                raise Interrupted(interrupted(words)) from None
-            for entry in told(words):
+            if interrupted(folder) is not None:
+                raise Interrupted(interrupted(folder)) from None
+            for entry in worker_errors(folder):
                 if entry["kind"] == NotFinite.__name__:
                     raise NotFinite(str(entry["text"]), entry["batches"]) from None
-            raise UserError(reason(words, error.failures)) from None
+            raise UserError(reason(folder, error.failures)) from None
         finally:
             over.set()
-            os.environ.pop(ERRORS, None)
             logging.disable(logging.NOTSET)
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # a killed worker cannot show the cursor that its progress bar hid
 
 
-def sweep() -> None:
-    """Remove what launchers that were killed could not."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{WORDS}*-*"):
+def remove_leftovers() -> None:
+    """Remove the temporary folders of launchers that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         with contextlib.suppress(OSError, ValueError):
-            launcher = int(folder.name.removeprefix(WORDS).partition("-")[0])
+            launcher = int(folder.name.removeprefix(PREFIX).partition("-")[0])
             if folder.stat().st_uid == os.getuid() and not Path(f"/proc/{launcher}").exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def last_words(error: BaseException) -> None:
-    """Leave for the launcher why this worker stops."""
+def leave_error(error: BaseException) -> None:
+    """Write the error that stops this worker to a file for the launcher."""
     rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    told = {
+    content = {
         "kind": type(error).__name__,
         "text": str(error),
         "time": time.time(),
@@ -112,13 +123,13 @@ def last_words(error: BaseException) -> None:
         "attempt": attempt,
         "batches": list(getattr(error, "batches", ())),
     }
-    (Path(os.environ[ERRORS]) / f"{attempt}-{rank}.json").write_text(json.dumps(told))
+    (Path(os.environ[ERRORS]) / f"{attempt}-{rank}.json").write_text(json.dumps(content))
 
 
-def told(words: str) -> list[dict[str, Any]]:
-    """What the workers of the last attempt left, in order of time."""
+def worker_errors(folder: str) -> list[dict[str, Any]]:
+    """The errors of the workers in the last attempt, in order of time."""
     found = []
-    for file in Path(words).glob("*.json"):
+    for file in Path(folder).glob("*.json"):
         try:
             found.append(json.loads(file.read_text()))
         except ValueError:  # killed while writing
@@ -127,41 +138,41 @@ def told(words: str) -> list[dict[str, Any]]:
     return sorted((entry for entry in found if entry["attempt"] == last), key=lambda entry: entry["time"])
 
 
-def interrupted(words: str) -> str | None:
-    """What a worker said that was stopped by a signal, if one was."""
-    return next((str(entry["text"]) for entry in told(words) if entry["kind"] == Interrupted.__name__), None)
+def interrupted(folder: str) -> str | None:
+    """The message of a worker that was stopped by a signal, if there is one."""
+    return next((str(entry["text"]) for entry in worker_errors(folder) if entry["kind"] == Interrupted.__name__), None)
 
 
-def reason(words: str, failures: dict[int, Any]) -> str:
-    """The cause among the failures: what a worker said of itself, a death by signal, then what the others noticed."""
-    said = told(words)
-    for entry in said:
+def reason(folder: str, failures: dict[int, Any]) -> str:
+    """The cause of a failure: a worker's own error, else a signal that killed a worker, else what others noticed."""
+    errors = worker_errors(folder)
+    for entry in errors:
         if entry["kind"] != StageLost.__name__:
             return str(entry["text"])
-    silent = {rank: f for rank, f in sorted(failures.items()) if rank not in {entry["rank"] for entry in said}}
+    silent = {rank: f for rank, f in sorted(failures.items()) if rank not in {entry["rank"] for entry in errors}}
     killed = {rank: f for rank, f in silent.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
     for rank, failure in (killed or silent).items():
         how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        found = [match[1] for entry in said if (match := re.search(r"message was of batch (\d+)", entry["text"]))]
+        found = [match[1] for entry in errors if (match := re.search(r"message was of batch (\d+)", entry["text"]))]
         where = f", its last message was of batch {found[0]}" if found else ""
         return f"stage {rank + 1} has died ({how}, process {failure.pid}{where}); the other stages were stopped"
-    return str(said[0]["text"]) if said else "the workers stopped without a word"
+    return str(errors[0]["text"]) if errors else "the workers stopped without an error message"
 
 
-def wake_the_stopped(words: str, over: threading.Event) -> None:
-    """Once a worker has told why it stops, let those that are stopped (SIGSTOP) go on, so that they hear of it.
+def continue_stopped_workers(folder: str, over: threading.Event) -> None:
+    """Once a worker has failed, send SIGCONT to workers that are stopped (SIGSTOP), so that they end too.
 
-    A stopped process does not take the launcher's SIGTERM; it would be waited for until it is killed.
+    A stopped process does not handle SIGTERM from the launcher, which would wait until it kills the process.
     """
     while not over.wait(0.5):
-        if any(Path(words).glob("*.json")):
+        if any(Path(folder).glob("*.json")):
             for pid in stopped_children():
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGCONT)
 
 
 def stopped_children() -> list[int]:
-    """Stopped processes that this one has started, where the system tells."""
+    """Stopped child processes, on systems with /proc."""
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
@@ -172,13 +183,13 @@ def stopped_children() -> list[int]:
 
 
 def die_with_parent() -> None:
-    """End this worker if its launcher disappears, so that no process is left behind."""
+    """End this worker if its launcher ends, so that no process is left over."""
     launcher = int(os.environ[LAUNCHER])
 
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(0.5)
-        if is_worker():  # the launcher would have done it
+        if is_worker():  # which the launcher could not remove
             shutil.rmtree(os.environ[ERRORS], ignore_errors=True)
         os._exit(1)
 

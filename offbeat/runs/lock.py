@@ -1,11 +1,12 @@
-"""One run at a time in a folder: every process of a run holds a shared lock on `run.lock` there, as long as it lives.
+"""One run at a time in a folder: every process of a run holds a shared lock on `run.lock` while it is alive.
 
-    first process   takes the lock alone, which fails while anybody holds it; names itself in the file; shares the lock
-    the others      share it: workers of a launcher, stages on other machines
-    kill -9         the system releases the locks of a process that ends, however it ends
+    first process   takes an exclusive lock, which fails while another process holds one; writes its name to the file;
+                    changes the lock to a shared one
+    the others      take a shared lock: workers of a launcher, stages on other machines
+    kill -9         the system releases the locks of a process that ends, for whatever reason
 
-The last process to leave removes the file. One that a killed run has left holds nothing up: the lock counts, the file
-says whose it is. Where a file system has no locks, runs go on without.
+The last process removes the file. A file that a killed run has left does not block other runs: the lock counts, and the
+file only names the process. On a file system without locks, runs are not protected.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from offbeat.runs import launch
 
 FILE = "run.lock"
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-LEAVING = 10.0  # seconds for the last processes of a run whose first one is gone to end, too
+LEAVING = 10.0  # seconds for the other processes of a run to end after its first process has ended
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has begun to use a folder."""
+    """The process that uses a folder."""
 
     process: int
     host: str
-    token: str  # of one use of the folder
+    token: str  # random, per use of the folder
 
     @property
     def is_own(self) -> bool:
@@ -47,7 +48,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended, as far as can be seen from here."""
+        """Whether it has ended; False if that cannot be seen from here."""
         if self.host != platform.node():
             return False
         try:
@@ -61,10 +62,10 @@ class Holder:
 
 @contextmanager
 def held(folder: Path) -> Iterator[str]:
-    """Hold a folder for a run of this process, or share it with the run that this process is part of.
+    """Lock a folder for a run of this process, or for the run that this process is part of.
 
-    Yields the token with which other processes join. FolderTaken where processes of another run use it. The folder is
-    made where there is none, and removed again where nothing was written.
+    Yields the token with which other processes join. Raises FolderTaken if another run uses the folder. A folder that
+    does not exist is made, and removed again if it stays empty.
     """
     made: list[Path] = []
     try:
@@ -73,7 +74,7 @@ def held(folder: Path) -> Iterator[str]:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor, token = _take(folder)
         except OSError as error:
-            raise UserError(f"cannot write to {folder} ({first_line(error)}): choose another --out") from error
+            raise UserError(f"cannot write to {folder} ({first_line(error)}): give another folder as out=") from error
         try:
             yield token
         finally:
@@ -86,7 +87,7 @@ def held(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def joined(folder: Path, token: str) -> Iterator[bool]:
-    """Share a folder that another process of this run holds; yields whether this process sees that very folder."""
+    """Join the lock of another process of this run; yields whether this process sees the same folder."""
     try:
         descriptor = os.open(folder / FILE, os.O_RDWR)
     except OSError:
@@ -104,14 +105,14 @@ def joined(folder: Path, token: str) -> Iterator[bool]:
 
 
 def _take(folder: Path) -> tuple[int, str]:
-    """An open file with a shared lock on it, and the token of who has begun to use the folder."""
+    """An open file with a shared lock on it, and the token of the process that uses the folder."""
     until = time.monotonic() + LEAVING
     while True:
         descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             alone = _lock(descriptor, fcntl.LOCK_EX)
             if alone and not _is_current(folder, descriptor):
-                continue  # it was removed since it was opened, by the last to leave
+                continue  # removed since it was opened, by the last process of a run
             holder = _name(folder, descriptor) if alone else _holder(descriptor)
             if holder and holder.is_own and _lock(descriptor, fcntl.LOCK_SH):
                 taken, descriptor = descriptor, -1
@@ -123,13 +124,13 @@ def _take(folder: Path) -> tuple[int, str]:
             who = f"process {holder.process} on {holder.host}" if holder else "another process"
             raise FolderTaken(
                 f"{folder} is in use by the run of {who}: a folder takes one run at a time; wait until "
-                "that one has ended or stop it, then repeat the command"
+                "that run has ended or stop it, then try again"
             )
         time.sleep(0.1)
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Take or change a lock at once; False where others hold it. True also where the file system has no locks."""
+    """Take or change a lock without waiting; False if others hold it. True on a file system without locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -138,7 +139,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _leave(folder: Path, descriptor: int) -> None:
-    """Release the lock; whoever is the last also removes the file."""
+    """Release the lock; the last process also removes the file."""
     if _lock(descriptor, fcntl.LOCK_EX) and _is_current(folder, descriptor):
         with suppress(OSError):
             (folder / FILE).unlink()
@@ -154,7 +155,7 @@ def _is_current(folder: Path, descriptor: int) -> bool:
 
 
 def _name(folder: Path, descriptor: int) -> Holder:
-    """Write into the file that this process has begun to use the folder."""
+    """Write to the file that this process uses the folder."""
     holder = Holder(os.getpid(), platform.node(), uuid.uuid4().hex)
     text = (json.dumps(asdict(holder)) + "\n").encode()
 
@@ -172,7 +173,7 @@ def _name(folder: Path, descriptor: int) -> Holder:
 
 
 def _holder(descriptor: int) -> Holder | None:
-    """Who is named in the file; None while nobody is, or not yet."""
+    """The process that the file names; None if it names none."""
     try:
         return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Live progress of a run on the terminal; a plain line an epoch where there is none."""
+"""Live progress of a run on the terminal; a plain line per epoch where stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from rich.console import Console
 
 
 class Progress:
-    """Batches done, loss, error, samples/s, time left and staleness a stage."""
+    """Epoch, loss, error, samples per second, remaining time and staleness per stage."""
 
     def __init__(
         self, epochs: int, batches: int, *, show: bool, console: Console | None = None, done: int = 0, name: str = ""
     ) -> None:
-        """name: of a run that is not alone on the screen; its lines begin with it, and it has no bar."""
+        """name: of one of several runs on the screen: its lines begin with the name, and it has no progress bar."""
         self.name = f"{name}: " if name else ""
         self.epochs, self.batches, self.show = epochs, batches, show
         self.console = console or Console(stderr=True, highlight=False)
         self.bar = bars.Progress(
             bars.TextColumn("epoch {task.fields[epoch]}"),
             bars.BarColumn(bar_width=24),
-            bars.TextColumn("{task.fields[told]}"),
+            bars.TextColumn("{task.fields[figures]}"),
             bars.TimeRemainingColumn(),
             console=self.console,
             transient=True,
             disable=not show or bool(name) or not self.console.is_terminal,
         )
-        self.task = self.bar.add_task("train", total=epochs * batches, completed=done, epoch=f"1/{epochs}", told="")
+        self.task = self.bar.add_task("train", total=epochs * batches, completed=done, epoch=f"1/{epochs}", figures="")
 
     def __enter__(self) -> Progress:
         self.bar.start()
@@ -39,22 +39,22 @@ class Progress:
     def step(self) -> None:
         self.bar.advance(self.task)
 
-    def tell(self, loss: float | None, error: float | None, speed: float, staleness: list[float]) -> None:
-        """The newest figures of training."""
-        told = [f"loss {loss:.3f}"] if loss is not None else []
+    def update(self, loss: float | None, error: float | None, speed: float, staleness: list[float]) -> None:
+        """Show the newest figures of training."""
+        figures = [f"loss {loss:.3f}"] if loss is not None else []
         if error is not None:
-            told.append(f"error {error:.1f}%")
-        told.append(f"{speed:,.0f} samples/s")
-        told.append("staleness " + _short(staleness))
-        self.bar.update(self.task, told="  ".join(told))
+            figures.append(f"error {error:.1f}%")
+        figures.append(f"{speed:,.0f} samples/s")
+        figures.append("staleness " + _short(staleness))
+        self.bar.update(self.task, figures="  ".join(figures))
 
-    def say(self, text: str) -> None:
-        """A line of its own above the bar."""
+    def print(self, text: str) -> None:
+        """Print a line above the progress bar."""
         if self.show:
             self.console.print(self.name + text, markup=False, soft_wrap=True)
 
     def epoch(self, epoch: int, values: dict[str, Any], speed: float, staleness: list[float]) -> None:
-        """A lasting line for an epoch that is over."""
+        """Print a line for a completed epoch."""
         self.bar.update(self.task, epoch=f"{min(epoch + 2, self.epochs)}/{self.epochs}")
         if self.show:
             width = len(str(self.epochs))
@@ -67,6 +67,6 @@ class Progress:
 
 
 def _short(staleness: list[float]) -> str:
-    """Staleness of all stages in a few characters, or of the first and last where there are many."""
+    """Staleness of all stages, or only of the first and last stage if there are more than 8."""
     shown = [f"{level:.2f}" for level in staleness]
     return " ".join(shown) if len(shown) <= 8 else f"{shown[0]} .. {shown[-1]}"

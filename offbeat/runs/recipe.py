@@ -1,4 +1,4 @@
-"""The recipe of a run: everything that decides its numbers, with the paper's settings as defaults."""
+"""The recipe of a run: everything that determines its results, with the paper's settings as defaults."""
 
 from __future__ import annotations
 
@@ -8,20 +8,33 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method, Weights
 from offbeat.methods import settings_of, with_settings
 from offbeat.ops import Window
 from offbeat.runs.epochs import Epochs
+from offbeat.settings import LARGEST
 from offbeat.timeline import MOST_TURNS
 
 ENGINES = ("simulate", "processes", "streams")
-MOST = 2**31  # for whole numbers
-RESOLVED = ("M", "weights", "window")  # settings that every recipe states, as its method has them
-# Settings that were fields of their own in recipes of earlier versions, None where they were not given.
+SMALLEST = {
+    "K": 1,
+    "epochs": 1,
+    "batch_size": 1,
+    "threads_per_stage": 1,
+    "data_workers": 0,
+    "seed": 0,
+    "keep": 1,
+    "trace": 1,
+    "diagnose": 1,
+}
+RESOLVED = ("M", "weights", "window")  # settings that every recipe contains, given or not
+# Settings of the method that were fields in recipes of earlier versions; None if not given.
 EARLIER = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
 PAPER: dict[str, Any] = {
     "model": "resnet56",
@@ -33,15 +46,14 @@ PAPER: dict[str, Any] = {
     "warmup": 3.0,
     "seed": 0,
 }
-WARMUP_START = 0.01  # the released code ramps up from 1 % of the learning rate
+WARMUP_START = 0.01  # as in the released code: warm-up from 1 % of the learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run, complete; `complete` fills in what the user left open.
+    """All settings of a training run; `make_recipe` fills in those that are not given.
 
-    `settings` are the method's: M, weights and window as it has them, the others where they were given. It refuses
-    those that it does not take.
+    `settings` are those of the method: M, weights and window always, others if given.
     """
 
     model: str
@@ -50,7 +62,7 @@ class Recipe:
     shape: tuple[int, ...] | None = None
     classes: int | None = None
     samples: int | None = None
-    data_workers: int | None = None  # None: as many as there are cores, up to 8
+    data_workers: int | None = None  # None: the number of cores, at most 8
     method: str
     settings: dict[str, Any] = field(hash=False)
     K: int
@@ -66,8 +78,8 @@ class Recipe:
     speeds: tuple[float, ...] | None = None
     epochs: int
     batch_size: int
-    drop_last: bool = False  # leave out the short last batch of an epoch
-    weighting: Literal["batches", "samples"] = "batches"  # in the mean of a window
+    drop_last: bool = False  # drop an incomplete last batch of an epoch
+    weighting: Literal["batches", "samples"] = "batches"  # of the mean gradient of an update
     lr: float
     momentum: float
     weight_decay: float
@@ -80,9 +92,9 @@ class Recipe:
     checkpoint_mode: Literal["in-flight", "drained"] = "in-flight"
     keep: int = 3
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    left_out: tuple[int, ...] | None = None  # batches whose gradients are not used
-    trace: int | None = None  # local iterations to record, which changes no number
-    diagnose: int | None = None  # updates between two looks at late gradients, nor does this
+    left_out: tuple[int, ...] | None = None  # batches to leave out, after a loss that was not finite
+    trace: int | None = None  # local iterations to record; does not change results
+    diagnose: int | None = None  # updates between two diagnoses of stale gradients; likewise
 
     @property
     def M(self) -> int:  # noqa: N802
@@ -106,13 +118,13 @@ class Recipe:
         return with_settings(self.method, self.settings)
 
     def count(self, samples: int) -> Epochs:
-        """The epochs of a run of this recipe from its beginning, where one has so many samples."""
+        """The epochs of a new run of this recipe, with this many samples per epoch."""
         return Epochs(samples=samples, batch_size=self.batch_size, drop_last=self.drop_last)
 
     def learning_rate(self, counted: Epochs) -> Callable[[int], float]:
-        """Factor of lr for update s, which is that of batch M*s: a ramp, then a tenth at each milestone.
+        """Factor of lr for update s, counted as batch M*s: linear warm-up, then divided by 10 at each milestone.
 
-        >>> recipe = complete(M=2, epochs=4, warmup=1.0, milestones=(0.5, 0.75), batch_size=8)
+        >>> recipe = make_recipe(M=2, epochs=4, warmup=1.0, milestones=(0.5, 0.75), batch_size=8)
         >>> factor = recipe.learning_rate(recipe.count(samples=80))
         >>> [round(factor(s), 4) for s in (0, 4, 5, 9, 10, 15)]
         [0.01, 0.802, 1.0, 1.0, 0.1, 0.01]
@@ -133,28 +145,28 @@ class Recipe:
 
 
 def linear_rate(batch_size: int, M: int) -> float:
-    """The paper's learning rate: it grows with the samples of an update."""
+    """The paper's learning rate: proportional to the samples per update."""
     return 0.1 * batch_size * M / 256
 
 
 def cores() -> int:
-    """Processor cores this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def complete(**given: Any) -> Recipe:
-    """The recipe with these values and the paper's for all others; None is the same as leaving one out.
+def make_recipe(**given: Any) -> Recipe:
+    """A recipe with these settings, and the paper's for all others; None means not given.
 
-    Names that are no field of a recipe are settings of the method; one that shares its name with a field goes in
-    `settings`.
+    Names that are not fields of `Recipe` are settings of the method. A setting of the method that has the name of a
+    field is given in `settings`.
 
-    lr is 0.1 * batch_size * M / 256; CIFAR-like data takes 300 epochs, weight decay 5e-4 and a tenth of the rate at
-    1/2, 3/4 and 11/12 of them; image folders 90 epochs, 1e-4 and 1/3, 2/3, 8/9.
+    Defaults: lr = 0.1 * batch_size * M / 256; CIFAR and similar data: 300 epochs, weight decay 5e-4, learning rate
+    divided by 10 at 1/2, 3/4 and 11/12 of the epochs; image folders: 90 epochs, 1e-4, and 1/3, 2/3, 8/9.
 
-    >>> recipe = complete(method="adl", K=4, M=4)
+    >>> recipe = make_recipe(method="adl", K=4, M=4)
     >>> recipe.lr, recipe.epochs, recipe.engine
     (0.05, 300, 'processes')
-    >>> complete(method="dni", lr=0.1, settings={"lr": 1e-4}).settings
+    >>> make_recipe(method="dni", lr=0.1, settings={"lr": 1e-4}).settings
     {'M': 1, 'weights': 'stash', 'window': 'count', 'lr': 0.0001}
     """
     values = {**PAPER, **{name: value for name, value in given.items() if value is not None}}
@@ -166,8 +178,8 @@ def complete(**given: Any) -> Recipe:
     for corrector in method.correctors:
         if corrector.reads_momentum and not 0 < values["momentum"] < 1:
             raise UserError(
-                f"corrector {corrector.name} with momentum = {values['momentum']:g}: it reads the momentum "
-                "of SGD, use one between 0 and 1"
+                f"corrector {corrector.name} with momentum={values['momentum']:g}: it needs the momentum of SGD, "
+                "use one above 0 and below 1"
             )
     image_folder = values["data"] == "imagefolder"
     defaults = {
@@ -183,105 +195,115 @@ def complete(**given: Any) -> Recipe:
 
 
 def _engine(values: Mapping[str, Any], method: Method) -> str:
-    """What runs the stages by default; refuses streams where there can be none."""
+    """The default engine; raises UserError if streams were given and are not possible."""
     on_gpu, reason = values.get("device") == "cuda", method.why_not_capturable()
     if values.get("engine") == "streams" and not on_gpu:
-        raise UserError("engine streams without a GPU: it runs the stages on streams of one, add --device cuda")
+        raise UserError("engine='streams' without a GPU: it runs the stages on CUDA streams, add device='cuda'")
     if values.get("engine") == "streams" and reason:
-        raise UserError(f"engine streams with {method.name}, which {reason}: use simulate or processes")
+        raise UserError(
+            f"engine='streams' with {method.name}, which {reason}: use engine='simulate' or engine='processes'"
+        )
     if values["K"] == 1 or (on_gpu and reason):
         return "simulate"
     return "streams" if on_gpu else "processes"
 
 
 def _check(values: Mapping[str, Any]) -> None:
-    """What can be wrong without looking at data or model."""
-    if values.get("engine", ENGINES[0]) not in ENGINES:
-        raise unknown("engine", values["engine"], ENGINES)
-    for name, allowed in (
-        ("units", ("blocks", "layers")),
-        ("partition", ("flops", "measured")),
-        ("device", ("cpu", "cuda")),
-        ("precision", ("fp32", "tf32", "bf16")),
-        ("checkpoint_mode", ("in-flight", "drained")),
-        ("weighting", ("batches", "samples")),
-        ("on_nan", ("stop", "skip", "rollback")),
-    ):
-        if values.get(name, allowed[0]) not in allowed:
-            raise unknown(name, values[name], allowed)
-    least = {
-        "K": 1,
-        "epochs": 1,
-        "batch_size": 1,
-        "threads_per_stage": 1,
-        "data_workers": 0,
-        "seed": 0,
-        "keep": 1,
-        "trace": 1,
-        "diagnose": 1,
-    }
-    for name, smallest in least.items():
-        if name in values and values[name] < smallest:
-            raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number from {smallest} up")
-        if name in values and name != "K" and values[name] > MOST:  # the model says what K can be
-            raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a whole number up to {MOST}")
-    for name in ("classes", "samples", "shape"):  # what they can be at least, the data set says
-        sizes = values.get(name, ())
-        if max(sizes if isinstance(sizes, tuple) else (sizes,), default=0) > MOST:
-            raise UserError(f"{name} = {sizes}: use whole numbers up to {MOST}")
+    """Raise UserError for what is wrong whatever the data and the model are."""
+    for name, allowed in {"engine": ENGINES, **_choices()}.items():
+        if name in values and values[name] not in allowed:
+            raise unknown(name, str(values[name]), allowed)
+    _check_integers(values)
+    _check_numbers(values)
+    on_gpu = values.get("device") == "cuda"
     if values.get("compile") and values.get("fuse"):
-        raise UserError("compile and fuse, both of which join operations of a stage: leave one of them out")
-    if values.get("fuse") and values.get("device") != "cuda":
-        raise UserError("fuse without a GPU, whose kernels it joins: add --device cuda, or leave it out")
-    if values.get("tune") and values.get("device") != "cuda":
-        raise UserError("tune without a GPU, where there is no cuDNN: add --device cuda, or leave it out")
+        raise UserError("compile=True with fuse=True: both join the operations of a stage, leave out one of them")
+    for name, reason in (("fuse", "it joins kernels of a GPU"), ("tune", "it is for cuDNN")):
+        if values.get(name) and not on_gpu:
+            raise UserError(f"{name}=True without a GPU: {reason}, add device='cuda' or leave it out")
+
+
+def _check_integers(values: Mapping[str, Any]) -> None:
+    for name, smallest in SMALLEST.items():
+        if name in values and values[name] < smallest:
+            raise UserError(f"{name}={values[name]}: use an integer of at least {smallest}")
+        if name in values and name != "K" and values[name] > LARGEST:  # the model limits K
+            raise UserError(f"{name}={values[name]}: use an integer of at most {LARGEST}")
+    for name in ("classes", "samples", "shape"):  # the data set checks the smallest
+        sizes = values.get(name, ())
+        if max(sizes if isinstance(sizes, tuple) else (sizes,), default=0) > LARGEST:
+            raise UserError(f"{name}={sizes}: use integers of at most {LARGEST}")
     if values.get("trace", 1) > MOST_TURNS:
-        raise UserError(f"trace = {values['trace']} local iterations: use a whole number up to {MOST_TURNS}")
+        raise UserError(f"trace={values['trace']}: use at most {MOST_TURNS} local iterations")
     every = re.match(r"\s*(\d+)", values.get("checkpoint_every", ""))
-    if every and float(every[1]) > MOST:
-        raise UserError(f"checkpoint-every = {values['checkpoint_every']}: use a number up to {MOST}")
+    if every and float(every[1]) > LARGEST:
+        raise UserError(f"checkpoint_every={values['checkpoint_every']!r}: use a number of at most {LARGEST}")
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
     for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm"):
         if name in values and not 0 <= values[name] < float("inf"):
-            raise UserError(f"{name.replace('_', '-')} = {values[name]}: use a number from 0 up")
-    if any(not 0 < speed < float("inf") for speed in values.get("speeds", ())):
-        raise UserError(f"speeds {list(values['speeds'])}: use numbers above 0, one for each stage")
+            raise UserError(f"{name}={values[name]}: use a number of at least 0")
+    speeds = values.get("speeds", ())
+    if any(not 0 < speed < float("inf") for speed in speeds):
+        raise UserError(f"speeds={tuple(speeds)}: use numbers above 0, one per stage")
     fractions = list(values.get("milestones", ()))
     if fractions != sorted(fractions) or any(not 0 < fraction < float("inf") for fraction in fractions):
-        raise UserError(f"milestones {fractions}: give increasing fractions of the epochs")
+        raise UserError(f"milestones={tuple(fractions)}: use increasing fractions of the epochs, above 0")
+
+
+@cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The fields of a recipe that take one of a few words, with these words."""
+    found = {}
+    for name, hint in get_type_hints(Recipe).items():
+        kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+        words = tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
+        if words:
+            found[name] = words
+    return found
+
+
+def configured(config: Path | None, given: Mapping[str, Any]) -> Recipe:
+    """The recipe of a run's config.json, if there is one, with these settings instead of its own."""
+    return make_recipe(**changed(load(config) if config else {}, given))
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The settings in a run's config.json, checked for their names and types."""
+    """The settings in the config.json of a run, with names and types checked."""
     try:
         values = dict(json.loads(path.read_text())["recipe"])
     except FileNotFoundError:
-        raise UserError(f"config {path} does not exist: give the config.json of a run") from None
+        raise UserError(f"config={str(path)!r} does not exist: give the config.json of a run") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"config {path} cannot be read ({first_line(error)}): give the config.json of a run") from None
-    return settings(values, path)
+        raise UserError(
+            f"config={str(path)!r} cannot be read ({first_line(error)}): give the config.json of a run"
+        ) from None
+    return from_json(values, path)
 
 
-def settings(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """A recipe as it was read from JSON, checked for its names and types; `path` is where it stood."""
+def from_json(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """A recipe that was read from JSON, with names and types checked; `path` is for errors."""
     types = {field.name: str(field.type) for field in fields(Recipe)}
     found = upgraded(values)
     for name, value in found.items():
         if name not in types:
             raise unknown(f"setting in {path}", name, types)
         if not _fits(value, types[name]):
-            raise UserError(f"{path}: {name} = {values[name]!r} does not fit, it takes {types[name]}: correct it")
+            raise UserError(f'{path}: "{name}": {json.dumps(value)}: use a value of type {types[name]}')
     takes = settings_of(found.get("method", PAPER["method"]))
     for name, value in found.get("settings", {}).items():
         try:
             if name in takes:
                 takes[name].check(value)
         except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+            wrong = f'"{name}": {json.dumps(value)}: use {takes[name].allowed}'
+            raise UserError(f"{path}: {error if takes[name].choices else wrong}") from None
     return found
 
 
 def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as it was read from JSON in the present form: earlier, settings of the method were fields of their own.
+    """A recipe that was read from JSON, in the present form: settings of the method used to be fields.
 
     >>> upgraded({"method": "fdg", "M": 1, "beta": 0.5, "m": None, "cuts": [2]})
     {'method': 'fdg', 'cuts': (2,), 'settings': {'M': 1, 'beta': 0.5}}
@@ -295,20 +317,20 @@ def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe with others instead of some; another method starts from its own settings.
+    """The values of a recipe with some replaced; another method starts with its own settings.
 
     >>> changed({"method": "adl", "settings": {"M": 2}}, {"settings": {"corrector": "sc"}})["settings"]
     {'M': 2, 'corrector': 'sc'}
     """
     name = given.get("method", before.get("method", PAPER["method"]))
     kept = before.get("settings", {}) if name == before.get("method", PAPER["method"]) else {}
-    takes = settings_of(name)  # what it states without taking it follows the others
+    takes = settings_of(name)  # what it contains without taking it follows from the others
     kept = {setting: value for setting, value in kept.items() if setting in takes}
     return {**before, **given, "settings": {**kept, **given.get("settings", {})}}
 
 
 def _fits(value: Any, annotation: str) -> bool:
-    """Whether a JSON value fits one of the types that recipes use."""
+    """Whether a JSON value has the annotated type."""
     if value is None:
         return "None" in annotation
     if isinstance(value, dict) or annotation.startswith("dict"):

@@ -1,12 +1,12 @@
-"""The run folder: what was run, what came out, and the trained model.
+"""The run folder: the recipe, the records and the trained model.
 
 config.json         the complete recipe, cuts, versions, commit, host
-metrics.jsonl       a line for every report, epoch and event
-diagnosis.jsonl     how stale gradients are, a line for every look at a stage, where that was asked for
-trace.json          what the stages did and when, likewise
-events.out.*        the same for TensorBoard
-model.safetensors   the whole model under the names of the unsplit module, whatever K was
-run.lock            while the run is running: who uses the folder (see lock.py)
+metrics.jsonl       a line per report, epoch and event
+diagnosis.jsonl     with `diagnose`: how stale gradients are, a line per diagnosis of a stage
+trace.json          with `trace`: what the stages did and when
+events.out.*        the metrics for TensorBoard
+model.safetensors   the whole model, with the names of the unsplit module
+run.lock            during the run: which process uses the folder (see lock.py)
 """
 
 from __future__ import annotations
@@ -14,76 +14,23 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from offbeat.checkpoint import CheckpointFailed, free, is_full, with_room
 from offbeat.errors import FolderTaken, UserError, first_line
+from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import Recipe
 
-PACKAGES = ("torch", "numpy", "safetensors")
-EVENTS = 1 << 16  # bytes that must be free for TensorBoard's, whose writer does not take an error well
-RETRIES, RETRY_SECONDS = 20, 0.1  # of a line, where the disk is full
-
-
-def provenance(command: list[str] | None = None, *, device: str | None = None) -> dict[str, Any]:
-    """Versions, commit, host and command of this process; `command` tells it otherwise, without paths for instance."""
-    from offbeat import __version__
-
-    versions = {"offbeat": __version__, "python": platform.python_version()}
-    versions.update({package: metadata.version(package) for package in PACKAGES})
-    return {
-        "versions": versions,
-        "commit": commit(),
-        "host": platform.node(),
-        "machine": f"{processor()}, {os.cpu_count()} cores{f', {gpu_name()}' if device == 'cuda' else ''}",
-        "command": command or ["offbeat", *sys.argv[1:]],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def gpu_name() -> str:
-    """The GPU's name."""
-    import torch
-
-    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "no GPU"
-
-
-def processor() -> str:
-    """The processor's name, as far as the system tells it."""
-    try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        return names[0].partition(":")[2].strip()
-    except (OSError, IndexError):
-        return platform.processor() or platform.machine()
-
-
-def commit() -> str | None:
-    """The commit of the source tree, with + where it was changed; OFFBEAT_COMMIT, where set, knows better."""
-    if os.environ.get("OFFBEAT_COMMIT"):
-        return os.environ["OFFBEAT_COMMIT"]
-    here = Path(__file__).resolve().parent
-    try:
-        head = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
-        )
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, check=True, timeout=10
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+EVENTS = 1 << 16  # bytes that must be free for TensorBoard, whose writer does not handle errors
+RETRIES, RETRY_SECONDS = 20, 0.1  # to write a line if the disk is full
 
 
 class RunFolder:
-    """A new folder for one run; never one that holds another."""
+    """The folder of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,7 +38,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe, *, again: bool = False, command: list[str] | None = None) -> RunFolder:
-        """Make the folder and write its config.json; `again`: a run that goes on, whose old one is kept beside it."""
+        """Make the folder and write config.json. again: a resumed run, whose earlier config.json is kept beside it."""
         if not again:
             check_free(path)
         try:
@@ -104,13 +51,12 @@ class RunFolder:
             )
             with_room(path, lambda: write(path / "config.json", text + "\n"))
         except OSError as error:
-            raise UserError(f"cannot write to {path} ({first_line(error)}): choose another --out") from error
+            raise UserError(f"cannot write to {path} ({first_line(error)}): give another folder as out=") from error
         return cls(path)
 
-    def go_on(self, batch: int, notes: list[str], *, exact: bool) -> None:
-        """The run goes on behind that many batches: what the records say of later ones is no longer true of it.
-
-        Nothing is taken back; `lines` leaves it out. Only a last line that was cut off goes.
+    def resumed(self, batch: int, notes: list[str], *, exact: bool) -> None:
+        """Record that the run continues after this many batches. `lines` leaves out the records of later batches, which
+        happen again; nothing is deleted but an incomplete last line.
         """
         file = self.path / "metrics.jsonl"
         text = file.read_bytes() if file.exists() else b""
@@ -131,7 +77,7 @@ class RunFolder:
             raise _full(self.path, error) from error
 
     def scalars(self, step: int, **values: float | None) -> None:
-        """Add points to the TensorBoard events; `step` counts batches. Where they cannot be written, they are lost."""
+        """Add points to the TensorBoard events; `step` counts batches. Points that cannot be written are lost."""
         try:
             if free(self.path) < EVENTS:
                 return
@@ -142,11 +88,11 @@ class RunFolder:
             for name, value in values.items():
                 if value is not None:
                     self._events.add_scalar(name.replace("__", "/"), value, step)
-        except OSError:  # metrics.jsonl has them; the next ones go to another file
+        except OSError:  # metrics.jsonl has them; start another file
             self._events = None
 
     def model(self, state: dict[str, Any]) -> None:
-        """Write the model's tensors, complete or not at all."""
+        """Write the tensors of the model, completely or not at all."""
         from offbeat.checkpoint.parts import save_tensors
 
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -163,14 +109,14 @@ class RunFolder:
 
 def _full(path: Path, error: BaseException) -> UserError:
     return UserError(
-        f"cannot write to {path} ({first_line(error)}): make room there; a run with a checkpoint goes on by --resume"
+        f"cannot write to {path} ({first_line(error)}): free some space; continue from a checkpoint with resume="
     )
 
 
 def append(run: Path, name: str, text: str) -> None:
-    """Add whole lines to a file of a run, or nothing; a disk that is full has old checkpoints removed.
+    """Add whole lines to a file of a run, or nothing. If the disk is full, old checkpoints are removed.
 
-    What fills it may be a checkpoint that another process is about to give up, so a full disk is tried again.
+    A checkpoint that another process is about to abandon may fill the disk, so that writing is tried again.
     """
 
     def add() -> None:
@@ -194,7 +140,7 @@ def append(run: Path, name: str, text: str) -> None:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """A file, completely or not at all; OSError where it cannot be."""
+    """Write a file completely or not at all; raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -204,45 +150,47 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 class Diagnoses:
-    """The lines of diagnosis.jsonl; each stage tells of a batch once, also where a run is taken back and goes on.
+    """The lines of diagnosis.jsonl: one per stage and batch, also in a run that was resumed.
 
-    What an earlier process told of turns behind the `batches` that are done is taken back: it is measured again.
+    Lines of an earlier process after the first `batches` turns are removed: they are measured again.
     """
 
     def __init__(self, folder: Path, batches: int) -> None:
         self.file = folder / "diagnosis.jsonl"
         text = self.file.read_text() if self.file.exists() else ""
-        lines = [json.loads(line) for line in text.split("\n")[:-1]]  # one that was cut off is not there yet
+        lines = [json.loads(line) for line in text.split("\n")[:-1]]  # without an incomplete last line
         kept = [line for line in lines if line["turn"] < batches]
-        self.told = {(line["stage"], line["batch"]) for line in kept}
+        self.written = {(line["stage"], line["batch"]) for line in kept}
         if text:
             write(self.file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, lines: list[dict[str, Any]]) -> None:
-        """Append those that are new; a checkpoint may bring back what was told before."""
-        new = [line for line in lines if (line["stage"], line["batch"]) not in self.told]
-        self.told.update((line["stage"], line["batch"]) for line in new)
+        """Append new lines; a checkpoint may bring back lines that were written before."""
+        new = [line for line in lines if (line["stage"], line["batch"]) not in self.written]
+        self.written.update((line["stage"], line["batch"]) for line in new)
         if new:
             append(self.file.parent, self.file.name, "".join(json.dumps(line) + "\n" for line in new))
 
 
 def check_free(path: Path) -> None:
-    """Refuse a folder that holds a run, or that cannot be made."""
+    """Raise UserError if the folder contains a run, or cannot be made."""
     try:
         if (path / "config.json").exists():
-            raise FolderTaken(f"{path} already holds a run: choose another --out")
+            raise FolderTaken(f"{path} already contains a run: give another folder as out=")
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            raise UserError(f"--out {path}: {above} cannot hold a run: choose a folder that can be written to")
+            raise UserError(f"out={str(path)!r}: {above} is not a writable folder: choose another one")
     except OSError as error:
-        raise UserError(f"--out {path}: {error.strerror or first_line(error)}; choose another --out") from error
+        raise UserError(
+            f"out={str(path)!r}: {error.strerror or first_line(error)}; give another folder as out="
+        ) from error
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, as far as the run that goes on has taken them over.
+    """The lines of a run's metrics.jsonl that hold, as dicts.
 
-    One that was being written when the run was killed is not there yet; what came after a checkpoint from which the run
-    was taken up again happened twice, and the second time counts.
+    An incomplete last line is left out. What happened between a checkpoint and resuming from it happened twice, and the
+    second time counts.
     """
     file = path / "metrics.jsonl"
     texts = file.read_text().split("\n")[:-1] if file.exists() else ()
@@ -255,10 +203,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return standing(found)
 
 
-def standing(told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of all lines of a run those that still hold: what was undone by going on from a checkpoint is left out."""
+def standing(recorded: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of a run that still hold: without those that were undone by resuming from a checkpoint."""
     found: list[dict[str, Any]] = []
-    for line in told:
+    for line in recorded:
         if line["kind"] == "resumed":
             found = [earlier for earlier in found if not _undone(earlier, line["batch"])]
         found.append(line)
@@ -266,6 +214,6 @@ def standing(told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _undone(line: dict[str, Any], batches: int) -> bool:
-    """Whether a line tells of something behind that many batches."""
+    """Whether a line is about something after this many batches."""
     ends = {"train": line.get("batch", -1) + 1, "epoch": line.get("batches", 0), "result": math.inf}
     return ends.get(line["kind"], 0) > batches

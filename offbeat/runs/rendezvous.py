@@ -1,8 +1,8 @@
-"""Where the workers of one machine meet: a store in the launcher that listens on the loopback address alone.
+"""The rendezvous of worker processes on one machine: a store in the launcher that listens on loopback only.
 
-torch's own rendezvous binds its store to every address of the machine, also for an endpoint such as 127.0.0.1. A
-socket that is bound already leaves it no choice. The store is the launcher's, so what a stage tells about a failure
-outlives the stage; each start of the group gets a new one, so that nothing is left of the one before.
+The rendezvous of torch binds its store to every address of the machine, also for an endpoint such as 127.0.0.1, unless
+it gets a socket that is already bound. The store is in the launcher, so that the report of a failed stage outlives the
+stage. Each start of the group has a new store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Loopback(RendezvousHandler):
-    """A group of one node: it is complete at once, and no other can join."""
+    """A group of one node: complete at once, and no other node can join."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
@@ -74,7 +74,7 @@ def loopback_store() -> tuple[Store, int]:
             wait_for_workers=False,
             multi_tenant=True,
             master_listen_fd=listener.fileno(),
-            use_libuv=False,  # which takes no open socket in torch 2.6
+            use_libuv=False,  # libuv takes no open socket in torch 2.6
         )
         listener.detach()  # the store closes it
     return store, port
@@ -85,6 +85,6 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def register() -> str:
-    """Make it known to torch's launcher; returns the name to ask for."""
+    """Register it with the launcher of torch; returns its name."""
     rendezvous_handler_registry.register(NAME, create)
     return NAME

@@ -1,13 +1,14 @@
-"""Several runs side by side in one process: each does a batch, then it is the next one's turn.
+"""Several runs in one process, which take turns: each trains one batch per turn.
 
     run 1  | batch 0     . | batch 1     . | ...
     run 2  |     batch 0 . |     batch 1 . | ...
 
-On a GPU a turn only hands out work, on streams of each run's own, so that the kernels of all runs overlap.
+On a GPU a turn only launches kernels, on streams of each run, so that the kernels of all runs overlap.
 
-Each run has its own model, random streams, data order and records, so its bits are those it would have alone; what a
-process has only once (threads, signals, the screen) is handled here. A run that fails ends alone. Ctrl-C saves and
-stops all. A budget of time ends runs where nothing is lost, or takes them back to their newest checkpoint.
+Each run has its own model, random streams, data order and records, so its results are bit for bit those of the run
+alone. What a process has only once (threads, signals, the terminal) is handled here. A run that fails does not stop the
+others. Ctrl-C saves and stops all. A time limit ends runs right after a checkpoint, or at the limit, from where they
+are resumed from their newest checkpoint.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from offbeat.errors import FolderTaken, Interrupted, UserError
-from offbeat.runs.train import Run, stopping
+from offbeat.runs.signals import stopping
+from offbeat.runs.training_run import TrainingRun
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: with a result, by an error, or (neither) by the budget, to go on another time."""
+    """How a run ended: with a result, by an error, or (neither) by the time limit, to be resumed later."""
 
     result: dict[str, Any] | None = None
     error: Exception | None = None
-    account: str | None = None  # the traceback of an error that nobody foresaw
+    account: str | None = None  # traceback of an error that is not a UserError
 
     @property
     def by_budget(self) -> bool:
@@ -44,32 +46,32 @@ class Ending:
 
 @dataclass
 class ActiveRun:
-    """A run under way, and when it last was safe."""
+    """A run that trains, and the time of its last checkpoint."""
 
-    run: Run
+    run: TrainingRun
     steps: Generator[None, None, dict[str, Any] | None]
     since: float
     saved: int | None = None
-    stream: torch.cuda.Stream | None = None  # for what the run does itself: its batches, its evaluations
+    stream: torch.cuda.Stream | None = None  # for batches and evaluations of the run
 
 
 @dataclass
 class RoundRobin(Generic[Name]):
-    """Runs by turns, so many at once. `start` makes one; `ended` hears how each ended.
+    """Runs that take turns, `together` at once. `start` begins a run; `ended` is called when one has ended.
 
-    until   the end of the budget, in time.monotonic() seconds; None for no budget
+    until   the time limit, in seconds of time.monotonic(); None for no limit
     """
 
-    start: Callable[[Name], Run]
+    start: Callable[[Name], TrainingRun]
     ended: Callable[[Name, Ending], None]
     together: int = 1
     until: float | None = None
     running: dict[Name, ActiveRun] = field(default_factory=dict)
     intervals: list[float] = field(default_factory=list)  # seconds from one checkpoint of a run to its next
-    stopped: str = ""  # why, where a signal stopped all
+    stopped: str = ""  # the signal that stopped all runs
 
     def all(self, names: Iterable[Name]) -> None:
-        """Run them all, as far as the budget goes; raises Interrupted where a signal stopped them."""
+        """Run all, within the time limit; raises Interrupted if a signal stopped them."""
         waiting = deque(names)
         with stopping(self._stop):
             try:
@@ -79,7 +81,7 @@ class RoundRobin(Generic[Name]):
                     for name in list(self.running):
                         self._turn(name)
             finally:
-                for name in list(self.running):  # something that no single run is to blame for
+                for name in list(self.running):  # an error outside the runs
                     self._leave(name)
         if self.stopped:
             raise Interrupted(f"stopped by {self.stopped}")
@@ -90,7 +92,7 @@ class RoundRobin(Generic[Name]):
             active.run.stop(why)
 
     def _may_start(self, waiting: deque[Name]) -> bool:
-        """Whether there is one to start, and time enough for it to come to anything."""
+        """Whether a run is waiting, and there is time for it to reach a checkpoint."""
         if not waiting or self.stopped:
             return False
         return self.until is None or time.monotonic() + min(self.intervals, default=0.0) < self.until
@@ -104,12 +106,12 @@ class RoundRobin(Generic[Name]):
             self._end(name, error)
             return
         self.running[name] = ActiveRun(run, run.steps(), time.monotonic(), run.saver.saved, _stream(run.recipe.device))
-        if self.stopped:  # while it was made
+        if self.stopped:  # while the run was started
             run.stop(self.stopped)
 
     def _turn(self, name: Name) -> None:
         active = self.running[name]
-        if torch.get_num_threads() != active.run.recipe.threads_per_stage:  # part of the numbers, on a CPU
+        if torch.get_num_threads() != active.run.recipe.threads_per_stage:  # results depend on it
             torch.set_num_threads(active.run.recipe.threads_per_stage)
         try:
             with torch.cuda.stream(active.stream) if active.stream else nullcontext():
@@ -128,8 +130,8 @@ class RoundRobin(Generic[Name]):
                 self.ended(name, Ending())
 
     def _out_of_time(self, active: ActiveRun) -> bool:
-        """Whether the budget is spent, or would be before the next checkpoint of a run that has just made one; a run
-        that has trained for all its epochs only has to say so."""
+        """Whether the time limit is reached, or would be before the next checkpoint of a run that has just saved one. A
+        run that has trained all its epochs may finish."""
         if active.run.first_epoch >= active.run.recipe.epochs:
             return False
         now = time.monotonic()
@@ -152,12 +154,12 @@ class RoundRobin(Generic[Name]):
         on_gpu = active.run.recipe.device == "cuda"
         del active
         if on_gpu:
-            torch.cuda.synchronize()  # a run that failed may still be at work in its memory
-            gc.collect()  # stages and graphs know each other; the next run needs their memory
+            torch.cuda.synchronize()  # kernels of a failed run may still use its memory
+            gc.collect()  # stages and graphs refer to each other; the next run needs their memory
 
 
 def _stream(device: str) -> torch.cuda.Stream | None:
-    """A stream that goes on from what was asked for so far."""
+    """A stream that waits for the work launched so far."""
     if device != "cuda":
         return None
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""Reports of all stages, brought to the first stage's process without anybody waiting for them."""
+"""Reports of all stages, sent to the process of the first stage; no stage waits for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from offbeat.pipeline import Pipeline
 
 
 class Telemetry:
-    """Every process calls `tell` at the same batches; the first one reads whole sets of K reports as they complete."""
+    """Every process calls `send` at the same batches; the first process collects complete sets of K reports."""
 
     def __init__(self, pipe: Pipeline) -> None:
         self.pipe = pipe
@@ -19,7 +19,7 @@ class Telemetry:
                 self.links[k] = link
         self.waiting: dict[int, list[Report]] = {k: [] for k in range(1, pipe.K + 1)}
 
-    def tell(self) -> None:
+    def send(self) -> None:
         """Send the reports of this process's stages."""
         for report in self.pipe.reports():
             if report.k in self.links:
@@ -28,11 +28,11 @@ class Telemetry:
                 self.waiting[report.k].append(report)
 
     def collect(self, *, wait: bool = False) -> list[list[Report]]:
-        """Complete sets, oldest first, in the first stage's process; with wait=True also the one told last."""
+        """Complete sets, oldest first, in the process of the first stage. wait=True waits for the set sent last."""
         if not self.pipe.first:
             return []
         for k, link in self.links.items():
-            while len(self.waiting[k]) < len(self.waiting[1]) if wait else link.ready():  # behind the last is a goodbye
+            while len(self.waiting[k]) < len(self.waiting[1]) if wait else link.ready():  # after the last is a goodbye
                 content = link.receive().content
                 self.waiting[k].append(Report(**content))
         complete = min(len(reports) for reports in self.waiting.values())

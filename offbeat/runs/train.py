@@ -1,575 +1,268 @@
-"""One training run, from a resolved recipe to a run folder; the same code in one process and in each of K."""
+"""Train a recipe into a run folder: in this process, in worker processes started here, or in those of torchrun."""
 
 from __future__ import annotations
 
-import math
 import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, TypedDict, cast
 
-import torch
-from torch import nn
+from offbeat.errors import FolderTaken, Interrupted, NotFinite, UserError
+from offbeat.runs import launch
+from offbeat.runs.group import from_first
+from offbeat.runs.recipe import Recipe, changed, from_json, linear_rate, load, make_recipe
 
-from offbeat import data, models
-from offbeat import partitioning as cutting
-from offbeat.checkpoint.folder import FOLDER
-from offbeat.core.precision import PrecisionPolicy
-from offbeat.core.stage_report import Report, Staleness
-from offbeat.engines import Engine
-from offbeat.engines.processes import Processes
-from offbeat.engines.simulate import Simulate
-from offbeat.engines.streams import Streams
-from offbeat.errors import FolderTaken, UserError
-from offbeat.observe import diagnosis
-from offbeat.pipeline import Pipeline
-from offbeat.runs import lock, saving, transfer
-from offbeat.runs.epochs import Epochs
-from offbeat.runs.progress import Progress
-from offbeat.runs.recipe import Recipe, cores
-from offbeat.runs.record import Diagnoses, RunFolder
-from offbeat.runs.saving import Saver
-from offbeat.runs.telemetry import Telemetry
-from offbeat.seeds import derive
-
-REPORTS_AN_EPOCH = 20
-TESTED = 2000 * 3 * 32 * 32  # numbers in what a GPU evaluates at once
-MOST_WORKERS = 8  # that decode images, unless a recipe says it
-DATA_DIR = "OFFBEAT_DATA_DIR"  # where the data of recipes lie that do not say it
+MOST_ROLLBACKS = 5  # of one run
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What must be known of the data to build a model and a schedule; the other processes never open the data."""
+class Result(TypedDict):
+    """What a run returns, and writes as the last line of metrics.jsonl.
 
-    shape: tuple[int, int, int]
-    classes: int
-    samples: int  # of a training epoch
-
-
-def open_data(recipe: Recipe) -> data.DataSet:
-    """The recipe's data; a recipe that names no folder takes that of OFFBEAT_DATA_DIR, which no record repeats."""
-    kind = data.KINDS.get(recipe.data)
-    outside = os.environ.get(DATA_DIR) if kind and kind.layout else None
-    workers = min(cores(), MOST_WORKERS) if recipe.data_workers is None else recipe.data_workers
-    return data.open(
-        recipe.data,
-        folder=recipe.data_dir or outside,
-        shape=shape_of(recipe.shape),
-        classes=recipe.classes,
-        samples=recipe.samples,
-        workers=workers,
-    )
-
-
-def move_data(recipe: Recipe, data_set: data.DataSet | None) -> tuple[data.DataSet | None, list[str]]:
-    """The data where the first stage takes it from: on its device, if that is no CPU and has room. Else a note."""
-    if data_set is None or recipe.device == "cpu":
-        return data_set, []
-    moved, note = data.on_device(data_set, recipe.device)
-    return moved, [note] if note else []
-
-
-def shape_of(sizes: tuple[int, ...] | None) -> tuple[int, int, int] | None:
-    if sizes is None:
-        return None
-    if len(sizes) != 3:
-        raise UserError(f"shape {list(sizes)}: give channels, height and width, such as 3,32,32")
-    return sizes[0], sizes[1], sizes[2]
-
-
-def facts(recipe: Recipe, data_set: data.DataSet) -> Facts:
-    return Facts(data_set.shape, data_set.classes, data_set.train_samples)
-
-
-def build_model(recipe: Recipe, known: Facts) -> nn.Sequential:
-    """The model with the initial weights of the recipe's seed; torch's global generator is left as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(recipe.seed, "model"))
-        return models.build(recipe.model, shape=known.shape, classes=known.classes)
-
-
-def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe, Facts]:
-    """Everything that can be wrong before training: data, model, K, cuts. Returns the recipe with its cuts."""
-    if recipe.model not in models.names():
-        models.build(recipe.model)  # tells what is allowed before any data is read
-    if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch sees no CUDA device here: use --device cpu")
-    PrecisionPolicy.of(recipe.precision, torch.device(recipe.device))
-    recipe.make_method().check(recipe.K)
-    if recipe.diagnose:
-        diagnosis.check(recipe.diagnose, recipe.make_method())
-    known = facts(recipe, data_set or open_data(recipe))
-    saving.check(recipe)
-    recipe.count(known.samples)
-    return replace(recipe, **choose_cuts(recipe, known)), known
-
-
-def choose_cuts(recipe: Recipe, known: Facts) -> dict[str, Any]:
-    """Where to cut: by FLOPs on the meta device, or by what the units take here."""
-    sample = torch.empty(recipe.batch_size, *known.shape, device="meta")
-    if recipe.partition == "measured" and recipe.cuts is None:
-        torch.set_num_threads(recipe.threads_per_stage)
-        model, sample = build_model(recipe, known), torch.randn(recipe.batch_size, *known.shape)
-    else:
-        with torch.device("meta"):
-            model = models.build(recipe.model, shape=known.shape, classes=known.classes)
-    kind = recipe.units or ("layers" if recipe.partition == "measured" else None)
-    made = cutting.partition(
-        model, recipe.K, sample, cuts=recipe.cuts, units=kind, by=recipe.partition, speeds=recipe.speeds
-    )
-    return {"cuts": tuple(made.cuts), "units": made.units}
-
-
-def train(recipe: Recipe, out: Path, *, show: bool = True, folder_ready: bool = False) -> dict[str, Any] | None:
-    """Run the recipe in this process, or in this process's share of a group; the result where the first stage is.
-
-    folder_ready: the run folder is there already, made by whoever started this process. Where it holds a checkpoint,
-    the run goes on from there.
+    loss, error, top5    mean loss, and error and top-5 error in percent, on the test data
+    samples_per_second   median over the epochs, without the first if there are more
+    seconds              of training and evaluation, before resuming included
+    staleness            measured: mean over the updates, in updates, per stage
+    staleness_formula    the same as theory has it
+    memory               most bytes that each stage held
+    out                  the run folder
     """
-    run = begin(recipe, out, show=show, folder_ready=folder_ready)
-    try:
-        with stopping(run.stop):
-            return run.fit()
-    finally:
-        run.close()
+
+    loss: float
+    error: float | None
+    top5: float | None
+    samples_per_second: float
+    seconds: float
+    staleness: list[float]
+    staleness_formula: list[float]
+    memory: list[int]
+    out: str
 
 
-def begin(
-    recipe: Recipe,
-    out: Path,
+class Ready(TypedDict):
+    """A run that was checked and could begin; returned by `check_run`."""
+
+    recipe: dict[str, Any]
+    batches_an_epoch: int
+    out: str
+
+
+def train(
+    recipe: Recipe | None = None,
     *,
-    show: bool = True,
-    folder_ready: bool = False,
-    data_set: data.DataSet | None = None,
-    name: str = "",
-    reports: int = REPORTS_AN_EPOCH,
-) -> Run:
-    """A run that is ready to train, see `train`; it trains by `fit`, or a little at a time by `steps`.
+    out: Path | str | None = None,
+    resume: Path | str | None = None,
+    show: bool = False,
+    max_restarts: int = 0,
+    silence: float | None = None,
+    **changes: Any,
+) -> Result | None:
+    """Train a recipe into a run folder and return the result; or resume a run.
 
-    data_set   the recipe's, where it is open already; runs of one process can share it
-    name       what the run is called on the screen, where it is not alone there
+    Args:
+        recipe: what to train, as `make_recipe` makes it. Its engine decides where: in this process, or in K worker
+            processes that are started here. Under torchrun, every process calls `train` with the same arguments.
+        out: the run folder, which must not contain a run. Default: a new one in ``runs/``.
+        resume: the folder of a run that was stopped. It continues from its newest checkpoint.
+        show: print the progress to stderr.
+        max_restarts: how often the worker processes are restarted from the newest checkpoint after a failure.
+        silence: seconds without a message after which another process counts as lost. Default: that of the
+            environment variable ``OFFBEAT_SILENCE``, or 30.
+        changes: with `resume`, settings of the recipe to change, by name: ``epochs=4``.
+
+    Returns:
+        The result (see `Result`); None in processes of torchrun that do not have the first stage.
+
+    Raises:
+        UserError: in one line, why the run cannot be trained or has failed. `NotFinite` and `StageLost` are such.
+        Interrupted: Ctrl-C or SIGTERM stopped the run, after a checkpoint.
+
+    >>> import tempfile
+    >>> recipe = make_recipe(model="resnet8", data="synthetic", shape=(3, 8, 8), samples=32, K=2, M=2, epochs=1,
+    ...                   engine="simulate", checkpoint_every="1e")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     first = train(recipe, out=f"{folder}/run")
+    ...     longer = train(resume=f"{folder}/run", epochs=2)
+    >>> longer["staleness"], longer["seconds"] > first["seconds"]
+    ([0.0, 0.0], True)
     """
-    torch.set_num_threads(recipe.threads_per_stage)
-    torch.backends.cudnn.benchmark = recipe.tune
-    engine = make_engine(recipe)
-    with engine.guard(), ExitStack() as locks:
-        known = None
-        if 1 in engine.here:
-            data_set = data_set or open_data(recipe)
-            known = facts(recipe, data_set)
-            if recipe.cuts is None:
-                recipe = replace(recipe, **choose_cuts(recipe, known))
-        shared = engine.share(known and [known.shape, known.classes, known.samples, recipe.cuts, recipe.units], 1)
-        known = Facts(*shared[:3])
-        recipe = replace(recipe, cuts=tuple(shared[3]), units=shared[4])
-        folder, apart = enter(recipe, out, engine, locks, ready=folder_ready)
-        found = find_checkpoint(recipe, engine, out) if folder_ready else NOTHING_SAVED
-        epochs = saving.continued(recipe, known.samples, found.run)
-        pipe = make_pipeline(recipe, known, epochs, engine)
-        notes = resume(recipe, pipe, found, folder, apart) if folder_ready else []
-        data_set, others = move_data(recipe, data_set)
-        if apart:
-            others.append(f"stages that do not see {out} send their parts of checkpoints to stage 1: {apart}")
-        before = {**found.run, "notes": [*notes, *others]}
-        return Run(
-            recipe,
-            known,
-            epochs,
-            pipe,
-            folder,
-            data_set,
-            show,
-            out,
-            before,
-            name=name,
-            reports=reports,
-            apart=apart,
-            locks=locks.pop_all(),
-        )
+    _check_options(max_restarts, silence)
+    recipe, folder = resolved(recipe, out=out, resume=resume, changes=changes)
+    if launch.joined_group():
+        return _train_as_member(recipe, folder, show=show, resumed=resume is not None, silence=silence)
+    recipe, _ = _checked(recipe, folder, resumed=resume is not None)
+    return _train_with_rollbacks(
+        recipe, folder, show=show, resumed=resume is not None, max_restarts=max_restarts, silence=silence
+    )
 
 
-def enter(
-    recipe: Recipe, out: Path, engine: Engine, locks: ExitStack, *, ready: bool
-) -> tuple[RunFolder | None, list[int]]:
-    """The run folder where the first stage is, held by all processes; and the stages whose processes do not see it.
+def check_run(
+    recipe: Recipe | None = None,
+    *,
+    out: Path | str | None = None,
+    resume: Path | str | None = None,
+    max_restarts: int = 0,
+    silence: float | None = None,
+    **changes: Any,
+) -> Ready:
+    """Check everything that `train` checks before it trains; train and write nothing."""
+    _check_options(max_restarts, silence)
+    if launch.joined_group():
+        raise UserError("a check alone (dry run) under torchrun: run it once, without torchrun")
+    recipe, folder = resolved(recipe, out=out, resume=resume, changes=changes)
+    recipe, samples = _checked(recipe, folder, resumed=resume is not None)
+    return {"recipe": recipe.as_dict(), "batches_an_epoch": recipe.count(samples).per_epoch, "out": str(folder)}
 
-    Where it cannot be had, all processes are told why, and raise.
-    """
-    folder, told = None, {}
-    if 1 in engine.here:
+
+def _check_options(max_restarts: int, silence: float | None) -> None:
+    from offbeat.engines.processes import silence_allowed
+
+    if max_restarts < 0:
+        raise UserError(f"max_restarts={max_restarts}: use an integer of at least 0")
+    if silence is not None:
+        silence_allowed(silence)
+
+
+def resolved(
+    recipe: Recipe | None, *, out: Path | str | None, resume: Path | str | None, changes: Mapping[str, Any]
+) -> tuple[Recipe, Path]:
+    """The recipe and the folder of a run, new or resumed; the same in every process of torchrun."""
+    if resume is None:
+        if recipe is None or changes:
+            given = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+            what = f"{given} without resume=" if changes else "no recipe"
+            raise UserError(f"{what}: give train a recipe, as offbeat.make_recipe(K=2, M=4) makes one")
+        return recipe, Path(out) if out is not None else free_folder(recipe)
+    if recipe is not None or out is not None:
+        raise UserError(f"resume={str(resume)!r} names the run folder: leave out recipe= and out=")
+    folder = Path(resume)
+    agreed = from_first(lambda: resumed_recipe(folder, changes).as_dict())
+    return make_recipe(**from_json(agreed, folder / "config.json")), folder
+
+
+def _train_as_member(recipe: Recipe, out: Path, *, show: bool, resumed: bool, silence: float | None) -> Result | None:
+    """Train as one of the processes that torchrun, or the launcher of this package, has started."""
+    from offbeat.runs.begin import train_here
+
+    recipe = replace(recipe, engine="processes")
+    if launch.is_worker():  # its launcher has made the folder, and reports what ends it early
+        return cast(Result, train_here(recipe, out, show=show, folder_ready=True, silence=silence))
+    with kept(out):
+        found = train_here(recipe, out, show=show, folder_ready=resumed, rewrite=resumed, silence=silence)
+    return cast(Result, found)
+
+
+def _checked(recipe: Recipe, out: Path, *, resumed: bool) -> tuple[Recipe, int]:
+    """The recipe with its cuts, and the samples of an epoch; raises UserError where the run cannot begin."""
+    from offbeat import checkpoint
+    from offbeat.runs import record, resuming
+    from offbeat.runs.build import check
+
+    if not resumed:
+        record.check_free(out)
+    try:
+        recipe, known = check(recipe)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise UserError("there is not enough memory here: use smaller shape=, classes= or batch_size=") from error
+    if resumed and (found := checkpoint.newest(out)[0]):
+        resuming.continued(recipe, known.samples, found.run())
+    return recipe, known.samples
+
+
+def _train_with_rollbacks(
+    recipe: Recipe, out: Path, *, show: bool, resumed: bool, max_restarts: int, silence: float | None
+) -> Result | None:
+    """Train in this process or in workers; with on_nan="rollback", again without the batches that were not finite."""
+    from offbeat.runs import lock, record
+    from offbeat.runs.begin import train_here
+
+    for rollback in range(MOST_ROLLBACKS + 1):
         try:
-            told["token"] = locks.enter_context(lock.held(out))
-            folder = RunFolder(out) if ready else RunFolder.create(out, recipe)
-        except UserError as error:
-            told = {"refused": str(error)}
-    told = engine.share(told, 1)
-    if "refused" in told:
-        raise FolderTaken(told["refused"])
-    sees = folder is not None or locks.enter_context(lock.joined(out, told["token"]))
-    return folder, [k for k, there in enumerate(engine.exchange(sees), start=1) if not there]
+            with lock.held(out), kept(out):
+                record.RunFolder.create(out, recipe, again=resumed or rollback > 0)
+                if recipe.engine != "processes":
+                    return cast(Result, train_here(recipe, out, show=show, folder_ready=True, silence=silence))
+                arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
+                arguments += [] if show else ["--json"]
+                arguments += [] if silence is None else ["--silence", str(silence)]
+                launch.launch(recipe.K, arguments, max_restarts=max_restarts)
+                results = [line for line in record.lines(out) if line["kind"] == "result"]
+                return cast(Result, {**results[-1], "out": str(out)}) if results else None
+        except NotFinite as error:
+            if recipe.on_nan != "rollback" or rollback == MOST_ROLLBACKS:
+                raise
+            recipe = replace(recipe, left_out=tuple(sorted({*(recipe.left_out or ()), *error.batches})))
+            print(f"offbeat: {error}; resuming from the last checkpoint without these batches", file=sys.stderr)
+    raise AssertionError("unreachable")
 
 
-def make_engine(recipe: Recipe) -> Engine:
-    if recipe.engine == "streams":
-        return Streams(recipe.K, torch.device(recipe.device))
-    if recipe.engine == "processes":
-        return Processes(recipe.K, device=torch.device(recipe.device))
-    return Simulate(recipe.K)
+def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
+    """The recipe with which a run continues, with these changes; cuts and threads follow a new K."""
+    from offbeat.runs import lock, record, resuming
 
-
-@dataclass(frozen=True)
-class Saved:
-    """The newest checkpoint of a run, as every process knows it; `run` is its run.json, empty where there is none."""
-
-    path: Path | None
-    run: dict[str, Any]
-    same: bool  # whether the batches in flight can go on
-    notes: list[str]
-
-
-NOTHING_SAVED = Saved(None, {}, True, [])
-
-
-def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> Saved:
-    """Look for it in the first process, and share what was found; the folder may have another path elsewhere."""
-    shared = None
-    if 1 in engine.here:
-        found, notes = saving.find(out)
-        run = found.run() if found else {}
-        shared = [found and found.path.name, run, saving.exact(recipe, run["recipe"]) if run else True, notes]
-    name, run, same, notes = engine.share(shared, 1)
-    return Saved(None if name is None else out / FOLDER / name, run, same, notes)
-
-
-def resume(
-    recipe: Recipe, pipe: Pipeline, found: Saved, folder: RunFolder | None, apart: Collection[int] = ()
-) -> list[str]:
-    """Put the pipeline into the state of a checkpoint, if there is one; notes on what was lost.
-
-    apart: stages whose processes do not see the run folder.
-    """
-    notes = list(found.notes)
-    if found.path is not None:
-        with transfer.at_hand(pipe.engine, found.path, apart, whole=not found.same) as path:
-            notes += saving.restore(pipe, recipe, str(path), found.run["recipe"], same=found.same)
-    if folder:
-        folder.go_on(pipe.batches, notes, exact=found.same)
-    return notes
+    before = load(run / "config.json")
+    before.pop("trace", None)  # it has been recorded
+    finished = any(line["kind"] == "result" for line in record.lines(run))
+    if finished and chosen.get("epochs", 0) <= before["epochs"]:
+        raise UserError(f"{run} is finished (epochs={before['epochs']}): to continue, increase epochs=")
+    with lock.held(run):  # find removes unfinished checkpoints
+        found, _ = resuming.find(run)
+    if found is None:
+        raise UserError(f"{run} has no valid checkpoint to resume from: start a new run, with checkpoint_every=")
+    if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:
+        for name in ("cuts", "units", "threads_per_stage", "speeds", "engine"):
+            before.pop(name, None)
+    if before["lr"] == linear_rate(before["batch_size"], before["settings"]["M"]):  # follows batch size and M
+        before.pop("lr")
+    return make_recipe(**changed(before, chosen))
 
 
 @contextmanager
-def stopping(stop: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C or SIGTERM once asks for a checkpoint and the end; a second one, a second later or more, ends at once.
+def kept(out: Path) -> Iterator[None]:
+    """Record why a run ends early, and name its folder in the error.
 
-    (A terminal's Ctrl-C reaches a worker twice: from the terminal, and from its launcher.)
+    Under torchrun the first stage makes the folder once all processes have joined; until then there are no records.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    first: list[float] = []
+    from offbeat.runs.record import RunFolder
 
-    def handle(number: int, frame: object) -> None:
-        now = time.monotonic()
-        if first and now - first[0] >= 1.0:
-            raise KeyboardInterrupt
-        if not first:
-            first.append(now)
-            stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+    def last_line(kind: str, **values: str) -> None:
+        if os.environ.get("RANK", "0") == "0" and (out / "config.json").exists():
+            RunFolder(out).line(kind, **values)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    except (KeyboardInterrupt, Interrupted) as error:
+        last_line("interrupted")
+        where = f"; the records so far are in {out}" if out.exists() else ""
+        raise Interrupted(f"{str(error) or 'stopped by Ctrl-C'}{where}") from None
+    except NotFinite as error:
+        last_line("failed", reason=str(error))
+        raise NotFinite(f"{error} ({last_good(out)}; records so far: {out})", error.batches) from None
+    except FolderTaken:  # the records are those of another run
+        raise
+    except UserError as error:
+        last_line("failed", reason=str(error))
+        where = f" (records so far: {out})" if out.exists() else ""
+        raise type(error)(f"{error}{where}") from None
 
 
-def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) -> Pipeline:
-    factor = recipe.learning_rate(epochs)
+def last_good(out: Path) -> str:
+    """The checkpoint that a run can be resumed from, for errors."""
+    from offbeat.checkpoint import ls
 
-    def optimizer(parameters: Iterable[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            parameters,
-            lr=recipe.lr,
-            momentum=recipe.momentum,
-            weight_decay=recipe.weight_decay,
-            fused=recipe.device == "cuda" or None,  # which can read its rate on the device
-        )
-
-    pipe = Pipeline(
-        build_model(recipe, known),
-        recipe.K,
-        method=recipe.make_method(),
-        loss=nn.functional.cross_entropy,
-        optimizer=optimizer,
-        scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),
-        cuts=recipe.cuts,
-        units=recipe.units,
-        clip_norm=recipe.clip_norm,
-        engine=engine,
-        seed=recipe.seed,
-        device=recipe.device,
-        sample=torch.zeros(1, *known.shape),
-        left_out=recipe.left_out or (),
-        on_nan="skip" if recipe.on_nan == "skip" else "stop",
-        precision=recipe.precision,
-        compile=recipe.compile,
-        fuse=recipe.fuse,
-        weighting=recipe.weighting,
-    )
-    if recipe.diagnose:
-        pipe.diagnose(recipe.diagnose)
-    return pipe
+    found = [listed.path for listed in ls(out) if listed.checkpoint]
+    return f"last good checkpoint: {found[-1]}" if found else "no checkpoint"
 
 
-def test_batch_size(recipe: Recipe, known: Facts) -> int:
-    """Samples that are evaluated at once: on a GPU many, since an evaluation there waits for launches."""
-    many = TESTED // math.prod(known.shape) if recipe.device == "cuda" else 0
-    return max(100, recipe.batch_size, many)
-
-
-class Run:
-    """The epochs of a run: training, reports, evaluation, records. Each process has one; the first writes."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        known: Facts,
-        epochs: Epochs,
-        pipe: Pipeline,
-        folder: RunFolder | None,
-        data_set: data.DataSet | None,
-        show: bool,
-        out: Path,
-        before: dict[str, Any],
-        *,
-        name: str = "",
-        reports: int = REPORTS_AN_EPOCH,
-        apart: Collection[int] = (),
-        locks: ExitStack | None = None,
-    ) -> None:
-        self.locks = locks or ExitStack()  # on the run folder, until it is closed
-        self.recipe, self.known, self.pipe, self.folder, self.data_set = recipe, known, pipe, folder, data_set
-        self.epochs = epochs
-        self.telemetry = Telemetry(pipe)
-        reports = min(reports, 4) if pipe.engine.records else reports  # which make recorded stages catch up
-        self.every = max(1, epochs.per_epoch // reports)
-        visible = show and folder is not None
-        done = int(epochs.progress(pipe.batches))
-        self.progress = Progress(recipe.epochs, epochs.per_epoch, show=visible, done=done, name=name)
-        self.epoch_began = time.perf_counter()
-        self.told = self.began = time.perf_counter()
-        self.entered = 0
-        # What an earlier process has done of this run: training lines of the epoch, speeds of epochs, all its time.
-        self.rows: list[dict[str, Any]] = list(before.get("rows", []))
-        self.speeds: list[float] = list(before.get("speeds", []))
-        self.seconds: float = before.get("seconds", 0.0)
-        self.test: dict[str, Any] = before.get("test", {})
-        self.memory: list[int] = list(before.get("memory", []))  # bytes of every stage, at its fullest
-        self.saver = Saver(recipe, epochs, pipe, out, self._note, apart=apart)
-        self.diagnoses = Diagnoses(out, pipe.batches) if recipe.diagnose and folder else None
-        for note in before.get("notes", []):
-            self.progress.say(note)
-        if recipe.trace:
-            pipe.trace(recipe.trace, out / "trace.json", tell=self.progress.say)
-
-    @property
-    def first_epoch(self) -> int:
-        """The epoch of the next batch."""
-        return self.epochs.epoch_of(self.pipe.batches)
-
-    def stop(self, why: str) -> None:
-        """Save as soon as may be, then end, in all processes: the first one decides."""
-        if self.pipe.first:
-            self.saver.stop(why)
-
-    def fit(self) -> dict[str, Any] | None:
-        """Train to the end; the result where the first stage is."""
-        steps = self.steps()
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                result: dict[str, Any] | None = end.value
-                return result
-
-    def steps(self) -> Generator[None, None, dict[str, Any] | None]:
-        """`fit`, yielding behind every batch and every epoch; closed before its end, the run goes on from its newest
-        checkpoint another time."""
-        self.began = time.perf_counter()
-        with self.progress:
-            yield from self.pipe.steps(
-                self._batches,
-                self.recipe.epochs,
-                first_epoch=self.first_epoch,
-                before_step=self.saver.before,
-                after_step=self._after_step,
-                after_epoch=self._after_epoch,
-            )
-            self.saver.close()
-            self._look_back()
-        result = None
-        if self.folder:
-            self.folder.model(self.pipe.model.state_dict())
-            result = {
-                **{name: self.test[name] for name in ("loss", "error", "top5")},
-                "samples_per_second": median(self.speeds[1:] or self.speeds),
-                "seconds": self.seconds + time.perf_counter() - self.began,
-                "staleness": [stage.mean for stage in self.pipe.staleness],
-                "staleness_formula": self._formula(),
-                "memory": self.memory,
-            }
-            self.folder.line("result", **result)  # without the folder's name, which may change
-            result["out"] = str(self.folder.path)
-        self.pipe.close()
-        return result
-
-    def _look_back(self) -> None:
-        """What the drain had to tell of late gradients, and of a trace that did not come about."""
-        if self.recipe.diagnose:
-            self.telemetry.tell()
-            self._write(self.telemetry.collect(wait=True))
-        if self.pipe.tracing is not None:
-            self.progress.say("trace: nothing was recorded, the run was over before all stages were full")
-
-    def _formula(self) -> list[float]:
-        method, K = self.pipe.method, self.pipe.K
-        return [method.staleness(k, K) for k in range(1, K + 1)]
-
-    def _batches(self, epoch: int) -> Iterable[tuple[Any, Any]]:
-        assert self.data_set is not None
-        self.epoch_began = self.told = time.perf_counter()
-        self.entered = 0  # samples of the epoch, in this process's time
-        skip = self.epochs.position(self.pipe.batches)[1]  # above 0 where a run goes on
-        return self.data_set.train(
-            batch_size=self.recipe.batch_size,
-            seed=self.recipe.seed,
-            epoch=epoch,
-            skip=skip,
-            drop_last=self.recipe.drop_last,
-        )
-
-    def _after_step(self, t: int) -> None:
-        self.progress.step()
-        if int(self.epochs.progress(t)) % self.epochs.per_epoch % self.every == self.every - 1:
-            self.telemetry.tell()
-            self._write(self.telemetry.collect())
-        if not self.epochs.ends_epoch(t + 1) and self.saver.due(t + 1):  # at its end an epoch is evaluated first
-            self._save()
-        self.saver.collect()
-
-    def _save(self) -> None:
-        self.saver.save(
-            {
-                "rows": self.rows,
-                "speeds": self.speeds,
-                "test": self.test,
-                "memory": self.memory,
-                "seconds": self.seconds + time.perf_counter() - self.began,
-            }
-        )
-
-    def _note(self, kind: str, **values: Any) -> None:
-        """What became of a checkpoint: a line of the records, and of the screen where it failed."""
-        if self.folder:
-            self.folder.line(kind, **values)
-        if "reason" in values:
-            self.progress.say(f"{kind} (training goes on): {values['reason']}")
-
-    def _after_epoch(self, epoch: int) -> Iterator[None]:
-        self.telemetry.tell()
-        self._write(self.telemetry.collect(wait=True))
-        seconds = time.perf_counter() - self.epoch_began  # until the last stage had finished, evaluation not counted
-        size = test_batch_size(self.recipe, self.known)
-        self.test = yield from self.pipe.evaluating(self.data_set.test(batch_size=size) if self.data_set else None)
-        if self.folder:
-            self._write_epoch(epoch, seconds)
-        self.rows.clear()
-        if self.saver.due(self.pipe.batches):
-            self._save()
-
-    def _write(self, sets: list[list[Report]]) -> None:
-        """A training line for each complete set of reports."""
-        for reports in sets:
-            top, bottom = reports[-1], reports[0]
-            self.memory = [report.memory for report in reports]
-            if self.diagnoses:
-                self.diagnoses.add(
-                    [
-                        {**line, "epoch": self.epochs.epoch_of(line["batch"])}
-                        for report in reports
-                        for line in report.diagnosis
-                    ]
-                )
-            self.rows.append({"loss": top.loss, "error": top.error, "samples": top.samples})
-            now = time.perf_counter()
-            self.entered += bottom.samples
-            if not bottom.samples or not self.folder:
-                continue
-            staleness = [Staleness(report.staleness).mean for report in reports]
-            speed = bottom.samples / max(1e-9, now - self.told)
-            self.told = now
-            self.folder.line(
-                "train",
-                batch=bottom.t,
-                epoch=self.epochs.epoch_of(bottom.t),
-                loss=top.loss,
-                error=top.error,
-                samples_per_second=speed,
-                lr=bottom.lr,
-                staleness=staleness,
-                in_flight=[report.in_flight for report in reports],
-                versions=[report.versions for report in reports],
-                memory=[report.memory for report in reports],
-                skipped=max(report.skipped for report in reports),
-            )
-            self.folder.scalars(bottom.t, train__loss=top.loss, train__error=top.error, train__lr=bottom.lr)
-            self.progress.tell(top.loss, top.error, speed, staleness)
-
-    def _write_epoch(self, epoch: int, seconds: float) -> None:
-        assert self.folder is not None
-        tops = [row for row in self.rows if row["samples"] and row["loss"] is not None]
-        samples = sum(row["samples"] for row in tops)
-        train = {
-            name: sum(row[name] * row["samples"] for row in tops) / samples if samples else None
-            for name in ("loss", "error")
-        }
-        speed = self.entered / seconds
-        self.speeds.append(speed)
-        values = {
-            "train_loss": train["loss"],
-            "train_error": train["error"],
-            "test_loss": self.test["loss"],
-            "test_error": self.test["error"],
-            "test_top5": self.test["top5"],
-        }
-        staleness = [stage.mean for stage in self.pipe.staleness]
-        self.folder.line(
-            "epoch",
-            epoch=epoch,
-            batches=self.pipe.batches,
-            seconds=seconds,
-            samples_per_second=speed,
-            staleness=staleness,
-            memory=self.memory,
-            **values,
-        )
-        self.folder.scalars(
-            self.pipe.batches,
-            test__loss=values["test_loss"],
-            test__error=values["test_error"],
-            speed__samples_per_second=speed,
-        )
-        self.progress.epoch(epoch, values, speed, staleness)
-
-    def close(self) -> None:
-        if self.folder:
-            self.folder.close()
-        self.locks.close()
+def free_folder(recipe: Recipe) -> Path:
+    """The default run folder, with a number appended if it exists."""
+    name = f"{recipe.data}-{recipe.model}-{recipe.method}-K{recipe.K}-M{recipe.M}-seed{recipe.seed}"
+    folder, count = Path("runs") / name, 1
+    while (folder / "config.json").exists() and not launch.is_worker():
+        count += 1
+        folder = Path("runs") / f"{name}-{count}"
+    return folder

@@ -1,9 +1,9 @@
-"""Files of checkpoints for processes that do not see the run folder: the first process writes and reads them.
+"""Checkpoint files of processes that do not see the run folder: the first process writes and reads them.
 
     stage 3, save     piece | piece | ... | facts        on its link to the first process, which writes the files
     stage 3, resume   piece | piece | ...                to all processes, of which stage 3 writes a temporary copy
 
-Bytes travel in pieces, so that neither end holds more than a few of them.
+Files are sent in pieces, so that neither process holds more than a few pieces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PIECE = "piece"  # the kind of a message with bytes of a file
 
 
 def send_part(link: Link, t: int, k: int, tree: Any) -> list[FileFacts]:
-    """Send the files of stage k's part of checkpoint t; the facts belong into the manifest."""
+    """Send the files of stage k's part of checkpoint t; returns their entries in the manifest."""
     facts = []
     for name, chunks in part_files(part_name(k), *flatten(tree)).items():
         digest, size = hashlib.sha256(), 0
@@ -41,9 +41,9 @@ def send_part(link: Link, t: int, k: int, tree: Any) -> list[FileFacts]:
 
 
 def receive_part(link: Link, folder: Path | None, k: int) -> dict[str, Any]:
-    """Write the files that stage k sends into a folder, if there is one; returns what it reports after them.
+    """Write the files that stage k sends to a folder, if there is one; returns the report that follows them.
 
-    A file that cannot be written is reported as the stage would report it.
+    A file that cannot be written is reported as if the stage had failed to write it.
     """
     reported: dict[str, Any] = {}
 
@@ -60,14 +60,14 @@ def receive_part(link: Link, folder: Path | None, k: int) -> dict[str, Any]:
             write_file(folder / name, (piece.numpy().data for _, piece in group))
         except CheckpointFailed as error:
             failed = str(error)
-            if is_full(error):  # what was sent is gone; the next one will have room
+            if is_full(error):  # this part is lost; the next one will have room
                 make_room(folder.parent.parent)
     return {**reported, "failed": reported["failed"] or failed}
 
 
 @contextmanager
 def at_hand(engine: Engine, path: Path, apart: Collection[int], *, whole: bool) -> Iterator[Path]:
-    """The folder of a checkpoint, or a copy of it where this process is that of a stage in `apart`; a collective.
+    """The folder of a checkpoint, or a copy of it in the processes of stages in `apart`; a collective operation.
 
     whole: the copy holds the parts of all stages, not only those of this process.
     """
@@ -102,7 +102,7 @@ def _shared(engine: Engine, path: Path | None) -> Iterator[bytes | memoryview]:
 
 
 def pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[bytearray]:
-    """The same bytes in pieces of equal length, but for the last.
+    """The same bytes in pieces of equal length, except the last.
 
     >>> [len(piece) for piece in pieces([bytes(CHUNK - 1), b"abc"])] == [CHUNK, 2]
     True

@@ -24,7 +24,8 @@ from offbeat.report import draw_curves
 from offbeat.report.comparison import Comparison, markdown, read, table
 from offbeat.report.draw import by_the_way
 from offbeat.runs import launch, lock, record
-from offbeat.runs.recipe import Recipe, complete, cores, settings
+from offbeat.runs.provenance import provenance
+from offbeat.runs.recipe import Recipe, cores, from_json, make_recipe
 from offbeat.settings import split_list
 from offbeat.studies.runner import StudyRunner
 from offbeat.studies.training import StudyRun, TrainingRuns, folder_name, is_done, print_table, shared_data
@@ -158,7 +159,7 @@ def recipe_of(spec: MethodSpec, asked: Mapping[str, Any]) -> Recipe:
     method.check(1 if one_stage(method) else asked.get("K", 1))
     if one_stage(method):
         given |= {"K": 1, "engine": None, "cuts": None, "speeds": None, "partition": "flops"}
-    return complete(**{**given, "method": spec.method, "batch_size": b, "settings": settings})
+    return make_recipe(**{**given, "method": spec.method, "batch_size": b, "settings": settings})
 
 
 def _takes_M(spec: MethodSpec) -> bool:  # noqa: N802
@@ -173,7 +174,7 @@ def one_stage(method: Method) -> bool:
 
 def partitioned(recipes: Mapping[str, Recipe], b: int) -> dict[str, Recipe]:
     """The recipes with their cuts: one partition, decided here, for all that have several stages."""
-    from offbeat.runs.train import check
+    from offbeat.runs.build import check
 
     decided: dict[int, Recipe] = {}
     for recipe in recipes.values():
@@ -203,7 +204,7 @@ def _created(runner: StudyRunner, asked: dict[str, Any], at_once: int, recipes: 
     ]
     partition = {"K": widest.K, "cuts": widest.cuts, "units": widest.units}
     comparison = {"asked": asked, "jobs": at_once, "partition": partition, "runs": described}
-    runner.write("config.json", {"comparison": comparison, "provenance": record.provenance(device=widest.device)})
+    runner.write("config.json", {"comparison": comparison, "provenance": provenance(device=widest.device)})
     return runs
 
 
@@ -215,7 +216,9 @@ def _stored(runner: StudyRunner, asked: dict[str, Any], at_once: int) -> list[St
             return None
         content = json.loads(path.read_text())
         there = content["comparison"]
-        runs = [StudyRun(run["label"], run["seed"], complete(**settings(run["recipe"], path))) for run in there["runs"]]
+        runs = [
+            StudyRun(run["label"], run["seed"], make_recipe(**from_json(run["recipe"], path))) for run in there["runs"]
+        ]
     except (OSError, KeyError, TypeError, ValueError):
         raise UserError(f"{folder} does not hold a comparison: choose another --out") from None
     here = json.loads(json.dumps(asked))

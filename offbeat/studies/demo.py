@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from offbeat.runs.recipe import Recipe, complete, cores
+from offbeat.runs.recipe import Recipe, cores, make_recipe
+from offbeat.runs.train import Result, train
 
 STAGES = 2
 
@@ -27,28 +27,28 @@ def recipes(epochs: int) -> dict[str, Recipe]:
         "lr": 0.1,
     }
     return {
-        "BP, 1 core": complete(**common, method="bp", threads_per_stage=1),
-        f"BP, {cores()} cores": complete(**common, method="bp", threads_per_stage=cores()),
-        f"ADL, {STAGES} processes": complete(**common, method="adl", K=STAGES, threads_per_stage=1),
+        "BP, 1 core": make_recipe(**common, method="bp", threads_per_stage=1),
+        f"BP, {cores()} cores": make_recipe(**common, method="bp", threads_per_stage=cores()),
+        f"ADL, {STAGES} processes": make_recipe(**common, method="adl", K=STAGES, threads_per_stage=1),
     }
 
 
-def show(out: Path | None, epochs: int, execute: Callable[..., dict[str, Any] | None]) -> None:
+def show(out: Path | None, epochs: int) -> None:
     """Run the three and print one table."""
     console = Console(highlight=False)
     folder = out or _free(Path("runs/demo"))
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, Result] = {}
     for name, recipe in recipes(epochs).items():
         console.print(f"[bold]{name}[/bold]: {recipe.model} on handwritten digits, b={recipe.batch_size}, M={recipe.M}")
         slug = name.lower().replace(",", "").replace(" ", "-").replace("=", "")
-        result = execute(recipe, folder / slug)
+        result = train(recipe, out=folder / slug, show=True)
         assert result is not None
         results[name] = result
     console.print(table(results))
     console.print(f"To see curves, staleness and timelines: offbeat report {folder}", soft_wrap=True)
 
 
-def table(results: dict[str, dict[str, Any]]) -> Table:
+def table(results: dict[str, Result]) -> Table:
     """Error, speed and staleness of each run; speed-ups against the first two."""
     one_core, all_cores = (run["samples_per_second"] for run in list(results.values())[:2])
     caption = "staleness of each stage's gradients, in updates"

@@ -19,7 +19,7 @@ from offbeat.methods import DECLARED, METHODS, add_packages, parsed, with_settin
 from offbeat.partitioning import Profile
 from offbeat.partitioning.loopback import measure_links
 from offbeat.report.draw import by_the_way, draw_staleness, draw_timeline
-from offbeat.runs import record
+from offbeat.runs.provenance import provenance
 from offbeat.studies.plan import LinkCost, Measured, Plan, make_plan
 from offbeat.theory import bound_table
 
@@ -138,7 +138,7 @@ def measure(request: PlanRequest) -> Measured:
 
 def origin() -> dict[str, Any]:
     """Where a plan comes from, as in run records: its times hold for this hardware and these versions."""
-    made = record.provenance()
+    made = provenance()
     return {
         "commit": made["commit"],
         "torch": made["versions"]["torch"],

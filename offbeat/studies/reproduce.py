@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -29,6 +28,7 @@ from offbeat.report.draw import by_the_way
 from offbeat.report.reproduction import Reproduction, grid, markdown, read, setting
 from offbeat.runs import launch, lock, record
 from offbeat.runs import tables as recipes
+from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.tables import Images, Table, TableRow
 from offbeat.studies.runner import StudyRunner
@@ -224,18 +224,20 @@ def same_images(table: Table, data_set: DataSet, there: Images | None, folder: P
 
 
 def open_data(request: ReproductionRequest, recipe: Recipe) -> DataSet:
-    """The data of all runs, from --data; worker processes get the folder by an environment variable."""
+    """The data of all runs, in the folder of the request or of OFFBEAT_DATA_DIR."""
     from offbeat import data
-    from offbeat.runs import train as training
+    from offbeat.runs import build
 
     layout = data.KINDS[recipe.data].layout
-    if layout and request.data is None and training.DATA_DIR not in os.environ:
+    if layout and request.data is None and build.default_data_dir() is None:
         raise UserError(f"{request.table} needs --data DIR: the folder that holds {layout}")
-    if request.data is not None:
-        if not layout:
-            raise UserError(f"--data {request.data}: {recipe.data} takes no folder, leave it out")
-        os.environ[training.DATA_DIR] = str(request.data.absolute())
-    return shared_data(recipe)
+    if request.data is not None and not layout:
+        raise UserError(f"--data {request.data}: {recipe.data} takes no folder, leave it out")
+    return shared_data(recipe, folder=data_folder(request))
+
+
+def data_folder(request: ReproductionRequest) -> str | None:
+    return None if request.data is None else str(request.data.absolute())
 
 
 def in_stages(recipe: Recipe) -> Recipe:
@@ -303,7 +305,7 @@ class Reproducing:
         data_set = open_data(request, runs[0].recipe) if todo or unknown_images else None
         if data_set is not None:
             content["images"] = same_images(table, data_set, content["images"], folder)
-        content["invocations"].append(record.provenance(request.command, device=settings.get("device")))
+        content["invocations"].append(provenance(request.command, device=settings.get("device")))
         runner.write(ASKED, content_text(content))
         (folder / "runs").mkdir(exist_ok=True)
         return cls(request, runner, table, recipes, runs, todo, content, data_set)
@@ -316,6 +318,7 @@ class Reproducing:
             self.runner.folder / "runs",
             self.request.together,
             self.data_set,
+            data_folder(self.request),
             command=self.request.command,
             reports=REPORTS_PER_EPOCH,
             as_executed=lambda recipe: in_stages(recipe),
@@ -415,7 +418,7 @@ def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:
 
 def show_ready(request: ReproductionRequest, *, as_json: bool) -> None:
     """Check all that can be checked before training, with the data."""
-    from offbeat.runs import train as training
+    from offbeat.runs import build
 
     check(request)
     table, rows = rows_of(request)
@@ -424,7 +427,7 @@ def show_ready(request: ReproductionRequest, *, as_json: bool) -> None:
     made = {row.name: recipe_of(row, 0, settings) for row in rows}
     data_set = open_data(request, next(iter(made.values())))
     same_images(table, data_set, content["images"], _folder(request))
-    ready = {name: training.check(recipe, data_set)[0] for name, recipe in made.items()}
+    ready = {name: build.check(recipe, data_set)[0] for name, recipe in made.items()}
     if as_json:
         print(json.dumps({name: recipe.as_dict() for name, recipe in ready.items()}))
         return

@@ -28,13 +28,13 @@ from rich.table import Table
 from offbeat.errors import Interrupted, UserError
 from offbeat.report.reproduction import read_seed_run, run_name, setting
 from offbeat.runs import launch, lock, record
-from offbeat.runs.recipe import Recipe, complete, load
+from offbeat.runs.recipe import Recipe, load, make_recipe
 from offbeat.studies.runner import Failure, StudyRunner
 
 if TYPE_CHECKING:
     from offbeat.data import DataSet
-    from offbeat.runs import train
     from offbeat.runs.round_robin import Ending
+    from offbeat.runs.training_run import TrainingRun
 
 STOP_SECONDS = 10  # that a job has to end after Ctrl-C
 SPENT = "the budget is spent"
@@ -59,7 +59,7 @@ class StudyRun:
     def name(self) -> str:
         """Of its folder.
 
-        >>> StudyRun("adl:M=2,corrector=sc", 0, complete()).name
+        >>> StudyRun("adl:M=2,corrector=sc", 0, make_recipe()).name
         'adl-M=2-corrector=sc-seed0'
         """
         return run_name(folder_name(self.label), self.seed)
@@ -71,7 +71,7 @@ def folder_name(label: str) -> str:
 
 def stored_recipe(path: Path, run: StudyRun) -> Recipe:
     """The recipe with which a run in the folder began; UserError unless it is that of the study."""
-    there = complete(**load(path / "config.json"))
+    there = make_recipe(**load(path / "config.json"))
     here = replace(run.recipe, **{name: getattr(there, name) for name in KEPT_ON_RESUME})
     if there != here:
         was, now = _flat(there), _flat(here)
@@ -97,13 +97,13 @@ def is_done(path: Path, run: StudyRun) -> bool:
     return read_seed_run(path, run.seed).over and not unsaved
 
 
-def shared_data(recipe: Recipe) -> DataSet:
-    """The data of all runs: read, checked, and on the device once."""
-    from offbeat.runs import train
+def shared_data(recipe: Recipe, *, folder: str | None = None) -> DataSet:
+    """The data of all runs: read from the folder, checked, and on the device once."""
+    from offbeat.runs import build
 
-    data_set = train.open_data(recipe)
-    train.check(recipe, data_set)
-    return train.move_data(recipe, data_set)[0] or data_set
+    data_set = build.open_data(recipe, folder=folder)
+    build.check(recipe, data_set)
+    return build.move_data(recipe, data_set)[0] or data_set
 
 
 @dataclass
@@ -111,6 +111,7 @@ class TrainingRuns:
     """Executes the runs of a study in `folder`, and records what becomes of each.
 
     together      runs that take turns in this process
+    data_folder   where the data are, if not where the recipe states it; in no record
     as_executed   the recipe as it is run, which gives the same numbers as the one that is recorded
     """
 
@@ -118,8 +119,9 @@ class TrainingRuns:
     folder: Path
     together: int = 1
     data_set: DataSet | None = None
+    data_folder: str | None = None
     command: list[str] | None = None  # for the records
-    reports: int | None = None  # training lines per epoch in the records
+    reports: int | None = None  # training lines per epoch in the records; None: as in any run
     as_executed: Callable[[Recipe], Recipe] = lambda recipe: recipe
     saved: int = 0  # runs that reached their end or a checkpoint
     out_of_time: int = 0  # runs that the budget ended
@@ -143,27 +145,28 @@ class TrainingRuns:
 
     def _prepare(self, run: StudyRun) -> Recipe:
         """Make the run's folder, or continue it with the recipe with which it began."""
-        from offbeat.runs import train
+        from offbeat.runs import build
 
         path = self.path(run)
         again = (path / "config.json").exists()
-        recipe = stored_recipe(path, run) if again else train.check(run.recipe, self.data_set)[0]
+        recipe = stored_recipe(path, run) if again else build.check(run.recipe, self.data_set)[0]
         with lock.held(path):
             record.RunFolder.create(path, recipe, again=again, command=self.command)
         return recipe
 
-    def _start(self, run: StudyRun) -> train.Run:
-        from offbeat.runs import train
+    def _start(self, run: StudyRun) -> TrainingRun:
+        from offbeat.runs import begin
+        from offbeat.runs.training_run import REPORTS_PER_EPOCH
 
         recipe = self.as_executed(self._prepare(run))
-        made = train.begin(
+        made = begin.begin(
             recipe,
             self.path(run),
             show=self.runner.show,
             folder_ready=True,
             data_set=self.data_set,
             name=run.name if self.together > 1 else "",
-            **({} if self.reports is None else {"reports": self.reports}),
+            reports=self.reports or REPORTS_PER_EPOCH,
         )
         cut = f", in {recipe.K} stages" if recipe.K > run.recipe.K else ""
         since = f", from epoch {made.first_epoch + 1}" if made.first_epoch else ""
@@ -186,6 +189,8 @@ class TrainingRuns:
 
     def _launch(self, run: StudyRun) -> None:
         """The budget ends it as Ctrl-C would, with the batches in flight in its checkpoint."""
+        from offbeat.runs.build import DATA_DIR
+
         path = self.path(run)
         self.runner.report(run.described)
         spent = threading.Event()
@@ -193,7 +198,9 @@ class TrainingRuns:
             recipe = self._prepare(run)
             arguments = ["train", "--config", str(path / "config.json"), "--out", str(path)]
             with lock.held(path), interrupting(self.runner.deadline, spent):
-                launch.launch(recipe.K, arguments + ([] if self.runner.show else ["--json"]))
+                environment = {DATA_DIR: self.data_folder} if self.data_folder else {}
+                arguments += [] if self.runner.show else ["--json"]
+                launch.launch(recipe.K, arguments, environment=environment)
         except (Interrupted, KeyboardInterrupt):
             if not spent.is_set():
                 raise
@@ -245,16 +252,14 @@ class TrainingRuns:
 
     def _failed(self, run: StudyRun, failure: Failure, *, written: bool = False) -> None:
         """Record why there is no result. Divergence is a result; other failures are tried again another time."""
-        from offbeat.runs.train import DATA_DIR
-
         self.saved += 1
         path = self.path(run)
         if not (path / "config.json").exists():
             record.RunFolder.create(path, run.recipe, command=self.command)
         if not written:
             reason = failure.reason
-            if folder := os.environ.get(DATA_DIR):  # records hold no path of this machine
-                reason = reason.replace(folder, "DATA")
+            if self.data_folder:  # records hold no path of this machine
+                reason = reason.replace(self.data_folder, "DATA")
             record.RunFolder(path).line("failed", reason=reason, diverged=failure.diverged)
         if failure.diverged:
             shutil.rmtree(path / "checkpoints", ignore_errors=True)

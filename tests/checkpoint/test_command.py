@@ -49,7 +49,7 @@ def test_ls_has_a_line_for_each(offbeat, tmp_path):
     assert offbeat("checkpoint", "ls", "run/checkpoints").out == told.out
 
 
-def test_show_says_what_a_checkpoint_holds(offbeat, tmp_path):
+def test_show_prints_what_a_checkpoint_holds(offbeat, tmp_path):
     made = write(tmp_path / "run", 10)
     told = offbeat("checkpoint", "show", "run")
     assert told.code == 0
@@ -104,24 +104,24 @@ def test_export_takes_the_model_of_a_finished_run_unless_a_checkpoint_is_newer(o
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("checkpoint", "ls", "nowhere"), ["nowhere", "is no folder"]),
+        (("checkpoint", "ls", "nowhere"), ["nowhere", "is not a folder"]),
         (("checkpoint", "ls", "empty"), ["empty", "holds no checkpoint"]),
         (("checkpoint", "show", "empty"), ["holds no checkpoint"]),
         (("checkpoint", "show", "bad"), ["bad holds no sound checkpoint", "000000005 is damaged"]),
         (("checkpoint", "show", "bad/checkpoints/000000005"), ["manifest.json"]),
-        (("checkpoint", "verify", "file"), ["is no folder"]),
+        (("checkpoint", "verify", "file"), ["is not a folder"]),
         (("checkpoint", "verify"), ["DIR"]),
         (("checkpoint", "burn", "run"), ["burn"]),
         (("export", "nowhere", "x.safetensors"), ["nowhere", "neither"]),
         (("export", "bad", "x.safetensors"), ["no sound checkpoint"]),
         (("export", "run", "file"), ["exists already"]),
-        (("export", "run", "no/such/x.safetensors"), ["is no folder"]),
-        (("export", "torn", "x.safetensors"), ["model.safetensors is no whole safetensors file"]),
+        (("export", "run", "no/such/x.safetensors"), ["is not a folder"]),
+        (("export", "torn", "x.safetensors"), ["model.safetensors is not a complete safetensors file"]),
         (("export", "file", "x.safetensors"), ["neither"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_nonsense_is_told_in_one_line(offbeat, tmp_path, arguments, words):
+def test_bad_input_is_reported_in_one_line(offbeat, tmp_path, arguments, words):
     write(tmp_path / "run", 5)
     (write(tmp_path / "bad", 5).path / "manifest.json").write_text("{")
     (tmp_path / "empty").mkdir()

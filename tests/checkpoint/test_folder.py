@@ -9,7 +9,6 @@ import random
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from disks import fill, small_disk
+from preloaded import PYTHON
 from safetensors.torch import load_file
-from synced import Recorded
+from sync_calls import Recorded
 from trees import same
 
 from offbeat import checkpoint as checkpoints
@@ -37,6 +37,7 @@ def tree(seed: int, k: int) -> dict:
         "groups": [{"lr": 0.1, "betas": (0.9, 0.999), "names": [f"{k}.weight"]}],
         "scheduler": None,
         "in_flight": [{"t": seed, "input": torch.zeros(4, 6, dtype=torch.bfloat16), "loss": float("nan")}],
+        "gradient": torch.tensor(2.0).expand(1),
         "versions": {3: {f"{k}.weight": weight}},
     }
 
@@ -101,7 +102,7 @@ def test_any_program_can_read_the_tensors(tmp_path):
     assert held["in_flight/0/input"].dtype == torch.bfloat16
 
 
-def test_stages_may_write_their_parts_in_any_process_and_order_and_tell_the_facts_by_any_link(tmp_path):
+def test_stages_may_write_their_parts_in_any_process_and_order(tmp_path):
     folder = checkpoints.begin(tmp_path, 7)
 
     def part(k: int) -> list[dict]:
@@ -121,7 +122,7 @@ def test_facts_can_be_read_from_the_files(tmp_path):
     assert same(checkpoints.finish(folder, t=7, mode="drained", K=1, method="bp", run={}).stage(1), tree(7, 1))
 
 
-def test_a_part_that_is_missing_or_differs_on_the_disk_fails_the_checkpoint_and_leaves_nothing(tmp_path):
+def test_a_missing_or_different_part_fails_the_checkpoint_and_leaves_nothing(tmp_path):
     for damage in ("missing", "differs", "untold"):
         folder = checkpoints.begin(tmp_path, 7)
         facts = checkpoints.write_part(folder, "stage-01", tree(7, 1))
@@ -147,7 +148,7 @@ def test_an_unfinished_checkpoint_is_none_and_is_cleaned_away(tmp_path):
     assert checkpoints.clean(tmp_path) == []
 
 
-def test_what_an_attempt_left_behind_does_not_get_into_the_next_one(tmp_path):
+def test_files_of_an_interrupted_attempt_do_not_get_into_the_next_one(tmp_path):
     folder = checkpoints.begin(tmp_path, 10)
     for k in (1, 2, 3):
         checkpoints.write_part(folder, checkpoints.part_name(k), tree(9, k))
@@ -157,7 +158,7 @@ def test_what_an_attempt_left_behind_does_not_get_into_the_next_one(tmp_path):
     assert same(made.stage(1), tree(10, 1))
 
 
-def test_a_checkpoint_is_replaced_by_one_of_the_same_index_even_if_that_was_broken_off(tmp_path):
+def test_a_checkpoint_is_replaced_by_a_later_one_with_the_same_index(tmp_path):
     first = write(tmp_path, 10, seed=1)
     write(tmp_path, 10, seed=2)
     assert same(checkpoints.newest(tmp_path)[0].stage(1), tree(2, 1))
@@ -395,7 +396,7 @@ def test_a_full_disk_stops_the_checkpoint_and_leaves_the_one_before(disk):
 
 
 @pytest.mark.parametrize("left", range(0, 12_000, 1000))
-def test_wherever_the_disk_gets_full_there_is_a_checkpoint_or_none_never_a_part_of_one(disk, left):
+def test_a_disk_that_fills_up_anywhere_never_leaves_a_partial_checkpoint(disk, left):
     fill(disk, left)
     told = None
     try:
@@ -407,7 +408,7 @@ def test_wherever_the_disk_gets_full_there_is_a_checkpoint_or_none_never_a_part_
     assert told is None or "No space left" in told
 
 
-def test_a_file_that_may_not_grow_so_large_fails_the_checkpoint(tmp_path):
+def test_a_file_size_limit_fails_the_checkpoint(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
@@ -444,7 +445,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_sound_checkpoint(tmp_pat
     for attempt in range(3):
         run = tmp_path / str(attempt)
         run.mkdir()
-        writer = subprocess.Popen([sys.executable, "-c", KILLED, str(run)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen([PYTHON, "-c", KILLED, str(run)], stdout=subprocess.PIPE)
         assert writer.stdout.readline()
         while checkpoints.newest(run)[0] is None:
             assert writer.poll() is None

@@ -37,7 +37,7 @@ def _files(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_goes_on_from_a_file(name):
+def test_every_method_resumes_from_a_file(name):
     uninterrupted = finish(pipeline(name), batches(LENGTH))
     resumed, went_on = interrupted(lambda: pipeline(name), 7)
     expected = uninterrupted[0][7:], uninterrupted[1]

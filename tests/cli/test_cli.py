@@ -10,10 +10,10 @@ import pytest
 from command import check_refused, contents
 
 from offbeat import models
-from offbeat.cli import told_or
+from offbeat.cli import brief
 from offbeat.errors import NotFused, NotRecorded
-from offbeat.runs.recipe import complete
-from offbeat.runs.train import open_data
+from offbeat.runs.build import open_data
+from offbeat.runs.recipe import make_recipe
 
 SMALL = ("--data", "synthetic", "--samples", "8", "--model", "mlp", "--epochs", "1")  # 5 units
 RECIPE = {"model": "mlp", "data": "synthetic", "samples": 8}
@@ -30,30 +30,30 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # beside SMALL;
     "window": (("--window", "align"), ("align", "did you mean 'aligned'")),
     "weights far from any": (("--weights", "foo"), ("foo", "stash, hybrid, replay")),
     "window far from any": (("--window", "foo"), ("foo", "count, aligned")),
-    "K=0": (("-K", "0"), ("K = 0", "from 1 up")),
-    "K=-1": (("-K", "-1"), ("K = -1",)),
+    "K=0": (("-K", "0"), ("-K 0", "at least 1")),
+    "K=-1": (("-K", "-1"), ("-K -1",)),
     "K=1.5": (("-K", "1.5"), ("-K", "integer")),
     "K above the units": (("-K", "11"), ("11 stages", "10 units", "K <= 10")),
     "K far above the units": (("-K", str(10**20)), ("10 units",)),
-    "M=0": (("-M", "0"), ("M = 0", "from 1 up")),
-    "M=-3": (("-M", "-3"), ("M = -3",)),
-    "batch size 0": (("--batch-size", "0"), ("batch-size = 0",)),
+    "M=0": (("-M", "0"), ("-M 0", "at least 1")),
+    "M=-3": (("-M", "-3"), ("-M -3",)),
+    "batch size 0": (("--batch-size", "0"), ("--batch-size 0",)),
     "batch size beyond any memory": (("--batch-size", str(10**30)), ("batch-size",)),
-    "epochs 0": (("--epochs", "0"), ("epochs = 0",)),
+    "epochs 0": (("--epochs", "0"), ("--epochs 0",)),
     "epochs in words": (("--epochs", "many"), ("--epochs", "integer")),
-    "negative lr": (("--lr", "-0.1"), ("lr = -0.1",)),
-    "nan lr": (("--lr", "nan"), ("lr = nan",)),
-    "infinite lr": (("--lr", "inf"), ("lr = inf",)),
+    "negative lr": (("--lr", "-0.1"), ("--lr -0.1",)),
+    "nan lr": (("--lr", "nan"), ("--lr nan",)),
+    "infinite lr": (("--lr", "inf"), ("--lr inf",)),
     "lr in words": (("--lr", "small"), ("--lr", "number")),
-    "negative momentum": (("--momentum", "-1"), ("momentum = -1",)),
-    "negative weight decay": (("--weight-decay", "-1"), ("weight-decay = -1",)),
-    "nan warm-up": (("--warmup", "nan"), ("warmup = nan",)),
-    "negative clipping": (("--clip-norm", "-1"), ("clip-norm = -1",)),
+    "negative momentum": (("--momentum", "-1"), ("--momentum -1",)),
+    "negative weight decay": (("--weight-decay", "-1"), ("--weight-decay -1",)),
+    "nan warm-up": (("--warmup", "nan"), ("--warmup nan",)),
+    "negative clipping": (("--clip-norm", "-1"), ("--clip-norm -1",)),
     "milestones that fall": (("--milestones", "0.75,0.5"), ("milestones", "increasing")),
     "nan milestone": (("--milestones", "nan"), ("milestones",)),
     "milestones in words": (("--milestones", "half"), ("--milestones", "half")),
-    "negative seed": (("--seed", "-1"), ("seed = -1",)),
-    "no threads": (("--threads-per-stage", "0"), ("threads-per-stage = 0",)),
+    "negative seed": (("--seed", "-1"), ("--seed -1",)),
+    "no threads": (("--threads-per-stage", "0"), ("--threads-per-stage 0",)),
     "too few cuts": (("-K", "3", "--cuts", "2"), ("1 cut", "K = 3", "2 cuts")),
     "too many cuts": (("-K", "2", "--cuts", "1,2"), ("2 cuts", "K = 2")),
     "no cuts": (("-K", "2", "--cuts", ""), ("cuts",)),
@@ -66,7 +66,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # beside SMALL;
     "cuts in words": (("-K", "2", "--cuts", "middle"), ("--cuts", "middle")),
     "fractional cuts": (("-K", "2", "--cuts", "1.5"), ("--cuts", "1.5")),
     "shape in words": (("--shape", "junk"), ("--shape", "junk")),
-    "shape of two": (("--shape", "8,8"), ("shape", "[8, 8]", "channels, height")),
+    "shape of two": (("--shape", "8,8"), ("--shape 8,8", "channels, height")),
     "shape of four": (("--shape", "1,8,8,8"), ("shape", "channels, height")),
     "shape with a zero": (("--shape", "1,0,8"), ("shape",)),
     "negative shape": (("--shape", "1,-8,8"), ("shape",)),
@@ -80,7 +80,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # beside SMALL;
     "cifar10 without a folder": (("--data", "cifar10"), ("cifar10 needs a folder", "cifar-10-batches-bin")),
     "image folder without images": (("--data", "imagefolder", "--data-dir", "."), ("train",)),
     "missing config": (("--config", "nowhere.json"), ("nowhere.json", "does not exist")),
-    "config that is a folder": (("--config", "."), ("config .",)),
+    "config that is a folder": (("--config", "."), ("--config .",)),
     "out name beyond any": (("--out", "x" * 300), ("xxx",)),
     "unknown option": (("--epoch", "3"), ("--epoch", "train --help")),
     "option without its value": (("--epochs",), ("--epochs",)),
@@ -105,7 +105,7 @@ def test_a_bad_command_is_refused_in_one_line(offbeat, arguments):
     check_refused(offbeat, arguments)
 
 
-def test_no_command_is_refused_in_one_line_that_says_so_and_names_the_help(offbeat, tmp_path):
+def test_a_missing_command_is_refused_in_one_line_that_names_the_help(offbeat, tmp_path):
     outcome = offbeat()  # the help itself may be on stdout
     assert outcome.code == 2
     assert outcome.err.count("\n") == 1
@@ -136,17 +136,17 @@ CONFIGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "a recipe that is text": ('{"recipe": "adl"}', ("x.json", "config.json of a run")),
     "a recipe that is null": ('{"recipe": null}', ("x.json", "config.json of a run")),
     "an unknown key": ('{"recipe": {"epoch": 3}}', ("x.json", "'epoch'", "did you mean 'epochs'")),
-    "K as text": ('{"recipe": {"K": "2"}}', ("x.json", "K = '2'", "int")),
-    "K as a truth": ('{"recipe": {"K": true}}', ("x.json", "K = True", "int")),
-    "epochs as a fraction": ('{"recipe": {"epochs": 1.5}}', ("x.json", "epochs = 1.5", "int")),
-    "lr as null": ('{"recipe": {"lr": null}}', ("x.json", "lr = None", "float")),
-    "lr not a number": ('{"recipe": {"lr": NaN}}', ("lr = nan",)),
-    "cuts as text": ('{"recipe": {"cuts": "1,2"}}', ("x.json", "cuts = '1,2'", "tuple")),
-    "cuts of text": ('{"recipe": {"cuts": ["1"]}}', ("x.json", "cuts = ['1']", "tuple")),
-    "milestones as a number": ('{"recipe": {"milestones": 3}}', ("x.json", "milestones = 3", "tuple")),
+    "K as text": ('{"recipe": {"K": "2"}}', ("x.json", '"K": "2"', "int")),
+    "K as a truth": ('{"recipe": {"K": true}}', ("x.json", '"K": true', "int")),
+    "epochs as a fraction": ('{"recipe": {"epochs": 1.5}}', ("x.json", '"epochs": 1.5', "int")),
+    "lr as null": ('{"recipe": {"lr": null}}', ("x.json", '"lr": null', "float")),
+    "lr not a number": ('{"recipe": {"lr": NaN}}', ("--lr nan",)),
+    "cuts as text": ('{"recipe": {"cuts": "1,2"}}', ("x.json", '"cuts": "1,2"', "tuple")),
+    "cuts of text": ('{"recipe": {"cuts": ["1"]}}', ("x.json", '"cuts": ["1"]', "tuple")),
+    "milestones as a number": ('{"recipe": {"milestones": 3}}', ("x.json", '"milestones": 3', "tuple")),
     "milestones that are none": ('{"recipe": {"milestones": [NaN]}}', ("milestones",)),
-    "a model as a number": ('{"recipe": {"model": 56}}', ("x.json", "model = 56", "str")),
-    "an object for a number": ('{"recipe": {"seed": {}}}', ("x.json", "seed = {}", "int")),
+    "a model as a number": ('{"recipe": {"model": 56}}', ("x.json", '"model": 56', "str")),
+    "an object for a number": ('{"recipe": {"seed": {}}}', ("x.json", '"seed": {}', "int")),
     "an unknown method": ('{"recipe": {"method": "ald"}}', ("did you mean 'adl'",)),
     "unknown weights": ('{"recipe": {"weights": "stahs"}}', ("did you mean 'stash'",)),
 }
@@ -170,8 +170,8 @@ def test_an_out_that_cannot_become_a_new_run_folder_is_refused(offbeat, tmp_path
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     train = ("train", *SMALL, *dry, "--out")
-    check_refused(offbeat, (*train, "file"), "file", "choose a folder")
-    check_refused(offbeat, (*train, "run"), "run", "already holds a run")
+    check_refused(offbeat, (*train, "file"), "file", "is not a writable folder")
+    check_refused(offbeat, (*train, "run"), "run", "already contains a run")
     check_refused(offbeat, (*train, "file/run"), "file/run", "--out")
     check_refused(offbeat, (*train, "file/deep/run"), "file/deep/run", "--out")
 
@@ -187,8 +187,8 @@ def test_options_change_a_config_and_null_in_it_means_the_default(offbeat, tmp_p
 
 
 @pytest.mark.parametrize("how", [("-K", 1), ("-K", 2), ("-K", 3, "--engine", "simulate"), ("-K", 2, "--cuts", 4)])
-def test_a_dry_run_says_what_would_run_and_writes_nothing(offbeat, monkeypatch, tmp_path, how):
-    monkeypatch.setattr("offbeat.runs.train.train", lambda *_, **__: pytest.fail("trained"))
+def test_a_dry_run_prints_what_would_run_and_writes_nothing(offbeat, monkeypatch, tmp_path, how):
+    monkeypatch.setattr("offbeat.runs.begin.train_here", lambda *_, **__: pytest.fail("trained"))
     spoken = offbeat("train", *SMALL, *how, "--dry-run")
     assert spoken.code == 0
     assert spoken.err == ""
@@ -309,47 +309,47 @@ def test_the_defaults_are_the_papers_recipe(offbeat):
         "engine": "processes",
     }
     assert {name: recipe[name] for name in expected} == expected
-    assert asdict(complete(data="cifar10")) | {"data": ""} == asdict(complete(data="cifar100")) | {"data": ""}
+    assert asdict(make_recipe(data="cifar10")) | {"data": ""} == asdict(make_recipe(data="cifar100")) | {"data": ""}
 
 
 def test_the_defaults_for_image_folders_are_the_papers_for_imagenet():
-    recipe = complete(data="imagefolder", model="resnet18", batch_size=64, M=2, K=3)
+    recipe = make_recipe(data="imagefolder", model="resnet18", batch_size=64, M=2, K=3)
     assert recipe.lr == 0.1 * 64 * 2 / 256
     assert (recipe.epochs, recipe.weight_decay, recipe.milestones) == (90, 1e-4, (1 / 3, 2 / 3, 8 / 9))
     assert (recipe.momentum, recipe.warmup) == (0.9, 3.0)
 
 
 @pytest.mark.parametrize(("given", "cores", "decoding"), [(None, 3, 3), (None, 64, 8), (0, 64, 0), (20, 3, 20)])
-def test_images_are_decoded_on_all_cores_up_to_eight_unless_it_is_said(monkeypatch, tmp_path, given, cores, decoding):
+def test_images_are_decoded_on_all_cores_up_to_eight_by_default(monkeypatch, tmp_path, given, cores, decoding):
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / "x.png").touch()
-    monkeypatch.setattr("offbeat.runs.train.cores", lambda: cores)
-    recipe = complete(data="imagefolder", data_dir=str(tmp_path), model="resnet18", data_workers=given)
+    monkeypatch.setattr("offbeat.runs.build.cores", lambda: cores)
+    recipe = make_recipe(data="imagefolder", data_dir=str(tmp_path), model="resnet18", data_workers=given)
     assert open_data(recipe).workers == decoding
 
 
 @pytest.mark.parametrize(("method", "M", "lr"), [("bp", None, 0.0125), ("bp", 4, 0.05), ("adl", 1, 0.0125)])
 def test_the_learning_rate_follows_the_samples_of_an_update(method, M, lr):
-    assert complete(method=method, M=M).lr == pytest.approx(lr, rel=1e-12)
+    assert make_recipe(method=method, M=M).lr == pytest.approx(lr, rel=1e-12)
 
 
 def test_one_process_is_the_default_for_one_stage_and_processes_for_more():
-    assert [complete(K=K).engine for K in (1, 2, 10)] == ["simulate", "processes", "processes"]
+    assert [make_recipe(K=K).engine for K in (1, 2, 10)] == ["simulate", "processes", "processes"]
 
 
 @pytest.mark.parametrize("data", ["cifar10", "imagefolder"])
-def test_an_update_takes_the_factor_of_its_first_batch_whatever_m_is(data):
+def test_an_update_takes_the_rate_of_its_first_batch_for_all_m(data):
     batches = 10
-    recipes = {M: complete(data=data, M=M, epochs=36, batch_size=1) for M in (1, 3, 4)}
+    recipes = {M: make_recipe(data=data, M=M, epochs=36, batch_size=1) for M in (1, 3, 4)}
     factors = {M: recipe.learning_rate(recipe.count(batches)) for M, recipe in recipes.items()}
     for M in (3, 4):
         updates = range(36 * batches // M)
         assert [factors[M](s) for s in updates] == [factors[1](M * s) for s in updates]
 
 
-def test_the_factor_ramps_up_over_three_epochs_and_falls_to_a_tenth_at_each_milestone():
-    batches, recipe = 10, complete(M=1, epochs=36, batch_size=1)
+def test_the_rate_ramps_up_over_three_epochs_and_falls_to_a_tenth_per_milestone():
+    batches, recipe = 10, make_recipe(M=1, epochs=36, batch_size=1)
     factor = recipe.learning_rate(recipe.count(batches))
     ramp = [factor(t) for t in range(3 * batches + 1)]
     assert ramp[0] == pytest.approx(0.01)
@@ -362,17 +362,17 @@ def test_the_factor_ramps_up_over_three_epochs_and_falls_to_a_tenth_at_each_mile
     assert factor(36 * batches - 1) == pytest.approx(0.001)
 
 
-def test_a_reason_is_told_once_in_one_line_of_however_many_stages_it_is(capsys):
+def test_a_reason_of_several_stages_is_reported_once_in_one_line(capsys):
     others = []
-    tell = told_or(lambda *told, **more: others.append(told))
+    tell = brief(lambda *told, **more: others.append(told))
     for k in (1, 2, 3):
         tell(f"stage {k} is not recorded and runs eagerly: it draws\nrandom numbers", NotRecorded, "x.py", 1)
-        tell(NotFused(f"stage {k} is not fused and goes on as it is: no BatchNorm"), NotFused, "x.py", 1)
+        tell(NotFused(f"stage {k} is not fused and runs as it is: no BatchNorm"), NotFused, "x.py", 1)
     tell(NotRecorded("stage 3 is not recorded and runs eagerly: too large"), NotRecorded, "x.py", 1)
     tell("of torch", UserWarning, "x.py", 1)
     assert capsys.readouterr().err.splitlines() == [
-        "offbeat: stage 1 is not recorded and runs eagerly: it draws random numbers (told of the first such stage)",
-        "offbeat: stage 1 is not fused and goes on as it is: no BatchNorm (told of the first such stage)",
-        "offbeat: stage 3 is not recorded and runs eagerly: too large (told of the first such stage)",
+        "offbeat: stage 1 is not recorded and runs eagerly: it draws random numbers (shown for the first such stage)",
+        "offbeat: stage 1 is not fused and runs as it is: no BatchNorm (shown for the first such stage)",
+        "offbeat: stage 3 is not recorded and runs eagerly: too large (shown for the first such stage)",
     ]
     assert [message for message, *_ in others] == ["of torch"]

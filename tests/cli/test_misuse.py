@@ -51,20 +51,20 @@ def refusal(*args: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_a_label_beyond_the_classes_is_told_with_stage_and_batch(name):
+def test_a_label_beyond_the_classes_is_reported_with_stage_and_batch(name):
     said = refusal(network(), [images(), (images()[0], torch.full((6,), 9))], name)
     assert "the head of stage 1 cannot take batch 1, outputs of shape (6, 6, 6, 6) float32 and targets of" in said
 
 
 @pytest.mark.parametrize("name", ["dgl", "dgl-async"])
-def test_a_batch_too_small_for_the_heads_own_batchnorm_is_told(name):
+def test_a_batch_too_small_for_the_heads_own_batchnorm_is_reported(name):
     said = refusal(network(), [images(), images(1)], name)
     assert "the head of stage 1 cannot take batch 1, outputs of shape (1, 6, 6, 6)" in said
     assert "more than 1 value per channel" in said
 
 
 @pytest.mark.parametrize("name", [name for name in LOCAL if name != "sim"])  # which classifies at the last stage only
-def test_a_loss_that_is_not_of_class_labels_is_told(name):
+def test_a_loss_that_is_not_of_class_labels_is_reported(name):
     def distance(output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().mean()
 
@@ -72,7 +72,7 @@ def test_a_loss_that_is_not_of_class_labels_is_told(name):
 
 
 @pytest.mark.parametrize("conditional", [False, True])
-def test_a_batch_that_a_synthesiser_cannot_take_is_told(conditional):
+def test_a_batch_that_a_synthesiser_cannot_take_is_reported(conditional):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     batch = torch.randn(1, 4), torch.zeros(1, dtype=torch.int64)
     said = refusal(model, [batch], offbeat.DNI(conditional=conditional), cuts=(1,))
@@ -109,11 +109,13 @@ def test_memory_counts_all_of_a_head(name):
     """Its parameters, buffers, gradients and optimizer state, whoever trains it."""
     pipe = train(network(), [images()] * 8, name)
     for stage in (pipe.stages[1], pipe.stages[2]):
-        weights = sum(p.nbytes for p in stage.head.parameters())
-        fixed = sum(b.nbytes for b in stage.head.buffers())
-        states = 2 if stage.teacher is not None else 1  # Adam's, or SGD's
-        own = sum(p.nbytes for p in stage.module.parameters())
-        assert stage.memory() >= 3 * own + (2 + states) * weights + fixed + stage.held_bytes, f"stage {stage.k}"
+        weights = sum(p.nbytes for p in stage.feedback.head.parameters())
+        fixed = sum(b.nbytes for b in stage.feedback.head.buffers())
+        states = 2 if stage.feedback.teacher is not None else 1  # Adam's, or SGD's
+        own = sum(p.nbytes for p in stage.network.module.parameters())
+        assert stage.memory() >= 3 * own + (2 + states) * weights + fixed + stage.network.batch_bytes, (
+            f"stage {stage.k}"
+        )
 
 
 def test_micro_batches_are_named_as_parts_of_their_batch():
@@ -128,7 +130,7 @@ def test_micro_batches_are_named_as_parts_of_their_batch():
     assert [report.t for report in pipe.reports()] == [2, 2, 2]
 
 
-def test_a_batch_without_samples_is_told():
+def test_a_batch_without_samples_is_reported():
     assert "batch 1 holds no samples" in refusal(network(), [images(), images(0)], offbeat.GPipe(4))
 
 
@@ -161,7 +163,7 @@ def test_synthetic_gradients_need_no_class_labels_unless_they_are_conditional():
         conditional.step(*batch)
 
 
-def test_an_optimizer_or_scheduler_that_is_made_already_is_told():
+def test_an_optimizer_or_scheduler_instance_is_refused():
     model = network()
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(offbeat.UserError, match=r"^optimizer is of type SGD: give a function .* lambda parameters"):

@@ -13,9 +13,10 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import NotFinite
-from offbeat.runs import execute, train
-from offbeat.runs.recipe import complete
+from offbeat.runs import build
+from offbeat.runs.recipe import make_recipe
 from offbeat.runs.record import lines
+from offbeat.runs.train import MOST_ROLLBACKS, train
 
 
 def layers() -> nn.Sequential:
@@ -70,8 +71,8 @@ def test_a_local_loss_is_watched_in_every_stage():
 
 def test_a_gradient_that_is_not_finite_stops_and_is_named():
     pipe = pipeline(offbeat.ADL(M=2))
-    stage, original = pipe.stages[1], pipe.stages[1].module.forward
-    stage.module.forward = lambda x: Steep()(original(x))
+    stage, original = pipe.stages[1], pipe.stages[1].network.module.forward
+    stage.network.module.forward = lambda x: Steep()(original(x))
     with pytest.raises(NotFinite, match=r"the gradient of stage 1 of 3 is not finite in update 0 \(batches 0 to 1\)"):
         run(pipe, batches(12))
 
@@ -141,7 +142,9 @@ def test_a_batch_that_is_left_out_leaves_no_trace_in_batch_norm():
 def test_a_synthesiser_learns_nothing_from_a_batch_that_is_not_finite():
     pipe = pipeline(offbeat.DNI(), on_nan="skip")
     trained = run(pipe, batches(14, poisoned=(6,)))
-    heads = [p for stage in pipe.stages.values() if stage.head is not None for p in stage.head.parameters()]
+    heads = [
+        p for stage in pipe.stages.values() if stage.feedback.head is not None for p in stage.feedback.head.parameters()
+    ]
     assert all(torch.isfinite(p).all() for p in (*trained, *heads))
     assert [report.skipped for report in pipe.reports()] == [1, 1, 1], "that batch alone"
 
@@ -171,7 +174,7 @@ def test_micro_batches_that_are_left_out_leave_no_trace_in_deferred_statistics()
 @pytest.fixture
 def poisoned(monkeypatch):
     """The eighth batch of the first epoch of real digits holds NaN."""
-    opened = train.open_data
+    opened = build.open_data
 
     def with_poison(recipe):
         data = opened(recipe)
@@ -184,10 +187,10 @@ def poisoned(monkeypatch):
         facts = ("shape", "classes", "train_samples", "test_samples", "test")
         return SimpleNamespace(train=epoch, **{name: getattr(data, name) for name in facts})
 
-    monkeypatch.setattr(train, "open_data", with_poison)
+    monkeypatch.setattr(build, "open_data", with_poison)
 
 
-RECIPE = complete(
+RECIPE = make_recipe(
     model="resnet8",
     data="digits",
     K=2,
@@ -202,26 +205,26 @@ RECIPE = complete(
 
 def test_a_run_that_stops_names_its_last_good_checkpoint(poisoned, tmp_path):
     with pytest.raises(NotFinite, match=r"the loss of batch 7 is nan.*last good checkpoint: .*000000006"):
-        execute.execute(RECIPE, tmp_path / "run", show=False)
+        train(RECIPE, out=tmp_path / "run")
     assert lines(tmp_path / "run")[-1]["kind"] == "failed"
 
 
-def test_rolling_back_goes_on_without_the_batch(poisoned, tmp_path, capsys):
-    result = execute.execute(replace(RECIPE, on_nan="rollback"), tmp_path / "run", show=False)
+def test_rolling_back_continues_without_the_batch(poisoned, tmp_path, capsys):
+    result = train(replace(RECIPE, on_nan="rollback"), out=tmp_path / "run")
     assert result is not None
     assert math.isfinite(result["loss"])
-    assert "going back to the last checkpoint" in capsys.readouterr().err
+    assert "resuming from the last checkpoint" in capsys.readouterr().err
     found = lines(tmp_path / "run")
     assert any(line["kind"] == "resumed" and line["batch"] == 6 for line in found)
     assert found[-1]["kind"] == "result"
 
 
 def test_skipping_in_a_run_is_counted_in_its_metrics(poisoned, tmp_path):
-    execute.execute(replace(RECIPE, on_nan="skip", model="mlp"), tmp_path / "run", show=False)
+    train(replace(RECIPE, on_nan="skip", model="mlp"), out=tmp_path / "run")
     assert [line["skipped"] for line in lines(tmp_path / "run") if line["kind"] == "train"][-1] == 1
 
 
 def test_what_rolling_back_cannot_mend_ends(tmp_path, capsys):
     with pytest.raises(NotFinite):
-        execute.execute(replace(RECIPE, on_nan="rollback", lr=1e30, warmup=0.0), tmp_path / "run", show=False)
-    assert capsys.readouterr().err.count("going back") == execute.MOST_ROLLBACKS
+        train(replace(RECIPE, on_nan="rollback", lr=1e30, warmup=0.0), out=tmp_path / "run")
+    assert capsys.readouterr().err.count("resuming from") == MOST_ROLLBACKS

@@ -22,8 +22,8 @@ from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines.simulate import Simulate
 from offbeat.errors import UserError
 from offbeat.methods import METHODS
-from offbeat.runs import saving
-from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs import resuming
+from offbeat.runs.recipe import Recipe, make_recipe
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -118,14 +118,19 @@ def test_every_method_trains_in_bf16_near_float32(name):
         assert tensor.dtype == expected[key].dtype
         assert torch.allclose(tensor, expected[key], atol=0.1), key
     for stage in pipe.stages.values():
-        states = [state for values in stage.optimizer.state.values() for state in values.values() if state is not None]
+        states = [
+            state
+            for values in stage.optimization.optimizer.state.values()
+            for state in values.values()
+            if state is not None
+        ]
         kept = [*stage.parameters.values(), *(p.grad for p in stage.parameters.values() if p.grad is not None), *states]
         assert {tensor.dtype for tensor in kept if isinstance(tensor, torch.Tensor)} == {torch.float32}
     assert pipe.evaluate(data)["samples"] == 42
 
 
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
-def test_a_run_in_bf16_goes_on_bit_for_bit_from_a_file_with_batches_in_flight(weights, tmp_path):
+def test_a_run_in_bf16_resumes_bit_for_bit_with_batches_in_flight(weights, tmp_path):
     data, at = batches(12), 7
     method = offbeat.ADL(M=2, weights=weights)
     whole = finish(pipeline(method), data)
@@ -233,7 +238,7 @@ def test_versions_in_bf16_take_half_the_memory():
         )
         stage = pipe.stages[1]
         memory[kind] = stage.memory()
-        assert stage.most_versions == 3
+        assert stage.figures.most_versions == 3
     assert memory["fp32"] - memory["bf16"] == 3 * 64 * 64 * 2  # two older, and the newest
 
 
@@ -304,7 +309,7 @@ class Undecided(nn.Module):
         return x if x.sum().item() > 0 else -x
 
 
-def test_a_stage_that_cannot_be_compiled_goes_on_with_one_message(monkeypatch):
+def test_a_stage_that_cannot_be_compiled_runs_uncompiled_with_one_message(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     model = [nn.Sequential(nn.Linear(4, 4), Undecided()), nn.Linear(4, 3)]
     options = {"method": offbeat.ADL(M=2), "loss": nn.functional.cross_entropy, "optimizer": sgd, "precision": "bf16"}
@@ -316,7 +321,7 @@ def test_a_stage_that_cannot_be_compiled_goes_on_with_one_message(monkeypatch):
         found = finish(offbeat.Pipeline(model, compile=True, **options), data)
     assert same(found, plain)
     assert len(told) == 1
-    assert str(told[0].message).startswith("stage 1 is not compiled and goes on as it is: ")
+    assert str(told[0].message).startswith("stage 1 is not compiled and runs as it is: ")
 
 
 @pytest.mark.parametrize(
@@ -329,11 +334,11 @@ def test_a_stage_that_cannot_be_compiled_goes_on_with_one_message(monkeypatch):
 def test_what_a_compiled_stage_would_compute_otherwise_is_not_compiled(method, why):
     with pytest.warns(offbeat.NotCompiled) as told:
         pipeline(method, compile=True)
-    assert str(told[0].message).startswith("stage 1 is not compiled and goes on as it is: ")
+    assert str(told[0].message).startswith("stage 1 is not compiled and runs as it is: ")
     assert all(why in str(each.message) for each in told)
 
 
-def test_an_error_of_the_model_is_told_as_without_compiling(monkeypatch):
+def test_an_error_of_the_model_is_raised_as_without_compiling(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     pipe = offbeat.Pipeline(
         nn.Sequential(nn.Linear(4, 3)),
@@ -349,7 +354,7 @@ def test_an_error_of_the_model_is_told_as_without_compiling(monkeypatch):
 def check_close(plain: offbeat.Pipeline, made: offbeat.Pipeline, data: list) -> None:
     """A pipeline that is compiled in all its stages ends near one that is not."""
     expected, found = finish(plain, data), finish(made, data)
-    assert not any(stage._call.refused for stage in made.stages.values())
+    assert not any(stage.network.call.refused for stage in made.stages.values())
     assert found[0] == pytest.approx(expected[0], abs=1e-5)
     for name, tensor in found[1].items():
         assert torch.allclose(tensor, expected[1][name], atol=1e-5), name
@@ -373,7 +378,7 @@ def test_compiled_stages_agree_with_plain_ones(method, monkeypatch):
     plain, made = pipeline(method, precision="fp32"), pipeline(method, precision="fp32", compile=True)
     check_close(plain, made, data)
     assert [stage.update_index for stage in made.stages.values()] == [4, 4]
-    output = made.stages[1]._call(None, (data[0][0],)).sum()
+    output = made.stages[1].network.call(None, (data[0][0],)).sum()
     torch.autograd.grad(output, list(made.stages[1].parameters.values()), retain_graph=True)
     torch.autograd.grad(output, list(made.stages[1].parameters.values()))
 
@@ -383,17 +388,17 @@ def test_compiled_stages_agree_with_plain_ones(method, monkeypatch):
 
 def test_recipes_know_the_precisions_that_there_are():
     assert get_type_hints(Recipe)["precision"] == precision.Precision
-    assert complete().precision == "fp32"
-    assert not complete().compile
+    assert make_recipe().precision == "fp32"
+    assert not make_recipe().compile
 
 
 def test_batches_in_flight_go_on_in_their_own_precision_alone():
-    recipe = complete(precision="bf16", K=2)
-    assert saving.exact(recipe, recipe.as_dict())
-    assert not saving.exact(recipe, {**recipe.as_dict(), "precision": "fp32"})
-    old = complete(K=2).as_dict()
+    recipe = make_recipe(precision="bf16", K=2)
+    assert resuming.exact(recipe, recipe.as_dict())
+    assert not resuming.exact(recipe, {**recipe.as_dict(), "precision": "fp32"})
+    old = make_recipe(K=2).as_dict()
     del old["precision"], old["compile"]
-    assert saving.exact(complete(K=2), old), "of a time when there was float32 alone"
+    assert resuming.exact(make_recipe(K=2), old), "of a time when there was float32 alone"
 
 
 RUN = (
@@ -435,7 +440,7 @@ def test_the_command_line_takes_records_and_shows_precision(offbeat: Command):
         ("bf61", "did you mean 'bf16'?"),
     ],
 )
-def test_a_precision_that_cannot_be_had_is_told_in_one_line(offbeat: Command, value, said):
+def test_an_unavailable_precision_is_reported_in_one_line(offbeat: Command, value, said):
     check_refused(offbeat, (*RUN, "--precision", value, "--dry-run"), said)
 
 

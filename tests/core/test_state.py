@@ -47,7 +47,7 @@ def same(found, expected) -> bool:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_goes_on_from_every_batch(name):
+def test_every_method_resumes_from_every_batch(name):
     uninterrupted = finish(pipeline(name), batches(LENGTH))
     for at in (3, 8):
         resumed, went_on = interrupted(lambda: pipeline(name), at)

@@ -123,7 +123,7 @@ def test_skipping_samples_gives_the_same_bits_as_the_whole_epoch(data: DataSet) 
         assert same(whole[start:], list(data.train(batch_size=size, seed=3, epoch=2, skip=start * size)))
 
 
-def test_the_labels_follow_the_epoch_order_and_each_sample_comes_once(data: DataSet) -> None:
+def test_the_labels_follow_the_epoch_order_and_each_sample_appears_once(data: DataSet) -> None:
     fixed = {"cifar10": "train_labels", "digits": "train_labels"}.get(data.name)
     if data.name == "imagefolder":
         known = torch.tensor(data.train_files.labels)  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ def test_a_batch_size_below_one_is_refused_at_once(data: DataSet, size: int) -> 
 
 
 def test_a_negative_skip_is_refused(data: DataSet) -> None:
-    with pytest.raises(UserError, match="skip -1"):
+    with pytest.raises(UserError, match="skip=-1"):
         data.train(batch_size=4, seed=0, epoch=0, skip=-1)
 
 

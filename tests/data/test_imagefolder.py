@@ -150,7 +150,7 @@ def test_a_file_that_is_no_image_at_all_is_named_too(folder: Path, content: byte
 
 
 @pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_the_worker_processes_end_when_the_iterator_goes_early(folder: Path, how: str) -> None:
+def test_the_worker_processes_end_when_the_iterator_is_dropped_early(folder: Path, how: str) -> None:
     data = offbeat.data.open("imagefolder", folder=folder, shape=(3, 16, 16), workers=2)
     batches = data.train(batch_size=1, seed=0, epoch=0)
     next(batches)
@@ -202,5 +202,5 @@ def test_an_empty_class_and_one_without_images_are_refused(folder: Path) -> None
 def test_grey_shapes_and_negative_workers_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="RGB"):
         offbeat.data.open("imagefolder", folder=folder, shape=(1, 8, 8))
-    with pytest.raises(UserError, match="workers -1"):
+    with pytest.raises(UserError, match="workers=-1"):
         offbeat.data.open("imagefolder", folder=folder, workers=-1)

@@ -62,7 +62,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     raw = pickle.dumps({"data": Calls(*call)}, protocol=protocol)
-    with pytest.raises(UserError, match=r"x asks to load .*: not loaded"):
+    with pytest.raises(UserError, match=r"x names .*, which is not loaded: fetch"):
         load_plain(raw, where="x")
     assert list(tmp_path.iterdir()) == []
 

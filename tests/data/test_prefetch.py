@@ -47,7 +47,7 @@ def test_never_more_than_the_bound_is_made_ahead() -> None:
     items.close()
 
 
-def test_no_thread_is_started_before_the_first_item_is_asked_for() -> None:
+def test_no_thread_is_started_before_the_first_item_is_taken() -> None:
     items = prefetch(iter(range(3)))
     assert threads() == []
     del items

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 import offbeat.data
 from offbeat.data import DataSet, resident
 from offbeat.data.cifar import open_cifar10, open_cifar100
-from offbeat.data.cifar_files import CIFAR10, CIFAR100, Layout
+from offbeat.data.cifar_files import CIFAR10, CIFAR100, CifarFormat
 from offbeat.data.memory import InMemory
 from offbeat.data.resident import ALIGNMENT, Resident, on_device
 from offbeat.errors import UserError
-from offbeat.runs.recipe import Recipe, complete
-from offbeat.runs.train import move_data, train
+from offbeat.runs.begin import train_here
+from offbeat.runs.build import move_data
+from offbeat.runs.recipe import Recipe, make_recipe
 
 SETS = ["cifar10", "cifar100", "cifar10 not augmented", "digits", "large digits", "synthetic", "odd synthetic"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -34,7 +35,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataSet]:
     """Every kind that lies in memory; CIFAR from files of its binary form with fewer images in them."""
     numbers = np.random.default_rng(0)
 
-    def small_cifar(name: str, layout: Layout, opener: Callable[..., InMemory]) -> InMemory:
+    def small_cifar(name: str, layout: CifarFormat, opener: Callable[..., InMemory]) -> InMemory:
         *training, test = layout.files
         layout = replace(layout, files=dict.fromkeys(training, 601 // len(training)) | {test: 203})
         folder = tmp_path_factory.mktemp("cifar")
@@ -135,13 +136,13 @@ def test_no_global_random_state_changes(data: DataSet) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_bad_sizes_are_refused_when_the_epoch_is_asked_for(sets: dict[str, DataSet]) -> None:
+def test_bad_sizes_are_refused_when_the_epoch_is_requested(sets: dict[str, DataSet]) -> None:
     there = moved(sets["digits"])
-    with pytest.raises(UserError, match="batch_size 0"):
+    with pytest.raises(UserError, match="batch_size=0"):
         there.train(batch_size=0, seed=0, epoch=0)
-    with pytest.raises(UserError, match="batch_size 0"):
+    with pytest.raises(UserError, match="batch_size=0"):
         there.test(batch_size=0)
-    with pytest.raises(UserError, match="skip -1"):
+    with pytest.raises(UserError, match="skip=-1"):
         there.train(batch_size=4, seed=0, epoch=0, skip=-1)
 
 
@@ -170,7 +171,7 @@ def test_batches_may_be_changed_in_place_and_no_other_notices(data: DataSet) -> 
     assert_same(every(), before)
 
 
-def test_a_network_may_change_its_input_while_an_earlier_batch_waits_for_its_backward(
+def test_a_network_may_change_its_input_while_an_earlier_batch_is_in_flight(
     sets: dict[str, DataSet],
 ) -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 10))
@@ -202,7 +203,7 @@ def test_pieces_are_made_one_ahead_and_freed_when_no_batch_is_left(
     assert max(alive) <= 3
 
 
-def test_a_set_that_does_not_fit_stays_where_it_is_and_says_so(data: DataSet) -> None:
+def test_a_set_that_does_not_fit_stays_in_host_memory_and_is_reported(data: DataSet) -> None:
     there, note = on_device(data, "cpu", limit=1000)
     assert there is data
     assert note is not None
@@ -212,7 +213,7 @@ def test_a_set_that_does_not_fit_stays_where_it_is_and_says_so(data: DataSet) ->
 
 def test_the_limit_counts_the_bytes_that_stay_and_those_of_the_work(sets: dict[str, DataSet]) -> None:
     data = sets["cifar10"]
-    needed = (600 + 203) * (3072 + 8) + resident.WORK * 100 * sample_bytes(data)
+    needed = (600 + 203) * (3072 + 8) + resident.PEAK_PIECES * 100 * sample_bytes(data)
     assert on_device(data, "cpu", limit=needed, piece=100 * sample_bytes(data))[0] is not data
     assert on_device(data, "cpu", limit=needed - 1, piece=100 * sample_bytes(data))[0] is data
 
@@ -246,7 +247,7 @@ def test_synthetic_images_of_imagenet_size_are_made_a_piece_at_a_time() -> None:
 
 
 def test_a_run_moves_its_data_only_off_the_cpu(sets: dict[str, DataSet], monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, digits = complete(data="digits", model="mlp"), sets["digits"]
+    recipe, digits = make_recipe(data="digits", model="mlp"), sets["digits"]
     assert move_data(recipe, digits) == (digits, [])
     assert move_data(replace(recipe, device="cuda"), None) == (None, [])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
@@ -256,18 +257,20 @@ def test_a_run_moves_its_data_only_off_the_cpu(sets: dict[str, DataSet], monkeyp
     assert notes[0].startswith("digits needs ")
 
 
-def test_a_run_on_moved_data_ends_with_the_same_weights_and_says_its_notes(
+def test_a_run_on_moved_data_ends_with_the_same_weights_and_prints_its_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = complete(data="digits", model="mlp", method="adl", K=2, M=2, epochs=1, batch_size=100, engine="simulate")
-    train(recipe, tmp_path / "host", show=False)
+    recipe = make_recipe(
+        data="digits", model="mlp", method="adl", K=2, M=2, epochs=1, batch_size=100, engine="simulate"
+    )
+    train_here(recipe, tmp_path / "host", show=False)
 
     def move(recipe: Recipe, data: DataSet | None) -> tuple[DataSet | None, list[str]]:
         assert data is not None
         return moved(data), ["a note of the data"]
 
-    monkeypatch.setattr("offbeat.runs.train.move_data", move)
-    train(recipe, tmp_path / "moved", show=True)
+    monkeypatch.setattr("offbeat.runs.build.move_data", move)
+    train_here(recipe, tmp_path / "moved", show=True)
     printed = capsys.readouterr()
     assert "a note of the data" in printed.out + printed.err
     host, there = (load_file(tmp_path / run / "model.safetensors") for run in ("host", "moved"))

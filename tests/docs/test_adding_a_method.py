@@ -109,6 +109,6 @@ def test_the_command_line_trains_with_the_new_method_and_its_own_setting(copy):
     )
     assert refused.returncode == 2
     assert refused.stderr == (
-        "offbeat: patient takes no slac (given: 1): leave it out; it takes M=4, slack=2, "
-        "weights=stash, corrector=none\n"
+        "offbeat: patient takes no slac (given: 1): leave it out; its settings are M (default 4), slack (default 2), "
+        "weights (default stash), corrector (default none)\n"
     )

@@ -63,7 +63,7 @@ def test_the_text_is_found_where_the_data_are(gpt, packed, tmp_path, monkeypatch
     assert gpt.read_text() == text
 
 
-def test_that_the_text_is_missing_is_said_in_one_line(gpt, tmp_path, monkeypatch, capsys):
+def test_a_missing_text_file_is_reported_in_one_line(gpt, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpt, "HERE", tmp_path / "nothing")
     monkeypatch.delenv("OFFBEAT_DATA_DIR", raising=False)
     assert "def read_text" not in gpt.read_text()  # the package's, which examples are no part of

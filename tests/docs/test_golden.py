@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from preloaded import PYTHON
 
 SCRIPT = Path(__file__).parent.parent.parent / "benchmarks/golden.py"
 
 
 def golden(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([PYTHON, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.slow

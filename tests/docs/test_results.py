@@ -135,7 +135,7 @@ def test_the_page_is_made_of_the_torture_records_that_are_there(copied):
     assert "torture-kills" not in page
 
 
-def test_what_is_said_of_reliability_holds_no_figures_of_its_own():
+def test_the_page_on_reliability_contains_no_figures_of_its_own():
     tried = (ROOT / "docs/reliability.md").read_text().split("## How it is tried")[1]
     told = [line for line in tried.splitlines() if not line.startswith("    ")]
     assert not re.search(r"\d", " ".join(told))
@@ -178,7 +178,7 @@ def test_the_balance_by_the_deterministic_cost_is_what_it_was(row):
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_a_record_says_where_it_comes_from_and_names_nobodys_folders(path):
+def test_a_record_has_its_provenance_and_no_folder_names(path):
     record = json.loads(path.read_text())
     source = (record.get("comparison") or record)["provenance"]
     assert re.fullmatch(r"[0-9a-f]{40}\+?", source["commit"])

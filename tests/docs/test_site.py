@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from preloaded import PYTHON
 
 from offbeat.methods import METHODS, named
 
@@ -87,14 +87,14 @@ def test_every_page_is_reached_from_the_first():
     assert set(DOCS.rglob("*.md")) == seen
 
 
-def test_what_is_told_of_choosing_and_in_the_questions_are_no_measurements_of_their_own():
+def test_the_pages_on_choosing_and_questions_contain_no_measurements():
     for name in ("choosing.md", "faq.md"):
         told = prose(DOCS / name)
         assert not re.search(r"\d+(\.\d+)? ?(%|x\b|ms\b|times\b|samples/s|MB\b)|\d\.\d", told), name
 
 
 def generated(root: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, root / "benchmarks/method_pages.py", "--check"]
+    command = [PYTHON, root / "benchmarks/method_pages.py", "--check"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -135,13 +135,13 @@ def test_a_page_of_commands_that_was_edited_is_found(tmp_path):
     assert "run python benchmarks/command_pages.py" in checked.stderr
 
 
-def test_the_page_of_commands_has_every_option_of_every_command():
+def test_the_page_of_commands_has_every_option_of_every_command(offbeat, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     sections = (DOCS / "commands.md").read_text().split("\n## ")[1:]
     written = {text.partition("\n")[0]: set(re.findall(r"`(--?[\w-]+)`", text)) for text in sections}
     for name in ("train", "compare", "reproduce", "plan", "bench", "bench scaling", "report", "checkpoint verify"):
-        asked = [sys.executable, "-m", "offbeat", *name.split(), "--help"]
-        shown = subprocess.run(asked, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
-        rows = re.findall(r"^[│ *]*((?:--?[a-zA-Z][\w-]*[ ,/]*)+)", shown.stdout, re.MULTILINE)
+        shown = offbeat(*name.split(), "--help").out
+        rows = re.findall(r"^[│ *]*((?:--?[a-zA-Z][\w-]*[ ,/]*)+)", shown, re.MULTILINE)
         assert set(" ".join(rows).split()) - {"--help"} == written[f"offbeat {name}"], name
 
 

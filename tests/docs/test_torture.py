@@ -14,8 +14,9 @@ import offbeat
 from offbeat.checkpoint import newest
 from offbeat.runs import launch
 from offbeat.runs.epochs import Epochs
-from offbeat.runs.recipe import complete
-from offbeat.runs.saving import Saver, restore
+from offbeat.runs.recipe import make_recipe
+from offbeat.runs.resuming import restore
+from offbeat.runs.saving import Saver
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +50,7 @@ def test_the_statement_of_what_is_valid_can_be_contradicted(configs):
     assert configs.fault("valid", 0, "{}", "") is None
 
 
-def test_numbers_and_files_beyond_all_measure_are_told_in_one_line_or_taken(configs, tmp_path, monkeypatch):
+def test_extreme_numbers_and_files_are_refused_in_one_line_or_work(configs, tmp_path, monkeypatch):
     configs.folder(tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     for option, value in (*configs.EXTREME, ("--config", "deep.json")):
@@ -57,7 +58,7 @@ def test_numbers_and_files_beyond_all_measure_are_told_in_one_line_or_taken(conf
         assert configs.fault("unclear", *configs.tried(arguments)) is None, (option, value[:40])
 
 
-def test_hybrid_goes_on_bit_for_bit_where_checkpoints_are_closer_than_the_lag(tmp_path):
+def test_hybrid_resumes_bit_for_bit_where_checkpoints_are_closer_than_the_lag(tmp_path):
     K = 3
 
     def make() -> offbeat.Pipeline:
@@ -84,7 +85,7 @@ def test_hybrid_goes_on_bit_for_bit_where_checkpoints_are_closer_than_the_lag(tm
 
     whole, saved, again = make(), make(), make()
     train(whole, range(20))
-    recipe = complete(model="mlp", data="synthetic", K=K, M=2, weights="hybrid", checkpoint_every="5b")
+    recipe = make_recipe(model="mlp", data="synthetic", K=K, M=2, weights="hybrid", checkpoint_every="5b")
     train(saved, range(15), Saver(recipe, Epochs(samples=1000, batch_size=1), saved, tmp_path, lambda *_, **__: None))
     restore(again, recipe, str(newest(tmp_path)[0].path), recipe.as_dict(), same=True)
     train(again, range(15, 20))

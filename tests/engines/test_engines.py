@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cases import CASES, train
+from preloaded import PYTHON
 
 from offbeat.engines.processes import own_device
 from offbeat.engines.simulate import Simulate
@@ -26,7 +26,7 @@ def simulated(name: str) -> dict:
 
 
 def torchrun(*arguments: str, nproc: int, timeout: float = 150) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *arguments]
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -63,5 +63,5 @@ def test_processes_equal_the_simulator_bit_for_bit(K, how, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_process_on_a_gpu_that_is_not_there_is_refused_in_one_line(device):
-    with pytest.raises(UserError, match=f"device {device}, but torch sees no CUDA device here: use cpu"):
+    with pytest.raises(UserError, match=f"device '{device}', but torch sees no CUDA device here: use device='cpu'"):
         own_device(torch.device(device))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import check_refused
+from preloaded import PYTHON
 from processes import (
     ENDLESS,
     ENVIRONMENT,
@@ -29,7 +30,7 @@ from offbeat.errors import UserError
 SECONDS = 4.0  # short, but longer than a busy machine keeps a thread waiting
 
 
-def test_silence_is_30_seconds_unless_told_otherwise(monkeypatch):
+def test_silence_is_30_seconds_by_default(monkeypatch):
     monkeypatch.delenv("OFFBEAT_SILENCE", raising=False)
     assert silence_allowed(None) == SILENCE == 30.0
     monkeypatch.setenv("OFFBEAT_SILENCE", "7.5")
@@ -39,20 +40,20 @@ def test_silence_is_30_seconds_unless_told_otherwise(monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["soon", "", "0", "-3", "nan"])
-def test_nonsense_for_the_silence_is_refused(monkeypatch, given):
+def test_an_invalid_silence_is_refused(monkeypatch, given):
     monkeypatch.setenv("OFFBEAT_SILENCE", given)
-    with pytest.raises(UserError, match="give seconds above 0"):
+    with pytest.raises(UserError, match="use a number of seconds above 0"):
         silence_allowed(None)
 
 
-def test_nonsense_for_the_silence_on_the_command_line_is_one_line(offbeat):
+def test_an_invalid_silence_on_the_command_line_is_reported_in_one_line(offbeat):
     check_refused(offbeat, ("train", "--data", "digits", "-K", 2, "--silence", 0), "--silence 0", "seconds above 0")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_stopped_worker_is_named_within_the_time_allowed_and_nobody_is_left(tmp_path, monkeypatch, stage):
+def test_a_stopped_worker_is_reported_in_time_and_no_process_is_left(tmp_path, monkeypatch, stage):
     monkeypatch.setitem(ENVIRONMENT, "OFFBEAT_SILENCE", str(SECONDS))
     run = Run(tmp_path / "run", *ENDLESS, "-K", 3, "--json")
     run.begin()
@@ -64,7 +65,7 @@ def test_a_stopped_worker_is_named_within_the_time_allowed_and_nobody_is_left(tm
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_a_run_that_is_stopped_as_a_whole_and_continued_goes_on(tmp_path, monkeypatch):
+def test_a_run_whose_processes_are_all_stopped_and_continued_trains_on(tmp_path, monkeypatch):
     """As by Ctrl-Z and fg."""
     monkeypatch.setitem(ENVIRONMENT, "OFFBEAT_SILENCE", "2")
     run = Run(tmp_path / "run", *ENDLESS, "-K", 2, "--json")
@@ -156,7 +157,7 @@ class Spring(nn.Module):
 
 
 engine = Processes(K, silence=SILENCE)
-engine.store_answers = case != "failing"  # as if its process had ended first
+engine.failures.store_answers = case != "failing"  # as if its process had ended first
 model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), Spring()) for _ in range(K)))
 pipe = offbeat.Pipeline(model, K, method="adl", M=2, cuts=list(range(1, K)), loss=nn.functional.mse_loss, engine=engine,
                         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
@@ -177,7 +178,7 @@ def members(folder: Path, case: str, K: int) -> list[tuple[int | None, str, str,
     group = {"WORLD_SIZE": str(K), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     started = [
         subprocess.Popen(
-            [sys.executable, str(file), case, str(SECONDS)],
+            [PYTHON, str(file), case, str(SECONDS)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -208,7 +209,7 @@ def members(folder: Path, case: str, K: int) -> list[tuple[int | None, str, str,
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the state of a process in /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["stopped", "collective"])
-def test_all_that_wait_for_a_stopped_process_are_told_also_those_who_are_not_its_neighbours(tmp_path, case):
+def test_all_processes_that_wait_for_a_stopped_one_name_its_stage(tmp_path, case):
     """While batches flow, and in a collective operation, where a far process waits for the stopped one directly."""
     ended = members(tmp_path, case, 4)
     for rank in (0, 2, 3):
@@ -221,7 +222,7 @@ def test_all_that_wait_for_a_stopped_process_are_told_also_those_who_are_not_its
         assert seconds < SECONDS + 8
 
 
-def test_a_stage_that_fails_tells_its_neighbours_why_without_the_store_too(tmp_path):
+def test_a_stage_that_fails_sends_its_neighbours_the_reason_without_the_store(tmp_path):
     (code, _, err, _), _ = members(tmp_path, "failing", 2)
     assert code == 1
     assert "a fault of this stage" in err.strip().splitlines()[-1], err

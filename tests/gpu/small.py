@@ -43,7 +43,7 @@ def trained(name: str, numbers: str, device: torch.device = GPU) -> float:
         loss = pipe.step(x[:size], y[:size])
     pipe.drain()
     pipe.evaluate([(x, y)])
-    assert all(stage.eager is None for stage in pipe.stages.values())
+    assert all(worker.executor.eager is None for worker in pipe.workers)
     assert any(pipe.engine.launch_queue.joined.values())
     return float(loss)
 

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 import offbeat
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded
-from offbeat.graphs.launch_queue import Row
-from offbeat.graphs.recorded_stage import LOOK
+from offbeat.graphs.device_guard import CHECK_INTERVAL
+from offbeat.graphs.launch_queue import RecordedOperation
 from offbeat.methods import METHODS, named
 
 pytestmark = [
@@ -92,8 +92,8 @@ def test_every_lagged_method_gives_the_bits_of_simulate(name):
 @pytest.mark.parametrize("M", [1, 2, 4])
 def test_adl_gives_the_bits_of_simulate_and_records_all_but_the_short_batch(M, weights):
     pipe = check_same(offbeat.ADL(M=M, weights=weights), drains=(20,))
-    assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
-    assert all(isinstance(stage.step, Row) for stage in pipe.stages.values())
+    assert [worker.executor.irregular for worker in pipe.workers] == [1] * K
+    assert all(isinstance(worker.executor.optimization.operation, RecordedOperation) for worker in pipe.workers)
 
 
 @pytest.mark.parametrize("M", [1, 4])
@@ -113,7 +113,7 @@ def test_streams_that_sleep_at_random_change_no_bit(M, seed):
 )
 def test_batches_of_a_window_without_lag_run_at_once(M, precision, seed):
     pipe = check_same(offbeat.BP(M=M), Streams(K, GPU, sleeps=seed), drains=(19,), precision=precision)
-    assert [stage.irregular for stage in pipe.stages.values()] == [1] * K
+    assert [worker.executor.irregular for worker in pipe.workers] == [1] * K
     assert any(pipe.engine.launch_queue.joined.values())
 
 
@@ -149,10 +149,10 @@ def test_stages_of_products_do_not_share_what_the_library_works_in(method, preci
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "ASGD"])
 def test_every_capturable_optimizer_is_recorded_and_gives_the_bits_of_simulate(kind):
     pipe = check_same(offbeat.ADL(M=2), optimizer=lambda p: getattr(torch.optim, kind)(p, lr=0.01, capturable=True))
-    assert all(isinstance(stage.step, Row) for stage in pipe.stages.values())
+    assert all(isinstance(worker.executor.optimization.operation, RecordedOperation) for worker in pipe.workers)
 
 
-def test_an_optimizer_that_is_not_capturable_is_told_of_and_gives_the_bits_of_simulate():
+def test_an_optimizer_that_is_not_capturable_is_reported_and_gives_the_same_bits():
     with pytest.warns(NotRecorded, match="give capturable=True"):
         check_same(offbeat.ADL(M=2), optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
 
@@ -162,15 +162,15 @@ def test_bfloat16_gives_the_bits_of_simulate(weights):
     check_same(offbeat.ADL(M=2, weights=weights), precision="bf16")
 
 
-@pytest.mark.parametrize("far", [3, LOOK + 7])
+@pytest.mark.parametrize("far", [3, CHECK_INTERVAL + 7])
 def test_a_loss_that_is_not_finite_is_named(far):
     pipe = pipeline(offbeat.ADL(M=2))
     with pytest.raises(NotFinite, match=f"the loss of batch {far} is not finite .seen at stage 4 of 4"):
-        train(pipe, batches(4 * LOOK, poisoned=(far,)))
-    assert pipe.batches <= far + 3 * LOOK
+        train(pipe, batches(4 * CHECK_INTERVAL, poisoned=(far,)))
+    assert pipe.batches <= far + 3 * CHECK_INTERVAL
 
 
-def test_saved_in_flight_it_goes_on_bit_for_bit():
+def test_a_state_saved_in_flight_resumes_bit_for_bit():
     method = offbeat.ADL(M=2)
     whole, saved, again = (pipeline(method) for _ in range(3))
     train(whole, batches())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offbeat.runs import train
-from offbeat.runs.recipe import complete
+from offbeat.runs.begin import begin
+from offbeat.runs.recipe import make_recipe
 from offbeat.runs.round_robin import Ending, RoundRobin
 
 pytestmark = [
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 RUNS = {
-    name: complete(
+    name: make_recipe(
         model="resnet8",
         data="synthetic",
         shape=(3, 16, 16),
@@ -41,7 +41,7 @@ def test_no_run_sees_the_others(tmp_path):
     def trained(together: int) -> dict[str, bytes]:
         ended: dict[str, Ending] = {}
         folder = tmp_path / str(together)
-        turns = RoundRobin(lambda name: train.begin(RUNS[name], folder / name, show=False), ended.__setitem__, together)
+        turns = RoundRobin(lambda name: begin(RUNS[name], folder / name, show=False), ended.__setitem__, together)
         turns.all(RUNS)
         assert {name: ending.error for name, ending in ended.items()} == dict.fromkeys(RUNS)
         return {name: (folder / name / "model.safetensors").read_bytes() for name in RUNS}

@@ -114,7 +114,7 @@ class Program:
 
 
 @pytest.mark.parametrize("seed", [*range(24), *FOUND, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
-def test_recorded_stages_give_the_bits_of_simulate_whatever_comes(monkeypatch, seed):
+def test_recorded_stages_give_the_bits_of_simulate_for_random_programs(monkeypatch, seed):
     program = Program(seed)
     here = program.run(streams=False)
     if seed % 2:

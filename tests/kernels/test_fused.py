@@ -183,7 +183,7 @@ class Aliasing(nn.Module):
 def test_a_trace_that_gives_other_numbers_is_not_used():
     model, kept, x = Aliasing(), torch.get_rng_state(), images()
     run = Fused(2, model)
-    with pytest.warns(NotFused, match="stage 2 is not fused and goes on as it is: traced, it gives other numbers"):
+    with pytest.warns(NotFused, match="stage 2 is not fused and runs as it is: traced, it gives another result"):
         out = run(None, (x,))
     assert torch.equal(kept, torch.get_rng_state())
     assert torch.equal(x, images())
@@ -196,8 +196,8 @@ class Branching(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-def test_a_model_that_cannot_be_traced_runs_as_it_is_and_is_told_of():
-    with pytest.warns(NotFused, match="stage 3 is not fused and goes on as it is: it cannot be traced: "):
+def test_a_model_that_cannot_be_traced_runs_unchanged_and_is_reported():
+    with pytest.warns(NotFused, match="stage 3 is not fused and runs as it is: it cannot be traced: "):
         run = Fused(3, Branching())
     assert torch.equal(run(None, (images(),)), Branching()(images()))
 
@@ -235,7 +235,7 @@ def test_micro_batches_are_not_joined():
         pipe.step(images(), torch.arange(4))
 
 
-def test_one_way_of_joining_is_enough():
+def test_compile_and_fuse_together_are_refused():
     with pytest.raises(UserError, match="compile and fuse: both join operations of a stage, so give one of them"):
         offbeat.Pipeline(
             nn.Linear(2, 2), 1, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), compile=True, fuse=True

@@ -166,7 +166,7 @@ def test_staleness_batches_and_versions_held_are_those_declared(name):
     for x, y in batches(3 * N):
         pipe.step(x, y)
         for k, stage in pipe.stages.items():
-            most[k] = max(most[k], stage.most_held)
+            most[k] = max(most[k], stage.figures.most_held)
             versions[k] = max(versions[k], stage.weights.versions())
     pipe.drain()
     for k in range(1, stages + 1):
@@ -187,18 +187,18 @@ def test_batch_norm_counts_every_training_batch_once(name):
     pipe = train(name)
     for k, stage in pipe.stages.items():
         expected = sum(isinstance(op, Forward) for op in operations(name, k)) // named(name).m
-        counters = [b for n, b in stage.module.named_buffers() if n.endswith("num_batches_tracked")]
+        counters = [b for n, b in stage.network.module.named_buffers() if n.endswith("num_batches_tracked")]
         assert all(int(counter) == expected for counter in counters)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_training_goes_on_after_a_drain_and_an_evaluation(name):
+def test_training_continues_after_a_drain_and_an_evaluation(name):
     pipe = pipeline(name)
     data = batches()
     for t, (x, y) in enumerate(data):
         if t in (3, 8):
             pipe.drain()
-            assert not any(stage.in_flight or stage.lessons for stage in pipe.stages.values())
+            assert not any(stage.in_flight or stage.feedback.lessons for stage in pipe.stages.values())
         if t == 5:
             before = {key: value.clone() for key, value in pipe.model.state_dict().items()}
             assert pipe.evaluate(data)["samples"] == sum(len(y) for _, y in data)
@@ -215,22 +215,22 @@ def test_heads_are_trained_and_counted_but_not_part_of_the_model(name):
     names = set(network().state_dict())
     assert set(pipe.model.state_dict()) == names
     for k, stage in pipe.stages.items():
-        assert (stage.head is not None) == (method.head is not None and k < stages_of(name))
-        if stage.head is None:
+        assert (stage.feedback.head is not None) == (method.head is not None and k < stages_of(name))
+        if stage.feedback.head is None:
             continue
-        before = [p.detach().clone() for p in stage.head.parameters()]
+        before = [p.detach().clone() for p in stage.feedback.head.parameters()]
         for x, y in batches(6):
             pipe.step(x, y)
-        trained = [p for p in stage.head.parameters() if p.requires_grad]
+        trained = [p for p in stage.feedback.head.parameters() if p.requires_grad]
         assert any(not torch.equal(p, b) for p, b in zip(trained, before)) or not trained
-        assert stage.memory() > sum(p.numel() * p.element_size() for p in stage.module.parameters())
+        assert stage.memory() > sum(p.numel() * p.element_size() for p in stage.network.module.parameters())
         break
     pipe.drain()
     assert set(pipe.model.state_dict()) == names
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_says_what_it_is(name):
+def test_every_method_describes_itself(name):
     method = named(name)
     assert method.name == name
     assert method.title

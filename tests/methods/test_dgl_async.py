@@ -30,7 +30,7 @@ def test_the_least_used_is_drawn_and_of_those_the_newest():
     assert [buffer.draw() for _ in range(2)] == [3, 3], "not used before"
 
 
-def test_a_batch_that_comes_again_is_the_newest_and_unused():
+def test_a_batch_that_is_added_again_is_the_newest_and_unused():
     """Its new features take the place of its old ones, and nothing else goes for it."""
     buffer = Buffer(2)
     buffer.add(0)

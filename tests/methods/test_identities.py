@@ -91,7 +91,7 @@ def test_the_reference_agrees_with_the_older_one_by_autograd_and_ticks(weights):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_it_does_not_matter_which_stage_is_asked_first(seed):
+def test_shuffling_the_order_of_stages_changes_no_bit(seed):
     for rules in (adl(2), serial.pb(), serial.two_bw(3), serial.pipemare(2), serial.spectrain(), serial.fr()):
         assert same_bits(final(lagged(4, data(11), rules, shuffle=seed)), final(lagged(4, data(11), rules)))
 
@@ -135,7 +135,7 @@ def test_correctors_of_strength_zero_change_no_bit_of_the_reference():
     assert same_bits(final(lagged(4, data(11), serial.fdg(1.0))), final(lagged(4, data(11), adl(1))))
 
 
-def test_both_forms_of_weight_prediction_coincide_for_plain_momentum_and_differ_with_spikes():
+def test_both_forms_of_weight_prediction_differ_only_with_spike_compensation():
     """Coincide up to rounding: theta^s - theta^(s-1) is then -lr v."""
     velocity, weight = (replace(adl(2), predict=form) for form in ("velocity", "weight"))
     assert close(final(lagged(3, data(11), velocity)), final(lagged(3, data(11), weight)))

@@ -202,13 +202,17 @@ def local_pipeline(K: int, method: Any, N: int) -> tuple[Any, list]:
 
 
 def heads(pipe: Any, K: int, *names: str) -> serial.Heads:
-    return {k: serial.copies(**{name: getattr(pipe.stages[k].head, name) for name in names}) for k in range(1, K)}
+    return {
+        k: serial.copies(**{name: getattr(pipe.stages[k].feedback.head, name) for name in names}) for k in range(1, K)
+    }
 
 
 def check_heads(pipe: Any, stages: list, names: tuple[str, ...], case: str) -> None:
     for stage in stages[:-1]:
         for name in names:
-            mine, wanted = (part.parameters() for part in (getattr(pipe.stages[stage.k].head, name), stage.parts[name]))
+            mine, wanted = (
+                part.parameters() for part in (getattr(pipe.stages[stage.k].feedback.head, name), stage.parts[name])
+            )
             agree(mine, wanted, f"{case} head {stage.k}")
 
 
@@ -236,13 +240,13 @@ def test_a_method_of_local_losses_is_its_serial_computation(name):
 def test_mostafa_is_its_serial_computation(feedback):
     for K, N in itertools.product((1, 2, 3, 4), BATCHES):
         pipe, batches = local_pipeline(K, offbeat.Mostafa(feedback=feedback), N)
-        W = {k: pipe.stages[k].head.W.clone() for k in range(1, K)}
-        back = W if feedback == "transpose" else {k: pipe.stages[k].head.S.clone() for k in range(1, K)}
+        W = {k: pipe.stages[k].feedback.head.W.clone() for k in range(1, K)}
+        back = W if feedback == "transpose" else {k: pipe.stages[k].feedback.head.S.clone() for k in range(1, K)}
         for k in range(1, K):
             assert torch.equal(back[k].sign(), W[k].sign())
             assert feedback == "transpose" or not torch.equal(back[k], W[k])
         check(trained(pipe, batches), serial.mostafa(K, batches, W, back), f"{feedback} K={K} N={N}")
-        assert all(torch.equal(pipe.stages[k].head.W, W[k]) for k in range(1, K)), "the classifier is fixed"
+        assert all(torch.equal(pipe.stages[k].feedback.head.W, W[k]) for k in range(1, K)), "the classifier is fixed"
 
 
 @pytest.mark.parametrize(("buffer", "seed"), [(1, 0), (2, 0), (2, 5), (4, 1)])
@@ -285,12 +289,12 @@ def test_synthetic_gradients_are_their_serial_computation(lr, smooth, conditiona
     for K, N in itertools.product((1, 2, 3, 4), (1, 2, 3, 6, 11)):
         case = f"K={K} N={N}"
         pipe, batches = local_pipeline(K, offbeat.DNI(conditional=conditional, lr=lr, synthesiser=synthesiser), N)
-        nets = {k: copy.deepcopy(pipe.stages[k].head.net) for k in range(1, K)}
+        nets = {k: copy.deepcopy(pipe.stages[k].feedback.head.net) for k in range(1, K)}
         start = {k: [p.detach().clone() for p in net.parameters()] for k, net in nets.items()}
         expected, nets = serial.dni(batches, serial.network(K), nets, lr=lr, conditional=conditional)
         check(trained(pipe, batches), expected, case)
         for k, net in nets.items():
-            mine = list(pipe.stages[k].head.net.parameters())
+            mine = list(pipe.stages[k].feedback.head.net.parameters())
             if smooth or lr < 0.01:
                 agree(mine, net.parameters(), f"{case} synthesiser {k}")
             if N == 11:  # by then the loss has been heard of at the bottom

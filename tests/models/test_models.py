@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from functools import cache
 
 import pytest
 import torch
@@ -52,9 +53,13 @@ UNITS = {
 }
 
 
-@pytest.fixture(scope="module")
-def descriptions() -> dict[str, models.Description]:
-    return {name: models.describe(name) for name in models.names()}
+@cache
+def built(name: str) -> nn.Sequential:
+    with torch.device("meta"):
+        return models.build(name)
+
+
+describe = cache(models.describe)
 
 
 def test_the_registry_holds_exactly_the_expected_names() -> None:
@@ -62,24 +67,21 @@ def test_the_registry_holds_exactly_the_expected_names() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
-def test_parameters_are_the_published_number(name: str, descriptions: dict[str, models.Description]) -> None:
-    assert descriptions[name].parameters == PUBLISHED_PARAMETERS[name]
+def test_parameters_are_the_published_number(name: str) -> None:
+    assert sum(parameter.numel() for parameter in built(name).parameters()) == PUBLISHED_PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_units_are_the_blocks_and_the_stem_and_the_head(name: str, descriptions: dict[str, models.Description]) -> None:
-    assert descriptions[name].units == UNITS[name]
+def test_units_are_the_blocks_and_the_stem_and_the_head(name: str) -> None:
+    assert len(built(name)) == UNITS[name]
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "resnet1202" else name for name in UNITS]
 )
-def test_a_description_repeats_the_defaults_of_the_built_model(
-    name: str, descriptions: dict[str, models.Description]
-) -> None:
-    description = descriptions[name]
+def test_a_description_repeats_the_defaults_of_the_built_model(name: str) -> None:
+    description, model = describe(name), built(name)
     with torch.device("meta"):
-        model = models.build(name)
         output = model(torch.empty(2, *description.shape))
     assert description.name == name
     assert output.shape == (2, description.classes)
@@ -98,10 +100,8 @@ def test_a_description_repeats_the_defaults_of_the_built_model(
         ("mlp", 64 * 256 + 3 * 256 * 256 + 256 * 10),
     ],
 )
-def test_flops_are_twice_the_multiply_adds(
-    name: str, multiply_adds: int, descriptions: dict[str, models.Description]
-) -> None:
-    assert descriptions[name].flops == 2 * multiply_adds
+def test_flops_are_twice_the_multiply_adds(name: str, multiply_adds: int) -> None:
+    assert describe(name).flops == 2 * multiply_adds
 
 
 def test_a_description_is_quick_repeatable_frozen_and_leaves_the_random_state_alone() -> None:
@@ -188,8 +188,7 @@ def test_squeeze_excitation_scales_the_branch_before_the_add() -> None:
 
 
 def test_a_bottleneck_strides_on_its_three_by_three_convolution() -> None:
-    with torch.device("meta"):
-        branch = models.build("resnet50").get_submodule("layer2_0.branch")
+    branch = built("resnet50").get_submodule("layer2_0.branch")
     convolutions = [module for module in branch.modules() if isinstance(module, nn.Conv2d)]
     assert [(c.kernel_size, c.stride) for c in convolutions] == [((1, 1), (1, 1)), ((3, 3), (2, 2)), ((1, 1), (1, 1))]
 
@@ -210,9 +209,7 @@ def test_every_unit_leaves_its_input_alone_and_gives_it_a_gradient(name: str) ->
 
 def test_nothing_works_in_place() -> None:
     for name in models.names():
-        with torch.device("meta"):
-            modules = list(models.build(name).modules())
-        assert not any(getattr(module, "inplace", False) for module in modules), name
+        assert not any(getattr(module, "inplace", False) for module in built(name).modules()), name
 
 
 @pytest.mark.parametrize("name", ["resnet20", "seresnet18", "mlp"])
@@ -278,8 +275,7 @@ def test_children_and_state_have_meaningful_names() -> None:
 
 @pytest.mark.parametrize("name", models.names())
 def test_a_model_is_a_plain_sequential(name: str) -> None:
-    with torch.device("meta"):
-        assert type(models.build(name)) is nn.Sequential
+    assert type(built(name)) is nn.Sequential
 
 
 @pytest.mark.parametrize("name", ["resnet8", "seresnet18", "mlp"])
@@ -313,14 +309,14 @@ def test_a_wrong_name_suggests_the_nearest() -> None:
         ("mlp", (1, 0, 8)),
     ],
 )
-def test_an_unusable_shape_is_told_in_one_line(name: str, shape: object) -> None:
+def test_an_unusable_shape_is_reported_in_one_line(name: str, shape: object) -> None:
     with pytest.raises(UserError, match=r"shape .* is unusable for .*(channels, height, width).*: use ") as caught:
         models.build(name, shape=shape)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("classes", [0, -1, 2.5, True, "10"])
-def test_unusable_classes_are_told_in_one_line(classes: object) -> None:
+def test_unusable_classes_are_reported_in_one_line(classes: object) -> None:
     with pytest.raises(UserError, match=r"classes=.* is unusable for mlp.*: use ") as caught:
         models.build("mlp", classes=classes)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)

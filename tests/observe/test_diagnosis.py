@@ -7,16 +7,15 @@ import math
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import some
-from command import Command, check_refused
+from command import Command, check_refused, train_here, weights
+from preloaded import PYTHON
 from processes import ENVIRONMENT, KILLED
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import offbeat as library
@@ -190,7 +189,7 @@ def check_unchanged(make: Any, every: int = 2) -> dict[int, list[dict[str, Any]]
         for name, value in one.state_dict().items():
             assert torch.equal(value, other.state_dict()[name]), name
     for k, stage in plain.stages.items():
-        assert all(map(torch.equal, stage.random.state, looked_at.stages[k].random.state))
+        assert all(map(torch.equal, stage.network.random.state, looked_at.stages[k].network.random.state))
         assert stage.staleness == looked_at.stages[k].staleness
         assert lines[k], "something was measured"
     return lines
@@ -224,7 +223,7 @@ def test_the_streams_engine_measures_what_simulate_does_and_changes_as_little(we
 
 
 @pytest.mark.parametrize("corrector", ["sc", "lwp+sc", "dc"])
-def test_correctors_are_asked_no_more_often(corrector):
+def test_diagnosis_calls_correctors_no_more_often(corrector):
     check_unchanged(lambda: pipeline(library.ADL(M=2, corrector=corrector)))
 
 
@@ -273,23 +272,14 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda line: (line["stage"], line["batch"]))
 
 
-def weights_of(run: Path) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}
-
-
-def here(offbeat: Command, *arguments: object) -> None:
-    outcome = offbeat("train", *arguments)
-    assert outcome.code == 0, outcome.err
-
-
 @pytest.mark.slow
 def test_processes_write_the_lines_of_the_simulator_and_the_bits_of_a_plain_run(offbeat: Command, tmp_path):
-    here(offbeat, *RUN, "--engine", "simulate", "--out", tmp_path / "plain")
-    here(offbeat, *RUN, "--engine", "simulate", "--diagnose", 3, "--out", tmp_path / "simulate")
-    command = [sys.executable, "-m", "offbeat", "train", *RUN, "--diagnose", "3", "--out", str(tmp_path / "processes")]
+    train_here(offbeat, *RUN, "--engine", "simulate", "--out", tmp_path / "plain")
+    train_here(offbeat, *RUN, "--engine", "simulate", "--diagnose", 3, "--out", tmp_path / "simulate")
+    command = [PYTHON, "-m", "offbeat", "train", *RUN, "--diagnose", "3", "--out", str(tmp_path / "processes")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
-    assert weights_of(tmp_path / "plain") == weights_of(tmp_path / "simulate") == weights_of(tmp_path / "processes")
+    assert weights(tmp_path / "plain") == weights(tmp_path / "simulate") == weights(tmp_path / "processes")
     assert not (tmp_path / "plain" / "diagnosis.jsonl").exists()
     found = lines_of(tmp_path / "simulate")
     assert found == lines_of(tmp_path / "processes")
@@ -301,20 +291,20 @@ def test_processes_write_the_lines_of_the_simulator_and_the_bits_of_a_plain_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "weights"), [("7b", "stash"), ("9b", "hybrid")])
-def test_a_run_that_was_killed_and_goes_on_has_every_line_once(every, weights, offbeat: Command, tmp_path):
+def test_a_resumed_run_has_every_line_once(every, weights, offbeat: Command, tmp_path):
     small = [*RUN, "--engine", "simulate", "--diagnose", "1", "--checkpoint-every", every, "--weights", weights]
-    here(offbeat, *small, "--out", tmp_path / "whole")
-    command = [sys.executable, "-c", KILLED, "41", "train", *small, "--out", str(tmp_path / "broken")]
+    train_here(offbeat, *small, "--out", tmp_path / "whole")
+    command = [PYTHON, "-c", KILLED, "41", "train", *small, "--out", str(tmp_path / "broken")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     with (tmp_path / "broken" / "diagnosis.jsonl").open("a") as file:
         file.write('{"stage": 1, "upd')  # killed while writing
-    here(offbeat, "--resume", tmp_path / "broken", "--json")
-    assert weights_of(tmp_path / "broken") == weights_of(tmp_path / "whole")
+    train_here(offbeat, "--resume", tmp_path / "broken", "--json")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert lines_of(tmp_path / "broken") == lines_of(tmp_path / "whole")
 
 
-def test_lines_behind_the_place_where_a_run_goes_on_are_taken_back(tmp_path):
+def test_lines_after_the_batch_at_which_a_run_resumes_are_removed(tmp_path):
     first = Diagnoses(tmp_path, 0)
     first.add([{"stage": k, "batch": t, "turn": t + 2 * (k == 1)} for t in range(6) for k in (1, 2)])
     second = Diagnoses(tmp_path, 4)
@@ -331,18 +321,18 @@ def test_lines_behind_the_place_where_a_run_goes_on_are_taken_back(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--diagnose", "0"], "diagnose = 0: use a whole number from 1 up"),
-        (["--diagnose", "-1"], "diagnose = -1: use a whole number from 1 up"),
+        (["--diagnose", "0"], "--diagnose 0: use an integer of at least 1"),
+        (["--diagnose", "-1"], "--diagnose -1: use an integer of at least 1"),
         (["--diagnose", "often"], "--diagnose"),
         (["--diagnose", "5", "--method", "dgl", "-K", "2"], "diagnose with dgl, whose stages learn from heads"),
     ],
 )
-def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path):
+def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, said, tmp_path):
     run = ("train", "--data", "digits", "--model", "resnet8", *arguments, "--dry-run", "--out", tmp_path / "x")
     check_refused(offbeat, run, said)
 
 
-def test_misuse_of_the_pipeline_is_told():
+def test_misuse_of_the_pipeline_is_reported():
     for every in (0, -1, True, 2.5):
         with pytest.raises(library.UserError, match="use a whole number from 1 up"):
             pipeline(library.ADL(M=2)).diagnose(every)

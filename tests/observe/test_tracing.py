@@ -9,14 +9,13 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from cases import some
-from command import Command, check_refused
+from command import Command, check_refused, train_here, weights
+from preloaded import PYTHON
 from processes import ENVIRONMENT, free_ports
-from safetensors.torch import load_file
 from torch import nn
 
 import offbeat as library
@@ -114,7 +113,7 @@ def check_order_of_messages(trace: dict, slack: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("engine", ["simulate", "streams"])
-def test_a_trace_holds_so_many_iterations_of_every_full_stage(engine, tmp_path):
+def test_a_trace_holds_the_given_number_of_iterations_of_every_full_stage(engine, tmp_path):
     pipe, told = pipeline(library.ADL(M=2), engine), []
     pipe.trace(8, tmp_path / "trace.json", tell=told.append)
     start = 4 + 2 * 2
@@ -162,7 +161,7 @@ def test_the_streams_engine_gives_the_same_bits_with_a_trace(tmp_path):
     assert train(plain) == train(traced)
 
 
-def test_micro_batches_are_told_with_their_batch(tmp_path):
+def test_micro_batches_are_recorded_with_their_batch(tmp_path):
     pipe = pipeline(library.GPipe(2))
     pipe.trace(3, tmp_path / "trace.json")
     train(pipe, 8)
@@ -210,7 +209,7 @@ def test_a_second_trace_can_follow_and_evaluations_are_not_idle_time(tmp_path):
     assert sum(two["otherData"]["idle"]) < sum(one["otherData"]["idle"]) + 0.5
 
 
-def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(tmp_path):
+def test_a_trace_that_cannot_be_written_is_reported_and_training_continues(tmp_path):
     pipe, told = pipeline(library.ADL(M=2)), []
     (tmp_path / "trace.json").mkdir()
     pipe.trace(4, tmp_path / "trace.json", tell=told.append)
@@ -248,34 +247,30 @@ def test_each_message_is_noted_once_and_marks_are_not():
     assert Counter((kind, t) for kind, t, *_ in recorder.rows().tolist()) == {(WAIT, 3): 1, (WAIT, 4): 1, (SEND, 5): 1}
 
 
-def here(offbeat: Command, *arguments: object) -> str:
-    outcome = offbeat("train", *arguments)
-    assert outcome.code == 0, outcome.err
-    return outcome.err
-
-
-def test_the_command_tells_it_in_one_line_and_a_run_that_goes_on_keeps_its_trace(offbeat: Command, tmp_path):
+def test_the_command_reports_the_trace_in_one_line_and_a_resumed_run_keeps_it(offbeat: Command, tmp_path):
     run = tmp_path / "run"
     small = [*RUN, "--engine", "simulate", "--checkpoint-every", "1e"]
-    said = here(offbeat, *small, "--trace", 5, "--out", run)
+    said = train_here(offbeat, *small, "--trace", 5, "--out", run)
     assert re.search(r"^trace: 5 iterations of 2 stages in .*trace.json; idle \d+ % \d+ %$", said, re.MULTILINE), said
     before = (run / "trace.json").read_bytes()
-    here(offbeat, "--resume", run, "--epochs", "2", "--json")
+    train_here(offbeat, "--resume", run, "--epochs", "2", "--json")
     assert (run / "trace.json").read_bytes() == before
-    said = here(offbeat, *RUN, "--samples", "64", "--engine", "simulate", "--trace", 5, "--out", tmp_path / "short")
-    assert "trace: nothing was recorded, the run was over before all stages were full" in said
+    said = train_here(
+        offbeat, *RUN, "--samples", "64", "--engine", "simulate", "--trace", 5, "--out", tmp_path / "short"
+    )
+    assert "trace: nothing was recorded, since the run ended before the pipeline was full" in said
     assert not (tmp_path / "short" / "trace.json").exists()
 
 
 @pytest.mark.slow
 def test_processes_have_one_clock_and_the_bits_of_an_untraced_run(offbeat: Command, tmp_path):
-    here(offbeat, *RUN, "--engine", "simulate", "--json", "--out", tmp_path / "plain")
+    train_here(offbeat, *RUN, "--engine", "simulate", "--json", "--out", tmp_path / "plain")
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "offbeat", "train", *RUN, "--trace", "20", "--diagnose", "3", "--out", str(run)]
+    command = [PYTHON, "-m", "offbeat", "train", *RUN, "--trace", "20", "--diagnose", "3", "--out", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     assert "trace: 20 iterations of 2 stages in" in done.stderr
-    assert _weights(run) == _weights(tmp_path / "plain")
+    assert weights(run) == weights(tmp_path / "plain")
     trace = json.loads((run / "trace.json").read_text())
     check_one_after_the_other(trace, 2)
     check_order_of_messages(trace)
@@ -284,10 +279,6 @@ def test_processes_have_one_clock_and_the_bits_of_an_untraced_run(offbeat: Comma
         assert spans(trace, k, "wait")
         assert spans(trace, k, "send")
     assert trace["otherData"]["clock_uncertainty_us"] == [0.0, 0.0]
-
-
-def _weights(run: Path) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}
 
 
 @pytest.mark.slow
@@ -321,18 +312,18 @@ def test_hosts_whose_clocks_differ_are_brought_to_one(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--trace", "0"], "trace = 0: use a whole number from 1 up"),
-        (["--trace", "-5"], "trace = -5: use a whole number from 1 up"),
-        (["--trace", "100001"], "use a whole number up to 100000"),
+        (["--trace", "0"], "--trace 0: use an integer of at least 1"),
+        (["--trace", "-5"], "--trace -5: use an integer of at least 1"),
+        (["--trace", "100001"], "--trace 100001: use at most 100000 local iterations"),
         (["--trace", "many"], "--trace"),
     ],
 )
-def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path):
+def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, said, tmp_path):
     run = ("train", "--data", "digits", "--model", "resnet8", *arguments, "--dry-run", "--out", tmp_path / "x")
     check_refused(offbeat, run, said)
 
 
-def test_misuse_of_the_pipeline_is_told(tmp_path):
+def test_misuse_of_the_pipeline_is_reported(tmp_path):
     pipe = pipeline(library.ADL(M=2))
     for turns in (0, -1, True, 2.5, 10**6):
         with pytest.raises(library.UserError, match="use a whole number from 1 to 100000"):

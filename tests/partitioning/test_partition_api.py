@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from preloaded import PYTHON
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -24,6 +25,8 @@ from offbeat.partitioning import Memory, Profile, partition, profile, solve, tra
 sys.path.insert(0, str(Path(__file__).parent))
 
 import zoo
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 NOT_SEQUENTIAL = [name for name in zoo.CASES if not name.startswith("resnet")]
 TRAINED = ("torchvision-style resnet", "se-resnet", "gpt", "unet", "skipping mlp", "densenet", "stochastic")
@@ -96,7 +99,7 @@ def test_the_stages_one_after_the_other_are_the_model_bit_for_bit(name, training
 
 
 @pytest.mark.parametrize("name", NOT_SEQUENTIAL)
-def test_a_partition_says_where_it_cut_and_what_the_units_are_called(name):
+def test_a_partition_lists_its_cuts_and_the_names_of_its_units(name):
     model, x = made(name)
     found = partition(model, 3, x)
     assert found.K == len(found.stages) == 3
@@ -108,7 +111,7 @@ def test_a_partition_says_where_it_cut_and_what_the_units_are_called(name):
     assert sorted(parameters) == sorted(key for key, _ in model.named_parameters())
 
 
-def test_what_cannot_be_traced_stays_one_unit_and_a_note_says_which_and_why():
+def test_what_cannot_be_traced_stays_one_unit_with_a_note_that_gives_the_reason():
     model, x = made("mixed")
     found = partition(model, 2, x)
     assert len(found.notes) == 1
@@ -175,7 +178,7 @@ def test_a_slow_worker_gets_less():
     assert partition(model, 3, x, speeds=[1, 1, 0.5]).units == "layers"  # positions of what was traced
 
 
-def test_a_memory_limit_moves_the_cuts_and_an_impossible_one_is_refused_with_what_would_do():
+def test_a_memory_limit_moves_the_cuts_and_an_impossible_one_is_refused():
     model, x = made("vgg")
     costs = profile(model, x, timed=False)
     memory = Memory(
@@ -501,9 +504,9 @@ def test_twenty_processes_give_the_weights_of_the_simulator(tmp_path):
     K = 20
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent), K=K))
-    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False)
+    alone = subprocess.run([PYTHON, str(script)], capture_output=True, text=True, timeout=150, check=False)
     assert alone.returncode == 0, alone.stderr[-2000:]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={K}", str(script)]
+    torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={K}", str(script)]
     together = subprocess.run(torchrun, capture_output=True, text=True, timeout=240, check=False)
     assert together.returncode == 0, together.stderr[-3000:]
     expected = alone.stdout.strip()

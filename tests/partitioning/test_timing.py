@@ -27,6 +27,8 @@ from offbeat.partitioning.timing import (
 )
 from offbeat.studies.plan import LinkCost, Measured, _fewest, exposure, make_plan
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 def layers(n: int = 6) -> nn.Sequential:
     torch.manual_seed(0)
@@ -49,7 +51,7 @@ class Local:
 
 
 @pytest.mark.parametrize(("lag", "M"), [(0, 1), (1, 1), (3, 2), (4, 4)])
-def test_a_stage_is_run_with_its_batches_in_flight_and_its_windows_and_its_weights_stay(lag, M):
+def test_timing_a_stage_runs_batches_in_flight_and_windows_and_keeps_its_weights(lag, M):
     model = layers(2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     runner = Runner(model, torch.randn(4, 8), first=False, lag=lag, M=M)
@@ -58,7 +60,7 @@ def test_a_stage_is_run_with_its_batches_in_flight_and_its_windows_and_its_weigh
     found = runner.run(0.0)
     assert len(runner.stage.in_flight) == lag
     assert min(found.forward, found.backward, found.update) > 0
-    assert runner.stage.update_index == runner.stage.backwards // M
+    assert runner.stage.update_index == runner.stage.figures.backwards // M
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -79,7 +81,7 @@ def test_a_twin_has_the_same_units_over_a_model_of_its_own():
 # ---- all at once
 
 
-def test_a_crew_times_every_stage_at_the_same_time_and_again_for_other_cuts():
+def test_timing_workers_time_all_stages_at_once_and_again_for_other_cuts():
     twin, x = trace(layers()).twin(), torch.randn(4, 8)
     workers = TimingWorkers(twin, x, 2)
     with workers:
@@ -91,7 +93,7 @@ def test_a_crew_times_every_stage_at_the_same_time_and_again_for_other_cuts():
     assert all(process.poll() is not None for process in processes)
 
 
-def test_a_model_that_no_other_process_can_have_is_timed_here_and_a_note_says_why(monkeypatch):
+def test_a_model_that_cannot_be_sent_is_timed_here_with_a_note_of_the_reason(monkeypatch):
     monkeypatch.setattr(TimingWorkers, "possible", staticmethod(lambda twin, K: True))
     twin, x = trace(Local.model()).twin(), torch.randn(4, 8)
     with Stopwatch(twin, x, 2) as stopwatch:
@@ -145,7 +147,7 @@ def test_units_are_scaled_to_what_their_stage_took():
     assert rescaled([0, 0, 2], [2], [6.0, 1.0]) == [3, 3, 1]
 
 
-def test_cuts_move_away_from_a_stage_that_takes_longer_than_its_units_and_the_best_is_kept():
+def test_a_stage_slower_than_its_units_gets_fewer_and_the_best_cuts_are_kept():
     asked = []
 
     def meter(cuts, load):
@@ -189,7 +191,7 @@ def fewest(seconds: list[float], cuts: tuple[int, ...]) -> int:
     return _fewest(ADL(), known, LinkCost(), solve(seconds, len(taken), pinned=cuts), taken)
 
 
-def test_fewer_stages_are_advised_exactly_where_the_slowest_unit_makes_the_others_wait():
+def test_fewer_stages_are_advised_exactly_where_one_unit_makes_the_others_wait():
     assert fewest([1.0] * 8, (2, 4, 6)) == 4
     assert fewest([8.0, 1.0, 1.0, 1.0], (1, 2, 3)) == 2
     assert fewest([1.0, 1.0, 8.0, 1.0], (1, 2, 3)) == 3

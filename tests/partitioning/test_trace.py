@@ -146,7 +146,7 @@ def test_a_chain_of_stages_is_the_model_bit_for_bit(name, training):
         same(in_stages(model, parts, x, snapshots=number % 3 == 1), expected)
 
 
-def test_random_networks_with_views_and_in_place_operations_are_exact_at_every_legal_cut():
+def test_random_networks_with_views_and_in_place_ops_are_exact_at_every_legal_cut():
     chains = 0
     for seed in range(40):
         torch.manual_seed(seed)
@@ -360,7 +360,7 @@ def test_many_untraceable_blocks_are_found_in_few_passes():
     assert len(traced.units) == len(traced.notes) == 300
 
 
-def test_submodules_with_hooks_are_called_so_that_hooks_run():
+def test_hooks_of_submodules_run():
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 3)).double()
     seen = []
     model[1].register_forward_hook(lambda module, args, output: seen.append("block") or output * 2)
@@ -441,7 +441,7 @@ def test_odd_things_are_right_at_every_cut():
 # ---- refusals
 
 
-def test_a_parameter_on_both_sides_of_a_cut_is_refused_with_names_and_the_nearest_legal_cuts():
+def test_a_parameter_on_both_sides_of_a_cut_is_refused_with_the_nearest_legal_cuts():
     torch.manual_seed(0)
     model = zoo.GPT(tied=True).double()
     traced = trace(model)

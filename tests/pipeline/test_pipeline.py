@@ -157,7 +157,7 @@ def test_each_stage_draws_from_its_own_stream_and_none_from_the_users():
             pipe.step(x, y)
         states.append(torch.get_rng_state())
     assert all(torch.equal(states[0], state) for state in states)
-    assert not torch.equal(pipe.stages[1].random.state[0], pipe.stages[2].random.state[0])
+    assert not torch.equal(pipe.stages[1].network.random.state[0], pipe.stages[2].network.random.state[0])
 
 
 def test_a_snapshot_is_made_once_an_update_and_nothing_is_recomputed(monkeypatch):
@@ -169,7 +169,7 @@ def test_a_snapshot_is_made_once_an_update_and_nothing_is_recomputed(monkeypatch
     )
     pipe = make(linears(6, 5, 5, 4), K=3, cuts=[1, 2], method=offbeat.ADL(M=2))
     for stage in pipe.stages.values():
-        stage.module.register_forward_hook(lambda *_, k=stage.k: forwards.append(k))
+        stage.network.module.register_forward_hook(lambda *_, k=stage.k: forwards.append(k))
     for x, y in vectors(12):
         pipe.step(x, y)
         for stage in pipe.stages.values():
@@ -190,7 +190,7 @@ def test_learning_rate_of_update_s_is_the_same_in_all_stages():
         scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s)),
     )
     for k, stage in pipe.stages.items():
-        stage.optimizer.register_step_pre_hook(lambda o, *_, k=k: seen[k].append(o.param_groups[0]["lr"]))
+        stage.optimization.optimizer.register_step_pre_hook(lambda o, *_, k=k: seen[k].append(o.param_groups[0]["lr"]))
     for x, y in vectors(9):
         pipe.step(x, y)
     pipe.drain()
@@ -292,7 +292,7 @@ def test_fit_runs_epochs_without_flushing_and_drains_at_the_end():
     assert seen == [0, 1, 2, 3, 4, "epoch 0", 5, 6, 7, 8, 9, "epoch 1", 10, 11, 12, 13, 14, "epoch 2"]
 
 
-def test_an_evaluation_gives_way_behind_every_batch_and_so_does_what_follows_an_epoch():
+def test_evaluation_and_the_work_after_an_epoch_yield_after_every_batch():
     pipe, seen = make(linears(6, 8, 4), K=2), []
     whole = pipe.evaluate(vectors(3))
 
@@ -354,13 +354,13 @@ def test_any_optimizer_of_torch_trains_every_stage(optimizer):
         ({"K": 2, "cuts": [2]}, "cuts \\[2\\] of 2 units"),
         ({"K": 2, "cuts": [1, 1]}, "2 cuts"),
         ({"K": 2, "method": "adll"}, "did you mean 'adl'"),
-        ({"K": 2, "method": "adl", "M": 0}, "M = 0"),
+        ({"K": 2, "method": "adl", "M": 0}, "M=0"),
         ({"K": 2, "M": 3}, "M=3 beside a method"),
         ({"K": 2, "engine": "simulat"}, "did you mean 'simulate'"),
         ({"K": 2, "engine": "processes"}, "torchrun --nproc-per-node 2"),
     ],
 )
-def test_bad_arguments_are_told_in_one_line(options, said):
+def test_bad_arguments_are_reported_in_one_line(options, said):
     with pytest.raises(offbeat.UserError, match=said) as told:
         make(linears(6, 5, 4), **options).step(*vectors(1)[0])
     assert "\n" not in str(told.value)
@@ -384,7 +384,7 @@ def test_a_loss_that_is_not_finite_names_batch_and_stage():
         pipe.step(x * float("nan"), y)
 
 
-def test_a_generator_that_runs_dry_is_told():
+def test_an_exhausted_generator_is_reported():
     pipe = make(linears(6, 4), K=1)
     with pytest.raises(offbeat.UserError, match="no batch in epoch 1"):
         pipe.fit((batch for batch in vectors(3)), epochs=2)

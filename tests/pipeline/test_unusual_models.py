@@ -256,7 +256,9 @@ def test_the_mean_of_a_window_is_clipped_not_its_terms():
             total += g / 2
     norm = torch.sqrt(sum((g**2).sum() for g in expected))
     seen = []
-    pipe.stages[1].optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in parameters))
+    pipe.stages[1].optimization.optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(p.grad.clone() for p in parameters)
+    )
     pipe.step(x, y)
     pipe.step(*other)
     assert close(seen, [g * 1e-3 / (norm + 1e-6) for g in expected])
@@ -298,7 +300,7 @@ def test_step_returns_the_loss_of_the_batch_it_was_given():
         assert torch.equal(pipe.step(x, y), CROSS_ENTROPY(pipe.model(x), y).detach())
 
 
-def test_after_a_failure_the_pipeline_says_so_instead_of_going_on():
+def test_after_a_failure_the_pipeline_refuses_to_continue():
     pipe = make(linears(6, 5, 4), K=2, cuts=[1])
     x, y = vectors(1)[0]
     pipe.step(x, y)
@@ -324,7 +326,7 @@ def test_after_a_drain_all_stages_go_on_alike_and_as_from_the_start(window):
         if t in (7, 8):
             pipe.drain()
             assert len({stage.update_index for stage in pipe.stages.values()}) == 1
-            assert len({stage.optimizer.param_groups[0]["lr"] for stage in pipe.stages.values()}) == 1
+            assert len({stage.optimization.optimizer.param_groups[0]["lr"] for stage in pipe.stages.values()}) == 1
             assert not any(stage.in_flight for stage in pipe.stages.values())
         pipe.step(x, y)
         assert [len(stage.in_flight) for stage in pipe.stages.values()] == [
@@ -363,7 +365,7 @@ def test_an_empty_window_moves_the_schedule_not_the_weights():
     before = [p.detach().clone() for p in pipe.stages[1].parameters.values()]
     for x, y in vectors(2):
         pipe.step(x, y)
-    assert [stage.optimizer.param_groups[0]["lr"] for stage in pipe.stages.values()] == [0.0125, 0.0125]
+    assert [stage.optimization.optimizer.param_groups[0]["lr"] for stage in pipe.stages.values()] == [0.0125, 0.0125]
     assert all(map(torch.equal, before, pipe.stages[1].parameters.values()))
 
 
@@ -394,10 +396,10 @@ def test_evaluation_draws_from_a_stream_of_its_own():
 
     pipe = make([nn.Sequential(Noisy(), nn.Linear(6, 6)), nn.Linear(6, 4)])
     torch.manual_seed(3)
-    outside, inside = torch.get_rng_state(), pipe.stages[1].random.state[0]
+    outside, inside = torch.get_rng_state(), pipe.stages[1].network.random.state[0]
     pipe.evaluate(vectors(2))
     assert torch.equal(torch.get_rng_state(), outside)
-    assert torch.equal(pipe.stages[1].random.state[0], inside)
+    assert torch.equal(pipe.stages[1].network.random.state[0], inside)
 
 
 def test_without_targets_samples_are_those_of_the_output():
@@ -448,7 +450,7 @@ def test_stages_as_far_apart_as_messages_allow_give_the_same_bits(weights):
             generator = running[min(order.randrange(len(running)), order.randrange(len(running)))]
             if next(generator, None) is None:
                 running.remove(generator)
-            progress = [worker.stage.last_batch for worker in pipe.workers]
+            progress = [worker.stage.figures.last_batch for worker in pipe.workers]
             apart = max(apart, progress[0] - progress[-1])
         assert apart > 2
         assert all(map(torch.equal, expected, pipe.model.parameters()))

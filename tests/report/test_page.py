@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
 
-import made_folders as made
 import pytest
+import run_folders as made
 from command import Command
 
 from offbeat import models
@@ -79,7 +79,7 @@ def words(text: str) -> str:
 # ---- one run
 
 
-def test_a_run_is_told_by_its_records(tmp_path):
+def test_the_section_of_a_run_shows_its_records(tmp_path):
     run = made.run(tmp_path / "a")
     result = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     text = page(run)
@@ -92,7 +92,7 @@ def test_a_run_is_told_by_its_records(tmp_path):
     assert titles(text) == ["By epoch", "By time", "Share of each stage", "Mean staleness", "Peak memory", "As planned"]
 
 
-def test_what_is_missing_is_told_in_one_line_with_the_option_that_records_it(tmp_path):
+def test_a_missing_part_is_reported_with_the_option_that_records_it(tmp_path):
     text = words(page(made.run(tmp_path / "a")))
     assert "no trace: train with --trace 200" in text
     assert "no idle time: train with --trace 200" in text
@@ -211,7 +211,7 @@ def test_a_folder_of_runs_is_all_its_runs(tmp_path):
     assert "<h1>2 runs: resnet8 on synthetic</h1>" in page(tmp_path / "demo")
 
 
-def test_runs_that_would_be_called_alike_are_told_apart(tmp_path):
+def test_runs_with_the_same_name_get_different_labels(tmp_path):
     runs = [
         read_run(made.run(tmp_path / name, **given))
         for name, given in (("a", {"epochs": 1}), ("b", {"epochs": 1, "batch_size": 8}), ("c", {"epochs": 1}))
@@ -385,7 +385,7 @@ def spoil(run: Path, how: str) -> str:
         "diagnosis is odd",
     ],
 )
-def test_what_is_broken_is_told_and_the_rest_is_shown(tmp_path, how):
+def test_broken_records_are_reported_and_the_rest_is_shown(tmp_path, how):
     run = made.run(tmp_path / "a")
     told = spoil(run, how)
     text = html(parts([run]))
@@ -411,7 +411,7 @@ def test_what_is_broken_is_told_and_the_rest_is_shown(tmp_path, how):
     ],
 )
 @pytest.mark.parametrize("name", ["bench.json", "scaling.json"])
-def test_a_broken_benchmark_is_told(tmp_path, name, content):
+def test_a_broken_benchmark_is_reported(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     text = page(tmp_path)
     assert (
@@ -422,7 +422,7 @@ def test_a_broken_benchmark_is_told(tmp_path, name, content):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"table": "small"}', '{"table": 3, "settings": 1}'])
-def test_a_broken_reproduction_is_told(tmp_path, content):
+def test_a_broken_reproduction_is_reported(tmp_path, content):
     (tmp_path / "reproduction.json").write_text(content)
     assert "cannot be" in page(tmp_path)
 
@@ -435,7 +435,7 @@ def test_a_broken_reproduction_is_told(tmp_path, content):
         '{"comparison": {"runs": [], "asked": {}}}',
     ],
 )
-def test_a_broken_comparison_is_told(tmp_path, content):
+def test_a_broken_comparison_is_reported(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     assert "the comparison&#x27;s table cannot be made" in page(tmp_path)
 
@@ -443,7 +443,7 @@ def test_a_broken_comparison_is_told(tmp_path, content):
 # ---- the command
 
 
-def test_the_command_writes_the_page_and_says_how_much_is_in_it(offbeat: Command, tmp_path):
+def test_the_command_writes_the_page_and_reports_its_size(offbeat: Command, tmp_path):
     made.run(tmp_path / "a")
     done = offbeat("report", "a")
     assert (done.code, done.err) == (0, "")

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import made_folders as made
 import pytest
+import run_folders as made
 
 from offbeat.report.page import write_report
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import made_folders as made
 import pytest
+import run_folders as made
 
 from offbeat.errors import UserError
 from offbeat.methods import ADL, BP, DECLARED, DSP
@@ -138,7 +138,7 @@ def draw_either(which, path):
 
 
 @pytest.mark.parametrize("which", ["timeline", "staleness"])
-def test_an_unknown_kind_of_file_a_missing_folder_and_an_unwritable_place_are_refused(which, tmp_path):
+def test_unknown_file_types_and_missing_or_unwritable_folders_are_refused(which, tmp_path):
     (tmp_path / "taken.svg").mkdir()
     refused = {"a.pdf": r"\.svg, \.png, \.txt", "a": r"\.svg", "none/a.svg": "no folder", "taken.svg": "written"}
     for name, reason in refused.items():

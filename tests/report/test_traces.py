@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from math import isclose
 
-import made_folders as made
 import pytest
+import run_folders as made
 
 from offbeat.errors import UserError
 from offbeat.methods import named
@@ -75,7 +75,7 @@ def test_the_plan_of_a_method_is_its_steady_state(method, K):
     assert planned_idle(plan) == pytest.approx([1 - share for share in busy], abs=1e-9)
 
 
-def test_stages_of_adl_that_are_equal_are_planned_to_be_never_idle_and_those_of_bp_nearly_always():
+def test_equal_stages_are_planned_never_idle_with_adl_and_mostly_idle_with_bp():
     assert planned_idle(planned(named("adl", M=2), balanced(4), turns=20)) == pytest.approx([0.0] * 4, abs=1e-9)
     assert planned_idle(planned(named("bp"), balanced(4), turns=20)) == pytest.approx([0.75] * 4, abs=0.02)
 
@@ -121,7 +121,7 @@ def test_what_is_no_trace_is_refused_with_the_reason(content, reason):
         read_trace(content)
 
 
-def test_idle_shares_that_the_recording_tells_are_taken_and_others_are_not(tmp_path):
+def test_idle_shares_in_a_recording_are_used_only_if_complete(tmp_path):
     made.trace(tmp_path)
     content = json.loads((tmp_path / "trace.json").read_text())
     counted = read_trace(content).idle()
@@ -130,5 +130,5 @@ def test_idle_shares_that_the_recording_tells_are_taken_and_others_are_not(tmp_p
         assert read_trace(content).idle() == idle
 
 
-def test_a_report_knows_all_that_a_recording_may_hold():
+def test_the_report_has_the_span_kinds_of_the_recorder():
     assert KINDS == tracing.KINDS

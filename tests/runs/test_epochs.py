@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from offbeat.errors import UserError
 from offbeat.runs.epochs import Epochs
-from offbeat.runs.recipe import complete
+from offbeat.runs.recipe import make_recipe
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=4)
 
 
 @given(samples=st.integers(9, 40), sizes=SIZES, drop_last=st.booleans())
-def test_every_sample_comes_once_per_epoch_whatever_the_batch_sizes(samples, sizes, drop_last):
+def test_every_sample_appears_once_per_epoch_for_all_batch_sizes(samples, sizes, drop_last):
     """A literal loop over samples, with the batch size changed on the way."""
     epochs, t, epoch, offset = None, 0, 0, 0
     for batch_size, steps in sizes:
@@ -41,8 +41,8 @@ def test_a_run_from_the_beginning_counts_batches(samples, size, n):
 
 
 def test_the_schedule_follows_epochs_when_the_batch_size_changes():
-    before = complete(batch_size=4, epochs=10, M=1, warmup=0.0, milestones=(0.5,))
-    after = complete(batch_size=10, epochs=10, M=1, warmup=0.0, milestones=(0.5,))
+    before = make_recipe(batch_size=4, epochs=10, M=1, warmup=0.0, milestones=(0.5,))
+    after = make_recipe(batch_size=10, epochs=10, M=1, warmup=0.0, milestones=(0.5,))
     epochs = before.count(40).continued(20, after.count(40))  # two epochs of ten batches, then epochs of four
     factor = after.learning_rate(epochs)
     assert [factor(s) for s in (20, 31, 32, 33)] == [1.0, 1.0, 0.1, 0.1], "epoch 5 begins with batch 20 + 3 * 4"
@@ -55,5 +55,5 @@ def test_progress_counts_the_part_of_an_epoch_that_is_done():
 
 
 def test_an_epoch_without_a_full_batch_is_refused():
-    with pytest.raises(UserError, match="batch size 8 with drop_last, but an epoch has 7 samples"):
+    with pytest.raises(UserError, match="batch_size=8 with drop_last=True, but an epoch has 7 samples"):
         Epochs(samples=7, batch_size=8, drop_last=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from preloaded import PYTHON
 from processes import (
     ENDLESS,
     ENVIRONMENT,
@@ -86,7 +87,7 @@ def diverge(out: Path) -> Ended:
 def diverge_in_group(out: Path) -> list[subprocess.CompletedProcess]:
     """The command in two processes that it did not start itself, as under torchrun."""
     arguments = ("--data", "synthetic", "--model", "mlp", "-M", "1", "-K", "2", "--lr", "1e38", "--warmup", "0")
-    command = [sys.executable, "-m", "offbeat", "train", *arguments, "--json", "--out", str(out)]
+    command = [PYTHON, "-m", "offbeat", "train", *arguments, "--json", "--out", str(out)]
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
 
     def member(rank: int) -> subprocess.CompletedProcess:
@@ -202,7 +203,7 @@ def script(out: Path) -> dict[str, tuple[Last, Last]]:
     cases = [part for pair in zip(CASES, map(str, free_ports(len(CASES)))) for part in pair]
     started = [
         subprocess.Popen(
-            [sys.executable, str(file), str(out), str(rank), *cases], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+            [PYTHON, str(file), str(out), str(rank), *cases], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
         )
         for rank in range(2)
     ]
@@ -277,7 +278,7 @@ def test_a_loss_that_is_not_finite_names_batch_and_stage_in_two_processes(scenar
     check_stopped(scenarios["diverge"].result(), "batch", "stage 2 of 2", "learning rate")
 
 
-def test_a_loss_that_is_not_finite_under_torchrun_is_told_in_every_process_and_in_the_folder(scenarios):
+def test_a_loss_that_is_not_finite_under_torchrun_is_reported_by_every_process(scenarios):
     members = scenarios["diverge in a group"].result()
     for done in members:
         assert done.returncode == 2
@@ -322,7 +323,7 @@ def check_told(scenarios: dict[str, Future], case: str, *, failing: int, reason:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_stage_that_raises_stops_the_other_process_which_says_why(scenarios, stage):
+def test_a_stage_that_raises_stops_the_other_process_with_the_reason(scenarios, stage):
     culprit, _ = check_told(scenarios, f"raises {stage}", failing=stage, reason="seven apples")
     assert culprit.line == "ArithmeticError: seven apples"
     assert int(culprit.code) > 0
@@ -343,7 +344,7 @@ def test_a_stage_whose_process_dies_is_named_by_the_other(scenarios, stage):
     assert int(culprit.code) == -signal.SIGKILL
 
 
-def test_a_loader_that_raises_stops_the_other_process_which_says_why(scenarios):
+def test_a_loader_that_raises_stops_the_other_process_with_the_reason(scenarios):
     culprit, _ = check_told(scenarios, "loader", failing=1, reason="a page is torn")
     assert culprit.line == "OSError: a page is torn"
 

@@ -9,7 +9,6 @@ import json
 import resource
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from command import Command
 from disks import PAGE, fill, free, small_disk, taken
+from preloaded import PYTHON
 from safetensors.torch import load_file
 from torch import nn
 from trees import same
@@ -24,7 +24,7 @@ from trees import same
 import offbeat as offbeat_package
 from offbeat import checkpoint as checkpoints
 from offbeat.errors import UserError
-from offbeat.runs.recipe import complete
+from offbeat.runs.recipe import make_recipe
 from offbeat.runs.record import RunFolder, lines
 from offbeat.runs.saving import Saver
 
@@ -73,7 +73,7 @@ def train(offbeat: Command, engine: str, out: Path, *arguments: str) -> tuple[in
     if engine == "simulate":
         outcome = offbeat(*command)
         return outcome.code, outcome.err
-    done = subprocess.run([sys.executable, "-m", "offbeat", *command], capture_output=True, text=True, check=False)
+    done = subprocess.run([PYTHON, "-m", "offbeat", *command], capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
 
 
@@ -127,7 +127,7 @@ def test_a_disk_for_one_checkpoint_and_the_model_is_enough_for_a_run(engine, who
         assert [checkpoints.verify(each.path) for each in checkpoints.ls(run)] == [[]]
 
 
-def test_a_run_that_goes_on_where_the_disk_is_full_makes_room_first(whole, tmp_path, offbeat: Command):
+def test_a_run_resumed_on_a_full_disk_makes_room_first(whole, tmp_path, offbeat: Command):
     checkpoint, model = sizes(whole)
     with small_disk(tmp_path / "disk", 4 * checkpoint + 2 * model + RECORDS) as disk:
         run = disk / "run"
@@ -151,7 +151,7 @@ def test_a_disk_that_others_fill_leaves_the_newest_checkpoint_and_the_next(tmp_p
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         engine="simulate",
     )
-    recipe = complete(model="mlp", data="synthetic", K=2, M=2, checkpoint_every="5b", keep=3)
+    recipe = make_recipe(model="mlp", data="synthetic", K=2, M=2, checkpoint_every="5b", keep=3)
     noted: list[str] = []
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         saver = Saver(recipe, recipe.count(1000), pipe, disk, lambda kind, **_: noted.append(kind))
@@ -188,7 +188,7 @@ def test_the_next_checkpoint_takes_the_room_of_old_ones(tmp_path):
         assert same(checkpoints.newest(disk)[0].stage(1), tree)
 
 
-def test_the_newest_sound_checkpoint_stays_and_a_damaged_one_goes(tmp_path):
+def test_the_newest_valid_checkpoint_is_kept_and_a_damaged_one_removed(tmp_path):
     for t in (1, 2, 3, 4):
         write(tmp_path, t)
     (tmp_path / "checkpoints" / "000000004" / "stage-01.safetensors").write_bytes(b"torn")
@@ -215,7 +215,7 @@ def test_no_more_checkpoints_go_than_are_in_the_way(tmp_path):
         assert names(disk) == ["000000002", "000000003", "000000004"]
 
 
-def test_a_file_that_may_not_grow_so_large_costs_no_checkpoint(tmp_path):
+def test_a_file_size_limit_removes_no_checkpoint(tmp_path):
     """What another folder could hold is not for lack of space."""
     for t in (1, 2):
         write(tmp_path, t)
@@ -245,7 +245,7 @@ def test_a_model_without_room_leaves_the_one_before_and_the_newest_checkpoint(tm
         RunFolder(disk).model({"w": torch.ones(10)})
         write(disk, 1)
         fill(disk, PAGE)
-        with pytest.raises(UserError, match=r"cannot write to .*No space left on device.*make room there"):
+        with pytest.raises(UserError, match=r"cannot write to .*No space left on device.*free some space"):
             RunFolder(disk).model({"w": torch.zeros(50_000)})
         assert torch.equal(load_file(disk / "model.safetensors")["w"], torch.ones(10))
         assert checkpoints.verify(checkpoints.ls(disk)[0].path) == []

@@ -9,17 +9,15 @@ import os
 import platform
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from command import Command, check_refused, contents
+from command import Command, check_refused, contents, weights
 from disks import fill, small_disk
+from preloaded import PYTHON
 from processes import ENVIRONMENT, START, Run, another_process, group, processes_of, wait_for
-from safetensors.torch import load_file
 
 from offbeat.checkpoint import ls
 from offbeat.errors import FolderTaken, UserError
@@ -49,11 +47,7 @@ SMALL = (
     "5b",
     "--json",
 )
-IN_USE = ("in use by the run of process", f"on {platform.node()}", "one run at a time", "repeat the command")
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}
+IN_USE = ("in use by the run of process", f"on {platform.node()}", "one run at a time", "then try again")
 
 
 def freeze(run: Run) -> dict[int, str]:
@@ -80,7 +74,7 @@ def test_resuming_a_run_that_still_runs_is_refused_and_changes_nothing(engine, t
         said = check_refused(offbeat, ("train", "--resume", run.out), *IN_USE, str(run.out), str(run.process.pid))
         assert "records so far" not in said
         assert contents(run.out) == before
-        check_refused(offbeat, ("train", *SMALL, "--out", run.out), "already holds a run")
+        check_refused(offbeat, ("train", *SMALL, "--out", run.out), "already contains a run")
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)
@@ -91,7 +85,7 @@ def test_resuming_a_run_that_still_runs_is_refused_and_changes_nothing(engine, t
 
 
 @pytest.mark.parametrize("engine", [pytest.param("simulate", marks=pytest.mark.slow), "processes"])
-def test_a_run_that_was_killed_goes_on_once_its_last_process_is_gone(engine, tmp_path, offbeat: Command, monkeypatch):
+def test_a_killed_run_can_be_resumed_once_its_last_process_has_ended(engine, tmp_path, offbeat: Command, monkeypatch):
     monkeypatch.setattr(lock, "LEAVING", 0.5)
     run = Run(tmp_path / "run", *SMALL, "--engine", engine)
     try:
@@ -139,7 +133,7 @@ def test_a_new_run_in_a_folder_that_another_is_about_to_use_is_refused(tmp_path,
 
 @pytest.mark.slow
 def test_of_two_runs_that_begin_in_one_folder_at_once_one_is_refused(tmp_path, offbeat: Command):
-    command = [sys.executable, "-m", "offbeat", "train", *SMALL, "--engine", "simulate", "--out", str(tmp_path / "run")]
+    command = [PYTHON, "-m", "offbeat", "train", *SMALL, "--engine", "simulate", "--out", str(tmp_path / "run")]
 
     def start(_: int) -> subprocess.CompletedProcess:
         return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
@@ -148,7 +142,7 @@ def test_of_two_runs_that_begin_in_one_folder_at_once_one_is_refused(tmp_path, o
         both = sorted(pool.map(start, range(2)), key=lambda done: done.returncode)
     assert [done.returncode for done in both] == [0, 2], both
     assert both[1].stderr.count("\n") == 1
-    assert "in use" in both[1].stderr or "already holds a run" in both[1].stderr
+    assert "in use" in both[1].stderr or "already contains a run" in both[1].stderr
     assert offbeat("train", *SMALL, "--engine", "simulate", "--out", "whole").code == 0
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
     assert [line["kind"] for line in lines(tmp_path / "run")].count("result") == 1
@@ -222,7 +216,7 @@ def test_a_group_that_would_begin_where_a_run_is_leaves_its_records_alone(tmp_pa
     before = contents(run)
     for done in group([tmp_path] * 2, "train", *SMALL, "--out", run):
         assert done.returncode == 2, done
-        assert "already holds a run" in done.stderr
+        assert "already contains a run" in done.stderr
     assert contents(run) == before
 
 
@@ -237,14 +231,14 @@ def test_a_process_may_hold_a_folder_more_than_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_run_has_left_holds_nobody_up(tmp_path):
+def test_files_of_a_killed_run_block_no_other_run(tmp_path):
     (tmp_path / lock.FILE).write_text(json.dumps({"process": 1, "host": platform.node(), "token": "old"}))
     with lock.held(tmp_path) as token:
         assert token != "old"
         assert json.loads((tmp_path / lock.FILE).read_text())["process"] == os.getpid()
 
 
-def test_a_folder_that_was_made_to_be_held_goes_unless_something_is_in_it(tmp_path):
+def test_a_folder_created_for_its_lock_is_removed_while_empty(tmp_path):
     with lock.held(tmp_path / "a" / "b"):
         pass
     assert list(tmp_path.iterdir()) == []

@@ -9,8 +9,8 @@ import pytest
 from command import check_refused
 
 from offbeat.errors import UserError
-from offbeat.runs import saving
-from offbeat.runs.recipe import changed, complete, load
+from offbeat.runs import resuming
+from offbeat.runs.recipe import changed, load, make_recipe
 
 DRY = ("train", "--data", "synthetic", "--samples", 8, "--model", "mlp", "-K", 2, "--dry-run", "--json")
 GIVEN = {  # --method, options, settings in the recipe beside M, weights and window
@@ -39,7 +39,7 @@ GIVEN = {  # --method, options, settings in the recipe beside M, weights and win
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_a_setting_goes_through_the_recipe_and_its_json(offbeat, name):
+def test_a_setting_survives_the_recipe_and_its_json(offbeat, name):
     method, options, expected = GIVEN[name]
     outcome = offbeat(*DRY, "--method", method, *options)
     assert outcome.code == 0, outcome.err
@@ -47,7 +47,7 @@ def test_a_setting_goes_through_the_recipe_and_its_json(offbeat, name):
     assert recipe["settings"].keys() == {"M", "weights", "window", *expected}
     assert {setting: recipe["settings"][setting] for setting in expected} == expected
     Path("config.json").write_text(json.dumps({"recipe": recipe}))
-    again = complete(**load(Path("config.json")))
+    again = make_recipe(**load(Path("config.json")))
     assert json.loads(json.dumps(again.as_dict())) == recipe
     assert again.make_method().name == method.partition(":")[0]
 
@@ -56,7 +56,7 @@ def test_a_setting_that_shares_its_name_with_the_recipe_leaves_the_recipes_alone
     outcome = offbeat(*DRY, "--method", "dni:lr=0.001", "--lr", 0.5)
     recipe = json.loads(outcome.out)["recipe"]
     assert (recipe["lr"], recipe["settings"]["lr"]) == (0.5, 0.001)
-    assert complete(**load_text(recipe)).make_method().head_lr == 0.001
+    assert make_recipe(**load_text(recipe)).make_method().head_lr == 0.001
 
 
 def load_text(recipe: dict) -> dict:
@@ -65,42 +65,49 @@ def load_text(recipe: dict) -> dict:
 
 
 def test_settings_that_were_not_given_are_left_out_but_for_m_weights_and_window():
-    assert complete(method="dsp", K=2).settings == {"M": 1, "weights": "replay", "window": "count"}
+    assert make_recipe(method="dsp", K=2).settings == {"M": 1, "weights": "replay", "window": "count"}
 
 
 REFUSED = {
-    "M": ("dsp", ("-M", 4), ("dsp takes no M", "it takes corrector=none")),
+    "M": ("dsp", ("-M", 4), ("dsp takes no M", "its settings are corrector (default none)")),
     "weights": ("fr", ("--weights", "stash"), ("fr takes no weights",)),
     "micro-batches": ("adl:m=4", (), ("adl takes no m",)),
-    "beta": ("adl:beta=0.5", (), ("adl takes no beta", "M=4, window=count, weights=stash, corrector=none")),
+    "beta": (
+        "adl:beta=0.5",
+        (),
+        (
+            "adl takes no beta",
+            "M (default 4), window (default count), weights (default stash), corrector (default none)",
+        ),
+    ),
     "workers": ("adl:N=4", (), ("adl takes no N",)),
     "recompute": ("adl:recompute=yes", (), ("adl", "recompute")),
     "barrier": ("adl:barrier=yes", (), ("adl", "barrier")),
     "conditional": ("bp:conditional=yes", (), ("bp takes no conditional",)),
     "buffer": ("dgl:buffer=2", (), ("dgl takes no buffer", "it has no settings")),
-    "a setting that no method has": ("adl:wieghts=stash", (), ("adl takes no wieghts", "weights=stash")),
+    "a setting that no method has": ("adl:wieghts=stash", (), ("adl takes no wieghts", "weights (default stash)")),
     "M twice": ("adl:M=2", ("-M", 4), ("M is 2 in 'adl:M=2' and 4", "give it once")),
     "weights twice": ("adl:weights=hybrid", ("--weights", "stash"), ("weights is hybrid", "stash", "give it once")),
     "a setting twice": ("adl:M=2,M=2", (), ("give each setting once",)),
     "a setting without a value": ("adl:M", (), ("'adl:M'", "adl:M=4,corrector=sc")),
-    "a number in words": ("adl:M=two", (), ("M=two: give a whole number",)),
-    "a fraction for a whole number": ("adl:M=2.5", (), ("M=2.5: give a whole number",)),
-    "a truth that is none": ("ddg:barrier=2", (), ("barrier=2: give yes or no",)),
+    "a number in words": ("adl:M=two", (), ("--method adl:M=two: use an integer",)),
+    "a fraction for a whole number": ("adl:M=2.5", (), ("M=2.5: use an integer",)),
+    "a truth that is none": ("ddg:barrier=2", (), ("barrier=2: use yes or no",)),
     "a word of few": ("adl:window=align", (), ("unknown window 'align': did you mean 'aligned'?",)),
     "a number of few": ("spectrain:version=3", (), ("unknown version '3': use one of (1, 2)",)),
     "a function that there is not": ("dni:synthesiser=test_settings:gone", (), ("test_settings:gone", "imported")),
-    "text for a function": ("dni:synthesiser=mine", (), ("give a function as package.module:name or none",)),
+    "text for a function": ("dni:synthesiser=mine", (), ("use a function as package.module:name or none",)),
     "a corrector that there is not": ("adl:corrector=cs", (), ("cs",)),
     "a corrector of exact gradients": ("gpipe", ("--corrector", "sc"), ("corrector sc with gpipe",)),
     "a corrector of delay without one": ("bp", ("--corrector", "lwp"), ("corrector lwp with bp", "not late")),
     "speculation off 1F1B": ("adl:corrector=spec", (), ("corrector spec with adl", "use lwp")),
-    "a look-ahead without momentum": ("nag-async", ("--momentum", 0), ("corrector nag with momentum = 0",)),
-    "no micro-batch": ("gpipe:m=0", (), ("m = 0",)),
-    "no worker": ("asgd:N=0", ("-K", 1), ("N = 0",)),
-    "no buffer": ("dgl-async:buffer=0", (), ("buffer = 0",)),
-    "beta below 0": ("fdg:beta=-1", (), ("beta = -1",)),
-    "beta that is no number": ("fdg:beta=nan", (), ("beta = nan",)),
-    "too many micro-batches": (f"gpipe:m={10**40}", (), ("use a whole number up to",)),
+    "a look-ahead without momentum": ("nag-async", ("--momentum", 0), ("corrector nag with --momentum 0",)),
+    "no micro-batch": ("gpipe:m=0", (), ("--method gpipe:m=0",)),
+    "no worker": ("asgd:N=0", ("-K", 1), ("--method asgd:N=0",)),
+    "no buffer": ("dgl-async:buffer=0", (), ("--method dgl-async:buffer=0",)),
+    "beta below 0": ("fdg:beta=-1", (), ("--method fdg:beta=-1",)),
+    "beta that is no number": ("fdg:beta=nan", (), ("--method fdg:beta=nan",)),
+    "too many micro-batches": (f"gpipe:m={10**40}", (), ("use an integer of at most",)),
     "a method that there is not": ("ald:M=2", (), ("unknown method 'ald': did you mean 'adl'?",)),
 }
 
@@ -116,7 +123,7 @@ def test_a_setting_that_makes_no_sense_is_refused_in_one_line(offbeat, name):
     [
         ("ddg", "barrier", 1, "yes or no"),
         ("ddg", "barrier", "yes", "yes or no"),
-        ("gpipe", "m", True, "a whole number"),
+        ("gpipe", "m", True, "an integer"),
         ("adl", "corrector", 3, "correctors such as sc"),
         ("fdg", "beta", "half", "a number"),
     ],
@@ -125,7 +132,7 @@ def test_a_setting_that_makes_no_sense_is_refused_in_one_line(offbeat, name):
 def test_a_setting_of_the_wrong_type_in_a_config_is_refused(offbeat, form, method, setting, value, allowed):
     own = {setting: value} if form == "flat" else {"settings": {setting: value}}
     Path("x.json").write_text(json.dumps({"recipe": {"model": "mlp", "method": method, **own}}))
-    check_refused(offbeat, ("train", "--config", "x.json"), "x.json", f"{setting} = {value!r}: use", allowed)
+    check_refused(offbeat, ("train", "--config", "x.json"), "x.json", f'"{setting}": {json.dumps(value)}: use', allowed)
 
 
 def test_the_help_names_every_method_and_the_short_forms(offbeat, monkeypatch):
@@ -145,7 +152,7 @@ EARLIER = Path(__file__).parent.parent / "earlier" / "config.json"
 
 def test_a_config_of_an_earlier_version_is_the_recipe_that_it_was():
     there = json.loads(EARLIER.read_text())["recipe"]
-    recipe = complete(**load(EARLIER))
+    recipe = make_recipe(**load(EARLIER))
     assert recipe.settings == {"M": 1, "weights": "stash", "window": "count", "beta": 0.5, "corrector": "sc"}
     method = recipe.make_method()
     assert (method.name, [corrector.name for corrector in method.correctors]) == ("fdg", ["shrink", "sc"])
@@ -153,15 +160,15 @@ def test_a_config_of_an_earlier_version_is_the_recipe_that_it_was():
     same = there.keys() & now.keys()
     assert len(there.keys() - same) == 11
     assert {name: now[name] for name in same} == {name: there[name] for name in same}
-    assert saving.exact(recipe, there)
-    assert not saving.exact(recipe, {**there, "beta": 0.6})
-    assert not saving.exact(recipe, {**there, "corrector": None})
+    assert resuming.exact(recipe, there)
+    assert not resuming.exact(recipe, {**there, "beta": 0.6})
+    assert not resuming.exact(recipe, {**there, "corrector": None})
 
 
 def test_a_default_that_is_given_or_left_out_is_the_same_recipe_to_go_on_with():
-    given, left_out = complete(method="fdg", K=2, beta=1.0), complete(method="fdg", K=2)
-    assert saving.exact(given, left_out.as_dict())
-    assert saving.exact(left_out, given.as_dict())
+    given, left_out = make_recipe(method="fdg", K=2, beta=1.0), make_recipe(method="fdg", K=2)
+    assert resuming.exact(given, left_out.as_dict())
+    assert resuming.exact(left_out, given.as_dict())
 
 
 def test_another_method_than_the_configs_starts_from_its_own_settings(offbeat):
@@ -176,32 +183,32 @@ def test_another_method_than_the_configs_starts_from_its_own_settings(offbeat):
 
 
 def test_what_a_method_states_without_taking_it_follows_its_settings():
-    before = complete(method="spectrain", K=2, version=2)
+    before = make_recipe(method="spectrain", K=2, version=2)
     assert before.weights == "stash"
-    after = complete(**changed(before.as_dict(), {"settings": {"version": 1}}))
+    after = make_recipe(**changed(before.as_dict(), {"settings": {"version": 1}}))
     assert (after.weights, after.settings["version"]) == ("hybrid", 1)
 
 
 def test_kernels_are_joined_on_a_gpu_alone_and_in_one_way():
-    assert complete(device="cuda", fuse=True).fuse
-    with pytest.raises(UserError, match="fuse without a GPU, whose kernels it joins: add --device cuda"):
-        complete(fuse=True)
-    with pytest.raises(UserError, match="compile and fuse, both of which join operations"):
-        complete(device="cuda", fuse=True, compile=True)
+    assert make_recipe(device="cuda", fuse=True).fuse
+    with pytest.raises(UserError, match="fuse=True without a GPU: it joins kernels of a GPU, add device='cuda'"):
+        make_recipe(fuse=True)
+    with pytest.raises(UserError, match="compile=True with fuse=True: both join the operations"):
+        make_recipe(device="cuda", fuse=True, compile=True)
 
 
 def test_there_is_nothing_to_tune_without_a_gpu():
-    assert complete(device="cuda", tune=True).tune
-    with pytest.raises(UserError, match="tune without a GPU, where there is no cuDNN: add --device cuda"):
-        complete(tune=True)
+    assert make_recipe(device="cuda", tune=True).tune
+    with pytest.raises(UserError, match="tune=True without a GPU: it is for cuDNN, add device='cuda'"):
+        make_recipe(tune=True)
 
 
 def test_streams_need_a_gpu_and_a_method_whose_iterations_are_alike():
-    assert complete(K=4, device="cuda", engine="streams").engine == "streams"
-    assert complete(K=4, device="cuda").engine == "streams"
-    assert complete(device="cuda").engine == complete(K=4, method="gpipe", device="cuda").engine == "simulate"
-    assert complete(K=4).engine == "processes"
-    with pytest.raises(UserError, match="engine streams without a GPU"):
-        complete(K=4, engine="streams")
-    with pytest.raises(UserError, match="engine streams with dgl, which trains heads of its own: use simulate"):
-        complete(K=4, engine="streams", device="cuda", method="dgl")
+    assert make_recipe(K=4, device="cuda", engine="streams").engine == "streams"
+    assert make_recipe(K=4, device="cuda").engine == "streams"
+    assert make_recipe(device="cuda").engine == make_recipe(K=4, method="gpipe", device="cuda").engine == "simulate"
+    assert make_recipe(K=4).engine == "processes"
+    with pytest.raises(UserError, match="engine='streams' without a GPU"):
+        make_recipe(K=4, engine="streams")
+    with pytest.raises(UserError, match="engine='streams' with dgl, which trains heads of its own: use engine="):
+        make_recipe(K=4, engine="streams", device="cuda", method="dgl")

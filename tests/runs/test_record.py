@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from synced import Recorded
+from sync_calls import Recorded
 
 from offbeat.runs.record import RunFolder
 

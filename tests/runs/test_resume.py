@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from command import Command, check_refused
+from command import Command, check_refused, train_here, weights
+from preloaded import PYTHON
 from processes import KILLED, processes_of, wait_for
-from safetensors.torch import load_file
 
 from offbeat.checkpoint import begin, finish, ls
 from offbeat.runs.record import lines
@@ -47,7 +46,7 @@ METHODS = {
 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "offbeat", "train", *map(str, arguments), "--out", str(out)]
+    command = [PYTHON, "-m", "offbeat", "train", *map(str, arguments), "--out", str(out)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -64,18 +63,8 @@ def until(condition) -> None:
 
 def killed(out: Path, before: int, *arguments: str) -> None:
     """A run in one process that is killed before that batch, as by SIGKILL from outside."""
-    command = [sys.executable, "-c", KILLED, str(before), "train", *arguments, "--out", str(out)]
+    command = [PYTHON, "-c", KILLED, str(before), "train", *arguments, "--out", str(out)]
     done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), -signal.SIGKILL)
-
-
-def here(offbeat: Command, *arguments: object) -> None:
-    """The command in this process: no time for starting another."""
-    outcome = offbeat("train", *arguments)
-    assert outcome.code == 0, outcome
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}
 
 
 def told(run: Path) -> list[tuple]:
@@ -87,7 +76,7 @@ def told(run: Path) -> list[tuple]:
 
 
 def resumed(run: Path, *arguments: str, code: int = 0) -> str:
-    command = [sys.executable, "-m", "offbeat", "train", "--resume", str(run), "--json", *arguments]
+    command = [PYTHON, "-m", "offbeat", "train", "--resume", str(run), "--json", *arguments]
     return done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), code)
 
 
@@ -97,21 +86,21 @@ def some(values, quick):
 
 
 @pytest.mark.parametrize("name", some(METHODS, ("adl-hybrid",)))
-def test_a_killed_run_goes_on_bit_for_bit(name, tmp_path, offbeat: Command):
+def test_a_killed_run_resumes_bit_for_bit(name, tmp_path, offbeat: Command):
     settings = [*SMALL, "-K", "3", "--checkpoint-every", "7b", *METHODS[name]]
-    here(offbeat, *settings, "--out", tmp_path / "whole")
+    train_here(offbeat, *settings, "--out", tmp_path / "whole")
     killed(tmp_path / "broken", 19, *settings)
     assert [each.checkpoint.t for each in ls(tmp_path / "broken")] == [7, 14]
-    here(offbeat, "--resume", tmp_path / "broken", "--json")
+    train_here(offbeat, "--resume", tmp_path / "broken", "--json")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert told(tmp_path / "broken") == told(tmp_path / "whole"), "the records are those of one run"
 
 
-def test_a_drained_checkpoint_holds_nothing_in_flight_and_goes_on_bit_for_bit(tmp_path, offbeat: Command):
+def test_a_drained_checkpoint_holds_nothing_in_flight_and_resumes_bit_for_bit(tmp_path, offbeat: Command):
     settings = [*SMALL, "-K", "3", "-M", "2", "--checkpoint-every", "7b"]
     drained = ("--checkpoint-mode", "drained")
-    here(offbeat, *settings, *drained, "--out", tmp_path / "whole")
-    here(offbeat, *settings, "--out", tmp_path / "in flight")
+    train_here(offbeat, *settings, *drained, "--out", tmp_path / "whole")
+    train_here(offbeat, *settings, "--out", tmp_path / "in flight")
     killed(tmp_path / "broken", 19, *settings, *drained)
     for run, mode, empty in (("broken", "drained", True), ("in flight", "in-flight", False)):
         for listed in ls(tmp_path / run):
@@ -121,7 +110,7 @@ def test_a_drained_checkpoint_holds_nothing_in_flight_and_goes_on_bit_for_bit(tm
             held += [part["stage"]["window"]["levels"] for part in parts]
             held += [part["worker"][name] for part in parts for name in ("messages", "buffer")]
             assert not any(held) if empty else any(held)
-    here(offbeat, "--resume", tmp_path / "broken", "--json")
+    train_here(offbeat, "--resume", tmp_path / "broken", "--json")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert weights(tmp_path / "broken") != weights(tmp_path / "in flight"), "a drain is part of the numbers"
 
@@ -155,13 +144,13 @@ def in_earlier_form(run: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fdg:beta=0.5,corrector=sc", "gpipe:m=2,recompute=yes"])
-def test_a_run_of_an_earlier_version_goes_on_bit_for_bit(method, tmp_path, offbeat: Command):
+def test_a_run_of_an_earlier_version_resumes_bit_for_bit(method, tmp_path, offbeat: Command):
     settings = [*SMALL, "-K", "3", "--checkpoint-every", "7b", "--method", method]
-    here(offbeat, *settings, "--out", tmp_path / "whole")
+    train_here(offbeat, *settings, "--out", tmp_path / "whole")
     killed(tmp_path / "broken", 19, *settings)
     in_earlier_form(tmp_path / "broken")
     assert "settings" not in ls(tmp_path / "broken")[-1].checkpoint.run()["recipe"]
-    here(offbeat, "--resume", tmp_path / "broken", "--json")
+    train_here(offbeat, "--resume", tmp_path / "broken", "--json")
     assert [line["exact"] for line in lines(tmp_path / "broken") if line["kind"] == "resumed"] == [True]
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     there = json.loads((tmp_path / "broken/config.json").read_text())["recipe"]
@@ -169,9 +158,9 @@ def test_a_run_of_an_earlier_version_goes_on_bit_for_bit(method, tmp_path, offbe
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path, offbeat: Command):
+def test_a_killed_worker_is_replaced_and_the_run_continues(tmp_path, offbeat: Command):
     settings = [*RUN, "-K", "2", "--checkpoint-every", "5b", "-M", "2", "--weights", "hybrid"]
-    here(offbeat, *settings, "--engine", "simulate", "--out", tmp_path / "whole")
+    train_here(offbeat, *settings, "--engine", "simulate", "--out", tmp_path / "whole")
     broken = start(tmp_path / "broken", *settings, "--engine", "processes", "--max-restarts", "2")
     until(lambda: len(ls(tmp_path / "broken")) >= 1)
     victims = [pid for pid, rank in processes_of(tmp_path / "broken").items() if rank == "1"]
@@ -185,16 +174,16 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on_by_itself(tmp_path, off
 @pytest.mark.parametrize("engine", some(["simulate", "processes"], ("processes",)))
 def test_one_signal_saves_and_stops(engine, sent, tmp_path, offbeat: Command):
     settings = [*RUN, "-K", "2", "-M", "2"]
-    here(offbeat, *settings, "--engine", "simulate", "--out", tmp_path / "whole")
+    train_here(offbeat, *settings, "--engine", "simulate", "--out", tmp_path / "whole")
     broken = start(tmp_path / "broken", *settings, "--engine", engine)
     until(lambda: any(line["kind"] == "train" for line in lines(tmp_path / "broken")))
     broken.send_signal(sent)
     said = done(broken, 130)
-    assert "with a checkpoint: go on with 'offbeat train --resume" in said, said
+    assert "with a checkpoint: continue with --resume" in said, said
     assert said.count("\n") == 1
     assert len(ls(tmp_path / "broken")) == 1
     assert processes_of(tmp_path / "broken") == {}
-    here(offbeat, "--resume", tmp_path / "broken", "--engine", "simulate", "--json")
+    train_here(offbeat, "--resume", tmp_path / "broken", "--engine", "simulate", "--json")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 
@@ -214,20 +203,20 @@ def test_checkpoints_by_the_clock_are_agreed_upon(engine, tmp_path):
     "change",
     some([("-K", "3"), ("-K", "1"), ("-M", "4"), ("--method", "fr"), ("--engine", "processes")], (("-K", "3"),)),
 )
-def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_path, offbeat: Command):
+def test_a_run_resumes_with_other_stages_windows_methods_or_engines(change, tmp_path, offbeat: Command):
     run = tmp_path / "run"
     killed(run, 12, *SMALL, "-K", "2", "-M", "2", "--checkpoint-every", "9b")
     if change[0] == "--engine":
         resumed(run, *change)
     else:
-        here(offbeat, "--resume", run, "--json", "--engine", "simulate", *change)
+        train_here(offbeat, "--resume", run, "--json", "--engine", "simulate", *change)
     kept = [line for line in lines(run) if line["kind"] in ("note", "resumed")]
     lost = [line["text"] for line in kept if line["kind"] == "note"]
     if change[0] == "--engine":
         assert not lost
     else:
         assert "in flight" in lost[0]
-        assert "lost to the change" in lost[0]
+        assert "lost by the change" in lost[0]
     assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1]
     recipe = json.loads((run / "config.json").read_text())["recipe"]
     assert str({**recipe, **recipe["settings"]}[change[0].lstrip("-")]) == change[1]
@@ -235,24 +224,24 @@ def test_a_run_goes_on_with_other_stages_windows_methods_or_engines(change, tmp_
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_for_more_epochs(tmp_path, offbeat: Command):
+def test_a_finished_run_resumes_for_more_epochs(tmp_path, offbeat: Command):
     run = tmp_path / "run"
-    here(offbeat, *SMALL, "-K", "2", "--checkpoint-every", "1e", "--out", run)
-    check_refused(offbeat, ("train", "--resume", run), "is finished, after 2 epochs")
-    here(offbeat, "--resume", run, "--json", "--epochs", "3")
+    train_here(offbeat, *SMALL, "-K", "2", "--checkpoint-every", "1e", "--out", run)
+    check_refused(offbeat, ("train", "--resume", run), "is finished (--epochs 2)")
+    train_here(offbeat, "--resume", run, "--json", "--epochs", "3")
     assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1, 2]
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, offbeat: Command):
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, offbeat: Command):
     run = tmp_path / "run"
     settings = [*SMALL, "-K", "2", "--checkpoint-every", "7b"]
-    here(offbeat, *settings, "--out", tmp_path / "whole")
+    train_here(offbeat, *settings, "--out", tmp_path / "whole")
     killed(run, 23, *settings)
     newest = ls(run)[-1].path / "stage-02.safetensors"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    here(offbeat, "--resume", run, "--json")
+    train_here(offbeat, "--resume", run, "--json")
     assert any("is damaged and not used" in line.get("text", "") for line in lines(run))
     assert weights(run) == weights(tmp_path / "whole")
 
@@ -266,7 +255,7 @@ def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "sys.argv = ['offbeat', *sys.argv[1:]]; from offbeat.cli import main; main()"
     )
-    command = [sys.executable, "-c", limited, "train", *settings, "--out", str(run)]
+    command = [PYTHON, "-c", limited, "train", *settings, "--out", str(run)]
     done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     assert any(line["kind"] == "checkpoint failed" and "reason" in line for line in lines(run))
     assert any(line["kind"] == "result" for line in lines(run))
@@ -276,27 +265,27 @@ def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--checkpoint-every", "7"], "give a number above 0 and b"),
-        (["--checkpoint-every", "0e"], "give a number above 0 and b"),
-        (["--checkpoint-every", "1.5b"], "whole batches"),
-        (["--checkpoint-every", "1min", "--checkpoint-mode", "drained"], "count in batches or epochs"),
+        (["--checkpoint-every", "7"], "use a number above 0 and a unit: b"),
+        (["--checkpoint-every", "0e"], "use a number above 0 and a unit: b"),
+        (["--checkpoint-every", "1.5b"], "integer of batches"),
+        (["--checkpoint-every", "1min", "--checkpoint-mode", "drained"], "use batches (500b) or epochs (1e)"),
         (["--checkpoint-mode", "drain"], "did you mean 'drained'"),
-        (["--keep", "0"], "keep = 0"),
+        (["--keep", "0"], "--keep 0"),
         (["--on-nan", "stp"], "did you mean 'stop'"),
         (["--max-restarts", "-1"], "--max-restarts -1"),
         (["--resume", "nowhere"], "does not exist"),
     ],
 )
-def test_misuse_is_told_in_one_line(offbeat: Command, arguments, said, tmp_path):
+def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, said, tmp_path):
     extra = [] if "--resume" in arguments else ["--dry-run", "--out", tmp_path / "x"]
     check_refused(offbeat, ("train", "--data", "digits", "--model", "resnet8", *arguments, *extra), said)
 
 
-def test_rates_can_be_changed_when_a_run_goes_on(tmp_path, offbeat: Command):
+def test_rates_can_be_changed_when_a_run_resumes(tmp_path, offbeat: Command):
     run = tmp_path / "run"
-    here(offbeat, *SMALL, "-K", "2", "--checkpoint-every", "1e", "--warmup", "0", "--out", run)
+    train_here(offbeat, *SMALL, "-K", "2", "--checkpoint-every", "1e", "--warmup", "0", "--out", run)
     before = [line["lr"] for line in lines(run) if line["kind"] == "train"][-1]
-    here(offbeat, "--resume", run, "--json", "--epochs", "3", "--lr", "0.001", "--milestones", "0.9")
+    train_here(offbeat, "--resume", run, "--json", "--epochs", "3", "--lr", "0.001", "--milestones", "0.9")
     after = [line["lr"] for line in lines(run) if line["kind"] == "train"][-10:]
     assert before != 0.001
     assert 0.001 in after

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Command, check_refused
+from command import Command, check_refused, train_here
 from safetensors.torch import load_file
 
 from offbeat.checkpoint import ls
-from offbeat.runs import saving
+from offbeat.runs import resuming
 from offbeat.runs.record import lines
 
 SAMPLES, EPOCHS = 96, 4
@@ -42,11 +42,6 @@ RUN = [
 HALF = ["--epochs", 2, "--checkpoint-every", "1.5e"]  # a checkpoint in the middle of the second epoch: batch 18 of 24
 
 
-def here(offbeat: Command, *arguments: object) -> None:
-    outcome = offbeat("train", *arguments)
-    assert outcome.code == 0, outcome
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     """Runs that several tests go on with."""
@@ -60,7 +55,7 @@ def started(made, offbeat: Command):
     def start(run: Path, *arguments: object) -> None:
         there = made / "".join(["run", *map(str, arguments)])
         if not there.exists():
-            here(offbeat, *RUN, *HALF, *arguments, "--out", there)
+            train_here(offbeat, *RUN, *HALF, *arguments, "--out", there)
         shutil.copytree(there, run)
 
     return start
@@ -113,7 +108,7 @@ def test_a_changed_run_trains_every_sample_that_is_left(change, tmp_path, starte
     started(run, "--method", "adl", "-M", 2)
     epochs = options[1] if change == "epochs" else EPOCHS
     given = options if change == "epochs" else ["--epochs", EPOCHS, *options]
-    here(offbeat, "--resume", run, "--json", *given)
+    train_here(offbeat, "--resume", run, "--json", *given)
     seen = told(run)
     recipe = json.loads((run / "config.json").read_text())["recipe"]
     assert seen["resumed"][-1] | {"time": 0} == {"kind": "resumed", "time": 0, "batch": 18, "exact": exact}
@@ -134,7 +129,7 @@ def test_a_learning_rate_of_ones_own_stays_when_the_batch_size_changes(tmp_path,
     started(tmp_path / "own", "--lr", 0.02)
     started(tmp_path / "rule")
     for name, rate in (("own", 0.02), ("rule", 0.1 * 16 * 4 / 256)):
-        here(offbeat, "--resume", tmp_path / name, "--json", "--batch-size", 16, "--epochs", 3)
+        train_here(offbeat, "--resume", tmp_path / name, "--json", "--batch-size", 16, "--epochs", 3)
         assert json.loads((tmp_path / name / "config.json").read_text())["recipe"]["lr"] == rate
     assert any("the learning rate is 0.025, it was 0.0125" in note for note in told(tmp_path / "rule")["note"])
 
@@ -143,7 +138,7 @@ def test_the_first_update_after_a_resume_has_the_new_rate(tmp_path, started, off
     run = tmp_path / "run"
     started(run, "--method", "adl", "-M", 2)
     before = checkpoint(run)
-    here(offbeat, "--resume", run, "--json", "--lr", 0, "--epochs", 3)
+    train_here(offbeat, "--resume", run, "--json", "--lr", 0, "--epochs", 3)
     after = load_file(run / "model.safetensors")
     parameters = [name for name in before if "running" not in name and "num_batches" not in name]
     assert parameters
@@ -154,7 +149,7 @@ def test_the_first_update_after_a_resume_has_the_new_schedule(tmp_path, started,
     runs = [tmp_path / name for name in ("one", "two")]
     for run, milestones in zip(runs, ("0.75", "0.1"), strict=True):
         started(run, "--method", "adl", "-M", 2)
-        here(
+        train_here(
             offbeat,
             "--resume",
             run,
@@ -175,10 +170,10 @@ def test_the_first_update_after_a_resume_has_the_new_schedule(tmp_path, started,
 
 def test_fewer_epochs_than_are_done_are_refused_and_nothing_changes(tmp_path, offbeat: Command):
     run = tmp_path / "run"
-    here(offbeat, *RUN, "--epochs", 3, "--checkpoint-every", "2.5e", "--out", run)
+    train_here(offbeat, *RUN, "--epochs", 3, "--checkpoint-every", "2.5e", "--out", run)
     (run / "metrics.jsonl").write_text("")  # as one that was killed before its end
     before = (run / "config.json").read_bytes()
-    refused = "epochs = 2, but the checkpoint was made after 2.5"
+    refused = "--epochs 2, but the checkpoint was made after 2.5"
     check_refused(offbeat, ("train", "--resume", run, "--epochs", 2), refused)
     assert (run / "config.json").read_bytes() == before
 
@@ -189,7 +184,7 @@ def test_heads_that_still_fit_are_kept(method, change, tmp_path, started, offbea
     run = tmp_path / "run"
     started(run, "--method", method)
     trained = ls(run)[-1].checkpoint.stage(1)["stage"]
-    here(
+    train_here(
         offbeat,
         "--resume",
         run,
@@ -224,7 +219,7 @@ def test_the_model_of_a_checkpoint_holds_no_auxiliary_heads():
         {"model": {"head.weight": 10}, "optimizer": {"head.weight": own}, "corrections": {}},
         {"model": {"tail.weight": 20}, "optimizer": {"head.weight": auxiliary}, "corrections": {"head.weight": {}}},
     ]
-    merged = saving.merge(parts)
+    merged = resuming.merge(parts)
     assert merged == {
         "model": {"head.weight": 10, "tail.weight": 20},
         "optimizer": {"head.weight": own},
@@ -236,7 +231,7 @@ def test_heads_move_with_their_cuts_and_what_is_lost_is_reported(tmp_path, start
     run = tmp_path / "run"
     started(run, "--method", "dgl", "-K", 3, "--cuts", "1,3")
     heads = [ls(run)[-1].checkpoint.stage(k)["stage"]["head"] for k in (1, 2)]
-    here(
+    train_here(
         offbeat,
         "--resume",
         run,
@@ -257,5 +252,5 @@ def test_heads_move_with_their_cuts_and_what_is_lost_is_reported(tmp_path, start
     trained = [name for name in heads[1] if "running" not in name and "num_batches" not in name]
     assert all(torch.equal(heads[1][name], again[1][name]) for name in trained), "the cut before unit 3 has stayed"
     notes = told(run)["note"]
-    assert any("the heads of stages 1 start anew" in note for note in notes), notes
+    assert any("the heads of stages 1 are initialised again" in note for note in notes), notes
     assert any("the heads of stages 1 of the checkpoint are not used" in note for note in notes), notes

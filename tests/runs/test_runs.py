@@ -20,11 +20,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from preloaded import PYTHON
 from processes import free_ports
 from safetensors.torch import load_file
 
 from offbeat import cli, models
-from offbeat.runs.recipe import complete, load
+from offbeat.runs.recipe import load, make_recipe
 
 AT_ONCE = 2
 LIMIT = 200  # seconds; a run that hangs, not one that is slow
@@ -56,8 +57,8 @@ UNEVEN = (
 Completed = subprocess.CompletedProcess
 
 
-def python(*arguments: object) -> Completed:
-    command = [sys.executable, *map(str, arguments)]
+def python(*arguments: object, program: str = PYTHON) -> Completed:
+    command = [program, *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT, check=False, env=ENVIRONMENT, stdin=subprocess.DEVNULL
     )
@@ -97,7 +98,8 @@ def folder(tmp_path_factory) -> Path:
 def commands(folder) -> Iterator[dict[str, Future]]:
     """Every run in processes of its own, started in this order; wait for one with .result()."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        first = pool.submit(python, "-m", "offbeat", "train", *SMALL, "-K", 2, "--out", folder / "processes")
+        train = ("-m", "offbeat", "train")
+        first = pool.submit(python, *train, *SMALL, "-K", 2, "--out", folder / "processes", program=sys.executable)
 
         @cache  # when it is asked for
         def repeated() -> Completed:
@@ -109,7 +111,7 @@ def commands(folder) -> Iterator[dict[str, Future]]:
             "processes": first,
             "agents": pool.submit(two_agents, folder / "agents"),
             "repeated": SimpleNamespace(result=repeated),
-            "uneven": pool.submit(python, "-m", "offbeat", "train", *UNEVEN, "--out", folder / "uneven"),
+            "uneven": pool.submit(python, *train, *UNEVEN, "--out", folder / "uneven"),
         }
 
 
@@ -258,7 +260,7 @@ def test_a_run_folder_holds_config_metrics_events_and_model_and_nothing_else(run
 def test_the_config_is_complete(run):
     config = json.loads((run / "config.json").read_text())
     recipe, provenance = config["recipe"], config["provenance"]
-    expected = complete(data="digits", model="resnet8", K=2, M=2, epochs=2, threads_per_stage=1)
+    expected = make_recipe(data="digits", model="resnet8", K=2, M=2, epochs=2, threads_per_stage=1)
     assert recipe == json.loads(json.dumps(expected.as_dict())) | {"cuts": recipe["cuts"], "units": "blocks"}
     assert len(recipe["cuts"]) == 1
     assert recipe["seed"] == 0
@@ -291,7 +293,7 @@ def test_the_training_lines_are_regular_and_sane(run):
     assert times == sorted(times)
 
 
-def test_an_epoch_line_tells_the_epoch_and_the_test_after_it(run):
+def test_an_epoch_line_holds_the_epoch_and_the_test_after_it(run):
     told = lines(run, "epoch")
     assert [(line["epoch"], line["batches"]) for line in told] == [(0, 45), (1, 90)]
     assert told[1]["train_loss"] < told[0]["train_loss"]
@@ -387,7 +389,7 @@ def test_the_demo_ends_with_one_table_and_the_folder_of_three_runs(tmp_path):
     assert same[0] == same[1] == same[2], "the same recipe"
 
 
-def test_stages_that_do_not_get_a_message_in_every_iteration_end_their_epochs_together(commands, folder, here, capsys):
+def test_stages_without_a_message_in_every_iteration_end_their_epochs_together(commands, folder, here, capsys):
     done = commands["uneven"].result()
     assert done.returncode == 0, done.stderr
     here("uneven-simulated", *UNEVEN, "--engine", "simulate", capsys=capsys)

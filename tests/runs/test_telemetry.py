@@ -11,7 +11,7 @@ from offbeat.core.links.distributed import GOODBYE
 from offbeat.runs.telemetry import Telemetry
 
 
-def test_the_last_reports_are_waited_for_and_the_goodbye_behind_them_is_left():
+def test_the_last_reports_are_awaited_and_the_goodbye_after_them_is_left():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     pipe = offbeat.Pipeline(
         model,
@@ -23,7 +23,7 @@ def test_the_last_reports_are_waited_for_and_the_goodbye_behind_them_is_left():
     )
     pipe.step(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
     telemetry = Telemetry(pipe)
-    telemetry.tell()
+    telemetry.send()
     telemetry.links[2].send(Message(-1, kind=GOODBYE))
     (reports,) = telemetry.collect(wait=True)
     assert [report.k for report in reports] == [1, 2]

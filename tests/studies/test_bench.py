@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from statistics import median
 
 import pytest
 from command import check_refused, offbeat  # noqa: F401
+from preloaded import PYTHON
 from processes import ENVIRONMENT, START, STOP, wait_for
 
 from offbeat.errors import UserError
@@ -41,6 +41,8 @@ from offbeat.studies.bench.rows import (
 )
 from offbeat.studies.plan import LinkCost
 from offbeat.timeline import Costs, balanced, period
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTING = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=2)
@@ -99,7 +101,7 @@ def trained(tmp_path_factory):
     told = json.dumps(SETTING.as_dict())
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", TRAIN, str(rank), str(store), told],
+            [PYTHON, "-c", TRAIN, str(rank), str(store), told],
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -118,7 +120,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "gpipe"])
-def test_a_row_that_is_called_exact_has_the_losses_and_the_updates_of_back_propagation(trained, name):
+def test_rows_called_exact_have_the_losses_and_updates_of_back_propagation(trained, name):
     told = [loss for rank in trained[name] for loss in rank[0]]
     assert told
     for losses in told:
@@ -158,7 +160,7 @@ CONTRACT = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_core")
-def test_the_command_writes_all_it_found_and_goes_on_where_a_row_fails(offbeat, tmp_path, monkeypatch):  # noqa: F811
+def test_the_command_writes_all_results_and_continues_after_a_row_fails(offbeat, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(rounds.WorkerGroup, "seconds", failing(rounds.WorkerGroup.seconds))
     monkeypatch.setattr(rounds, "StudyRunner", partial(speaking, rounds.StudyRunner))
     done = offbeat(
@@ -235,10 +237,10 @@ def below(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path):
+def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(tmp_path):
     out = tmp_path / "found"
     command = [
-        sys.executable,
+        PYTHON,
         "-m",
         "offbeat",
         "bench",
@@ -322,7 +324,7 @@ def failing(seconds):
         (("scaling", "--stages", "2,0"), ("--stages 0",)),
     ],
 )
-def test_misuse_is_told_in_one_line(offbeat, arguments, words):  # noqa: F811
+def test_misuse_is_reported_in_one_line(offbeat, arguments, words):  # noqa: F811
     check_refused(offbeat, ("bench", *arguments), *words)
 
 
@@ -477,7 +479,7 @@ def test_ratios_are_taken_within_a_round():
     assert bench_table.cells(record)[-1][0] == "no-communication bound of the cuts"
 
 
-def test_the_better_choice_is_told_both_ways_from_the_figures():
+def test_the_advice_follows_the_figures_in_both_directions():
     late = (0.5, 0.0)
     slower = made(row("bp", [3.0]), row("ddp", [1.0]), row("adl", [1.2], staleness=late), bound=(1.0,))
     assert bench_table.advice(slower)[0].startswith(
@@ -501,7 +503,7 @@ def test_rows_of_a_round_that_was_not_finished_are_compared_as_far_as_it_went():
     assert "ddg is left out: no reason." in bench_table.page(record)
 
 
-def test_a_machine_that_was_busy_is_told_of():
+def test_a_busy_machine_is_reported():
     record = made(row("bp", [2.0]), row("adl", [1.0], staleness=(0.5, 0.0)))
     assert "busy" not in bench_table.page(record)
     record["settings"]["load"] = 3.5
@@ -556,7 +558,7 @@ def profiled(n: int) -> Profile:
     return Profile("cpu", True, [[1]], units, [1000] * (n + 1), list(range(1, n)))
 
 
-def test_a_link_adds_what_a_method_cannot_hide_and_carries_no_more_than_its_bandwidth():
+def test_a_link_adds_the_time_a_method_cannot_hide_and_obeys_its_bandwidth():
     costs, cuts = profiled(4), (1, 2, 3)
     assert scaling.period_on(LinkCost(0.0, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)
     assert scaling.period_on(LinkCost(0.9, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)  # hidden
@@ -661,7 +663,7 @@ def test_scaling_takes_the_settings_of_its_method_as_the_other_commands_do(offbe
     check_refused(offbeat, ("bench", "scaling", "--method", "adl:M=2", "-M", 3), "M is 2 in 'adl:M=2' and 3")
 
 
-def test_the_picture_of_a_study_tells_the_stages_that_there_were_cores_for(tmp_path):
+def test_the_picture_of_a_study_marks_the_stages_that_had_cores(tmp_path):
     record = json.loads((ROOT / "docs/results/scaling-2cores-resnet110.json").read_text())
     assert record["settings"]["K"] == 4
     draw_scaling(record, tmp_path / "study.svg")
@@ -737,7 +739,7 @@ def test_a_worker_is_forked_with_its_own_surroundings_and_its_end_is_known(fork_
         worker.close()
 
 
-def test_a_question_that_was_broken_off_ends_it_and_closing_goes_on(fork_server, tmp_path, monkeypatch):
+def test_an_interrupted_request_ends_the_fork_server_and_it_can_still_be_closed(fork_server, tmp_path, monkeypatch):
     born = [fork_server.spawn({}, tmp_path / f"{n}.err") for n in range(2)]
     real = fork_server_module._line
 
@@ -754,7 +756,7 @@ def test_a_question_that_was_broken_off_ends_it_and_closing_goes_on(fork_server,
     wait_for(lambda: not any(Path(f"/proc/{worker.pid}").exists() for worker in born), 5)
 
 
-def test_workers_end_with_the_process_that_bore_them_and_the_benchmark_says_so(fork_server, tmp_path):
+def test_workers_end_with_their_fork_server_and_the_benchmark_reports_it(fork_server, tmp_path):
     worker = fork_server.spawn({}, tmp_path / "err")
     fork_server.process.kill()
     assert worker.stdout.readline() == ""  # within the half second in which it looks for its parent

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,15 +14,17 @@ from statistics import median
 
 import pytest
 from command import Command, Outcome, check_refused
+from preloaded import PYTHON
 from processes import another_process
 
 from offbeat.errors import FolderTaken
 from offbeat.methods import METHODS
-from offbeat.runs import lock
-from offbeat.runs import train as training
+from offbeat.runs import begin, lock
 from offbeat.studies.compare import MethodSpec, recipe_of
 from offbeat.studies.runner import StudyRunner
 from offbeat.studies.training import StudyRun, TrainingRuns
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 TINY = ("--model", "mlp", "--data", "synthetic", "--samples", 80, "--classes", 3, "--batch-size", 4)
 SMALL = (*TINY, "-K", 2, "-M", 2, "--epochs", 2, "--engine", "simulate", "--threads-per-stage", 1)
@@ -72,7 +73,7 @@ def model_bytes(run: str) -> bytes:
 
 
 def no_training(monkeypatch) -> None:
-    monkeypatch.setattr("offbeat.runs.train.begin", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr("offbeat.runs.begin.begin", lambda *_, **__: pytest.fail("trained"))
 
 
 # ---- one recipe
@@ -109,7 +110,7 @@ def test_a_run_of_a_comparison_is_the_run_that_train_makes(offbeat, compared):
     assert recipe("alone") == recipe("adl-seed0")
 
 
-def test_the_partition_is_decided_once_and_written_in_the_comparison_and_in_every_run(offbeat):
+def test_the_partition_is_chosen_once_and_recorded_in_the_comparison_and_every_run(offbeat):
     compare(offbeat, "bp,adl", "--partition", "measured", seeds=2)
     partition = json.loads(Path("x/config.json").read_text())["comparison"]["partition"]
     assert partition["K"] == 2
@@ -122,14 +123,14 @@ def asked(**settings: object) -> dict:
     return {"methods": [], "match": "batch", "seeds": 1, "M": 4, "batch_size": 32, "lr": None, "K": 2, **settings}
 
 
-def test_m_goes_to_the_methods_that_are_late_and_the_rate_follows_the_samples_of_an_update():
+def test_m_applies_to_delayed_methods_and_the_rate_follows_the_samples_per_update():
     for label, M in {"bp": 1, "bp:M=3": 3, "adl": 4, "adl:M=2": 2}.items():
         made = recipe_of(MethodSpec.of(label), asked())
         assert (made.M, made.batch_size) == (M, 32)
         assert made.lr == 0.1 * 32 * M / 256
 
 
-def test_to_match_the_effective_batch_methods_of_m_1_take_larger_batches_at_the_same_rate():
+def test_matching_the_effective_batch_gives_methods_with_m_1_larger_batches():
     for label, (M, b) in {"bp": (1, 128), "bp:M=2": (2, 64), "adl": (4, 32), "adl:M=8": (8, 16)}.items():
         made = recipe_of(MethodSpec.of(label), asked(match="effective"))
         assert (made.M, made.batch_size) == (M, b)
@@ -164,7 +165,7 @@ def test_a_method_that_trains_whole_networks_runs_with_one_stage_which_is_stated
 # ---- the table
 
 
-def test_the_table_says_which_match_it_is_and_how_many_samples_batchnorm_saw(offbeat, compared):
+def test_the_table_names_the_match_and_the_samples_per_batchnorm_statistic(offbeat, compared):
     batch = compared(2)
     assert "--match batch" in batch.out.splitlines()[0]
     assert "b = 4 for all" in batch.out
@@ -188,7 +189,7 @@ def test_the_table_fits_a_terminal_of_that_many_columns_and_shortens_no_figure(o
     assert "…" not in outcome.out
 
 
-def test_staleness_of_replayed_forwards_is_that_of_the_input_and_of_the_jacobian_apart(offbeat):
+def test_replayed_forwards_report_staleness_of_input_and_jacobian_separately(offbeat):
     outcome = compare(offbeat, "bp,adl:weights=replay")
     assert "1.00/0 0.00/0" in Path("x/comparison.md").read_text()
     assert "by construction of replay" in outcome.out
@@ -226,7 +227,7 @@ def test_without_a_method_that_keeps_all_locks_there_is_no_speed_up(offbeat):
 # ---- what fails
 
 
-def test_a_run_that_is_not_finite_is_a_row_that_says_so_and_the_others_go_on(offbeat):
+def test_a_run_that_is_not_finite_is_reported_in_its_row_and_the_others_continue(offbeat):
     # with M = 1000 the one update comes after the last evaluation
     outcome = compare(offbeat, "bp,bp:M=1000", "--lr", "1e30", seeds=2)
     assert outcome.code == 0
@@ -258,14 +259,14 @@ def test_nothing_but_failures_is_exit_code_1(offbeat):
     assert "Traceback" not in outcome.err
 
 
-def test_a_defect_in_one_run_is_told_in_its_row_and_kept_in_its_folder(offbeat, monkeypatch):
+def test_an_error_in_one_run_is_reported_in_its_row_and_kept_in_its_folder(offbeat, monkeypatch):
     def defective(recipe, *arguments, **options):
         if recipe.method == "bp":
             raise ZeroDivisionError("of all things")
         return whole_begin(recipe, *arguments, **options)
 
-    whole_begin = training.begin
-    monkeypatch.setattr(training, "begin", defective)
+    whole_begin = begin.begin
+    monkeypatch.setattr(begin, "begin", defective)
     rows = told(compare(offbeat, "bp,adl", "--json"))
     assert rows["bp"]["failed"] == {"0": "ZeroDivisionError: of all things"}
     assert "in defective" in Path("x/bp-seed0/traceback.txt").read_text()
@@ -308,8 +309,8 @@ def test_ctrl_c_loses_nothing_that_is_finished(offbeat, monkeypatch):
             raise KeyboardInterrupt
         return whole_begin(recipe, *arguments, **options)
 
-    whole_begin = training.begin
-    monkeypatch.setattr(training, "begin", stopped)
+    whole_begin = begin.begin
+    monkeypatch.setattr(begin, "begin", stopped)
     before = signal.getsignal(signal.SIGINT)
     outcome = compare(offbeat, "bp,adl")
     signal.signal(signal.SIGINT, before)  # the command ignores a second one, and so would the processes of later tests
@@ -380,7 +381,7 @@ def test_a_job_leaves_a_folder_alone_that_another_process_uses(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_a_row_that_says_why(offbeat):
+def test_a_process_that_fails_is_a_row_with_the_reason(offbeat):
     rows = told(compare(offbeat, "bp,bp:M=1000", "--lr", "1e30", "--jobs", 2, "--json"))
     assert rows["bp"]["failed"]["0"].startswith("the loss of batch")
     assert rows["bp:M=1000"]["failed"] == {}
@@ -390,7 +391,7 @@ def test_a_process_that_fails_is_a_row_that_says_why(offbeat):
 def two_at_a_time(folder: Path) -> Iterator[subprocess.Popen]:
     """A comparison in a process of its own, when both of its endless runs have begun to train."""
     command = [
-        sys.executable,
+        PYTHON,
         "-m",
         "offbeat",
         "compare",
@@ -419,7 +420,7 @@ def two_at_a_time(folder: Path) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_all_runs_at_a_time_and_each_says_so(offbeat, tmp_path):
+def test_ctrl_c_stops_all_concurrent_runs_and_each_records_it(offbeat, tmp_path):
     with two_at_a_time(tmp_path) as process:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
@@ -446,11 +447,11 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
     "no methods": (("--methods", ","), ("--methods names no method",)),
     "an unknown method": (("--methods", "bp,ald"), ("'ald'", "did you mean 'adl'")),
     "a method twice": (("--methods", "bp,adl,bp"), ("'bp' is given twice",)),
-    "an unknown setting": (("--methods", "adl:N_=2"), ("adl takes no N_", "M=4, window=count")),
+    "an unknown setting": (("--methods", "adl:N_=2"), ("adl takes no N_", "M (default 4), window (default count)")),
     "the same in two forms": (("--methods", "adl:M=1:weights=hybrid,adl:M=1,weights=hybrid"), ("is given twice",)),
     "a setting without value": (("--methods", "adl:M"), ("adl:M", "give each setting once")),
     "a setting twice": (("--methods", "adl:M=1:M=2"), ("give each setting once",)),
-    "a setting in words": (("--methods", "adl:M=two"), ("M=two", "a whole number")),
+    "a setting in words": (("--methods", "adl:M=two"), ("M=two", "an integer")),
     "a truth that is none": (("--methods", "ddg:barrier=2"), ("barrier=2", "yes or no")),
     "a setting that the method does not take": (("--methods", "adl:m=4"), ("adl takes no m",)),
     "an unknown match": (("--methods", "adl", "--match", "batches"), ("'batches'", "did you mean 'batch'")),
@@ -464,7 +465,7 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
     "processes by turns": (("--methods", "adl", "--side-by-side", 2, "--engine", "processes"), ("--engine simulate",)),
     "jobs of processes": (("--methods", "adl", "--jobs", 2, "--engine", "processes"), ("--engine simulate",)),
     "an unknown model": (("--methods", "adl", "--model", "resnet65"), ("did you mean 'resnet56'",)),
-    "a rate below 0": (("--methods", "adl", "--lr", -1), ("lr = -1",)),
+    "a rate below 0": (("--methods", "adl", "--lr", -1), ("--lr -1",)),
     "batches that do not match": (("--methods", "adl:M=3", "--match", "effective"), ("8 samples per update",)),
     "no methods at all": ((), ("--methods",)),
 }

@@ -15,7 +15,9 @@ from command import Command, Outcome, check_refused
 from offbeat import models
 from offbeat.methods import DECLARED
 from offbeat.partitioning import timing
-from offbeat.runs import record
+from offbeat.runs.provenance import provenance
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 SMALL = ("plan", "--model", "resnet8", "--batch-size", "4", "--shape", "3,8,8")
 STAGE = {
@@ -111,9 +113,9 @@ def test_the_json_has_the_promised_keys_and_sane_values(offbeat, K, M, model):
     assert all(end + 1 == start for (_, end), (start, _) in pairwise(edges))
 
 
-def test_the_json_says_where_it_comes_from_as_run_records_do(offbeat, monkeypatch):
+def test_the_json_has_the_provenance_that_run_records_have(offbeat, monkeypatch):
     monkeypatch.setenv("OFFBEAT_COMMIT", 40 * "a")
-    plan, made = planned(offbeat, "-K", 1), record.provenance()
+    plan, made = planned(offbeat, "-K", 1), provenance()
     assert plan["commit"] == made["commit"] == 40 * "a"
     assert (plan["torch"], plan["hardware"]) == (torch.__version__, made["machine"])
     assert plan["command"] == ["offbeat", *SMALL, "-K", "1", "--json"]
@@ -270,7 +272,7 @@ def test_no_m_is_advised_where_none_lowers_the_staleness(offbeat, method, reason
     assert reason in advice
 
 
-def test_theory_says_which_bound_is_meant(offbeat):
+def test_theory_names_the_bound(offbeat):
     said = done(offbeat(*SMALL, "-K", 3, "--theory"))
     assert "as stated" in said
     assert "as corrected" in said
@@ -430,6 +432,6 @@ TRAIN_OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", TRAIN_OPTIONS)
-def test_a_bad_way_to_cut_is_refused_before_a_run(offbeat, name):
+def test_an_invalid_partition_option_is_refused_before_a_run(offbeat, name):
     arguments, words = TRAIN_OPTIONS[name]
     check_refused(offbeat, (*TRAIN, *arguments), *words)

@@ -19,13 +19,17 @@ from command import Command, Outcome, check_refused
 from PIL import Image
 
 from offbeat import checkpoint, models
+from offbeat.engines.simulate import Simulate
 from offbeat.report.reproduction import read_seed_run
+from offbeat.runs import build
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
-from offbeat.runs import train
-from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.begin import begin
+from offbeat.runs.recipe import Recipe, make_recipe
+from offbeat.runs.saving import Saver
 from offbeat.runs.tables import TABLES, Images, Paper, Table
 from offbeat.runs.tables.row import row
+from offbeat.runs.training_run import TrainingRun
 from offbeat.studies import reproduce as reproducing
 from offbeat.studies import reproduce as reproduction
 from offbeat.studies.training import interrupting
@@ -44,7 +48,9 @@ def small(method: str, **given: object) -> Recipe:
         "engine": "simulate",
         "epochs": 4,
     }
-    return complete(method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}})
+    return make_recipe(
+        method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}}
+    )
 
 
 @row(1, Paper(6.18, "Table 0, first"))
@@ -121,7 +127,7 @@ def test_every_row_of_the_paper_is_a_function_with_a_complete_recipe():
             assert one.title
 
 
-def test_bp_with_accumulation_at_the_same_batch_and_m_stands_beside_every_adl_of_the_paper():
+def test_every_adl_row_has_a_bp_row_with_accumulation_at_the_same_batch_and_m():
     for found in (TABLES["cifar10-table"], TABLES["ablation"], TABLES["imagenet-table"]):
         made = [(one, one.recipe()) for one in found.rows]
         settings = {one.name: (recipe.model, recipe.M, recipe.batch_size, recipe.lr) for one, recipe in made}
@@ -239,7 +245,7 @@ def net_images(**given: object) -> Recipe:
         "engine": "simulate",
         "epochs": 2,
     }
-    return complete(**{**given, **fixed})
+    return make_recipe(**{**given, **fixed})
 
 
 def save_images(folder: Path, *, classes: int, train: int) -> None:
@@ -285,7 +291,7 @@ def test_the_papers_values_stand_beside_those_of_its_own_images_alone(offbeat, m
     assert "the runs in same have 3 classes, 12 images" in refused.err
 
 
-def test_a_run_that_fails_by_its_data_says_which_without_naming_a_place(offbeat, monkeypatch):
+def test_a_run_that_fails_on_its_data_names_the_data_without_its_folder(offbeat, monkeypatch):
     save_images(Path("mine"), classes=3, train=4)
     Path("mine/train/class0/0.png").write_text("no image")
     shown = Table(name="small", title="Images", rows=(net_images,), images=Images(3, 12, 6))
@@ -296,7 +302,7 @@ def test_a_run_that_fails_by_its_data_says_which_without_naming_a_place(offbeat,
     assert not any(str(Path.cwd()) in path.read_text() for path in Path("x").rglob("*.[jm][sd]*"))
 
 
-def test_the_table_has_the_settings_of_rows_of_other_invocations_and_a_spent_budget_is_told(offbeat, table):
+def test_the_table_has_rows_of_other_invocations_and_reports_a_spent_budget(offbeat, table):
     reproduce(offbeat, "--only", "net-adl")
     outcome = reproduce(offbeat, "--only", "other-hybrid", "--budget-minutes", 1e-6)
     assert "the budget of 1e-06 minutes ended before a run began" in outcome.err
@@ -304,7 +310,7 @@ def test_the_table_has_the_settings_of_rows_of_other_invocations_and_a_spent_bud
     assert settings == {"net-adl": "K=3, M=2, b=4, lr=0.003125", "other-hybrid": "K=2, M=2, b=4, lr=0.003125"}
 
 
-def test_a_run_that_diverges_is_a_row_that_says_so_and_the_others_go_on(offbeat, table):
+def test_a_run_that_diverges_is_reported_in_its_row_and_the_others_continue(offbeat, table):
     outcome = reproduce(offbeat, "--side-by-side", 3)
     assert outcome.code == 0
     row = results()["net-diverges"]
@@ -318,19 +324,19 @@ def test_a_run_that_diverges_is_a_row_that_says_so_and_the_others_go_on(offbeat,
 
 
 def test_a_run_that_fails_otherwise_is_a_row_too_and_is_tried_again(offbeat, table, monkeypatch):
-    real = train.begin
+    real = begin
 
     def broken(recipe, *arguments, **options):
         if recipe.weights == "hybrid":
             raise RuntimeError("no memory left\nand more")
         return real(recipe, *arguments, **options)
 
-    monkeypatch.setattr(train, "begin", broken)
+    monkeypatch.setattr("offbeat.runs.begin.begin", broken)
     assert reproduce(offbeat).code == 1
     run = results()["other-hybrid"]["runs"][0]
     assert (run["state"], run["reason"]) == ("failed", "RuntimeError: no memory left")
     assert "Traceback" in Path("x/runs/other-hybrid-seed0/traceback.txt").read_text()
-    monkeypatch.setattr(train, "begin", real)
+    monkeypatch.setattr("offbeat.runs.begin.begin", real)
     reproduce(offbeat)
     assert results()["other-hybrid"]["runs"][0]["state"] == "done"
 
@@ -364,9 +370,9 @@ def test_each_run_has_its_own_number_of_threads_in_its_turns(tmp_path):
             if name in self.running:
                 seen.setdefault(name, set()).add(torch.get_num_threads())
 
-    def start(threads: int) -> train.Run:
+    def start(threads: int) -> TrainingRun:
         recipe = small("bp", epochs=1, threads_per_stage=threads)
-        return train.begin(recipe, tmp_path / str(threads), show=False)
+        return begin(recipe, tmp_path / str(threads), show=False)
 
     Counting(start, lambda name, ending: None, together=2).all([1, 2])
     assert seen == {1: {1}, 2: {2}}
@@ -380,7 +386,7 @@ def test_a_budget_does_not_end_a_run_that_has_no_epoch_left(offbeat, table, monk
     assert told("x", "net-adl-seed0") == told("whole", "net-adl-seed0")
 
 
-def test_a_run_that_was_killed_behind_its_last_epoch_is_done_and_only_writes_its_last_lines(offbeat, table, tmp_path):
+def test_a_run_killed_after_its_last_epoch_only_writes_its_last_lines(offbeat, table, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
         reproduce(offbeat, "--only", "net-adl", out="whole")
@@ -416,18 +422,18 @@ def test_on_a_gpu_all_rows_are_recorded_that_can_be(given):
 
 def test_bp_on_a_gpu_is_cut_as_well():
     on_gpu = {"device": "cuda", "engine": "streams"}
-    cut = reproduction.in_stages(complete(method="bp", M=4, cuts=None, **on_gpu))
+    cut = reproduction.in_stages(make_recipe(method="bp", M=4, cuts=None, **on_gpu))
     assert (cut.K, cut.M, cut.cuts, cut.method) == (8, 4, None, "bp")
     for whole in (
-        complete(method="bp", M=1, **on_gpu),
-        complete(method="adl", K=4, M=4, **on_gpu),
-        complete(method="bp", M=4),
-        complete(method="bp", M=4, model="mlp", data="digits", **on_gpu),
+        make_recipe(method="bp", M=1, **on_gpu),
+        make_recipe(method="adl", K=4, M=4, **on_gpu),
+        make_recipe(method="bp", M=4),
+        make_recipe(method="bp", M=4, model="mlp", data="digits", **on_gpu),
     ):
         assert reproduction.in_stages(whole) is whole
 
 
-def test_a_run_that_began_whole_goes_on_in_stages_with_the_same_bits(offbeat, monkeypatch):
+def test_a_run_that_began_unsplit_resumes_in_stages_with_the_same_bits(offbeat, monkeypatch):
     @row(1)
     def net_bp(**given: object) -> Recipe:
         """Net, BP."""
@@ -445,7 +451,7 @@ def test_a_run_that_began_whole_goes_on_in_stages_with_the_same_bits(offbeat, mo
     assert json.loads(Path("cut/runs/net-bp-seed0/config.json").read_text())["recipe"]["K"] == 1
 
 
-def test_compare_takes_turns_too_and_says_that_speeds_are_shared(offbeat):
+def test_compare_takes_turns_too_and_reports_that_speeds_are_shared(offbeat):
     common = (
         "compare",
         "--methods",
@@ -489,7 +495,7 @@ def _signals():
 
 
 @pytest.mark.usefixtures("_signals")
-def test_one_interruption_saves_and_stops_all_and_the_same_command_goes_on(offbeat, table, monkeypatch):
+def test_one_interruption_saves_and_stops_all_and_the_same_command_resumes(offbeat, table, monkeypatch):
     reproduce(offbeat, out="whole")
     real, taken = turns.RoundRobin._turn, []
 
@@ -516,9 +522,7 @@ def test_one_interruption_saves_and_stops_all_and_the_same_command_goes_on(offbe
 # ---- budget, going on, moving
 
 
-def test_the_budget_takes_runs_back_to_their_checkpoints_and_they_go_on_bit_for_bit_in_a_moved_folder(
-    offbeat, table, monkeypatch
-):
+def test_runs_over_budget_resume_bit_for_bit_from_checkpoints_in_a_moved_folder(offbeat, table, monkeypatch):
     reproduce(offbeat, "--only", "net-adl,other", out="whole")
     with monkeypatch.context() as patched:
         spend_budget_after(patched, 2 * 7 * 2 + 7)  # both in the middle of the third epoch
@@ -553,8 +557,8 @@ def test_a_run_stops_at_a_checkpoint_when_it_would_not_come_to_the_next(tmp_path
             clock[0] += 1.0  # a second a turn: 7 from one checkpoint to the next
             super()._turn(name)
 
-    def start(name: str) -> train.Run:
-        return train.begin(net_adl.recipe(), tmp_path / name, show=False)
+    def start(name: str) -> TrainingRun:
+        return begin(net_adl.recipe(), tmp_path / name, show=False)
 
     work = Slow(start, lambda name, ending: endings.append((name, ending.by_budget)), until=18.0)
     work.all(["one", "two"])
@@ -563,7 +567,7 @@ def test_a_run_stops_at_a_checkpoint_when_it_would_not_come_to_the_next(tmp_path
     assert [found.checkpoint.t for found in checkpoint.ls(tmp_path / "one")] == [12]
 
 
-def test_a_budget_that_no_run_can_use_is_told(offbeat, table, monkeypatch):
+def test_a_budget_that_no_run_can_use_is_reported(offbeat, table, monkeypatch):
     spend_budget_after(monkeypatch, 3)
     outcome = reproduce(offbeat, "--only", "net-adl", "--budget-minutes", 5)
     assert outcome.code == 0
@@ -582,14 +586,14 @@ def test_what_is_not_given_again_stays_as_it_was_and_more_seeds_are_added(offbea
 
 def test_a_drained_checkpoint_of_resnet56_is_under_ten_megabytes(tmp_path):
     recipe = TABLES["cifar10-table"].rows[0].recipe(engine="simulate", threads_per_stage=1)
-    known = train.Facts((3, 32, 32), 10, 50_000)
-    recipe = train.replace(recipe, **train.choose_cuts(recipe, known))
+    known = build.Facts((3, 32, 32), 10, 50_000)
+    recipe = replace(recipe, **build.choose_cuts(recipe, known))
     epochs = recipe.count(known.samples)
-    pipe = train.make_pipeline(recipe, known, epochs, train.Simulate(recipe.K))
+    pipe = build.make_pipeline(recipe, known, epochs, Simulate(recipe.K))
     for _ in range(4):  # momentum is there after an update
         pipe.step(torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.long))
     pipe.drain()
-    saver = train.Saver(train.replace(recipe, checkpoint_every="4b"), epochs, pipe, tmp_path, lambda kind, **_: None)
+    saver = Saver(replace(recipe, checkpoint_every="4b"), epochs, pipe, tmp_path, lambda kind, **_: None)
     saver.save({})
     (found,) = checkpoint.ls(tmp_path)
     assert found.checkpoint.mode == "drained"
@@ -597,7 +601,7 @@ def test_a_drained_checkpoint_of_resnet56_is_under_ten_megabytes(tmp_path):
 
 
 @pytest.mark.usefixtures("_signals")
-def test_the_end_of_the_budget_is_an_interruption_for_work_that_knows_no_other():
+def test_the_end_of_the_budget_raises_keyboard_interrupt():
     spent = threading.Event()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), interrupting(time.monotonic() + 0.05, spent):
@@ -646,7 +650,7 @@ MISUSE = {
     "too many seeds": (("cifar10-table", "--seeds", 10**9), ("--seeds 1000000000: use a whole number from 1 to 1000",)),
     "nobody beside": (("cifar10-table", "--side-by-side", 0), ("--side-by-side 0",)),
     "no budget": (("cifar10-table", "--budget-minutes", 0), ("--budget-minutes 0: use a number above 0",)),
-    "no epochs": (("cifar10-table", "--epochs", 0), ("epochs = 0",)),
+    "no epochs": (("cifar10-table", "--epochs", 0), ("--epochs 0",)),
     "another engine": (("cifar10-table", "--engine", "steam"), ("engine 'steam'",)),
     "processes by turns": (("small", "--engine", "processes", "--side-by-side", 2), ("--side-by-side 2", "simulate")),
     "data for none": (("small", "--data", "."), ("synthetic takes no folder",)),
@@ -660,7 +664,7 @@ def test_misuse_is_one_line_and_nothing_is_written(offbeat, table, name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_gpu_that_is_not_there_is_told_before_anything_is_written(offbeat, table):
+def test_a_missing_gpu_is_reported_before_anything_is_written(offbeat, table):
     check_refused(offbeat, ("reproduce", "small", "--device", "cuda", "--out", "x"), "torch sees no CUDA device here")
 
 
@@ -684,7 +688,7 @@ def test_a_folder_of_something_else_is_refused(offbeat, table):
     assert reproduce(offbeat, "--only", "net-adl", "--epochs", 1).code == 0
     check_refused(offbeat, ("reproduce", "smaller", "--out", "x"), "reproduction of small, not of smaller")
     check_refused(offbeat, ("reproduce", "small", "--out", "x", "--epochs", 2), "epochs = 1, not 2")
-    check_refused(offbeat, ("reproduce", "small", "--out", "x/runs/net-adl-seed0"), "already holds a run")
+    check_refused(offbeat, ("reproduce", "small", "--out", "x/runs/net-adl-seed0"), "already contains a run")
     Path("y").mkdir()
     Path("y/reproduction.json").write_text("{}")
     check_refused(offbeat, ("reproduce", "small", "--out", "y"), "cannot be read")

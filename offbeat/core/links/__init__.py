@@ -1,4 +1,4 @@
-"""Links: one direction between two stages, buffered, in order, never blocking the compute."""
+"""Links: one direction between two stages, buffered and in order; sending never blocks the computation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}  # for links that need not
 
 
 class Message(NamedTuple):
-    """Content for batch t: a pytree of tensors and plain values.
+    """Content for batch t: nested containers of tensors and plain values.
 
-    kind "batch" belongs to a batch; any other kind is a mark that travels between batches (the end of an epoch).
+    A message of kind "batch" belongs to a batch; any other kind is a mark between batches (the end of an epoch).
     """
 
     t: int
@@ -19,19 +19,19 @@ class Message(NamedTuple):
 
 
 class Link(Protocol):
-    """The contract that both ends rely on; a process may hold only one of them."""
+    """The contract of both ends; a process may hold only one of them."""
 
     def send(self, message: Message) -> None:
-        """Hand over a message and return at once; the link holds its own copy."""
+        """Enqueue a copy of the message and return at once."""
 
     def receive(self) -> Message:
-        """The next message in order; waits for it where another process sends."""
+        """The next message in order; waits for it where another process sends it."""
 
     def peek(self) -> Message:
-        """The next message, left in place; waits like `receive`."""
+        """The next message, without removing it; waits like `receive`."""
 
     def ready(self) -> bool:
         """Whether `receive` would return at once."""
 
-    def close(self, word: str = "") -> None:
-        """No more messages; the word says why, where that is not the end of all."""
+    def close(self, reason: str = "") -> None:
+        """No more messages; the reason is sent where this is not the regular end."""

@@ -1,12 +1,12 @@
-"""Links between processes that have a device each: tensors go from device to device, all else as ever.
+"""Links between processes with a device each: tensors are sent from device to device.
 
-A message is its header, which takes the way of `distributed.py` and says what is in the payload, and the payload, the
-tensors in one flat buffer on the device, sent and received by a group that can do that (NCCL): a group for each link,
-since what such a group is asked for is done in order. The header goes when the payload is complete, and the receiver
-asks for a payload when it has the header: a kernel that waits on one device for the work of another could hold up the
-work that the other one waits for (streams share queues), and would have every synchronization wait with it.
+A message is a header, sent as in `distributed.py`, and a payload: the tensors in one flat buffer on the device, sent by
+a process group of NCCL. Each link has its own group, since the operations of a group run in order. The header is sent
+once the payload is complete, and the receiver posts the receive of a payload once it has the header: a kernel that
+waits on one device for another could block the work that the other one waits for (streams share hardware queues), and
+every synchronization with it.
 
-With NCCL this has not been tried: that takes a machine with several GPUs. The tests run it with gloo on CPUs.
+This is untested with NCCL, which needs a machine with several GPUs. The tests run it with gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from offbeat.core.links import Message
 from offbeat.core.links.distributed import Receiver, Sender
-from offbeat.core.links.wire import described, parted, whole
+from offbeat.core.links.wire import pack_apart, read_header, unpack
 from offbeat.errors import StageLost
 
 
 class Parcel(NamedTuple):
-    """A header, the payload if there is one, and when it is complete."""
+    """A header, its payload if there is one, and the event after which that is complete."""
 
     header: Tensor
     payload: Tensor | None = None
@@ -34,21 +34,23 @@ class Parcel(NamedTuple):
 
 
 class Carrier:
-    """One end of the way of the payloads: a group of two, and on a GPU a stream, so that no stage waits for it."""
+    """One end of a connection for payloads: a group of two processes and, on a GPU, a stream of its own."""
 
     def __init__(self, other: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.other, self.group, self.device = other, group, device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.ended = False  # what comes from now on is nothing that was sent
+        self.ended = False  # what is received from now on was not sent
 
     def enter(self) -> None:
-        """In the link's thread, ahead of anything on the device: for good, since going back to the stream that was
-        there before would take memory on the first GPU, which is that of another process."""
+        """Make its stream the current one of this thread, before any other work on the device.
+
+        It is not reset: setting the default stream would allocate memory on the first GPU, which another process uses.
+        """
         if self.stream is not None:
-            torch.cuda.set_stream(self.stream)  # and with it the device
+            torch.cuda.set_stream(self.stream)  # sets the device too
 
     def send(self, payload: Tensor) -> None:
-        """Returns when it is sent."""
+        """Send, and wait until it is sent."""
         self._wait(dist.isend(payload, self.other, self.group))
 
     def receive(self, size: int) -> Tensor:
@@ -59,14 +61,14 @@ class Carrier:
 
     def _wait(self, work: Any) -> None:
         assert work is not None
-        work.wait()  # on a GPU that only has the stream wait
+        work.wait()  # on a GPU only the stream waits
         if self.stream is not None:
             self.stream.synchronize()
         if self.ended:
-            raise RuntimeError("another stage is gone")
+            raise RuntimeError("the process of another stage is gone")
 
     def abort(self) -> None:
-        """End what waits on the device for a process that is gone, which nothing else would."""
+        """Abort operations on the device that wait for a process that is gone."""
         self.ended = True
         if self.stream is not None:
             with suppress(RuntimeError):
@@ -91,7 +93,7 @@ class DeviceSender(Sender):
         super().__init__(to_rank, tag, group, capacity=capacity, patient=patient, lost=lost)
 
     def send(self, message: Message) -> None:
-        header, payload = parted(message, self.carrier.device)
+        header, payload = pack_apart(message, self.carrier.device)
         ready = None
         if payload is not None and payload.is_cuda:
             ready = torch.cuda.Event(blocking=True)
@@ -125,15 +127,15 @@ class DeviceReceiver(Receiver):
         super().__init__(from_rank, tag, group, capacity=capacity, lost=lost)
 
     def _complete(self, header: Tensor) -> Any:
-        size = described(header)
+        size = read_header(header).apart
         return Parcel(header, self.carrier.receive(size) if size else None)
 
     def _read(self, arrived: Any) -> Message:
         self.payload = arrived.payload
-        return whole(arrived.header, arrived.payload)
+        return unpack(arrived.header, arrived.payload)
 
     def receive(self) -> Message:
-        """On the stream that is current, which is to be that of the stage; whoever only peeks may be on another."""
+        """To be called on the stream of the stage; `peek` may be called on any."""
         message = super().receive()
         if self.payload is not None and self.payload.is_cuda:
             self.payload.record_stream(torch.cuda.current_stream(self.carrier.device))

@@ -1,9 +1,9 @@
 """Links between processes, on torch.distributed.
 
-A gloo send completes only once its receive is posted, and a posted receive cannot be asked whether it is complete. So
-each end has a thread: the receiving one always has the next receive posted, the sending one waits in place of the
-compute. Header and payload are one message. Its length is not known beforehand, so both ends keep the same capacity,
-the longest message so far: what is longer comes in two pieces, once.
+A gloo send completes only once its receive is posted, and a posted receive cannot be polled. So each end has a thread:
+the receiving one always has the next receive posted, the sending one waits instead of the computation. Header and
+payload are one message. The receiver does not know its length in advance, so both ends keep the same capacity, the
+length of the longest message so far: a longer one is sent in two pieces.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.core.links import Message
-from offbeat.core.links.wire import PREFIX, pack, size, unpack
+from offbeat.core.links.wire import PREFIX, pack, read_header, size, unpack
 from offbeat.errors import StageLost, UserError, first_line
 
 FIRST_CAPACITY = 1 << 16
-GOODBYE = "close"  # kind of the last message; its content says why it is, if anybody knows
-FAREWELL = 4096  # bytes that it takes at most
-WORDS = 300  # characters of its reason
+GOODBYE = "close"  # kind of the last message; its content is the reason, "" where all is done
+GOODBYE_LIMIT = 4096  # bytes of it
+REASON_LIMIT = 300  # characters of its reason
 
 
 class Sender:
-    """The sending end. `patient`: where the link is full, wait (evaluation) rather than call it an error (training)."""
+    """The sending end. `patient`: where the link is full, wait (evaluation) instead of failing (training)."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Sender:
         self.outbox: queue.Queue[Any] = queue.Queue(capacity)  # None ends it
         self.longest = FIRST_CAPACITY
         self.failure: str | None = None  # why nothing more can be sent
-        self.closing, self.word = False, ""
+        self.closing, self.reason = False, ""
         self.thread = threading.Thread(target=self._post, name=f"offbeat-send-{tag}", daemon=True)
         self.thread.start()
 
@@ -58,7 +58,7 @@ class Sender:
                 self.outbox.put(parcel, block=self.patient, timeout=1.0 if self.patient else None)
                 return
             except queue.Full:
-                assert self.patient, "more messages on a link than its program can leave there"
+                assert self.patient, "more messages on a link than its capacity"
         raise self.lost(self.failure)
 
     def _post(self) -> None:
@@ -66,7 +66,7 @@ class Sender:
             while True:
                 parcel = None if self.closing and self.outbox.empty() else self.outbox.get()
                 if parcel is None:
-                    self._send(pack(Message(-1, self.word[:WORDS], kind=GOODBYE)), self.tag)
+                    self._send(pack(Message(-1, self.reason[:REASON_LIMIT], kind=GOODBYE)), self.tag)
                     return
                 self._deliver(parcel)
         except RuntimeError as error:
@@ -84,14 +84,14 @@ class Sender:
         assert work is not None
         work.wait()
 
-    def close(self, word: str = "") -> None:
-        """Say goodbye behind all that is sent, and why, which ends the thread at the other end."""
-        self.closing, self.word = True, word or self.word
-        with contextlib.suppress(queue.Full):  # then the thread is not waiting, and sees that it is the end
+    def close(self, reason: str = "") -> None:
+        """Send a goodbye with the reason after all other messages, which ends the thread at the other end."""
+        self.closing, self.reason = True, reason or self.reason
+        with contextlib.suppress(queue.Full):  # then the thread is not waiting, and reads `closing`
             self.outbox.put_nowait(None)
 
     def receive(self) -> Message:
-        raise RuntimeError("this is the sending end of a link")
+        raise RuntimeError("this is the sending end of a link: use send")
 
     peek = receive
 
@@ -106,10 +106,10 @@ class Receiver:
         self, from_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int, lost: Callable[[str], StageLost]
     ) -> None:
         self.from_rank, self.tag, self.group, self.lost = from_rank, tag, group, lost
-        self.inbox: queue.Queue[Any] = queue.Queue(capacity)  # a text tells why no more will come
-        self.failure: str | None = None  # why nothing more will be waited for
+        self.inbox: queue.Queue[Any] = queue.Queue(capacity)  # a text is the reason why no more will come
+        self.failure: str | None = None  # why it does not wait any longer
         self.next: Message | None = None
-        self.last_batch: int | None = None  # of what was received
+        self.last_batch: int | None = None  # index of the last batch received
         self.thread = threading.Thread(target=self._listen, name=f"offbeat-receive-{tag}", daemon=True)
         self.thread.start()
 
@@ -118,7 +118,7 @@ class Receiver:
         try:
             while True:
                 head = torch.empty(capacity, dtype=torch.uint8)
-                head[:PREFIX].zero_()  # a message that is too short must not be completed by what was there before
+                head[:PREFIX].zero_()  # old memory must not complete a message that is too short
                 self._receive(head, self.tag)
                 length = size(head)
                 if length > capacity:
@@ -126,15 +126,15 @@ class Receiver:
                     whole[:capacity] = head
                     self._receive(whole[capacity:], self.tag + 1)
                     head, capacity = whole, length
-                goodbye = length <= FAREWELL and unpack(head[:length]).kind == GOODBYE
+                goodbye = length <= GOODBYE_LIMIT and read_header(head[:length]).kind == GOODBYE
                 self.inbox.put(head[:length] if goodbye else self._complete(head[:length]))
                 if goodbye:
                     return
-        except (RuntimeError, UserError) as error:  # lost, or something that no stage sends
+        except (RuntimeError, UserError) as error:  # connection lost, or malformed message
             self.inbox.put(cause(error))
 
     def _complete(self, buffer: Tensor) -> Any:
-        """What has come, with all that belongs to it."""
+        """The message that arrived, with its payload where that is sent apart."""
         return buffer
 
     def _read(self, arrived: Any) -> Message:
@@ -149,7 +149,7 @@ class Receiver:
         if self.next is None:
             arrived = self._wait()
             if isinstance(arrived, str):
-                self.inbox.put(arrived)  # every later call must hear it too
+                self.inbox.put(arrived)  # for every later call
                 raise self.lost(arrived)
             try:
                 message = unpack(arrived) if isinstance(arrived, Tensor) else self._read(arrived)
@@ -157,15 +157,15 @@ class Receiver:
                 self.inbox.put(str(error))
                 raise self.lost(str(error)) from error
             if message.kind == GOODBYE:
-                why = message.content or "it has stopped"
-                self.inbox.put(why)
-                raise self.lost(why)
+                reason = message.content or "it has stopped"
+                self.inbox.put(reason)
+                raise self.lost(reason)
             self.next = message
             self.last_batch = message.t if message.kind == "batch" else self.last_batch
         return self.next
 
     def _wait(self) -> Any:
-        while True:  # in slices, so that Ctrl-C is heard
+        while True:  # with timeouts, so that Ctrl-C is handled
             try:
                 return self.inbox.get(timeout=0.5)
             except queue.Empty:
@@ -181,13 +181,13 @@ class Receiver:
         return self.next is not None or not self.inbox.empty()
 
     def send(self, message: Message) -> None:
-        raise RuntimeError("this is the receiving end of a link")
+        raise RuntimeError("this is the receiving end of a link: use receive")
 
-    def close(self, word: str = "") -> None:
-        """The other end's goodbye ends this one."""
+    def close(self, reason: str = "") -> None:
+        """The goodbye of the sending end closes this one."""
 
 
 def cause(error: Exception) -> str:
-    """Gloo's words for a lost connection, without its file names."""
+    """The error of gloo for a lost connection, without its file names."""
     text = first_line(error)
     return "its process has died" if "onnection" in text and "gloo" in text else text

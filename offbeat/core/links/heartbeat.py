@@ -1,7 +1,7 @@
-"""Heartbeats between neighbours: a sign of life from threads of their own, whatever the compute is busy with.
+"""Heartbeats between neighbours, sent by threads of their own, however busy the computation is.
 
-A process that has died closes its connections and is noticed at once. One that is stopped, or whose link is cut, just
-says no more. A slow stage goes on giving signs; a stopped process stops with all of its threads.
+A process that dies closes its connections, which is noticed at once. One that is stopped or cut off is only silent. A
+slow stage still sends heartbeats; a stopped process stops with all its threads.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-LONGEST_PAUSE = 1.0  # seconds between signs
+LONGEST_PAUSE = 1.0  # seconds between heartbeats
 ALIVE, GOODBYE = 1, 0
 
 
 class Heartbeat:
-    """Signs of life to and from some ranks. The callbacks come from a thread, once for each rank at most:
+    """Heartbeats to and from some ranks. The callbacks are called in a thread, at most once per rank:
 
-    silent(rank)    nothing was heard for `silence` seconds
-    broken(rank)    its connection is gone, and it had not said goodbye
+    silent(rank)    no heartbeat for `silence` seconds
+    broken(rank)    its connection is lost, without a goodbye
     """
 
     def __init__(
@@ -35,42 +35,42 @@ class Heartbeat:
         broken: Callable[[int], None],
     ) -> None:
         self.group, self.silence, self.silent, self.broken = group, silence, silent, broken
-        self.quiet = dict.fromkeys(ranks, 0.0)  # seconds without a sign, of those that have not said goodbye
+        self.quiet = dict.fromkeys(ranks, 0.0)  # seconds since the last heartbeat, of ranks without a goodbye
         self.leaving = threading.Event()
         watching = threading.Thread(target=self._watch, name="offbeat-heartbeat", daemon=True)
         self.threads = [watching] if self.quiet else []
         for rank in self.quiet:
-            for work in (self._give, self._hear):
+            for work in (self._send, self._receive):
                 name = f"offbeat-heartbeat{work.__name__}-{rank}"
                 self.threads.append(threading.Thread(target=work, args=(rank, tag(rank)), name=name, daemon=True))
         for thread in self.threads:
             thread.start()
 
     def close(self) -> None:
-        """Say goodbye; the threads end with the neighbours' goodbyes."""
+        """Send a goodbye; the threads end with the goodbyes of the neighbours."""
         self.leaving.set()
 
-    def _give(self, rank: int, tag: int) -> None:
+    def _send(self, rank: int, tag: int) -> None:
         try:
             while True:
-                sign = GOODBYE if self.leaving.is_set() else ALIVE
-                work = dist.isend(torch.tensor([sign], dtype=torch.uint8), rank, self.group, tag)
+                beat = GOODBYE if self.leaving.is_set() else ALIVE
+                work = dist.isend(torch.tensor([beat], dtype=torch.uint8), rank, self.group, tag)
                 assert work is not None
                 work.wait()
-                if sign == GOODBYE:
+                if beat == GOODBYE:
                     return
                 self.leaving.wait(min(self.silence / 4, LONGEST_PAUSE))
-        except (RuntimeError, ValueError):  # gone; the thread that hears tells
+        except (RuntimeError, ValueError):  # connection lost; the receiving thread reports it
             return
 
-    def _hear(self, rank: int, tag: int) -> None:
-        sign = torch.empty(1, dtype=torch.uint8)
+    def _receive(self, rank: int, tag: int) -> None:
+        beat = torch.empty(1, dtype=torch.uint8)
         try:
             while True:
-                work = dist.irecv(sign, rank, self.group, tag)
+                work = dist.irecv(beat, rank, self.group, tag)
                 assert work is not None
                 work.wait()
-                if int(sign) == GOODBYE:
+                if int(beat) == GOODBYE:
                     self.quiet.pop(rank, None)
                     return
                 if rank in self.quiet:
@@ -80,8 +80,8 @@ class Heartbeat:
                 self.broken(rank)
 
     def _watch(self) -> None:
-        """Adds up the silence in short steps, of which none counts for more than it should have taken: a process that
-        was stopped itself, and goes on, has no reason to complain of others."""
+        """Add up the silence in short steps, none of which counts for more than twice its length: a process that was
+        stopped itself must not report others when it continues."""
         step = min(self.silence / 10, 1.0)
         before = time.monotonic()
         while self.quiet and not self.leaving.wait(step):
@@ -92,6 +92,6 @@ class Heartbeat:
                     continue
                 self.quiet[rank] = quiet + passed
                 if quiet + passed >= self.silence:
-                    self.quiet.clear()  # what breaks from now on is a consequence
+                    self.quiet.clear()  # connections lost from now on are a consequence
                     self.silent(rank)
                     return

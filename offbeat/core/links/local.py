@@ -9,7 +9,7 @@ from offbeat.core.links.wire import copied
 
 
 class Entrance:
-    """Where batches enter the first stage: the user's own tensors, uncopied."""
+    """The input of the first stage: the user's own tensors, not copied."""
 
     def __init__(self) -> None:
         self.messages: deque[Message] = deque()
@@ -26,18 +26,18 @@ class Entrance:
     def ready(self) -> bool:
         return bool(self.messages)
 
-    def close(self, word: str = "") -> None:
+    def close(self, reason: str = "") -> None:
         self.messages.clear()
 
 
 class LocalLink(Entrance):
-    """Between two stages of one process; lays tensors out like any other link, so that no bit depends on where a stage
-    lives."""
+    """Between two stages of one process; keeps the same memory layouts as any other link, so that engines agree bit for
+    bit."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
 
     def send(self, message: Message) -> None:
-        assert len(self.messages) < self.capacity, "more messages on a link than its program can leave there"
+        assert len(self.messages) < self.capacity, f"more than {self.capacity} messages on a link"
         super().send(copied(message))

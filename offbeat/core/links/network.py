@@ -1,4 +1,4 @@
-"""The network between machines: the interface that gloo's links use, and how soon TCP sends again after a cut.
+"""The network between machines: the interface that gloo's links use, and how soon TCP retransmits after a cut.
 
 gloo listens at the address of the interface in GLOO_SOCKET_IFNAME; without one, at the address of the host name, which
 many systems resolve to 127.0.0.1, where no other machine can connect.
@@ -23,20 +23,20 @@ import torch.distributed as dist
 from offbeat.errors import StageLost, first_line
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-CONNECTING = timedelta(seconds=8)  # per connection; gloo waits five times as long where it is the other end's turn
+CONNECTING = timedelta(seconds=8)  # per connection; gloo waits five times as long for the other end
 SIOCGIFCONF, IFREQ = 0x8912, struct.Struct("16s2x2x4s16x")  # Linux: addresses of interfaces, and an entry of its answer
 TCP_RTO_MAX_MS = 44  # Linux 6.15 and later
 
 
 def connect(store: dist.Store, rank: int, K: int, *, patience: timedelta) -> dist.ProcessGroupGloo:
-    """Choose this process's interface, unless the user has, and try whether all processes can connect to each other.
+    """Choose the interface of this process, unless the user has, and connect all processes to each other once.
 
-    Every process calls this; `patience` is the time for all of them to come. Returns the group of the trial, to be kept
-    until all others have theirs. Raises StageLost within a minute, in each process that cannot connect to another.
+    Every process calls this; `patience` is how long to wait for all of them. Returns the group of this trial, to be
+    kept until all others have theirs. Raises StageLost within a minute in each process that cannot connect to another.
     """
     route = local_address(os.environ["MASTER_ADDR"])
     elsewhere = [address for address in _exchange(store, "route", route, rank, K, patience) if not is_local(address)]
-    if is_local(route) and elsewhere:  # the store is on this machine: take the route to another
+    if is_local(route) and elsewhere:  # the store is on this machine: use the route to another
         route = local_address(elsewhere[0])
     if INTERFACE not in os.environ and route in interfaces():
         os.environ[INTERFACE] = interfaces()[route]
@@ -61,7 +61,7 @@ def _exchange(store: dist.Store, key: str, value: str, rank: int, K: int, patien
 
 
 def local_address(host: str) -> str:
-    """The address of this machine on the route to a host; "" if there is none.
+    """The address of this machine on the route to a host; "" without a route.
 
     >>> local_address("127.0.0.1")
     '127.0.0.1'
@@ -69,18 +69,18 @@ def local_address(host: str) -> str:
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # of a datagram socket: chooses the route, sends nothing
+                probe.connect(address)  # a datagram socket chooses the route and sends nothing
                 return str(probe.getsockname()[0])
     return ""
 
 
 def is_local(address: str) -> bool:
-    """Whether an address leads to no other machine."""
+    """Whether an address is only for connections within this machine."""
     return not address or ipaddress.ip_address(address).is_loopback
 
 
 def interfaces() -> dict[str, str]:
-    """The names of this machine's interfaces by their addresses, on Linux; elsewhere none."""
+    """The names of this machine's interfaces by address on Linux; empty on other systems."""
     if sys.platform != "linux":
         return {}
     import fcntl
@@ -92,7 +92,7 @@ def interfaces() -> dict[str, str]:
         (length,) = struct.unpack_from("i", fcntl.ioctl(asking, SIOCGIFCONF, request))
     for name, address in IFREQ.iter_unpack(entries[:length]):
         found[socket.inet_ntoa(address)] = name.partition(b"\0")[0].decode()
-    with suppress(OSError):  # without IPv6 there is no such file
+    with suppress(OSError):  # missing without IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
             found[socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))] = name
@@ -100,7 +100,7 @@ def interfaces() -> dict[str, str]:
 
 
 def _gloo_address() -> str:
-    """Where gloo will listen, as far as it can be known."""
+    """Where gloo will listen, as far as that is known."""
     name = os.environ.get(INTERFACE)
     if name is None:
         with suppress(OSError):
@@ -111,18 +111,18 @@ def _gloo_address() -> str:
 
 
 def descriptors() -> set[int]:
-    """This process's open file descriptors, where the system lists them."""
+    """The open file descriptors of this process, where the system lists them."""
     listed = Path("/proc/self/fd")
     return {int(entry.name) for entry in listed.iterdir()} if listed.exists() else set()
 
 
 def shorten_retransmission(opened: Iterable[int], silence: float) -> None:
-    """Have TCP connections among these descriptors send again at least every `silence` / 8 seconds.
+    """Make TCP connections among these descriptors retransmit at least every `silence` / 8 seconds.
 
-    TCP doubles its pauses, so that a link that was cut for 20 s may be silent for 40. No shorter pause than this: some
-    of the kernel's timers give up after 15 of them, and it is for heartbeats to decide. Linux before 6.15 cannot do it.
+    TCP doubles its timeouts, so that a link that was cut for 20 s may be silent for 40. The timeout is not shorter:
+    some of the kernel's timers give up after 15 of them; heartbeats are to decide. Needs Linux 6.15 or later.
     """
-    pause = int(1000 * min(max(silence / 8, 1), 120))  # milliseconds; what the kernel takes
+    timeout = int(1000 * min(max(silence / 8, 1), 120))  # milliseconds, in the range that the kernel accepts
     for descriptor in opened:
         with suppress(OSError), socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, pause)
+            connection.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, timeout)

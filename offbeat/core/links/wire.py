@@ -1,36 +1,42 @@
-"""The form of a message: one flat buffer with a checked header, raw tensor bytes behind it.
+"""The format of a message: one flat buffer with a checked header, followed by the bytes of its tensors.
 
-    length | header length | CRC of the header | sum of all behind this | header (JSON) | tensor | tensor ...
-    (8 bytes each, zeros between the parts)
+    length | header length | CRC of the header | checksum of all that follows | header (JSON) | tensor | tensor ...
+    (8 bytes each; zeros between the parts)
 
-Links within a process copy tensors into the same layout (`copied`), because layout is part of the numbers: BatchNorm on
-channels-last or convolution on a transposed input give other bits. Dense layouts keep their strides, all others (such
-as expanded gradients) become contiguous, and each tensor starts on a 64-byte boundary as torch allocates them.
-The header is data, never code, and nothing in it is believed: whatever is not the very message that was packed (a
-damaged byte, a length beyond the limits, a shape that does not fit its bytes) is refused before memory is taken for it.
+The header holds the batch index, the kind and the content, as core/codec.py encodes it, with the dtype, shape, strides
+and position of each tensor. Between devices the tensors are in a buffer apart (`pack_apart`), on the device.
+
+Tensors arrive dense (core/layout.py): dense layouts keep their strides, all others (such as expanded gradients) become
+contiguous, and each tensor starts on a 64-byte boundary. Links within a process copy tensors into the same layouts
+(`copied`), so that engines agree bit for bit.
+The header is data, never code, and nothing in it is trusted: what differs from the message that was packed (a damaged
+byte, a length beyond the limits, a shape that does not fit its bytes) is refused before memory is allocated for it.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 import zlib
-from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from offbeat.core import codec
+from offbeat.core.layout import ALIGNMENT, dense_copy, dense_strides, is_dense
 from offbeat.core.links import Message
 from offbeat.errors import UserError, first_line
 
-ALIGNMENT = 64
 WORD = 8
-COLUMNS = 64  # of the table that is summed
+COLUMNS = 64  # of the table that the checksum adds up
 PREFIX = 4 * WORD
 LIMIT = 1 << 34  # bytes of a message
 HEADER_LIMIT = 1 << 26
-DIMENSIONS = 64  # as many as torch can iterate over
+MAX_DIMENSIONS = 64  # of a tensor in torch
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -48,138 +54,116 @@ DTYPES = {
         torch.bool,
     )
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Place = tuple[str, tuple[int, ...], tuple[int, ...], int]  # dtype, shape and strides of a tensor, its first byte
 
 
 class MalformedMessage(UserError):
-    """Bytes that no link of ours sent."""
+    """Bytes that are not a message as `pack` returns it."""
+
+
+class Header(NamedTuple):
+    """The checked header of a message, and where its payload starts in the buffer."""
+
+    t: int
+    kind: str
+    tree: Any
+    tensors: list[Any]
+    apart: int | None  # bytes of the payload, where it is in a buffer apart
+    base: int
+
+
+# ---- packing
 
 
 def pack(message: Message) -> Tensor:
-    """The message as one uint8 tensor."""
+    """The message as one uint8 tensor on the CPU."""
+    return _packed(*_take_apart(message))
+
+
+def pack_apart(message: Message, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The message as a header on the CPU and its tensors in one buffer on a device; no checksum protects these.
+
+    Where no tensor has any bytes there is no second buffer.
+    """
+    header, tensors, end = _take_apart(message)
+    payload = torch.empty(end, dtype=torch.uint8, device=device) if end else None
+    if payload is not None:
+        _fill(payload, tensors, header["tensors"])
+    return _packed({**header, "apart": end}), payload
+
+
+def copied(message: Message) -> Message:
+    """The message as the other end of a link receives it, its tensors on their own devices."""
+    tensors, tree = _encoded(message.content)
+    return message._replace(content=codec.decode(tree, lambda index: dense_copy(tensors[index])))
+
+
+def _take_apart(message: Message) -> tuple[dict[str, Any], list[Tensor], int]:
+    """The header, the tensors, and the bytes that they take."""
+    tensors, tree = _encoded(message.content)
+    places: list[Place] = []
+    end = 0
+    for tensor in tensors:
+        start = _up(end, ALIGNMENT)
+        end = start + tensor.nbytes
+        places.append((NAMES[tensor.dtype], tensor.shape, dense_strides(tensor), start))
+    return {"t": message.t, "kind": message.kind, "tree": tree, "tensors": places}, tensors, end
+
+
+def _encoded(content: Any) -> tuple[list[Tensor], Any]:
     tensors: list[Tensor] = []
-    header: dict[str, Any] = {"t": message.t, "kind": message.kind, "tree": _skeleton(message.content, tensors)}
-    entries, end = _places(tensors)
-    header["tensors"] = entries
+
+    def refer(tensor: Tensor, path: codec.Path) -> list[Any]:
+        if tensor.dtype not in NAMES or tensor.layout is not torch.strided:
+            what = f"a {tensor.dtype} {tensor.layout} tensor{codec.at(path)}"
+            raise UserError(f"{what} cannot cross stages: use a dense tensor of one of the types {', '.join(DTYPES)}")
+        tensors.append(tensor.detach())
+        return [len(tensors) - 1]
+
+    return tensors, codec.encode(content, refer, purpose="cross stages")
+
+
+def _packed(header: dict[str, Any], tensors: list[Tensor] | None = None, end: int = 0) -> Tensor:
+    """The buffer of a header and, where given, the tensors that it describes."""
     text = json.dumps(header, separators=(",", ":")).encode()
     base = _up(PREFIX + len(text), ALIGNMENT)
     total = base + _up(end, WORD)
     if total > LIMIT or len(text) > HEADER_LIMIT:
-        raise UserError(f"a message of {total:,} bytes ({len(text):,} of them header) is too long: use smaller batches")
+        raise UserError(
+            f"a message of {total:,} bytes ({len(text):,} of them header) is too long: at most {LIMIT:,} "
+            f"({HEADER_LIMIT:,} of header) can be sent; use smaller batches"
+        )
+    head = struct.pack("<qqqq", total, len(text), zlib.crc32(text), 0) + text
     buffer = torch.empty(total, dtype=torch.uint8)
-    buffer[PREFIX : PREFIX + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    written = PREFIX + len(text)
-    for tensor, (dtype, shape, strides, start) in zip(tensors, entries, strict=True):
-        buffer[written : base + start].zero_()
-        written = base + start + tensor.numel() * tensor.element_size()
-        if tensor.numel():
-            buffer[base + start : written].view(DTYPES[dtype]).as_strided(shape, strides).copy_(tensor)
-    buffer[written:].zero_()
-    prefix = torch.tensor([total, len(text), zlib.crc32(text), _sum(buffer)])
-    buffer[:PREFIX].view(torch.int64).copy_(prefix)
+    buffer[:base] = torch.frombuffer(bytearray(head.ljust(base, b"\0")), dtype=torch.uint8)
+    if tensors is not None:
+        _fill(buffer[base:], tensors, header["tensors"])
+    buffer[PREFIX - WORD : PREFIX].view(torch.int64).fill_(_checksum(buffer))
     return buffer
 
 
-def parted(message: Message, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The message as a header and one flat buffer on that device, where it holds tensors, which no sum protects."""
-    tensors: list[Tensor] = []
-    tree = _skeleton(message.content, tensors)
-    entries, end = _places(tensors)
-    text = json.dumps({"tree": tree, "tensors": entries, "bytes": end}, separators=(",", ":"))
-    header = pack(Message(message.t, text, message.kind))
-    if not end:
-        return header, None
-    payload = torch.empty(end, dtype=torch.uint8, device=device)
-    for tensor, (dtype, shape, strides, start) in zip(tensors, entries, strict=True):
-        if tensor.numel():
-            part = payload[start : start + tensor.numel() * tensor.element_size()]
-            part.view(DTYPES[dtype]).as_strided(shape, strides).copy_(tensor)
-    return header, payload
-
-
-def described(header: Tensor) -> int:
-    """Bytes of the payload that belongs to a header."""
-    try:
-        count = json.loads(unpack(header).content)["bytes"]
-        if type(count) is not int or not 0 <= count <= LIMIT:
-            raise ValueError(f"a payload of {count} bytes")
-    except (ValueError, LookupError, TypeError) as error:
-        raise MalformedMessage(f"malformed message: {first_line(error)}") from error
-    return count
-
-
-def whole(header: Tensor, payload: Tensor | None) -> Message:
-    """The message of a header and its payload; its tensors are views of that."""
-    message = unpack(header)
-    try:
-        told = json.loads(message.content)
-        flat = torch.empty(0, dtype=torch.uint8) if payload is None else payload
-        return Message(message.t, _content(told["tree"], _tensors(flat, 0, told["tensors"])), message.kind)
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise MalformedMessage(f"malformed message: {first_line(error)}") from error
-
-
-def _places(tensors: list[Tensor]) -> tuple[list[tuple[str, list[int], list[int], int]], int]:
-    """Type, shape, strides and place of each tensor behind each other, and the end of the last."""
-    entries: list[tuple[str, list[int], list[int], int]] = []
-    end = 0
-    for tensor in tensors:
-        start = _up(end, ALIGNMENT)
-        end = start + tensor.numel() * tensor.element_size()
-        entries.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _strides(tensor), start))
-    return entries, end
-
-
-def size(buffer: Tensor) -> int:
-    """Length of the message whose first bytes are in the buffer."""
-    total = int(buffer[:WORD].view(torch.int64)) if buffer.numel() >= WORD else 0
-    if not PREFIX < total <= LIMIT:
-        raise MalformedMessage(f"malformed message: {total} bytes announced, from {PREFIX + 1} to {LIMIT} are allowed")
-    return total
-
-
-def unpack(buffer: Tensor) -> Message:
-    """The message in a buffer; its tensors are views of it."""
-    try:
-        if size(buffer) != buffer.numel() or buffer.numel() % WORD:
-            raise ValueError(f"{size(buffer)} bytes announced, {buffer.numel()} there")
-        _, length, checksum, whole = buffer[:PREFIX].view(torch.int64).tolist()
-        if not 0 < length <= min(buffer.numel() - PREFIX, HEADER_LIMIT):
-            raise ValueError(f"a header of {length} bytes in a message of {buffer.numel()}")
-        text = bytes(buffer[PREFIX : PREFIX + length].numpy())
-        if zlib.crc32(text) != checksum or _sum(buffer) != whole:
-            raise ValueError("its bytes are not those that were sent")
-        header = json.loads(text)
-        if type(header["t"]) is not int or type(header["kind"]) is not str:
-            raise ValueError("no batch index or no kind")
-        tensors = _tensors(buffer, _up(PREFIX + length, ALIGNMENT), header["tensors"])
-        return Message(header["t"], _content(header["tree"], tensors), header["kind"])
-    except MalformedMessage:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
-        raise MalformedMessage(f"malformed message: {first_line(error)}") from error
-
-
-def copied(message: Message) -> Message:
-    """The message as the far end of a link sees it, without leaving the tensors' device."""
-    tensors: list[Tensor] = []
-    tree = _skeleton(message.content, tensors)
-    return Message(message.t, _content(tree, [copied_tensor(tensor) for tensor in tensors]), message.kind)
-
-
-def copied_tensor(tensor: Tensor) -> Tensor:
-    """A tensor as the far end of a link sees it."""
-    return torch.empty_strided(tensor.shape, _strides(tensor), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def _fill(payload: Tensor, tensors: list[Tensor], places: list[Place]) -> None:
+    written = 0
+    for tensor, (_, shape, strides, start) in zip(tensors, places, strict=True):
+        if written < start:
+            payload[written:start].zero_()
+        written = start + tensor.nbytes
+        if written > start:
+            payload[start:written].view(tensor.dtype).as_strided(shape, strides).copy_(tensor)
+    if written < len(payload):
+        payload[written:].zero_()
 
 
 def _up(length: int, unit: int) -> int:
     return -(-length // unit) * unit
 
 
-def _sum(buffer: Tensor) -> int:
-    """A sum that no damaged, lost or exchanged byte behind the prefix leaves as it was, at a fraction of a copy's time.
+def _checksum(buffer: Tensor) -> int:
+    """A checksum that any damaged, lost or exchanged byte after the prefix changes, in a fraction of a copy's time.
 
-    The words form a table; the CRC is that of the sums of its rows and columns, and of the rest. (A CRC of it all would
-    take longer than some stages.)
+    The words form a table; the result is the CRC of the sums of its rows and columns, and of the remaining words. (A
+    CRC of all bytes would take longer than some stages.)
     """
     words = buffer[PREFIX:].view(torch.int64)
     rest = words.numel() % COLUMNS
@@ -190,69 +174,92 @@ def _sum(buffer: Tensor) -> int:
     return check
 
 
-def _tensors(buffer: Tensor, base: int, entries: list[Any]) -> list[Tensor]:
+# ---- unpacking
+
+
+@contextmanager
+def _untrusted() -> Iterator[None]:
+    """Around all that reads what came over the network: any error becomes a MalformedMessage in one line."""
+    try:
+        yield
+    except MalformedMessage:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
+        raise MalformedMessage(f"malformed message: {first_line(error)}") from error
+
+
+def size(buffer: Tensor) -> int:
+    """Length of the message whose first bytes are in the buffer."""
+    total = int(buffer[:WORD].view(torch.int64)) if buffer.numel() >= WORD else 0
+    if not PREFIX < total <= LIMIT:
+        raise MalformedMessage(f"malformed message: {total} bytes announced, from {PREFIX + 1} to {LIMIT} are allowed")
+    return total
+
+
+def read_header(buffer: Tensor) -> Header:
+    """The header of the message in a buffer, every byte of which was checked."""
+    with _untrusted():
+        return _header(buffer)
+
+
+def _header(buffer: Tensor) -> Header:
+    if buffer.numel() < PREFIX or buffer.numel() % WORD:
+        raise ValueError(f"{buffer.numel()} bytes received")
+    total, length, crc, checksum = buffer[:PREFIX].view(torch.int64).tolist()
+    if total != buffer.numel():
+        raise ValueError(f"{total} bytes announced, {buffer.numel()} received")
+    if not 0 < length <= min(total - PREFIX, HEADER_LIMIT):
+        raise ValueError(f"a header of {length} bytes in a message of {total}")
+    text = bytes(buffer[PREFIX : PREFIX + length].numpy())
+    if zlib.crc32(text) != crc or _checksum(buffer) != checksum:
+        raise ValueError("its bytes are not those that were sent")
+    header = json.loads(text)
+    apart = header.get("apart")
+    if type(header["t"]) is not int or type(header["kind"]) is not str:
+        raise ValueError("no batch index or no kind")
+    if "apart" in header and (type(apart) is not int or not 0 <= apart <= LIMIT):
+        raise ValueError(f"a payload of {apart!r:.40} bytes")
+    base = _up(PREFIX + length, ALIGNMENT)
+    return Header(header["t"], header["kind"], header["tree"], header["tensors"], apart, base)
+
+
+def unpack(buffer: Tensor, payload: Tensor | None = None) -> Message:
+    """The message in a buffer, or in a header and the payload apart; its tensors are views of these."""
+    with _untrusted():
+        header = _header(buffer)
+        if header.apart is None:
+            tensors = _views(buffer, header.base, header.tensors)
+        else:
+            tensors = _views(buffer[:0] if payload is None else payload, 0, header.tensors)
+
+        def resolve(index: Any) -> Tensor:
+            if type(index) is not int or not 0 <= index < len(tensors):
+                raise ValueError(f"tensor {index!r:.40} of {len(tensors)}")
+            return tensors[index]
+
+        return Message(header.t, codec.decode(header.tree, resolve), header.kind)
+
+
+def _views(buffer: Tensor, base: int, places: list[Any]) -> list[Tensor]:
     """Views of the payload: in order, apart from each other, of dense layouts."""
     tensors, end = [], base
-    for dtype, shape, strides, start in entries:
-        kind = DTYPES[dtype]
-        whole = all(type(number) is int and 0 <= number <= LIMIT for number in (*shape, *strides, start))
-        if not whole or len(shape) > DIMENSIONS:
+    for name, shape, strides, start in places:
+        dtype = DTYPES[name]
+        valid = all(type(number) is int and 0 <= number <= LIMIT for number in (*shape, *strides, start))
+        if not valid or len(shape) > MAX_DIMENSIONS:
             raise ValueError(f"shape {shape}, strides {strides}, start {start}")
         count = prod(shape)
         begin, before = base + start, end
-        end = begin + count * kind.itemsize
+        end = begin + count * dtype.itemsize
         if begin < before or start % ALIGNMENT or end > buffer.numel():
             raise ValueError(f"a tensor of {count} elements from {begin} to {end} of {buffer.numel()} bytes")
         if not count:
-            tensors.append(torch.empty(shape, dtype=kind))
+            tensors.append(torch.empty(shape, dtype=dtype, device=buffer.device))
             continue
         if 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) != count:
             raise ValueError(f"a tensor of shape {shape} and strides {strides} does not fit its bytes")
-        view = buffer[begin:end].view(kind).as_strided(shape, strides)
-        if not torch.ops.aten.is_non_overlapping_and_dense(view):
+        view = buffer[begin:end].view(dtype).as_strided(shape, strides)
+        if not is_dense(view):
             raise ValueError(f"a tensor of shape {shape} and strides {strides} overlaps itself")
         tensors.append(view)
     return tensors
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    """The tensor's own strides where they are dense, otherwise those of a contiguous one."""
-    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return list(tensor.stride())
-    strides, step = [], 1
-    for length in reversed(tensor.shape):
-        strides.append(step)
-        step *= max(1, length)
-    return strides[::-1]
-
-
-def _skeleton(content: Any, tensors: list[Tensor]) -> Any:
-    """The content as JSON: containers as tagged lists, a tensor as its number."""
-    if isinstance(content, Tensor):
-        if str(content.dtype).removeprefix("torch.") not in DTYPES or content.layout is not torch.strided:
-            raise UserError(f"a {content.dtype} {content.layout} tensor cannot cross stages: use a dense, plain type")
-        tensors.append(content.detach())
-        return ["tensor", len(tensors) - 1]
-    if content is None or isinstance(content, (bool, int, float, str)):
-        return content
-    if type(content) in (list, tuple):
-        return [type(content).__name__, [_skeleton(item, tensors) for item in content]]
-    if type(content) in (dict, OrderedDict) and all(isinstance(key, (str, int)) for key in content):
-        return ["dict", [[key, _skeleton(value, tensors)] for key, value in content.items()]]
-    raise UserError(
-        f"a {type(content).__name__} cannot cross stages: return tensors, or tuples, lists and dicts of them"
-    )
-
-
-def _content(skeleton: Any, tensors: list[Tensor]) -> Any:
-    if skeleton is None or isinstance(skeleton, bool | int | float | str):
-        return skeleton
-    tag, value = skeleton
-    if tag == "tensor" and type(value) is int and 0 <= value < len(tensors):
-        return tensors[value]
-    if tag == "dict" and isinstance(value, list) and all(isinstance(key, str | int) for key, _ in value):
-        return {key: _content(item, tensors) for key, item in value}
-    if tag in ("list", "tuple") and isinstance(value, list):
-        items = [_content(item, tensors) for item in value]
-        return tuple(items) if tag == "tuple" else items
-    raise ValueError(f"a {str(tag)[:20]} in its content")

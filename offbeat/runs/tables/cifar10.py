@@ -1,6 +1,6 @@
 """CIFAR-10: Table I(a) of the ADL paper row by row, and our own rows beside it, ordered by worth.
 
-The paper's setting, which `offbeat.runs.recipe.complete` has as its defaults: b = 32, lr = 0.1 bM/256 after 3 epochs of
+The paper's setting, the defaults of `offbeat.make_recipe`: b = 32, lr = 0.1 bM/256 after 3 epochs of
 warm-up, momentum 0.9, weight decay 5e-4, 300 epochs, a tenth of the rate at 150, 225 and 275, that is at 1/2, 3/4 and
 11/12 of the epochs, however many. "BP with accumulation" at the same b and M stands beside every ADL.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.tables.row import Paper, Table, row
 
 BP_BATCH = "the paper's BP values are those of an earlier work at b = 128 without accumulation"
@@ -20,7 +20,7 @@ TWO_M = "Table I(a) states M = 4, Table II M = 2"
 
 def cifar10(model: str, method: str, **given: Any) -> Recipe:
     """A recipe of the paper's setting; what is None is left to it."""
-    return complete(model=model, data="cifar10", method=method, **given)
+    return make_recipe(model=model, data="cifar10", method=method, **given)
 
 
 def fixed(given: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.tables.row import Images, Paper, Table, row
 
 BP_SETTING = "the paper does not state the M of its BP"
@@ -17,7 +17,7 @@ BP_SETTING = "the paper does not state the M of its BP"
 
 def imagenet(model: str, method: str, **given: Any) -> Recipe:
     """A recipe of the paper's setting for folders of images; what is None is left to it."""
-    return complete(model=model, data="imagefolder", method=method, **given)
+    return make_recipe(model=model, data="imagefolder", method=method, **given)
 
 
 @row(1, Paper(29.75, "Table I(b), ResNet-18, K=8, ADL", top5=10.55))

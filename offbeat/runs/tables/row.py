@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offbeat.methods import parsed
-from offbeat.runs.recipe import Recipe, changed, complete, linear_rate
+from offbeat.runs.recipe import Recipe, changed, linear_rate, make_recipe
 
 CHECKPOINTS = 30  # drained ones that a run makes at most, at epochs of its recipe: a 300-epoch run every 10 epochs
 
@@ -46,7 +46,7 @@ class TableRow:
             before = made.as_dict()
             if before["lr"] == linear_rate(made.batch_size, made.M):  # which follows M
                 before.pop("lr")
-            made = complete(**changed(before, {"settings": settings}))
+            made = make_recipe(**changed(before, {"settings": settings}))
         every = max(1, -(-made.epochs // CHECKPOINTS))
         return replace(made, checkpoint_every=f"{every}e", checkpoint_mode="drained", keep=1)
 
@@ -57,8 +57,8 @@ def row(tier: int, paper: Paper | None = None) -> Callable[[Callable[..., Recipe
     >>> @row(1, Paper(6.18, "Table I(a), ResNet-56, K=8"))
     ... def resnet56_adl_k8(**given: Any) -> Recipe:
     ...     '''ResNet-56, ADL, K=8.'''
-    ...     from offbeat.runs.recipe import complete
-    ...     return complete(model="resnet56", K=8, **given)
+    ...     from offbeat.runs.recipe import make_recipe
+    ...     return make_recipe(model="resnet56", K=8, **given)
     >>> resnet56_adl_k8.name, resnet56_adl_k8.title, resnet56_adl_k8.recipe(epochs=60).checkpoint_every
     ('resnet56-adl-k8', 'ResNet-56, ADL, K=8', '2e')
     """

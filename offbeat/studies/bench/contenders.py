@@ -280,7 +280,7 @@ class Ours:
         self.fill = RECORDING if on_gpu else self.pipe.method.fill(K) + 2
 
     def step(self) -> Tensor | None:
-        if self.pipe.engine.records:  # without waiting for the loss
+        if self.pipe.engine.defers:  # without waiting for the loss
             self.pipe._step(self.task.x, self.task.y)
             return None
         return self.pipe.step(self.task.x, self.task.y)

@@ -9,6 +9,7 @@ from typing import Any
 
 from offbeat.errors import UserError
 from offbeat.runs import record
+from offbeat.runs.provenance import provenance
 
 PATHS = ("--out", "--profile")  # options that name files of this machine
 ORIGIN = ("machine", "commit", "versions")  # times of another one are not mixed with those of this one
@@ -26,7 +27,7 @@ def folder_for(out: Path | None, default: str, file: str) -> Path:
 
 def origin() -> dict[str, Any]:
     """Where a record comes from, without the paths of this machine."""
-    made, command, skip = record.provenance(), [], False
+    made, command, skip = provenance(), [], False
     for word in made["command"]:
         if not skip and word.partition("=")[0] not in PATHS:
             command.append(word)
@@ -34,7 +35,7 @@ def origin() -> dict[str, Any]:
     return {**made, "command": command}
 
 
-def stored(path: Path, settings: Mapping[str, Any], provenance: Mapping[str, Any]) -> dict[str, Any] | None:
+def stored(path: Path, settings: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any] | None:
     """The record that a command with these settings continues; None where there is none yet."""
     if not path.exists():
         return None
@@ -43,7 +44,7 @@ def stored(path: Path, settings: Mapping[str, Any], provenance: Mapping[str, Any
         had = {**content["settings"], **{name: content["provenance"][name] for name in ORIGIN}}
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path.parent} already holds {path.name}, which is no record: choose another --out") from None
-    now = json.loads(json.dumps({**settings, **{name: provenance[name] for name in ORIGIN}}))
+    now = json.loads(json.dumps({**settings, **{name: made[name] for name in ORIGIN}}))
     for name, value in now.items():
         if had.get(name) != value:
             differs = f"{name} = {had.get(name)}, not {value}"

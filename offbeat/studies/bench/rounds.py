@@ -16,7 +16,7 @@ from typing import Any
 from offbeat.errors import UserError
 from offbeat.report import bench_table
 from offbeat.report.draw import by_the_way, draw_bench
-from offbeat.runs import record
+from offbeat.runs.provenance import gpu_name
 from offbeat.studies.bench.cuts import placed
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.records import folder_for, origin, stored
@@ -350,7 +350,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     made = origin()
     if setting.device == "cuda":
         check_gpu()
-        made["machine"] = f"{record.gpu_name()}, {made['machine']}"
+        made["machine"] = f"{gpu_name()}, {made['machine']}"
     runner = StudyRunner(out, request.minutes, show)
     earlier = stored(out / "bench.json", identity(request, setting), made)
     if earlier:

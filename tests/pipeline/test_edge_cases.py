@@ -1,6 +1,6 @@
-"""What users do that no program of ours does: memory that is used again, writing in place, states loaded twice, hooks.
+"""What users may do and the package itself never does: memory reused or written in place, states loaded twice, hooks.
 
-Each case once gave other numbers without a word, or ended in a traceback.
+Each case gives the numbers of plain PyTorch or is refused with an error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines.deferred_tensor import DeferredTensor
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded, UserError
-from offbeat.graphs.launch_queue import Row
+from offbeat.graphs.launch_queue import RecordedOperation
 from offbeat.runs import record
-from offbeat.runs.recipe import complete
+from offbeat.runs.recipe import make_recipe
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def train(pipe: offbeat.Pipeline, data) -> list[Tensor]:
     for x, y in data:
         pipe.step(x, y)
     pipe.drain()
-    heads = [p for stage in pipe.stages.values() if stage.head for p in stage.head.parameters()]
+    heads = [p for stage in pipe.stages.values() if stage.feedback.head for p in stage.feedback.head.parameters()]
     return [p.detach().clone() for p in (*pipe.model.parameters(), *heads)]
 
 
@@ -158,13 +158,13 @@ def test_states_that_do_not_fit_are_refused_in_one_line():
         fresh.load(state, 7)
     with pytest.raises(UserError, match=r"load\(\) with batches in flight: call drain\(\)"):
         pipe.load(state, 7)
-    with pytest.raises(UserError, match=r"batches=77.*, but this is a state behind 7 batches"):
+    with pytest.raises(UserError, match=r"batches=77.*, but this state was saved after 7 batches"):
         pipeline(offbeat.ADL(M=2)).load(state, 77)
     for tree in ({}, "x", None, {1: {}, 2: {}}):
         with pytest.raises(UserError, match="the state of stage 1 is not one of a pipeline like this"):
             pipeline(offbeat.ADL(M=2)).load(tree, 7)
     for name, has in (("gpipe", 0), ("bp", 0), ("adl-1f1b", 1)):
-        with pytest.raises(UserError, match=f"stage 1 with 2 batches in flight, of which {name} has {has} by then"):
+        with pytest.raises(UserError, match=f"stage 1 with 2 batches in flight, where {name} has {has}"):
             pipeline(name).load(state, 7)
     with pytest.raises(UserError, match="of another optimizer than Adam, with momentum: make the same one"):
         pipeline(offbeat.ADL(M=2), optimizer=lambda p: torch.optim.Adam(p)).load(state, 7)
@@ -207,7 +207,7 @@ def test_what_would_train_nothing_or_too_much_is_refused():
         (5, "the loader is of type int: give an iterable"),
     ],
 )
-def test_a_loader_that_gives_no_pairs_is_told_of(given, said):
+def test_a_loader_that_gives_no_pairs_is_reported(given, said):
     with pytest.raises(UserError, match=said):
         pipeline().fit(given)
 
@@ -265,7 +265,7 @@ def regression(bad: tuple[int, ...] = (), n: int = 10) -> list[tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("bad", [(), (3,), (0, 5)])
-def test_2bw_uses_the_version_before_also_behind_an_update_that_was_skipped(bad):
+def test_2bw_uses_the_version_before_also_after_a_skipped_update(bad):
     pipe = offbeat.Pipeline(
         Net(),
         1,
@@ -348,7 +348,7 @@ class First(nn.Module):
 
 
 @pytest.mark.parametrize("method", [offbeat.BP(), offbeat.ADL(M=2)], ids=lambda method: method.name)
-def test_parameters_behind_an_output_that_nobody_uses_are_left_alone(method):
+def test_parameters_of_an_unused_output_are_left_alone(method):
     def trained(engine) -> list[Tensor]:
         torch.manual_seed(0)
         return train(
@@ -386,7 +386,7 @@ def test_a_schedule_may_change_the_momentum_of_recorded_updates(monkeypatch, sch
             group["lr"] = torch.tensor(float(group["lr"]))
         return optimizer
 
-    monkeypatch.setattr("offbeat.core.stage._rates_on_device", rates)
+    monkeypatch.setattr("offbeat.core.optimization._rates_on_device", rates)
     given = {"method": offbeat.ADL(M=1), "scheduler": SCHEDULES[schedule]}
     expected = train(pipeline(**given), batches(40))
     launched = capture(monkeypatch, 1)
@@ -402,9 +402,9 @@ def test_options_of_an_optimizer_that_change_are_not_taken_from_a_recording():
         for one in (pipe, other):
             if t == 12:
                 for stage in one.stages.values():
-                    stage.optimizer.param_groups[0]["weight_decay"] = 0.5
+                    stage.optimization.optimizer.param_groups[0]["weight_decay"] = 0.5
             one.step(x, y)
-        recorded = [isinstance(stage.step, Row) for stage in pipe.stages.values()]
+        recorded = [isinstance(worker.executor.optimization.operation, RecordedOperation) for worker in pipe.workers]
         assert t not in (11, 13) or recorded == [t == 11] * 2, "a recording has the options that it was made with"
     assert same(train(pipe, []), train(other, []))
 
@@ -426,7 +426,7 @@ def test_a_loss_that_is_yet_to_come_is_a_number_like_any_other(monkeypatch):
 def test_pipelines_by_turns_leave_each_other_their_precision():
     def made(precision: str) -> offbeat.Pipeline:
         pipe = pipeline("bp", model=nn.Linear(4, 3), K=1)
-        pipe.numbers = PrecisionPolicy(precision, "cpu", False)
+        pipe._guard.precision = PrecisionPolicy(precision, "cpu", False)
         return pipe
 
     before = torch.get_float32_matmul_precision()
@@ -467,7 +467,7 @@ def test_fused_stages_may_give_lists_and_dicts(kind):
 
 
 def test_a_damaged_line_of_the_records_is_reported_in_one_line(tmp_path):
-    folder = record.RunFolder.create(tmp_path / "run", complete(model="mlp", data="digits"))
+    folder = record.RunFolder.create(tmp_path / "run", make_recipe(model="mlp", data="digits"))
     folder.line("note", text="first")
     file = tmp_path / "run/metrics.jsonl"
     file.write_text(file.read_text() + "garbage\n")

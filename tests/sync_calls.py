@@ -1,4 +1,4 @@
-"""What is synced and renamed, in order: the real calls, recorded on their way."""
+"""Calls of fsync and rename, recorded in order while they are made."""
 
 from __future__ import annotations
 

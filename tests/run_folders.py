@@ -11,8 +11,9 @@ from tempfile import mkdtemp
 
 from offbeat.methods import named
 from offbeat.ops import Backward, Forward, Update
-from offbeat.runs.recipe import Recipe, complete
-from offbeat.runs.train import check, train
+from offbeat.runs.begin import train_here
+from offbeat.runs.build import check
+from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.timeline import Costs, timeline
 
 NAMES = {Forward: "forward", Backward: "backward", Update: "update"}
@@ -34,14 +35,14 @@ def recipe(**given: object) -> Recipe:
         "K": 3,
         "M": 2,
     }
-    return complete(**{**fixed, **given})
+    return make_recipe(**{**fixed, **given})
 
 
 @lru_cache
 def _trained(**given: object) -> Path:
     folder = Path(mkdtemp(prefix="offbeat-report-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    train(check(recipe(**given))[0], folder / "run", show=False)
+    train_here(check(recipe(**given))[0], folder / "run", show=False)
     return folder / "run"
 
 

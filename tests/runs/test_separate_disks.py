@@ -6,15 +6,14 @@ Stages that do not see the run folder send their parts of a checkpoint to the fi
 from __future__ import annotations
 
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command import Command
+from command import Command, weights
 from disks import small_disk, taken
+from preloaded import PYTHON
 from processes import ENVIRONMENT, free_ports, group
-from safetensors.torch import load_file
 
 from offbeat import checkpoint as checkpoints
 from offbeat.runs.record import lines
@@ -44,7 +43,7 @@ def torchrun(disks: list[Path], *arguments: object) -> list[subprocess.Completed
 
     def agent(node: int) -> subprocess.CompletedProcess:
         command = [
-            sys.executable,
+            PYTHON,
             "-m",
             "torch.distributed.run",
             "--nnodes",
@@ -86,10 +85,6 @@ def succeeded(all_done: list[subprocess.CompletedProcess]) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         ours = [line for line in done.stderr.splitlines() if line.startswith("offbeat: ") or "Traceback" in line]
         assert ours == [], done.stderr
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}
 
 
 def untouched(disk: Path) -> None:
@@ -148,7 +143,7 @@ def test_a_run_without_checkpoints_needs_no_shared_folder(tmp_path, offbeat: Com
 
 
 @pytest.mark.slow
-def test_a_run_on_separate_disks_goes_on_with_more_stages(tmp_path):
+def test_a_run_on_separate_disks_resumes_with_more_stages(tmp_path):
     disks = [tmp_path / name for name in "abc"]
     settings = (*SMALL, "--epochs", 1, "--checkpoint-every", "7b")
     succeeded(torchrun(disks[:2], *settings, "-K", 2, "--out", "run"))
@@ -156,13 +151,13 @@ def test_a_run_on_separate_disks_goes_on_with_more_stages(tmp_path):
     run = disks[0] / "run"
     assert [checkpoints.verify(each.path) for each in checkpoints.ls(run)] == [[], [], []]
     assert checkpoints.ls(run)[-1].checkpoint.K == 3
-    assert any("lost to the change" in line["text"] for line in lines(run) if line["kind"] == "note")
+    assert any("lost by the change" in line["text"] for line in lines(run) if line["kind"] == "note")
     for disk in disks[1:]:
         untouched(disk)
 
 
 # Parts in pieces of 512 bytes: more of them than links hold.
-IN_PIECES = "from offbeat import cli, transfer; transfer.CHUNK = 512; cli.main()"
+IN_PIECES = "from offbeat import cli; from offbeat.runs import transfer; transfer.CHUNK = 512; cli.main()"
 
 
 @pytest.mark.slow

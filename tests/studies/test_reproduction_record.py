@@ -21,7 +21,8 @@ from offbeat.report.reproduction import read_run
 from offbeat.runs import record
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
-from offbeat.runs.recipe import Recipe, complete
+from offbeat.runs.provenance import provenance
+from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.tables import TABLES, Images, Paper, Table
 from offbeat.runs.tables.row import row
 from offbeat.studies import reproduce as reproducing
@@ -53,7 +54,9 @@ def small(method: str, **given: object) -> Recipe:
         "engine": "simulate",
         "epochs": 4,
     }
-    return complete(method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}})
+    return make_recipe(
+        method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}}
+    )
 
 
 @row(1, Paper(6.18, "Table 0, first", remark="a remark"))
@@ -204,7 +207,7 @@ def test_errors_of_records_are_those_of_the_last_epochs(three):
         check_consistent(json.loads(path.read_text()))
 
 
-def test_a_joined_folder_goes_on_bit_for_bit(offbeat, three):
+def test_a_joined_folder_resumes_bit_for_bit(offbeat, three):
     join(*three, "--out", "r.json", "--into", "all")
     assert "| resnet56-bp-m2 | 6.19 |" in Path("all/table.md").read_text()
     reproduce(offbeat, "all", "resnet56-adl-k3-m2,resnet56-bp-m2,resnet56-adl-k3-m1")
@@ -256,9 +259,7 @@ def test_a_record_of_five_long_runs_is_small_and_its_curves_are_those_of_the_run
     content = {
         "table": "cifar10-table",
         "settings": {"epochs": 300},
-        "invocations": [
-            record.provenance(["offbeat", "reproduce", "cifar10-table", "--only", "resnet56", "--seeds", "1"])
-        ],
+        "invocations": [provenance(["offbeat", "reproduce", "cifar10-table", "--only", "resnet56", "--seeds", "1"])],
     }
     for name in list(named)[:5]:
         recipe = reproducing.recipe_of(named[name], 0, content["settings"])
@@ -314,13 +315,13 @@ def pages(root: Path) -> str:
     return page.partition("## The paper's rows again\n")[2].split("\n## ")[0]
 
 
-def test_without_a_record_nothing_is_told_but_that_there_is_none(copied):
+def test_without_a_record_the_page_only_states_that_there_is_none(copied):
     assert pages(copied) == ""
     assert "300 epochs" not in (copied / "README.md").read_text()
     assert "there is no record yet" in (copied / "docs/results.md").read_text()
 
 
-def test_pages_tell_what_is_done_what_diverged_what_is_under_way_and_what_is_missing(offbeat, three, copied):
+def test_pages_list_runs_that_are_done_diverged_under_way_and_missing(offbeat, three, copied):
     path = copied / "docs/results/reproduction-small.json"
     join(*three, "--out", path)
     section = pages(copied)
@@ -386,7 +387,7 @@ def test_adl_stands_beside_bp_of_the_same_batch_and_m_whichever_is_better(offbea
     assert "there are results [below](#the-papers-rows-again)" in (copied / "docs/results.md").read_text()
 
 
-def test_a_picture_of_other_curves_is_not_current_and_the_same_curves_give_the_same_bytes(offbeat, three, copied):
+def test_a_picture_is_current_exactly_while_its_curves_are_the_same(offbeat, three, copied):
     path = copied / "docs/results/reproduction-small.json"
     join(*three, "--out", path)
     pages(copied)

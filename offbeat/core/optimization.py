@@ -1,0 +1,134 @@
+"""The optimizer of one stage: made and checked, stepped once per update, with its schedule and its correctors."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from offbeat.core.batch_guard import BatchGuard
+from offbeat.core.corrections import Corrections
+from offbeat.core.window import GradientWindow
+from offbeat.errors import UserError
+from offbeat.method import Method
+
+MakeOptimizer = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+
+class Optimization(Protocol):
+    """Applies windows of gradients to the parameters of a stage; optimizer is None where there are no parameters."""
+
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Any
+    corrections: Corrections
+
+    def apply(self, window: GradientWindow, over: int, s: int) -> bool:
+        """Make update s from the sum of the window's gradients divided by `over`; whether the weights have changed."""
+
+    def advance(self) -> None:
+        """Set the learning rate of the next update."""
+
+    def resume_schedule(self, updates: int) -> None:
+        """Set the learning rate of the update after that many, for a schedule that is a function of the update
+        (LambdaLR)."""
+
+
+class EagerOptimization:
+    """Applies windows when it is called."""
+
+    def __init__(
+        self,
+        method: Method,
+        k: int,
+        K: int,
+        *,
+        parameters: Mapping[str, Tensor],
+        optimizer: MakeOptimizer,
+        scheduler: MakeScheduler | None,
+        clip_norm: float | None,
+        device: torch.device,
+        guard: BatchGuard,
+    ) -> None:
+        self.guard, self.clip_norm = guard, clip_norm
+        self.optimizer: torch.optim.Optimizer | None = None
+        if parameters:
+            made = _checked_optimizer(optimizer(list(parameters.items())), parameters)
+            self.optimizer = _rates_on_device(made, device)
+        self.scheduler = _checked_scheduler(scheduler(self.optimizer)) if scheduler and self.optimizer else None
+        self.corrections = Corrections(method, k, K, self.optimizer)
+
+    def apply(self, window: GradientWindow, over: int, s: int) -> bool:
+        if self.optimizer is None or not self.guard.accepts_gradients(window, s):
+            return False
+        self.step(window, window.divisor(over), s)
+        return True
+
+    def step(self, window: GradientWindow, over: float, s: int) -> None:
+        """The mean of the window's gradients, clipped, and the optimizer's step with it."""
+        assert self.optimizer is not None
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        window.mean(over, clip_norm=self.clip_norm, of=trained)
+        self.corrections.step(s)
+
+    def advance(self) -> None:
+        if self.scheduler is None:
+            return
+        if getattr(self.optimizer, "_opt_called", False):  # so that torch has nothing to warn of
+            self.scheduler.step()
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            self.scheduler.step()
+
+    def resume_schedule(self, updates: int) -> None:
+        if self.scheduler is None:
+            return
+        self.scheduler.last_epoch = updates - 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.scheduler.step()
+
+
+def _checked_optimizer(optimizer: torch.optim.Optimizer, given: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    """An optimizer that steps the parameters that it was given, or some of them."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"optimizer(parameters) returned an object of type {type(optimizer).__name__}: return a "
+            "torch.optim.Optimizer"
+        )
+    known = {id(parameter) for parameter in given.values()}
+    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError(
+            "optimizer(parameters) holds other parameters than those of its stage: make it of its argument "
+            "alone, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(f"optimizer {type(optimizer).__name__} repeats the forward in each step: use a first-order one")
+    return optimizer
+
+
+def _rates_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer with learning rates as tensors on the device, where it can read them there."""
+    for group in optimizer.param_groups:
+        if device.type == "cuda" and (group.get("fused") or group.get("capturable")):
+            group.setdefault("initial_lr", float(group["lr"]))  # where schedules start
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
+    return optimizer
+
+
+def _checked_scheduler(scheduler: Any) -> Any:
+    if not callable(getattr(scheduler, "step", None)):
+        raise UserError(
+            f"scheduler(optimizer) returned an object of type {type(scheduler).__name__}: return one of "
+            "torch.optim.lr_scheduler"
+        )
+    if "metrics" in inspect.signature(scheduler.step).parameters:
+        name = type(scheduler).__name__
+        raise UserError(f"scheduler {name} steps on a metric, which stages cannot share: use one that counts steps")
+    return scheduler

@@ -1,0 +1,254 @@
+"""A stage's part of the network: how it is called on a version of the weights, and differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from offbeat.core.batch_guard import BatchGuard
+from offbeat.core.compiled import Compiled
+from offbeat.core.deferred_statistics import DeferredStatistics
+from offbeat.core.descriptions import USER_CODE_ERRORS, batch_name, shapes
+from offbeat.core.fused import Fused
+from offbeat.core.in_flight import InFlight
+from offbeat.core.lazy_copy import lazy_copy
+from offbeat.core.memory import Saved, size
+from offbeat.core.precision import PrecisionPolicy
+from offbeat.core.random_stream import RandomStream
+from offbeat.core.weights import Version, WeightPolicy, call, substituted
+from offbeat.errors import UserError, first_line
+from offbeat.kernels import batch_norm
+from offbeat.method import Method
+
+Loss = Callable[[Any, Any], Tensor]
+ObserveLoss = Callable[[int, Tensor, Any, Any], None]  # batch, its loss, outputs and targets
+
+
+class StageNetwork:
+    """The module of stage k, with the loss at the last stage.
+
+    parameters           those that are trained, by name
+    input_gradients      whether the stage below needs the gradients of the input
+    random               the stream that dropout and the like draw from
+    deferred             BatchNorm statistics of micro-batches
+    call                 the module, compiled or fused where that is wanted
+    recording            whether its work is being recorded, on inputs in a fixed place
+    writes_input         whether the module writes to its input in place; known once its forward is recorded
+    batch_bytes          bytes that one batch in flight holds; None before the first forward
+    """
+
+    def __init__(
+        self,
+        k: int,
+        K: int,
+        module: nn.Module,
+        *,
+        method: Method,
+        parameters: Mapping[str, Tensor],
+        weights: WeightPolicy,
+        guard: BatchGuard,
+        loss: Loss | None,
+        device: torch.device,
+        precision: PrecisionPolicy,
+        seed: int,
+        compile: bool,
+        fuse: bool,
+    ) -> None:
+        self.k, self.K, self.m, self.module, self.parameters = k, K, method.m, module, parameters
+        self.weights, self.guard, self.loss, self.device, self.precision = weights, guard, loss, device, precision
+        self.last = k == K
+        self.input_gradients = k > 1 and method.feedback != "local"
+        self.deferred = DeferredStatistics(module) if method.m > 1 else None
+        self.call = self._compiled() if compile else self._fused() if fuse else partial(call, module)
+        self.random = RandomStream(device, seed, "stage", k)
+        self.evaluation_random = RandomStream(device, seed, "evaluation", k)
+        self.writes_input: bool | None = None
+        self.recording = False
+        self.batch_bytes: int | None = None
+
+    def _compiled(self) -> Callable[..., Any]:
+        reason = None
+        if self.weights.forgets:
+            reason = (
+                "hybrid weights need the activations of the forward, some of which a compiled backward computes again"
+            )
+        elif self.deferred and self.deferred.layers:
+            reason = "its BatchNorm sums up micro-batches, outside of the graph"
+        return Compiled(self.k, self.module, refused=reason)
+
+    def _fused(self) -> Callable[..., Any]:
+        reason = None
+        if self.deferred and self.deferred.layers:
+            reason = "its BatchNorm sums up micro-batches"
+        elif self.device.type == "cuda" and not self.precision.channels_last:
+            reason = "in fp32 images are not channels-last (precision tf32 or bf16 makes them so)"
+        elif self.device.type == "cuda" and not batch_norm.available():
+            reason = "triton, which makes the kernels, cannot be imported"
+        return Fused(self.k, self.module, refused=reason)
+
+    # ---- inputs
+
+    def to_device(self, content: Any) -> Any:
+        if isinstance(content, Tensor):  # by far the most frequent tree
+            return content.to(self.device)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)
+
+    def entering(self, x: Any) -> Any:
+        """An input, on this device; batches of the first stage in the type that it computes in."""
+        return self.precision.entering(self.to_device(x)) if self.k == 1 else self.to_device(x)
+
+    def requiring_gradients(self, leaves: list[Any]) -> list[Any]:
+        """Leaves of an input, marked where the stage below needs their gradients."""
+        if not self.input_gradients:
+            return leaves
+        return [leaf.requires_grad_() if differentiable(leaf) else leaf for leaf in leaves]
+
+    # ---- calling
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Around work that is being recorded, which reads its inputs from the same memory in every repetition."""
+        before, self.recording = self.recording, True
+        try:
+            yield
+        finally:
+            self.recording = before
+
+    @contextmanager
+    def measured(self, t: int, version: Version, inputs: list[Any]) -> Iterator[None]:
+        """Around a forward: the first one is measured, and micro-batches leave BatchNorm's statistics to the update."""
+        with ExitStack() as stack:
+            if self.deferred and not self.guard.leaves_out(t):
+                stack.enter_context(self.deferred.collecting())
+            if self.batch_bytes is None:
+                own = [*self.module.parameters(), *self.module.buffers(), *self.parameters.values()]
+                saved = Saved([*own, *(version.tensors or {}).values()])
+                stack.enter_context(saved.watching())
+            yield
+        if self.batch_bytes is None:
+            self.batch_bytes = max(saved.bytes, size(inputs))
+
+    def forward(self, t: int, batch: InFlight, version: Version, observe: ObserveLoss) -> Any:
+        """The output of the module on one batch, or at the last stage the loss, which is given to `observe`."""
+        return self._run(t, batch, version, counted=not self.guard.leaves_out(t), observe=observe)
+
+    def repeat(self, t: int, batch: InFlight, version: Version) -> Any:
+        """The same once more, without a trace in buffers or figures."""
+        return self._run(t, batch, version, counted=False, observe=None)
+
+    def _run(self, t: int, batch: InFlight, version: Version, *, counted: bool, observe: ObserveLoss | None) -> Any:
+        leaves = batch.inputs
+        if not self.recording or self.writes_input is not False:
+            # The module may write its input in place, but a replay, or the forward after a checkpoint, needs it as it
+            # was. A recording cannot wait for the first write.
+            copy = Tensor.clone if self.recording else lazy_copy
+            leaves = [copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)] if self.recording else []
+        x = pytree.tree_unflatten(leaves, batch.structure)
+        before = [b.clone() for b in self.module.buffers()] if counted and self.guard.on_nan == "skip" else []
+        collected = dict(self.deferred.collected) if self.deferred else {}
+        try:
+            with self.precision.computing():
+                output = self.call(version.tensors, (x,), buffers=counted)
+        except USER_CODE_ERRORS as error:
+            given = f"{batch_name(t, self.m)} of {shapes(x)}"
+            raise UserError(f"stage {self.k} cannot take {given}: {first_line(error)}") from error
+        if self.recording:
+            written = versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+            if written and self.writes_input is False:
+                raise UserError(f"stage {self.k} writes its input in place in some forwards, not in all")
+            self.writes_input = written if self.writes_input is None else self.writes_input
+        if before and not _finite(output):  # such a batch leaves no trace in BatchNorm's statistics
+            for buffer, old in zip(self.module.buffers(), before, strict=True):
+                buffer.data.copy_(old)  # its graphs may hold it
+            if self.deferred:
+                self.deferred.collected = collected
+        return self._loss(t, self.precision.scoring(output), batch.target, observe) if self.last else output
+
+    def _loss(self, t: int, output: Any, target: Any, observe: ObserveLoss | None) -> Tensor:
+        assert self.loss is not None
+        try:
+            loss = self.loss(output, target)
+        except USER_CODE_ERRORS as error:
+            given = f"outputs of {shapes(output)} and targets of {shapes(target)}"
+            raise UserError(f"the loss cannot take {batch_name(t, self.m)}, {given}: {first_line(error)}") from error
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise UserError(
+                f"the loss of {batch_name(t, self.m)} is {shapes(loss)}: return the mean, a tensor with a single number"
+            )
+        if torch.is_grad_enabled() and self.parameters and not loss.requires_grad:
+            raise UserError(
+                f"the loss of {batch_name(t, self.m)} has no gradient, so nothing would be trained: do not detach "
+                "it, nor what it is computed from"
+            )
+        if observe is not None:
+            observe(t, loss, output, target)
+        return loss
+
+    # ---- differentiating
+
+    def gradients(
+        self,
+        t: int,
+        version: Version,
+        pairs: list[tuple[Tensor, Tensor]],
+        targets: list[Tensor],
+        *,
+        check: bool = False,
+        retain_graph: bool = False,
+    ) -> list[Tensor | None]:
+        """Gradients of the roots for the targets; None for those that play no part.
+
+        `check` raises where the module reaches a parameter that the version should have replaced.
+        """
+        if not pairs or not targets:
+            return [None] * len(targets)
+        roots, incoming = zip(*pairs, strict=True)
+        replaced = {name: self.parameters[name] for name in version.tensors or {}} if check else {}
+        try:
+            with substituted(self.module, version):
+                found = torch.autograd.grad(
+                    roots,
+                    [*targets, *replaced.values()],
+                    incoming,
+                    allow_unused=True,
+                    retain_graph=retain_graph or None,
+                )
+        except RuntimeError as error:
+            raise UserError(f"stage {self.k} cannot backward {batch_name(t, self.m)}: {first_line(error)}") from error
+        for name, gradient in zip(replaced, found[len(targets) :], strict=True):
+            if gradient is not None:
+                raise UserError(
+                    f"stage {self.k} reaches {name} other than as a parameter of a module (through a list, say), where "
+                    "no version can stand in for it: register it, or use weights='replay' with precision fp32 or tf32"
+                )
+        return list(found[: len(targets)])
+
+    # ---- evaluating
+
+    def evaluate(self, x: Any) -> Any:
+        """The output on the newest weights in evaluation mode; training state stays as it is."""
+        training = [module for module in self.module.modules() if module.training]
+        self.module.eval()
+        try:
+            with torch.no_grad(), self.evaluation_random.drawing():
+                with self.precision.computing():
+                    output = self.module(pytree.tree_map_only(Tensor, Tensor.clone, self.entering(x)))
+                return self.precision.scoring(output) if self.last else output
+        finally:
+            for module in training:
+                module.training = True
+
+
+def differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _finite(content: Any) -> bool:
+    return all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(content) if isinstance(leaf, Tensor))

@@ -1,0 +1,47 @@
+"""Which engine runs the stages of a pipeline, by its name or by how this process was started."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from offbeat.engines import Engine
+from offbeat.engines.devices import present
+from offbeat.engines.processes import Processes, available
+from offbeat.engines.simulate import Simulate
+from offbeat.engines.streams import Streams
+from offbeat.errors import NotRecorded, UserError, unknown
+from offbeat.method import Method
+
+NAMES = ("simulate", "processes", "streams")
+
+
+def choose_engine(
+    name: str | None, K: int, *, method: Method, device: torch.device, silence: float | None = None
+) -> Engine:
+    """The engine of that name. Without a name: processes in a process group, streams on a GPU, otherwise simulate.
+
+    A method whose operations cannot be recorded runs on simulate instead of streams, with a NotRecorded warning where
+    streams was given. `silence` is for processes, see there.
+    """
+    if name not in (None, *NAMES):
+        raise unknown("engine", str(name), NAMES)
+    not_recorded = method.why_not_capturable()
+    if name is None and available() > 1:
+        name = "processes"
+    elif name is None:
+        name = "streams" if device.type == "cuda" and K > 1 and not_recorded is None else "simulate"
+    if name == "processes":
+        return Processes(K, device=device, silence=silence)
+    if name == "streams" and device.type != "cuda":
+        raise UserError(
+            f"engine='streams' on device '{device}': it runs the stages on streams of one GPU; use device='cuda', or "
+            "engine='simulate' or 'processes'"
+        )
+    if name == "streams" and not_recorded is None:
+        return Streams(K, present(device))
+    if name == "streams":
+        reason = f"{method.name} {not_recorded}: its stages are not recorded and run one after the other"
+        warnings.warn(reason, NotRecorded, stacklevel=3)
+    return Simulate(K)

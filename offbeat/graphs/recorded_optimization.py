@@ -1,0 +1,183 @@
+"""Updates that are recorded: the same tensor work for every whole window, with learning rates on the device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.core.descriptions import USER_CODE_ERRORS
+from offbeat.core.optimization import EagerOptimization
+from offbeat.core.weights import Work
+from offbeat.core.window import FixedSums, GradientWindow
+from offbeat.errors import NotRecorded, first_line
+from offbeat.graphs.device_guard import DeviceGuard
+from offbeat.graphs.launch_queue import LaunchQueue, RecordedOperation
+from offbeat.graphs.recorder import Recorder
+
+
+class RecordedOptimization:
+    """Applies windows by launching a recorded update; all others eagerly, after all work that is queued.
+
+    operation   the recorded update of a whole window; the update itself where it cannot be recorded; None before
+    options     the optimizer's options in the recording
+    stepped     indices of the parameters that the optimizer has stepped, and so has state for
+    s           index of the newest update
+    """
+
+    def __init__(
+        self,
+        eager: EagerOptimization,
+        window: FixedSums,
+        *,
+        M: int,
+        guard: DeviceGuard,
+        recorder: Recorder,
+        launch_queue: LaunchQueue,
+        rank: int,
+    ) -> None:
+        self.eager, self.window, self.M, self.guard, self.recorder = eager, window, M, guard, recorder
+        self.optimizer, self.scheduler, self.corrections = eager.optimizer, eager.scheduler, eager.corrections
+        self.launch_queue, self.rank = launch_queue, rank
+        self.rates = DeviceRates(eager.optimizer, launch_queue, rank)
+        self.s = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop what was recorded."""
+        self.operation: RecordedOperation | Work | None = None
+        self.options: list[dict[str, Any]] = []
+        self.stepped = frozenset[int]()
+        self.rates.reset()
+
+    def apply(self, window: GradientWindow, over: int, s: int) -> bool:
+        if self.optimizer is None:
+            return False
+        batches = self.eager.guard
+        if batches.on_nan != "stop" and not batches.accepts_gradients(window, s):
+            return False  # with "stop" the device notes what is not finite, and it is reported later
+        given, divisor = self.window.given, window.divisor(over)
+        self.s = s
+        if given:
+            self.guard.updates.append((s, list(window.batches)))
+        whole = divisor == self.M and bool(given) and given == self.window.recorded
+        if whole and self.operation is None and given <= self.stepped:
+            self.operation = self._record()
+        if whole and isinstance(self.operation, RecordedOperation):
+            self.launch_queue.put(self.rank, self.operation)
+        else:
+            self.launch_queue.flush()
+            self._update(divisor, given)
+        self.stepped |= given
+        return True
+
+    def _update(self, over: float, given: frozenset[int]) -> None:
+        with self.window.only(given):
+            gradients = [p.grad for p in self.window.parameters.values() if p.grad is not None]
+            if gradients and self.eager.guard.on_nan == "stop":
+                self.guard.counters.gradients(gradients)
+            self.eager.step(self.window, over, self.s)
+
+    def _record(self) -> RecordedOperation | Work:
+        """The update of a whole window: recorded, or else the update itself, with a warning that has the reason."""
+        work, reason = partial(self._update, self.M, self.window.recorded), self._why_not_recordable()
+        if reason is None:
+            try:
+                with self.recorder.recording():
+                    self.options = _options(self.optimizer)
+                    return RecordedOperation(self.recorder.record(work), kind="update")
+            except USER_CODE_ERRORS as error:
+                reason = first_line(error)
+        self._warn(reason)
+        return work
+
+    def _warn(self, reason: str) -> None:
+        if self.recorder.captures:
+            text = f"updates are not recorded, so that stages wait for them: {reason}"
+            warnings.warn(text, NotRecorded, stacklevel=3)
+
+    def _why_not_recordable(self) -> str | None:
+        """Why an update is not the same tensor work every time; the learning rate has to be on the device."""
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            option = "capturable" if "capturable" in group else "fused"
+            if not group.get(option):
+                name = type(self.optimizer).__name__
+                known = option in group
+                return f"{name} has {option}=False: give {option}=True" if known else f"{name} has no capturable=True"
+        if getattr(self.scheduler, "cycle_momentum", False):
+            return f"{type(self.scheduler).__name__} changes the momentum, too: give cycle_momentum=False"
+        unfit = [type(corrector).__name__ for corrector in self.corrections.active if not corrector.recordable]
+        return f"{', '.join(unfit)} computes on the host" if unfit else None
+
+    def advance(self) -> None:
+        if self.scheduler is None:
+            return
+        self.rates.advance(self.eager.advance)
+        if isinstance(self.operation, RecordedOperation) and _options(self.optimizer) != self.options:
+            self.operation = partial(self._update, self.M, self.window.recorded)
+            self._warn("the schedule changes more than the learning rate, such as the momentum")
+
+    def resume_schedule(self, updates: int) -> None:
+        self.eager.resume_schedule(updates)
+        self.rates.reset()
+
+
+class DeviceRates:
+    """Learning rates on the device, which change there only when the updates that are queued have been made.
+
+    host    the rates as the schedule has computed them on the host
+    sent    their values, of which the device gets to know
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, launch_queue: LaunchQueue, rank: int) -> None:
+        self.optimizer, self.launch_queue, self.rank = optimizer, launch_queue, rank
+        self.reset()
+
+    def reset(self) -> None:
+        """Take the rates from the device when they are next needed."""
+        self.host: list[Tensor] = []
+        self.sent: list[float] = []
+
+    def advance(self, step_schedule: Callable[[], None]) -> None:
+        """Step the schedule, on rates of the host."""
+        groups = self.optimizer.param_groups if self.optimizer and self.launch_queue.defers else []
+        on_device = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
+        if not on_device or len(on_device) < len(groups):
+            step_schedule()
+            return
+        if not self.host:
+            self.launch_queue.flush()
+            self.host = [rate.to("cpu", copy=True) for rate in on_device]
+            self.sent = [float(rate) for rate in self.host]
+        for group, rate in zip(groups, self.host, strict=True):
+            group["lr"] = rate
+        step_schedule()
+        self.host = [group["lr"] for group in groups]
+        for group, rate in zip(groups, on_device, strict=True):
+            group["lr"] = rate
+        before, self.sent = self.sent, [float(rate) for rate in self.host]
+        if self.sent != before:
+            self.launch_queue.after(self.rank, partial(_fill, on_device, self.sent))
+
+
+def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """What a recorded update has fixed: all options of its groups except the rates."""
+    groups = optimizer.param_groups if optimizer else []
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if name not in ("params", "param_names", "lr") and not isinstance(value, Tensor)
+        }
+        for group in groups
+    ]
+
+
+def _fill(places: list[Tensor], values: list[float]) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.fill_(value)

@@ -1,0 +1,17 @@
+"""What users hold: a model, a method and an engine, trained batch by batch.
+
+    pipeline      Pipeline, the public class: its methods call the modules below
+    checks        what users give, checked before anything starts
+    assembly      the cut model: stages, workers and links of this process, as all processes agree on them
+    training      batches on their path from a loader into the first stage
+    evaluation    a pass of a loader through the stages, beside training
+    saving        the state of the stages between batches
+    observation   traces, diagnoses, reports and measured staleness
+    guard         what happens after a failure
+
+May import everything that describes, computes, runs or observes stages; nothing of runs, reports and studies.
+"""
+
+from offbeat.pipeline.pipeline import Pipeline
+
+__all__ = ["Pipeline"]

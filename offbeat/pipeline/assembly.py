@@ -1,0 +1,155 @@
+"""The cut model: stages, workers and links of this process, as all processes agree on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat import partitioning as cutting
+from offbeat.core.links import Link
+from offbeat.core.outputs import shapes_and_classes
+from offbeat.core.precision import PrecisionPolicy
+from offbeat.core.stage import Stage
+from offbeat.core.stage_network import Loss
+from offbeat.core.worker import Links, Worker
+from offbeat.engines import Engine, MakeExecutor
+from offbeat.engines.devices import present
+from offbeat.errors import NotFinite, UserError, earliest
+from offbeat.method import Method
+from offbeat.ops import LESSON, Backward
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A model that is cut, with the stages of this process."""
+
+    engine: Engine
+    parts: list[nn.Module]  # of all stages
+    cuts: list[int]
+    notes: list[str]  # what could not be traced
+    stages: dict[int, Stage]  # of this process, by k
+    workers: list[Worker]  # of the same stages
+    evaluation_links: dict[int, Link | None]  # by the lower stage
+
+    def settle(self) -> None:
+        """Wait for all work of the stages; raises for what was first found to be not finite, from above: gradients
+        come from the loss."""
+        self.engine.settle()
+        found = []
+        for stage in reversed(self.stages.values()):
+            try:
+                stage.launcher.settle()
+            except NotFinite as error:
+                found.append(error)
+        if found:
+            raise earliest(found)
+
+    def share_weights(self) -> None:
+        """The newest weights of every stage, in all processes."""
+        for k, part in enumerate(self.parts, start=1):
+            self.engine.share_tensors([tensor for _, tensor in _named_tensors(part)], k)
+
+
+@dataclass(frozen=True)
+class Assembler:
+    """Cuts a model and makes the stages of this process. The process of the first stage decides for all."""
+
+    engine: Engine
+    model: nn.Module
+    method: Method
+    device: torch.device
+    precision: PrecisionPolicy
+    units: cutting.Units
+    loss: Loss
+    make_stage: Callable[..., Stage]  # takes the arguments of Stage that are left
+    make_executor: MakeExecutor
+
+    @property
+    def K(self) -> int:  # noqa: N802
+        return self.engine.K
+
+    def assemble(self, cuts: list[int] | None, sample: Any, entrance: Link) -> Assembly:
+        """Cut at the given cuts, or by the FLOPs of the sample; agree on the cuts and initial weights of the first
+        process; make stages, links and workers."""
+        self.model.to(present(self.device))
+        self.precision.lay_out(self.model)
+        made = self._agree_on_cuts(cuts, sample)
+        self._check_same_model()
+        self.engine.share_tensors([tensor for _, tensor in _named_tensors(self.model)], 1)
+        outputs = self._outputs(made.stages, sample) if self.method.head else [None] * self.K
+        stages = {}
+        for k in self.engine.here:
+            loss = self.loss if k == self.K or self.method.feedback == "local" else None
+            stages[k] = self.make_stage(k, self.K, made.stages[k - 1], loss=loss, output=outputs[k - 1])
+        links, evaluation_links = self._connect(entrance)
+        workers = [
+            Worker(stage, self.method, links[k], executor=self.make_executor(stage), barrier=self.engine.barrier)
+            for k, stage in stages.items()
+        ]
+        return Assembly(self.engine, made.stages, list(made.cuts), made.notes, stages, workers, evaluation_links)
+
+    def _agree_on_cuts(self, cuts: list[int] | None, sample: Any) -> cutting.Partition:
+        """The stages by the first process's cuts, or its refusal in all of them, so that none is left waiting."""
+        decision: dict[str, Any] = {}
+        made = None
+        if 1 in self.engine.here:
+            try:
+                made = cutting.partition(self.model, self.K, sample, cuts=cuts, units=self.units)
+                decision["cuts"] = made.cuts
+            except UserError as error:
+                decision["refused"] = str(error)
+        decision = self.engine.share(decision, 1)
+        if "refused" in decision:
+            raise UserError(decision["refused"])
+        return made or cutting.partition(self.model, self.K, cuts=list(decision["cuts"]), units=self.units)
+
+    def _check_same_model(self) -> None:
+        names = [f"{name} {list(tensor.shape)}" for name, tensor in _named_tensors(self.model)]
+        first = self.engine.share(names, 1)
+        for here, there in zip([*names, "nothing"], [*first, "nothing"], strict=False):
+            if here != there:
+                raise UserError(
+                    f"this process built {here} where the first has {there}: build the same model in all processes"
+                )
+
+    def _outputs(self, parts: list[nn.Module], sample: Any) -> list[Any]:
+        """Shape of one sample's output of every stage, and the number of classes, found by the first process."""
+        found: dict[str, Any] = {}
+        if 1 in self.engine.here:
+            try:
+                found = shapes_and_classes(self.model, parts, sample, self.device, self.method.name)
+            except UserError as error:
+                found = {"refused": str(error)}
+        found = self.engine.share(found, 1)
+        if "refused" in found:
+            raise UserError(found["refused"])
+        return [(tuple(shape), found["classes"]) for shape in found["shapes"]]
+
+    def _connect(self, entrance: Link) -> tuple[dict[int, Links], dict[int, Link | None]]:
+        """Links of the stages of this process, and those of evaluation. A training link holds at most the batches in
+        flight of its sender, and one mark after each."""
+        up: dict[int, Link | None] = {0: entrance, self.K: None}
+        down: dict[int, Link | None] = {0: None, self.K: None}
+        evaluation: dict[int, Link | None] = {}
+        free = self.method.feedback == "local"  # no gradient comes back, so only a full link stops the lower stage
+        for k in range(1, self.K):
+            capacity = 2 * (self.method.held(k, self.K) + LESSON) + (8 * self.K if self.method.order else 0)
+            up[k] = self.engine.link("activations", k, k + 1, capacity=capacity, patient=free)
+            sent = self.method.sends(Backward(0), k + 1, self.K) is not None
+            down[k] = self.engine.link("gradients", k + 1, k, capacity=capacity) if sent else None
+            evaluation[k] = self.engine.link("evaluate", k, k + 1, capacity=4, patient=True)
+        links = {}
+        for k in self.engine.here:
+            inputs = up[k - 1]
+            assert inputs is not None
+            links[k] = Links(inputs, outputs=up[k], gradients=down[k], feedback=down[k - 1])
+        return links, evaluation
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

@@ -1,0 +1,116 @@
+"""What users give, checked before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from offbeat import methods
+from offbeat.core.optimization import MakeOptimizer, MakeScheduler
+from offbeat.core.stage_network import Loss
+from offbeat.errors import UserError, first_line, unknown
+from offbeat.method import Method
+
+
+def chained(stages: Sequence[nn.Module], K: int | None, cuts: object) -> tuple[nn.Sequential, list[int]]:
+    """A list of K stages as one nn.Sequential, and the cuts between all of them."""
+    listed = list(stages)
+    if not listed or not all(isinstance(stage, nn.Module) for stage in listed):
+        raise UserError("model must be an nn.Module or a list of them, one per stage")
+    if K not in (None, len(listed)) or cuts is not None:
+        raise UserError(f"a list of {len(listed)} stages is cut already: leave out cuts, and K or give K={len(listed)}")
+    return nn.Sequential(*listed), list(range(1, len(listed)))
+
+
+def method_of(method: Method | str, M: int | None) -> Method:
+    """The method that was given as an object, or by a name with or without M."""
+    if isinstance(method, str):
+        return methods.with_settings(*methods.parsed(method, M=M))
+    if not isinstance(method, Method):
+        raise UserError(f"method {method!r}: use a method such as offbeat.ADL(M=4), or a name such as 'adl'")
+    if M is not None:
+        raise UserError(f"M={M} beside a method that has its own M: {_with_M(method, M)}")
+    return method
+
+
+def _with_M(method: Method, M: int) -> str:  # noqa: N802
+    """How to give a method another M."""
+    make = methods.METHODS.get(method.name)
+    if make is None or "M" not in inspect.signature(make).parameters:
+        return "leave one of them out"
+    return f"use offbeat.{make.__name__}(M={M})"
+
+
+def one_of(given: str, allowed: Any, name: str) -> Any:
+    """A value of a Literal type."""
+    if given not in get_args(allowed):
+        raise unknown(name, str(given), get_args(allowed))
+    return given
+
+
+def device_of(device: torch.device | str | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device {device!r}: {first_line(error)}") from error
+
+
+def check_options(*, clip_norm: float | None, compile: bool, fuse: bool) -> None:
+    if compile and fuse:
+        raise UserError("compile=True and fuse=True: both join the operations of a stage, so give one of them")
+    if clip_norm is not None and not clip_norm > 0:
+        raise UserError(f"clip_norm = {clip_norm}: use a number above 0, or None for no clipping")
+
+
+def check_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UserError(
+                f"parameter {name} has a hook on its gradient, which late gradients do not reach, since stages "
+                "differentiate copies: remove it (clip_norm and the optimizer see all gradients)"
+            )
+
+
+def check_loss(loss: Loss) -> None:
+    if not callable(loss):
+        raise UserError(f"loss {loss!r}: give a function of (output, target) that returns the mean")
+    if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+        raise UserError("the loss has parameters of its own, which no stage would train: make them part of the model")
+
+
+def check_makers(optimizer: MakeOptimizer, scheduler: MakeScheduler | None) -> None:
+    """Every stage has its own optimizer, so what makes one is given; a finished optimizer holds all parameters."""
+    if not callable(optimizer):
+        raise UserError(
+            f"optimizer is {kind_of(optimizer)}: give a function that makes one of a stage's parameters, "
+            "such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
+    if scheduler is not None and not callable(scheduler):
+        raise UserError(
+            f"scheduler is {kind_of(scheduler)}: give a function that makes one of a stage's optimizer, "
+            "such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
+        )
+
+
+def check_stages_of_engine(stages: int, K: int) -> None:
+    if stages != K:
+        raise UserError(f"K={K}, but an engine for {stages} stages: give both the same number")
+
+
+def pair(batch: Any, t: int) -> tuple[Any, Any]:
+    """Batch t of a loader as (x, y)."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        length = f" with {len(batch)} entries" if isinstance(batch, tuple | list) else ""
+        raise UserError(
+            f"batch {t} of the loader is {kind_of(batch)}{length}: give pairs (x, y), "
+            "each of which may be a tuple or a dict of tensors"
+        )
+    return batch[0], batch[1]
+
+
+def kind_of(thing: object) -> str:
+    return f"of type {type(thing).__name__}"

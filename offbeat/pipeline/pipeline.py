@@ -1,0 +1,460 @@
+"""Pipeline: a model, a method and an engine, trained batch by batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat import partitioning as cutting
+from offbeat.core.batch_guard import OnNan
+from offbeat.core.links import Link, Message
+from offbeat.core.links.local import Entrance
+from offbeat.core.metrics import Meter, Metric
+from offbeat.core.optimization import MakeOptimizer, MakeScheduler
+from offbeat.core.precision import Precision, PrecisionPolicy
+from offbeat.core.stage import Stage
+from offbeat.core.stage_network import Loss
+from offbeat.core.stage_report import Report, Staleness
+from offbeat.core.window import Weighting
+from offbeat.core.worker import SAVE, Worker
+from offbeat.engines import Engine
+from offbeat.engines.choose import choose_engine
+from offbeat.errors import NotFinite, UserError
+from offbeat.method import Method
+from offbeat.observe.tracing import Tell, Tracing
+from offbeat.pipeline import checks, evaluation, saving, training
+from offbeat.pipeline.assembly import Assembler, Assembly
+from offbeat.pipeline.guard import Guard
+from offbeat.pipeline.observation import Observation
+from offbeat.pipeline.training import Batches, Loader
+
+AfterEpoch = Callable[[int], object]  # returns an iterator of work that is left, done a little at a time, or anything
+
+
+class Pipeline:
+    """Train a model cut by depth into K stages that never wait for each other.
+
+    model       any module that torch.fx can trace; an nn.Sequential is cut between its entries; or a list of K stages
+    method      offbeat.ADL(M=4) and the like, or a name with M=...
+    loss        loss(output, target) -> the mean over the batch
+    optimizer   called once per stage with (name in the whole model, parameter) pairs, as torch's optimizers take them
+    scheduler   optional: called with that optimizer; a torch scheduler that counts steps, stepped once per update
+    cuts        optional: cut before these units; default: equal forward FLOPs of the first batch (or of `sample`)
+    units       "blocks" (entries of an nn.Sequential) or "layers" (also inside blocks); default: "blocks" if K allows
+    clip_norm   optional: largest norm of the gradient of an update, per stage
+    weighting   of the gradients of an update: equal for all "batches" (also for a short one), or by their "samples"
+    on_nan      what a loss or gradient that is not finite does: "stop" raises NotFinite, "skip" leaves the batch out
+    left_out    batches whose gradients are not used
+    precision   "fp32", "tf32" (CUDA) or "bf16"; master weights, sums of gradients and optimizer state are float32
+    compile     whether torch.compile makes a graph of each stage; a stage that cannot be compiled runs eagerly
+    fuse        whether BatchNorm, a sum after it and ReLU become two fused kernels, and in bf16 3x3 convolutions with
+                few channels one; on a GPU in tf32 or bf16
+    engine      "simulate" (all stages in this process, one after the other), "processes" (one stage per process, under
+                torchrun) or "streams" (all stages in this process, at the same time on one GPU); by default chosen by
+                how this process was started
+
+    In several processes each one makes the same calls. Batches are read in the first stage's process alone; what the
+    others pass is ignored. `drain`, `gather`, `evaluate`, `fit` and the first `step` are collective.
+
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> pipe = Pipeline(layers, K=2, method="adl", M=2, loss=torch.nn.functional.mse_loss,
+    ...                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    >>> x, y = torch.ones(4, 2), torch.zeros(4, 1)
+    >>> losses = [float(pipe.step(x, y)) for _ in range(20)]
+    >>> _ = pipe.drain()
+    >>> losses[-1] < losses[0], [stage.mean for stage in pipe.staleness]
+    (True, [1.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        K: int | None = None,
+        *,
+        method: Method | str = "adl",
+        loss: Loss,
+        optimizer: MakeOptimizer,
+        M: int | None = None,
+        scheduler: MakeScheduler | None = None,
+        cuts: Sequence[int] | None = None,
+        units: cutting.Units | None = None,
+        sample: Any = None,
+        clip_norm: float | None = None,
+        device: torch.device | str | None = None,
+        engine: Engine | str | None = None,
+        seed: int = 0,
+        weighting: Weighting = "batches",
+        on_nan: OnNan = "stop",
+        left_out: Sequence[int] = (),
+        precision: Precision = "fp32",
+        compile: bool = False,
+        fuse: bool = False,
+    ) -> None:
+        if isinstance(model, nn.Module):
+            self.model: nn.Module = model
+        else:
+            self.model, cuts = checks.chained(model, K, cuts)
+            K = len(self.model)
+        self.K = 1 if K is None else K
+        self.method = checks.method_of(method, M)
+        self.method.check(self.K)
+        wanted = checks.device_of(device)
+        if not isinstance(engine, str | None):
+            checks.check_stages_of_engine(engine.K, self.K)
+            wanted = engine.device_for(wanted)
+        self.precision = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
+        checks.check_options(clip_norm=clip_norm, compile=compile, fuse=fuse)
+        checks.check_loss(loss)
+        checks.check_makers(optimizer, scheduler)
+        cutting.check_stages(self.model, self.K)
+        checks.check_hooks(self.model)
+        self.units: cutting.Units = units or cutting.default_units(self.model, self.K)
+        self.cuts = None if cuts is None else list(cuts)
+        if self.cuts is not None and self.units == "blocks":
+            cutting.cut(self.model, self.K, cuts=self.cuts)  # refuses wrong ones before anything starts
+        if isinstance(engine, str | None):
+            engine = choose_engine(engine, self.K, method=self.method, device=wanted or torch.device("cpu"))
+        self.engine: Engine = engine
+        self.device = self.engine.device_for(wanted)
+        self.batches = 0  # t of the next batch
+        self.entrance: Link = Entrance()
+        self._guard = Guard(self.engine, self.precision)
+        self._observation = Observation(self.engine, self.method, self.device)
+        self._loss = loss
+        self._make_stage = partial(
+            Stage,
+            method=self.method,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            clip_norm=clip_norm,
+            device=self.device,
+            seed=seed,
+            on_nan=checks.one_of(on_nan, OnNan, "on_nan"),
+            left_out=left_out,
+            precision=self.precision,
+            compile=compile,
+            fuse=fuse,
+            weighting=checks.one_of(weighting, Weighting, "weighting"),
+        )
+        self._make_executor = self.engine.executor_maker(self.method)
+        self._assembly: Assembly | None = None
+        if sample is not None or (self.method.head is None and (self.cuts is not None or self.K == 1)):
+            self._assembled(sample)
+
+    def _assembled(self, sample: Any) -> Assembly:
+        """The stages of this process; made with the first batch, where they could not be made before."""
+        if self._assembly is None:
+            with self._guard():
+                assembler = Assembler(
+                    self.engine,
+                    self.model,
+                    self.method,
+                    self.device,
+                    self.precision,
+                    self.units,
+                    self._loss,
+                    self._make_stage,
+                    self._make_executor,
+                )
+                self._assembly = assembler.assemble(self.cuts, sample, self.entrance)
+                self.cuts = self._assembly.cuts
+                self._observation.begin(self._assembly, self.batches)
+        return self._assembly
+
+    # ---- what there is in this process
+
+    @property
+    def first(self) -> bool:
+        """Whether this process holds the first stage, where batches enter."""
+        return 1 in self.engine.here
+
+    @property
+    def last(self) -> bool:
+        """Whether this process holds the last stage, where the loss is."""
+        return self.K in self.engine.here
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The part of the model of every stage; empty until the model is cut."""
+        return self._assembly.parts if self._assembly else []
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be traced, and so stays one unit."""
+        return self._assembly.notes if self._assembly else []
+
+    @property
+    def stages(self) -> dict[int, Stage]:
+        """The stages of this process, by k; empty until the model is cut."""
+        return self._assembly.stages if self._assembly else {}
+
+    @property
+    def workers(self) -> list[Worker]:
+        """What runs the stages of this process, in the same order."""
+        return self._assembly.workers if self._assembly else []
+
+    # ---- training
+
+    def step(self, x: Any = None, y: Any = None) -> Tensor | None:
+        """Complete local iteration t of every stage: forward t, backward t-lag, the update if one is due.
+
+        Returns the loss of batch t in the process that holds the last stage, None elsewhere.
+        """
+        self._step(x, y)
+        loss = self.workers[-1].loss if self.last else None
+        return None if loss is None else self.engine.give(loss)
+
+    def _step(self, x: Any, y: Any) -> None:
+        """`step` without a loss for the caller."""
+        assembly = self._assembled(x)
+        t = self.batches
+        with self._guard():
+            if self.first:
+                batch = self.engine.take((x, y), self.device)
+                training.enter(t, *batch, entrance=self.entrance, m=self.method.m)
+            try:
+                self._observation.run(t, [worker.iteration(t, wait=self.engine.waits) for worker in assembly.workers])
+            except NotFinite:
+                assembly.settle()  # another stage may have found the cause
+                raise
+            except KeyboardInterrupt:
+                self._guard.failure = f"it was interrupted within batch {t}, which some of its stages have done"
+                raise
+        self.batches += 1
+
+    def fit(
+        self,
+        loader: Loader | None = None,
+        epochs: int = 1,
+        *,
+        first_epoch: int = 0,
+        before_step: Callable[[int], None] | None = None,
+        after_step: Callable[[int], None] | None = None,
+        after_epoch: AfterEpoch | None = None,
+        drain: bool = True,
+    ) -> None:
+        """Train for some epochs; only the first stage's process reads the loader.
+
+        `loader` is an iterable of (x, y), or a function of the epoch that returns one. Epochs do not flush the
+        pipeline; `drain` finishes the batches in flight after the last one. The callbacks run in every process, after
+        the same operations of its stages: `before_step(t)`, `after_step(t)`, `after_epoch(epoch)`. Epochs are counted
+        from 0 to `epochs`; a run that is resumed begins with `first_epoch`, of which the loader gives the rest.
+        """
+        for _ in self.steps(
+            loader,
+            epochs,
+            first_epoch=first_epoch,
+            before_step=before_step,
+            after_step=after_step,
+            after_epoch=after_epoch,
+            drain=drain,
+        ):
+            pass
+
+    def steps(
+        self,
+        loader: Loader | None = None,
+        epochs: int = 1,
+        *,
+        first_epoch: int = 0,
+        before_step: Callable[[int], None] | None = None,
+        after_step: Callable[[int], None] | None = None,
+        after_epoch: AfterEpoch | None = None,
+        drain: bool = True,
+    ) -> Iterator[None]:
+        """`fit` a little at a time: yields after every batch and every epoch, so that several pipelines of one process
+        can take turns. Closed before its end, it leaves the batches in flight as they are."""
+        with self._guard(computes=False):  # other pipelines take turns between its steps
+            for epoch in range(first_epoch, epochs):
+                for batch in self._epoch(loader, epoch):
+                    if before_step:
+                        before_step(self.batches)
+                    self._step(*batch)
+                    if after_step:
+                        after_step(self.batches - 1)
+                    yield
+                if after_epoch:
+                    left = after_epoch(epoch)
+                    if isinstance(left, Iterator):
+                        yield from left
+                yield
+        if drain:
+            self.drain()
+
+    def _epoch(self, loader: Loader | None, epoch: int) -> Iterator[tuple[Any, Any]]:
+        """The batches of an epoch in the first stage's process, as many empty ones in others; then the mark that ends
+        the epoch is passed on."""
+        if self.first:
+            yield from training.read_epoch(loader, epoch, self.batches)
+        else:
+            yield from training.follow_epoch(self._assembled(None).workers[0], self.batches)
+        training.pass_on(Message(self.batches, kind=training.EPOCH_END), self.workers)
+
+    def drain(self) -> nn.Module:
+        """Finish every batch in flight and the open window; then the newest weights are in `model` in every process."""
+        with self._guard():
+            self.engine.settle()  # a drain is many turns in one
+            with self._observation.draining(self.batches):
+                self.engine.run([worker.drain(wait=self.engine.waits) for worker in self.workers])
+                self._settle()
+            done = self.engine.exchange([stage.update_index for stage in self.stages.values()])
+            for stage in self.stages.values():
+                stage.catch_up(max(chain.from_iterable(done)))
+        return self.gather()
+
+    def gather(self) -> nn.Module:
+        """The newest weights of all stages, in `model`, in every process; training continues as if nothing happened."""
+        if self._assembly is not None:
+            with self._guard():
+                self._assembly.settle()
+                self._assembly.share_weights()
+                self._observation.share_staleness(self._assembly)
+        return self.model
+
+    def _settle(self) -> None:
+        if self._assembly is not None:
+            self._assembly.settle()
+
+    # ---- evaluation
+
+    def evaluate(self, loader: Batches | None = None, *, metric: Metric | None = None) -> dict[str, Any]:
+        """{loss, error, top5, samples} on the newest weights, without draining; the same in every process.
+
+        error and top5 are percentages of wrong answers (None where outputs are not class scores);
+        `metric(output, target)`, a mean over the batch, replaces error.
+        """
+        steps = self.evaluating(loader, metric=metric)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: dict[str, Any] = end.value
+                return result
+
+    def evaluating(
+        self, loader: Batches | None = None, *, metric: Metric | None = None
+    ) -> Generator[None, None, dict[str, Any]]:
+        """`evaluate` a little at a time, as `steps` trains: yields after every batch."""
+        batches = iter(() if loader is None else loader) if self.first else iter(())
+        if self._assembly is None:
+            ahead = next(batches, None)
+            self._assembled(ahead[0] if ahead else None)
+            batches = chain([ahead] if ahead else [], batches)
+        assembly = self._assembled(None)
+        meter, began = Meter(metric), time.perf_counter_ns()
+        with self._guard():
+            assembly.settle()
+            while evaluation.forward_next(assembly, batches, meter, loss=self._loss, device=self.device):
+                yield
+                self.engine.settle()  # the caller may have trained meanwhile
+            result = self.engine.share(meter.read() if self.last else None, self.K)
+            self._observation.share_staleness(assembly)
+        self._observation.evaluated(time.perf_counter_ns() - began)
+        if not result["samples"]:
+            raise UserError("the loader is empty: give at least one batch of (x, y)")
+        return result
+
+    # ---- saving
+
+    def keep(self) -> None:
+        """From the next batch on, keep what is needed to save this process's stages with their batches in flight; it is
+        complete after `lag` more batches."""
+        for stage in self.stages.values():
+            stage.keep()
+
+    def mark(self, batches: int, *, stop: str = "") -> None:
+        """In the first process, ahead of a batch: have all stages save after that many batches, and stop there if a
+        reason is given."""
+        if len(self.workers) == self.K:
+            for worker in self.workers:
+                worker.marks[batches] = stop
+                worker.stage.keep()
+        else:
+            self.entrance.send(Message(batches, stop, SAVE))
+
+    @property
+    def marks(self) -> dict[int, str]:
+        """After which batches the first stage asked this process to save, and the reason to stop there, or ""."""
+        return self.workers[-1].marks
+
+    def state(self, *, keep_on: bool = False) -> dict[int, Any]:
+        """The state of each stage of this process between batches: a tree of its own tensors, to be written at once.
+
+        With weights="hybrid" and batches in flight, `keep` must have been called far enough ahead; with `keep_on` the
+        stages continue to keep what the next call needs.
+        """
+        if self._assembly is None:
+            return {}
+        with self._guard():
+            self._assembly.settle()
+        return saving.states(self._assembly, self._observation.diagnoses, keep_on=keep_on)
+
+    def load(self, trees: Mapping[int, Any], batches: int) -> None:
+        """Continue from saved states of the same method, K, cuts, optimizer and scheduler, after that many batches."""
+        if self._assembly is None:
+            raise UserError("load() before there are stages, which the first batch makes: give sample= or cuts=")
+        if any(stage.in_flight for stage in self.stages.values()):
+            raise UserError("load() with batches in flight: call drain() before, or load into a new pipeline")
+        with self._guard():
+            self._assembly.settle()
+            saving.load(self._assembly, self._observation.diagnoses, trees, batches)
+            self.batches = batches
+
+    # ---- observing
+
+    def trace(self, turns: int, path: str | Path, *, tell: Tell | None = None) -> None:
+        """Record what every stage does and when, over that many local iterations, once all stages are full; the first
+        process then writes it (see observe/tracing.py) and calls `tell` with one line. Changes no result.
+
+        At any time; in several processes in all of them, since it compares their clocks.
+        """
+        self._observation.request_trace(turns, Path(path), tell)
+        self._begin_observing()
+
+    def diagnose(self, every: int) -> None:
+        """From the next batch on, measure once every `every` updates of each stage how stale its gradients are: the
+        distance of the weights from those that forwarded the batch, and the cosine between the stale gradient and the
+        one that the present weights give for the same input and the same gradient from above (see
+        observe/diagnosis.py).
+
+        The figures are in `diagnosis` of `reports`. Changes no result.
+        """
+        self._observation.request_diagnosis(every)
+        self._begin_observing()
+
+    def _begin_observing(self) -> None:
+        if self._assembly is not None:
+            with self._guard():
+                self._observation.begin(self._assembly, self.batches)
+
+    @property
+    def tracing(self) -> Tracing | None:
+        """The trace that is being recorded or collected, if any."""
+        return self._observation.tracing
+
+    def reports(self) -> list[Report]:
+        """Figures of the stages of this process since the last call."""
+        if self._assembly is None:
+            return []
+        with self._guard():
+            self._assembly.settle()
+        return self._observation.reports(self._assembly)
+
+    @property
+    def staleness(self) -> list[Staleness]:
+        """Measured staleness of every stage, counted from when it is full.
+
+        In several processes the stages elsewhere are as of the last drain, gather or evaluate.
+        """
+        return self._observation.staleness(self._assembly)
+
+    def close(self) -> None:
+        """End the links to other processes; the model stays."""
+        self.engine.close()

@@ -1,0 +1,71 @@
+"""The state of the stages between batches, as trees of tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from offbeat.core import state as stage_state
+from offbeat.core.stage import Stage
+from offbeat.errors import UserError, first_line
+from offbeat.observe.diagnosis import Diagnosis
+from offbeat.pipeline.assembly import Assembly
+
+Diagnoses = Mapping[int, Diagnosis]  # of the stages of this process that have one
+
+
+def states(assembly: Assembly, diagnoses: Diagnoses, *, keep_on: bool) -> dict[int, Any]:
+    """The state of each stage of this process, which has settled: a tree of the stage's own tensors."""
+    found: dict[int, Any] = {
+        worker.stage.k: {"stage": stage_state.save(worker.stage), "worker": worker.save()}
+        for worker in assembly.workers
+    }
+    for k, diagnosis in diagnoses.items():
+        found[k]["diagnosis"] = diagnosis.lines()
+    for stage in assembly.stages.values():
+        stage.keep(keep_on)
+    return found
+
+
+def load(assembly: Assembly, diagnoses: Diagnoses, trees: Mapping[int, Any], batches: int) -> None:
+    """Put the stages of this process, which have settled, into states of the same method, K, cuts, optimizer and
+    scheduler."""
+    for worker in assembly.workers:
+        k = worker.stage.k
+        try:
+            tree = _copied(trees[k])  # may be loaded again
+            _check_place(worker.stage, tree, batches)
+            with assembly.engine.stage_context():
+                stage_state.load(worker.stage, tree["stage"])
+                worker.load(tree["worker"])
+            if k in diagnoses:
+                diagnoses[k].take_up(tree.get("diagnosis", []))
+        except (KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
+            raise UserError(
+                f"the state of stage {k} is not one of a pipeline like this "
+                f"({type(error).__name__}: {first_line(error)}): load what state() returned with the "
+                "same method, K, cuts, optimizer and scheduler"
+            ) from error
+
+
+def _copied(tree: Any) -> Any:
+    """The tree with tensors of its own; what was one tensor in several places stays one."""
+    made: dict[int, Tensor] = {}
+    return pytree.tree_map_only(Tensor, lambda one: made.setdefault(id(one), one.detach().clone()), tree)
+
+
+def _check_place(stage: Stage, tree: Mapping[str, Any], batches: int) -> None:
+    """Refuse a state that was not saved after that many batches, or with another number of batches in flight than the
+    method has there."""
+    begun, entered = tree["worker"]["entered"] or (batches, batches)  # empty right after a drain
+    if entered != batches:
+        raise UserError(f"load(..., batches={batches}), but this state was saved after {entered} batches: give that")
+    held, resting = len(tree["stage"]["in_flight"]), stage.method.resting(stage.k, stage.K, entered - begun)
+    if not stage.method.order and held != resting:
+        raise UserError(
+            f"a state of stage {stage.k} with {held} batches in flight, where {stage.method.name} has "
+            f"{resting}: load what the same method saved, or drain() before state()"
+        )

@@ -1,0 +1,64 @@
+"""Batches on their path from a loader into the first stage, and the marks that follow them through all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from offbeat.core.links import Link, Message
+from offbeat.core.micro_batches import micro_batches
+from offbeat.core.worker import Worker
+from offbeat.errors import UserError
+from offbeat.pipeline.checks import kind_of, pair
+
+EPOCH_END = "epoch"  # the kind of a mark after the last batch of an epoch; its number counts all batches so far
+Batches = Iterable[tuple[Any, Any]]
+Loader = Batches | Callable[[int], Batches]  # one for all epochs, or a function of the epoch that returns one
+
+
+def enter(t: int, x: Any, y: Any, *, entrance: Link, m: int) -> None:
+    """Send batch t to the first stage, which is in this process, as m micro-batches."""
+    if x is None:
+        raise UserError(f"step() without a batch in the first stage's process: pass x and y for batch {t}")
+    for message in micro_batches(t, x, y, m):
+        entrance.send(message)
+
+
+def read_epoch(loader: Loader | None, epoch: int, begin: int) -> Iterator[tuple[Any, Any]]:
+    """The batches of an epoch, in the process of the first stage; `begin` is the number of the next batch."""
+    if loader is None:
+        raise UserError("no loader in the first stage's process: give an iterable of (x, y)")
+    given = loader(epoch) if callable(loader) else loader
+    if not isinstance(given, Iterable):
+        raise UserError(f"the loader is {kind_of(given)}: give an iterable of (x, y), or a function of the epoch")
+    t = begin
+    for batch in given:
+        yield pair(batch, t)
+        t += 1
+    if t == begin:
+        raise UserError(
+            f"the loader gave no batch in epoch {epoch}: give a list, a DataLoader, or a function "
+            "of the epoch; a generator is empty after one"
+        )
+
+
+def follow_epoch(worker: Worker, begin: int) -> Iterator[tuple[None, None]]:
+    """As many empty batches in another process, up to the mark that ends the epoch.
+
+    Not every stage gets a message in every iteration (see methods/dgl_async.py): the mark states how many there are.
+    """
+    t = begin
+    while (ahead := worker.ahead()).kind != EPOCH_END or t < ahead.t:
+        yield None, None
+        t += 1
+
+
+def pass_on(mark: Message, workers: list[Worker]) -> None:
+    """Send a mark through the stages of this process, after the batches."""
+    for worker in workers:
+        if worker.stage.k > 1:
+            worker.ahead()
+            received = worker.links.inputs.receive()
+            assert received == mark, f"expected {mark}, got {received}"
+        if worker.links.outputs:
+            worker.links.outputs.send(mark)

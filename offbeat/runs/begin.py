@@ -1,0 +1,124 @@
+"""Begin a run in this process: join the other processes, enter the run folder, resume from a checkpoint."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offbeat import data
+from offbeat.engines import Engine
+from offbeat.engines.choose import choose_engine
+from offbeat.errors import FolderTaken, UserError
+from offbeat.runs import build, lock, resuming
+from offbeat.runs.build import Facts
+from offbeat.runs.recipe import Recipe
+from offbeat.runs.record import RunFolder
+from offbeat.runs.signals import stopping
+from offbeat.runs.training_run import REPORTS_PER_EPOCH, TrainingRun
+
+
+def train_here(
+    recipe: Recipe,
+    out: Path,
+    *,
+    show: bool = True,
+    folder_ready: bool = False,
+    rewrite: bool = False,
+    silence: float | None = None,
+) -> dict[str, Any] | None:
+    """Train the stages of this process; returns the result in the process of the first stage.
+
+    folder_ready   the run folder exists; if it contains a checkpoint, the run continues from there
+    rewrite        write config.json again, since the recipe may have changed; the earlier one is kept beside it
+    silence        see `offbeat.train`
+    """
+    run = begin(recipe, out, show=show, folder_ready=folder_ready, rewrite=rewrite, silence=silence)
+    try:
+        with stopping(run.stop):
+            return run.fit()
+    finally:
+        run.close()
+
+
+def begin(
+    recipe: Recipe,
+    out: Path,
+    *,
+    show: bool = True,
+    folder_ready: bool = False,
+    data_set: data.DataSet | None = None,
+    name: str = "",
+    reports: int = REPORTS_PER_EPOCH,
+    rewrite: bool = False,
+    silence: float | None = None,
+) -> TrainingRun:
+    """A run that is ready to train (see `train_here`): by `fit`, or batch by batch with `steps`.
+
+    data_set   of the recipe, if it is open already; runs of one process can share it
+    name       of one of several runs on the screen
+    reports    per epoch
+    """
+    torch.set_num_threads(recipe.threads_per_stage)
+    torch.backends.cudnn.benchmark = recipe.tune
+    device, method = torch.device(recipe.device), recipe.make_method()
+    engine = choose_engine(recipe.engine, recipe.K, method=method, device=device, silence=silence)
+    with engine.guard(), ExitStack() as locks:
+        known = None
+        if 1 in engine.here:
+            data_set = data_set or build.open_data(recipe)
+            known = build.facts(recipe, data_set)
+            if recipe.cuts is None:
+                recipe = replace(recipe, **build.choose_cuts(recipe, known))
+        shared = engine.share(known and [known.shape, known.classes, known.samples, recipe.cuts, recipe.units], 1)
+        known = Facts(*shared[:3])
+        recipe = replace(recipe, cuts=tuple(shared[3]), units=shared[4])
+        folder, apart = enter(recipe, out, engine, locks, ready=folder_ready, rewrite=rewrite)
+        found = resuming.find_checkpoint(recipe, engine, out) if folder_ready else resuming.NOTHING_SAVED
+        epochs = resuming.continued(recipe, known.samples, found.run)
+        pipe = build.make_pipeline(recipe, known, epochs, engine)
+        notes = resuming.resume(recipe, pipe, found, folder, apart) if folder_ready else []
+        data_set, others = build.move_data(recipe, data_set)
+        if apart:
+            others.append(f"stages {apart} do not see {out}: they send their parts of checkpoints to stage 1")
+        return TrainingRun(
+            recipe,
+            known,
+            epochs,
+            pipe,
+            folder,
+            data_set,
+            show,
+            out,
+            found.run,
+            notes=[*notes, *others],
+            name=name,
+            reports=reports,
+            apart=apart,
+            locks=locks.pop_all(),
+        )
+
+
+def enter(
+    recipe: Recipe, out: Path, engine: Engine, locks: ExitStack, *, ready: bool, rewrite: bool
+) -> tuple[RunFolder | None, list[int]]:
+    """Lock the run folder in all processes. Returns it in the process of the first stage, and the stages whose
+    processes do not see it.
+
+    If the folder cannot be used, all processes raise the same error.
+    """
+    folder, state = None, {}
+    if 1 in engine.here:
+        try:
+            state["token"] = locks.enter_context(lock.held(out))
+            folder = RunFolder(out) if ready and not rewrite else RunFolder.create(out, recipe, again=rewrite)
+        except UserError as error:
+            state = {"refused": str(error)}
+    state = engine.share(state, 1)
+    if "refused" in state:
+        raise FolderTaken(state["refused"])
+    sees = folder is not None or locks.enter_context(lock.joined(out, state["token"]))
+    return folder, [k for k, there in enumerate(engine.exchange(sees), start=1) if not there]

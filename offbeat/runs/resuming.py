@@ -1,0 +1,185 @@
+"""How a run continues from a checkpoint, also with another recipe than it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat import checkpoint
+from offbeat.checkpoint import Checkpoint
+from offbeat.checkpoint.folder import FOLDER
+from offbeat.core import state as stage_state
+from offbeat.core.stage import Stage
+from offbeat.engines import Engine
+from offbeat.errors import UserError
+from offbeat.methods import settings_of
+from offbeat.pipeline import Pipeline
+from offbeat.runs import transfer
+from offbeat.runs.epochs import Epochs
+from offbeat.runs.recipe import Recipe, upgraded
+from offbeat.runs.record import RunFolder
+
+# Settings that must be the same to continue with the batches in flight, and their values in earlier recipes.
+SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "drop_last", "weighting", "precision")
+EARLIER = {"precision": "fp32", "drop_last": False, "weighting": "batches"}
+RATES = ("lr", "momentum", "weight_decay")
+SCHEDULE = ("lr", "epochs", "warmup", "milestones")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The newest checkpoint of a run, the same in every process; `run` is its run.json, empty without a checkpoint."""
+
+    path: Path | None
+    run: dict[str, Any]
+    same: bool  # whether the batches in flight can be continued
+    notes: list[str]
+
+
+NOTHING_SAVED = Saved(None, {}, True, [])
+
+
+def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> Saved:
+    """Find the newest checkpoint in the first process, and share it; the folder may have another path elsewhere."""
+    shared = None
+    if 1 in engine.here:
+        found, notes = find(out)
+        run = found.run() if found else {}
+        shared = [found and found.path.name, run, exact(recipe, run["recipe"]) if run else True, notes]
+    name, run, same, notes = engine.share(shared, 1)
+    return Saved(None if name is None else out / FOLDER / name, run, same, notes)
+
+
+def resume(
+    recipe: Recipe, pipe: Pipeline, found: Saved, folder: RunFolder | None, apart: Collection[int] = ()
+) -> list[str]:
+    """Load a checkpoint, if there is one, into the pipeline; returns notes on what was lost.
+
+    apart: stages whose processes do not see the run folder.
+    """
+    notes = list(found.notes)
+    if found.path is not None:
+        with transfer.at_hand(pipe.engine, found.path, apart, whole=not found.same) as path:
+            notes += restore(pipe, recipe, str(path), found.run["recipe"], same=found.same)
+    if folder:
+        folder.resumed(pipe.batches, notes, exact=found.same)
+    return notes
+
+
+def exact(recipe: Recipe, saved: dict[str, Any]) -> bool:
+    """Whether a run of this recipe can continue with the batches that were in flight."""
+    now, before = recipe.as_dict(), {**EARLIER, **upgraded(saved)}
+    if any(_listed(now[name]) != _listed(before.get(name)) for name in SAME):
+        return False
+    defaults = {name: setting.default for name, setting in settings_of(recipe.method).items()}
+    return {**defaults, **recipe.settings} == {**defaults, **before["settings"]}
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def continued(recipe: Recipe, samples: int, run: dict[str, Any]) -> Epochs:
+    """The epochs of a run of this recipe that continues from a checkpoint with this run.json; {}: a new run."""
+    new = recipe.count(samples)
+    if not run:
+        return new
+    before = {"samples": samples, "batch_size": run["recipe"]["batch_size"], **run.get("epochs", {})}
+    epochs = Epochs(**before).continued(run["batches"], new)
+    if epochs.position(run["batches"]) > (recipe.epochs, 0):
+        done = epochs.progress(run["batches"]) / epochs.per_epoch
+        raise UserError(f"epochs={recipe.epochs}, but the checkpoint was made after {done:.4g}: increase epochs=")
+    return epochs
+
+
+def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *, same: bool) -> list[str]:
+    """Load a checkpoint of the recipe `saved` into the stages of this process; returns notes on what was lost."""
+    made = checkpoint.read(Path(path))
+    if same:
+        pipe.load({k: made.stage(k) for k in pipe.stages}, batches=made.t)
+        for stage in pipe.stages.values():
+            change_rates(stage, recipe, saved)
+        return []
+    parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
+    updates = made.t // recipe.M
+    if upgraded(saved)["settings"]["M"] == recipe.M:  # drains have ended windows early
+        updates = max(part["counters"]["update_index"] for part in parts)
+    merged = merge(parts)
+    heads = heads_by_cut(parts, saved)
+    for stage in pipe.stages.values():
+        stage_state.load_model(stage, merged["model"], merged["optimizer"], merged["corrections"])
+        stage_state.load_head(stage, heads.get(_end(recipe.as_dict(), stage.k)))
+        stage.resume_schedule(updates)
+    pipe.batches = made.t
+    return [*_lost_batches(parts), *_lost_heads(pipe, heads, recipe, parts), *_new_rate(recipe, saved)]
+
+
+def merge(parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The whole model of a checkpoint by parameter name, with the state of optimizers and correctors. Without heads,
+    whose names are the same in several stages."""
+    merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "corrections": {}}
+    for part in parts:
+        for kind, values in merged.items():
+            values.update({name: value for name, value in part[kind].items() if name in part["model"]})
+    return merged
+
+
+def _end(recipe: Mapping[str, Any], k: int) -> tuple[Any, ...]:
+    """Where stage k ends, which decides whether a head still fits."""
+    return (recipe["model"], recipe["method"], recipe["units"], *list(recipe["cuts"])[k - 1 : k])
+
+
+def heads_by_cut(parts: list[dict[str, Any]], saved: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The parts of a checkpoint with a head, by where their stage ends."""
+    return {_end(saved, part["k"]): part for part in parts if part["head"] is not None}
+
+
+def _lost_batches(parts: list[dict[str, Any]]) -> list[str]:
+    lost = sorted({entry["t"] for part in parts for entry in part["in_flight"]})
+    if not lost:
+        return []
+    if len(lost) == 1:
+        return [f"batch {lost[0]}, which was in flight, is lost by the change"]
+    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost by the change"]
+
+
+def _lost_heads(
+    pipe: Pipeline, heads: Mapping[tuple[Any, ...], Any], recipe: Recipe, parts: list[dict[str, Any]]
+) -> list[str]:
+    """Notes on heads that are initialised again, and on trained heads that no stage can use."""
+    wanted = {_end(recipe.as_dict(), k): k for k in range(1, pipe.K)} if pipe.method.head else {}
+    new = [str(k) for end, k in wanted.items() if end not in heads]
+    gone = [str(part["k"]) for end, part in heads.items() if end not in wanted]
+    notes = []
+    if new:
+        notes.append(
+            f"the heads of stages {', '.join(new)} are initialised again: the checkpoint has no heads at their cuts"
+        )
+    if gone:
+        notes.append(f"the heads of stages {', '.join(gone)} of the checkpoint are not used")
+    return notes
+
+
+def _new_rate(recipe: Recipe, saved: Mapping[str, Any]) -> list[str]:
+    return [f"the learning rate is {recipe.lr:g}, it was {saved['lr']:g}"] if recipe.lr != saved["lr"] else []
+
+
+def change_rates(stage: Stage, recipe: Recipe, saved: dict[str, Any]) -> None:
+    """Set learning rate, momentum, weight decay and schedule of the recipe, from the next update on."""
+    changed = [name for name in {*RATES, *SCHEDULE} if _listed(getattr(recipe, name)) != _listed(saved[name])]
+    optimizer, scheduler = stage.optimization.optimizer, stage.optimization.scheduler
+    if optimizer is None or not changed:
+        return
+    for group in optimizer.param_groups:
+        group.update(initial_lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+    if scheduler:
+        scheduler.base_lrs = [recipe.lr for _ in scheduler.base_lrs]
+    stage.resume_schedule(stage.update_index)
+
+
+def find(run: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint of a run, after removing unfinished ones; and notes."""
+    checkpoint.clean(run)
+    return checkpoint.newest(run)

@@ -1,0 +1,138 @@
+"""One text per error: Python's arguments in the library, options on the command line; what it suggests works."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields
+from inspect import signature
+from typing import Any
+
+import pytest
+import typer
+from command import Command
+from test_cli import OPTIONS, SMALL
+from typer.main import get_command
+
+import offbeat
+from offbeat.cli import app
+from offbeat.cli.wording import ARGUMENT, in_options
+from offbeat.errors import UserError
+from offbeat.methods import METHODS, settings_of
+from offbeat.runs.recipe import Recipe, make_recipe
+from offbeat.runs.train import check_run
+
+NAMES = (
+    {field.name for field in fields(Recipe)}
+    | {name for method in METHODS for name in settings_of(method)}
+    | set(signature(offbeat.train).parameters)
+    | {"config"}
+)
+
+
+def context(command: str = "train", **given: Any) -> typer.Context:
+    found = get_command(app).commands[command]
+    made = found.make_context(command, [], resilient_parsing=True)
+    made.params.update(given)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("batch_size=0: use an integer", "--batch-size 0: use an integer"),
+        ("lr=-1.5, momentum=nan", "--lr -1.5, --momentum nan"),
+        ("device='cuda' without a GPU", "--device cuda without a GPU"),
+        ('out="a folder" is taken', "--out 'a folder' is taken"),
+        ("K=4 and M=2.", "-K 4 and -M 2."),
+        ("cuts=(5, 9) and milestones=[0.5]", "--cuts 5,9 and --milestones 0.5"),
+        ("compile=True, drop_last=False", "--compile, --no-drop-last"),
+        ("give another folder as out=", "give another folder as --out"),
+        ("leave out recipe= and out=, or not", "leave out --config and --out, or not"),
+        ("see runs/K=4/x and adl:M=4,weights=stash", "see runs/K=4/x and adl:M=4,weights=stash"),
+        ("nobody=4 has K==4", "nobody=4 has K==4"),
+    ],
+)
+def test_arguments_are_printed_as_options(text, printed):
+    assert in_options(text, context()) == printed
+
+
+@pytest.mark.parametrize(
+    ("method", "text", "printed"),
+    [
+        ("gpipe:m=0", "m=0 micro-batches", "--method gpipe:m=0 micro-batches"),
+        ("adl:M=0", "M=0 gradients per update", "--method adl:M=0 gradients per update"),
+        ("adl", "M=0 gradients per update", "-M 0 gradients per update"),
+        ("ddg", "barrier=True", "--method ddg:barrier=yes"),
+        ("ald", "m=0", "m=0"),
+    ],
+)
+def test_settings_without_an_option_are_printed_as_part_of_the_method(method, text, printed):
+    assert in_options(text, context(method=method)) == printed
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_error_of_the_command_line_names_an_argument_of_python(offbeat: Command, name):
+    arguments, _ = OPTIONS[name]
+    base = SMALL if "--data" not in arguments else ("--model", "mlp", "--epochs", "1")
+    said = offbeat("train", *base, *arguments).err
+    parameters = context().command.params
+    options = {parameter.name for parameter in parameters}
+    assert not [found[0] for found in ARGUMENT.finditer(said) if found[1] in options], said
+    known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert set(re.findall(r"(?<!\S)--?[a-zA-Z][-a-z]*", said)) <= known | {"--help", "--epoch"}, said
+
+
+SYNTHETIC = {"model": "mlp", "data": "synthetic", "samples": 64, "shape": (3, 8, 8), "epochs": 1}
+WRONG: dict[str, dict[str, Any]] = {
+    "K": {"K": 0},
+    "M": {"M": 0},
+    "m": {"method": "gpipe", "m": 0},
+    "buffer": {"method": "dgl-async", "buffer": 0},
+    "beta": {"method": "fdg", "beta": -1.0},
+    "weights": {"weights": "stahs"},
+    "engine": {"engine": "simulator"},
+    "checkpoint mode": {"checkpoint_mode": "drain"},
+    "checkpoint interval": {"checkpoint_every": "7"},
+    "drained by the clock": {"checkpoint_every": "1min", "checkpoint_mode": "drained"},
+    "lr": {"lr": float("nan")},
+    "speeds": {"speeds": (1.0, 0.0), "K": 2},
+    "milestones": {"milestones": (0.75, 0.5)},
+    "seed": {"seed": -1},
+    "epochs": {"epochs": 2**40},
+    "shape": {"shape": (8, 8)},
+    "a shape beyond any": {"shape": (3, 2**40, 8)},
+    "a dropped last batch": {"drop_last": True, "batch_size": 65},
+    "compile and fuse": {"compile": True, "fuse": True},
+    "fuse": {"fuse": True},
+    "tune": {"tune": True},
+    "streams": {"engine": "streams"},
+    "streams of heads": {"engine": "streams", "method": "dgl", "device": "cuda"},
+    "cuda": {"device": "cuda"},
+    "momentum": {"method": "nag-async", "momentum": 0.0},
+    "trace": {"trace": 2**30},
+}
+
+
+def refusal(given: dict[str, Any]) -> str:
+    try:
+        check_run(make_recipe(**{**SYNTHETIC, **given}), out="nowhere")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_an_error_of_the_library_suggests_is_python_and_helps(name):
+    said = refusal(WRONG[name])
+    assert said, "not refused"
+    assert "--" not in said
+    for found in ARGUMENT.finditer(said):
+        assert found[1] in NAMES
+        if found[2] not in (None, "nan"):
+            ast.parse(f"train({found[0]})")
+    before, _, suggested = said.rpartition(": ")
+    arguments = [found for found in ARGUMENT.finditer(suggested) if found[2]]
+    for found in arguments:
+        if found[0] not in before:
+            assert refusal({**WRONG[name], found[1]: ast.literal_eval(found[2])}) != said

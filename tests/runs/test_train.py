@@ -1,0 +1,160 @@
+"""`offbeat.train`: one recipe from Python, into a run folder, to a result; nothing goes through the environment."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import START, two_processes
+from safetensors.torch import load_file
+
+import offbeat
+from offbeat.runs import launch
+from offbeat.runs.recipe import make_recipe
+from offbeat.runs.record import lines
+
+PACKAGE = Path(offbeat.__file__).parent
+SMALL: dict[str, Any] = {
+    "model": "resnet8",
+    "data": "synthetic",
+    "shape": (3, 8, 8),
+    "samples": 64,
+    "batch_size": 8,
+    "K": 2,
+    "M": 2,
+    "epochs": 1,
+    "threads_per_stage": 1,
+}
+
+
+def config(run: Path) -> dict[str, Any]:
+    return json.loads((run / "config.json").read_text())["recipe"]
+
+
+def test_a_recipe_is_trained_into_a_run_folder_and_the_result_returned(tmp_path, capsys):
+    recipe = make_recipe(**SMALL, engine="simulate")
+    result = offbeat.train(recipe, out=tmp_path / "run")
+    (record,) = (line for line in lines(tmp_path / "run") if line["kind"] == "result")
+    assert result == {name: value for name, value in record.items() if name not in ("kind", "time")} | {
+        "out": str(tmp_path / "run")
+    }
+    assert config(tmp_path / "run")["K"] == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_resumes_from_python_with_other_settings(tmp_path):
+    run = str(tmp_path / "run")
+    offbeat.train(make_recipe(**SMALL, engine="simulate", checkpoint_every="1e"), out=run)
+    offbeat.train(resume=run, epochs=2)
+    assert [line["epoch"] for line in lines(tmp_path / "run") if line["kind"] == "epoch"] == [0, 1]
+    assert config(tmp_path / "run")["epochs"] == 2
+
+
+def test_worker_processes_train_the_same_and_this_environment_stays(tmp_path):
+    def environment() -> dict[str, str]:  # torch's launcher sets variables of its own
+        return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+
+    before = environment()
+    offbeat.train(make_recipe(**SMALL, engine="processes"), out=tmp_path / "processes", silence=120)
+    assert environment() == before
+    offbeat.train(make_recipe(**SMALL, engine="simulate"), out=tmp_path / "simulate")
+    there, here = (load_file(tmp_path / name / "model.safetensors") for name in ("processes", "simulate"))
+    assert all(there[name].equal(here[name]) for name in here)
+
+
+def test_the_record_of_a_script_names_the_script_as_its_command(tmp_path):
+    script = tmp_path / "study.py"
+    script.write_text(
+        f"import offbeat\n"
+        f"recipe = offbeat.make_recipe(**{SMALL!r}, engine='simulate')\n"
+        f"print(offbeat.train(recipe, out={str(tmp_path / 'run')!r})['out'])\n"
+    )
+    done = subprocess.run([sys.executable, script, "once"], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(tmp_path / "run"), done.stderr
+    assert json.loads((tmp_path / "run/config.json").read_text())["provenance"]["command"] == ["study.py", "once"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "no recipe: give train a recipe"),
+        ({"epochs": 2}, "epochs=2 without resume="),
+        ({"resume": "nowhere"}, "does not exist"),
+        ({"resume": "nowhere", "out": "x"}, "resume='nowhere' names the run folder: leave out recipe= and out="),
+    ],
+)
+def test_arguments_that_name_no_run_are_refused(arguments, said):
+    with pytest.raises(offbeat.UserError) as refused:
+        offbeat.train(**arguments)
+    assert said in str(refused.value)
+
+
+def test_the_silence_allowed_reaches_worker_processes_on_their_command_line(tmp_path, monkeypatch):
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "launch", lambda K, arguments, **_: started.append(arguments))
+    assert offbeat.train(make_recipe(**SMALL, engine="processes"), out=tmp_path / "run", silence=7.5) is None
+    assert started[0][-2:] == ["--silence", "7.5"]
+
+
+RESUMED = """
+import sys, offbeat
+result = offbeat.train(resume={run!r}, epochs=2, momentum=0.5, silence=120)
+assert (result is None) == (__import__("os").environ["RANK"] == "1")
+__import__("os")._exit(0)
+"""
+
+
+def test_resuming_under_torchrun_writes_the_changed_recipe(tmp_path):
+    run = tmp_path / "run"
+    offbeat.train(make_recipe(**SMALL, engine="simulate", checkpoint_every="1e"), out=run)
+    with two_processes(RESUMED.format(run=str(run))) as started:
+        for process in started:
+            assert process.wait(START) == 0, process.communicate()
+    assert (config(run)["epochs"], config(run)["momentum"], config(run)["engine"]) == (2, 0.5, "processes")
+    assert json.loads((run / "config-1.json").read_text())["recipe"]["epochs"] == 1
+    assert [line["epoch"] for line in lines(run) if line["kind"] == "epoch"] == [0, 1]
+
+
+# ---- the environment is no way to pass an argument
+
+FOR_LIBRARIES = {  # files that set variables for gloo and CUDA; and the server of bench, in a process that it forked
+    "core/links/network.py",
+    "engines/processes.py",
+    "engines/stage_streams.py",
+    "studies/bench/fork_server.py",
+}
+
+
+def sets_environment(node: ast.AST) -> bool:
+    """Whether it assigns to os.environ, or calls what changes it."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        return any(
+            isinstance(target, ast.Subscript) and ast.unparse(target.value) == "os.environ" for target in node.targets
+        )
+    changes = ("update", "setdefault", "pop", "clear", "popitem")
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in (
+        "os.putenv",
+        "os.unsetenv",
+        *(f"os.environ.{name}" for name in changes),
+    )
+
+
+def test_no_function_passes_an_argument_through_the_environment():
+    setting = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if any(map(sets_environment, ast.walk(ast.parse(path.read_text()))))
+    }
+    assert setting == FOR_LIBRARIES
+
+
+@pytest.mark.parametrize("variable", ["OFFBEAT_DATA_DIR", "OFFBEAT_SILENCE", "OFFBEAT_COMMIT", "OFFBEAT_PAYLOADS"])
+def test_each_variable_that_users_set_is_read_in_one_file(variable):
+    reading = [path for path in PACKAGE.rglob("*.py") if f'"{variable}"' in path.read_text()]
+    assert len(reading) == 1
