@@ -211,7 +211,7 @@ def index() -> str:
                 "in batches between a forward and its backward at stage k of K. Which to take:",
                 "[choosing](../choosing.md); your own: [adding a method](../adding-a-method.md);",
                 "correctors, which late methods can take, are in",
-                "`offbeat/correctors.py`.",
+                "`offbeat/correctors/`.",
             ),
             "",
             markdown(head, rows),

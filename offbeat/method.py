@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from offbeat.correctors import Corrections, Corrector, StageContext, correctors
+from offbeat.correctors import Corrector, CorrectorLike, StageContext, correctors
 from offbeat.errors import UserError, unknown
 from offbeat.interpreter import Step, steady_state, steps, unused
 from offbeat.ops import (
@@ -118,18 +118,18 @@ class Method:
     def _check(self, corrector: Corrector) -> None:
         if self.feedback != "above" or self.m > 1:
             raise UserError(f"corrector {corrector.name} with {self.name}, whose gradients are not late: leave it out")
-        if self.weights not in corrector.needs:
-            needed = " or ".join(corrector.needs)
+        if self.weights not in corrector.supported_weights:
+            needed = " or ".join(corrector.supported_weights)
             raise UserError(f"corrector {corrector.name} with weights {self.weights} ({self.name}): it needs {needed}")
-        if self.forward != "newest" and "forward weights" in corrector.answers:
+        if self.forward != "newest" and "forward weights" in corrector.changes:
             raise UserError(
                 f"corrector {corrector.name} with {self.name}, which sets the forward weights itself: leave it out"
             )
-        reason = corrector.unfit(self.lag, self.M)
+        reason = corrector.unsupported(self.lag, self.M)
         if reason:
             raise UserError(f"corrector {corrector.name} with {self.name}: {reason}")
 
-    def corrected(self, given: Corrections) -> Method:
+    def corrected(self, given: CorrectorLike) -> Method:
         """The method with more correctors: objects, or text such as "lwp+sc"."""
         more = correctors(given)
         for corrector in more:
@@ -166,7 +166,7 @@ class Method:
             program = taught(program, after=LESSON)
         return locked(program) if self.barrier else program
 
-    def place(self, k: int, K: int) -> StageContext:
+    def stage_context(self, k: int, K: int) -> StageContext:
         """Where the correctors of stage k work."""
         return StageContext(k, K, self.staleness(k, K))
 
@@ -212,9 +212,9 @@ class Method:
         return self.recompute or (self.weights == "replay" and (self.lag(k, K) > 0 or self._predicts(k, K)))
 
     def _predicts(self, k: int, K: int) -> bool:
-        place = self.place(k, K)
+        context = self.stage_context(k, K)
         return any(
-            corrector.active(place) and {"forward weights", "backward weights"} & {*corrector.answers}
+            corrector.active(context) and {"forward weights", "backward weights"} & {*corrector.changes}
             for corrector in self.correctors
         )
 

@@ -15,7 +15,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from offbeat.correctors import Corrections
+from offbeat.correctors import CorrectorLike
 from offbeat.errors import UserError, first_line, unknown
 
 LARGEST = 2**31  # of whole numbers
@@ -181,7 +181,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 def _allowed(hint: Any) -> str:
     """What may be given, in words."""
-    if hint == Corrections:
+    if hint == CorrectorLike:
         return "correctors such as sc or lwp+sc, or none"
     words = {bool: "yes or no", int: "a whole number", float: "a number", str: "text", NoneType: "none"}
     found = []

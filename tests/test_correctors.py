@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import offbeat
+from offbeat.correctors import CORRECTORS, Corrector
+from offbeat.correctors.corrector import CHANGES
 from offbeat.methods import named
+
+
+def test_every_corrector_of_the_folder_can_be_given_by_name():
+    folder = Path(offbeat.correctors.__file__).parent
+    modules = [importlib.import_module(f"offbeat.correctors.{path.stem}") for path in folder.glob("[!_]*.py")]
+    declared = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Corrector) and value is not Corrector
+    }
+    assert declared == set(CORRECTORS.values())
+    assert all(corrector.changes and {*corrector.changes} <= {*CHANGES} for corrector in declared)
+
 
 LATE = ("lwp", "sc", "dc", "t1")  # do nothing without a delay
 
@@ -67,12 +86,12 @@ def test_speculation_is_refused_off_its_own_schedule(method):
 BAD = {
     "a sign too much": ("lwp+", "corrector 'lwp+': a name is missing"),
     "only a sign": ("+", "a name is missing"),
-    "no number behind the colon": ("sc:", "behind the colon goes a number, the delay of sc"),
+    "no number after the colon": ("sc:", "give a number after the colon, the delay of sc"),
     "not a number": ("lwp:nan", "horizon of the weight prediction = nan: use a number of updates from 0 up"),
     "a horizon of the past": ("lwp:-3", "horizon"),
     "endless": ("sc:inf", "delay of the spike compensation = inf"),
     "a number that it has no use for": ("spec:2", "spec takes no number"),
-    "part of an update": ("t1:2.5", "behind the colon goes a number, the updates of t1"),
+    "part of an update": ("t1:2.5", "give a whole number after the colon, the updates of t1"),
     "nearly a name": ("lpw", "did you mean 'lwp'"),
     "two of a kind": ("sc+nag", "both set the step"),
     "weights that it cannot work with": ("t2", "it needs hybrid"),

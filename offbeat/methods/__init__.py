@@ -15,7 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from offbeat.correctors import Corrections
+from offbeat.correctors import CorrectorLike
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
 from offbeat.settings import Setting, declared, listed, shown, split
@@ -162,7 +162,7 @@ def settings_of(name: str) -> dict[str, Setting]:
     return {**found, "corrector": CORRECTOR}
 
 
-def _corrected(*, corrector: Corrections = None) -> None:
+def _corrected(*, corrector: CorrectorLike = None) -> None:
     """The setting that every method with late gradients has."""
 
 

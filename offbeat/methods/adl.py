@@ -18,14 +18,14 @@ A message has a whole tick to arrive, so a latency below the time of a stage cos
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
 from offbeat.ops import Window
 
 
 def ADL(  # noqa: N802
-    M: int = 4, *, window: Window = "count", weights: Weights = "stash", corrector: Corrections = None
+    M: int = 4, *, window: Window = "count", weights: Weights = "stash", corrector: CorrectorLike = None
 ) -> Method:
     """Accumulated Decoupled Learning with M gradients an update.
 

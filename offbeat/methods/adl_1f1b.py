@@ -16,14 +16,14 @@ stage, plus two latencies: what ADL's longer lag hides is exposed here.
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
 from offbeat.ops import Window
 
 
 def ADL1F1B(  # noqa: N802
-    M: int = 4, *, window: Window = "count", weights: Weights = "stash", corrector: Corrections = None
+    M: int = 4, *, window: Window = "count", weights: Weights = "stash", corrector: CorrectorLike = None
 ) -> Method:
     """ADL with lag K-k and M gradients an update."""
     return Method(

@@ -15,7 +15,7 @@ whole model.
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method
 
 
@@ -24,7 +24,7 @@ def alone(K: int) -> str | None:
     return None if K == 1 else "its workers hold the whole model: use K = 1, and N for the number of workers"
 
 
-def ASGD(N: int = 4, *, corrector: Corrections = None) -> Method:  # noqa: N802
+def ASGD(N: int = 4, *, corrector: CorrectorLike = None) -> Method:  # noqa: N802
     """N data-parallel workers in turn."""
 
     def lag(k: int, K: int) -> int:

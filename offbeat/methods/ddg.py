@@ -16,13 +16,13 @@ Staleness K-k. Held by stage k: K-k+1 graphs and versions. Time a batch: KF + B 
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
 
 
 def DDG(  # noqa: N802
-    *, barrier: bool = True, weights: Weights = "stash", corrector: Corrections = None
+    *, barrier: bool = True, weights: Weights = "stash", corrector: CorrectorLike = None
 ) -> Method:
     """Delayed gradients behind a forward lock; the released code ran "hybrid" weights.
 

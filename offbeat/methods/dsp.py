@@ -14,12 +14,12 @@ batch: 2F + B (F + B where the repeat is hidden).
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method
 from offbeat.methods import lags
 
 
-def DSP(*, corrector: Corrections = None) -> Method:  # noqa: N802
+def DSP(*, corrector: CorrectorLike = None) -> Method:  # noqa: N802
     """The tick schedule with replayed forwards."""
     return Method(
         name="dsp",

@@ -16,12 +16,12 @@ graphs and versions. Time a batch: F + B. With beta=1 it is ADL with M=1.
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, Shrink, correctors
+from offbeat.correctors import CorrectorLike, Shrink, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
 
 
-def FDG(beta: float = 1.0, *, weights: Weights = "stash", corrector: Corrections = None) -> Method:  # noqa: N802
+def FDG(beta: float = 1.0, *, weights: Weights = "stash", corrector: CorrectorLike = None) -> Method:  # noqa: N802
     """Delayed gradients on the tick schedule, shrunk by beta a stage (they tuned 0.2 to 0.8)."""
     return Method(
         name="fdg",

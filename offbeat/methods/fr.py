@@ -15,12 +15,12 @@ batch: KF + F + B with the barrier, 2F + B without.
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method
 from offbeat.methods import lags
 
 
-def FR(*, barrier: bool = True, corrector: Corrections = None) -> Method:  # noqa: N802
+def FR(*, barrier: bool = True, corrector: CorrectorLike = None) -> Method:  # noqa: N802
     """Features replay behind a forward lock."""
     return Method(
         name="fr",

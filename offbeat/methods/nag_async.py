@@ -17,12 +17,12 @@ batch: F + B and two latencies.
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, LookAhead, correctors
+from offbeat.correctors import CorrectorLike, LookAhead, correctors
 from offbeat.method import Method
 from offbeat.methods import lags
 
 
-def NAGAsync(gamma: float = 0.99, *, corrector: Corrections = None) -> Method:  # noqa: N802
+def NAGAsync(gamma: float = 0.99, *, corrector: CorrectorLike = None) -> Method:  # noqa: N802
     """1F1B with stashed weights and a look-ahead of momentum gamma."""
     return Method(
         name="nag-async",

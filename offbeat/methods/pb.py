@@ -16,12 +16,12 @@ momentum; the paper used small batches and GroupNorm.
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
 
 
-def PB(*, weights: Weights = "hybrid", corrector: Corrections = "lwp+sc") -> Method:  # noqa: N802
+def PB(*, weights: Weights = "hybrid", corrector: CorrectorLike = "lwp+sc") -> Method:  # noqa: N802
     """Pipelined back-propagation; by default with both compensations, `corrector=()` for none."""
     return Method(
         name="pb",

@@ -16,12 +16,12 @@ batch: F + B and two latencies. Their code drains at the end of every epoch; her
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
 
 
-def PipeDream(*, weights: Weights = "stash", corrector: Corrections = None) -> Method:  # noqa: N802
+def PipeDream(*, weights: Weights = "stash", corrector: CorrectorLike = None) -> Method:  # noqa: N802
     """1F1B with stashed weights, an update a batch."""
     return Method(
         name="pipedream",

@@ -16,13 +16,13 @@ Locks: none. Staleness 2(K-k)/M (the paper counts the tick of the stage itself t
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, Discrepancy, Rescheduling, correctors
+from offbeat.correctors import CorrectorLike, Discrepancy, Rescheduling, correctors
 from offbeat.method import Method
 from offbeat.methods import lags
 
 
 def PipeMare(  # noqa: N802
-    M: int = 1, *, anneal: int | None = None, C: float = 0.135, corrector: Corrections = None
+    M: int = 1, *, anneal: int | None = None, C: float = 0.135, corrector: CorrectorLike = None
 ) -> Method:
     """The tick schedule on current weights with T2, and T1 over the first `anneal` updates."""
     first = () if anneal is None else (Rescheduling(anneal),)

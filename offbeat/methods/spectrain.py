@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from offbeat.correctors import Corrections, Speculation, correctors
+from offbeat.correctors import CorrectorLike, Speculation, correctors
 from offbeat.errors import unknown
 from offbeat.method import Method
 from offbeat.methods import lags
 
 
-def SpecTrain(version: Literal[1, 2] = 1, *, corrector: Corrections = None) -> Method:  # noqa: N802
+def SpecTrain(version: Literal[1, 2] = 1, *, corrector: CorrectorLike = None) -> Method:  # noqa: N802
     """1F1B with predicted weights."""
     if version not in (1, 2):
         raise unknown("version of spectrain", str(version), ("1", "2"))

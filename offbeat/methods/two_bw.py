@@ -15,12 +15,12 @@ Time a batch: F + B and two latencies.
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method
 from offbeat.methods import lags
 
 
-def TwoBW(M: int = 8, *, corrector: Corrections = None) -> Method:  # noqa: N802
+def TwoBW(M: int = 8, *, corrector: CorrectorLike = None) -> Method:  # noqa: N802
     """1F1B with two weight buffers and M gradients an update."""
 
     def limit(K: int) -> str | None:
