@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from offbeat.interpreter import Mail, Step
+from offbeat.interpreter import Messages, Step
 from offbeat.method import Method
 from offbeat.ops import Backward, Barrier, Forward, Operation, Update
 
@@ -43,13 +43,13 @@ def ticks(method: Method, K: int, batches: Iterable[int]) -> Iterator[list[Event
     indices = list(batches)
     programs = [method.steps(k, K, indices) for k in range(1, K + 1)]
     waiting = [_iteration(program) for program in programs]
-    mail, tick = Mail(), 0
+    messages, tick = Messages(), 0
     while any(steps is not None for steps in waiting):
         events: list[Event] = []
         for steps in waiting:
-            while steps and mail.take(steps[0], tick) is not None:
+            while steps and messages.receive(steps[0], tick) is not None:
                 step = steps.popleft()
-                mail.send(step, tick + 1)
+                messages.send(step, tick + 1)
                 if not isinstance(step.operation, Barrier):
                     version = step.forwarded if isinstance(step.operation, Backward) else step.version
                     events.append(Event(tick, step.k, step.operation, version, step.staleness))

@@ -6,14 +6,17 @@ cost the stage nothing. So what a method hides of a link's latency, and what not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count, islice, pairwise
+from typing import NamedTuple
 
+from offbeat.critical_cycle import Dependency, longest_period
 from offbeat.errors import UserError
-from offbeat.interpreter import Mail, Step
+from offbeat.interpreter import Messages, Step, steady_state
 from offbeat.method import Method
-from offbeat.ops import Backward, Barrier, Forward, Operation, Update
+from offbeat.ops import LESSON, Backward, Barrier, Forward, Operation, Update
 
 MOST_TURNS = 100_000  # local iterations of a trace, which is held in memory and read by people
 
@@ -64,9 +67,8 @@ def balanced(K: int, *, forward: float = 1.0, backward: float = 2.0) -> Costs:
     return Costs([forward] * K, [backward] * K)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One operation of one stage, from when to when.
+class Span(NamedTuple):
+    """One operation of one stage, with its start and end in seconds.
 
     version    of the weights that it computes with, or that an update makes
     replayed   seconds at the start of a backward in which it repeats its forward
@@ -81,35 +83,40 @@ class Span:
 
 
 def timeline(method: Method, batches: int, costs: Costs) -> list[Span]:
-    """The spans of all stages for that many batches, fill and drain included, in the order of each stage's program."""
+    """The spans of all stages for a number of batches, with fill and drain, in the order of each stage's program."""
     K = costs.K
     programs = [chain.from_iterable(method.steps(k, K, range(batches))) for k in range(1, K + 1)]
     ahead = [next(program, None) for program in programs]
-    replayed = [costs.replayed(k, method) for k in range(1, K + 1)]
-    busy: list[dict[type, float]] = [
-        {type(each): costs.of(each, k, method) for each in (Forward(0), Backward(0), Update(1))}
-        for k in range(1, K + 1)
-    ]
-    free, mail, spans = [0.0] * K, Mail(), list[Span]()
-    awake = list(range(K, 0, -1))  # stages that may be able to go on
-    while awake or any(ahead):
-        awake = awake or _pass_barrier(ahead, programs, free)
-        if not awake:
-            raise UserError(f"{method.name} at K={K}: its programs wait for each other; no stage can go on")
-        here = awake.pop() - 1
-        while (step := ahead[here]) is not None and not isinstance(operation := step.operation, Barrier):
-            when = mail.take(step)
-            if when is None:
+    durations = [_durations(costs, k, method) for k in range(1, K + 1)]
+    free, messages, spans = [0.0] * K, Messages(), list[Span]()
+    ready = list(range(K, 0, -1))  # stages that may be able to continue
+    while ready or any(ahead):
+        ready = ready or _pass_barrier(ahead, programs, free)
+        if not ready:
+            raise UserError(f"{method.name} with K={K}: the programs of its stages wait for each other")
+        k = ready.pop()
+        program, step, now = programs[k - 1], ahead[k - 1], free[k - 1]
+        seconds, delays, replayed = durations[k - 1]
+        while step is not None and (kind := type(step.operation)) is not Barrier:
+            arrived = messages.receive(step)
+            if arrived is None:
                 break
-            start = max(free[here], when)
-            end = free[here] = start + busy[here].get(type(operation), 0.0)
-            if step.sends:
-                awake.append(step.sends)
-                mail.send(step, end + costs.under_way(step.k, step.sends, method))
-            repeated = replayed[here] if isinstance(operation, Backward) else 0.0
-            spans.append(Span(step.k, operation, start, end, step.version, repeated))
-            ahead[here] = next(programs[here], None)
+            start = arrived if arrived > now else now
+            now = start + seconds.get(kind, 0.0)
+            if step.sends is not None:
+                messages.send(step, now + delays[step.sends])
+                ready.append(step.sends)
+            spans.append(Span(k, step.operation, start, now, step.version, replayed if kind is Backward else 0.0))
+            step = next(program, None)
+        ahead[k - 1], free[k - 1] = step, now
     return spans
+
+
+def _durations(costs: Costs, k: int, method: Method) -> tuple[dict[type, float], dict[int, float], float]:
+    """Seconds of stage k by kind of operation, seconds of a message by target, and those that a backward replays."""
+    seconds = {type(each): costs.of(each, k, method) for each in (Forward(0), Backward(0), Update(1))}
+    targets = {each: costs.under_way(k, each, method) for each in (k - 1, k + 1) if 1 <= each <= costs.K}
+    return seconds, targets, costs.replayed(k, method)
 
 
 def _pass_barrier(ahead: list[Step | None], programs: Sequence[Iterator[Step]], free: list[float]) -> list[int]:
@@ -126,21 +133,49 @@ def _pass_barrier(ahead: list[Step | None], programs: Sequence[Iterator[Step]], 
 
 
 def period(method: Method, costs: Costs) -> float:
-    """Seconds a batch in steady state: of the stage that is slowest, from a batch after the fill to one much later."""
+    """Seconds per batch in steady state, of the slowest stage."""
     K = costs.K
-    if method.order:  # batches may be skipped or repeated: what the slowest stage takes for many
+    if method.order:  # batches may be skipped or repeated: the mean over many batches
         many = 40 * K
         return max(span.end for span in timeline(method, many, costs)) / many / method.workers
-    fill = method.fill(K)
-    first = 4 * K + 4 * method.M + fill
-    last = first + method.M * (8 + -(-4 * K // method.M))  # whole windows, or updates would be counted unevenly
-    ends: dict[tuple[int, int], float] = {}
-    for span in timeline(method, last + 4 * K + fill, costs):
-        if isinstance(span.operation, Backward):
-            place = span.k, span.operation.t // method.m
-            ends[place] = max(span.end, ends.get(place, 0.0))
-    slowest = max(ends[k, last - 1] - ends[k, first - 1] for k in range(1, K + 1))
-    return slowest / (last - first) / method.workers
+    seconds = longest_period(_dependencies(method, costs))
+    if seconds is None:
+        raise UserError(f"{method.name} with K={K}: the programs of its stages wait for each other")
+    return seconds / method.M / method.workers
+
+
+def _dependencies(method: Method, costs: Costs) -> dict[Hashable, list[Dependency]]:
+    """What the end of every operation waits for in steady state, where a stage repeats its program every M batches.
+
+    The period of an operation is that of its batch; of an update or a barrier that of its local iteration.
+    """
+    K, M, size = costs.K, method.M, method.M * method.m
+    waits_for: defaultdict[Hashable, list[Dependency]] = defaultdict(list)
+    sent: dict[tuple[int, int, int], Hashable] = {}  # (from, to, batch within the period) -> event that sends it
+    received: list[tuple[Hashable, tuple[int, int, int], float]] = []  # event, message, seconds from sending to its end
+    for k in range(1, K + 1):
+        seconds, _, _ = _durations(costs, k, method)
+        first = steady_state(method, k, K).fill + LESSON
+        order: list[tuple[Hashable, int, float]] = []  # event, its period, seconds that it takes
+        for iteration, operations in enumerate(islice(method.program(k, K, count()), first, first + M), start=first):
+            for operation in operations:
+                kind, own = type(operation), seconds.get(type(operation), 0.0)
+                if isinstance(operation, Update | Barrier):
+                    number, place = divmod(iteration, M)
+                else:
+                    number, place = divmod(operation.t, size)
+                event: Hashable = (0 if kind is Barrier else k, kind, place)  # a barrier is one event of all stages
+                order.append((event, number, own))
+                if target := method.sends(operation, k, K):
+                    sent[k, target, place] = event
+                if source := method.receives(operation, k, K):
+                    received.append((event, (source, k, place), costs.under_way(source, k, method) + own))
+        start, number, own = order[0]
+        for (before, earlier, _), (after, later, taken) in pairwise([*order, (start, number + 1, own)]):
+            waits_for[after].append(Dependency(before, taken, later - earlier))
+    for after, message, taken in received:
+        waits_for[after].append(Dependency(sent[message], taken, 0))
+    return waits_for
 
 
 def speed_up(method: Method, costs: Costs, *, batches: int | None = None) -> float:
