@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 
 from offbeat.ops import LESSON, Backward, Forward, Operation, Program, Update
 
-WINDOWS = 2  # of steady state that are looked at: all that comes later is the same again
-LONGEST = 10_000  # local iterations that are looked at of a program with an order of its own
+WINDOWS = 2  # windows of steady state that are interpreted: later ones repeat them
+LONGEST = 10_000  # local iterations that are interpreted of a program with an order of its own
 
 
 class Declaration(Protocol):
-    """What the interpreter asks a method; see `offbeat.method.Method`, which answers."""
+    """What the interpreter needs of a method; `offbeat.method.Method` implements it."""
 
     @property
     def order(self) -> object: ...
@@ -127,31 +127,41 @@ def steps(method: Declaration, k: int, K: int, batches: Iterable[int]) -> Iterat
 class SteadyState:
     """Stage k of K in steady state.
 
-    fill        local iterations before its first forward in that state
-    staleness   mean level of staleness of its gradients, in updates
-    versions    most versions of the weights that it holds, the newest included
-    held        most batches (micro-batches) between forward and backward
-    resting     those that it holds between two local iterations, after 0, 1, 2, ... of them
+    fill        local iterations before its first forward in steady state
+    levels      staleness of its gradients, in updates, over a few whole windows
+    versions    largest number of versions of the weights that it holds, including the newest
+    held        largest number of batches (micro-batches) between forward and backward
+    resting     number of them between two local iterations, after 0, 1, 2, ... local iterations
     """
 
     fill: int
-    staleness: float
+    levels: tuple[int, ...]
     versions: int
     held: int
     resting: tuple[int, ...]
 
+    @property
+    def staleness(self) -> float:
+        """Mean staleness of the gradients, in updates."""
+        return sum(self.levels) / max(1, len(self.levels))
+
+    @property
+    def square_staleness(self) -> float:
+        """Mean of the squared staleness."""
+        return sum(level * level for level in self.levels) / max(1, len(self.levels))
+
 
 @lru_cache(maxsize=4096)
 def steady_state(method: Declaration, k: int, K: int) -> SteadyState:
-    """Go through the program of stage k until it has closed a few windows in which nothing is left of the fill.
+    """Interpret the program of stage k until it has closed a few windows whose gradients are all of steady state.
 
     >>> from offbeat.methods import TwoBW
     >>> steady_state(TwoBW(M=3), 1, 4)
-    SteadyState(fill=3, staleness=1.0, versions=2, held=4, resting=(0, 1, 2, 3))
+    SteadyState(fill=3, levels=(1, 1, 1, 1, 1, 1), versions=2, held=4, resting=(0, 1, 2, 3))
     """
     fill: int | None = None
     windows, versions, held, resting = 0, 1, 0, [0]
-    levels: list[int] = []  # of whole windows in steady state
+    levels: list[int] = []
     window: list[Step] = []
     for done, iteration in enumerate(steps(method, k, K, range(LONGEST) if method.order else count())):
         for step in iteration:
@@ -169,12 +179,12 @@ def steady_state(method: Declaration, k: int, K: int) -> SteadyState:
             resting.append(iteration[-1].in_flight if iteration else resting[-1])
         if windows >= WINDOWS:
             break
-    return SteadyState(fill or 0, sum(levels) / max(1, len(levels)), versions, held, tuple(resting))
+    return SteadyState(fill or 0, tuple(levels), versions, held, tuple(resting))
 
 
 @lru_cache(maxsize=4096)
 def unused(method: Declaration, k: int, K: int) -> int:
-    """Most gradients from stage k that stage k-1 has still to use when both have done as many local iterations.
+    """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many local iterations.
 
     >>> from offbeat.methods import ADL, DNI, PipeDream
     >>> unused(ADL(), 2, 4), unused(PipeDream(), 2, 4), unused(DNI(), 2, 4)
