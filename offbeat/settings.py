@@ -1,4 +1,4 @@
-"""The settings of a method: names, types and defaults, as the signature of its function declares them.
+"""The settings of a method: names, types and defaults, from the signature of its function.
 
 adl:M=4,corrector=sc        a method with settings, as text
 """
@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from offbeat.correctors import CorrectorLike
 from offbeat.errors import UserError, first_line, unknown
 
-LARGEST = 2**31  # of whole numbers
+LARGEST = 2**31  # largest whole number
 WORDS = {"yes": True, "true": True, "no": False, "false": False}
 _CALLABLE = get_origin(Callable[[], None])
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:function
@@ -26,20 +26,20 @@ OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:function
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting; `kinds` are the alternatives of its annotation."""
+    """One setting; `kinds` are the alternatives of its type annotation."""
 
     name: str
     kinds: tuple[Any, ...]
     default: Any
-    allowed: str  # in words
+    allowed: str  # allowed values, in words
 
     @property
     def choices(self) -> list[str]:
-        """The values of a setting that takes a few alone."""
+        """The values of a setting with a fixed set of values."""
         return [str(choice) for kind in self.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
 
     def read(self, text: str) -> Any:
-        """The value that a text stands for.
+        """Parse a value from text.
 
         >>> from offbeat.methods import settings_of
         >>> settings_of("ddg")["barrier"].read("no"), settings_of("fdg")["beta"].read("0.5")
@@ -55,7 +55,7 @@ class Setting:
         raise UserError(f"{self.name}={text}: give {self.allowed}")
 
     def check(self, value: Any) -> None:
-        """Refuse a value of another type than the declared one."""
+        """Raise an error for a value of another type than the declared one."""
         if any(_fits(kind, value) for kind in self.kinds):
             return
         if self.choices:
@@ -65,7 +65,7 @@ class Setting:
         raise UserError(f"{self.name} = {value!r}: use {self.allowed}")
 
     def value(self, value: Any) -> Any:
-        """What the method's function is called with: a function that was given as text is imported."""
+        """The argument for the method's function: a function that was given as text is imported."""
         if isinstance(value, str) and any(get_origin(kind) is _CALLABLE for kind in self.kinds):
             module, _, name = value.partition(":")
             try:
@@ -77,19 +77,19 @@ class Setting:
         return value
 
     def __str__(self) -> str:
-        """With the default, as it is written after the name of a method."""
+        """The setting with its default, as written after the name of a method."""
         return f"{self.name}={shown(self.default)}"
 
 
 @cache
 def declared(make: Callable[..., Any]) -> dict[str, Setting]:
-    """The settings that the function of a method takes.
+    """The settings of a method, from its function.
 
     >>> from offbeat.methods import FDG
     >>> [str(setting) for setting in declared(FDG).values()]
     ['beta=1', 'weights=stash', 'corrector=none']
     """
-    hints = get_type_hints(getattr(make, "func", make))  # of a partial: those of its function
+    hints = get_type_hints(getattr(make, "func", make))  # a partial has none of its own
     found = {}
     for name, parameter in inspect.signature(make).parameters.items():
         hint = hints.get(name, type(parameter.default))
@@ -98,7 +98,7 @@ def declared(make: Callable[..., Any]) -> dict[str, Setting]:
 
 
 def split(text: str) -> tuple[str, dict[str, str]]:
-    """The name of a method and its settings, not yet read; a colon may stand for a comma.
+    """Split text into the name of a method and its settings, not yet parsed; settings may be separated by colons.
 
     >>> split("adl:M=4,corrector=dc:0.1"), split("adl:M=2:corrector=sc"), split("bp")
     (('adl', {'M': '4', 'corrector': 'dc:0.1'}), ('adl', {'M': '2', 'corrector': 'sc'}), ('bp', {}))
@@ -114,7 +114,7 @@ def split(text: str) -> tuple[str, dict[str, str]]:
 
 
 def split_list(text: str) -> list[str]:
-    """Several methods with their settings: what holds a setting alone belongs to the method before it.
+    """Split text into several methods with their settings; a setting belongs to the method before it.
 
     >>> split_list("bp, adl:M=2,corrector=sc, gpipe:m=8")
     ['bp', 'adl:M=2,corrector=sc', 'gpipe:m=8']
@@ -129,12 +129,12 @@ def split_list(text: str) -> list[str]:
 
 
 def listed(settings: Mapping[str, Setting]) -> str:
-    """All settings with their defaults, in the words of an error."""
+    """All settings with their defaults, for an error message."""
     return f"it takes {', '.join(map(str, settings.values()))}" if settings else "it has no settings"
 
 
 def shown(value: Any) -> str:
-    """A value as it is written on the command line.
+    """A value as written on the command line.
 
     >>> shown(True), shown(None), shown(0.5), shown("stash")
     ('yes', 'none', '0.5', 'stash')
@@ -145,13 +145,13 @@ def shown(value: Any) -> str:
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of an annotation; text is read as the first that fits, as a word of text only at last."""
+    """The alternatives of an annotation, in the order in which text is parsed; str is the last."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(sorted(kinds, key=lambda kind: (kind is str, kind is not NoneType)))
 
 
 def _read(kind: Any, text: str) -> Any:
-    """The text as a value of that kind; ValueError or KeyError where it is none."""
+    """Parse text as a value of that type; raises ValueError or KeyError if it is not one."""
     if get_origin(kind) is Literal:
         return {str(choice): choice for choice in get_args(kind)}[text]
     if kind is bool:
@@ -180,7 +180,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def _allowed(hint: Any) -> str:
-    """What may be given, in words."""
+    """The allowed values, in words."""
     if hint == CorrectorLike:
         return "correctors such as sc or lwp+sc, or none"
     words = {bool: "yes or no", int: "a whole number", float: "a number", str: "text", NoneType: "none"}

@@ -1,7 +1,7 @@
-"""Steps with durations: when every stage does what, and how long a batch takes.
+"""The timeline: the programs of all stages with durations, and the time per batch that follows from them.
 
-A stage does its operations in the order of its program, each as soon as it is free and the message has arrived; sends
-cost the stage nothing. So what a method hides of a link's latency, and what not, follows from its program alone.
+A stage runs its operations in the order of its program, each as soon as the previous one has ended and its message has
+arrived; sending takes no time of the stage. How much of a link's latency a method hides follows from its program.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from offbeat.interpreter import Messages, Step, steady_state
 from offbeat.method import Method
 from offbeat.ops import LESSON, Backward, Barrier, Forward, Operation, Update
 
-MOST_TURNS = 100_000  # local iterations of a trace, which is held in memory and read by people
+MOST_TURNS = 100_000  # largest number of local iterations in a trace, which is held in memory
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds a batch of each stage, and seconds that a message is under way.
+    """Seconds per batch of each stage, and seconds that messages take.
 
-    up[k-1] and down[k-1] belong to the boundary between stages k and k+1: activations up, gradients down.
+    up[k-1] and down[k-1] belong to the boundary between stages k and k+1: up for activations, down for gradients.
     """
 
     forward: Sequence[float]
@@ -33,7 +33,7 @@ class Costs:
     update: Sequence[float] = ()
     up: Sequence[float] = field(default=())
     down: Sequence[float] = field(default=())
-    baseline: float | None = None  # seconds a batch of BP on one worker, where workers differ
+    baseline: float | None = None  # seconds per batch of BP on one worker, if workers differ
 
     @property
     def K(self) -> int:  # noqa: N802
@@ -41,11 +41,11 @@ class Costs:
 
     @property
     def alone(self) -> float:
-        """Seconds a batch of back-propagation on one worker, the fastest."""
+        """Seconds per batch of back-propagation on one worker, the fastest one."""
         return self.baseline or sum(self.forward) + sum(self.backward) + sum(self.update)
 
     def of(self, operation: Operation, k: int, method: Method) -> float:
-        """Seconds that the operation keeps stage k busy."""
+        """Seconds that the operation takes in stage k."""
         if isinstance(operation, Forward):
             return self.forward[k - 1] / method.m
         if isinstance(operation, Backward):
@@ -63,7 +63,7 @@ class Costs:
 
 
 def balanced(K: int, *, forward: float = 1.0, backward: float = 2.0) -> Costs:
-    """K equal stages without communication, by default with B = 2F."""
+    """Costs of K equal stages without communication, by default with a backward of two forwards."""
     return Costs([forward] * K, [backward] * K)
 
 
@@ -120,8 +120,7 @@ def _durations(costs: Costs, k: int, method: Method) -> tuple[dict[type, float],
 
 
 def _pass_barrier(ahead: list[Step | None], programs: Sequence[Iterator[Step]], free: list[float]) -> list[int]:
-    """Let all stages pass the barrier that they have reached, if all have: which these are. Those that are through with
-    their program are past it."""
+    """If all stages that have not finished their program are at a barrier, let them pass it, and return them."""
     waiting = [step.k for step in ahead if step is not None]
     if not all(isinstance(step.operation, Barrier) for step in ahead if step is not None):
         return []
@@ -179,7 +178,7 @@ def _dependencies(method: Method, costs: Costs) -> dict[Hashable, list[Dependenc
 
 
 def speed_up(method: Method, costs: Costs, *, batches: int | None = None) -> float:
-    """How much faster than back-propagation on one worker: in steady state, or for so many batches with fill and drain.
+    """Speed-up over back-propagation on one worker: in steady state, or for a number of batches with fill and drain.
 
     >>> from offbeat.methods import ADL, DDG
     >>> round(speed_up(ADL(M=4), balanced(4)), 2), round(speed_up(DDG(), balanced(4)), 2)

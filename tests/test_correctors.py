@@ -1,4 +1,4 @@
-"""Correctors as users meet them: what is refused, and what the optimizer and its scheduler see of them."""
+"""Correctors: which settings are refused, and what an optimizer and its scheduler observe of them."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_a_corrector_cannot_be_is_told_in_one_line(case):
+def test_a_wrong_corrector_is_refused_in_one_line(case):
     given, said = BAD[case]
-    with pytest.raises(offbeat.UserError) as told:
+    with pytest.raises(offbeat.UserError) as error:
         named("adl", corrector=given)
-    assert said in str(told.value)
-    assert "\n" not in str(told.value)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_a_declaration_that_no_engine_could_carry_out_is_refused():
         ({"lag": lags.none, "head": head}, "a head needs feedback"),
         ({"lag": lags.one_way, "feedback": "local", "head": head}, "no lag"),
         ({"lag": lags.none, "feedback": "local", "head": head, "m": 2}, "no micro-batches"),
-        ({"lag": lags.one_way, "m": 2}, "micro-batches make one update a batch"),
-        ({"lag": lags.none, "m": 2, "M": 2}, "micro-batches make one update a batch"),
+        ({"lag": lags.one_way, "m": 2}, "with micro-batches there is one update per batch"),
+        ({"lag": lags.none, "m": 2, "M": 2}, "with micro-batches there is one update per batch"),
     ):
         with pytest.raises(offbeat.UserError, match=f"method toy: .*{said}"):
             Method(name="toy", **answers)
