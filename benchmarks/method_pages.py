@@ -16,7 +16,7 @@ from typing import Any
 from page import ROOT, prose
 
 from offbeat.cli.options import OneMethod
-from offbeat.describe import Description, describe, module_text, possible, show_methods
+from offbeat.describe import MethodDescription, describe, module_text, possible, show_methods
 from offbeat.method import Method
 from offbeat.methods import METHODS, named, settings_of
 from offbeat.report.formatting import markdown
@@ -77,7 +77,7 @@ def settings(name: str) -> list[str]:
     ]
 
 
-def facts(description: Description) -> list[str]:
+def facts(description: MethodDescription) -> list[str]:
     unchanged = "those of its forward: no update comes between them"
     answers = {
         "published": description.reference,
@@ -97,7 +97,7 @@ def plus_one(lag: str) -> str:
     return lag.removesuffix("-1") if lag.endswith("-1") else f"{lag}+1"
 
 
-def formulas(method: Method, description: Description) -> str:
+def formulas(method: Method, description: MethodDescription) -> str:
     """Staleness, versions and batches held, as the declaration has them."""
     takes_M = "M" in description.takes
     late = description.lag != "0"
@@ -119,7 +119,7 @@ def formulas(method: Method, description: Description) -> str:
     )
 
 
-def numbers(name: str, method: Method, description: Description) -> list[str]:
+def numbers(name: str, method: Method, description: MethodDescription) -> list[str]:
     """The formulas evaluated, from stage 1 up, and the clock's speed-up."""
 
     def each(values: list[Any]) -> str:

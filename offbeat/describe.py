@@ -35,7 +35,7 @@ x at K: predicted speed-up of K workers over BP on one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
+class MethodDescription:
     """A method with its default settings.
 
     settings    name, allowed values and default of each setting
@@ -63,13 +63,13 @@ class Description:
     speed_up: dict[int, float | None]
 
 
-def describe(name: str) -> Description:
+def describe(name: str) -> MethodDescription:
     """The declaration of a method, and what follows from it."""
     takes = settings_of(name)
     method = named(name)
     K = max(K for K in range(1, K_SHOWN + 1) if possible(method, K))
     ks = range(1, K + 1)
-    return Description(
+    return MethodDescription(
         name=name,
         title=method.title,
         reference=method.reference,
@@ -170,7 +170,7 @@ def print_methods(data: Any) -> None:
     """Print the table of all methods, or one method with its text and timeline."""
     console = Console(highlight=False)
     if isinstance(data, list):
-        described = [Description(**entry) for entry in data]
+        described = [MethodDescription(**entry) for entry in data]
         whole = table(described, wide=True)
         fits = console.measure(whole, options=console.options.update(width=1000)).maximum <= console.width
         console.print(whole if fits else table(described, wide=False))
@@ -210,7 +210,7 @@ def summary(data: dict[str, Any]) -> str:
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines.items())
 
 
-def table(described: list[Description], *, wide: bool) -> Table:
+def table(described: list[MethodDescription], *, wide: bool) -> Table:
     """One line per method; columns that 'offbeat methods NAME' also shows are left out if the terminal is narrow."""
     made = Table(
         title="Methods, with their own settings", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left"

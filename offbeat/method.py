@@ -17,7 +17,7 @@ from offbeat.ops import (
     Program,
     Take,
     Teach,
-    Window,
+    WindowRule,
     fill_drain,
     lagged,
     locked,
@@ -71,7 +71,7 @@ class Method:
     reference: str = ""
     locks: tuple[str, ...] = ()
     M: int = 1
-    window: Window = "count"
+    window: WindowRule = "count"
     barrier: bool = False
     m: int = 1
     order: Callable[[int, int, Iterable[int]], Program] | None = None
@@ -96,7 +96,7 @@ class Method:
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise UserError(f"{letter} = {number!r} {meaning}: use a whole number from 1 up")
-        for kind, value, allowed in (("weights", self.weights, Weights), ("window", self.window, Window)):
+        for kind, value, allowed in (("weights", self.weights, Weights), ("window", self.window, WindowRule)):
             if value not in get_args(allowed):
                 raise unknown(kind, str(value), get_args(allowed))
         self._check_declaration()

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Window = Literal["count", "aligned"]
+WindowRule = Literal["count", "aligned"]
 LESSON = 2  # ticks until the next stage has sent the gradient of an output
 
 
@@ -96,7 +96,7 @@ Iteration = tuple[Operation, ...]
 Program = Iterator[Iteration]
 
 
-def lagged(batches: Iterable[int], *, lag: int, M: int = 1, window: Window = "count") -> Program:
+def lagged(batches: Iterable[int], *, lag: int, M: int = 1, window: WindowRule = "count") -> Program:
     """Forward t, backward t-lag, then the update if one is due; drain after the last batch.
 
     A lag of 0 gives back-propagation, K-k the schedules of the 1F1B family, 2(K-k) those of ADL.

@@ -19,11 +19,11 @@ from __future__ import annotations
 from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
-from offbeat.ops import Window
+from offbeat.ops import WindowRule
 
 
 def ADL1F1B(  # noqa: N802
-    M: int = 4, *, window: Window = "count", weights: Weights = "stash", corrector: CorrectorLike = None
+    M: int = 4, *, window: WindowRule = "count", weights: Weights = "stash", corrector: CorrectorLike = None
 ) -> Method:
     """ADL with lag K-k and M gradients per update."""
     return Method(

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
-from offbeat.ops import Window
+from offbeat.ops import WindowRule
 
 
-def BP(M: int = 1, *, window: Window = "count", weights: Weights = "stash") -> Method:  # noqa: N802
+def BP(M: int = 1, *, window: WindowRule = "count", weights: Weights = "stash") -> Method:  # noqa: N802
     """Back-propagation; with M > 1 the mean of M gradients makes one update.
 
     Without a lag the weights cannot change between a forward and its backward, so `weights` makes no difference.

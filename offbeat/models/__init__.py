@@ -18,13 +18,13 @@ from offbeat.errors import UserError, unknown
 from offbeat.models import cifar, imagenet
 from offbeat.models.mlp import mlp
 
-__all__ = ["Description", "Shape", "build", "describe", "names"]
+__all__ = ["ModelDescription", "Shape", "build", "describe", "names"]
 
 Shape = tuple[int, int, int]  # channels, height, width of one sample
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelDescription:
     """The size of a network at its default shape and classes.
 
     parameters   number of trained parameters
@@ -105,11 +105,11 @@ def build(name: str, *, shape: Shape | None = None, classes: int | None = None) 
     return spec.make(shape, classes)
 
 
-def describe(name: str) -> Description:
+def describe(name: str) -> ModelDescription:
     """The size of a network, counted on the meta device, without memory for weights and without random numbers.
 
     >>> describe("resnet20")
-    Description(name='resnet20', parameters=269722, flops=81102080, units=11, shape=(3, 32, 32), classes=10)
+    ModelDescription(name='resnet20', parameters=269722, flops=81102080, units=11, shape=(3, 32, 32), classes=10)
     """
     spec = _spec(name)
     with torch.device("meta"):
@@ -118,7 +118,7 @@ def describe(name: str) -> Description:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         network(sample)
     parameters = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-    return Description(name, parameters, counter.get_total_flops(), len(network), spec.shape, spec.classes)
+    return ModelDescription(name, parameters, counter.get_total_flops(), len(network), spec.shape, spec.classes)
 
 
 def _spec(name: str) -> NetworkSpec:

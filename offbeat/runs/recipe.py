@@ -14,7 +14,7 @@ from typing import Any, Literal
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method, Weights
 from offbeat.methods import settings_of, with_settings
-from offbeat.ops import Window
+from offbeat.ops import WindowRule
 from offbeat.runs.epochs import Epochs
 from offbeat.timeline import MOST_TURNS
 
@@ -94,8 +94,8 @@ class Recipe:
         return found
 
     @property
-    def window(self) -> Window:
-        found: Window = self.settings["window"]
+    def window(self) -> WindowRule:
+        found: WindowRule = self.settings["window"]
         return found
 
     @property

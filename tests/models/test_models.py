@@ -53,7 +53,7 @@ UNITS = {
 
 
 @pytest.fixture(scope="module")
-def descriptions() -> dict[str, models.Description]:
+def descriptions() -> dict[str, models.ModelDescription]:
     return {name: models.describe(name) for name in models.names()}
 
 
@@ -62,12 +62,14 @@ def test_the_registry_holds_exactly_the_expected_names() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
-def test_parameters_are_the_published_number(name: str, descriptions: dict[str, models.Description]) -> None:
+def test_parameters_are_the_published_number(name: str, descriptions: dict[str, models.ModelDescription]) -> None:
     assert descriptions[name].parameters == PUBLISHED_PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_units_are_the_blocks_and_the_stem_and_the_head(name: str, descriptions: dict[str, models.Description]) -> None:
+def test_units_are_the_blocks_and_the_stem_and_the_head(
+    name: str, descriptions: dict[str, models.ModelDescription]
+) -> None:
     assert descriptions[name].units == UNITS[name]
 
 
@@ -75,7 +77,7 @@ def test_units_are_the_blocks_and_the_stem_and_the_head(name: str, descriptions:
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "resnet1202" else name for name in UNITS]
 )
 def test_a_description_repeats_the_defaults_of_the_built_model(
-    name: str, descriptions: dict[str, models.Description]
+    name: str, descriptions: dict[str, models.ModelDescription]
 ) -> None:
     description = descriptions[name]
     with torch.device("meta"):
@@ -99,7 +101,7 @@ def test_a_description_repeats_the_defaults_of_the_built_model(
     ],
 )
 def test_flops_are_twice_the_multiply_adds(
-    name: str, multiply_adds: int, descriptions: dict[str, models.Description]
+    name: str, multiply_adds: int, descriptions: dict[str, models.ModelDescription]
 ) -> None:
     assert descriptions[name].flops == 2 * multiply_adds
 
