@@ -36,7 +36,7 @@ def longest_period(waits_for: Mapping[Hashable, Sequence[Dependency]]) -> float 
     while (evaluated := _evaluate(chosen)) is not None:
         ratio, value = evaluated
         improved = False
-        order.reverse()  # dependencies run in both directions, and a sweep carries an improvement along its own
+        order.reverse()  # alternate the direction: a sweep propagates improvements along it
         for place in order:
             for edge in edges[place]:
                 source, seconds, distance = edge
@@ -51,7 +51,7 @@ def longest_period(waits_for: Mapping[Hashable, Sequence[Dependency]]) -> float 
 
 
 def _evaluate(chosen: Sequence[tuple[int, float, int]]) -> tuple[list[float], list[float]] | None:
-    """Where every event waits for one other: the ratio of the cycle that it leads to, and its time relative to it."""
+    """For one chosen dependency per event: the ratio of the cycle that each event leads to, and its relative time."""
     ratio, value = [0.0] * len(chosen), [0.0] * len(chosen)
     seen = [-1] * len(chosen)  # the walk that reached it
     for start in range(len(chosen)):

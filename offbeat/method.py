@@ -144,10 +144,10 @@ class Method:
     def why_not_capturable(self) -> str | None:
         """The reason why the iterations of a stage differ, so that they cannot be recorded; None if they do not."""
         if self.order:
-            return "draws the batches of its stages"
+            return "chooses the batches of its stages at random"
         if self.m > 1:
             return "splits batches into micro-batches"
-        return "trains heads of its own" if self.head else None
+        return "trains auxiliary heads" if self.head else None
 
     def check(self, K: int) -> None:
         """Raise an error if the method cannot have K stages."""

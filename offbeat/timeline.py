@@ -56,7 +56,7 @@ class Costs:
         """Seconds at the start of a backward in which stage k repeats the forward."""
         return self.forward[k - 1] / method.m if method.replays(k, self.K) else 0.0
 
-    def under_way(self, source: int, target: int, method: Method) -> float:
+    def message_seconds(self, source: int, target: int, method: Method) -> float:
         """Seconds that a message between two stages takes."""
         times = self.up if target > source else self.down
         return times[min(source, target) - 1] / method.m if times else 0.0
@@ -115,7 +115,7 @@ def timeline(method: Method, batches: int, costs: Costs) -> list[Span]:
 def _durations(costs: Costs, k: int, method: Method) -> tuple[dict[type, float], dict[int, float], float]:
     """Seconds of stage k by kind of operation, seconds of a message by target, and those that a backward replays."""
     seconds = {type(each): costs.of(each, k, method) for each in (Forward(0), Backward(0), Update(1))}
-    targets = {each: costs.under_way(k, each, method) for each in (k - 1, k + 1) if 1 <= each <= costs.K}
+    targets = {each: costs.message_seconds(k, each, method) for each in (k - 1, k + 1) if 1 <= each <= costs.K}
     return seconds, targets, costs.replayed(k, method)
 
 
@@ -168,7 +168,7 @@ def _dependencies(method: Method, costs: Costs) -> dict[Hashable, list[Dependenc
                 if target := method.sends(operation, k, K):
                     sent[k, target, place] = event
                 if source := method.receives(operation, k, K):
-                    received.append((event, (source, k, place), costs.under_way(source, k, method) + own))
+                    received.append((event, (source, k, place), costs.message_seconds(source, k, method) + own))
         start, number, own = order[0]
         for (before, earlier, _), (after, later, taken) in pairwise([*order, (start, number + 1, own)]):
             waits_for[after].append(Dependency(before, taken, later - earlier))

@@ -116,7 +116,7 @@ def read_literally(method: Method, batches: int, costs: Costs) -> dict[int, list
             start = max(free[k], links[source, k].pop(0) if source else 0.0)
             free[k] = start + costs.of(op, k, method)
             if target:
-                links.setdefault((k, target), []).append(free[k] + costs.under_way(k, target, method))
+                links.setdefault((k, target), []).append(free[k] + costs.message_seconds(k, target, method))
             spans[k].append((str(op), start, free[k]))
             done[k] += 1
     return spans

@@ -203,5 +203,5 @@ def test_streams_need_a_gpu_and_a_method_whose_iterations_are_alike():
     assert complete(K=4).engine == "processes"
     with pytest.raises(UserError, match="engine streams without a GPU"):
         complete(K=4, engine="streams")
-    with pytest.raises(UserError, match="engine streams with dgl, which trains heads of its own: use simulate"):
+    with pytest.raises(UserError, match="engine streams with dgl, which trains auxiliary heads: use simulate"):
         complete(K=4, engine="streams", device="cuda", method="dgl")
