@@ -210,5 +210,5 @@ def test_streams_need_a_gpu_and_a_method_whose_iterations_are_alike():
     assert make_recipe(K=4).engine == "processes"
     with pytest.raises(UserError, match="engine='streams' without a GPU"):
         make_recipe(K=4, engine="streams")
-    with pytest.raises(UserError, match="engine='streams' with dgl, which trains heads of its own: use engine="):
+    with pytest.raises(UserError, match="engine='streams' with dgl, which trains auxiliary heads: use engine="):
         make_recipe(K=4, engine="streams", device="cuda", method="dgl")
