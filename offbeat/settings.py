@@ -52,7 +52,7 @@ class Setting:
                 continue
         if self.choices:
             raise unknown(self.name, text, self.choices)
-        raise UserError(f"{self.name}={text}: use {self.allowed}")
+        raise UserError(f"'{self.name}={text}': use {self.allowed}")
 
     def check(self, value: Any) -> None:
         """Raise UserError for a value of another type than the declared one."""
