@@ -16,7 +16,7 @@ from typing import Any
 from page import ROOT, prose
 
 from offbeat.cli.options import OneMethod
-from offbeat.describe import Description, describe, module_text, possible, show_methods
+from offbeat.describe import MethodDescription, describe, module_text, possible, show_methods
 from offbeat.method import Method
 from offbeat.methods import METHODS, named, settings_of
 from offbeat.report.formatting import markdown
@@ -60,7 +60,7 @@ def settings(name: str) -> list[str]:
     first = str(inspect.getdoc(make)).splitlines()[0]
     called = f"`offbeat.{make.__name__}`: {escaped(first)}"
     if not takes:
-        return ["## Settings", "", called, "", "It has none.", ""]
+        return ["## Settings", "", called, "", "It has no settings.", ""]
     rows = [
         [f"`{each.name}`", each.allowed, f"`{shown(each.default)}`", short_form(each.name)] for each in takes.values()
     ]
@@ -77,45 +77,49 @@ def settings(name: str) -> list[str]:
     ]
 
 
-def facts(told: Description) -> list[str]:
-    unchanged = "those of its forward, which no update changed"
+def facts(description: MethodDescription) -> list[str]:
+    unchanged = "those of its forward: no update comes between them"
     answers = {
-        "published": told.reference,
-        "locks left": ", ".join(told.locks_left) or "none",
-        "lag of the backward": f"{told.lag} batches",
-        "gradients per update": f"{told.M}",
-        "weights of the backward": unchanged if told.weights == "-" else told.weights,
-        "gradient": {"above": "from the stage above", "local": "of a local loss"}.get(told.feedback, told.feedback),
-        "correctors": ", ".join(told.correctors) or "none",
+        "published": description.reference,
+        "locks left": ", ".join(description.locks_left) or "none",
+        "lag of the backward": f"{description.lag} batches",
+        "gradients per update": f"{description.M}",
+        "weights of the backward": unchanged if description.weights == "-" else description.weights,
+        "gradient": {"above": "from the next stage", "local": "of a local loss"}.get(
+            description.feedback, description.feedback
+        ),
+        "correctors": ", ".join(description.correctors) or "none",
     }
-    return ["## What it declares", "", markdown(["question", "answer"], [[*pair] for pair in answers.items()]), ""]
+    return ["## What it declares", "", markdown(["property", "value"], [[*pair] for pair in answers.items()]), ""]
 
 
 def plus_one(lag: str) -> str:
     return lag.removesuffix("-1") if lag.endswith("-1") else f"{lag}+1"
 
 
-def formulas(method: Method, told: Description) -> str:
+def formulas(method: Method, description: MethodDescription) -> str:
     """Staleness, versions and batches held, as the declaration has them."""
-    takes_M = "M" in told.takes
-    late = told.lag != "0"
-    bracketed = f"({told.lag})" if "(" not in told.lag else told.lag
-    over = f"{bracketed}/M" if takes_M else told.lag
+    takes_M = "M" in description.takes
+    late = description.lag != "0"
+    bracketed = f"({description.lag})" if "(" not in description.lag else description.lag
+    over = f"{bracketed}/M" if takes_M else description.lag
     staleness = "1" if method.forward == "before" else over if late else "0"
     if method.forward == "before":
         versions = "2"
     elif method.weights == "stash" and late:
-        versions = f"ceil({over})+1" if takes_M else plus_one(told.lag)
+        versions = f"ceil({over})+1" if takes_M else plus_one(description.lag)
     else:
         versions = "1"
-    parts, held = ("micro-batches", "m") if "m" in told.takes else ("batches", plus_one(told.lag) if late else "1")
+    parts, held = (
+        ("micro-batches", "m") if "m" in description.takes else ("batches", plus_one(description.lag) if late else "1")
+    )
     return (
-        f"Of stage k of K, by formula: mean staleness in updates {staleness}; parameter versions {versions}, the "
-        f"newest included; {parts} between forward and backward {held}."
+        f"For stage k of K: mean staleness in updates {staleness}; parameter versions {versions}, including the "
+        f"newest; {parts} between forward and backward {held}."
     )
 
 
-def numbers(name: str, method: Method, told: Description) -> list[str]:
+def numbers(name: str, method: Method, description: MethodDescription) -> list[str]:
     """The formulas evaluated, from stage 1 up, and the clock's speed-up."""
 
     def each(values: list[Any]) -> str:
@@ -128,24 +132,24 @@ def numbers(name: str, method: Method, told: Description) -> list[str]:
         rows.append([str(K), *(each(column) for column in columns)])
     parts = "micro-batches" if method.m > 1 else "batches"
     head = ["K", "mean staleness, stage 1 first", "versions", f"{parts} held"]
-    ideal = ", ".join(f"{value:.2f} at K={K}" for K, value in told.speed_up.items() if value is not None)
+    ideal = ", ".join(f"{value:.2f} at K={K}" for K, value in description.speed_up.items() if value is not None)
     workers = "workers, each with the whole model" if method.workers > 1 else "equal stages"
-    auxiliary = ", nothing for the auxiliary networks" if method.head else ""
+    auxiliary = ", no time for the auxiliary networks" if method.head else ""
     defaults = ", ".join(
         f"{letter}={value}"
         for letter, value in (("M", method.M), ("m", method.m), ("N", method.workers))
-        if letter in told.takes
+        if letter in description.takes
     )
     return [
         "## Staleness and memory",
         "",
-        prose(escaped(formulas(method, told)), f"With {defaults}:" if defaults else "So:"),
+        prose(escaped(formulas(method, description)), f"With {defaults}:" if defaults else "Values:"),
         "",
         markdown(head, rows),
         "",
         prose(
-            f"Speed-up over back-propagation on one worker by the clock, a law and no measurement (K {workers}, a",
-            f"backward of two forwards, no communication{auxiliary}): {ideal}. What was measured stands in",
+            f"Predicted speed-up over back-propagation on one worker (K {workers}, a backward that takes as long as",
+            f"two forwards, no communication{auxiliary}): {ideal}. This is computed, not measured; measurements are in",
             "[results](../results.md).",
         ),
         "",
@@ -156,8 +160,8 @@ def drawing(name: str) -> list[str]:
     return [
         "## Timeline",
         "",
-        f"As `offbeat methods {name}` draws it (`-K` and `-M` for others): F forward, B backward, U update; @v the",
-        "version of the weights, LoS how many updates late the gradient is.",
+        f"Printed by `offbeat methods {name}` (`-K` and `-M` set K and M). F: forward, B: backward, U: update; @v:",
+        "version of the weights; LoS: staleness of the gradient in updates.",
         "",
         "```text",
         show_methods(name, K=None, M=None)["timeline"],
@@ -170,10 +174,10 @@ def drawing(name: str) -> list[str]:
 
 
 def page(name: str) -> str:
-    told, method = describe(name), named(name)
+    description, method = describe(name), named(name)
     make, source = METHODS[name], source_of(name)
     lines = [
-        f"# {name}: {told.title}",
+        f"# {name}: {description.title}",
         "",
         f"Generated by `{COMMAND}` from `{source}`; do not edit.",
         "",
@@ -186,8 +190,8 @@ def page(name: str) -> str:
         "```",
         "",
         *settings(name),
-        *facts(told),
-        *numbers(name, method, told),
+        *facts(description),
+        *numbers(name, method, description),
         *drawing(name),
     ]
     return "\n".join(lines).rstrip() + "\n"
@@ -196,10 +200,20 @@ def page(name: str) -> str:
 def index() -> str:
     rows = []
     for name in METHODS:
-        told = describe(name)
-        locks = ", ".join(told.locks_left) or "none"
-        rows.append([f"[{name}]({name}.md)", told.title, told.reference, told.lag, str(told.M), locks, told.feedback])
-    head = ["method", "in words", "published", "lag", "M", "locks left", "gradient from"]
+        description = describe(name)
+        locks = ", ".join(description.locks_left) or "none"
+        rows.append(
+            [
+                f"[{name}]({name}.md)",
+                description.title,
+                description.reference,
+                description.lag,
+                str(description.M),
+                locks,
+                description.feedback,
+            ]
+        )
+    head = ["method", "title", "published", "lag", "M", "locks left", "gradient from"]
     return "\n".join(
         [
             "# Methods",
@@ -207,11 +221,10 @@ def index() -> str:
             f"Generated by `{COMMAND}` from `offbeat/methods`; do not edit.",
             "",
             prose(
-                "Each is one file that declares what tells it from the others; all run on the same engine. The lag is",
-                "in batches between a forward and its backward at stage k of K. Which to take:",
-                "[choosing](../choosing.md); your own: [adding a method](../adding-a-method.md);",
-                "correctors, which late methods can take, are in",
-                "`offbeat/correctors.py`.",
+                "Each method is one file; all run on the same engines. The lag is the number of batches between a",
+                "forward and its backward at stage k of K. See [choosing K, M and a method](../choosing.md) for which",
+                "to use, and [adding a method](../adding-a-method.md) for your own. The correctors that can be",
+                "combined with asynchronous methods are in `offbeat/correctors/`.",
             ),
             "",
             markdown(head, rows),

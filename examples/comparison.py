@@ -2,8 +2,8 @@
 
     python examples/comparison.py
 
-`offbeat compare` does the same for the networks that are built in, with seeds, matched settings, records and curves.
-This is for a model and a loop of your own.
+`offbeat compare` does the same for built-in networks, with several seeds, matched settings, records and curves. This
+script is for your own model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offbeat import data
 K, EPOCHS, BATCH = 3, 2, 32
 METHODS = {
     "back-propagation": offbeat.BP(),
-    "the same, 2 batches an update": offbeat.BP(M=2),
+    "the same, 2 batches per update": offbeat.BP(M=2),
     "ADL": offbeat.ADL(M=2),
     "ADL, spike compensation": offbeat.ADL(M=2, corrector=offbeat.SpikeCompensation()),
     "ADL on the 1F1B lag": offbeat.ADL1F1B(M=2),
@@ -26,7 +26,7 @@ METHODS = {
 
 
 def network() -> nn.Sequential:
-    """The same initial weights for all."""
+    """A network with the same initial weights in every call."""
     torch.manual_seed(0)
     inner = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU()) for _ in range(4)]
     return nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), *inner, nn.Sequential(nn.Flatten(), nn.Linear(1024, 10)))
@@ -35,9 +35,9 @@ def network() -> nn.Sequential:
 def main() -> None:
     torch.set_num_threads(1)
     digits = data.open("digits")
-    print(f"{'method':30} {'test error':>10}  staleness a stage, in updates")
+    print(f"{'method':30} {'test error':>10}  staleness per stage, in updates")
     for name, method in METHODS.items():
-        rate = 0.02 * method.M  # by the linear rule: as large a step for the same samples
+        rate = 0.02 * method.M  # the linear rule: proportional to the samples per update
         pipe = offbeat.Pipeline(
             network(),
             K=K,
@@ -48,7 +48,7 @@ def main() -> None:
         pipe.fit(lambda epoch: digits.train(batch_size=BATCH, seed=0, epoch=epoch), epochs=EPOCHS)
         error = pipe.evaluate(digits.test(batch_size=100))["error"]
         print(f"{name:30} {error:8.2f} %  {' '.join(f'{stage.mean:.2f}' for stage in pipe.staleness)}")
-    print(f"{EPOCHS} epochs and one seed: enough to see that all learn, not to see which learns better")
+    print(f"{EPOCHS} epochs and one seed: this shows that all methods learn, not which is better")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Your own model and loop, in one process or in several.
 
 python examples/own_model.py                              # all stages in this process
-torchrun --nproc-per-node 3 examples/own_model.py         # the same script, one stage a process, the same numbers
+torchrun --nproc-per-node 3 examples/own_model.py         # one process per stage, the same results
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ for epoch in range(3):
         print(f"epoch {epoch}: loss of the last batch {loss:.3f}, test error {result['error']:.2f}%")
 pipe.drain()
 if pipe.last:
-    print("staleness a stage:", [stage.mean for stage in pipe.staleness])
+    print("staleness per stage:", [stage.mean for stage in pipe.staleness])
     print("sum of all weights:", sum(parameter.sum().item() for parameter in pipe.model.parameters()))
 pipe.close()

@@ -1,17 +1,16 @@
-"""Several machines: two agents of torchrun, each with one stage. Here both are on this machine, over loopback.
+"""Several machines: two agents of torchrun with one stage each. Here both run on this machine, over loopback.
 
     python examples/several_machines.py
 
-On real ones, type on the machine whose address is HOST (R=0) and on the other (R=1), with a free PORT of HOST:
+With real machines, run this on the machine with address HOST (R=0) and on the other (R=1), with a free PORT of HOST:
 
     torchrun --nnodes 2 --nproc-per-node 1 --node-rank R --master-addr HOST --master-port PORT \\
         -m offbeat train --model resnet56 --data cifar10 --data-dir DIR -K 2 -M 4 \\
         --checkpoint-every 10min --out /shared/runs/x
 
-Links use the interface that leads to HOST; GLOO_SOCKET_IFNAME sets another.
---out may be a folder that all of them see; where it is not, the first machine holds the run. The data are read there
-alone. What crosses the network is neither encrypted nor authenticated, and torch's store listens on all addresses of
-HOST: use a network of your own.
+Links use the network interface of the route to HOST; GLOO_SOCKET_IFNAME sets another. If --out is not a shared folder,
+the run is stored on the first machine. Only the first machine reads data. Messages are neither encrypted nor
+authenticated, and torch's store listens on all addresses of HOST: use a trusted network.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def free_port() -> int:
 
 
 def agent(rank: int, port: int, out: Path) -> subprocess.Popen[str]:
-    """What is typed on one machine."""
+    """Start the command of one machine."""
     command = [
         sys.executable,
         "-m",
@@ -66,8 +65,8 @@ def agent(rank: int, port: int, out: Path) -> subprocess.Popen[str]:
         str(out),
         "--json",
     ]
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
-    return subprocess.Popen(command, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def main() -> int:
@@ -75,16 +74,16 @@ def main() -> int:
         out, port = Path(shared) / "run", free_port()
         agents = [agent(rank, port, out) for rank in range(MACHINES)]
         try:
-            said = [started.communicate(timeout=100) for started in agents]
+            outputs = [started.communicate(timeout=100) for started in agents]
         finally:
             for started in agents:
                 if started.poll() is None:
-                    started.terminate()  # left waiting for one that failed; it takes its workers along
+                    started.terminate()  # it waits for an agent that failed; its workers end with it
         if any(started.returncode for started in agents):
-            print("\n".join(errors for _, errors in said), file=sys.stderr)
+            print("\n".join(errors for _, errors in outputs), file=sys.stderr)
             return 1
-        result = json.loads("".join(printed for printed, _ in said))
-        print(f"{MACHINES} agents, a stage each: test error {result['error']:.2f} %, staleness {result['staleness']}")
+        result = json.loads("".join(printed for printed, _ in outputs))
+        print(f"{MACHINES} agents, one stage each: test error {result['error']:.2f} %, staleness {result['staleness']}")
         print("run folder:", ", ".join(sorted(path.name.split(".out.")[0] for path in out.iterdir())))
     return 0
 

@@ -1,10 +1,10 @@
-"""A small GPT of your own, cut in three by tracing it, on the characters of Shakespeare's plays.
+"""A small GPT, traced and cut into three stages, trained on the characters of Shakespeare's plays.
 
     python examples/small_gpt.py                              # all stages in this process
-    torchrun --nproc-per-node 3 examples/small_gpt.py         # one stage a process, the same numbers
+    torchrun --nproc-per-node 3 examples/small_gpt.py         # one process per stage, the same results
 
 The text is tinyshakespeare.txt (or .txt.xz) in the folder that OFFBEAT_DATA_DIR names, in data/ here, or in
-../shared/data/packed. Where there is none, it learns the source text of Offbeat instead, and says so.
+../shared/data/packed. Without it, the source code of Offbeat is used instead, and a message is printed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a small network, each added to what came in."""
+    """Causal self-attention and a small network, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Scores of the next character at every place.
+    """Scores of the next character at every position.
 
-    Many GPTs tie the output to the embedding (`self.scores.weight = self.embedding.weight`). Here the first stage would
-    hold the one and the last stage the other, with updates of their own: they would drift apart, so Offbeat refuses a
-    parameter that two stages share, and names it. Untied, as here, the model has characters x width parameters more.
-    (offbeat.partition(..., untie=True) unties a model as it cuts it: each stage gets a copy of its own.)
+    Many GPTs tie the output layer to the embedding (`self.scores.weight = self.embedding.weight`). They are in the
+    first and the last stage, which would update them independently. So Offbeat raises an error if two stages share a
+    parameter. Without tying, as here, the model has (characters x width) more parameters.
+    `offbeat.partition(..., untie=True)` gives each stage its own copy.
     """
 
     def __init__(self, characters: int, *, tied: bool = False) -> None:
@@ -67,20 +67,20 @@ class GPT(nn.Module):
 
 
 def read_text() -> str:
-    """Shakespeare where he is at hand, else Offbeat's own source text."""
+    """Shakespeare's plays if they are found, else the source code of Offbeat."""
     places = [os.environ.get("OFFBEAT_DATA_DIR", ""), HERE / "data", HERE.parent / "shared/data/packed"]
     for place in (Path(place) for place in places if place):
         if (place / "tinyshakespeare.txt").is_file():
             return (place / "tinyshakespeare.txt").read_text()
         if (place / "tinyshakespeare.txt.xz").is_file():
             return lzma.decompress((place / "tinyshakespeare.txt.xz").read_bytes()).decode()
-    print("no tinyshakespeare.txt in OFFBEAT_DATA_DIR: learning the source text of Offbeat instead")
+    print("no tinyshakespeare.txt in OFFBEAT_DATA_DIR: using the source code of Offbeat instead")
     sources = sorted(Path(offbeat.__file__).parent.rglob("*.py"))
     return "".join(path.read_text(encoding="utf-8") for path in sources)
 
 
 def batch(text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random pieces of the text, and the same one character on."""
+    """Random pieces of the text, and the same pieces shifted by one character."""
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=generator).tolist()
     pieces = torch.stack([text[start : start + CONTEXT + 1] for start in starts])
     return pieces[:, :-1], pieces[:, 1:]
@@ -92,7 +92,7 @@ def loss(scores: Tensor, following: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write(model: nn.Module, begin: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    """Go on with a text, a character at a time, drawn by the model's probabilities."""
+    """Extend a text, one character at a time, sampled from the model."""
     text = begin
     for _ in range(length):
         scores = model(text[None, -CONTEXT:])[0, -1]
@@ -123,14 +123,14 @@ def main() -> None:
     before = pipe.evaluate(test)["loss"]
     for _ in range(BATCHES):
         pipe.step(*batch(train, generator))
-    model = pipe.drain().eval()  # the whole model again, its newest weights in every process
+    model = pipe.drain().eval()  # the whole model with its newest weights, in every process
     after = pipe.evaluate(test)["loss"]
     if pipe.last:
         print(f"a GPT of {sum(p.numel() for p in model.parameters()):,} parameters, cut before units {pipe.cuts}")
-        print(f"loss on text it has not seen: {before:.3f} before, {after:.3f} after {BATCHES} batches of {BATCH}")
-        print("staleness a stage:", [stage.mean for stage in pipe.staleness])
+        print(f"loss on held-out text: {before:.3f} before, {after:.3f} after {BATCHES} batches of {BATCH}")
+        print("staleness per stage:", [stage.mean for stage in pipe.staleness])
         written = write(model, held_out[:CONTEXT], 120, torch.Generator().manual_seed(1))[CONTEXT:]
-        print("it writes:", repr("".join(alphabet[code] for code in written.tolist())))
+        print("sample:", repr("".join(alphabet[code] for code in written.tolist())))
     pipe.close()
 
 

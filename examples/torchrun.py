@@ -1,10 +1,10 @@
-"""One process a stage, by torchrun: this script starts itself so, on two processes of this machine.
+"""One process per stage with torchrun: this script starts itself with two processes on this machine.
 
-    python examples/torchrun.py                               # does the next line for you
-    torchrun --nproc-per-node 2 examples/torchrun.py          # what you would type
+    python examples/torchrun.py                               # runs the next line
+    torchrun --nproc-per-node 2 examples/torchrun.py          # the usual command
 
-Under torchrun every process runs the same script and makes the same calls; offbeat.Pipeline sees the group and takes
-the stage of its rank. The loss is where the last stage is, and only the first stage's process needs the data.
+Under torchrun every process runs the same script and makes the same calls; offbeat.Pipeline uses the stage of its rank.
+The process of the last stage has the loss, and only the process of the first stage needs the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def train() -> None:
     import offbeat
     from offbeat import data
 
-    torch.manual_seed(0)  # one model in all processes; the first one's weights are used
+    torch.manual_seed(0)  # the same model in all processes; the weights of the first process are used
     model = nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
         nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
@@ -38,11 +38,11 @@ def train() -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     )
     print(f"process {os.environ['RANK']} has stage {int(os.environ['RANK']) + 1} of {K}", flush=True)
-    # A function of the epoch: it is called in the first stage's process alone.
+    # A function of the epoch, which is called only in the process of the first stage.
     pipe.fit(lambda epoch: digits.train(batch_size=32, seed=0, epoch=epoch), epochs=3)
     result = pipe.evaluate(digits.test(batch_size=100) if pipe.first else None)  # the same result in every process
     if pipe.first:
-        print(f"test error {result['error']:.2f} %, staleness a stage {[stage.mean for stage in pipe.staleness]}")
+        print(f"test error {result['error']:.2f} %, staleness per stage {[stage.mean for stage in pipe.staleness]}")
         print(f"the whole model is in every process: {sum(p.numel() for p in pipe.model.parameters()):,} parameters")
     pipe.close()
 

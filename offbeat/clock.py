@@ -1,7 +1,7 @@
-"""Lock-step ticks: which stage does what in which tick, with which weights.
+"""The clock: the programs of all stages in lock-step ticks, without tensors.
 
-A message sent in one tick can be used in the next, and a stage does at most one local iteration per tick, or as much of
-it as the messages of earlier ticks allow.
+A message sent in one tick can be used in the next. A stage runs at most one local iteration per tick, or the part of it
+for which messages have arrived.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from offbeat.interpreter import Mail, Step
+from offbeat.interpreter import Messages, Step
 from offbeat.method import Method
 from offbeat.ops import Backward, Barrier, Forward, Operation, Update
 
@@ -19,8 +19,9 @@ from offbeat.ops import Backward, Barrier, Forward, Operation, Update
 class Event:
     """One operation of one stage in one tick.
 
-    version: of the weights used by a forward, of those that forwarded a backward's batch, or made by an update;
-    staleness: of the gradient, in updates, for a backward.
+    version     of the weights: those that a forward uses, those of the forward of a backward's batch, or those that an
+                update makes
+    staleness   of the gradient of a backward, in updates
     """
 
     tick: int
@@ -39,22 +40,22 @@ class Event:
 
 
 def ticks(method: Method, K: int, batches: Iterable[int]) -> Iterator[list[Event]]:
-    """The events of each tick until every stage has drained. Barriers order time within a tick: none is waited for."""
+    """The events of each tick until every stage has drained. Barriers take no time and are left out."""
     indices = list(batches)
     programs = [method.steps(k, K, indices) for k in range(1, K + 1)]
     waiting = [_iteration(program) for program in programs]
-    mail, tick = Mail(), 0
+    messages, tick = Messages(), 0
     while any(steps is not None for steps in waiting):
         events: list[Event] = []
         for steps in waiting:
-            while steps and mail.take(steps[0], tick) is not None:
+            while steps and messages.receive(steps[0], tick) is not None:
                 step = steps.popleft()
-                mail.send(step, tick + 1)
+                messages.send(step, tick + 1)
                 if not isinstance(step.operation, Barrier):
                     version = step.forwarded if isinstance(step.operation, Backward) else step.version
                     events.append(Event(tick, step.k, step.operation, version, step.staleness))
         if not events and deque() not in waiting:
-            raise RuntimeError(f"{method.name}, K={K}: no stage can go on; the programs wait for each other")
+            raise RuntimeError(f"{method.name}, K={K}: the programs of its stages wait for each other")
         waiting = [
             _iteration(program) if steps == deque() else steps for steps, program in zip(waiting, programs, strict=True)
         ]
@@ -63,13 +64,13 @@ def ticks(method: Method, K: int, batches: Iterable[int]) -> Iterator[list[Event
 
 
 def _iteration(program: Iterator[tuple[Step, ...]]) -> deque[Step] | None:
-    """The steps of the next local iteration; None where all are done."""
+    """The steps of the next local iteration; None after the last."""
     iteration = next(program, None)
     return None if iteration is None else deque(iteration)
 
 
 def draw(method: Method, K: int, batches: Iterable[int]) -> str:
-    """The trace as text, a row a tick and a column a stage.
+    """The events as a table of text, one row per tick and one column per stage.
 
     >>> from offbeat.methods import ADL
     >>> print(draw(ADL(M=2), 2, range(3)))

@@ -1,4 +1,4 @@
-"""`offbeat methods`: every method in a table, or one in full, from its declaration, its module and the clock."""
+"""`offbeat methods`: all methods in a table, or one method in detail."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from offbeat.settings import shown
 from offbeat.timeline import balanced, speed_up
 
 LOCKS = ("forward", "backward", "update")
-K_SHOWN = 4  # of the staleness and versions in the table
-SPEEDS = (4, 8)  # K of the ideal speed-ups
-DRAWN_K, DRAWN_BATCHES = 3, (6, 5, 4, 3, 2, 1)  # as many as fit
+K_SHOWN = 4  # stages, for the staleness and versions in the table
+SPEEDS = (4, 8)  # stages, for the ideal speed-ups
+DRAWN_K, DRAWN_BATCHES = 3, (6, 5, 4, 3, 2, 1)  # of a timeline; the first number of batches that fits
 LONGEST_LINE = 118
 LEGEND = f"""locks: F forward, B backward, U update
-LoS: mean staleness in updates; it and the versions held are of stage 1 of {K_SHOWN}
-  (of one stage where the network stays whole, and K workers have a copy each)
-x at K: speed-up of K workers over BP on one, by the clock
-  (equal stages, B = 2F, no communication, nothing for auxiliary networks)
-'offbeat methods NAME' tells one in full, with its timeline"""
+LoS, versions: mean staleness in updates, and versions of the weights, of stage 1 of {K_SHOWN}
+  (of one stage for methods that do not cut the network, and give each worker a copy)
+x at K: predicted speed-up of K workers over BP on one
+  (equal stages, B = 2F, no communication, no time for auxiliary networks)
+'offbeat methods NAME' shows one method with its equations and timeline"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
-    """A method with its own settings.
+class MethodDescription:
+    """A method with its default settings.
 
-    settings    name, what is allowed, and default, of each
-    K           stages that staleness, versions and held are of, a list from stage 1: the most it can have up to 4
-    speed_up    ideal, over back-propagation on one worker: K equal stages, B = 2F, no communication, steady state;
-                for a method that trains whole networks, of K workers
+    settings    name, allowed values and default of each setting
+    K           number of stages for staleness, versions and held, which are lists from stage 1 on: 4 if possible
+    speed_up    predicted, over back-propagation on one worker, by K: equal stages, B = 2F, no communication, steady
+                state; for a method that does not cut the network, of K workers
     """
 
     name: str
@@ -63,13 +63,13 @@ class Description:
     speed_up: dict[int, float | None]
 
 
-def describe(name: str) -> Description:
-    """What the declaration of a method says, and what the clock makes of it."""
+def describe(name: str) -> MethodDescription:
+    """The declaration of a method, and what follows from it."""
     takes = settings_of(name)
     method = named(name)
     K = max(K for K in range(1, K_SHOWN + 1) if possible(method, K))
     ks = range(1, K + 1)
-    return Description(
+    return MethodDescription(
         name=name,
         title=method.title,
         reference=method.reference,
@@ -94,17 +94,17 @@ def describe(name: str) -> Description:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it."""
+    """The value as a type that JSON has."""
     return value if value is None or isinstance(value, bool | int | float | str) else shown(value)
 
 
 def possible(method: Method, K: int) -> bool:
-    """Whether the method can have so many stages."""
+    """Whether the method can have K stages."""
     return method.limit is None or method.limit(K) is None
 
 
 def ideal_speed_up(name: str, K: int) -> float | None:
-    """By the clock, for K workers: a stage each, or a copy of the whole network where the method cannot be cut."""
+    """Predicted speed-up of K workers with one stage each, or with a copy of the network each."""
     method = named(name, N=K if "N" in settings_of(name) else None)
     if possible(method, K):
         return speed_up(method, balanced(K))
@@ -112,14 +112,14 @@ def ideal_speed_up(name: str, K: int) -> float | None:
 
 
 def weights_text(method: Method, K: int) -> str:
-    """Which weights a backward uses; nothing to choose where none changes between forward and backward."""
+    """The weights of a backward; "-" if none can change between forward and backward."""
     if not any(method.lag(k, K) for k in range(1, K + 1)):
         return "-"
     return method.weights if method.forward == "newest" else f"{method.weights} ({method.forward})"
 
 
 def lag_text(lag: Callable[[int, int], int]) -> str:
-    """The lag as a formula: that of its function's docstring if it is one, a(K-k)+c where it is that, else its words.
+    """The lag as a formula: the docstring of its function if that is one, a(K-k)+c if it has that form, else words.
 
     >>> from offbeat.methods import lags
     >>> lag_text(lags.none), lag_text(lags.round_trip), lag_text(lambda k, K: 3), lag_text(lambda k, K: K - k + 1)
@@ -145,7 +145,7 @@ def module_text(make: Callable[..., Method]) -> str:
 
 
 def timeline_of(name: str, *, K: int, M: int | None) -> str:
-    """When every stage does what, drawn by the clock for K equal stages."""
+    """The timeline of a method with K equal stages, as text."""
     method = named(name, M=M)
     method.check(K)
     drawn = [timeline_text(method, balanced(K), batches=batches) for batches in DRAWN_BATCHES]
@@ -153,7 +153,7 @@ def timeline_of(name: str, *, K: int, M: int | None) -> str:
 
 
 def show_methods(name: str | None, *, K: int | None, M: int | None) -> Any:
-    """What the command prints; what it returns is the same for machines."""
+    """The data that the command prints, as a table or as JSON."""
     if name is None:
         if K is not None or M is not None:
             raise UserError("-K and -M draw the timeline of one method: name it, as in 'offbeat methods adl -K 4'")
@@ -166,52 +166,52 @@ def show_methods(name: str | None, *, K: int | None, M: int | None) -> Any:
     return {**asdict(described), "text": module_text(METHODS[name]), "timeline": timeline_of(name, K=stages, M=M)}
 
 
-def print_methods(told: Any) -> None:
-    """The table of all, or one with its text and timeline."""
+def print_methods(data: Any) -> None:
+    """Print the table of all methods, or one method with its text and timeline."""
     console = Console(highlight=False)
-    if isinstance(told, list):
-        described = [Description(**entry) for entry in told]
+    if isinstance(data, list):
+        described = [MethodDescription(**entry) for entry in data]
         whole = table(described, wide=True)
         fits = console.measure(whole, options=console.options.update(width=1000)).maximum <= console.width
         console.print(whole if fits else table(described, wide=False))
         console.print(LEGEND)
         return
-    for text in (told["text"], summary(told), told["timeline"]):
+    for text in (data["text"], summary(data), data["timeline"]):
         console.print(text, soft_wrap=True, markup=False)
         console.print()
 
 
-def summary(told: dict[str, Any]) -> str:
-    """The facts of one method in a few lines."""
+def summary(data: dict[str, Any]) -> str:
+    """The properties of one method in a few lines."""
 
     def each(values: list[Any]) -> str:
         return " ".join(f"{value:g}" for value in values)
 
-    speeds = [f"{value:.2f} at K={K}" for K, value in told["speed_up"].items() if value is not None]
+    speeds = [f"{value:.2f} at K={K}" for K, value in data["speed_up"].items() if value is not None]
     lines = {
-        "name": f"{told['name']}: {told['title']}, {told['reference']}",
-        "locks left": ", ".join(told["locks_left"]) or "none",
-        "lag": f"{told['lag']} batches, M = {told['M']}",
-        "weights": told["weights"],
-        "gradient": f"from {told['feedback']}" if told["feedback"] == "above" else told["feedback"],
-        "correctors": ", ".join(told["correctors"]) or "none",
+        "name": f"{data['name']}: {data['title']}, {data['reference']}",
+        "locks left": ", ".join(data["locks_left"]) or "none",
+        "lag": f"{data['lag']} batches, M = {data['M']}",
+        "weights": data["weights"],
+        "gradient": f"from {data['feedback']}" if data["feedback"] == "above" else data["feedback"],
+        "correctors": ", ".join(data["correctors"]) or "none",
         "settings": "none",
-        f"K={told['K']}": f"staleness {each(told['staleness'])}; versions {each(told['versions'])}; "
-        f"batches held {each(told['held'])}",
+        f"K={data['K']}": f"staleness {each(data['staleness'])}; versions {each(data['versions'])}; "
+        f"batches held {each(data['held'])}",
         "ideal speed-up": ", ".join(speeds) or "-",
     }
     width = max(map(len, lines))
-    if told["settings"]:
-        written = [(f"{each['name']}={shown(each['default'])}", each["allowed"]) for each in told["settings"]]
+    if data["settings"]:
+        written = [(f"{each['name']}={shown(each['default'])}", each["allowed"]) for each in data["settings"]]
         longest = max(len(setting) for setting, _ in written)
         below = f"\n{' ' * width}  "
         lines["settings"] = below.join(f"{setting.ljust(longest)}  {allowed}" for setting, allowed in written)
-        lines["settings"] += f"{below}as in 'offbeat train --method {told['name']}:{written[0][0]}'"
+        lines["settings"] += f"{below}as in 'offbeat train --method {data['name']}:{written[0][0]}'"
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines.items())
 
 
-def table(described: list[Description], *, wide: bool) -> Table:
-    """A line a method; where it is narrow without what 'offbeat methods NAME' tells as well."""
+def table(described: list[MethodDescription], *, wide: bool) -> Table:
+    """One line per method; columns that 'offbeat methods NAME' also shows are left out if the terminal is narrow."""
     made = Table(
         title="Methods, with their own settings", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left"
     )

@@ -1,8 +1,8 @@
 """The interpreter of programs, without tensors: what every operation of a stage receives, sends and computes with.
 
-All of it follows from the order of the stage's own operations. The clock (clock.py) puts the steps of all stages into
-ticks, the timeline (timeline.py) gives them seconds; plans, tables and pictures read them. A stage that trains counts
-the same while it runs; tests/test_interpreter.py compares the two.
+All of this follows from the order of the stage's own operations. The clock (clock.py) assigns the steps of all stages
+to ticks, the timeline (timeline.py) to seconds; plans, tables and pictures read the results. A stage that trains counts
+the same quantities during the run; tests/test_interpreter.py compares the two.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 
 from offbeat.ops import LESSON, Backward, Forward, Operation, Program, Update
 
-WINDOWS = 2  # of steady state that are looked at: all that comes later is the same again
-LONGEST = 10_000  # local iterations that are looked at of a program with an order of its own
+WINDOWS = 2  # windows of steady state that are interpreted: later ones repeat them
+LONGEST = 10_000  # local iterations that are interpreted of a program with an order of its own
 
 
 class Declaration(Protocol):
-    """What the interpreter asks a method; see `offbeat.method.Method`, which answers."""
+    """What the interpreter needs of a method; `offbeat.method.Method` implements it."""
 
     @property
     def order(self) -> object: ...
@@ -46,14 +46,14 @@ class Declaration(Protocol):
 class Step(NamedTuple):
     """One operation of stage k.
 
-    receives    the stage whose message it takes: k-1 for an input (0: the data), k+1 for a gradient; None for nothing
-    sends       the stage that it sends a message to: k+1 an output, k-1 a gradient; None for nobody
-    version     of the weights that it computes with, counted in updates; for an update the one that it makes
+    receives    the stage whose message it uses: k-1 for an input (0: the data), k+1 for a gradient; None for no message
+    sends       the stage that it sends a message to: k+1 for an output, k-1 for a gradient; None for no message
+    version     of the weights that it computes with, counted in updates; for an update the version that it makes
     forwarded   version that the forward of its batch used
-    staleness   for a backward: updates between that version and the newest
-    steady      whether that forward found the stage full, as it is from then on
-    versions    of the weights that the stage holds after the operation, the newest included
-    in_flight   batches (micro-batches) between forward and backward that it then holds
+    staleness   for a backward: number of updates from that version to the newest
+    steady      whether that forward ran in steady state, with as many batches in flight as the lag
+    versions    number of versions of the weights that the stage holds after the operation, including the newest
+    in_flight   number of batches (micro-batches) between forward and backward after the operation
     """
 
     k: int
@@ -68,77 +68,11 @@ class Step(NamedTuple):
     in_flight: int
 
 
-Used = tuple[int, int, bool]  # by a forward: version in updates, its number (see Interpreter), whether steady
-
-
-class Interpreter:
-    """Stage k of K as its program goes on.
-
-    Updates count all windows that were closed; only those with gradients in them make weights that differ, which have
-    numbers of their own. (Aligned windows are empty while the stage fills.)
-    """
-
-    def __init__(self, method: Declaration, k: int, K: int) -> None:
-        self.method, self.k, self.K = method, k, K
-        self.updates = self.newest = 0  # and the number of the newest version
-        self.forwards = self.gradients = 0  # so far, and in the open window
-        self.in_flight: dict[int, Used] = {}
-        self.needed: dict[int, int] = {}  # batches in flight by the number of the version that they were forwarded on
-        self.kept = method.versions_kept()
-
-    def step(self, operation: Operation) -> Step:
-        """Do the next operation of the program."""
-        method, kind = self.method, type(operation)
-        version = forwarded = self.updates
-        steady, staleness = False, 0
-        if kind is Forward:
-            forwarded, number, steady = used = self._used()
-            version = forwarded
-            self.in_flight[operation.t] = used  # type: ignore[union-attr]
-            self.needed[number] = self.needed.get(number, 0) + 1
-            self.forwards += 1
-        elif kind is Backward:
-            forwarded, number, steady = self.in_flight.pop(operation.t)  # type: ignore[union-attr]
-            version, staleness = method.backward_version(forwarded, self.updates), self.updates - forwarded
-            self.needed[number] -= 1
-            if not self.needed[number]:
-                del self.needed[number]
-            self.gradients += 1
-        elif kind is Update:
-            self.updates = version = self.updates + 1
-            self.newest += 1 if self.gradients else 0
-            self.gradients = 0
-        receives, sends = method.receives(operation, self.k, self.K), method.sends(operation, self.k, self.K)
-        return Step(
-            self.k,
-            operation,
-            receives,
-            sends,
-            version,
-            forwarded,
-            staleness,
-            steady,
-            self._versions(),
-            len(self.in_flight),
-        )
-
-    def _used(self) -> Used:
-        """What the next forward uses."""
-        age = self.newest - self.method.forward_version(self.forwards, self.newest)
-        full = self.method.full(self.k, self.K, in_flight=len(self.in_flight), forwards=self.forwards)
-        return self.updates - age, self.newest - age, full
-
-    def _versions(self) -> int:
-        if not self.kept:
-            return 1
-        held = len(self.needed)
-        for number in range(max(0, self.newest + 1 - self.kept), self.newest + 1):
-            held += number not in self.needed
-        return held
-
-
 def steps(method: Declaration, k: int, K: int, batches: Iterable[int]) -> Iterator[tuple[Step, ...]]:
-    """The program of stage k, one local iteration at a time.
+    """Interpret the program of stage k, one local iteration at a time.
+
+    Versions are counted in two ways. `updates` counts all windows that were closed. `newest` counts only those that had
+    gradients and so changed the weights; aligned windows have none while the stage fills.
 
     >>> from offbeat.methods import ADL
     >>> for iteration in steps(ADL(M=1), 1, 2, range(4)):
@@ -150,40 +84,84 @@ def steps(method: Declaration, k: int, K: int, batches: Iterable[int]) -> Iterat
     B2@v0, 2 held; U@v3, 2 held
     B3@v1, 1 held; U@v4, 1 held
     """
-    interpreter = Interpreter(method, k, K)
+    updates = newest = forwards = gradients = 0  # gradients: in the open window
+    in_flight: dict[int, tuple[int, int, bool]] = {}  # batch -> version in updates, its number, whether steady
+    needed: dict[int, int] = {}  # number of a version -> batches in flight that were forwarded with it
+    kept = method.versions_kept()
     for iteration in method.program(k, K, batches):
-        yield tuple(map(interpreter.step, iteration))
+        done = []
+        for operation in iteration:
+            kind = type(operation)
+            version = forwarded = updates
+            steady, staleness = False, 0
+            if kind is Forward:
+                age = newest - method.forward_version(forwards, newest)
+                steady = method.full(k, K, in_flight=len(in_flight), forwards=forwards)
+                version = forwarded = updates - age
+                in_flight[operation.t] = forwarded, newest - age, steady  # type: ignore[union-attr]
+                needed[newest - age] = needed.get(newest - age, 0) + 1
+                forwards += 1
+            elif kind is Backward:
+                forwarded, number, steady = in_flight.pop(operation.t)  # type: ignore[union-attr]
+                version, staleness = method.backward_version(forwarded, updates), updates - forwarded
+                needed[number] -= 1
+                if not needed[number]:
+                    del needed[number]
+                gradients += 1
+            elif kind is Update:
+                updates = version = updates + 1
+                newest += gradients > 0
+                gradients = 0
+            versions = 1
+            if kept:
+                versions = len(needed)
+                for number in range(max(0, newest + 1 - kept), newest + 1):
+                    versions += number not in needed
+            receives, sends = method.receives(operation, k, K), method.sends(operation, k, K)
+            held = len(in_flight)
+            done.append(Step(k, operation, receives, sends, version, forwarded, staleness, steady, versions, held))
+        yield tuple(done)
 
 
 @dataclass(frozen=True)
 class SteadyState:
     """Stage k of K in steady state.
 
-    fill        local iterations before its first forward in that state
-    staleness   mean level of staleness of its gradients, in updates
-    versions    most versions of the weights that it holds, the newest included
-    held        most batches (micro-batches) between forward and backward
-    resting     those that it holds between two local iterations, after 0, 1, 2, ... of them
+    fill        local iterations before its first forward in steady state
+    levels      staleness of its gradients, in updates, over a few whole windows
+    versions    largest number of versions of the weights that it holds, including the newest
+    held        largest number of batches (micro-batches) between forward and backward
+    resting     number of them between two local iterations, after 0, 1, 2, ... local iterations
     """
 
     fill: int
-    staleness: float
+    levels: tuple[int, ...]
     versions: int
     held: int
     resting: tuple[int, ...]
 
+    @property
+    def staleness(self) -> float:
+        """Mean staleness of the gradients, in updates."""
+        return sum(self.levels) / max(1, len(self.levels))
+
+    @property
+    def square_staleness(self) -> float:
+        """Mean of the squared staleness."""
+        return sum(level * level for level in self.levels) / max(1, len(self.levels))
+
 
 @lru_cache(maxsize=4096)
 def steady_state(method: Declaration, k: int, K: int) -> SteadyState:
-    """Go through the program of stage k until it has closed a few windows in which nothing is left of the fill.
+    """Interpret the program of stage k until it has closed a few windows whose gradients are all of steady state.
 
     >>> from offbeat.methods import TwoBW
     >>> steady_state(TwoBW(M=3), 1, 4)
-    SteadyState(fill=3, staleness=1.0, versions=2, held=4, resting=(0, 1, 2, 3))
+    SteadyState(fill=3, levels=(1, 1, 1, 1, 1, 1), versions=2, held=4, resting=(0, 1, 2, 3))
     """
     fill: int | None = None
     windows, versions, held, resting = 0, 1, 0, [0]
-    levels: list[int] = []  # of whole windows in steady state
+    levels: list[int] = []
     window: list[Step] = []
     for done, iteration in enumerate(steps(method, k, K, range(LONGEST) if method.order else count())):
         for step in iteration:
@@ -201,12 +179,12 @@ def steady_state(method: Declaration, k: int, K: int) -> SteadyState:
             resting.append(iteration[-1].in_flight if iteration else resting[-1])
         if windows >= WINDOWS:
             break
-    return SteadyState(fill or 0, sum(levels) / max(1, len(levels)), versions, held, tuple(resting))
+    return SteadyState(fill or 0, tuple(levels), versions, held, tuple(resting))
 
 
 @lru_cache(maxsize=4096)
 def unused(method: Declaration, k: int, K: int) -> int:
-    """Most gradients from stage k that stage k-1 has still to use when both have done as many local iterations.
+    """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many local iterations.
 
     >>> from offbeat.methods import ADL, DNI, PipeDream
     >>> unused(ADL(), 2, 4), unused(PipeDream(), 2, 4), unused(DNI(), 2, 4)
@@ -243,25 +221,27 @@ def reach(method: Declaration, K: int, t: int) -> int:
     return arrived
 
 
-class Mail:
-    """Messages between stages: in order, each with the time from which it can be used."""
+class Messages:
+    """Messages in flight between stages, in order, each with the time from which it can be used."""
 
     def __init__(self) -> None:
         self.links: defaultdict[tuple[int, int], deque[tuple[int, float]]] = defaultdict(deque)
 
-    def take(self, step: Step, by: float = float("inf")) -> float | None:
-        """The time from which the message of a step could be used, which is taken then; None if it is not there by that
-        time. A step that needs none can be done from time 0 on."""
+    def receive(self, step: Step, by: float = float("inf")) -> float | None:
+        """Take the message of a step: the time at which it arrived, or None if it has not arrived by the given time.
+
+        A step without a message can run from time 0 on.
+        """
         if not step.receives:
             return 0.0
         link = self.links[step.receives, step.k]
         if not link or link[0][1] > by:
             return None
         t, when = link.popleft()
-        assert t == step.operation.t, f"stage {step.k} is at {step.operation} but was sent {t}"  # type: ignore[union-attr]
+        assert t == step.operation.t, f"stage {step.k} is at {step.operation} but received batch {t}"  # type: ignore[union-attr]
         return when
 
     def send(self, step: Step, when: float) -> None:
-        """What a step sends can be used from then on."""
+        """Send the message of a step, if it has one; it arrives at the given time."""
         if step.sends:
             self.links[step.k, step.sends].append((step.operation.t, when))  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""A training method: the few answers that tell one asynchronous method from another."""
+"""The declaration of a training method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from offbeat.correctors import Corrections, Corrector, StageContext, correctors
+from offbeat.correctors import Corrector, CorrectorLike, StageContext, correctors
 from offbeat.errors import UserError, unknown
 from offbeat.interpreter import Step, reach, steady_state, steps, unused
 from offbeat.ops import (
@@ -17,7 +17,7 @@ from offbeat.ops import (
     Program,
     Take,
     Teach,
-    Window,
+    WindowRule,
     fill_drain,
     lagged,
     locked,
@@ -32,37 +32,37 @@ Head = Callable[[tuple[int, ...], int], Any]  # (shape of one sample's output, c
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What a stage does, as plain data; every engine and every picture reads this and nothing else.
+    """A training method as plain data. Engines, plans and pictures read nothing else about it.
 
-    name       as on the command line
-    title      in words;  reference: where it was published
-    locks      that remain: "forward", "backward", "update"
+    name       on the command line
+    title      a few words
+    reference  where it was published
+    locks      the locks that it keeps, of "forward", "backward", "update"
 
-    In which order?
+    Order of the operations
     lag        (k, K) -> batches between the forward and the backward of one local iteration of stage k of K
-    M          gradients whose mean makes one update
-    window     when an update is due: after M real gradients ("count") or by the forward index ("aligned")
+    M          gradients per update, which applies their mean
+    window     when an update is due: after M gradients ("count") or after the forward of every M-th batch ("aligned")
     barrier    whether all stages wait for each other after the forward of every local iteration
-    m          micro-batches that a batch is split into; more than one means fill and drain within each batch
-    order      (k, K, batches) -> program, for a method with an order of its own
-    limit      K -> why the method cannot have that many stages, or None
+    m          micro-batches per batch; with more than one, each batch fills and drains the pipeline
+    order      (k, K, batches) -> program, for a method whose order the settings above cannot express
+    limit      K -> the reason why the method cannot have K stages, or None
 
-    With which weights?
-    forward    the newest, or those of the window before
-    weights    what a backward uses when an update came after its forward: the parameters of its forward ("stash"),
-               stored activations with current parameters ("hybrid"), or a forward repeated with current ones ("replay")
-    recompute  whether a backward of a micro-batch repeats its forward, to hold inputs instead of graphs
+    Weights
+    forward    weights of a forward: the newest ("newest"), or those of the previous window ("before")
+    weights    weights of a backward if an update came after its forward: the parameters of its forward ("stash"),
+               stored activations with current parameters ("hybrid"), or a repeated forward with current ones ("replay")
+    recompute  whether the backward of a micro-batch repeats its forward, so that inputs are held instead of graphs
 
-    Where does the gradient come from?
-    feedback   the stage above, a local loss, or a synthesiser that the stage above teaches
-    head       builds the auxiliary network of a stage below the last, for the latter two
-    head_lr    its own Adam's rate; None: it is trained with the stage, by the stage's optimizer
-    top        factor of the real loss at the last stage
+    Gradient of a stage's output
+    feedback   from the next stage ("above"), from a local loss ("local"), or from a synthesiser that the next stage
+               trains ("synthesiser")
+    head       builds the auxiliary network of every stage but the last, for the latter two
+    head_lr    learning rate of an Adam for the head; None: the optimizer of the stage trains it
+    top        factor of the loss of the last stage
 
-    What is done against its age?
-    correctors see offbeat.correctors
-
-    workers    copies of the model that compute at the same time (data parallel)
+    correctors corrections of late gradients, see offbeat.correctors
+    workers    copies of the model that compute at the same time (data parallelism)
     """
 
     name: str
@@ -71,7 +71,7 @@ class Method:
     reference: str = ""
     locks: tuple[str, ...] = ()
     M: int = 1
-    window: Window = "count"
+    window: WindowRule = "count"
     barrier: bool = False
     m: int = 1
     order: Callable[[int, int, Iterable[int]], Program] | None = None
@@ -87,7 +87,7 @@ class Method:
     workers: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("locks", "correctors"):  # a method is hashed, since what follows from it is kept
+        for name in ("locks", "correctors"):  # tuples, so that a method can be hashed
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for letter, number, meaning in (
             ("M", self.M, "gradients per update"),
@@ -96,7 +96,7 @@ class Method:
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise UserError(f"{letter}={number!r} {meaning}: use an integer of at least 1")
-        for kind, value, allowed in (("weights", self.weights, Weights), ("window", self.window, Window)):
+        for kind, value, allowed in (("weights", self.weights, Weights), ("window", self.window, WindowRule)):
             if value not in get_args(allowed):
                 raise unknown(kind, str(value), get_args(allowed))
         self._check_declaration()
@@ -104,13 +104,13 @@ class Method:
             self._check(corrector)
 
     def _check_declaration(self) -> None:
-        """Refuse answers that no engine could carry out together."""
+        """Raise an error for settings that no engine can combine."""
         late = self.lag(1, 2) > 0
         for wrong, reason in (
             (self.feedback != "above" and self.head is None, f"feedback {self.feedback} needs a head"),
             (self.feedback == "above" and self.head is not None, 'a head needs feedback "local" or "synthesiser"'),
             (self.head is not None and (late or self.m > 1), "a stage with a head has no lag and no micro-batches"),
-            (self.m > 1 and (late or self.M > 1), "micro-batches make one update a batch, without a lag"),
+            (self.m > 1 and (late or self.M > 1), "with micro-batches there is one update per batch, and no lag"),
         ):
             if wrong:
                 raise UserError(f"method {self.name}: {reason}")
@@ -118,19 +118,19 @@ class Method:
     def _check(self, corrector: Corrector) -> None:
         if self.feedback != "above" or self.m > 1:
             raise UserError(f"corrector {corrector.name} with {self.name}, whose gradients are not late: leave it out")
-        if self.weights not in corrector.needs:
-            needed = " or ".join(corrector.needs)
+        if self.weights not in corrector.supported_weights:
+            needed = " or ".join(corrector.supported_weights)
             raise UserError(f"corrector {corrector.name} with weights {self.weights} ({self.name}): it needs {needed}")
-        if self.forward != "newest" and "forward weights" in corrector.answers:
+        if self.forward != "newest" and "forward weights" in corrector.changes:
             raise UserError(
                 f"corrector {corrector.name} with {self.name}, which sets the forward weights itself: leave it out"
             )
-        reason = corrector.unfit(self.lag, self.M)
+        reason = corrector.unsupported(self.lag, self.M)
         if reason:
             raise UserError(f"corrector {corrector.name} with {self.name}: {reason}")
 
-    def corrected(self, given: Corrections) -> Method:
-        """The method with more correctors: objects, or text such as "lwp+sc"."""
+    def corrected(self, given: CorrectorLike) -> Method:
+        """The method with additional correctors: objects, or text such as "lwp+sc"."""
         more = correctors(given)
         for corrector in more:
             late = [self.staleness(k, 2) for k in (1, 2)]
@@ -142,15 +142,15 @@ class Method:
         return replace(self, correctors=correctors((*self.correctors, *more)))
 
     def why_not_capturable(self) -> str | None:
-        """Why the iterations of a stage are not all alike, so that they cannot be recorded; None where they are."""
+        """The reason why the iterations of a stage differ, so that they cannot be recorded; None if they do not."""
         if self.order:
-            return "draws the batches of its stages"
+            return "chooses the batches of its stages at random"
         if self.m > 1:
             return "splits batches into micro-batches"
-        return "trains heads of its own" if self.head else None
+        return "trains auxiliary heads" if self.head else None
 
     def check(self, K: int) -> None:
-        """Refuse a number of stages that the method cannot have."""
+        """Raise an error if the method cannot have K stages."""
         reason = self.limit(K) if self.limit else None
         if reason:
             raise UserError(f"{self.name} with K = {K} stage{'s' * (K > 1)}: {reason}")
@@ -166,15 +166,15 @@ class Method:
             program = taught(program, after=LESSON)
         return locked(program) if self.barrier else program
 
-    def place(self, k: int, K: int) -> StageContext:
-        """Where the correctors of stage k work."""
+    def stage_context(self, k: int, K: int) -> StageContext:
+        """The context of the correctors of stage k."""
         return StageContext(k, K, self.staleness(k, K))
 
     # ---- what an operation receives, sends and computes with
 
     def receives(self, operation: Operation, k: int, K: int) -> int | None:
-        """The stage whose message the operation of stage k takes: k-1 for an input (0: the data), k+1 for a gradient;
-        None for nothing."""
+        """The stage whose message the operation of stage k uses: k-1 for an input (0: the data), k+1 for a gradient;
+        None for no message."""
         kind = type(operation)
         if kind is Forward:
             return None if operation.buffered else k - 1  # type: ignore[union-attr]
@@ -185,73 +185,73 @@ class Method:
         return k + 1 if kind is Teach else None
 
     def sends(self, operation: Operation, k: int, K: int) -> int | None:
-        """The stage that the operation of stage k sends a message to: k+1 its output, k-1 the gradient of its input;
-        None for nobody."""
+        """The stage that the operation of stage k sends a message to: k+1 for its output, k-1 for the gradient of its
+        input; None for no message."""
         kind = type(operation)
         if kind is Forward:
             return k + 1 if k < K else None
         return k - 1 if kind is Backward and k > 1 and self.feedback != "local" else None
 
     def forward_version(self, forwards: int, newest: int) -> int:
-        """Version of a stage's weights that its next forward uses, after so many forwards and updates of a program."""
+        """Version of the weights that the next forward uses, after a number of forwards and of updates (`newest`)."""
         return newest if self.forward == "newest" else min(newest, max(0, forwards // self.M - 1))
 
     def backward_version(self, forwarded: int, newest: int) -> int:
-        """Version that a backward uses whose forward used `forwarded`."""
+        """Version of the weights that a backward uses, whose forward used version `forwarded`."""
         return forwarded if self.weights == "stash" else newest
 
     def versions_kept(self) -> int:
-        """How many of its newest versions a stage keeps beside those that batches in flight need; 0: there is but one,
-        which updates change."""
+        """How many of its newest versions a stage keeps in addition to those that batches in flight need; 0 if there is
+        only one version, which updates change in place."""
         if self.weights != "stash":
             return 0
         return 1 if self.forward == "newest" else 2
 
     def replays(self, k: int, K: int) -> bool:
-        """Whether a backward of stage k repeats its forward first."""
+        """Whether a backward of stage k repeats its forward."""
         return self.recompute or (self.weights == "replay" and (self.lag(k, K) > 0 or self._predicts(k, K)))
 
     def _predicts(self, k: int, K: int) -> bool:
-        place = self.place(k, K)
+        context = self.stage_context(k, K)
         return any(
-            corrector.active(place) and {"forward weights", "backward weights"} & {*corrector.answers}
+            corrector.active(context) and {"forward weights", "backward weights"} & {*corrector.changes}
             for corrector in self.correctors
         )
 
-    # ---- what follows from the order of them
+    # ---- what follows from the order of operations
 
     def steps(self, k: int, K: int, batches: Iterable[int]) -> Iterator[tuple[Step, ...]]:
-        """The program of stage k with what each operation receives, sends and computes with (see interpreter.py)."""
+        """The program of stage k, with what each operation receives, sends and computes with (see interpreter.py)."""
         return steps(self, k, K, batches)
 
     def full(self, k: int, K: int, *, in_flight: int, forwards: int) -> bool:
-        """Whether a forward that finds so many batches in flight, after so many forwards, is one of steady state."""
+        """Whether the next forward is one of steady state, given the batches in flight and the number of forwards."""
         return in_flight >= self.lag(k, K) and (self.forward == "newest" or forwards >= self.M)
 
     def counted(self, levels: Iterable[int | None]) -> list[int]:
-        """Of the levels of staleness of a window those that count: all, if it is a whole one in steady state."""
+        """The levels of staleness of a window that count: all if it is complete and in steady state, else none."""
         known = [level for level in levels if level is not None]
         return known if len(known) == self.M else []
 
     def staleness(self, k: int, K: int) -> float:
-        """Mean level of staleness of stage k, in updates."""
+        """Mean staleness of the gradients of stage k, in updates."""
         return steady_state(self, k, K).staleness
 
     def versions(self, k: int, K: int) -> int:
-        """Most parameter versions that stage k holds, the newest included."""
+        """Largest number of parameter versions that stage k holds, including the newest."""
         return steady_state(self, k, K).versions
 
     def held(self, k: int, K: int) -> int:
-        """Most batches (micro-batches) between forward and backward that stage k holds, as graphs or as inputs."""
+        """Largest number of batches (micro-batches) between forward and backward that stage k holds."""
         return steady_state(self, k, K).held
 
     def resting(self, k: int, K: int, iterations: int) -> int:
-        """Those of them that stage k holds between two local iterations, after so many of them."""
+        """Number of batches between forward and backward that stage k holds after a number of local iterations."""
         held = steady_state(self, k, K).resting
         return held[min(iterations, len(held) - 1)]
 
     def fill(self, K: int) -> int:
-        """Local iterations until all stages are in steady state."""
+        """Number of local iterations until all stages are in steady state."""
         return max(steady_state(self, k, K).fill for k in range(1, K + 1))
 
     def reach(self, K: int, t: int) -> int:
@@ -259,5 +259,5 @@ class Method:
         return reach(self, K, t)
 
     def unused(self, k: int, K: int) -> int:
-        """Most gradients from stage k that the stage below has still to use when both have done as many iterations."""
+        """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many iterations."""
         return unused(self, k, K) if k > 1 else 0

@@ -1,8 +1,8 @@
-"""Operations of one stage, and the builders of the programs that order them.
+"""Operations of one stage, and functions that build programs from them.
 
-A program is the training method as stage k sees it: pure data, an iterator of *local iterations*, each the tuple of
-operations that one entering batch sets off. It consumes batch indices lazily, one an iteration; their end makes it
-drain. Grouping by iteration lets `step()` stop at a well-defined cut without asking for a batch that may never come.
+A program is the order of operations of one stage: an iterator of *local iterations*, each a tuple of the operations
+that follow from one entering batch. It consumes batch indices lazily, one per iteration; after the last one it drains.
+Because operations are grouped by iteration, `step()` can stop after an iteration without requesting the next batch.
 
     >>> stage_2_of_3 = lagged(range(4), lag=2, M=2)
     >>> print(" | ".join(" ".join(map(str, iteration)) for iteration in stage_2_of_3))
@@ -16,17 +16,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Window = Literal["count", "aligned"]
-LESSON = 2  # ticks until the stage above has reported the gradient of what was sent up
+WindowRule = Literal["count", "aligned"]
+LESSON = 2  # ticks until the next stage has sent the gradient of an output
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Forward batch t: take its input from below, or from the buffer; give its output to the stage above, or to the
-    loss."""
+    """Run the forward of batch t: receive its input from the previous stage, or read it from the buffer; send its
+    output to the next stage, or compute the loss."""
 
     t: int
-    buffered: bool = False  # an earlier Take has put it into the buffer
+    buffered: bool = False  # whether the input is in the buffer, where an earlier Take has put it
 
     def __str__(self) -> str:
         return f"F{self.t}"
@@ -34,7 +34,8 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Backward batch t: take its gradient from above, add to the open window, give the input's gradient below."""
+    """Run the backward of batch t: receive the gradient of its output from the next stage, add the gradients of the
+    parameters to the open window, send the gradient of its input to the previous stage."""
 
     t: int
 
@@ -44,7 +45,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Close the window: apply the sum of its gradients divided by `over`. A window that holds none applies nothing."""
+    """Close the window: apply the sum of its gradients divided by `over`. Without gradients nothing is applied."""
 
     over: int
 
@@ -54,7 +55,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """Wait until every stage has come here: orders time, changes no number."""
+    """Wait until every stage has reached its barrier. It affects timing only, not results."""
 
     def __str__(self) -> str:
         return "|"
@@ -62,7 +63,7 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class Teach:
-    """Compare what was synthesised for batch t with the gradient that the stage above reports for it."""
+    """Train the synthesiser of the stage with the gradient that the next stage has sent for batch t."""
 
     t: int
 
@@ -72,7 +73,7 @@ class Teach:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Receive batch t from below into the buffer that later forwards draw from."""
+    """Receive batch t from the previous stage into the buffer from which later forwards read."""
 
     t: int
 
@@ -95,18 +96,19 @@ Iteration = tuple[Operation, ...]
 Program = Iterator[Iteration]
 
 
-def lagged(batches: Iterable[int], *, lag: int, M: int = 1, window: Window = "count") -> Program:
-    """Forward t, backward t-lag, then the update if one is due; after the last batch, drain.
+def lagged(batches: Iterable[int], *, lag: int, M: int = 1, window: WindowRule = "count") -> Program:
+    """Forward t, backward t-lag, then the update if one is due; drain after the last batch.
 
-    lag 0 is plain back-propagation, K-k the 1F1B family, 2(K-k) the tick family of ADL.
+    A lag of 0 gives back-propagation, K-k the schedules of the 1F1B family, 2(K-k) those of ADL.
 
-    window "count": an update after M real gradients, so that update s of every stage applies batches Ms..Ms+M-1.
-    window "aligned": after the local iterations M-1, 2M-1, ... of the forward index, divided by M whatever the window
-    holds (the paper's formulas: nothing or little while the stage fills). Either way what is left at the very end is
-    applied as the mean of what it holds.
+    window "count"     an update after every M gradients, so that update s of every stage applies batches Ms..Ms+M-1
+    window "aligned"   an update after the forward of every M-th batch, divided by M even if the window has fewer than M
+                       gradients, as in the paper's formulas; windows have fewer while the stage fills
+
+    In both cases the last update, at the end of the drain, applies the mean of the gradients that are left.
     """
     in_flight: deque[int] = deque()
-    idle = lag  # iterations until the oldest batch in flight has come back
+    idle = lag  # iterations until the first backward
     gradients = 0  # in the open window
     t = -1
     entering = iter(batches)
@@ -132,11 +134,11 @@ def lagged(batches: Iterable[int], *, lag: int, M: int = 1, window: Window = "co
 
 
 def locked(program: Program) -> Program:
-    """The program with a barrier behind the forward of every local iteration that has one.
+    """The program with a barrier after the forward of every local iteration that has one.
 
-    So a backward starts only when its iteration's batch has gone through all stages, as papers with a forward lock have
-    it: an iteration takes all forwards one after the other, then the slowest backward. The drain has no forwards, and
-    is longer in lower stages: no barrier there, so that every stage meets as many as there are batches.
+    A backward then starts only when the batch of its iteration has passed forward through all stages, as in papers with
+    a forward lock: an iteration takes the forwards of all stages in sequence, then the slowest backward. The drain has
+    no forwards and differs in length between stages; it has no barriers, so every stage has one barrier per batch.
     """
     for iteration in program:
         forwards = sum(isinstance(operation, Forward) for operation in iteration)
@@ -144,7 +146,7 @@ def locked(program: Program) -> Program:
 
 
 def taught(program: Program, *, after: int) -> Program:
-    """The program with a lesson at the end of each local iteration: on the batch of so many iterations before.
+    """The program with a `Teach` at the end of each local iteration, for the batch of `after` iterations before.
 
     >>> [" ".join(map(str, iteration)) for iteration in taught(lagged(range(3), lag=0), after=2)]
     ['F0 B0 U', 'F1 B1 U', 'F2 B2 U T0', 'T1', 'T2']
@@ -159,10 +161,10 @@ def taught(program: Program, *, after: int) -> Program:
 
 
 def fill_drain(batches: Iterable[int], *, m: int) -> Program:
-    """Split each batch into m micro-batches: forward them all, backward them all in reverse, then one update.
+    """Split each batch into m micro-batches: all forwards, all backwards in reverse order, then one update.
 
-    Operations index micro-batches, batch t being tm..tm+m-1; backwards run in reverse so that the last forward's
-    memory is the first to go. The gradients are summed with weights by size, so the update divides by 1.
+    Operations index micro-batches; batch t has tm..tm+m-1. Backwards run in reverse order, so that the memory of the
+    last forward is freed first. Gradients are summed with weights by size, so the update divides by 1.
 
     >>> [" ".join(map(str, iteration)) for iteration in fill_drain(range(2), m=2)]
     ['F0 F1 B1 B0 U', 'F2 F3 B3 B2 U']

@@ -15,7 +15,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from offbeat.correctors import Corrections
+from offbeat.correctors import CorrectorLike
 from offbeat.errors import UserError, first_line, unknown
 
 LARGEST = 2**31  # value of an integer
@@ -26,12 +26,12 @@ OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:function
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting; `kinds` are the alternatives of its annotation."""
+    """One setting; `kinds` are the alternatives of its type annotation."""
 
     name: str
     kinds: tuple[Any, ...]
     default: Any
-    allowed: str  # in words
+    allowed: str  # allowed values, in words
 
     @property
     def choices(self) -> list[str]:
@@ -52,7 +52,7 @@ class Setting:
                 continue
         if self.choices:
             raise unknown(self.name, text, self.choices)
-        raise UserError(f"{self.name}={text}: use {self.allowed}")
+        raise UserError(f"'{self.name}={text}': use {self.allowed}")
 
     def check(self, value: Any) -> None:
         """Raise UserError for a value of another type than the declared one."""
@@ -89,7 +89,7 @@ def declared(make: Callable[..., Any]) -> dict[str, Setting]:
     >>> [str(setting) for setting in declared(FDG).values()]
     ['beta=1', 'weights=stash', 'corrector=none']
     """
-    hints = get_type_hints(getattr(make, "func", make))  # of a partial: those of its function
+    hints = get_type_hints(getattr(make, "func", make))  # a partial has none of its own
     found = {}
     for name, parameter in inspect.signature(make).parameters.items():
         hint = hints.get(name, type(parameter.default))
@@ -136,7 +136,7 @@ def listed(settings: Mapping[str, Setting]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as it is written on the command line.
+    """A value as written on the command line.
 
     >>> shown(True), shown(None), shown(0.5), shown("stash")
     ('yes', 'none', '0.5', 'stash')
@@ -182,8 +182,8 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def _allowed(hint: Any) -> str:
-    """What may be given, in words."""
-    if hint == Corrections:
+    """The allowed values, in words."""
+    if hint == CorrectorLike:
         return "correctors such as sc or lwp+sc, or none"
     words = {bool: "yes or no", int: "an integer", float: "a number", str: "text", NoneType: "none"}
     found = []

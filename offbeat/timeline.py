@@ -1,28 +1,31 @@
-"""Steps with durations: when every stage does what, and how long a batch takes.
+"""The timeline: the programs of all stages with durations, and the time per batch that follows from them.
 
-A stage does its operations in the order of its program, each as soon as it is free and the message has arrived; sends
-cost the stage nothing. So what a method hides of a link's latency, and what not, follows from its program alone.
+A stage runs its operations in the order of its program, each as soon as the previous one has ended and its message has
+arrived; sending takes no time of the stage. How much of a link's latency a method hides follows from its program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count, islice, pairwise
+from typing import NamedTuple
 
+from offbeat.critical_cycle import Dependency, longest_period
 from offbeat.errors import UserError
-from offbeat.interpreter import Mail, Step
+from offbeat.interpreter import Messages, Step, steady_state
 from offbeat.method import Method
-from offbeat.ops import Backward, Barrier, Forward, Operation, Update
+from offbeat.ops import LESSON, Backward, Barrier, Forward, Operation, Update
 
-MOST_TURNS = 100_000  # local iterations of a trace, which is held in memory and read by people
+MOST_TURNS = 100_000  # largest number of local iterations in a trace, which is held in memory
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds a batch of each stage, and seconds that a message is under way.
+    """Seconds per batch of each stage, and seconds that messages take.
 
-    up[k-1] and down[k-1] belong to the boundary between stages k and k+1: activations up, gradients down.
+    up[k-1] and down[k-1] belong to the boundary between stages k and k+1: up for activations, down for gradients.
     """
 
     forward: Sequence[float]
@@ -30,7 +33,7 @@ class Costs:
     update: Sequence[float] = ()
     up: Sequence[float] = field(default=())
     down: Sequence[float] = field(default=())
-    baseline: float | None = None  # seconds a batch of BP on one worker, where workers differ
+    baseline: float | None = None  # seconds per batch of BP on one worker, if workers differ
 
     @property
     def K(self) -> int:  # noqa: N802
@@ -38,11 +41,11 @@ class Costs:
 
     @property
     def alone(self) -> float:
-        """Seconds a batch of back-propagation on one worker, the fastest."""
+        """Seconds per batch of back-propagation on one worker, the fastest one."""
         return self.baseline or sum(self.forward) + sum(self.backward) + sum(self.update)
 
     def of(self, operation: Operation, k: int, method: Method) -> float:
-        """Seconds that the operation keeps stage k busy."""
+        """Seconds that the operation takes in stage k."""
         if isinstance(operation, Forward):
             return self.forward[k - 1] / method.m
         if isinstance(operation, Backward):
@@ -53,20 +56,19 @@ class Costs:
         """Seconds at the start of a backward in which stage k repeats the forward."""
         return self.forward[k - 1] / method.m if method.replays(k, self.K) else 0.0
 
-    def under_way(self, source: int, target: int, method: Method) -> float:
+    def message_seconds(self, source: int, target: int, method: Method) -> float:
         """Seconds that a message between two stages takes."""
         times = self.up if target > source else self.down
         return times[min(source, target) - 1] / method.m if times else 0.0
 
 
 def balanced(K: int, *, forward: float = 1.0, backward: float = 2.0) -> Costs:
-    """K equal stages without communication, by default with B = 2F."""
+    """Costs of K equal stages without communication, by default with a backward of two forwards."""
     return Costs([forward] * K, [backward] * K)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One operation of one stage, from when to when.
+class Span(NamedTuple):
+    """One operation of one stage, with its start and end in seconds.
 
     version    of the weights that it computes with, or that an update makes
     replayed   seconds at the start of a backward in which it repeats its forward
@@ -81,40 +83,44 @@ class Span:
 
 
 def timeline(method: Method, batches: int, costs: Costs) -> list[Span]:
-    """The spans of all stages for that many batches, fill and drain included, in the order of each stage's program."""
+    """The spans of all stages for a number of batches, with fill and drain, in the order of each stage's program."""
     K = costs.K
     programs = [chain.from_iterable(method.steps(k, K, range(batches))) for k in range(1, K + 1)]
     ahead = [next(program, None) for program in programs]
-    replayed = [costs.replayed(k, method) for k in range(1, K + 1)]
-    busy: list[dict[type, float]] = [
-        {type(each): costs.of(each, k, method) for each in (Forward(0), Backward(0), Update(1))}
-        for k in range(1, K + 1)
-    ]
-    free, mail, spans = [0.0] * K, Mail(), list[Span]()
-    awake = list(range(K, 0, -1))  # stages that may be able to go on
-    while awake or any(ahead):
-        awake = awake or _pass_barrier(ahead, programs, free)
-        if not awake:
-            raise UserError(f"{method.name} at K={K}: its programs wait for each other; no stage can go on")
-        here = awake.pop() - 1
-        while (step := ahead[here]) is not None and not isinstance(operation := step.operation, Barrier):
-            when = mail.take(step)
-            if when is None:
+    durations = [_durations(costs, k, method) for k in range(1, K + 1)]
+    free, messages, spans = [0.0] * K, Messages(), list[Span]()
+    ready = list(range(K, 0, -1))  # stages that may be able to continue
+    while ready or any(ahead):
+        ready = ready or _pass_barrier(ahead, programs, free)
+        if not ready:
+            raise UserError(f"{method.name} with K={K}: the programs of its stages wait for each other")
+        k = ready.pop()
+        program, step, now = programs[k - 1], ahead[k - 1], free[k - 1]
+        seconds, delays, replayed = durations[k - 1]
+        while step is not None and (kind := type(step.operation)) is not Barrier:
+            arrived = messages.receive(step)
+            if arrived is None:
                 break
-            start = max(free[here], when)
-            end = free[here] = start + busy[here].get(type(operation), 0.0)
-            if step.sends:
-                awake.append(step.sends)
-                mail.send(step, end + costs.under_way(step.k, step.sends, method))
-            repeated = replayed[here] if isinstance(operation, Backward) else 0.0
-            spans.append(Span(step.k, operation, start, end, step.version, repeated))
-            ahead[here] = next(programs[here], None)
+            start = arrived if arrived > now else now
+            now = start + seconds.get(kind, 0.0)
+            if step.sends is not None:
+                messages.send(step, now + delays[step.sends])
+                ready.append(step.sends)
+            spans.append(Span(k, step.operation, start, now, step.version, replayed if kind is Backward else 0.0))
+            step = next(program, None)
+        ahead[k - 1], free[k - 1] = step, now
     return spans
 
 
+def _durations(costs: Costs, k: int, method: Method) -> tuple[dict[type, float], dict[int, float], float]:
+    """Seconds of stage k by kind of operation, seconds of a message by target, and those that a backward replays."""
+    seconds = {type(each): costs.of(each, k, method) for each in (Forward(0), Backward(0), Update(1))}
+    targets = {each: costs.message_seconds(k, each, method) for each in (k - 1, k + 1) if 1 <= each <= costs.K}
+    return seconds, targets, costs.replayed(k, method)
+
+
 def _pass_barrier(ahead: list[Step | None], programs: Sequence[Iterator[Step]], free: list[float]) -> list[int]:
-    """Let all stages pass the barrier that they have reached, if all have: which these are. Those that are through with
-    their program are past it."""
+    """If all stages that have not finished their program are at a barrier, let them pass it, and return them."""
     waiting = [step.k for step in ahead if step is not None]
     if not all(isinstance(step.operation, Barrier) for step in ahead if step is not None):
         return []
@@ -126,25 +132,53 @@ def _pass_barrier(ahead: list[Step | None], programs: Sequence[Iterator[Step]], 
 
 
 def period(method: Method, costs: Costs) -> float:
-    """Seconds a batch in steady state: of the stage that is slowest, from a batch after the fill to one much later."""
+    """Seconds per batch in steady state, of the slowest stage."""
     K = costs.K
-    if method.order:  # batches may be skipped or repeated: what the slowest stage takes for many
+    if method.order:  # batches may be skipped or repeated: the mean over many batches
         many = 40 * K
         return max(span.end for span in timeline(method, many, costs)) / many / method.workers
-    fill = method.fill(K)
-    first = 4 * K + 4 * method.M + fill
-    last = first + method.M * (8 + -(-4 * K // method.M))  # whole windows, or updates would be counted unevenly
-    ends: dict[tuple[int, int], float] = {}
-    for span in timeline(method, last + 4 * K + fill, costs):
-        if isinstance(span.operation, Backward):
-            place = span.k, span.operation.t // method.m
-            ends[place] = max(span.end, ends.get(place, 0.0))
-    slowest = max(ends[k, last - 1] - ends[k, first - 1] for k in range(1, K + 1))
-    return slowest / (last - first) / method.workers
+    seconds = longest_period(_dependencies(method, costs))
+    if seconds is None:
+        raise UserError(f"{method.name} with K={K}: the programs of its stages wait for each other")
+    return seconds / method.M / method.workers
+
+
+def _dependencies(method: Method, costs: Costs) -> dict[Hashable, list[Dependency]]:
+    """What the end of every operation waits for in steady state, where a stage repeats its program every M batches.
+
+    The period of an operation is that of its batch; of an update or a barrier that of its local iteration.
+    """
+    K, M, size = costs.K, method.M, method.M * method.m
+    waits_for: defaultdict[Hashable, list[Dependency]] = defaultdict(list)
+    sent: dict[tuple[int, int, int], Hashable] = {}  # (from, to, batch within the period) -> event that sends it
+    received: list[tuple[Hashable, tuple[int, int, int], float]] = []  # event, message, seconds from sending to its end
+    for k in range(1, K + 1):
+        seconds, _, _ = _durations(costs, k, method)
+        first = steady_state(method, k, K).fill + LESSON
+        order: list[tuple[Hashable, int, float]] = []  # event, its period, seconds that it takes
+        for iteration, operations in enumerate(islice(method.program(k, K, count()), first, first + M), start=first):
+            for operation in operations:
+                kind, own = type(operation), seconds.get(type(operation), 0.0)
+                if isinstance(operation, Update | Barrier):
+                    number, place = divmod(iteration, M)
+                else:
+                    number, place = divmod(operation.t, size)
+                event: Hashable = (0 if kind is Barrier else k, kind, place)  # a barrier is one event of all stages
+                order.append((event, number, own))
+                if target := method.sends(operation, k, K):
+                    sent[k, target, place] = event
+                if source := method.receives(operation, k, K):
+                    received.append((event, (source, k, place), costs.message_seconds(source, k, method) + own))
+        start, number, own = order[0]
+        for (before, earlier, _), (after, later, taken) in pairwise([*order, (start, number + 1, own)]):
+            waits_for[after].append(Dependency(before, taken, later - earlier))
+    for after, message, taken in received:
+        waits_for[after].append(Dependency(sent[message], taken, 0))
+    return waits_for
 
 
 def speed_up(method: Method, costs: Costs, *, batches: int | None = None) -> float:
-    """How much faster than back-propagation on one worker: in steady state, or for so many batches with fill and drain.
+    """Speed-up over back-propagation on one worker: in steady state, or for a number of batches with fill and drain.
 
     >>> from offbeat.methods import ADL, DDG
     >>> round(speed_up(ADL(M=4), balanced(4)), 2), round(speed_up(DDG(), balanced(4)), 2)

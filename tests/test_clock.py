@@ -7,13 +7,13 @@ import sys
 from collections import Counter
 
 import pytest
+from formulas import staleness, versions_held
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.clock import draw, ticks
 from offbeat.methods import ADL, BP
 from offbeat.ops import Backward, Forward, Update, lagged
-from offbeat.theory import staleness, versions_held
 
 TRACE = """\
 tick | stage 1             | stage 2                   | stage 3

@@ -1,13 +1,32 @@
-"""Correctors as users meet them: what is refused, and what the optimizer and its scheduler see of them."""
+"""Correctors: which settings are refused, and what an optimizer and its scheduler observe of them."""
 
 from __future__ import annotations
+
+import importlib
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import offbeat
+from offbeat.correctors import CORRECTORS, Corrector
+from offbeat.correctors.corrector import CHANGES
 from offbeat.methods import named
+
+
+def test_every_corrector_of_the_folder_can_be_given_by_name():
+    folder = Path(offbeat.correctors.__file__).parent
+    modules = [importlib.import_module(f"offbeat.correctors.{path.stem}") for path in folder.glob("[!_]*.py")]
+    declared = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Corrector) and value is not Corrector
+    }
+    assert declared == set(CORRECTORS.values())
+    assert all(corrector.changes and {*corrector.changes} <= {*CHANGES} for corrector in declared)
+
 
 LATE = ("lwp", "sc", "dc", "t1")  # do nothing without a delay
 
@@ -67,12 +86,12 @@ def test_speculation_is_refused_off_its_own_schedule(method):
 BAD = {
     "a sign too much": ("lwp+", "corrector 'lwp+': a name is missing"),
     "only a sign": ("+", "a name is missing"),
-    "no number behind the colon": ("sc:", "behind the colon goes a number, the delay of sc"),
+    "no number after the colon": ("sc:", "give a number after the colon, the delay of sc"),
     "not a number": ("lwp:nan", "horizon of the weight prediction = nan: use a number of updates from 0 up"),
     "a horizon of the past": ("lwp:-3", "horizon"),
     "endless": ("sc:inf", "delay of the spike compensation = inf"),
     "a number that it has no use for": ("spec:2", "spec takes no number"),
-    "part of an update": ("t1:2.5", "behind the colon goes a number, the updates of t1"),
+    "part of an update": ("t1:2.5", "give a whole number after the colon, the updates of t1"),
     "nearly a name": ("lpw", "did you mean 'lwp'"),
     "two of a kind": ("sc+nag", "both set the step"),
     "weights that it cannot work with": ("t2", "it needs hybrid"),
@@ -82,10 +101,10 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_an_invalid_corrector_is_reported_in_one_line(case):
     given, said = BAD[case]
-    with pytest.raises(offbeat.UserError) as told:
+    with pytest.raises(offbeat.UserError) as error:
         named("adl", corrector=given)
-    assert said in str(told.value)
-    assert "\n" not in str(told.value)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +235,8 @@ def test_a_declaration_that_no_engine_could_carry_out_is_refused():
         ({"lag": lags.none, "head": head}, "a head needs feedback"),
         ({"lag": lags.one_way, "feedback": "local", "head": head}, "no lag"),
         ({"lag": lags.none, "feedback": "local", "head": head, "m": 2}, "no micro-batches"),
-        ({"lag": lags.one_way, "m": 2}, "micro-batches make one update a batch"),
-        ({"lag": lags.none, "m": 2, "M": 2}, "micro-batches make one update a batch"),
+        ({"lag": lags.one_way, "m": 2}, "with micro-batches there is one update per batch"),
+        ({"lag": lags.none, "m": 2, "M": 2}, "with micro-batches there is one update per batch"),
     ):
         with pytest.raises(offbeat.UserError, match=f"method toy: .*{said}"):
             Method(name="toy", **answers)

@@ -14,6 +14,7 @@ from itertools import count
 
 import pytest
 import torch
+from formulas import mean_staleness, staleness, versions_held
 from torch import nn
 
 import offbeat
@@ -25,7 +26,6 @@ from offbeat.methods import METHODS, named
 from offbeat.ops import Backward, Update
 from offbeat.report.gantt import boxes
 from offbeat.studies.plan import Kept
-from offbeat.theory import mean_staleness, staleness, versions_held
 from offbeat.timeline import balanced, timeline
 
 STAGES, ACCUMULATED, WINDOWS = range(1, 7), (1, 2, 3, 8), ("count", "aligned")

@@ -21,7 +21,7 @@ ORDER = [
     "seeds",
     "ops",
     "interpreter",
-    "theory",
+    "critical_cycle",
     "correctors",
     "method",
     "kernels",
@@ -29,6 +29,7 @@ ORDER = [
     "heads",
     "settings",
     "methods",
+    "theory",
     "clock",
     "timeline",
     "graphs",
@@ -51,6 +52,7 @@ TORCH_FREE = [
     "seeds",
     "ops",
     "interpreter",
+    "critical_cycle",
     "theory",
     "correctors",
     "method",
@@ -163,7 +165,7 @@ def test_the_trace_in_the_architecture_is_drawn_by_the_clock():
     assert "\n".join(draw(ADL(M=2), 3, range(7)).splitlines()[:8]) in (ROOT / "docs/architecture.md").read_text()
 
 
-def test_the_table_of_rooms_has_every_part_in_the_order_of_imports():
-    rooms = (ROOT / "docs/architecture.md").read_text().split("## The rooms of the package")[1].split("\n## ")[0]
-    cells = [line.split("|")[1] for line in rooms.splitlines() if line.startswith("| `")]
+def test_the_table_of_parts_has_every_part_in_the_order_of_imports():
+    parts = (ROOT / "docs/architecture.md").read_text().split("## The parts of the package")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in parts.splitlines() if line.startswith("| `")]
     assert [name for cell in cells for name in re.findall(r"`(\w+)/?`", cell)] == ORDER[:-1]

@@ -187,7 +187,7 @@ def test_a_pipeline_takes_a_method_with_settings_as_text():
 
     made = pipe("adl:M=2,weights=hybrid").method
     assert (made.M, made.weights) == (2, "hybrid")
-    with pytest.raises(UserError, match="M is 2 in 'adl:M=2' and 3 in an option of its own: give it once"):
+    with pytest.raises(UserError, match="M is 2 in 'adl:M=2' and 3 given separately: give it once"):
         pipe("adl:M=2", M=3)
 
 

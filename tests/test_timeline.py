@@ -1,12 +1,15 @@
-"""Time laws: what the clock says of every declared method is what the papers' schedules give."""
+"""Times of the schedules: those of the papers, and those of a literal reading of every program."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import random
 
 import pytest
 
-from offbeat.methods import ADL, BP, DDG, DECLARED, DSP, FR, GPipe
+from offbeat import Method, UserError
+from offbeat.methods import ADL, ADL1F1B, BP, DDG, DECLARED, DSP, FR, GPipe
 from offbeat.ops import Backward, Barrier, Forward
 from offbeat.timeline import Costs, balanced, period, speed_up, timeline
 
@@ -80,3 +83,83 @@ def test_spans_of_a_stage_never_overlap_and_messages_never_come_early(name):
 def test_updates_are_counted_evenly_for_all_k_and_m():
     costs = Costs((1.0,) * 5, (2.0,) * 5, (0.9,) * 5)
     assert speed_up(ADL(M=3), costs) == pytest.approx(costs.alone / 3.3, rel=1e-12)
+
+
+def drawn(K: int, seed: int) -> Costs:
+    rng = random.Random(seed)
+
+    def some(n: int, least: float, most: float) -> list[float]:
+        return [rng.uniform(least, most) for _ in range(n)]
+
+    hops = {"up": some(K - 1, 0.0, 1.0), "down": some(K - 1, 0.0, 1.0)}
+    return Costs(some(K, 0.5, 1.5), some(K, 1.0, 3.0), some(K, 0.0, 0.5), **hops)
+
+
+def read_literally(method: Method, batches: int, costs: Costs) -> dict[int, list[tuple[str, float, float]]]:
+    """Start and end of every operation, by asking each stage again and again whether it can continue."""
+    K, stages = costs.K, range(1, costs.K + 1)
+    programs = {k: [op for each in method.program(k, K, range(batches)) for op in each] for k in stages}
+    spans: dict[int, list[tuple[str, float, float]]] = {k: [] for k in stages}
+    done, free = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0.0)
+    links: dict[tuple[int, int], list[float]] = {}
+    while any(done[k] < len(programs[k]) for k in stages):
+        waiting = [k for k in stages if done[k] < len(programs[k])]
+        if all(isinstance(programs[k][done[k]], Barrier) for k in waiting):
+            free.update(dict.fromkeys(waiting, max(free.values())))
+            done.update({k: done[k] + 1 for k in waiting})
+            continue
+        for k in waiting:
+            op = programs[k][done[k]]
+            source, target = method.receives(op, k, K), method.sends(op, k, K)
+            if isinstance(op, Barrier) or (source and not links.get((source, k))):
+                continue
+            start = max(free[k], links[source, k].pop(0) if source else 0.0)
+            free[k] = start + costs.of(op, k, method)
+            if target:
+                links.setdefault((k, target), []).append(free[k] + costs.message_seconds(k, target, method))
+            spans[k].append((str(op), start, free[k]))
+            done[k] += 1
+    return spans
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_timeline_is_that_of_a_literal_reading_of_the_programs(name):
+    method = DECLARED[name]()
+    for K, seed in itertools.product((1, 2, 4), range(2)):
+        if method.limit is None or method.limit(K) is None:
+            costs = drawn(K, seed)
+            spans = timeline(method, 11, costs)
+            found = {
+                k: [(str(span.operation), span.start, span.end) for span in spans if span.k == k]
+                for k in range(1, K + 1)
+            }
+            assert found == read_literally(method, 11, costs)
+
+
+@pytest.mark.parametrize("name", [name for name in DECLARED if not DECLARED[name]().order])
+def test_the_period_is_the_mean_over_many_batches_of_a_timeline(name):
+    method = DECLARED[name]()
+    for K in (2, 3):
+        costs = drawn(K, 7)
+        many = method.M * math.lcm(*range(1, 2 * K + 1))  # whole turns around any number of stages
+        first = 40 * method.M
+        ends = {
+            (span.k, span.operation.t): span.end
+            for span in timeline(method, first + many + 9, costs)
+            if isinstance(span.operation, Backward)
+        }
+        slowest = max(ends[k, (first + many) * method.m] - ends[k, first * method.m] for k in range(1, K + 1))
+        assert period(method, costs) == pytest.approx(slowest / many, rel=1e-9), K
+
+
+@pytest.mark.parametrize(("method", "expected"), [(ADL(M=4), 3.0), (ADL1F1B(M=4), 3.0), (GPipe(32), 3 * 287 / 32)])
+def test_the_period_of_many_stages_is_found_without_running_the_schedule(method, expected, monkeypatch):
+    monkeypatch.setattr("offbeat.timeline.timeline", None)
+    assert period(method, balanced(256)) == pytest.approx(expected)
+
+
+def test_programs_that_wait_for_each_other_are_refused():
+    method = Method(name="stuck", lag=lambda k, K: k - 1)
+    for answer in (lambda: timeline(method, 4, balanced(2)), lambda: period(method, balanced(2))):
+        with pytest.raises(UserError, match="stuck with K=2: the programs of its stages wait for each other"):
+            answer()

@@ -17,7 +17,7 @@ class Corrections:
     """The method's correctors at stage k, without those that change nothing there."""
 
     def __init__(self, method: Method, k: int, K: int, optimizer: torch.optim.Optimizer | None) -> None:
-        self.place = method.place(k, K)
+        self.place = method.stage_context(k, K)
         self.place.optimizer = optimizer
         self.active = [c for c in method.correctors if optimizer is not None and c.active(self.place)]
         for corrector in method.correctors:
@@ -25,7 +25,7 @@ class Corrections:
                 _check_momentum(corrector, optimizer)
 
     def _answering(self, question: str) -> list[Corrector]:
-        return [corrector for corrector in self.active if question in corrector.answers]
+        return [corrector for corrector in self.active if question in corrector.changes]
 
     def forward_weights(self, parameters: dict[str, Tensor]) -> Callable[[], list[Tensor]] | None:
         """What forwards use instead of the parameters, if anything."""

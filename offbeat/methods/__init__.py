@@ -1,7 +1,7 @@
-"""Every method by name: one file per paper in this folder, and the methods of other packages.
+"""All methods by name: one file per paper in this folder, and methods of other packages.
 
-A public function here that is annotated to return a `Method` declares one; a file that holds such a function is found,
-no list names it. A package of others declares its functions under the entry point group "offbeat.methods".
+A public function in a file of this folder that is annotated to return a `Method` declares a method; there is no list to
+add it to. Other packages declare their methods with the entry point group "offbeat.methods".
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from offbeat.correctors import Corrections
+from offbeat.correctors import CorrectorLike
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
 from offbeat.settings import Setting, declared, listed, shown, split
 
-if TYPE_CHECKING:  # what a type checker cannot find in the folder by itself
+if TYPE_CHECKING:  # type checkers do not run the discovery below
     from offbeat.methods.adl import ADL
     from offbeat.methods.adl_1f1b import ADL1F1B
     from offbeat.methods.asgd import ASGD
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # what a type checker cannot find in the folder by itself
 Make = Callable[..., Method]
 
 GROUP = "offbeat.methods"  # of entry points
-# How tables list them; a method that is not here comes after these.
+# The order in tables; other methods follow these.
 ORDER = (
     "bp",
     "gpipe",
@@ -74,11 +74,11 @@ ORDER = (
 )
 
 
-# ---- which there are
+# ---- discovery
 
 
 def makers(module: ModuleType) -> list[Make]:
-    """The functions of a module that declare a method: public, of its own, and annotated to return a Method."""
+    """The functions of a module that declare a method: public, defined there, and annotated to return a Method."""
     found: list[Make] = []
     for name, value in vars(module).items():
         if name.startswith("_") or not inspect.isfunction(value) or value.__module__ != module.__name__:
@@ -89,7 +89,7 @@ def makers(module: ModuleType) -> list[Make]:
 
 
 def of_folder() -> dict[str, Make]:
-    """The methods that the files of this folder declare, by the names of the command line."""
+    """The methods declared in this folder, by their names on the command line."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     named: dict[str, Make] = {}
     for make in [make for module in modules for make in makers(module)]:
@@ -107,9 +107,9 @@ def _place(name: str) -> tuple[int, str]:
 METHODS = of_folder()
 globals().update({make.__name__: make for make in METHODS.values()})
 
-# Those whose time the clock foretells, also without the barriers that data flow does not need.
+# The methods that cut a network, whose speed the timeline predicts; also without the barriers of the papers.
 DECLARED: dict[str, Make] = {
-    **{name: make for name, make in METHODS.items() if make().workers == 1},  # others keep the model whole
+    **{name: make for name, make in METHODS.items() if make().workers == 1},  # others do not cut it
     "ddg-dataflow": lambda: replace(METHODS["ddg"](barrier=False), name="ddg-dataflow"),
     "fr-dataflow": lambda: replace(METHODS["fr"](barrier=False), name="fr-dataflow"),
 }
@@ -117,9 +117,9 @@ DECLARED: dict[str, Make] = {
 
 @cache
 def add_packages() -> dict[str, str]:
-    """Add the methods of other packages to the lists, once; by the name of its entry point, why one cannot be used.
+    """Add the methods of other packages, once; returns the reason for each entry point that cannot be used.
 
-    They are looked for when a name is asked for that no file here declares, or all names: it takes a tenth of a second.
+    Called only when a name is unknown or all names are needed, since the search takes a tenth of a second.
     """
     from importlib.metadata import entry_points
 
@@ -134,7 +134,7 @@ def add_packages() -> dict[str, str]:
                 raise TypeError(f"{entry.value} returns no Method")
             if method.name in METHODS:
                 raise TypeError(f"there is a method {method.name} already")
-        except Exception as error:  # whatever a package of others does, the methods here work
+        except Exception as error:  # a broken package must not stop the methods of this one
             failed[entry.name] = f"of package {package} cannot be used ({type(error).__name__}: {first_line(error)})"
             continue
         METHODS[method.name] = make
@@ -143,11 +143,11 @@ def add_packages() -> dict[str, str]:
     return failed
 
 
-# ---- with their settings
+# ---- settings
 
 
 def settings_of(name: str) -> dict[str, Setting]:
-    """The settings of a method, as its function declares them; a gradient from above can also be corrected.
+    """The settings of a method, as declared by its function, and `corrector` where gradients come from the next stage.
 
     >>> [str(setting) for setting in settings_of("bp").values()]
     ['M=1', 'window=count', 'weights=stash', 'corrector=none']
@@ -162,8 +162,8 @@ def settings_of(name: str) -> dict[str, Setting]:
     return {**found, "corrector": CORRECTOR}
 
 
-def _corrected(*, corrector: Corrections = None) -> None:
-    """The setting that every method with late gradients has."""
+def _corrected(*, corrector: CorrectorLike = None) -> None:
+    """Declares the setting that all methods with late gradients have."""
 
 
 CORRECTOR = declared(_corrected)["corrector"]
@@ -172,7 +172,7 @@ CORRECTOR = declared(_corrected)["corrector"]
 def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
     """The method of that name with these settings.
 
-    One that the method does not take is refused, unless it is what the method does anyway.
+    A setting that the method does not have is an error, unless its value is what the method does anyway.
 
     >>> with_settings("adl", {"M": 2}).M, with_settings("dsp", {"weights": "replay"}).weights
     (2, 'replay')
@@ -194,7 +194,7 @@ def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
 
 
 def named(name: str, **settings: Any) -> Method:
-    """The method of that name; settings that are None keep the method's own default.
+    """The method of that name; a setting of None means the default of the method.
 
     >>> named("adl", M=2, weights=None).M
     2
@@ -203,7 +203,7 @@ def named(name: str, **settings: Any) -> Method:
 
 
 def parsed(text: str, **besides: Any) -> tuple[str, dict[str, Any]]:
-    """The name and the settings of a method that is given as text, and those given besides, where they are not None.
+    """The name and settings of a method given as text, together with those given as arguments that are not None.
 
     >>> parsed("gpipe:m=8,recompute=yes"), parsed("adl:weights=hybrid", M=2)
     (('gpipe', {'m': 8, 'recompute': True}), ('adl', {'weights': 'hybrid', 'M': 2}))
@@ -216,7 +216,7 @@ def parsed(text: str, **besides: Any) -> tuple[str, dict[str, Any]]:
             continue
         if setting in settings and shown(settings[setting]) != shown(value):
             there = f"{shown(settings[setting])} in {text!r}"
-            raise UserError(f"{setting} is {there} and {shown(value)} in an option of its own: give it once")
+            raise UserError(f"{setting} is {there} and {shown(value)} given separately: give it once")
         settings.setdefault(setting, value)
     return name, settings
 

@@ -1,8 +1,8 @@
 """ADL on the 1F1B lag: accumulated decoupled learning with the shortest delay that a pipeline allows.
 
 The accumulation of Zhuang, Lin, Toh, "Accumulated Decoupled Learning" (2021), on the schedule of PipeDream (Narayanan
-et al., SOSP 2019): activations are handed on right after the forward, so a gradient is back after K-k batches instead
-of 2(K-k). Half the staleness at the same ideal throughput:
+et al., SOSP 2019). Activations are sent right after the forward, so a gradient arrives after K-k batches instead of
+2(K-k). The staleness is half that of ADL at the same ideal throughput:
 
     d_{k,j} = ceil(((K-k) - j)/M),   mean (K-k)/M
 
@@ -10,22 +10,22 @@ of 2(K-k). Half the staleness at the same ideal throughput:
     stage 1             | F0 F1 B0 F2 B1 U F3 B2 F4 B3 U
     stage 2             | .  F0 B0 F1 B1 U F2 B2 F3 B3 U
 
-Locks: none. Staleness (K-k)/M. Held by stage k: K-k+1 graphs, ceil((K-k)/M)+1 versions. Time a batch: the slowest
-stage, plus two latencies: what ADL's longer lag hides is exposed here.
+Locks: none. Staleness (K-k)/M. Held by stage k: K-k+1 graphs, ceil((K-k)/M)+1 versions. Time per batch: that of the
+slowest stage plus two latencies, which the longer lag of ADL hides.
 """
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
-from offbeat.ops import Window
+from offbeat.ops import WindowRule
 
 
 def ADL1F1B(  # noqa: N802
-    M: int = 4, *, window: Window = "count", weights: Weights = "stash", corrector: Corrections = None
+    M: int = 4, *, window: WindowRule = "count", weights: Weights = "stash", corrector: CorrectorLike = None
 ) -> Method:
-    """ADL with lag K-k and M gradients an update."""
+    """ADL with lag K-k and M gradients per update."""
     return Method(
         name="adl-1f1b",
         title="ADL on the 1F1B lag",

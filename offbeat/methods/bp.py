@@ -7,24 +7,24 @@ eq. (11)-(12) of the ADL paper: theta^(s+1) = theta^s - gamma_s (1/M) sum_j g^(M
     stage 1             | F0  -     B0U F1  -     B1U
     stage 2             | -   F0B0U -   -   F1B1U -
 
-Locks: forward, backward and update; all stages but one idle. Staleness 0. One graph, one version.
-Time a batch: K(F + B).
+Locks: forward, backward and update; all stages but one are idle. Staleness 0. Held: one graph, one version.
+Time per batch: K(F + B).
 
-On one GPU (engine streams) the batches of a window run at once where M > 1 (graphs/windows.py): the same bits, most of
-the waiting gone, up to M graphs a stage.
+On one GPU (engine streams) with M > 1, the batches of a window run at the same time (graphs/windows.py). Results
+are the same bit for bit, stages wait only at the ends of a window, and a stage holds up to M graphs.
 """
 
 from __future__ import annotations
 
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
-from offbeat.ops import Window
+from offbeat.ops import WindowRule
 
 
-def BP(M: int = 1, *, window: Window = "count", weights: Weights = "stash") -> Method:  # noqa: N802
+def BP(M: int = 1, *, window: WindowRule = "count", weights: Weights = "stash") -> Method:  # noqa: N802
     """Back-propagation; with M > 1 the mean of M gradients makes one update.
 
-    With no lag the weights cannot change between a forward and its backward, so `weights` makes no difference.
+    Without a lag the weights cannot change between a forward and its backward, so `weights` makes no difference.
 
     >>> [" ".join(map(str, iteration)) for iteration in BP(M=2).program(1, 1, range(3))]
     ['F0 B0', 'F1 B1 U', 'F2 B2', 'U']

@@ -1,15 +1,15 @@
 """DC-ASGD: asynchronous data parallelism with delay compensation.
 
 Zheng, Meng, Wang, Chen, Yu, Ma, Liu, "Asynchronous Stochastic Gradient Descent with Delay Compensation" (ICML 2017),
-eq. (10); w_m are the weights that the worker pulled:
+eq. (10), with w_m the weights that the worker pulled:
 
     w <- w - gamma (g + lambda g*g*(w - w_m))
 
     N=2, one stage  | F0 F1 B0 U F2 B1 U F3 B2 U
 
-adaptive: lambda / sqrt(MS + eps) with a running mean square MS of g (there lambda is about 2). As a corrector inside a
-pipeline: `--corrector dc`. Locks: none. Staleness N-1, corrected. Held: N graphs and versions (the server's backups).
-Time a batch: (F + B)/N of the whole model.
+With `adaptive` lambda is divided by sqrt(MS + eps), MS a running mean square of g; lambda is then about 2. In a
+pipeline the same compensation is `--corrector dc`. Locks: none. Staleness N-1, compensated. Held: N graphs and
+versions (the server's backups). Time per batch with N workers: (F + B)/N of the whole model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offbeat.methods.asgd import ASGD
 
 
 def DCASGD(N: int = 4, *, lambda_: float = 0.04, adaptive: bool = False) -> Method:  # noqa: N802
-    """ASGD with compensated gradients."""
+    """ASGD with delay-compensated gradients."""
     return replace(
         ASGD(N),
         name="dc-asgd",

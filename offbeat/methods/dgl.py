@@ -1,7 +1,7 @@
 """DGL: decoupled greedy learning.
 
-Belilovsky, Eickenberg, Oyallon, "Decoupled Greedy Learning of CNNs" (ICML 2020), Algorithm 1. Every stage below the
-last has an auxiliary classifier; it learns from that one's loss alone, and passes on the output of before its update:
+Belilovsky, Eickenberg, Oyallon, "Decoupled Greedy Learning of CNNs" (ICML 2020), Algorithm 1. Every stage
+but the last has an auxiliary classifier and is trained with its loss alone. It sends the output from before its update:
 
     (theta_k, gamma_k) <- (theta_k, gamma_k) - lr grad CE(a_k(f_k(z_(k-1))), y)
 
@@ -9,8 +9,9 @@ last has an auxiliary classifier; it learns from that one's loss alone, and pass
     stage 1             | F0B0U  F1B1U  F2B2U
     stage 2             | -      F0B0U  F1B1U
 
-The classifier is their MLP-SR: pooling to a quarter, three 1x1 convolutions, pooling to 2x2, three linear layers.
-Locks: forward, which can be pipelined. Staleness 0. One graph, one version. Time a batch: F + B + A, A the auxiliary's.
+The classifier is the paper's MLP-SR: pooling to a quarter, three 1x1 convolutions, pooling to 2x2, three linear layers.
+Locks: forward, which can be pipelined. Staleness 0. Held: one graph, one version. Time per batch: F + B + A, with A the
+time of the classifier.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from offbeat.methods import lags
 
 
 def head(shape: tuple[int, ...], classes: int) -> Any:
-    """Their MLP-SR classifier for images, its linear part for vectors."""
+    """The MLP-SR classifier of the paper for images, its linear part for vectors."""
     from torch import nn
 
     from offbeat.heads import Classifier
@@ -43,7 +44,7 @@ def head(shape: tuple[int, ...], classes: int) -> Any:
 
 
 def DGL() -> Method:  # noqa: N802
-    """Greedy learning of all stages at once, each on its own classifier."""
+    """Greedy learning: every stage is trained with its own classifier."""
     return Method(
         name="dgl",
         title="decoupled greedy learning",

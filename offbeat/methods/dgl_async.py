@@ -1,15 +1,16 @@
 """DGL-async: decoupled greedy learning with a replay buffer between stages.
 
 Belilovsky, Eickenberg, Oyallon, "Decoupled Greedy Learning of CNNs" (ICML 2020), Algorithm 2. A stage does not wait for
-the one below: it draws from a buffer of the last batches it was sent, the least used, of those the newest; a new batch
-takes the place of the oldest. Which worker is free next is random, so a batch may be learnt from twice, or never.
+the previous one: it draws a batch from a buffer of those that it received last, the newest of the least used ones. A
+new batch replaces the oldest. Which stage runs next is random, so a batch may be used twice, or never.
 
     K=2, buffer 2 (+t received, -t dropped)
     stage 1             | F0B0U    F1B1U          F2B2U
     stage 2             | +0       F0B0U +1       F1B1U F1B1U -0 +2
 
-Order and draws come from a seeded pure program, the same in every process. Locks: none. Staleness 0; the age of the
-input is random. Held: the buffer, one graph, one version. Time a batch: F + B + A.
+Order and draws are a pure function of the seed, so they are the same in every process. Locks: none. Staleness 0; the
+age of the input is random. Held: the buffer, one graph, one version. Time per batch: F + B + A, with A the time of the
+auxiliary classifier.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from offbeat.methods.dgl import head
 from offbeat.ops import Backward, Drop, Forward, Iteration, Operation, Program, Take, Update
 from offbeat.seeds import derive
 
-MOST_TURNS = 8  # of all workers, for each batch that enters
+MOST_TURNS = 8  # largest number of draws per stage between two batches that enter
 
 
 class Buffer:
-    """What a stage may draw from: batches with how often they were used, oldest first."""
+    """The batches that a stage can draw from, oldest first, each with the number of times that it was used."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.uses: dict[int, int] = {}
 
     def add(self, t: int) -> tuple[Operation, ...]:
-        """Receive batch t (again): what makes room, then it."""
+        """The operations that receive batch t, after dropping the oldest batch if the buffer is full."""
         self.uses.pop(t, None)
         oldest = next(iter(self.uses), None)
         dropped: tuple[Operation, ...] = ()
@@ -46,7 +47,7 @@ class Buffer:
         return (*dropped, Take(t))
 
     def draw(self) -> int | None:
-        """The least used batch, of those the newest; None while there is none."""
+        """The newest of the least used batches; None while the buffer is empty."""
         if not self.uses:
             return None
         fewest = min(self.uses.values())
@@ -56,9 +57,9 @@ class Buffer:
 
 
 def free_running(k: int, K: int, batches: Iterable[int], *, size: int, seed: int) -> Program:
-    """The program of stage k: every stage follows the draws of all, and yields its own part.
+    """The program of stage k, which computes the draws of all stages and yields its own operations.
 
-    Between two batches workers are drawn at random until it is the first one's turn.
+    Between two batches that enter, stages are drawn at random until stage 1 is drawn.
     """
     buffers = {stage: Buffer(size) for stage in range(2, K + 1)}
     for t in batches:
@@ -84,7 +85,7 @@ def learn(t: int, *, buffered: bool) -> Iteration:
 
 
 def AsyncDGL(buffer: int = 2, *, seed: int = 0) -> Method:  # noqa: N802
-    """Greedy learning from buffers of so many batches."""
+    """Greedy learning from a buffer of batches between stages."""
     number(buffer, "buffer", "use an integer of at least 1 batch", lambda size: size >= 1, whole=True)
 
     def order(k: int, K: int, batches: Iterable[int]) -> Program:

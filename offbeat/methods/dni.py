@@ -1,17 +1,18 @@
 """DNI: decoupled neural interfaces, learning from synthetic gradients.
 
-Jaderberg et al., "Decoupled Neural Interfaces using Synthetic Gradients" (ICML 2017). A synthesiser S_k guesses the
-gradient of the stage's output from that output (conditional: and the labels); the stage learns from the guess at once,
-and sends the gradient of its input down, which teaches the synthesiser of the stage below (here two ticks later):
+Jaderberg et al., "Decoupled Neural Interfaces using Synthetic Gradients" (ICML 2017). A synthesiser S_k predicts
+the gradient of the stage's output from that output (and from the labels, with `conditional`). The stage is trained with
+the prediction immediately. The gradient of its input trains the synthesiser of the previous stage, two ticks later:
 
     h_k = f_k(h_(k-1));   theta_k <- theta_k - gamma dh_k/dtheta_k . S_k(h_k)/b;   min ||S_k(h_k) - b g_(k+1)||^2 / b
 
     K=2             tick  0      1      2       3
-    stage 1             | F0B0U  F1B1U  F2B2UT0 F3B3UT1      T: the synthesiser is taught
+    stage 1             | F0B0U  F1B1U  F2B2UT0 F3B3UT1      T: train the synthesiser
     stage 2             | -      F0B0U  F1B1U   F2B2U
 
-The gradient of a mean loss is of order 1/b, so the synthesiser works on b times it. Its last layer starts at zero; Adam
-trains it. Locks: forward. Staleness 0, of a gradient that is a guess. One graph, one version. Time a batch: F + B + A.
+The gradient of a mean loss is of order 1/b, so the synthesiser predicts b times the gradient. Its last layer is
+initialised to zero, and Adam trains it. Locks: forward. Staleness 0, of a gradient that is a prediction. Held: one
+graph, one version. Time per batch: F + B + A, with A the time of the synthesiser.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from offbeat.errors import number
 from offbeat.method import Head, Method
 from offbeat.methods import lags
 
-HIDDEN = 128  # filters, in their CIFAR networks
+HIDDEN = 128  # filters, in the CIFAR networks of the paper
 
 
 def network(shape: tuple[int, ...], classes: int, conditional: bool) -> Any:
-    """Two hidden 5x5 convolutions of 128 filters with BatchNorm (linear layers for vectors), the last layer zero."""
+    """Two hidden 5x5 convolutions of 128 filters with BatchNorm (linear layers for vectors); the last layer is zero."""
     from torch import nn
 
     from offbeat.heads import Synthesiser
@@ -57,7 +58,7 @@ def network(shape: tuple[int, ...], classes: int, conditional: bool) -> Any:
 def DNI(  # noqa: N802
     conditional: bool = False, *, lr: float = 3e-5, synthesiser: Head | None = None
 ) -> Method:
-    """Synthetic gradients; `synthesiser(shape, classes)` builds another network of (h, one-hot labels or None)."""
+    """Synthetic gradients; `synthesiser(shape, classes)` returns a module that is called with (h, labels or None)."""
     number(lr, "lr", "use a learning rate of at least 0 for the synthesisers", lambda lr: 0 <= lr < float("inf"))
 
     def head(shape: tuple[int, ...], classes: int) -> Any:

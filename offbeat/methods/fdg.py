@@ -1,28 +1,28 @@
 """FDG: fully decoupled learning with delayed gradients and gradient shrinking.
 
 Zhuang, Wang, Liu, Lin, "Fully Decoupled Neural Network Learning Using Delayed Gradients" (TNNLS 2021; arXiv 2019). The
-schedule of ADL with M=1; every stage but the last multiplies the gradient from above by beta before its backward, and
-passes the scaled one on, so stage k learns from beta^(K-k) of its gradient (weight decay is not scaled):
+schedule of ADL with M=1. Every stage but the last multiplies the gradient that it receives by beta before its backward.
+The gradient that it sends is scaled too, so that of stage k is scaled by beta^(K-k). Weight decay is not scaled.
 
-    theta_k^(t+1) = theta_k^t - gamma beta^(K-k) g_k(t - 2(K-k)),   at the weights that forwarded that batch
+    theta_k^(t+1) = theta_k^t - gamma beta^(K-k) g_k(t - 2(K-k)),   with the weights of that batch's forward
 
     K=2             tick  0   1      2      3
     stage 1             | F0  F1     F2B0U  F3B1U
     stage 2             | -   F0B0U  F1B1U  F2B2U
 
-Locks: none. Staleness 2(K-k) (their released code updates before it forwards: one less). Held by stage k: 2(K-k)+1
-graphs and versions. Time a batch: F + B. With beta=1 it is ADL with M=1.
+Locks: none. Staleness 2(K-k); one less in the released code, which updates before the forward. Held by stage k:
+2(K-k)+1 graphs and versions. Time per batch: F + B. With beta=1 it is ADL with M=1.
 """
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, Shrink, correctors
+from offbeat.correctors import CorrectorLike, Shrink, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
 
 
-def FDG(beta: float = 1.0, *, weights: Weights = "stash", corrector: Corrections = None) -> Method:  # noqa: N802
-    """Delayed gradients on the tick schedule, shrunk by beta a stage (they tuned 0.2 to 0.8)."""
+def FDG(beta: float = 1.0, *, weights: Weights = "stash", corrector: CorrectorLike = None) -> Method:  # noqa: N802
+    """Delayed gradients, scaled by beta per stage (0.2 to 0.8 in the paper)."""
     return Method(
         name="fdg",
         title="fully decoupled, delayed gradients",

@@ -1,14 +1,14 @@
 """GPipe: synchronous pipelining over micro-batches.
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (NeurIPS 2019). A batch is
-split into m micro-batches; all are forwarded, then all are backwarded, then one update applies the exact gradient.
+split into m micro-batches. All forwards run first, then all backwards, then one update applies the exact gradient.
 
     K=2, m=2
     stage 1             | F0 F1 .  .  .  B1 B1 B0 B0 U
     stage 2             | .  F0 F1 B1 B1 B0 B0 U
 
-Lock: update. Staleness 0. Held: m micro-graphs (or inputs, with recompute), one version. Time a batch:
-(m+K-1)/m (F + B), and (m+K-1)/m F more with recompute.
+Lock: update. Staleness 0. Held: graphs of m micro-batches (inputs, with `recompute`), one version. Time per batch:
+(m+K-1)/m (F + B), and (m+K-1)/m F more with `recompute`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from offbeat.methods import lags
 
 
 def GPipe(m: int = 4, *, recompute: bool = False) -> Method:  # noqa: N802
-    """Fill and drain over m micro-batches of each batch; one update a batch.
+    """Fill and drain over the m micro-batches of each batch; one update per batch.
 
-    BatchNorm normalises each micro-batch by itself, and its running statistics move once a batch, by the statistics of
-    the whole batch.
+    BatchNorm normalises each micro-batch separately; its running statistics are updated once per batch, with the
+    statistics of the whole batch.
     """
     return Method(
         name="gpipe",

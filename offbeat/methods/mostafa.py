@@ -1,8 +1,8 @@
-"""Local errors: every stage learns from a fixed random classifier.
+"""Local errors: every stage is trained with a fixed random classifier.
 
 Mostafa, Ramesh, Cauwenberghs, "Deep Supervised Learning Using Local Errors" (Frontiers in Neuroscience 2018). The
-scores of a stage are W z with W random and never trained; their cross-entropy trains the stage alone. Feedback through
-the transpose of W, or through a random matrix of the same signs:
+scores of a stage are W z, with W random and not trained. Their cross-entropy trains this stage only. The gradient
+passes through the transpose of W, or through a random matrix with the same signs:
 
     g_z = W^T g_scores    or    S^T g_scores,   S = |r| sign(W)
 
@@ -10,7 +10,7 @@ the transpose of W, or through a random matrix of the same signs:
     stage 1             | F0B0U  F1B1U  F2B2U
     stage 2             | -      F0B0U  F1B1U
 
-Locks: forward. Staleness 0. One graph, one version. Time a batch: F + B + A, A the classifier's.
+Locks: forward. Staleness 0. Held: one graph, one version. Time per batch: F + B + A, with A the time of the classifier.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offbeat.methods import lags
 
 
 def Mostafa(feedback: Literal["transpose", "sign"] = "transpose") -> Method:  # noqa: N802
-    """Local errors of fixed random classifiers."""
+    """Local errors from fixed random classifiers."""
     if feedback not in ("transpose", "sign"):
         raise unknown("feedback of mostafa", str(feedback), ("transpose", "sign"))
 

@@ -1,8 +1,8 @@
 """PipeDream: one forward, one backward, with weight stashing.
 
 Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training" (2018); Narayanan et al. (SOSP 2019).
-After K-k warm-up forwards stage k alternates one forward and one backward, updates after each, and backwards every
-batch with the weights that forwarded it:
+After K-k warm-up forwards, stage k alternates one forward and one backward, and updates after each backward. The
+backward of a batch uses the weights of its forward:
 
     W_k^(t+1) = W_k^t - gamma g_k(t-(K-k))
 
@@ -10,19 +10,20 @@ batch with the weights that forwarded it:
     stage 1             | F0 F1 B0 U F2 B1 U F3
     stage 2             | .  F0 B0 U F1 B1 U
 
-The numbers of DDG without its barrier. Locks: none. Staleness K-k. Held by stage k: K-k+1 graphs and versions. Time a
-batch: F + B and two latencies. Their code drains at the end of every epoch; here epochs do not flush.
+Results are those of DDG without its barrier. Locks: none. Staleness K-k. Held by stage k: K-k+1 graphs and versions.
+Time per batch: F + B and two latencies. The released code drains the pipeline at the end of every epoch; here epochs do
+not drain.
 """
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method, Weights
 from offbeat.methods import lags
 
 
-def PipeDream(*, weights: Weights = "stash", corrector: Corrections = None) -> Method:  # noqa: N802
-    """1F1B with stashed weights, an update a batch."""
+def PipeDream(*, weights: Weights = "stash", corrector: CorrectorLike = None) -> Method:  # noqa: N802
+    """1F1B with stashed weights and one update per batch."""
     return Method(
         name="pipedream",
         title="1F1B with weight stashing",

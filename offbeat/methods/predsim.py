@@ -2,19 +2,20 @@
 
 Nøkland, Eidnes, "Training Neural Networks with Local Error Signals" (ICML 2019). Each stage minimises
 
-    pred      CE(A z, y)                               A linear, from zero
+    pred      CE(A z, y)                               A linear, initialised to zero
     sim       ||S(h) - S(y)||^2 (mean)                 h = a 3x3 convolution (or linear layer) of z
     predsim   (1-beta) pred + beta sim                 beta = 0.99; the last stage's loss is scaled by 1-beta too
 
-where S is the matrix of cosine similarities between the samples of a batch, after subtracting each one's mean over its
-features (for images: over the standard deviations of its channels). It passes on the output of before its update.
+where S is the matrix of cosine similarities between the samples of a batch, after subtracting the mean of each sample
+over its features (for images: over the standard deviations of its channels). A stage sends the output from before its
+update.
 
     K=2             tick  0      1      2
     stage 1             | F0B0U  F1B1U  F2B2U
     stage 2             | -      F0B0U  F1B1U
 
-Locks: forward. Staleness 0. One graph, one version. Time a batch: F + B + A, A the heads'. The similarity depends on
-which samples share a batch: another b is another objective.
+Locks: forward. Staleness 0. Held: one graph, one version. Time per batch: F + B + A, with A the time of the heads. The
+similarity depends on the samples of a batch, so another batch size is another objective.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from offbeat.errors import number
 from offbeat.method import Method
 from offbeat.methods import lags
 
-MOST_FEATURES = 2048  # of the pooled output that is classified
+MOST_FEATURES = 2048  # largest number of features after pooling, for the classifier
 
 
 def _local(name: str, title: str, *, pred: float, sim: float, top: float = 1.0) -> Method:
@@ -57,6 +58,6 @@ def Sim() -> Method:  # noqa: N802
 
 
 def PredSim(beta: float = 0.99) -> Method:  # noqa: N802
-    """Both, weighted by beta."""
+    """Local classification and similarity matching, weighted by beta."""
     number(beta, "beta", "use a number between 0 and 1", lambda beta: 0 < beta < 1)
     return _local("predsim", "local classifiers and similarity", pred=1 - beta, sim=beta, top=1 - beta)

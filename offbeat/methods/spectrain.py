@@ -1,7 +1,7 @@
-"""SpecTrain: 1F1B on speculated weights.
+"""SpecTrain: 1F1B with predicted weights.
 
 Chen, Yang, Cheng, "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform" (2018).
-Each stage runs a batch on the weights it expects at the moment when all of it is done, from SGD's momentum v:
+Each stage uses the weights predicted for the time at which the batch has passed all stages, from SGD's momentum v:
 
     What = W - s gamma v,   s = floor(r/2) + K - r - 1 in the forward, floor(r/2) in the backward,   r = k-1
 
@@ -9,22 +9,22 @@ Each stage runs a batch on the weights it expects at the moment when all of it i
     stage 1             | F0 F1 B0 U F2 B1 U F3
     stage 2             | .  F0 B0 U F1 B1 U
 
-Version 1 predicts forward and backward apart (stored activations, newly predicted weights), version 2 keeps the
-forward's prediction. Locks: none. Staleness K-k, if the prediction were exact 0. Held by stage k: K-k+1 graphs, one
-version (version 2: K-k+1). Time a batch: F + B and two latencies. Needs SGD with momentum.
+Version 1 predicts the weights again for the backward, which uses stored activations; version 2 uses the prediction of
+the forward. Locks: none. Staleness K-k; 0 if the prediction were exact. Held by stage k: K-k+1 graphs, one version
+(version 2: K-k+1). Time per batch: F + B and two latencies. Needs SGD with momentum.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from offbeat.correctors import Corrections, Speculation, correctors
+from offbeat.correctors import CorrectorLike, Speculation, correctors
 from offbeat.errors import unknown
 from offbeat.method import Method
 from offbeat.methods import lags
 
 
-def SpecTrain(version: Literal[1, 2] = 1, *, corrector: Corrections = None) -> Method:  # noqa: N802
+def SpecTrain(version: Literal[1, 2] = 1, *, corrector: CorrectorLike = None) -> Method:  # noqa: N802
     """1F1B with predicted weights."""
     if version not in (1, 2):
         raise unknown("version of spectrain", str(version), ("1", "2"))

@@ -1,30 +1,30 @@
-"""PipeDream-2BW: double-buffered weights, every stage exactly one update old.
+"""PipeDream-2BW: double-buffered weights, a staleness of exactly one update in every stage.
 
 Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (ICML 2021), eq. (1). On the 1F1B schedule with M
-gradients an update, M >= K-1, the batches of window s run on the version before, in every stage alike:
+gradients per update, M >= K-1, all stages use for the batches of window s the version of the previous window:
 
     W^(s+1) = W^s - gamma grad f(W^(s-1))
 
-    K=2, M=2 (F2' is a forward on the version before the newest)
+    K=2, M=2 (F2' is a forward with the version before the newest)
     stage 1             | F0 F1 B0 F2 B1 U F3' B2 F4 B3 U
     stage 2             | .  F0 B0 F1 B1 U F2' B2 F3' B3 U
 
-Locks: none. Staleness 1 everywhere, the whole gradient at one version. Held by stage k: K-k+1 graphs, two versions.
-Time a batch: F + B and two latencies.
+Locks: none. Staleness 1 in every stage, so that the whole gradient belongs to one version. Held by stage k: K-k+1
+graphs, two versions. Time per batch: F + B and two latencies.
 """
 
 from __future__ import annotations
 
-from offbeat.correctors import Corrections, correctors
+from offbeat.correctors import CorrectorLike, correctors
 from offbeat.method import Method
 from offbeat.methods import lags
 
 
-def TwoBW(M: int = 8, *, corrector: Corrections = None) -> Method:  # noqa: N802
-    """1F1B with two weight buffers and M gradients an update."""
+def TwoBW(M: int = 8, *, corrector: CorrectorLike = None) -> Method:  # noqa: N802
+    """1F1B with two weight buffers and M gradients per update."""
 
     def limit(K: int) -> str | None:
-        return None if M >= K - 1 else f"two versions are enough only for M >= K-1: use -M {K - 1} or more, not {M}"
+        return None if M >= K - 1 else f"two versions of the weights need M >= K-1: use M={K - 1} or more, not {M}"
 
     return Method(
         name="2bw",

@@ -1,6 +1,6 @@
 """Networks as sequences of cuttable units: the direct children of a plain nn.Sequential.
 
-A network knows nothing of parallelism: whoever trains it may cut it between any two units.
+Networks have no code for parallel training; they can be cut between any two units.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from offbeat.errors import UserError, unknown
 from offbeat.models import cifar, imagenet
 from offbeat.models.mlp import mlp
 
-__all__ = ["Description", "Shape", "build", "describe", "names"]
+__all__ = ["ModelDescription", "Shape", "build", "describe", "names"]
 
 Shape = tuple[int, int, int]  # channels, height, width of one sample
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelDescription:
     """The size of a network at its default shape and classes.
 
-    `parameters` counts what is trained. `flops` counts the forward pass of one sample: two for every multiply-add
-    of the convolutions and linear layers, nothing else. `units` is the largest number of stages.
+    parameters   number of trained parameters
+    flops        of the forward pass of one sample: two per multiply-add of convolutions and linear layers only
+    units        largest number of stages
     """
 
     name: str
@@ -40,8 +41,8 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """How a network is made, its defaults, and the smallest height and width it takes."""
+class NetworkSpec:
+    """The function that builds a network, its default shape and classes, and the smallest height and width."""
 
     make: Callable[[Shape, int], nn.Sequential]
     shape: Shape
@@ -49,18 +50,18 @@ class Entry:
     smallest: int
 
 
-def _cifar(make: Callable[..., nn.Sequential], **options: Any) -> Entry:
-    # from 4 on, the two halvings of the three-stage networks leave something to pool
-    return Entry(partial(make, **options), (3, 32, 32), 10, 4)
+def _cifar(make: Callable[..., nn.Sequential], **options: Any) -> NetworkSpec:
+    # the resolution is halved twice: at least one pixel must be left to pool
+    return NetworkSpec(partial(make, **options), (3, 32, 32), 10, 4)
 
 
-def _imagenet(branch: imagenet.Branch, *blocks: int, **options: Any) -> Entry:
-    # from 32 on, each of the five halvings still halves
-    return Entry(partial(imagenet.resnet, branch=branch, blocks=blocks, **options), (3, 224, 224), 1000, 32)
+def _imagenet(branch: imagenet.Branch, *blocks: int, **options: Any) -> NetworkSpec:
+    # the resolution is halved five times
+    return NetworkSpec(partial(imagenet.resnet, branch=branch, blocks=blocks, **options), (3, 224, 224), 1000, 32)
 
 
-MODELS: dict[str, Entry] = {
-    "mlp": Entry(mlp, (1, 8, 8), 10, 1),
+MODELS: dict[str, NetworkSpec] = {
+    "mlp": NetworkSpec(mlp, (1, 8, 8), 10, 1),
     "resnet8": _cifar(cifar.resnet, depth=8),
     "resnet14": _cifar(cifar.resnet, depth=14),
     "resnet20": _cifar(cifar.resnet, depth=20),
@@ -83,59 +84,59 @@ MODELS: dict[str, Entry] = {
 
 
 def names() -> list[str]:
-    """The names that `build` and `describe` know."""
+    """The names of all networks."""
     return list(MODELS)
 
 
 def build(name: str, *, shape: Shape | None = None, classes: int | None = None) -> nn.Sequential:
     """A freshly initialised network whose direct children are its units.
 
-    `shape` is (channels, height, width) of one sample; None means the network's default, as for `classes`.
-    The weights are drawn from torch's global generator, which the caller seeds.
+    `shape` is (channels, height, width) of one sample. `shape` and `classes` default to those of the network. Weights
+    are drawn from torch's global generator, which the caller seeds.
 
     >>> [unit for unit, _ in build("resnet8", shape=(1, 8, 8)).named_children()]
     ['stem', 'layer1_0', 'layer2_0', 'layer3_0', 'head']
     """
-    entry = _entry(name)
-    shape = entry.shape if shape is None else _usable_shape(name, entry, shape)
-    classes = entry.classes if classes is None else classes
+    spec = _spec(name)
+    shape = spec.shape if shape is None else _usable_shape(name, spec, shape)
+    classes = spec.classes if classes is None else classes
     if not _whole(classes, 1):
-        raise UserError(f"classes={classes!r} is unusable for {name} (a whole number >= 1): use {entry.classes}, say")
-    return entry.make(shape, classes)
+        raise UserError(f"classes={classes!r} for {name}: use a whole number from 1 up, such as {spec.classes}")
+    return spec.make(shape, classes)
 
 
-def describe(name: str) -> Description:
-    """The size of a network, counted on the meta device: no weights are made, no random numbers drawn.
+def describe(name: str) -> ModelDescription:
+    """The size of a network, counted on the meta device, without memory for weights and without random numbers.
 
     >>> describe("resnet20")
-    Description(name='resnet20', parameters=269722, flops=81102080, units=11, shape=(3, 32, 32), classes=10)
+    ModelDescription(name='resnet20', parameters=269722, flops=81102080, units=11, shape=(3, 32, 32), classes=10)
     """
-    entry = _entry(name)
+    spec = _spec(name)
     with torch.device("meta"):
         network = build(name).eval()
-        sample = torch.empty(1, *entry.shape)
+        sample = torch.empty(1, *spec.shape)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         network(sample)
     parameters = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-    return Description(name, parameters, counter.get_total_flops(), len(network), entry.shape, entry.classes)
+    return ModelDescription(name, parameters, counter.get_total_flops(), len(network), spec.shape, spec.classes)
 
 
-def _entry(name: str) -> Entry:
+def _spec(name: str) -> NetworkSpec:
     if name not in MODELS:
-        raise UserError(f"{unknown('model', name, MODELS)}; a module of your own is trained by offbeat.Pipeline")
+        raise UserError(f"{unknown('model', name, MODELS)}; use offbeat.Pipeline for your own module")
     return MODELS[name]
 
 
-def _usable_shape(name: str, entry: Entry, shape: Any) -> Shape:
-    smallest = (1, entry.smallest, entry.smallest)
+def _usable_shape(name: str, spec: NetworkSpec, shape: Any) -> Shape:
+    smallest = (1, spec.smallest, spec.smallest)
     if isinstance(shape, tuple | list) and len(shape) == 3 and all(map(_whole, shape, smallest)):
         return (shape[0], shape[1], shape[2])
     raise UserError(
-        f"shape {shape!r} is unusable for {name} (channels, height, width; at least {smallest}): "
-        f"use {entry.shape}, say, or enlarge the images"
+        f"shape={shape!r} for {name}: use (channels, height, width) of at least {smallest}, such as {spec.shape}, "
+        "or enlarge the images"
     )
 
 
 def _whole(value: Any, least: int) -> bool:
-    # bool is an int to Python, yet never a size
+    # bool is a subclass of int
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

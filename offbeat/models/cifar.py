@@ -1,4 +1,4 @@
-"""Residual networks for small images (CIFAR, digits), one unit a block.
+"""Residual networks for small images (CIFAR, digits), one unit per block.
 
 He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition", 2016, section 4.2: depth 6n + 2,
 three stages of n basic blocks with 16, 32 and 64 channels, shortcuts without parameters (option A).
@@ -16,10 +16,10 @@ from offbeat.models import imagenet
 
 
 class Subsample(nn.Module):
-    """The option A shortcut: every second pixel, and zeros for the channels that are new.
+    """The option A shortcut: every second pixel, and zeros for the new channels.
 
-    The zeros follow the old channels. The paper leaves their place open, and some implementations split
-    them before and after; the networks are the same up to the order of channels.
+    The zeros follow the old channels. The paper does not define their place; some implementations put half of
+    them first. The networks are the same up to the order of channels.
     """
 
     def __init__(self, new: int) -> None:
@@ -35,10 +35,10 @@ class Subsample(nn.Module):
 
 
 def resnet(shape: tuple[int, int, int], classes: int, *, depth: int) -> nn.Sequential:
-    """The CIFAR residual network of a depth 6n + 2: stem, 3n basic blocks, head."""
+    """The CIFAR residual network of depth 6n + 2: stem, 3n basic blocks, head."""
     blocks, rest = divmod(depth - 2, 6)
     if blocks < 1 or rest:
-        raise UserError(f"depth {depth} is unusable for a CIFAR residual network (6n + 2, n >= 1): use 8, 14, 20, ...")
+        raise UserError(f"depth={depth} for a CIFAR residual network: use 6n + 2 with n >= 1, that is 8, 14, 20, ...")
     units: OrderedDict[str, nn.Module] = OrderedDict(stem=stem(shape[0], 16))
     given = 16
     for stage, channels in enumerate((16, 32, 64), start=1):

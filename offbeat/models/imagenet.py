@@ -1,9 +1,9 @@
-"""Residual networks for ImageNet, plain and with squeeze-excitation, one unit a block.
+"""Residual networks for ImageNet, plain and with squeeze-excitation, one unit per block.
 
 He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition", 2016; Hu, Shen and Sun,
 "Squeeze-and-Excitation Networks", 2018. As in torchvision, a bottleneck strides on its 3x3 convolution.
 
-Nothing works in place: a unit never writes into what the unit before it handed over.
+No operation works in place, so a unit never changes the output of the previous unit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-REDUCTION = 16  # of the channels, inside squeeze-excitation
+REDUCTION = 16  # ratio of the channels in squeeze-excitation
 
 Branch = Callable[[int, int, int], "OrderedDict[str, nn.Module]"]
 
@@ -56,7 +56,7 @@ def resnet(
     expansion: int = 1,
     squeeze: bool = False,
 ) -> nn.Sequential:
-    """A residual network with the ImageNet stem; `blocks` counts the blocks of every stage."""
+    """A residual network with the ImageNet stem; `blocks` has the number of blocks per stage."""
     stem = nn.Sequential(
         OrderedDict[str, nn.Module](
             conv=convolution(shape[0], 64, kernel=7, stride=2),

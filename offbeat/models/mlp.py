@@ -1,4 +1,4 @@
-"""A multilayer perceptron, one unit a hidden layer: the smallest network worth cutting."""
+"""A multilayer perceptron, one unit per hidden layer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ HIDDEN = (256, 256, 256, 256)
 def mlp(shape: tuple[int, int, int], classes: int) -> nn.Sequential:
     """Four hidden layers of 256 with ReLU, then a linear head; the first unit flattens the image.
 
-    Hidden layers start from He's normal initialisation by fan in (it keeps the variance of the activation)
-    with zero biases; the head keeps PyTorch's, uniform within 1/sqrt(inputs).
+    Hidden layers have He's normal initialisation by fan in (which keeps the variance of the activation) and
+    zero biases; the head has PyTorch's, uniform within 1/sqrt(inputs).
     """
     units: OrderedDict[str, nn.Module] = OrderedDict()
     given = prod(shape)

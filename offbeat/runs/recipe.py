@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method, Weights
 from offbeat.methods import settings_of, with_settings
-from offbeat.ops import Window
+from offbeat.ops import WindowRule
 from offbeat.runs.epochs import Epochs
 from offbeat.settings import LARGEST
 from offbeat.timeline import MOST_TURNS
@@ -106,8 +106,8 @@ class Recipe:
         return found
 
     @property
-    def window(self) -> Window:
-        found: Window = self.settings["window"]
+    def window(self) -> WindowRule:
+        found: WindowRule = self.settings["window"]
         return found
 
     @property

@@ -331,12 +331,14 @@ def _advice(method: Method, K: int, stages: list[StagePlan], fewest: int, max_st
 
 
 def _advised_window(method: Method, K: int, most: float) -> str:
-    """The M that the formula gives, if the method keeps to it."""
-    M = smallest_M(max(method.lag(k, K) for k in range(1, K + 1)), most)
+    """The smallest M that keeps the staleness of every stage within the limit, if there is one."""
     try:
-        least = max(Kept.of(replace(method, M=M), K).staleness)
+        M = smallest_M(method, K, most)
     except UserError as error:
         return f"no M keeps the mean staleness at or below {most:g}: {error}"
-    if least > most:
-        return f"no M keeps the mean staleness at or below {most:g}: with {method.name} it is {least:g}"
+    if M is None:
+        least = max(Kept.of(method, K).staleness)
+        return (
+            f"no M keeps the mean staleness at or below {most:g}: with {method.name} it is {least:g} for M = {method.M}"
+        )
     return f"M = {M} is the smallest that keeps the mean staleness of every stage at or below {most:g}"

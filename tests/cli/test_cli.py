@@ -238,7 +238,7 @@ def test_models_are_listed_with_parameters_flops_and_largest_k(offbeat, monkeypa
         assert (entries[name]["parameters"], entries[name]["units"]) == (parameters, units)
         assert entries[name]["flops"] > 2 * 9 * parameters
 
-    described = {name: models.Description(**entry) for name, entry in entries.items()}
+    described = {name: models.ModelDescription(**entry) for name, entry in entries.items()}
     monkeypatch.setattr(models, "describe", described.__getitem__)  # counted above, which takes seconds
     monkeypatch.setenv("COLUMNS", "120")
     table = offbeat("models")

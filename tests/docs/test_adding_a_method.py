@@ -24,7 +24,7 @@ def copy(tmp_path_factory) -> Path:
     (place / "tests/methods").mkdir(parents=True)
     for name in ("tests/methods/test_contract.py", "pyproject.toml", "docs/adding-a-method.md"):
         shutil.copy(ROOT / name, place / name.replace("docs/", ""))
-    ((path, content),) = re.findall(r"The whole file `(.*?)`:\n\n```python\n(.*?)```\n", PAGE.read_text(), re.S)
+    ((path, content),) = re.findall(r"The complete file\s`(.*?)`:\n\n```python\n(.*?)```\n", PAGE.read_text(), re.S)
     assert not (place / path).exists()
     (place / path).write_text(content)
     return place

@@ -156,7 +156,7 @@ def test_the_formulas_of_a_page_give_what_the_method_declares(name):
     method = named(name)
     told = " ".join((DOCS / f"methods/{name}.md").read_text().split())
     formulas = re.search(
-        r"mean staleness in updates (\S+); parameter versions (\S+), the newest included; (?:micro-)?batches between "
+        r"mean staleness in updates (\S+); parameter versions (\S+), including the newest; (?:micro-)?batches between "
         r"forward and backward (\S+)\.",
         told,
     ).groups()

@@ -59,9 +59,9 @@ def test_the_code_of_the_readme_runs():
     assert [stage.mean for stage in namespace["pipe"].staleness] == [1.5, 1.0, 0.5, 0.0]
 
 
-def test_the_pipeline_is_ten_lines():
+def test_the_pipeline_takes_a_few_lines():
     pipeline = PYTHON[1].split("torch.manual_seed(0)\n")[1]
-    assert pipeline.count("\n") <= 10
+    assert pipeline.count("\n") <= 11
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
+from formulas import mean_staleness, staleness
 from reference import DECAY, LR, MOMENTUM, adl, data, exact_gradients, mean_square, network
 from torch import nn
 
 import offbeat
-from offbeat.theory import mean_staleness, staleness
 
 
 class Layer(nn.Module):

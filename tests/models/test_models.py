@@ -310,13 +310,13 @@ def test_a_wrong_name_suggests_the_nearest() -> None:
     ],
 )
 def test_an_unusable_shape_is_reported_in_one_line(name: str, shape: object) -> None:
-    with pytest.raises(UserError, match=r"shape .* is unusable for .*(channels, height, width).*: use ") as caught:
+    with pytest.raises(UserError, match=r"shape=.* for .*: use \(channels, height, width\) of at least ") as caught:
         models.build(name, shape=shape)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("classes", [0, -1, 2.5, True, "10"])
 def test_unusable_classes_are_reported_in_one_line(classes: object) -> None:
-    with pytest.raises(UserError, match=r"classes=.* is unusable for mlp.*: use ") as caught:
+    with pytest.raises(UserError, match=r"classes=.* for mlp: use ") as caught:
         models.build("mlp", classes=classes)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)

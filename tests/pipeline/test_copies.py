@@ -112,7 +112,8 @@ def counted(pipe: offbeat.Pipeline, *, filled: int = 12) -> dict[str, int]:
         pipe.step(*batch)
     entering, sent, received = Copies(), Copies(), Copies()
     noting = {
-        worker.stage.k: next(m for m in worker.stage.module.modules() if "seen" in vars(m)) for worker in pipe.workers
+        worker.stage.k: next(m for m in worker.stage.network.module.modules() if "seen" in vars(m))
+        for worker in pipe.workers
     }
     for worker in pipe.workers:
         noting[worker.stage.k].seen.clear()

@@ -90,9 +90,9 @@ REFUSED = {
     "weights twice": ("adl:weights=hybrid", ("--weights", "stash"), ("weights is hybrid", "stash", "give it once")),
     "a setting twice": ("adl:M=2,M=2", (), ("give each setting once",)),
     "a setting without a value": ("adl:M", (), ("'adl:M'", "adl:M=4,corrector=sc")),
-    "a number in words": ("adl:M=two", (), ("--method adl:M=two: use an integer",)),
-    "a fraction for a whole number": ("adl:M=2.5", (), ("M=2.5: use an integer",)),
-    "a truth that is none": ("ddg:barrier=2", (), ("barrier=2: use yes or no",)),
+    "a number in words": ("adl:M=two", (), ("'M=two': use an integer",)),
+    "a fraction for a whole number": ("adl:M=2.5", (), ("'M=2.5': use an integer",)),
+    "a truth that is none": ("ddg:barrier=2", (), ("'barrier=2': use yes or no",)),
     "a word of few": ("adl:window=align", (), ("unknown window 'align': did you mean 'aligned'?",)),
     "a number of few": ("spectrain:version=3", (), ("unknown version '3': use one of (1, 2)",)),
     "a function that there is not": ("dni:synthesiser=test_settings:gone", (), ("test_settings:gone", "imported")),
@@ -210,5 +210,5 @@ def test_streams_need_a_gpu_and_a_method_whose_iterations_are_alike():
     assert make_recipe(K=4).engine == "processes"
     with pytest.raises(UserError, match="engine='streams' without a GPU"):
         make_recipe(K=4, engine="streams")
-    with pytest.raises(UserError, match="engine='streams' with dgl, which trains heads of its own: use engine="):
+    with pytest.raises(UserError, match="engine='streams' with dgl, which trains auxiliary heads: use engine="):
         make_recipe(K=4, engine="streams", device="cuda", method="dgl")

@@ -345,7 +345,7 @@ def test_a_folder_that_holds_something_else_is_refused(offbeat):
     base = ("compare", "--methods", "bp", *SMALL, "--out")
     check_refused(offbeat, (*base, "x"), "does not hold a comparison")
     Path("file").write_text("in the way")
-    check_refused(offbeat, (*base, "file"), "file", "choose")
+    check_refused(offbeat, (*base, "file"), "file", "give another folder as --out")
 
 
 def test_a_finished_run_of_another_recipe_is_refused(offbeat, compared):
@@ -451,7 +451,7 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
     "the same in two forms": (("--methods", "adl:M=1:weights=hybrid,adl:M=1,weights=hybrid"), ("is given twice",)),
     "a setting without value": (("--methods", "adl:M"), ("adl:M", "give each setting once")),
     "a setting twice": (("--methods", "adl:M=1:M=2"), ("give each setting once",)),
-    "a setting in words": (("--methods", "adl:M=two"), ("M=two", "an integer")),
+    "a setting in words": (("--methods", "adl:M=two"), ("'M=two': use an integer",)),
     "a truth that is none": (("--methods", "ddg:barrier=2"), ("barrier=2", "yes or no")),
     "a setting that the method does not take": (("--methods", "adl:m=4"), ("adl takes no m",)),
     "an unknown match": (("--methods", "adl", "--match", "batches"), ("'batches'", "did you mean 'batch'")),

@@ -265,7 +265,7 @@ def test_the_plan_of_2bw_is_one_update_late_with_two_versions_everywhere(offbeat
     assert [stage["in_flight"] for stage in plan["stages"]] == [4, 3, 2, 1]
 
 
-@pytest.mark.parametrize(("method", "reason"), [("2bw", "with 2bw it is 1"), ("spectrain", "one a batch")])
+@pytest.mark.parametrize(("method", "reason"), [("2bw", "with 2bw it is 1"), ("spectrain", "one update per batch")])
 def test_no_m_is_advised_where_none_lowers_the_staleness(offbeat, method, reason):
     advice = planned(offbeat, "-K", 3, "--method", method, "--max-staleness", 0.5)["advice"][0]
     assert advice.startswith("no M keeps the mean staleness at or below 0.5: ")

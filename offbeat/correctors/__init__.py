@@ -1,0 +1,37 @@
+"""Correctors: what a method can do about the delay of its gradients, one file per corrector.
+
+Each corrector is a frozen dataclass that states what it changes (the weights of forwards or backwards, the gradient,
+the learning rate or the step) and implements it. Delay is counted in updates: lag / M, or 1 where forwards use the
+weights of the previous window. A corrector that would change nothing in a stage (horizon 0, lambda 0, beta 1, no delay)
+is not applied there, so results stay identical bit for bit.
+
+`corrector.py` has the interface, `optimizer.py` what correctors read from an optimizer, `registry.py` the list of all.
+A new corrector is a new file and an entry in that list.
+"""
+
+from offbeat.correctors.corrector import Corrector, StageContext
+from offbeat.correctors.delay_compensation import DelayCompensation
+from offbeat.correctors.discrepancy import Discrepancy
+from offbeat.correctors.look_ahead import LookAhead
+from offbeat.correctors.registry import CORRECTORS, CorrectorLike, correctors
+from offbeat.correctors.rescheduling import Rescheduling
+from offbeat.correctors.shrink import Shrink
+from offbeat.correctors.speculation import Speculation
+from offbeat.correctors.spike_compensation import SpikeCompensation
+from offbeat.correctors.weight_prediction import WeightPrediction
+
+__all__ = [
+    "CORRECTORS",
+    "Corrector",
+    "CorrectorLike",
+    "DelayCompensation",
+    "Discrepancy",
+    "LookAhead",
+    "Rescheduling",
+    "Shrink",
+    "Speculation",
+    "SpikeCompensation",
+    "StageContext",
+    "WeightPrediction",
+    "correctors",
+]

@@ -1,0 +1,85 @@
+"""The interface of a corrector, and the stage that it works in."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tensors = Sequence["Tensor"]
+
+
+@dataclass
+class StageContext:
+    """The stage that correctors work in.
+
+    delay       mean number of updates between a forward and the use of its gradient
+    optimizer   the optimizer of the stage
+    memory      the state of the correctors: a dict of tensors per parameter
+    """
+
+    k: int
+    K: int
+    delay: float
+    optimizer: Any = None
+    memory: defaultdict[Tensor, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+
+
+@dataclass(frozen=True)
+class Corrector:
+    """A correction of late gradients. A subclass overrides the methods that belong to what it `changes`.
+
+    name                on the command line
+    changes             what it changes, one or more of `CHANGES`; two correctors of a method may not change the same
+    reads_momentum      whether it reads the momentum buffer of SGD
+    supported_weights   the settings of `Method.weights` that it works with
+    recordable          whether every step runs the same tensor operations, so that a CUDA graph can repeat them
+    """
+
+    name: ClassVar[str]
+    changes: ClassVar[tuple[str, ...]]
+    reads_momentum: ClassVar[bool] = False
+    supported_weights: ClassVar[tuple[str, ...]] = ("stash", "hybrid", "replay")
+    recordable: ClassVar[bool] = True
+
+    def active(self, context: StageContext) -> bool:
+        """Whether it changes anything in this stage."""
+        return True
+
+    def unsupported(self, lag: Callable[[int, int], int], M: int) -> str | None:
+        """The reason why it does not work with a method of this lag and M, or None."""
+        return None
+
+    def forward_weights(self, parameters: Tensors, context: StageContext) -> list[Tensor]:
+        """Parameters for the next forwards ("forward weights")."""
+        raise NotImplementedError
+
+    def backward_weights(self, parameters: Tensors, context: StageContext) -> list[Tensor]:
+        """Parameters for the next backward ("backward weights")."""
+        raise NotImplementedError
+
+    def incoming(self, gradient: Tensor) -> Tensor:
+        """The gradient received from the next stage; the result is also what is propagated ("incoming gradient")."""
+        raise NotImplementedError
+
+    def gradient(self, gradient: Tensor, parameter: Tensor, forwarded: Tensor, context: StageContext) -> Tensor:
+        """The gradient of one batch for one parameter; its forward used the values `forwarded` ("gradient")."""
+        raise NotImplementedError
+
+    def before_step(self, context: StageContext, s: int) -> Any:
+        """Called before the optimizer's step of update s; the result is passed to `after_step` ("rate", "step")."""
+
+    def after_step(self, context: StageContext, kept: Any) -> None:
+        """Called after the optimizer's step, with what `before_step` returned."""
+
+
+CHANGES = ("forward weights", "backward weights", "incoming gradient", "gradient", "rate", "step")  # in order of use
+
+
+def nonnegative(value: float) -> bool:
+    """Whether the value is finite and at least 0."""
+    return 0 <= value < float("inf")
