@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 from command import Command, contents
 
-from offbeat.report.reproduction import read_run
+from offbeat.report.reproduction import read_seed_run
 from offbeat.runs import record
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
@@ -151,7 +151,7 @@ def test_joined_folders_are_the_table_of_all_their_runs(three):
     assert found["notes"][-2:] == ["one was moved", "and so on"]
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == ["resnet56-adl-k3-m2", "resnet56-adl-k3-m1", "resnet56-bp-m2"]
-    errors = [read_run(Path(f"bp/runs/resnet56-bp-m2-seed{seed}"), seed).error for seed in (0, 1)]
+    errors = [read_seed_run(Path(f"bp/runs/resnet56-bp-m2-seed{seed}"), seed).error for seed in (0, 1)]
     bp = rows["resnet56-bp-m2"]
     assert (bp["n"], bp["error"]) == (2, pytest.approx(sum(errors) / 2))
     assert bp["setting"] == "K=1, M=2, b=4, lr=0.003125"
@@ -281,7 +281,7 @@ def test_a_record_of_five_long_runs_is_small_and_its_curves_are_those_of_the_run
     assert (tmp_path / "r.json").stat().st_size < 150_000
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     for found in rows:
-        there = read_run(tmp_path / "runs" / f"{found['name']}-seed0", 0)
+        there = read_seed_run(tmp_path / "runs" / f"{found['name']}-seed0", 0)
         assert found["runs"][0]["errors"] == pytest.approx(there.errors, abs=1e-4)
         assert found["runs"][0]["times"] == pytest.approx(there.times, abs=1e-4)
     assert len(rows) == 5
@@ -333,7 +333,7 @@ def test_pages_list_runs_that_are_done_diverged_under_way_and_missing(offbeat, t
     so_far = f"at epoch 2 of 4 ({late['runs'][0]['errors'][-1]:.2f} there), 1 missing"
     assert f"| Net, ADL, K=3, M=2 | 6.18 | - | 0 |  |  | 2.00 | {so_far} |" in section
     assert "| Net, ADL, K=3, M=1, rate too high | div. | div. | 0 |" in section
-    assert "rate too high: the paper says that it diverged; so it did here: diverged in epoch 1" in section
+    assert "rate too high: diverged in the paper; so it did here: diverged in epoch 1" in section
     picture = path.with_suffix(".svg").read_text()
     assert "adl-k3-m2 (at 2)" in picture
     assert "Missing, though asked for: Net, ADL, K=3, M=2, compensated." in section
@@ -379,7 +379,7 @@ def test_adl_stands_beside_bp_of_the_same_batch_and_m_whichever_is_better(offbea
         wanted = "Worse than our BP at the same b and M: {}. Not worse: {}."
         found = f"Net, ADL, K=3, M=2 ({better:+.2f})"
         assert wanted.format(*((found, "none") if better > 0 else ("none", found))) in told
-    assert "One seed a row: there is no spread" in told
+    assert "One seed per row: there is no spread" in told
     assert "there is no record yet" in (copied / "docs/results.md").read_text()  # of so many epochs as the paper's
     content["settings"]["epochs"] = 300
     path.write_text(json.dumps(content))
