@@ -43,7 +43,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4, fused=True)
 
 
-class Row:
+class GpuRow:
     """A pipeline that is timed."""
 
     def __init__(
@@ -156,12 +156,12 @@ def measured(options: argparse.Namespace, model: str, b: int) -> dict[str, Any]:
     """The rows of one model and batch size, in rounds."""
     device = torch.device(options.device)
     made = [
-        Row("BP, eager", options, model, b, 1, engine="simulate", exact=True),
-        Row("BP, recorded", options, model, b, 1, engine=Streams(1, device, together=1), exact=True),
+        GpuRow("BP, eager", options, model, b, 1, engine="simulate", exact=True),
+        GpuRow("BP, recorded", options, model, b, 1, engine=Streams(1, device, together=1), exact=True),
     ]
     if 8 in options.K:
-        made.append(Row("BP, K=8, at once", options, model, b, 8, engine=Streams(8, device), exact=True))
-    made += [Row(f"ADL, K={K}", options, model, b, K, engine=Streams(K, device)) for K in options.K]
+        made.append(GpuRow("BP, K=8, at once", options, model, b, 8, engine=Streams(8, device), exact=True))
+    made += [GpuRow(f"ADL, K={K}", options, model, b, K, engine=Streams(K, device)) for K in options.K]
     for _ in range(options.rounds):
         for row in made:
             row.measure(options.turns)

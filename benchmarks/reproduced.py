@@ -32,8 +32,10 @@ from offbeat.report import reproduction as report
 from offbeat.runs import record
 from offbeat.runs import tables as recipes
 from offbeat.runs.recipe import load, make_recipe
-from offbeat.runs.tables import Images, Row, Table
+from offbeat.runs.tables import Images, Table, TableRow
 from offbeat.studies import reproduce as reproducing
+from offbeat.studies.runner import StudyRunner
+from offbeat.studies.training import StudyRun, stored_recipe
 
 DIGITS = 4  # of errors and times, behind the point
 TOLD = (
@@ -67,12 +69,12 @@ class Joined:
     invocations: list[dict[str, Any]]
     runs: dict[str, Path]
 
-    def row(self, run: str) -> Row:
+    def row(self, run: str) -> TableRow:
         name = run.rpartition("-seed")[0]
         return next(row for row in self.table.rows if row.name == name)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TableRow]:
         """Those of which a run has begun."""
         begun = {self.row(run).name for run in self.runs}
         return [row for row in self.table.rows if row.name in begun]
@@ -133,7 +135,7 @@ def check_run(path: Path, table: Table, settings: dict[str, Any]) -> None:
     if found is None or row is None:
         raise UserError(f"{path} is no run of {table.name}: move it away")
     seed = int(found[2])
-    reproducing.kept_recipe(path, reproducing.Run(row, seed, reproducing.recipe_of(row, seed, settings)))
+    stored_recipe(path, StudyRun(row.name, seed, reproducing.recipe_of(row, seed, settings)))
 
 
 def option(command: list[str], name: str) -> str | None:
@@ -146,7 +148,7 @@ def asked(all_of: Joined) -> dict[str, int]:
     for invocation in all_of.invocations:
         command = invocation["command"]
         seeds = int(option(command, "--seeds") or 1)
-        request = reproducing.Request(
+        request = reproducing.ReproductionRequest(
             table=all_of.table.name,
             only=option(command, "--only"),
             epochs=None,
@@ -260,7 +262,7 @@ def join(folders: list[Path], into: Path | None = None, given: dict[str, str | N
         }
         if into is not None:
             (folder / reproducing.ASKED).write_text(reproducing.content_text(content))
-            reproducing.written(folder, found)
+            reproducing.written(StudyRunner(folder), found)
         return made(all_of, found)
 
 

@@ -69,7 +69,7 @@ def setting_of(record: Record) -> str:
 
 
 def engine_table(found: Records) -> str:
-    head, rows = ["one pinned core a stage", "rounds", "commit", *COLUMNS.values(), "the paper's speed-up"], []
+    head, rows = ["one pinned core per stage", "rounds", "commit", *COLUMNS.values(), "the paper's speed-up"], []
     for record in found.values():
         settings, ratios, rounds = record["settings"], record["ratios"], rounds_of(record)
         kind = "planned cut" if record.get("planned") else "balanced cut" if settings["cuts"] else "FLOPs cut"
@@ -257,9 +257,9 @@ def times_section(found: Records) -> list[str]:
         share = {method: f"{row['speedup'] / row['law']:.2f}" for method, row in rows.items()}
         lines += [
             prose(
-                f"{setting_of(record)}; {settings['rounds']} round of {settings['timed']} batches a method, one pinned",
-                "core a stage, the same cuts between blocks for all; speed-up over a hand-written loop on one core.",
-                "The law is that of equal stages, a backward of two forwards and no communication. The paper's",
+                f"{setting_of(record)}; {settings['rounds']} round of {settings['timed']} batches per method, one",
+                "pinned core per stage, the same cuts between blocks for all; speed-up over a hand-written loop on one",
+                "core. The law is that of equal stages, a backward of two forwards and no communication. The paper's",
                 "figures are of ResNet-101, on GPUs.",
             ),
             "",
@@ -330,8 +330,8 @@ def errors_section(compared: Records, again: Records) -> list[str]:
         "",
         prose(
             f"{asked['model']}, {asked['epochs']} epochs, {asked['seeds']} seeds, {runs} runs on one H200: test error",
-            "(%) after the last epoch, median (lowest-highest). 256 samples an update for all, peak rate 0.1 after one",
-            "epoch of warm-up. BP was run at K=2 only.",
+            "(%) after the last epoch, median (lowest-highest). 256 samples per update for all, peak rate 0.1 after",
+            "one epoch of warm-up. BP was run at K=2 only.",
         ),
         "",
         errors_table(compared),

@@ -14,10 +14,10 @@ from page import RECORDS, Record, point, prose, records, source
 from offbeat.report.formatting import markdown, ranged, size
 
 
-def picture(name: str, told: str) -> list[str]:
+def picture(name: str, title: str) -> list[str]:
     """A line that shows the picture beside a record, where there is one."""
     drawn = RECORDS / name.replace(".json", ".svg")
-    return [f"![{told}](results/{drawn.name})", ""] if drawn.exists() else []
+    return [f"![{title}](results/{drawn.name})", ""] if drawn.exists() else []
 
 
 def draw() -> None:
@@ -38,7 +38,7 @@ def bench_section(name: str, record: Record) -> list[str]:
         "",
         markdown(list(bench_table.HEAD), bench_table.cells(record)),
         "",
-        *picture(name, "Samples a second of every row"),
+        *picture(name, "Samples per second of every row"),
         *(point(said) for said in bench_table.advice(record)),
         "",
         *(point(said) for said in bench_table.notes(record)),
@@ -72,7 +72,7 @@ def scaling_section(name: str, record: Record) -> list[str]:
         "network",
         "b",
         "K",
-        "ms a batch",
+        "ms per batch",
         "MB, largest worker",
         "MB, counted",
         "staleness of stage 1",
@@ -92,7 +92,7 @@ def scaling_section(name: str, record: Record) -> list[str]:
         "",
         markdown(head, rows),
         "",
-        *picture(name, "Speed-up by the clock with measured points; memory, staleness and time a batch"),
+        *picture(name, "Speed-up by the clock with measured points; memory, staleness and time per batch"),
         prose(f"By the clock, speed-up over BP on one worker: {simulation['meaning']}. Links: {told}."),
         "",
         markdown(["method", "link", *(f"K={K}" for K in stages)], clock),

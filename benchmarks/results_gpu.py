@@ -54,7 +54,7 @@ def table(found: Records) -> str:
         "network, b",
         "kernels",
         "row",
-        "ms a batch",
+        "ms per batch",
         "times recorded BP",
         "aim",
         "times BP at once",
@@ -85,7 +85,7 @@ def table(found: Records) -> str:
     return markdown(head, lines)
 
 
-def told_of_exactness(found: Records) -> list[str]:
+def lines_on_exactness(found: Records) -> list[str]:
     """ADL beside the fastest BP there is."""
     pairs = [
         (case, {row["name"]: row for row in case["rows"]})
@@ -111,7 +111,7 @@ def told_of_exactness(found: Records) -> list[str]:
     ]
 
 
-def told_of_misses(found: Records) -> list[str]:
+def lines_on_misses(found: Records) -> list[str]:
     missed = []
     for record in found.values():
         for case in record["found"]:
@@ -123,7 +123,7 @@ def told_of_misses(found: Records) -> list[str]:
     return [point("Aims that were missed: " + "; ".join(missed) + ".")] if missed else []
 
 
-def told_of_rings(found: Records) -> list[str]:
+def lines_on_rings(found: Records) -> list[str]:
     """How many more slots and versions there are than a method needs, so that recordings repeat themselves."""
     rings = [
         row["rings"]
@@ -147,7 +147,7 @@ def told_of_rings(found: Records) -> list[str]:
     ]
 
 
-def told_of_gaps(found: Records) -> list[str]:
+def lines_on_gaps(found: Records) -> list[str]:
     """Networks that a command names and that did not come to an end in the time there was."""
     gaps = []
     for record in found.values():
@@ -157,7 +157,7 @@ def told_of_gaps(found: Records) -> list[str]:
     return [point(f"Asked for and not there, since the time was over: {'; '.join(gaps)}.")] if gaps else []
 
 
-def told_of_age(found: Records) -> list[str]:
+def lines_on_age(found: Records) -> list[str]:
     old = [
         name
         for name, record in found.items()
@@ -166,7 +166,7 @@ def told_of_age(found: Records) -> list[str]:
     return [point(f"Of an earlier engine, without BP at once: {', '.join(old)}.")] if old else []
 
 
-def told_of_host(found: Records) -> list[str]:
+def lines_on_host(found: Records) -> list[str]:
     slow = [
         f"{case['model']}, b={case['batch_size']}{', ' * bool(how(record))}{how(record)}, {row['name']}"
         for record in found.values()
@@ -186,23 +186,23 @@ def section(found: Records) -> list[str]:
         f"## One GPU ({made(any_record)['machine']})",
         "",
         prose(
-            f"Time a batch with {settings['precision']}, M = {settings['M']} and `{settings['weights']}` weights: BP "
+            f"Time per batch with {settings['precision']}, M = {settings['M']} and `{settings['weights']}` weights: BP "
             "as plain PyTorch runs it, BP recorded as CUDA graphs (one batch after the other; at once: the M batches "
             "of a window in K stages, to the same bits), and ADL with its K stages at once (engine `streams`), all "
             "in the same rounds, cuDNN's algorithms tuned for all of them; median (least-most). The "
-            "host's share is the time it needs to ask for a batch, of the time that the batch takes. Nothing is "
-            "read or augmented."
+            "host's share is the time in which it launches a batch, divided by the time that the batch takes. Nothing "
+            "is read or augmented."
         ),
         "",
         table(found),
         "",
     ]
     lines += [
-        *told_of_misses(found),
-        *told_of_exactness(found),
-        *told_of_rings(found),
-        *told_of_gaps(found),
-        *told_of_age(found),
+        *lines_on_misses(found),
+        *lines_on_exactness(found),
+        *lines_on_rings(found),
+        *lines_on_gaps(found),
+        *lines_on_age(found),
     ]
     if any(case["model"] == "resnet18" for record in found.values() for case in record["found"]):
         lines += [point("resnet18 is ImageNet's network on images of 224x224; resnet18-cifar has those of 32x32.")]
@@ -220,4 +220,4 @@ def section(found: Records) -> list[str]:
                 f"since ticks were still being joined): {', '.join(unsettled)}."
             )
         ]
-    return [*lines, *told_of_host(found), "", *(source(name, record) for name, record in found.items()), ""]
+    return [*lines, *lines_on_host(found), "", *(source(name, record) for name, record in found.items()), ""]

@@ -22,12 +22,12 @@ EPOCHS = 300  # of the paper's schedule on CIFAR-10
 
 
 def runs_of(record: Record, row: Record) -> list[Record]:
-    """What is told of the runs of a row that have begun."""
+    """The runs of a row that have begun."""
     return [told for name, told in record["runs"].items() if name.rpartition("-seed")[0] == row["name"]]
 
 
 def state(row: Record, epochs: int) -> str:
-    """Where the seeds of a row are; of one that is under way, also its error so far."""
+    """The states of the seeds of a row; of an unfinished one also its error so far."""
     runs = row["runs"]
     if all(run["state"] == "done" for run in runs):
         return "done"
@@ -93,7 +93,7 @@ def compared(record: Record) -> bool:
 
 
 def cells(record: Record, row: Record) -> dict[str, str]:
-    """What is told of a row, by column."""
+    """The cells of a row, by column."""
     told = {
         "row": row["title"],
         "paper": paper(row),
@@ -116,7 +116,7 @@ def table(record: Record) -> str:
 
 
 def verdicts(record: Record) -> list[str]:
-    """What the table says, the unfavourable first."""
+    """What the table shows, the unfavourable first."""
     rows = record["rows"]
     done = [row for row in rows if row["error"] is not None]
     late = {row["title"]: found for row in done if (found := to_bp(record, row)) is not None}
@@ -146,12 +146,12 @@ def verdicts(record: Record) -> list[str]:
                 here = "here some runs did" if row["n"] else "so it did here"
             reached = [f"{ours(row)} %"] if row["n"] else []
             told = ", ".join([*reached, state(row, record["settings"]["epochs"])])
-            lines.append(point(f"{row['title']}: the paper says that it diverged; {here}: {told}."))
+            lines.append(point(f"{row['title']}: diverged in the paper; {here}: {told}."))
     single = [row["title"] for row in done if row["n"] == 1]
     if single and len(single) == len(done):
-        lines.append(point("One seed a row: there is no spread, and a small difference says little."))
+        lines.append(point("One seed per row: there is no spread, and a small difference means little."))
     elif single:
-        lines.append(point(f"One seed has no spread, and a small difference says little: {listed(single)}."))
+        lines.append(point(f"One seed has no spread, and a small difference means little: {listed(single)}."))
     if any(run["state"] == "under way" for row in rows for run in row["runs"]):
         lines.append(point("An error at an epoch before the last is no result: the rate drops late in the schedule."))
     return lines

@@ -75,8 +75,8 @@ def kills(records: Records) -> list[str]:
         )
     return [
         prose(
-            "Kills: a worker or the launcher of a run is killed (SIGKILL) at a random moment, the run goes on, and its",
-            "end is compared with that of a run that nobody killed. Trials, of those that were asked for:",
+            "Kills: a worker or the launcher of a run is killed (SIGKILL) at a random moment, the run continues, and",
+            "its end is compared with that of a run that was not killed. Trials, of those that were requested:",
         ),
         "",
         markdown(["record", "trials", *KILLS], rows),
@@ -103,7 +103,7 @@ def configs(records: Records) -> list[str]:
     return [
         prose(
             "Configurations: random command lines and files, good and bad, as dry runs. Which are valid is judged from",
-            "the documentation, not by the code that is tried; unclear are those of which it says nothing.",
+            "the documentation, not by the code that is tried; unclear are those that it does not mention.",
         ),
         "",
         *lines,
@@ -139,7 +139,9 @@ def latency(records: Records) -> list[str]:
                 "rounds. A delay speeds nothing up: what is above 1 is noise.",
             ),
             "",
-            markdown(["method", "ms a batch by the clock", "with the delay", "throughput kept", "by the clock"], rows),
+            markdown(
+                ["method", "ms per batch by the clock", "with the delay", "throughput kept", "by the clock"], rows
+            ),
             "",
         ]
     return lines

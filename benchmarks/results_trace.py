@@ -44,7 +44,7 @@ def section() -> list[str]:
         "record",
         "rounds",
         "iterations",
-        "events a batch",
+        "events per batch",
         "wall time",
         "processor time",
         "its own account",

@@ -47,6 +47,15 @@ def last(self, *given):
 pipeline.Pipeline._step = last
 cli.main()
 """
+# A process that holds a folder, as a run does that is about to begin.
+HOLDER = """
+import sys
+from pathlib import Path
+from offbeat.runs import lock
+with lock.held(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
 
 def processes_of(out: Path) -> dict[int, str]:
@@ -264,3 +273,13 @@ def group(folders: list[Path], *arguments: object, program: tuple[str, ...] = ("
 
     with ThreadPoolExecutor(len(folders)) as pool:
         return list(pool.map(member, range(len(folders))))
+
+
+@contextmanager
+def another_process(folder: Path) -> Iterator[subprocess.Popen]:
+    """One that holds the folder, as a run does that is about to begin."""
+    command = [PYTHON, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()

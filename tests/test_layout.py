@@ -67,6 +67,8 @@ TORCH_FREE = [
     "report",
     "describe",
     "checkpoint",
+    "studies/runner",
+    "studies/training",
     "studies/compare",
     "studies/reproduce",
     "cli",

@@ -58,7 +58,10 @@ def bench(
         float | None,
         typer.Option(help="Time limit in minutes: times fewer batches, and starts no round that would exceed it."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the records. (default runs/bench-MODEL-b-K)")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the records; repeated, the command adds to them. (default runs/bench-MODEL-b-K)"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and no progress.")] = False,
 ) -> None:
     """Time BP, torch.distributed.pipelining, DDP and Offbeat's methods with the same cuts, in interleaved rounds."""
@@ -68,7 +71,7 @@ def bench(
     from offbeat.runs.build import shape_of
     from offbeat.studies.bench import rounds
 
-    request = rounds.Request(
+    request = rounds.BenchRequest(
         model=model,
         batch_size=batch_size,
         K=K,
@@ -100,7 +103,10 @@ def bench_scaling(
     model: Annotated[str, typer.Option(help="Network for the sweep over K.")] = "resnet110",
     batch_size: Annotated[int, typer.Option(help="Samples per batch.")] = 32,
     K: Annotated[int, typer.Option("-K", help="Number of stages in the sweeps over batch size and depth.")] = 4,
-    M: Annotated[int, typer.Option("-M", help="Gradients accumulated per update.")] = 4,
+    method: Annotated[str, typer.Option(help="Training method, with settings as in adl:M=2,corrector=sc.")] = "adl",
+    M: Annotated[
+        int | None, typer.Option("-M", help="Gradients accumulated per update. (default: the method's)")
+    ] = None,
     stages: Annotated[str, typer.Option(help="Values of K to measure, up to the number of cores.")] = "1,2,4,8,16",
     batch_sizes: Annotated[str, typer.Option(help="Batch sizes to measure.")] = "16,64,128",
     depths: Annotated[str, typer.Option(help="Networks to measure.")] = (
@@ -112,16 +118,20 @@ def bench_scaling(
     budget_minutes: Annotated[
         float | None, typer.Option(help="Time limit in minutes: starts no point that would exceed it.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the record. (default runs/scaling-MODEL-b)")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the record; repeated, the command adds to it. (default runs/scaling-MODEL-b)"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and no progress.")] = False,
 ) -> None:
     """Measure how time, memory and staleness scale with K, batch size and depth; simulate up to 256 stages."""
     from offbeat.studies.bench import scaling
 
-    request = scaling.Request(
+    request = scaling.ScalingRequest(
         model=model,
         batch_size=batch_size,
         K=K,
+        method=method,
         M=M,
         stages=numbers(stages, int, "--stages") or (),
         batch_sizes=numbers(batch_sizes, int, "--batch-sizes") or (),

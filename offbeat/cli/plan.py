@@ -52,16 +52,16 @@ def plan(
     from offbeat.errors import unknown
     from offbeat.partitioning import By
     from offbeat.runs.build import shape_of
-    from offbeat.studies.planning import show_plan
+    from offbeat.studies.planning import PlanRequest, show_plan
 
     if partition not in get_args(By):
         raise unknown("partition", partition, get_args(By))
     if not (0 <= (latency or 0.0) < float("inf") and (bandwidth is None or bandwidth > 0)):
         given = {name: value for name, value in (("latency", latency), ("bandwidth", bandwidth)) if value is not None}
-        told = ", ".join(f"{name} {value}" for name, value in given.items())
-        raise UserError(f"{told}: give milliseconds from 0 up, and megabytes per second above 0")
+        options = ", ".join(f"--{name} {value:g}" for name, value in given.items())
+        raise UserError(f"{options}: give milliseconds from 0 up, and megabytes per second above 0")
     sizes = shape_of(numbers(shape, int, "--shape", ",x"))
-    show_plan(
+    request = PlanRequest(
         model=model,
         method=method,
         K=K,
@@ -76,7 +76,7 @@ def plan(
         pinned=numbers(pin, int, "--pin") or (),
         latency=None if latency is None else latency / 1e3,
         bandwidth=None if bandwidth is None else bandwidth * 1e6,
-        measure=measure_links,
+        measure_links=measure_links,
         profile_file=profile,
         max_staleness=max_staleness,
         picture=picture,
@@ -84,3 +84,4 @@ def plan(
         theory=theory,
         as_json=as_json,
     )
+    show_plan(request)

@@ -42,7 +42,7 @@ def reproduce(
     """Reproduce the experiments of the paper, the most informative rows first, and print both results."""
     from offbeat.studies import reproduce as reproducing
 
-    request = reproducing.Request(
+    request = reproducing.ReproductionRequest(
         table=table,
         only=only,
         method=method,

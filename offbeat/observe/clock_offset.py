@@ -1,7 +1,7 @@
 """How far the clocks of several hosts are apart.
 
 On one host every process reads the same clock. Between hosts messages go to and fro before a recording, and the fastest
-exchange tells: a clock that was read in the middle of it is off by no more than half of what the way took. (How far
+exchange counts: a clock that was read in the middle of it is off by at most half of the round trip. (How far
 they drift apart afterwards, some microseconds a second, is not in that.)
 
     here    t0 ---.                   .--> t3

@@ -1,6 +1,6 @@
 """How stale the gradients of a stage really are, measured while it trains.
 
-Every so many updates, for the first batch t of an update's window, at its backward:
+Every N updates, for the first batch t of an update's window, at its backward:
 
     gap       || w - w' ||      w  the weights now;  w' those that forwarded batch t
     norm      || w ||
@@ -67,8 +67,8 @@ class Diagnosis:
         self.stage, self.executor, self.every, self.turn = worker.stage, worker.executor, every, worker.newest
         self.given: dict[int, Given] = {}  # of the batches in flight
         self.lasting: tuple[int, Version] | None = None  # a copy of the weights, and of which update
-        self.measured: list[tuple[dict[str, int], Tensor]] = []  # figures stay on the device until somebody asks
-        self.restored: list[dict[str, Any]] = []  # told by an earlier process
+        self.measured: list[tuple[dict[str, int], Tensor]] = []  # figures stay on the device until they are read
+        self.restored: list[dict[str, Any]] = []  # measured by an earlier process
 
     # ---- the stage's operations
 
@@ -108,7 +108,7 @@ class Diagnosis:
         return batch.version
 
     def take_up(self, lines: list[dict[str, Any]]) -> None:
-        """Go on with a stage that was restored: what an earlier process has not told yet, and its batches in flight.
+        """Continue with a restored stage: what an earlier process has not reported yet, and its batches in flight.
 
         A replay's are not measured: what forwarded them was not saved.
         """
@@ -133,7 +133,7 @@ class Diagnosis:
 
     @contextmanager
     def _at_once(self) -> Iterator[None]:
-        """Whatever was only asked for is done now, and so is what the weights need meanwhile."""
+        """Everything queued is done now, and so is what the weights need meanwhile."""
         weights = self.stage.weights
         self.stage.launcher.flush()
         before, weights.do = weights.do, at_once
@@ -201,7 +201,7 @@ class Diagnosis:
         targets = list((version.tensors or stage.parameters).values())
         return stage.network.gradients(t, version, pairs, targets, check=not stage.figures.backwards)
 
-    # ---- telling
+    # ---- reports
 
     def lines(self) -> list[dict[str, Any]]:
         """What was measured and not taken yet."""

@@ -3,17 +3,17 @@
     pipe.trace(200, "trace.json")     200 local iterations of every stage, from when all of them are full
 
     forward, backward, update    the stage's own work
-    send                         handing over a message (the way itself takes nobody's time)
-    wait                         from asking for a message until it is there; "there": it was before, and only unpacked
+    send                         handing over a message (its transfer takes no time of a stage)
+    wait                         from the request for a message until it is received; "there": only unpacked
     drain                        where the pipeline is drained before the recording is complete, which ends it
 
-A stage is idle while it does nothing of its own, which is not only waiting: the time in which data are read, say. Time
-of evaluations is not counted.
+A stage is idle while it does no work, which is not only waiting: also while data are read. The time of evaluations is
+not counted.
 
-While nothing is recorded the workers run as ever; to record, others that note the time stand in for their links and
-stages. On one GPU the time is that of the device, by an event before and behind each operation, so nobody waits for it;
-but there all stages are launched together (graphs/ticks.py), and while a recording goes on each operation is launched
-by itself, one after the other: it tells how long each of them takes, not how they overlap.
+To record, the links and stages of the workers are replaced by ones that also take the time. On one GPU the time is that
+of the device, by an event before and after each operation, so nothing waits for it; but there all stages are launched
+together (graphs/ticks.py), and during a recording each operation is launched by itself, one after the other: it
+measures how long each of them takes, not how they overlap.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Watch(Protocol):
     """A clock: `now` takes a mark, which is read later."""
 
     def now(self) -> Any:
-        """What it shows, when the work that was asked for before is done."""
+        """The time at which the work queued before the mark is done."""
 
     def read(self, mark: Any) -> int:
         """A mark in nanoseconds of `time.perf_counter_ns`."""
@@ -86,93 +86,93 @@ class DeviceWatch:
         return self.at + round(1e6 * self.base.elapsed_time(mark))
 
 
-class Tape:
-    """What one stage did: kind, batch (or update), begin, end, and what else is to be said of it."""
+class EventRecorder:
+    """The events of one stage: kind, batch (or update), begin, end, and one more number."""
 
     def __init__(self, watch: Watch) -> None:
         self.now, self.read = watch.now, watch.read
         self.events: list[tuple[int, int, Any, Any, int]] = []
 
     def add(self, kind: int, number: int, begin: Any, more: int = 0) -> None:
-        """Something that ends now."""
+        """An event that ends now."""
         self.events.append((kind, number, begin, self.now(), more))
 
     def rows(self) -> Tensor:
-        """All of it in nanoseconds, a row an event."""
+        """All events in nanoseconds, one row each."""
         rows = [(kind, n, self.read(begin), self.read(end), more) for kind, n, begin, end, more in self.events]
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
 
 
-class TapedStage:
-    """A stage whose operations are noted; each is launched by itself, where a turn would be launched as a whole."""
+class TracedStage:
+    """A stage whose operations are recorded; each is launched by itself, where a turn would be launched as a whole."""
 
-    def __init__(self, worker: Worker, tape: Tape) -> None:
-        self.actor, self.stage, self.tape = worker.actor, worker.stage, tape
+    def __init__(self, worker: Worker, recorder: EventRecorder) -> None:
+        self.actor, self.stage, self.recorder = worker.actor, worker.stage, recorder
 
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
-        begin = self.tape.now()
+        begin = self.recorder.now()
         output = self.actor.forward(t, x, target, share)
         self.stage.launcher.flush()
-        self.tape.add(FORWARD, t, begin)
+        self.recorder.add(FORWARD, t, begin)
         return output
 
     def backward(self, t: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
-        begin = self.tape.now()
+        begin = self.recorder.now()
         below = self.actor.backward(t, gradients)
         self.stage.launcher.flush()
-        self.tape.add(BACKWARD, t, begin)
+        self.recorder.add(BACKWARD, t, begin)
         return below
 
     def update(self, over: int) -> None:
         window, s = self.stage.window.batches, self.stage.update_index
         newest = window[-1] if window else NOBODY
-        begin = self.tape.now()
+        begin = self.recorder.now()
         self.actor.update(over)
         self.stage.launcher.flush()
-        self.tape.add(UPDATE, s, begin, newest)
+        self.recorder.add(UPDATE, s, begin, newest)
 
     def teach(self, t: int, gradients: list[Tensor | None]) -> None:
-        begin = self.tape.now()
+        begin = self.recorder.now()
         self.actor.teach(t, gradients)
-        self.tape.add(UPDATE, self.stage.update_index, begin, t)  # of the synthesiser
+        self.recorder.add(UPDATE, self.stage.update_index, begin, t)  # of the synthesiser
 
 
-class TapedLink:
-    """A link whose messages are noted, each once; marks between batches are not."""
+class TracedLink:
+    """A link whose messages are recorded, each once; marks between batches are not."""
 
-    def __init__(self, link: Link, tape: Tape) -> None:
-        self.link, self.tape = link, tape
+    def __init__(self, link: Link, recorder: EventRecorder) -> None:
+        self.link, self.recorder = link, recorder
         self.ready, self.close = link.ready, link.close
         self.peeked = False
 
     def send(self, message: Message) -> None:
-        begin = self.tape.now()
+        begin = self.recorder.now()
         self.link.send(message)
         if message.kind == "batch":
-            self.tape.add(SEND, message.t, begin)
+            self.recorder.add(SEND, message.t, begin)
 
     def peek(self) -> Message:
-        return self.link.peek() if self.peeked else self._noted(self.link.peek, peeked=True)
+        return self.link.peek() if self.peeked else self._recorded(self.link.peek, peeked=True)
 
     def receive(self) -> Message:
         if self.peeked:
             self.peeked = False
             return self.link.receive()
-        return self._noted(self.link.receive, peeked=False)
+        return self._recorded(self.link.receive, peeked=False)
 
-    def _noted(self, take: Callable[[], Message], *, peeked: bool) -> Message:
-        begin, there = self.tape.now(), self.link.ready()
+    def _recorded(self, take: Callable[[], Message], *, peeked: bool) -> Message:
+        begin, there = self.recorder.now(), self.link.ready()
         message = take()
         self.peeked = peeked
         if message.kind == "batch":
-            self.tape.add(WAIT, message.t, begin, int(there))
+            self.recorder.add(WAIT, message.t, begin, int(there))
         return message
 
 
-def taped_barrier(barrier: Callable[[], None], tape: Tape) -> None:
-    begin = tape.now()
+def traced_barrier(barrier: Callable[[], None], recorder: EventRecorder) -> None:
+    begin = recorder.now()
     barrier()
-    tape.add(WAIT, NOBODY, begin)
+    recorder.add(WAIT, NOBODY, begin)
 
 
 @dataclass
@@ -196,9 +196,9 @@ class TraceLinks:
 
 
 class Tracing:
-    """One recording: waits for the stages to be full, records, brings all to the first process, which writes it.
+    """One recording: waits until all stages are full, records, and sends all to the first process, which writes it.
 
-    Made by all processes ahead of the same batch (it compares clocks), and asked to run every turn from then on.
+    All processes make it before the same batch (it compares clocks), and run every later turn through it.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Tracing:
         self.start = at + self.filling
         self.done = 0  # turns recorded
         self.away = 0  # nanoseconds of evaluations among them
-        self.tapes: dict[int, Tape] = {}
+        self.recorders: dict[int, EventRecorder] = {}
         self.plain: list[tuple[Links, Actor, Callable[[], None]]] = []
         self.found: dict[int, tuple[Tensor, int]] = {}  # what was recorded, in the first process
         self.finished = False  # nothing more to do in this process
@@ -232,7 +232,7 @@ class Tracing:
     def filling(self) -> int:
         """Turns until all stages are full, and have closed two windows (an engine may record updates then)."""
         method, K = self.method, self.engine.K
-        free = 4 * K if method.order else 0  # stages that run freely begin by chance
+        free = 4 * K if method.order else 0  # stages of such an order start at different times
         return method.fill(K) + 2 * method.M + free
 
     @property
@@ -241,63 +241,63 @@ class Tracing:
 
     def run(self, t: int, work: list[Iterator[bool]]) -> None:
         """Turn t of this process's stages."""
-        if t >= self.start and not self.tapes:
+        if t >= self.start and not self.recorders:
             self._begin()
         self.engine.run(work)
         if self.recording:
             self.done += 1
             if self.done == self.turns:
-                self._step_aside()
+                self._detach()
                 self._hand_over()
-        if self.tapes and not self.recording:
+        if self.recorders and not self.recording:
             self._collect()
 
     def _begin(self) -> None:
         watch: Watch = DeviceWatch(self.device) if self.device.type == "cuda" else HostWatch()
         for worker in self.workers:
-            tape = self.tapes[worker.stage.k] = Tape(watch)
+            recorder = self.recorders[worker.stage.k] = EventRecorder(watch)
             self.plain.append((worker.links, worker.actor, worker.barrier))
-            taped: dict[str, Any] = {
-                name: None if link is None else TapedLink(link, tape) for name, link in vars(worker.links).items()
+            traced: dict[str, Any] = {
+                name: None if link is None else TracedLink(link, recorder) for name, link in vars(worker.links).items()
             }
-            worker.links = Links(**taped)
-            worker.actor = TapedStage(worker, tape)
-            worker.barrier = partial(taped_barrier, worker.barrier, tape)
+            worker.links = Links(**traced)
+            worker.actor = TracedStage(worker, recorder)
+            worker.barrier = partial(traced_barrier, worker.barrier, recorder)
 
     def _hand_over(self) -> None:
-        """Tell the first process what the stages did."""
-        for k, tape in self.tapes.items():
-            told = tape.rows(), self.away
+        """Send the events of the stages to the first process."""
+        for k, recorder in self.recorders.items():
+            recorded = recorder.rows(), self.away
             if k in self.links.up:
-                self.links.up[k].send(Message(self.done, told))
+                self.links.up[k].send(Message(self.done, recorded))
             else:
-                self.found[k] = told
+                self.found[k] = recorded
 
-    def _step_aside(self) -> None:
-        """Let the workers go on as ever."""
+    def _detach(self) -> None:
+        """Give the workers their own links and stages back."""
         for worker, (links, actor, barrier) in zip(self.workers, self.plain, strict=True):
             worker.links, worker.actor, worker.barrier = links, actor, barrier
         self.plain = []
 
     @contextmanager
     def draining(self, at: int) -> Iterator[None]:
-        """Around a drain behind so many batches. It ends a recording; one that has not begun waits until the stages are
+        """Around a drain after `at` batches. It ends a recording; one that has not begun waits until all stages are
         full again."""
-        begun = {k: tape.now() for k, tape in self.tapes.items()} if self.recording else {}
+        begun = {k: recorder.now() for k, recorder in self.recorders.items()} if self.recording else {}
         if self.recording:
-            self._step_aside()
+            self._detach()
         yield
         for k, begin in begun.items():
-            self.tapes[k].add(DRAIN, NOBODY, begin)
+            self.recorders[k].add(DRAIN, NOBODY, begin)
         if begun:
             self._hand_over()
-        if self.tapes:
+        if self.recorders:
             self._collect(wait=True)
         else:
             self.start = at + self.filling
 
     def evaluated(self, nanoseconds: int) -> None:
-        """An evaluation took so long."""
+        """The time of an evaluation, which does not count as idle."""
         if self.recording:
             self.away += nanoseconds
 
@@ -334,30 +334,30 @@ class Tracing:
             if self.engine.defers
             else f"idle {' '.join(f'{100 * share:.0f} %' for share in idle)}"
         )
-        told = f"trace: {what} in {self.path}; {found}"
+        line = f"trace: {what} in {self.path}; {found}"
         part = self.path.with_name(self.path.name + ".part")
         try:
             part.write_text(json.dumps(trace, separators=(",", ":")) + "\n")
             os.replace(part, self.path)
         except OSError as error:
-            told = f"trace failed (training goes on): {self.path}: {error.strerror or first_line(error)}"
+            line = f"trace failed (training continues): {self.path}: {error.strerror or first_line(error)}"
             if self.tell is None:
-                warnings.warn(told, stacklevel=2)
+                warnings.warn(line, stacklevel=2)
         if self.tell is not None:
-            self.tell(told)
+            self.tell(line)
 
 
 def check(turns: int) -> None:
-    """Refuse a recording of no turns, or of more than anybody can look at."""
+    """Refuse a recording of no turns, or of too many to be useful."""
     if isinstance(turns, bool) or not isinstance(turns, int) or not 1 <= turns <= MOST_TURNS:
         raise UserError(f"trace = {turns!r} local iterations: use a whole number from 1 to {MOST_TURNS}")
 
 
 def _idle(rows: Tensor, away: int) -> float:
-    """Share of the recording's time in which the stage did nothing of its own."""
+    """Share of the recording's time in which the stage did no work."""
     kind, begin, end, more = rows[:, 0], rows[:, 2], rows[:, 3], rows[:, 4]
     steady = kind != DRAIN
-    if not steady.any():  # a stage that runs freely may not have had its turn
+    if not steady.any():  # a stage may not have had its turn yet
         return 1.0
     own = (end - begin)[steady & ((kind != WAIT) | (more == 1))].sum()
     span = end[steady].max() - begin[steady].min() - away

@@ -1,4 +1,4 @@
-"""What a record of `offbeat bench` says: the table, and when which row is the better choice. From the record alone."""
+"""The table of a record of `offbeat bench`, and which row is the better choice when; from the record alone."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 from offbeat.report.formatting import counted, markdown, ranged, size
 
 Record = dict[str, Any]
-Row = dict[str, Any]
+RowRecord = dict[str, Any]
 HEAD = ("row", "samples/s", "x BP", "x best sync.", "of the bound", "gradient", "memory", "moved")
-BUSY = 0.5  # processes that others run for each core
-ALIKE = 0.03  # of each other: called as fast
+BUSY = 0.5  # other processes per core
+ALIKE = 0.03  # relative difference below which two rows count as equally fast
 
 
-def measured(record: Record) -> dict[str, Row]:
+def measured(record: Record) -> dict[str, RowRecord]:
     """The rows that were timed at least once, by name."""
     return {row["name"]: row for row in record["rows"] if row["seconds_per_batch"]}
 
 
-def speed(row: Row) -> float:
+def speed(row: RowRecord) -> float:
     return median(row["samples_per_second"])
 
 
-def is_pipeline(row: Row) -> bool:
-    """Whether a row's workers hold a stage each, so that the bound of the cuts is one for it."""
+def is_pipeline(row: RowRecord) -> bool:
+    """Whether each worker of a row holds a stage, so that the bound of the cuts applies to it."""
     return bool(row["staleness"]) or row["micro_batches"] is not None
 
 
-def best_synchronous(record: Record) -> Row | None:
+def best_synchronous(record: Record) -> RowRecord | None:
     """The fastest pipeline whose gradient is exact."""
     found = [row for row in measured(record).values() if row["exact"] and is_pipeline(row)]
     return max(found, key=speed, default=None)
 
 
-def times_faster(row: Row, other: Row) -> float:
+def times_faster(row: RowRecord, other: RowRecord) -> float:
     """Median over the rounds of one row's speed divided by the other's in the same round.
 
     >>> times_faster({"seconds_per_batch": [1.0, 2.0]}, {"seconds_per_batch": [3.0, 4.0, 9.0]})
@@ -43,20 +43,20 @@ def times_faster(row: Row, other: Row) -> float:
     return median(by_round(row, other))
 
 
-def by_round(row: Row, other: Row) -> list[float]:
+def by_round(row: RowRecord, other: RowRecord) -> list[float]:
     """The same, of every round."""
     pairs = zip(other["seconds_per_batch"], row["seconds_per_batch"], strict=False)  # a round may not be complete
     return [a / b for a, b in pairs]
 
 
-def share_of_bound(row: Row, record: Record) -> float | None:
+def share_of_bound(row: RowRecord, record: Record) -> float | None:
     """The time of the slowest stage alone, divided by the row's in the same round."""
     if not record["bound"]["seconds_per_batch"] or not is_pipeline(row):
         return None
     return times_faster(row, record["bound"])
 
 
-def gradient(row: Row) -> str:
+def gradient(row: RowRecord) -> str:
     """Exact, or how many updates late."""
     if row["exact"]:
         return "exact"
@@ -65,7 +65,7 @@ def gradient(row: Row) -> str:
 
 
 def cells(record: Record) -> list[list[str]]:
-    """A line a row, in the order of the record; columns as in HEAD."""
+    """A line per row, in the order of the record; columns as in HEAD."""
     rows, best = measured(record), best_synchronous(record)
     found = []
     for row in rows.values():
@@ -102,7 +102,7 @@ def cells(record: Record) -> list[list[str]]:
 def setting(record: Record) -> str:
     """The network, and where it was timed."""
     given = record["settings"]
-    where = "one GPU" if given["device"] == "cuda" else "one core a worker"
+    where = "one GPU" if given["device"] == "cuda" else "one core per worker"
     if given["cores_shared"]:
         where = f"{counted(given['cores'], 'core')} shared by the workers"
     return f"{given['model']}, b={given['batch_size']}, K={given['K']}, M={given['M']}, {where}"
@@ -112,7 +112,7 @@ def heading(record: Record) -> str:
     return f"{setting(record)}; median (least-most) of {counted(record['settings']['rounds'], 'round')}"
 
 
-def compared(row: Row, other: Row) -> str:
+def compared(row: RowRecord, other: RowRecord) -> str:
     """'A is 1.20 times as fast as B', or that they are alike, from the figures of the run."""
     factor = times_faster(row, other)
     if abs(factor - 1) <= ALIKE:
@@ -123,22 +123,22 @@ def compared(row: Row, other: Row) -> str:
 
 
 def advice(record: Record) -> list[str]:
-    """When which is the better choice, as far as this run tells."""
+    """Which row is the better choice when, by this run."""
     rows, best = measured(record), best_synchronous(record)
-    adl, said = rows.get("adl"), []
+    adl, made = rows.get("adl"), []
     if adl is None:
         return []
     late = f"ADL's gradients are up to {max(adl['staleness']):.3g} updates late"
     if ddp := rows.get("ddp"):
-        said.append(_against_ddp(adl, ddp, late))
+        made.append(_against_ddp(adl, ddp, late))
     if best:
-        said.append(
-            f"{compared(adl, best)}; it holds {size(adl['memory_per_worker'])} a worker at most, the other "
+        made.append(
+            f"{compared(adl, best)}; it holds {size(adl['memory_per_worker'])} per worker at most, the other "
             f"{size(best['memory_per_worker'])}. The synchronous one is the better choice where the exact "
             f"gradient is worth that much time, or where memory is short: {late}."
         )
     if cores := rows.get("bp-cores"):
-        said.append(
+        made.append(
             f"{compared(adl, cores)}. Back-propagation on all cores needs no second process: the larger the batch and "
             "the layers, the better it uses them."
         )
@@ -146,20 +146,20 @@ def advice(record: Record) -> list[str]:
         ours, theirs = rows["gpipe"], rows["torch-gpipe"]
         same = sorted(set(ours["sweep"]) & set(theirs["sweep"]), key=int)
         each = ", ".join(f"m={m}: {theirs['sweep'][m] / ours['sweep'][m]:.2f}" for m in same)
-        said.append(compared(ours, theirs) + (f"; torch's time / ours while m was sought: {each}." if each else "."))
+        made.append(compared(ours, theirs) + (f"; torch's time / ours for each m tried: {each}." if each else "."))
     share = share_of_bound(adl, record)
     if share is not None:
-        said.append(f"ADL reaches {share:.2f} of what its slowest stage would do alone.")
-    return said
+        made.append(f"ADL reaches {share:.2f} of the speed of its slowest stage alone.")
+    return made
 
 
-def _against_ddp(adl: Row, ddp: Row, late: str) -> str:
-    moved = f"it moves {size(ddp['bytes_moved'])} a batch, ADL {size(adl['bytes_moved'])}"
+def _against_ddp(adl: RowRecord, ddp: RowRecord, late: str) -> str:
+    moved = f"it moves {size(ddp['bytes_moved'])} per batch, ADL {size(adl['bytes_moved'])}"
     holds = f"each of its workers holds the whole network ({size(ddp['memory_per_worker'])} with its activations)"
     if times_faster(adl, ddp) > 1 + ALIKE:
         return (
             f"{compared(adl, ddp)}. DDP is still the better choice where the gradient must be exact and the network "
-            f"fits one worker: {holds}; {moved}; ADL pays with memory ({size(adl['memory_per_worker'])} a worker "
+            f"fits one worker: {holds}; {moved}; ADL pays with memory ({size(adl['memory_per_worker'])} per worker "
             f"at most), and {late}."
         )
     return (
@@ -180,25 +180,25 @@ def notes(record: Record) -> list[str]:
 
 
 def common_notes(record: Record) -> list[str]:
-    said = [
+    made = [
         "x BP: times as fast as BP on one worker; x best sync.: as the fastest pipeline with exact gradients. Ratios, "
-        "and shares of the bound, are those of a round, the median of them.",
-        "Late: how many updates old the gradient of stage 1 is, in the mean and by formula; that of the last stage "
-        "never is.",
+        "and shares of the bound, are taken within each round; the median of the rounds is given.",
+        "Late: how many updates old the gradient of stage 1 is, on average, by formula; that of the last stage "
+        "is never late.",
         f"Memory: {record['settings']['memory']}. Moved: by all workers together in one batch.",
         f"Bound: {record['bound']['meaning']}.",
     ]
     if record["settings"]["device"] == "cpu":
         batches = counted(record["settings"]["batches"], "batch", "batches")
-        said.insert(1, f"A round times {batches} of a row with K workers, or whole windows of M where it accumulates.")
+        made.insert(1, f"A round times {batches} of a row with K workers, or whole windows of M where it accumulates.")
     if record["settings"]["load"] > BUSY * record["settings"]["cores"]:
         load, cores = record["settings"]["load"], record["settings"]["cores"]
-        said.append(
+        made.append(
             f"The machine was busy with something else when this began (load {load:g} on "
-            f"{counted(cores, 'core')}): these times say little."
+            f"{counted(cores, 'core')}): these times are not reliable."
         )
-    said += [f"{name} is left out: {reason}." for name, reason in record["left_out"].items()]
-    return said
+    made += [f"{name} is left out: {reason}." for name, reason in record["left_out"].items()]
+    return made
 
 
 def page(record: Record) -> str:
@@ -215,7 +215,7 @@ def page(record: Record) -> str:
         "",
         "## What the rows are",
         "",
-        *(f"- {said}" for said in notes(record)),
+        *(f"- {note}" for note in notes(record)),
         "",
         f"`{' '.join(made['command'])}`, commit {(made['commit'] or 'unknown')[:12]}, torch "
         f"{made['versions']['torch']}, {made['machine']}; cuts {record['settings']['cuts']}.",
@@ -233,7 +233,7 @@ def show(record: Record, where: str) -> None:
     console = Console(highlight=False)
     made = Table(title=heading(record), box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     made.add_column("row", no_wrap=True)
-    for column in ("m", "late\nby", "MB a\nworker", "MB\nmoved", "samples/s", "x BP", "x best\nsync.", "of\nbound"):
+    for column in ("m", "late\nby", "MB per\nworker", "MB\nmoved", "samples/s", "x BP", "x best\nsync.", "of\nbound"):
         made.add_column(column, justify="right", no_wrap=True)
     rows = [*measured(record).values(), *([record["bound"]] if record["bound"]["seconds_per_batch"] else [])]
     for row, line in zip(rows, cells(record), strict=True):
@@ -250,8 +250,6 @@ def show(record: Record, where: str) -> None:
             *line[1:5],
         )
     console.print(made)
-    for said in advice(record):
-        console.print(f"- {said}", soft_wrap=True)
-    for said in common_notes(record):
-        console.print(f"- {said}", soft_wrap=True)
+    for text in (*advice(record), *common_notes(record)):
+        console.print(f"- {text}", soft_wrap=True)
     console.print(f"records: {where}", soft_wrap=True)

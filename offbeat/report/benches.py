@@ -15,11 +15,11 @@ from offbeat.report.read import numbers, read_json
 from offbeat.report.sections import Block, Drawing, Section, charts, figures, missing, notes, table
 
 LETTERS = (("K", "K"), ("b", "batch_size"))
-ODD = (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError)  # of a record that is not a whole one
+ODD = (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError)  # raised by a record that is not complete
 
 
 def flat(content: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as text: those of a word or two in one line, longer ones by themselves, what is nested left out."""
+    """Settings as text: short ones together in one line, longer ones by themselves, nested ones left out."""
     short, long = [], {}
     for key, value in content.items():
         name, items = key.replace("_", " "), value if isinstance(value, list) else [value]
@@ -122,12 +122,12 @@ def _table(content: dict[str, Any]) -> Block:
 
 
 def _choice(content: dict[str, Any]) -> list[Section]:
-    """When which row is the better choice, where the record has what that takes."""
+    """Which row is the better choice when, where the record is complete enough."""
     try:
         advice = bench_table.advice(content)
     except ODD:
         return []
-    return [Section("When which", "As far as this run shows.").add(notes(advice))] if advice else []
+    return [Section("Which to choose", "By this run.").add(notes(advice))] if advice else []
 
 
 def _memory(rows: Sequence[dict[str, Any]], name: str) -> Section:

@@ -3,9 +3,9 @@
     error          test error % at the last epoch; the median over the seeds, and their range
     samples/s      the median over the seeds of each run's own median epoch
     x BP           ratio of these medians, against the first method that keeps all locks
-    staleness      measured, a stage, in updates
+    staleness      measured, per stage, in updates
 
-Runs that failed are in none of the medians; their row says so.
+Runs that failed are in none of the medians; their row states it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from offbeat.report.formatting import document
 from offbeat.runs.recipe import Recipe, from_json, make_recipe
 from offbeat.runs.record import lines
 
 ALL_LOCKS = {"forward", "backward", "update"}
-STAGES_IN_FULL = 4  # more are told by the first and the last; the JSON has all
+STAGES_IN_FULL = 4  # of more stages, only the first and the last are shown; the JSON has all
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """A method over its seeds. Figures are of the runs that finished, None where none did.
 
     batchnorm_batch   samples that BatchNorm normalises together: the batch, or the mean micro-batch
     memory            peak bytes of each stage, the largest of the runs
     staleness         of each stage; where forwards are replayed it is the age of the input
     jacobian          staleness of the local Jacobian, where it is not that of the input: 0 by construction of replay
-    curves            test error after each epoch, a list a seed
+    curves            test error after each epoch, one list per seed
     failed            seed -> why there is no result
     """
 
@@ -68,7 +69,7 @@ class Comparison:
     match: str
     baseline: str | None  # the row that speed-ups are over
     notes: list[str]
-    rows: list[Row]
+    rows: list[ComparisonRow]
     provenance: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,11 +77,11 @@ class Comparison:
 
 
 def read(folder: Path) -> Comparison:
-    """The comparison in a folder, as far as it has come."""
+    """The comparison in a folder, as far as its runs are recorded."""
     path = folder / "config.json"
     written = json.loads(path.read_text())
     asked, runs = written["comparison"]["asked"], written["comparison"]["runs"]
-    rows: list[Row] = []
+    rows: list[ComparisonRow] = []
     recipes: list[Recipe] = []
     for label in dict.fromkeys(run["label"] for run in runs):
         mine = [run for run in runs if run["label"] == label]
@@ -95,7 +96,7 @@ def read(folder: Path) -> Comparison:
         None,
     )
     jobs = written["comparison"]["jobs"]
-    if baseline and baseline.samples_per_second and jobs == 1:  # others had a part of the machine, which changes
+    if baseline and baseline.samples_per_second and jobs == 1:  # otherwise other runs use the machine, too
         speed = baseline.samples_per_second
         rows = [replace(row, speed_up=row.samples_per_second and row.samples_per_second / speed) for row in rows]
     return Comparison(
@@ -108,7 +109,7 @@ def read(folder: Path) -> Comparison:
     )
 
 
-def _row(label: str, recipe: Recipe, records: dict[int, list[dict[str, Any]]]) -> Row:
+def _row(label: str, recipe: Recipe, records: dict[int, list[dict[str, Any]]]) -> ComparisonRow:
     method = recipe.make_method()
     results = {
         seed: line
@@ -124,7 +125,7 @@ def _row(label: str, recipe: Recipe, records: dict[int, list[dict[str, Any]]]) -
         for line in record
         if line["kind"] in ("epoch", "result") and line.get("memory")
     ]
-    return Row(
+    return ComparisonRow(
         label=label,
         method=recipe.method,
         K=recipe.K,
@@ -156,7 +157,7 @@ def _reason(record: list[dict[str, Any]]) -> str:
     return str(last["reason"]) if last["kind"] == "failed" else "not finished"
 
 
-# ---- words
+# ---- text
 
 
 def _title(asked: dict[str, Any], recipes: list[Recipe]) -> str:
@@ -168,16 +169,16 @@ def _title(asked: dict[str, Any], recipes: list[Recipe]) -> str:
 
 
 def _rule(asked: dict[str, Any]) -> str:
-    """What is the same for all, and what is not."""
+    """What is the same for all methods, and what is not."""
     b, M = asked["batch_size"], asked["M"]
     rate = f"lr = {asked['lr']:g} for all" if asked["lr"] is not None else "lr = 0.1 b M / 256"
     if asked["match"] == "batch":
         return f"match batch: b = {b} for all, each method at its own M; {rate}"
-    return f"match effective: {b * M} samples an update for all, b = {b * M} where M = 1; {rate}"
+    return f"match effective: {b * M} samples per update for all, b = {b * M} where M = 1; {rate}"
 
 
 def _notes(
-    asked: dict[str, Any], jobs: int, rows: list[Row], recipes: list[Recipe], baseline: Row | None
+    asked: dict[str, Any], jobs: int, rows: list[ComparisonRow], recipes: list[Recipe], baseline: ComparisonRow | None
 ) -> Iterator[str]:
     """What must be known to read the figures."""
     yield _rule(asked)
@@ -204,15 +205,15 @@ def _notes(
     if alone:
         yield f"{', '.join(alone)}: K=1, the whole network in one stage"
     if {recipe.engine for recipe in recipes} == {"simulate"} and most > 1:
-        yield "engine simulate: the stages take turns in one process, so samples/s tells their work, not a speed-up"
+        yield "engine simulate: the stages take turns in one process, so samples/s measures their work, not a speed-up"
     if jobs > 1:
-        yield f"{jobs} runs at a time shared the machine: samples/s is only roughly comparable"
+        yield f"{jobs} runs at the same time shared the machine: samples/s is only roughly comparable"
     for row in rows:
         for seed, reason in row.failed.items():
             yield f"{row.label}, seed {seed}: no result ({reason})"
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: ComparisonRow) -> list[str]:
     """The figures of a row as text."""
     total = len(row.errors) + len(row.failed)
     if row.error is None or row.error_range is None:
@@ -242,7 +243,7 @@ def _short(stages: list[str]) -> str:
     return " ".join(stages) if len(stages) <= STAGES_IN_FULL else f"{stages[0]} .. {stages[-1]}"
 
 
-COLUMNS = ("method", "M", "BN batch", "error %", "samples/s", "x BP", "peak MB a stage", "staleness a stage")
+COLUMNS = ("method", "M", "BN batch", "error %", "samples/s", "x BP", "peak MB per stage", "staleness per stage")
 
 
 def table(comparison: Comparison) -> Table:
@@ -254,8 +255,8 @@ def table(comparison: Comparison) -> Table:
     shown = [place for place in range(len(COLUMNS)) if any(row[place] != "-" for row in rows)]
     made = Table(title=comparison.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
     for name in (COLUMNS[place] for place in shown):
-        heading = name.replace(" a stage", "\na stage").replace("BN batch", "BN\nbatch")
-        breaks = name == "method" or name.endswith("a stage")
+        heading = name.replace(" per stage", "\nper stage").replace("BN batch", "BN\nbatch")
+        breaks = name == "method" or name.endswith("per stage")
         made.add_column(
             heading,
             justify="left" if name == "method" else "right",
@@ -272,7 +273,4 @@ def markdown(comparison: Comparison) -> str:
     """The same for documents."""
     head = [f"| {' | '.join(COLUMNS)} |", f"|---|{'---:|' * (len(COLUMNS) - 1)}"]
     rows = [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in comparison.rows]
-    ran = comparison.provenance
-    source = f"`{' '.join(ran['command'])}`, commit {ran['commit'] or 'unknown'}, {ran['machine']}, {ran['started']}"
-    notes = [f"- {note}" for note in comparison.notes]
-    return "\n".join([f"### {comparison.title}", "", *head, *rows, "", *notes, f"- {source}", ""])
+    return document(comparison.title, [*head, *rows], comparison.notes, comparison.provenance)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from offbeat.errors import UserError
 from offbeat.runs.recipe import Recipe
 
-KNOWN = {"cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100)}  # what their files would say
+KNOWN = {"cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100)}  # shape and classes, without their files
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Pictures in files, .svg, .png or .txt: timelines, staleness, learning curves, benchmarks, scaling studies.
 
 A file is written completely or not at all, and the same arguments give the same bytes. Charts need Altair and
-vl-convert, which training does not: what draws beside its real work calls `by_the_way`, and goes on without them.
+vl-convert, which training does not need: a command that only also draws calls `by_the_way`, and continues without.
 """
 
 from __future__ import annotations

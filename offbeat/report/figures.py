@@ -1,5 +1,4 @@
-"""The charts of a report that show more than one kind of record, and those that are drawn into files: which values go
-into which kind of chart."""
+"""The charts of a report and of files: the values of records in charts of each kind."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from offbeat.ops import Backward, Forward, Update
 from offbeat.report import gantt
 from offbeat.report.charts import Axis, Bar, Box, Line, bars, lanes, lines
 from offbeat.report.curves import clock, points
+from offbeat.report.formatting import size
 from offbeat.report.read import numbers
 from offbeat.report.style import colour, shade
 from offbeat.report.text import staleness_of_stages
@@ -145,7 +145,7 @@ def speeds(rows: Rows, bound: Any) -> alt.LayerChart:
 def amounts(rows: Rows, key: str, *, title: str) -> alt.LayerChart | None:
     """Bytes of each row, in MB; None where no row has them."""
     drawn = [
-        Bar(called(row), value[0] / 1e6, f"{value[0] / 1e6:,.3g} MB", family(row))
+        Bar(called(row), value[0] / 1e6, size(value[0]), family(row))
         for row in rows
         if (value := numbers(row.get(key)))
     ]

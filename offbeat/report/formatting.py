@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 
 def counted(count: int, word: str, several: str | None = None) -> str:
@@ -56,3 +57,12 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     | 1 | 2 |
     """
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows])
+
+
+def document(title: str, lines: Sequence[str], notes: Sequence[str], provenance: Mapping[str, Any]) -> str:
+    """A table, its notes, and where it comes from."""
+    made = provenance
+    source = (
+        f"`{' '.join(made['command'])}`, commit {made['commit'] or 'unknown'}, {made['machine']}, {made['started']}"
+    )
+    return "\n".join([f"### {title}", "", *lines, "", *(f"- {note}" for note in (*notes, source)), ""])

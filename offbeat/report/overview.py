@@ -10,17 +10,17 @@ from typing import Any
 from offbeat.report import figures as charts
 from offbeat.report.charts import Line
 from offbeat.report.formatting import counted, duration, size
-from offbeat.report.read import Run
+from offbeat.report.read import RunRecord
 from offbeat.report.sections import Block, Drawing, Section, facts, figures, missing, table
 from offbeat.report.sections import charts as drawings
 from offbeat.runs.recipe import Recipe
 
-Groups = Mapping[str, Sequence[Run]]  # the runs of one setting, over its seeds, by their label
+Groups = Mapping[str, Sequence[RunRecord]]  # the runs of one setting, over its seeds, by their label
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run: its method, K and M, its network where there are several, and as much as is needed to
-    tell it from the others."""
+def labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A short name for each run: its method, K and M, its network where there are several, and those settings in which
+    it differs from the others."""
     known = [run.recipe for run in runs if run.recipe is not None]
     several = len({recipe.model for recipe in known}) > 1
     made = {}
@@ -53,17 +53,25 @@ MORE = (
 )
 
 
-BESIDE = ("seed", "data_workers", "trace", "diagnose", "checkpoint_every", "checkpoint_mode", "keep")  # the numbers
+BESIDE = (
+    "seed",
+    "data_workers",
+    "trace",
+    "diagnose",
+    "checkpoint_every",
+    "checkpoint_mode",
+    "keep",
+)  # that change no result
 
 
 def _key(recipe: Recipe) -> str:
-    """The same for recipes that differ in their seed alone, or in what changes no number."""
+    """Equal for recipes that differ only in their seed, or in settings that change no result."""
     return str({name: value for name, value in recipe.as_dict().items() if name not in BESIDE})
 
 
-def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs that differ in their seed alone, together; others that would be called alike by their folders."""
-    groups: dict[str, list[Run]] = {}
+def grouped(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    """Runs that differ only in their seed, together; others with the same label get their folder's name as well."""
+    groups: dict[str, list[RunRecord]] = {}
     for run, label in zip(runs, labels(runs), strict=True):
         same = groups.get(label)
         if same and not _seeds_alone(same[0].recipe, run.recipe):
@@ -80,7 +88,7 @@ def _seeds_alone(one: Recipe | None, other: Recipe | None) -> bool:
 
 
 def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Mapping[str, str] | None = None) -> Block:
-    """Recipe, command, commit, hardware: as they were written when it ran."""
+    """Recipe, command, commit and hardware, as recorded."""
     shown: dict[str, str] = {}
     command = provenance.get("command")
     if isinstance(command, list):
@@ -110,7 +118,7 @@ def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Ma
 # ---- headline figures
 
 
-def headline(run: Run) -> Block:
+def headline(run: RunRecord) -> Block:
     """The figures of one run."""
     recipe, last = run.recipe, run.epochs[-1] if run.epochs else None
     total = f" of {recipe.epochs}" if recipe else ""
@@ -118,14 +126,14 @@ def headline(run: Run) -> Block:
     error = run.error if run.error is not None else last.test_error if last else None
     if error is not None:
         best = run.best
-        told = f"lowest {best.test_error:.2f} % after epoch {best.number}" if best else ""
-        shown.append(("test error" if run.error is not None else "test error so far", f"{error:.2f} %", told))
+        remark = f"lowest {best.test_error:.2f} % after epoch {best.number}" if best else ""
+        shown.append(("test error" if run.error is not None else "test error so far", f"{error:.2f} %", remark))
     shown.append(("state", run.state, f"{len(run.epochs)}{total} epochs"))
     if run.samples_per_second:
         shown.append(("samples per second", f"{run.samples_per_second:,.0f}", "median epoch"))
     if run.seconds:
-        told = "evaluation included" if run.state == "finished" else "of training"
-        shown.append(("time", duration(run.seconds), told))
+        remark = "evaluation included" if run.state == "finished" else "of training"
+        shown.append(("time", duration(run.seconds), remark))
     if run.staleness:
         stalest = max(range(len(run.staleness)), key=lambda here: run.staleness[here] if run.staleness else 0)
         shown.append(("staleness", f"{run.staleness[stalest]:.2f}", f"updates, stage {stalest + 1}, the stalest"))
@@ -173,8 +181,8 @@ def _middle(values: Sequence[float | None]) -> float | None:
 def curves(groups: Groups, name: str) -> Section:
     """Test error by epoch and by time of training (the paper's Fig. 3)."""
     several = any(len(group) > 1 for group in groups.values())
-    told = "; a line is the median of a setting's seeds, its band their range" if several else ""
-    section = Section("Learning curves", f"Test error after each epoch{told}.")
+    band = "; a line is the median of a setting's seeds, its band their range" if several else ""
+    section = Section("Learning curves", f"Test error after each epoch{band}.")
     trained = {label: [run for run in group if run.epochs] for label, group in groups.items()}
     errors_of = {label: [run.errors for run in group] for label, group in trained.items() if group}
     if not errors_of:
@@ -207,7 +215,7 @@ def curves(groups: Groups, name: str) -> Section:
 
 
 def _thinned(drawn: Sequence[Line]) -> tuple[list[Line], int]:
-    """The lines with one point of so many that a page of many runs stays small, the last among them; and how many."""
+    """The lines with every nth point, the last among them, so that a page of many runs stays small; and n."""
     every = -(-sum(len(line.points) for line in drawn) // MOST_POINTS)
     return [
         replace(line, points=line.points[::-1][::every][::-1], band=line.band[::-1][::every][::-1]) for line in drawn
@@ -215,8 +223,8 @@ def _thinned(drawn: Sequence[Line]) -> tuple[list[Line], int]:
 
 
 def errors(groups: Groups) -> Section:
-    """A row a run."""
-    section = Section("Errors", "Test error at the last epoch, and the lowest on the way.")
+    """One row per run."""
+    section = Section("Errors", "Test error at the last epoch, and the lowest of all epochs.")
     columns = [
         "run",
         "error %",

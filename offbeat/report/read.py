@@ -1,4 +1,4 @@
-"""What lies in the folders that a report is about, read with care: half-written and broken files are told, not thrown.
+"""The folders of a report; incomplete and broken files are reported in it, not raised.
 
 a run              config.json, metrics.jsonl, trace.json, diagnosis.jsonl
 a comparison       config.json with its runs;  a reproduction: reproduction.json and runs/
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Epoch:
-    """What a run said after an epoch."""
+    """The records of a run for one epoch."""
 
     number: int  # from 1
     seconds: float
@@ -48,11 +48,11 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunRecord:
     """A run folder, as far as it can be read.
 
     state     "finished", "failed", "stopped" or "under way"; reason: why it failed
-    problems  what could not be read, a line each
+    problems  what could not be read, one line each
     """
 
     path: Path
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def times(self) -> list[float]:
-        """Seconds of training behind each epoch."""
+        """Seconds of training until the end of each epoch."""
         return list(accumulate(epoch.seconds for epoch in self.epochs))
 
     @property
@@ -168,20 +168,22 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
         problems.append(f"{path.name}: {counted(broken, 'line')} could not be read, left out")
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     """What a run folder holds."""
     problems: list[str] = []
     recipe, provenance = _config(path, problems)
-    told = (
+    every = (
         [line for line in read_lines(path / "metrics.jsonl", problems) if isinstance(line.get("kind"), str)]
         if (path / "metrics.jsonl").exists()
         else []
     )
     try:
-        lines = standing(told)
+        lines = standing(every)
     except (KeyError, TypeError):
-        problems.append("metrics.jsonl: where it went on from a checkpoint cannot be read, so epochs may stand twice")
-        lines = told
+        problems.append(
+            "metrics.jsonl: the batch of a resumed checkpoint cannot be read, so epochs may be listed twice"
+        )
+        lines = every
     epochs = _each(lines, "epoch", _epoch, "metrics.jsonl", problems)
     ends = [line for line in lines if line["kind"] in ("result", "failed", "interrupted", "resumed")]
     last = ends[-1] if ends else {"kind": "nothing"}
@@ -192,7 +194,7 @@ def read_run(path: Path) -> Run:
     stages = [line for line in lines if line["kind"] in ("epoch", "result") and line.get("memory")]
     K = recipe.K if recipe else None
     speeds = [line.get("samples_per_second") for line in lines if line["kind"] == "epoch"]
-    return Run(
+    return RunRecord(
         path=path,
         recipe=recipe,
         provenance=provenance,
@@ -231,7 +233,7 @@ def _config(path: Path, problems: list[str]) -> tuple[Recipe | None, dict[str, A
 def _each(
     lines: list[dict[str, Any]], kind: str, make: Callable[[dict[str, Any]], T], name: str, problems: list[str]
 ) -> list[T]:
-    """What can be made of the lines of a kind; the others are counted."""
+    """The lines of a kind, parsed; those that cannot be are counted."""
     made, odd = [], 0
     for line in lines:
         if line.get("kind", kind) == kind:
@@ -240,7 +242,7 @@ def _each(
             except (KeyError, TypeError, ValueError):
                 odd += 1
     if odd:
-        problems.append(f"{name}: {counted(odd, 'line')} without the figures that belong there, left out")
+        problems.append(f"{name}: {counted(odd, 'line')} without the expected figures, left out")
     return made
 
 
@@ -293,7 +295,7 @@ def _number(value: Any) -> float | None:
 
 
 def _of_stages(values: list[Any], K: int | None) -> list[float] | None:
-    """The last of these that is a number a stage."""
+    """The last of these that has one number per stage."""
     for value in reversed(values):
         if isinstance(value, list) and value and (K is None or len(value) == K):
             numbers = [_number(item) for item in value]

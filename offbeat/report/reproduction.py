@@ -1,7 +1,7 @@
-"""A reproduction as a table: the paper's value beside what our runs have recorded, and what is still missing.
+"""A reproduction as a table: the paper's value beside what our runs recorded, and what is still missing.
 
-paper        test error % at the last epoch, median of 3 runs; div. where it says that training diverged
-ours         the median over the seeds that are finished; lowest, highest, and how many they are
+paper        test error % at the last epoch, median of 3 runs; div. where training diverged
+ours         the median over the finished seeds; lowest, highest, and how many there are
 difference   ours - paper
 samples/s    the median over the seeds of each run's own median epoch
 """
@@ -21,27 +21,28 @@ from rich import box
 from rich.table import Table as Grid
 
 from offbeat.errors import UserError
+from offbeat.report.formatting import document
 from offbeat.runs.recipe import Recipe, load, make_recipe
 from offbeat.runs.record import lines
-from offbeat.runs.tables import Images, Paper, Row, Table
+from offbeat.runs.tables import Images, Paper, Table, TableRow
 
 OTHERS = "on other images"  # in a title
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class SeedRun:
     """One seed of a row, as far as it is.
 
-    state   "done", "diverged" or "failed" (reason says why), "under way" (it goes on), "missing"
+    state   "done", "diverged" or "failed" (with a reason), "under way" (it can continue), "missing"
     """
 
     seed: int
     state: str
-    epochs: int = 0  # behind it
+    epochs: int = 0  # that are complete
     error: float | None = None
     top5: float | None = None
     samples_per_second: float | None = None
-    together: int = 1  # runs that shared its machine by turns, at most
+    together: int = 1  # most runs that took turns in its process
     reason: str | None = None
     errors: list[float] = field(default_factory=list)  # test error after each epoch
     times: list[float] = field(default_factory=list)  # seconds of training until then
@@ -52,12 +53,12 @@ class Run:
         return self.state in ("done", "diverged")
 
 
-def read_run(path: Path, seed: int) -> Run:
-    """What the records of a run folder tell."""
+def read_seed_run(path: Path, seed: int) -> SeedRun:
+    """One seed of a row, from the records of its run folder."""
     record = lines(path)
     epochs = [line for line in record if line["kind"] == "epoch"]
     ends = [line for line in record if line["kind"] in ("result", "failed", "resumed")]
-    told: dict[str, Any] = {
+    found: dict[str, Any] = {
         "epochs": epochs[-1]["epoch"] + 1 if epochs else 0,
         "errors": [line["test_error"] for line in epochs],
         "times": list(accumulate(line["seconds"] for line in epochs)),
@@ -65,27 +66,27 @@ def read_run(path: Path, seed: int) -> Run:
     }
     last: dict[str, Any] = ends[-1] if ends else {"kind": "nothing"}
     if last["kind"] == "result" and not isfinite(last["loss"]):
-        return Run(seed=seed, state="diverged", reason=f"the test loss is {last['loss']} at the end", **told)
+        return SeedRun(seed=seed, state="diverged", reason=f"the test loss is {last['loss']} at the end", **found)
     if last["kind"] == "result":
         values = {name: last[name] for name in ("error", "top5", "samples_per_second")}
-        return Run(seed=seed, state="done", **values, **told)
+        return SeedRun(seed=seed, state="done", **values, **found)
     if last["kind"] == "failed":
         state = "diverged" if last.get("diverged") else "failed"
-        return Run(seed=seed, state=state, reason=last["reason"], **told)
-    ended = epochs and told["epochs"] == _epochs(path) and isfinite(epochs[-1]["test_loss"])
-    if ended:  # stopped behind the last of them, before it could say so
+        return SeedRun(seed=seed, state=state, reason=last["reason"], **found)
+    ended = epochs and found["epochs"] == _epochs(path) and isfinite(epochs[-1]["test_loss"])
+    if ended:  # stopped after the last of them, before the result was written
         speeds = [line["samples_per_second"] for line in epochs]
         values = {
             "error": epochs[-1]["test_error"],
             "top5": epochs[-1]["test_top5"],
             "samples_per_second": median(speeds[1:] or speeds),
         }
-        return Run(seed=seed, state="done", **values, **told)
-    return Run(seed=seed, state="under way" if (path / "config.json").exists() else "missing", **told)
+        return SeedRun(seed=seed, state="done", **values, **found)
+    return SeedRun(seed=seed, state="under way" if (path / "config.json").exists() else "missing", **found)
 
 
 def _epochs(path: Path) -> int | None:
-    """For how many epochs the run in the folder is to train."""
+    """The epochs for which the run in the folder trains."""
     try:
         number: int = json.loads((path / "config.json").read_text())["recipe"]["epochs"]
         return number
@@ -94,13 +95,13 @@ def _epochs(path: Path) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class RowResult:
     """A row over its seeds; figures are of the runs that are done, None where none is."""
 
     name: str
     title: str
     paper: Paper | None
-    place: str  # where the row stands in the paper, also where its value is left out
+    place: str  # of the row in the paper, also where its value is left out
     setting: str
     error: float | None
     error_range: tuple[float, float] | None
@@ -108,7 +109,7 @@ class Result:
     n: int
     difference: float | None
     samples_per_second: float | None
-    runs: list[Run]
+    runs: list[SeedRun]
 
     @property
     def curves(self) -> list[list[float]]:
@@ -127,7 +128,7 @@ class Reproduction:
     title: str
     settings: dict[str, Any]
     top5: bool
-    rows: list[Result]
+    rows: list[RowResult]
     notes: list[str]
     provenance: dict[str, Any]
 
@@ -151,9 +152,9 @@ def read(
     provenance: dict[str, Any],
     images: Images | None = None,
 ) -> Reproduction:
-    """What the folder holds of rows that were asked for, with so many `seeds`, and of others that were run in it.
+    """The rows asked for, each with its number of `seeds`, and others of which the folder has runs.
 
-    The paper's values stand beside ours unless it trained on other images.
+    The paper's values are beside ours unless these were trained on other images.
     """
     rows = []
     others = images if table.images and images and not table.images.alike(images) else None
@@ -162,7 +163,7 @@ def read(
     for row in table.rows:
         there = {int(path.name.rpartition("-seed")[2]) for path in (folder / "runs").glob(f"{row.name}-seed[0-9]*")}
         wanted = set(range(seeds.get(row.name, 0)))
-        if runs := [read_run(folder / "runs" / run_name(row.name, seed), seed) for seed in sorted(wanted | there)]:
+        if runs := [read_seed_run(folder / "runs" / run_name(row.name, seed), seed) for seed in sorted(wanted | there)]:
             recipe = recipes.get(row.name) or _recipe(folder / "runs" / run_name(row.name, runs[0].seed))
             changed = recipe is not None and recipe.method == other_method
             rows.append(_result(row, recipe, runs, compared=not others and not changed))
@@ -181,25 +182,25 @@ def read(
 
 
 def _changed(method: str | None) -> list[str]:
-    told = f"settings {method} instead of those of the rows: the paper's values, which are of theirs, are left out"
-    return [told] if method else []
+    note = f"settings {method} instead of those of the rows: the paper's values, which are for those, are left out"
+    return [note] if method else []
 
 
 def _recipe(path: Path) -> Recipe | None:
-    """With which a run of another invocation began."""
+    """The recipe with which a run of another invocation began."""
     try:
         return make_recipe(**load(path / "config.json"))
     except UserError:
         return None
 
 
-def _result(row: Row, recipe: Recipe | None, runs: list[Run], *, compared: bool) -> Result:
+def _result(row: TableRow, recipe: Recipe | None, runs: list[SeedRun], *, compared: bool) -> RowResult:
     done = [run for run in runs if run.state == "done"]
     errors = [run.error for run in done if run.error is not None]
     tops = [run.top5 for run in done if run.top5 is not None]
     middle = median(errors) if errors else None
     paper = row.paper.error if row.paper and compared else None
-    return Result(
+    return RowResult(
         name=row.name,
         title=row.title,
         paper=row.paper if compared else None,
@@ -216,18 +217,18 @@ def _result(row: Row, recipe: Recipe | None, runs: list[Run], *, compared: bool)
 
 
 def setting(recipe: Recipe) -> str:
-    """What tells a row's recipe from the others'."""
+    """The settings in which the recipes of rows differ."""
     return f"K={recipe.K}, M={recipe.M}, b={recipe.batch_size}, lr={recipe.lr:g}"
 
 
-def _notes(table: Table, rows: list[Result], epochs: int | None, others: Images | None) -> Iterable[str]:
+def _notes(table: Table, rows: list[RowResult], epochs: int | None, others: Images | None) -> Iterable[str]:
     medians = "" if others else "; the paper's are medians of 3 runs"
     yield f"error: test error in % at the last epoch, median over the seeds{medians}"
     if others:
-        yield f"trained on {others}; the paper's values are of {table.images} and do not stand beside ours"
+        yield f"trained on {others}; the paper's values are for {table.images} and are left out"
     usual = next(iter(table.rows)).recipe().epochs
     if epochs is not None and epochs != usual:
-        longer = ": the paper's values are of longer training" if epochs < usual and not others else ""
+        longer = ": the paper trained longer" if epochs < usual and not others else ""
         yield f"{epochs} epoch{'s' * (epochs > 1)} instead of {usual}{longer}"
     remarks: dict[str, list[str]] = {}
     for row in rows:
@@ -237,14 +238,14 @@ def _notes(table: Table, rows: list[Result], epochs: int | None, others: Images 
         yield f"{', '.join(names)}: {remark}"
     most = max((run.together for row in rows for run in row.runs), default=1)
     if most > 1:
-        yield f"up to {most} runs took turns in one process: samples/s and times are those of a run among them"
+        yield f"up to {most} runs took turns in one process: samples/s and times are those of one run among them"
     for row in rows:
         for run in row.runs:
             if run.reason:
                 yield f"{row.name}, seed {run.seed}: {run.state} in epoch {run.epochs + 1} ({run.reason})"
 
 
-# ---- words
+# ---- text
 
 
 COLUMNS = ("row", "paper", "ours", "lowest", "highest", "n", "difference", "samples/s", "state")
@@ -252,7 +253,7 @@ SHORT = ("row", "paper", "ours", "n", "diff.", "paper top-5", "ours top-5", "sam
 TOP5 = (*COLUMNS[:7], "paper top-5", "ours top-5", *COLUMNS[7:])
 
 
-def cells(row: Result) -> dict[str, str]:
+def cells(row: RowResult) -> dict[str, str]:
     """The figures of a row as text, by column."""
 
     def shown(value: float | None, form: str = ".2f") -> str:
@@ -274,10 +275,11 @@ def cells(row: Result) -> dict[str, str]:
     }
 
 
-def _state(runs: list[Run]) -> str:
-    """Where the seeds are, in a few words.
+def _state(runs: list[SeedRun]) -> str:
+    """The states of the seeds in short.
 
-    >>> _state([Run(seed=0, state="done"), Run(seed=1, state="under way", epochs=20), Run(seed=2, state="missing")])
+    >>> under_way = SeedRun(seed=1, state="under way", epochs=20)
+    >>> _state([SeedRun(seed=0, state="done"), under_way, SeedRun(seed=2, state="missing")])
     '1 done, 1 at epoch 20, 1 missing'
     """
     if all(run.state == "done" for run in runs):
@@ -292,7 +294,7 @@ def _state(runs: list[Run]) -> str:
 
 
 def grid(reproduction: Reproduction) -> Grid:
-    """For a terminal: the range stands beside the median."""
+    """For a terminal: the range is beside the median."""
     columns = [name for name in SHORT if reproduction.top5 or "top-5" not in name]
     made = Grid(title=reproduction.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
     for name in columns:
@@ -300,22 +302,19 @@ def grid(reproduction: Reproduction) -> Grid:
         heading = name.replace(" top-5", "\ntop-5")
         made.add_column(heading, justify="left" if left else "right", no_wrap=name != "state", overflow="fold")
     for row in reproduction.rows:
-        told = cells(row)
-        told["diff."] = told["difference"]
-        told["ours"] += f" ({told['lowest']}-{told['highest']})" if row.n > 1 else ""
-        made.add_row(*(told[name] for name in columns))
+        texts = cells(row)
+        texts["diff."] = texts["difference"]
+        texts["ours"] += f" ({texts['lowest']}-{texts['highest']})" if row.n > 1 else ""
+        made.add_row(*(texts[name] for name in columns))
     return made
 
 
 def markdown(reproduction: Reproduction) -> str:
-    """The same for documents, with each row's setting and where the paper's value stands."""
+    """The same for documents, with each row's setting and the place of the paper's value."""
     columns = (*(TOP5 if reproduction.top5 else COLUMNS), "setting", "in the paper")
     head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     rows = []
     for row in reproduction.rows:
-        told = {**cells(row), "setting": row.setting, "in the paper": row.place}
-        rows.append(f"| {' | '.join(told[name] for name in columns)} |")
-    ran = reproduction.provenance
-    source = f"`{' '.join(ran['command'])}`, commit {ran['commit'] or 'unknown'}, {ran['machine']}, {ran['started']}"
-    notes = [f"- {note}" for note in reproduction.notes]
-    return "\n".join([f"### {reproduction.title}", "", *head, *rows, "", *notes, f"- {source}", ""])
+        texts = {**cells(row), "setting": row.setting, "in the paper": row.place}
+        rows.append(f"| {' | '.join(texts[name] for name in columns)} |")
+    return document(reproduction.title, [*head, *rows], reproduction.notes, reproduction.provenance)

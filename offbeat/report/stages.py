@@ -10,7 +10,7 @@ from offbeat.errors import UserError
 from offbeat.report.charts import Axis, Bar, Box, Line, bars, lanes, lines, shares
 from offbeat.report.cuts import Part, parts
 from offbeat.report.formatting import size
-from offbeat.report.read import Diagnosis, Run
+from offbeat.report.read import Diagnosis, RunRecord
 from offbeat.report.sections import Drawing, Section, charts, missing, table
 from offbeat.report.style import colour, shade
 from offbeat.report.traces import Trace, alike, planned, planned_idle, usable
@@ -19,8 +19,8 @@ from offbeat.runs.recipe import Recipe
 TRACE, DIAGNOSE = "--trace 200", "--diagnose 50"
 
 
-def stage_sections(run: Run, name: str) -> list[Section]:
-    """All that can be said of the stages of a run; `name` begins the names of its charts."""
+def stage_sections(run: RunRecord, name: str) -> list[Section]:
+    """What is known of the stages of a run; the names of its charts begin with `name`."""
     made, why = _parts(run)
     return [
         partition(run, name, made, why),
@@ -30,7 +30,7 @@ def stage_sections(run: Run, name: str) -> list[Section]:
     ]
 
 
-def _parts(run: Run) -> tuple[list[Part] | None, str]:
+def _parts(run: RunRecord) -> tuple[list[Part] | None, str]:
     if run.recipe is None:
         return None, "the recipe is not known"
     try:
@@ -42,7 +42,7 @@ def _parts(run: Run) -> tuple[list[Part] | None, str]:
 # ---- the partition
 
 
-def partition(run: Run, name: str, made: list[Part] | None, why: str) -> Section:
+def partition(run: RunRecord, name: str, made: list[Part] | None, why: str) -> Section:
     section = Section(
         "Partition", "Where the network is cut, and what each stage has of it. The slowest stage sets the pace of all."
     )
@@ -89,7 +89,7 @@ def _times(trace: Trace) -> list[float] | None:
 # ---- stage by stage
 
 
-def stage_by_stage(run: Run, name: str) -> Section:
+def stage_by_stage(run: RunRecord, name: str) -> Section:
     """Staleness, memory and idle time, where they are known."""
     made = {"staleness": _staleness(run, name), "memory": _memory(run, name), "idle time": _idle(run, name)}
     section = Section("Stage by stage").add(charts(*(drawing for drawing in made.values() if drawing)))
@@ -101,7 +101,7 @@ def stage_by_stage(run: Run, name: str) -> Section:
     return section
 
 
-def _staleness(run: Run, name: str) -> Drawing | None:
+def _staleness(run: RunRecord, name: str) -> Drawing | None:
     if run.staleness is None:
         return None
     formula = run.formula
@@ -110,24 +110,24 @@ def _staleness(run: Run, name: str) -> Drawing | None:
         for k, value in enumerate(run.staleness, start=1)
     ]
     off = max(abs(value - wanted) for value, wanted in zip(run.staleness, formula or run.staleness, strict=True))
-    told = "Updates between the forward and the backward of a batch, counted during training"
-    told += f"; within {max(off, 0.001):.3f} of the formula." if formula else "."
+    caption = "Updates between the forward and the backward of a batch, counted during training"
+    caption += f"; within {max(off, 0.001):.3f} of the formula." if formula else "."
     chart = bars(drawn, title="updates", groups={"measured": colour(0)}, mark="formula" if formula else "", form=".4f")
-    return Drawing(f"{name}-staleness", "Mean staleness", chart, told, 3)
+    return Drawing(f"{name}-staleness", "Mean staleness", chart, caption, 3)
 
 
-def _memory(run: Run, name: str) -> Drawing | None:
+def _memory(run: RunRecord, name: str) -> Drawing | None:
     if run.memory is None:
         return None
     drawn = [Bar(f"stage {k}", value / 1e6, size(value)) for k, value in enumerate(run.memory, start=1)]
-    told = (
+    caption = (
         f"{size(sum(run.memory))} in all: weights and their versions, gradients, optimizer state, batches in flight; "
         "not an operation's temporaries."
     )
-    return Drawing(f"{name}-memory", "Peak memory", bars(drawn, title="MB"), told, 3)
+    return Drawing(f"{name}-memory", "Peak memory", bars(drawn, title="MB"), caption, 3)
 
 
-def _idle(run: Run, name: str) -> Drawing | None:
+def _idle(run: RunRecord, name: str) -> Drawing | None:
     if run.trace is None:
         return None
     trace, plan = run.trace, None
@@ -143,15 +143,13 @@ def _idle(run: Run, name: str) -> Drawing | None:
     chart = bars(
         drawn, title="share of the time", groups={"recorded": colour(0)}, mark="planned" if plan else "", whole=1.0
     )
-    return Drawing(
-        f"{name}-idle", "Idle time", chart, "Share of the recorded time in which a stage did nothing of its own.", 3
-    )
+    return Drawing(f"{name}-idle", "Idle time", chart, "Share of the recorded time in which a stage did no work.", 3)
 
 
 # ---- time
 
 
-def timelines(run: Run, name: str, made: list[Part] | None) -> Section:
+def timelines(run: RunRecord, name: str, made: list[Part] | None) -> Section:
     section = Section(
         "Timeline",
         "What every stage does when; stage 1, the input, is at the bottom, so forwards climb and backwards descend.",
@@ -165,11 +163,11 @@ def timelines(run: Run, name: str, made: list[Part] | None) -> Section:
     trace = run.trace
     turns = turns_of(trace.K)
     cut = trace.excerpt(turns)
-    told = (
-        "A typical stretch: of all with as many turns, the one of median length. A number is a batch, blank is idle; "
+    caption = (
+        "A typical stretch: of all with this many turns, the one of median length. A number is a batch, blank is idle; "
         "the whole trace.json opens in `ui.perfetto.dev`."
     )
-    section.add(charts(Drawing(f"{name}-timeline", "As recorded", _lanes(cut, cut.length, 1e-3, "ms"), told)))
+    section.add(charts(Drawing(f"{name}-timeline", "As recorded", _lanes(cut, cut.length, 1e-3, "ms"), caption)))
     if recipe is None or trace.K != recipe.K:
         return section.add(missing("no plan next to it: the trace has another number of stages than the recipe"))
     method = recipe.make_method()
@@ -178,11 +176,11 @@ def timelines(run: Run, name: str, made: list[Part] | None) -> Section:
         return section.add(missing("no plan next to it: the trace has no forward or backward of some stage"))
     first = next((spell.batch for spell in sorted(cut.of(1, "forward"), key=lambda spell: spell.start)), None)
     plan = planned(method, costs, turns=turns, length=cut.length, first=first)
-    said = (
+    caption = (
         "The same stretch of time by the clock: the recorded median of each operation, each as soon as its message is "
         "there, in steady state, messages without delay."
     )
-    section.add(charts(Drawing(f"{name}-plan", "As planned", _lanes(plan, cut.length, 1e-3, "ms"), said)))
+    section.add(charts(Drawing(f"{name}-plan", "As planned", _lanes(plan, cut.length, 1e-3, "ms"), caption)))
     if recipe.engine == "simulate" and recipe.K > 1:
         section.add(
             missing(
@@ -208,19 +206,19 @@ def _plan_alone(section: Section, recipe: Recipe, name: str, made: list[Part] | 
     costs = alike([part.flops for part in made] if made and known else [1.0] * recipe.K)
     plan = planned(recipe.make_method(), costs, turns=turns_of(recipe.K))
     by = "forwards by their FLOPs" if known else "equal stages"
-    told = f"By the clock, in steady state: {by}, B = 2F, messages without delay."
+    caption = f"By the clock, in steady state: {by}, B = 2F, messages without delay."
     chart = _lanes(plan, plan.length, 1.0, "F, the mean forward of a stage")
-    section.add(charts(Drawing(f"{name}-plan", "As planned", chart, told)))
+    section.add(charts(Drawing(f"{name}-plan", "As planned", chart, caption)))
 
 
 # ---- drift
 
 
-def drift(run: Run, name: str) -> Section:
+def drift(run: RunRecord, name: str) -> Section:
     section = Section(
         "Drift",
-        "What staleness does to a gradient: how far the weights move while a batch is under "
-        "way, and how well its gradient still points where a fresh one would.",
+        "What staleness does to a gradient: how far the weights move while a batch is in "
+        "flight, and how close its gradient is to the direction of a fresh one.",
     )
     if not run.diagnosis:
         return section.add(missing(f"no diagnosis: train with `{DIAGNOSE}`"))
@@ -261,7 +259,7 @@ def drift(run: Run, name: str) -> Section:
     )
 
 
-def _by_update(run: Run, axis: Axis, value: Callable[[Diagnosis], float]) -> LayerChart:
+def _by_update(run: RunRecord, axis: Axis, value: Callable[[Diagnosis], float]) -> LayerChart:
     """A line for each stage over the updates, the first stage in full colour and the later ones fainter."""
     stages = sorted({line.stage for line in run.diagnosis})
     drawn = [

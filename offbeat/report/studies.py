@@ -12,7 +12,7 @@ from offbeat.report import comparison as compared
 from offbeat.report import overview
 from offbeat.report import reproduction as reproduced
 from offbeat.report.formatting import counted
-from offbeat.report.read import Run, read_json, read_run
+from offbeat.report.read import RunRecord, read_json, read_run
 from offbeat.report.sections import Block, Section, facts, figures, missing, notes, slug, table
 from offbeat.report.stages import stage_sections
 from offbeat.runs import tables as recipes
@@ -21,8 +21,8 @@ MOST_RUNS = 12  # whose stages are shown one by one: a reproduction has hundreds
 Shown = tuple[str, str, list[Section]]  # title, kind, sections
 
 
-def _problems(section: Section, runs: Iterable[tuple[str, Run]]) -> Section:
-    """What is wrong with the runs, in lines of its own."""
+def _problems(section: Section, runs: Iterable[tuple[str, RunRecord]]) -> Section:
+    """The problems of the runs, one line each."""
     for label, run in runs:
         where = f"{label}: " if label else ""
         if run.reason:
@@ -63,7 +63,7 @@ def runs(folders: Sequence[Path]) -> Shown:
     )
 
 
-def _run(run: Run) -> Shown:
+def _run(run: RunRecord) -> Shown:
     recipe = run.recipe
     title = f"{recipe.model} on {recipe.data}, {recipe.method}, K={recipe.K}, M={recipe.M}" if recipe else run.path.name
     first = _problems(Section("What was run").add(overview.headline(run)), [("", run)])
@@ -72,14 +72,14 @@ def _run(run: Run) -> Shown:
     return (title, "Run", [first, overview.curves(groups, "run"), overview.errors(groups), *stage_sections(run, "run")])
 
 
-def _what(runs: Iterable[Run]) -> str:
+def _what(runs: Iterable[RunRecord]) -> str:
     """Networks and data, as far as there are few."""
     found = dict.fromkeys(f"{run.recipe.model} on {run.recipe.data}" for run in runs if run.recipe)
     return ", ".join(found) if 0 < len(found) <= 2 else "several networks" if found else "recipes unknown"
 
 
 def _each(groups: overview.Groups) -> list[Section]:
-    """The stages of one run of every group, the first that is finished; folded, or the page would have no end."""
+    """The stages of one run of every group, the first that is finished; folded, to keep the page short."""
     holder = Section("The stages of each", "One run of each setting, the first that is finished.")
     for place, (label, group) in enumerate(groups.items()):
         if place == MOST_RUNS:
@@ -98,25 +98,25 @@ def comparison(folder: Path, name: str) -> Shown:
     """The table, curves and stages of `offbeat compare`."""
     problems: list[str] = []
     content = read_json(folder / "config.json", problems) or {}
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunRecord]] = {}
     for entry in _dicts(_at(content, "comparison", "runs")):
         if isinstance(entry.get("folder"), str) and (folder / entry["folder"]).is_dir():
             groups.setdefault(str(entry.get("label")), []).append(read_run(folder / entry["folder"]))
     first = Section("What was run")
     try:
-        told = compared.read(folder)
+        found = compared.read(folder)
     except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         problems.append(f"the comparison's table cannot be made ({first_line(error)}): its runs are shown as they are")
         errors = overview.errors(groups)
         title = folder.name
     else:
-        title = told.title
-        cells = [compared.cells(row) for row in told.rows]
+        title = found.title
+        cells = [compared.cells(row) for row in found.rows]
         shown = [place for place in range(len(compared.COLUMNS)) if any(row[place] != "-" for row in cells)]
         columns = [compared.COLUMNS[place] for place in shown]
         errors = Section("Errors", "Median over the seeds, with the lowest and the highest.")
         errors.add(table(columns, [[row[place] for place in shown] for row in cells]))
-        errors.add(notes(told.notes))
+        errors.add(notes(found.notes))
     first.add(overview.headlines(groups))
     for problem in problems:
         first.add(missing(problem, warn=True))
@@ -138,25 +138,25 @@ def reproduction(folder: Path, name: str) -> Shown:
     provenance = invocations[-1] if invocations else {}
     sections: list[Section] = []
     paths = sorted((folder / "runs").glob("*-seed[0-9]*"))
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunRecord]] = {}
     for path in paths:
         groups.setdefault(path.name.rpartition("-seed")[0], []).append(read_run(path))
     try:
         known = recipes.TABLES[content["table"]]
         made = {row.name: row.recipe(**content["settings"]) for row in known.rows if row.name in groups}
         images = content.get("images") and recipes.Images(**content["images"])
-        told = reproduced.read(folder, known, made, {}, content["settings"], provenance, images)
+        found = reproduced.read(folder, known, made, {}, content["settings"], provenance, images)
     except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         why = first_line(error)
-        problems.append(f"the paper's table cannot be put beside the runs ({why}): they are shown as they are")
+        problems.append(f"the paper's table cannot be shown beside the runs ({why}): they are shown as they are")
         sections.append(overview.errors(groups))
         first.add(overview.headlines(groups))
     else:
-        title = told.title
-        groups = {row.name: groups[row.name] for row in told.rows if row.name in groups}
-        first.add(_reproduced(told))
-        columns = (*(reproduced.TOP5 if told.top5 else reproduced.COLUMNS), "setting")
-        cells = [{**reproduced.cells(row), "setting": row.setting} for row in told.rows]
+        title = found.title
+        groups = {row.name: groups[row.name] for row in found.rows if row.name in groups}
+        first.add(_reproduced(found))
+        columns = (*(reproduced.TOP5 if found.top5 else reproduced.COLUMNS), "setting")
+        cells = [{**reproduced.cells(row), "setting": row.setting} for row in found.rows]
         section = Section(
             "Errors",
             "The paper's test error beside ours: median over the seeds, lowest, highest, how "
@@ -165,7 +165,7 @@ def reproduction(folder: Path, name: str) -> Shown:
         if cells:
             listed = [[row[column] for column in columns] for row in cells]
             section.add(table(columns, listed, names=("state", "setting")))
-        sections.append(section.add(notes(told.notes)))
+        sections.append(section.add(notes(found.notes)))
     for problem in problems:
         first.add(missing(problem, warn=True))
     _problems(first, [(run.path.name, run) for group in groups.values() for run in group if run.problems])
@@ -173,20 +173,20 @@ def reproduction(folder: Path, name: str) -> Shown:
     return (title, "Reproduction", [first, *_families(groups, name), *sections, *_each(groups)])
 
 
-def _reproduced(told: reproduced.Reproduction) -> Block:
-    done, total = told.count("done"), sum(len(row.runs) for row in told.rows)
-    off = [row.difference for row in told.rows if row.difference is not None]
-    known = sum(row.error is not None for row in told.rows)
-    shown = [("runs", f"{done} of {total}", "done"), ("rows", f"{known} of {len(told.rows)}", "have a result")]
+def _reproduced(found: reproduced.Reproduction) -> Block:
+    done, total = found.count("done"), sum(len(row.runs) for row in found.rows)
+    off = [row.difference for row in found.rows if row.difference is not None]
+    known = sum(row.error is not None for row in found.rows)
+    shown = [("runs", f"{done} of {total}", "done"), ("rows", f"{known} of {len(found.rows)}", "have a result")]
     if off:
         shown.append(("ours minus paper", f"{median(off):+.2f}", f"% error, median of {counted(len(off), 'row')}"))
         shown.append(("range", f"{min(off):+.2f} to {max(off):+.2f}", "lowest and highest row"))
     return figures(shown)
 
 
-def _families(groups: dict[str, list[Run]], name: str) -> list[Section]:
+def _families(groups: dict[str, list[RunRecord]], name: str) -> list[Section]:
     """Learning curves, a section for each network: a table has more rows than a picture can hold."""
-    families: dict[str, dict[str, list[Run]]] = {}
+    families: dict[str, dict[str, list[RunRecord]]] = {}
     for label, group in groups.items():
         families.setdefault(label.partition("-")[0], {})[label] = group
     made = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# Okabe and Ito's hues, which the colour-blind can tell apart, darkened (or lightened) until letters in them can be
+# Okabe and Ito's hues, which the colour-blind can distinguish, darkened (or lightened) until letters in them can be
 # read: a contrast of at least 4.5 : 1 with the page.
 SERIES_LIGHT = ("#0067A8", "#BC4B00", "#00795A", "#A43E7C", "#8A6100", "#5A4BB5", "#0F7884", "#59606C")
 SERIES_DARK = ("#5AB4EC", "#F19055", "#40C79B", "#E595C5", "#E3B54A", "#AA9EF2", "#62CBD5", "#A6AEBB")
@@ -107,7 +107,7 @@ def without_variables(specification: Any) -> Any:
 
 SMALL, LETTERS = 11.5, 12.5  # pixels
 CONFIG: dict[str, Any] = {
-    "aria": False,  # a reader of the screen hears the title and the table, not every mark
+    "aria": False,  # screen readers get the title and the table, not every mark
     "background": None,
     "font": FONT,
     "padding": 0,

@@ -25,9 +25,9 @@ MOST_COLUMNS = 400
 
 
 def timeline_text(method: Method, costs: Costs, *, batches: int = 8, title: str | None = None) -> str:
-    """A line a stage, a column as long as the shortest operation; below it the tick table, where ticks say the same.
+    """A line per stage, a column as long as the shortest operation; below it the tick table, where it is the same.
 
-    An operation has at least one column, also where so many would be needed that columns are longer than that.
+    An operation has at least one column, also where a limit on the columns makes them longer than that.
 
     >>> from offbeat.methods import FR
     >>> print(timeline_text(FR(), Costs([1, 1], [2, 2]), batches=2, title="FR"))

@@ -32,12 +32,12 @@ class Spell:
 class Trace:
     """All spells of all stages, on one clock.
 
-    told   share of its time in which each stage was idle, where the recording says it: it knows of evaluations
+    idle_shares   share of its time in which each stage was idle, where the trace has it, without evaluations
     """
 
     K: int
     spells: list[Spell]
-    told: tuple[float, ...] | None = None
+    idle_shares: tuple[float, ...] | None = None
 
     def window(self) -> tuple[float, float]:
         """When all stages were being recorded: from the last that began to the first that ended."""
@@ -59,10 +59,10 @@ class Trace:
         return median(found) if found else 0.0
 
     def idle(self) -> list[float | None]:
-        """Share of the recording in which each stage did nothing of its own, as told, or else neither computed nor sent
-        while all were recorded; None where it was not."""
-        if self.told:
-            return list(self.told)
+        """Share of the recording in which each stage did no work, as recorded, or else neither computed nor sent while
+        all were recorded; None for a stage that was not."""
+        if self.idle_shares:
+            return list(self.idle_shares)
         start, end = self.window()
         shares: list[float | None] = []
         for k in range(1, self.K + 1):
@@ -81,7 +81,7 @@ class Trace:
         return Costs(forward, backward, [self.seconds(k, "update") for k in stages])
 
     def excerpt(self, turns: int) -> Trace:
-        """So many turns of stage 1, of those stretches the one of median length; from the start of a forward, at 0."""
+        """The stretch of median length among those of `turns` turns of stage 1; from the start of a forward, at 0."""
         starts = sorted(spell.start for spell in self.of(1, "forward"))
         stretches = sorted(zip(starts, starts[turns:], strict=False), key=lambda stretch: stretch[1] - stretch[0])
         if stretches:
@@ -102,7 +102,7 @@ class Trace:
 
 
 def covered(spans: Iterable[tuple[float, float]], start: float, end: float) -> float:
-    """Seconds of a window that lie in at least one of the spans.
+    """Seconds of a window that are in at least one of the spans.
 
     >>> covered([(0, 2), (1, 3), (5, 9)], 1, 6)
     3.0
@@ -117,7 +117,7 @@ def covered(spans: Iterable[tuple[float, float]], start: float, end: float) -> f
 
 
 def read_trace(content: Any) -> Trace:
-    """A trace in Chrome's format; UserError says what is wrong with one that is none."""
+    """A trace in Chrome's format; UserError with the reason where it is none."""
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(events, list):
         raise UserError("it has no list traceEvents")
@@ -161,7 +161,7 @@ NAMES = {Forward: "forward", Backward: "backward", Update: "update"}
 def planned(
     method: Method, costs: Costs, *, turns: int, length: float | None = None, first: int | None = None
 ) -> Trace:
-    """What the clock makes of these costs in steady state: so many turns of stage 1, or so many seconds.
+    """The timeline of these costs in steady state: for that number of turns of stage 1, or of seconds.
 
     first: what the first batch that stage 1 forwards is called, to stand beside a recorded one
 

@@ -42,9 +42,9 @@ class Holder:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is this process, or its launcher."""
-        launcher = int(os.environ[launch.LAUNCHER]) if launch.is_worker() else None
-        return self.host == platform.node() and self.process in (os.getpid(), launcher)
+        """Whether it is this process, or the one that launched it."""
+        launched = os.environ.get(launch.LAUNCHER) == str(os.getppid())
+        return self.host == platform.node() and self.process in (os.getpid(), os.getppid() if launched else None)
 
     @property
     def is_gone(self) -> bool:

@@ -1,33 +1,23 @@
 """`offbeat compare`: several methods under one recipe, each in a run folder of its own, and one table of all.
 
-    DIR/config.json              what was asked for, the partition, and the complete recipe of every run
+    DIR/config.json              the request, the partition, and the complete recipe of every run
     DIR/METHOD-seedN/            a run like any other
     DIR/comparison.json, .md     the table
     DIR/curves.png, .svg         test error against the epoch
 
-All runs share data order, initial weights, partition, threads and learning-rate rule. What is finished stays: the same
-command goes on where it was stopped.
+All runs share data order, initial weights, partition, threads and learning-rate rule. Finished runs are kept: the same
+command continues where it was stopped.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-import traceback
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from rich.console import Console
-
-from offbeat.errors import FolderTaken, Interrupted, UserError, first_line, unknown
+from offbeat.errors import UserError, unknown
 from offbeat.method import Method
 from offbeat.methods import parsed, settings_of, with_settings
 from offbeat.report import draw_curves
@@ -35,17 +25,17 @@ from offbeat.report.comparison import Comparison, markdown, read, table
 from offbeat.report.draw import by_the_way
 from offbeat.runs import launch, lock, record
 from offbeat.runs.provenance import provenance
-from offbeat.runs.recipe import Recipe, cores, from_json, load, make_recipe
-from offbeat.runs.train import train
+from offbeat.runs.recipe import Recipe, cores, from_json, make_recipe
 from offbeat.settings import split_list
+from offbeat.studies.runner import StudyRunner
+from offbeat.studies.training import StudyRun, TrainingRuns, folder_name, is_done, print_table, shared_data
 
 MATCHES = ("batch", "effective")
-STOP_SECONDS = 10  # that a run has to end after Ctrl-C
 ASIDE = "unfinished"  # the folder of runs that were stopped
 
 
 @dataclass(frozen=True)
-class Entry:
+class MethodSpec:
     """One of --methods: a method, and settings that differ from its defaults, as in adl:M=2,corrector=sc."""
 
     label: str
@@ -53,33 +43,12 @@ class Entry:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, text: str) -> Entry:
+    def of(cls, text: str) -> MethodSpec:
         """
-        >>> Entry.of("gpipe:m=8")
-        Entry(label='gpipe:m=8', method='gpipe', settings={'m': 8})
+        >>> MethodSpec.of("gpipe:m=8")
+        MethodSpec(label='gpipe:m=8', method='gpipe', settings={'m': 8})
         """
         return cls(text, *parsed(text))
-
-
-@dataclass(frozen=True)
-class Run:
-    """One method with one seed."""
-
-    label: str
-    seed: int
-    recipe: Recipe
-
-    @property
-    def folder(self) -> str:
-        return f"{folder_name(self.label)}-seed{self.seed}"
-
-
-def folder_name(label: str) -> str:
-    """
-    >>> folder_name("adl:M=2,corrector=sc")
-    'adl-M=2-corrector=sc'
-    """
-    return label.replace(":", "-").replace(",", "-")
 
 
 def compare(
@@ -96,15 +65,15 @@ def compare(
 ) -> tuple[Comparison, Path]:
     """Run what is not finished yet, then read all records and write the table and the curves.
 
-    jobs, together   runs at a time: in processes of their own, or by turns in this one
+    jobs, together   runs at the same time: in processes of their own, or in turns in this one
     """
-    entries = [Entry.of(text) for text in split_list(methods)]
-    _check(entries, match, seeds, M, jobs, together, chosen)
+    specs = [MethodSpec.of(text) for text in split_list(methods)]
+    _check(specs, match, seeds, M, jobs, together, chosen)
     K = chosen.get("K", 1)
     if "engine" not in chosen and chosen.get("device") != "cuda":
         chosen["engine"] = "simulate" if K == 1 or jobs > 1 or together > 1 else "processes"
     asked = {
-        "methods": [entry.label for entry in entries],
+        "methods": [spec.label for spec in specs],
         "match": match,
         "seeds": seeds,
         "M": M,
@@ -112,74 +81,54 @@ def compare(
         "lr": None,
         **chosen,
     }
-    recipes = {entry.label: recipe_of(entry, asked) for entry in entries}
+    recipes = {spec.label: recipe_of(spec, asked) for spec in specs}
     first = next(iter(recipes.values()))
     folder = out or Path("runs") / f"compare-{first.data}-{first.model}-K{K}-M{M}"
-    with lock.held(folder):
-        return _compare(folder, asked, recipes, jobs=jobs, show=show, together=together), folder
-
-
-def _compare(
-    folder: Path,
-    asked: dict[str, Any],
-    recipes: Mapping[str, Recipe],
-    *,
-    jobs: int,
-    show: bool,
-    together: int,
-) -> Comparison:
-    crowd = max(jobs, together)
-    runs = _resumed(folder, asked, crowd) or _begun(folder, asked, crowd, recipes)
-    todo = [run for run in runs if not finished(folder / run.folder, run.recipe)]
-    teller = Console(stderr=True, highlight=False, quiet=not show)
-    if show and len(todo) < len(runs):
-        teller.print(f"{len(runs) - len(todo)} of {len(runs)} runs are finished already", soft_wrap=True)
-    try:
+    runner = StudyRunner(folder, show=show)
+    with runner.opened(lambda: None):
+        at_once = max(jobs, together)
+        runs = _stored(runner, asked, at_once) or _created(runner, asked, at_once, recipes)
+        todo = [run for run in runs if not finished(folder / run.name, run)]
+        if len(todo) < len(runs):
+            runner.report(f"{len(runs) - len(todo)} of {len(runs)} runs are finished already")
+        training = TrainingRuns(runner, folder, together)
         if jobs > 1:
-            at_a_time(jobs, todo, folder, teller)
-        elif together > 1:
-            side_by_side(together, todo, folder, teller, show=show)
+            training.execute_jobs(todo, jobs)
         else:
-            in_turn(todo, folder, teller, show=show)
-    except (Interrupted, KeyboardInterrupt):
-        raise Interrupted(f"stopped by Ctrl-C; the same command goes on with what is finished in {folder}") from None
-    return written(folder)
+            here = [run.recipe for run in todo if run.recipe.engine != "processes"]
+            training.data_set = shared_data(here[0]) if here else None
+            training.execute(todo)
+        return written(runner), folder
 
 
 def _check(
-    entries: list[Entry], match: str, seeds: int, M: int, jobs: int, together: int, chosen: Mapping[str, Any]
+    specs: list[MethodSpec], match: str, seeds: int, M: int, jobs: int, together: int, chosen: Mapping[str, Any]
 ) -> None:
-    labels = [folder_name(entry.label) for entry in entries]
-    twice = [entry.label for entry in entries if labels.count(folder_name(entry.label)) > 1]
-    if not entries or twice:
-        raise UserError(
-            f"--methods {twice[0]!r} is there twice: name each once"
-            if twice
-            else "--methods names none: give some, such as bp,adl"
-        )
+    if not specs:
+        raise UserError("--methods names no method: give some, such as bp,adl")
+    names = [folder_name(spec.label) for spec in specs]
+    for spec, name in zip(specs, names, strict=True):
+        if names.count(name) > 1:
+            raise UserError(f"--methods {spec.label!r} is given twice: name each method once")
     if match not in MATCHES:
         raise unknown("match", match, MATCHES)
-    for name, number in (
-        ("seeds", seeds),
-        ("M", M),
-        ("jobs", jobs),
-        ("side-by-side", together),
-        ("K", chosen.get("K", 1)),
+    for option, number in (
+        ("--seeds", seeds),
+        ("-M", M),
+        ("--jobs", jobs),
+        ("--side-by-side", together),
+        ("-K", chosen.get("K", 1)),
     ):
         if number < 1:
-            raise UserError(f"{name} = {number}: use a whole number from 1 up")
-    if jobs > 1 and chosen.get("engine") == "processes":
-        raise UserError(f"--jobs {jobs} with --engine processes: runs at the same time take --engine simulate")
+            raise UserError(f"{option} {number}: use a whole number from 1 up")
     if jobs > 1 and together > 1:
-        raise UserError(
-            f"--jobs {jobs} with --side-by-side {together}: runs at a time are in processes of their "
-            "own or in one, choose one of the two"
-        )
-    if together > 1 and chosen.get("engine") == "processes":
-        raise UserError(
-            f"--side-by-side {together} with --engine processes: runs by turns take an engine that keeps "
-            "all stages in one process, such as --engine simulate"
-        )
+        raise UserError(f"--jobs {jobs} with --side-by-side {together}: use one of the two")
+    for option, number in (("--jobs", jobs), ("--side-by-side", together)):
+        if number > 1 and chosen.get("engine") == "processes":
+            raise UserError(
+                f"{option} {number} with --engine processes: runs at the same time need an engine that keeps all "
+                "stages in one process, such as --engine simulate"
+            )
     if launch.joined_group():
         raise UserError("compare under torchrun: it starts its own processes, run it without")
 
@@ -187,35 +136,35 @@ def _check(
 # ---- one recipe for all
 
 
-def recipe_of(entry: Entry, asked: Mapping[str, Any]) -> Recipe:
+def recipe_of(spec: MethodSpec, asked: Mapping[str, Any]) -> Recipe:
     """The recipe of a method under the comparison's rules, with its seed and cuts still open.
 
-    -M goes to the methods whose gradients are late and that take an M against it; others accumulate where their entry
-    says so. To match the effective batch a method takes b*M samples an update, in batches of that divided by its own M.
+    -M is for the methods whose gradients are late and that accumulate against it; others accumulate where their spec
+    has an M. To match the effective batch a method takes b*M samples per update, in b*M / (its own M) per batch.
     """
-    settings = dict(entry.settings)
-    if "M" not in settings and _takes_M(entry):
+    settings = dict(spec.settings)
+    if "M" not in settings and _takes_M(spec):
         settings["M"] = asked["M"]
-    method = with_settings(entry.method, settings)
+    method = with_settings(spec.method, settings)
     b = asked["batch_size"]
     if asked["match"] == "effective":
         b, rest = divmod(b * asked["M"], method.M)
         if rest:
             raise UserError(
-                f"{entry.label} with M = {method.M}: {asked['batch_size'] * asked['M']} samples an update "
-                "cannot be split into so many batches, choose -M or --batch-size otherwise"
+                f"{spec.label} with M = {method.M}: {asked['batch_size'] * asked['M']} samples per update "
+                f"cannot be split into {method.M} equal batches, choose another -M or --batch-size"
             )
     given = {name: value for name, value in asked.items() if name not in ("methods", "match", "seeds", "M")}
     given |= {"threads_per_stage": asked.get("threads_per_stage") or max(1, cores() // asked.get("K", 1))}
     method.check(1 if one_stage(method) else asked.get("K", 1))
     if one_stage(method):
         given |= {"K": 1, "engine": None, "cuts": None, "speeds": None, "partition": "flops"}
-    return make_recipe(**{**given, "method": entry.method, "batch_size": b, "settings": settings})
+    return make_recipe(**{**given, "method": spec.method, "batch_size": b, "settings": settings})
 
 
-def _takes_M(entry: Entry) -> bool:  # noqa: N802
-    lagging = with_settings(entry.method, entry.settings).lag(1, 2) > 0
-    return lagging and "M" in settings_of(entry.method)
+def _takes_M(spec: MethodSpec) -> bool:  # noqa: N802
+    lagging = with_settings(spec.method, spec.settings).lag(1, 2) > 0
+    return lagging and "M" in settings_of(spec.method)
 
 
 def one_stage(method: Method) -> bool:
@@ -228,96 +177,91 @@ def partitioned(recipes: Mapping[str, Recipe], b: int) -> dict[str, Recipe]:
     from offbeat.runs.build import check
 
     decided: dict[int, Recipe] = {}
-    found = {}
-    for label, recipe in recipes.items():
+    for recipe in recipes.values():
         if recipe.K not in decided:
             decided[recipe.K], _ = check(replace(recipe, batch_size=b))
-        made = decided[recipe.K]
-        found[label] = replace(recipe, cuts=made.cuts, units=made.units)
-    return found
+    return {
+        label: replace(recipe, cuts=decided[recipe.K].cuts, units=decided[recipe.K].units)
+        for label, recipe in recipes.items()
+    }
 
 
 # ---- the folder
 
 
-def _begun(folder: Path, asked: dict[str, Any], jobs: int, recipes: Mapping[str, Recipe]) -> list[Run]:
-    """A new comparison: its config.json holds everything that the runs will be."""
-    record.check_free(folder)
+def _created(runner: StudyRunner, asked: dict[str, Any], at_once: int, recipes: Mapping[str, Recipe]) -> list[StudyRun]:
+    """A new comparison: its config.json holds the recipes of all runs."""
+    record.check_free(runner.folder)
     recipes = partitioned(recipes, asked["batch_size"])
     runs = [
-        Run(label, seed, replace(recipe, seed=seed))
+        StudyRun(label, seed, replace(recipe, seed=seed))
         for seed in range(asked["seeds"])
         for label, recipe in recipes.items()
     ]
     widest = max(recipes.values(), key=lambda recipe: recipe.K)
     described = [
-        {"label": run.label, "seed": run.seed, "folder": run.folder, "recipe": run.recipe.as_dict()} for run in runs
+        {"label": run.label, "seed": run.seed, "folder": run.name, "recipe": run.recipe.as_dict()} for run in runs
     ]
     partition = {"K": widest.K, "cuts": widest.cuts, "units": widest.units}
-    content = {"comparison": {"asked": asked, "jobs": jobs, "partition": partition, "runs": described}}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {**content, "provenance": provenance(device=widest.device)}
-        record.write(folder / "config.json", json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write to {folder} ({first_line(error)}): choose another --out") from error
+    comparison = {"asked": asked, "jobs": at_once, "partition": partition, "runs": described}
+    runner.write("config.json", {"comparison": comparison, "provenance": provenance(device=widest.device)})
     return runs
 
 
-def _resumed(folder: Path, asked: dict[str, Any], jobs: int) -> list[Run] | None:
-    """The runs of the comparison in the folder, if it is the one that was asked for; None where there is none."""
-    path = folder / "config.json"
+def _stored(runner: StudyRunner, asked: dict[str, Any], at_once: int) -> list[StudyRun] | None:
+    """The runs of the comparison in the folder, which must be the one asked for; None where there is none."""
+    folder, path = runner.folder, runner.folder / "config.json"
     try:
         if not path.exists():
             return None
         content = json.loads(path.read_text())
         there = content["comparison"]
-        runs = [Run(run["label"], run["seed"], make_recipe(**from_json(run["recipe"], path))) for run in there["runs"]]
+        runs = [
+            StudyRun(run["label"], run["seed"], make_recipe(**from_json(run["recipe"], path))) for run in there["runs"]
+        ]
     except (OSError, KeyError, TypeError, ValueError):
-        raise UserError(f"{folder} holds something else than a comparison: choose another --out") from None
+        raise UserError(f"{folder} does not hold a comparison: choose another --out") from None
     here = json.loads(json.dumps(asked))
     for name in [*here, *there["asked"]]:
         if there["asked"].get(name) != here.get(name):
             raise UserError(
-                f"{folder} holds another comparison ({name}: {_said(there['asked'].get(name))} there, "
-                f"{_said(here.get(name))} here): choose another --out"
+                f"{folder} holds another comparison ({name}: {_shown(there['asked'].get(name))} there, "
+                f"{_shown(here.get(name))} here): choose another --out"
             )
-    if jobs > there["jobs"]:  # the speeds of all are only as good as those of the most crowded
-        there["jobs"] = jobs
-        record.write(path, json.dumps(content, indent=2) + "\n")
+    if at_once > there["jobs"]:  # speeds are as good as those of the runs with the most others beside them
+        there["jobs"] = at_once
+        runner.write("config.json", content)
     return runs
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     if value is None:
         return "not given"
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def finished(path: Path, recipe: Recipe) -> bool:
-    """Whether the run in the folder has its result; one that has not is moved aside, to be run again."""
+def finished(path: Path, run: StudyRun) -> bool:
+    """Whether the run is done; a folder without a result is moved aside, and the run starts again."""
     if not path.exists():
         return False
-    if any(line["kind"] == "result" for line in record.lines(path)):
-        if make_recipe(**load(path / "config.json")) != recipe:
-            raise UserError(f"{path} was run with another recipe than this comparison's: move it away")
+    if is_done(path, run) and any(line["kind"] in ("result", "failed") for line in record.lines(path)):
         return True
-    with lock.held(path):  # nobody has taken it up by itself
+    with lock.held(path):  # no other process uses it
         pass
-    stage_stream = path.parent / ASIDE
-    stage_stream.mkdir(exist_ok=True)
+    aside = path.parent / ASIDE
+    aside.mkdir(exist_ok=True)
     count = 1
-    while (stage_stream / f"{path.name}-{count}").exists():
+    while (aside / f"{path.name}-{count}").exists():
         count += 1
-    path.rename(stage_stream / f"{path.name}-{count}")
+    path.rename(aside / f"{path.name}-{count}")
     return False
 
 
-def written(folder: Path) -> Comparison:
+def written(runner: StudyRunner) -> Comparison:
     """The table and the curves of what the folder holds, also in files."""
-    comparison = read(folder)
-    record.write(folder / "comparison.json", json.dumps(comparison.as_dict(), indent=2) + "\n")
-    record.write(folder / "comparison.md", markdown(comparison))
+    folder, comparison = runner.folder, read(runner.folder)
+    runner.write("comparison.json", comparison.as_dict())
+    runner.write("comparison.md", markdown(comparison))
     curves = {row.label: row.curves for row in comparison.rows}
     by_the_way(
         lambda path: draw_curves(curves, path, title=comparison.title), folder / "curves.png", folder / "curves.svg"
@@ -326,149 +270,4 @@ def written(folder: Path) -> Comparison:
 
 
 def show_comparison(comparison: Comparison, folder: Path) -> None:
-    console = Console(highlight=False)
-    console.print(table(comparison))
-    for note in comparison.notes:
-        console.print(f"- {note}", soft_wrap=True, markup=False)
-    console.print(f"runs, table and curves: {folder}", soft_wrap=True, markup=False)
-
-
-# ---- running
-
-
-def in_turn(runs: Iterable[Run], folder: Path, teller: Console, *, show: bool) -> None:
-    """One run after the other, in this process or in the K that it starts; what fails is a line of its records."""
-    for run in runs:
-        path = folder / run.folder
-        teller.print(f"[bold]{run.folder}[/bold]", soft_wrap=True)
-        try:
-            train(run.recipe, out=path, show=show)
-        except FolderTaken:  # not this one's to write to
-            raise
-        except UserError as error:
-            failed(path, run, str(error))
-        except Interrupted:
-            raise
-        except Exception as error:  # a defect of one method must not take the results of the others
-            failed(path, run, f"{type(error).__name__}: {first_line(error)}", account=traceback.format_exc())
-        _tell(run, path, teller)
-
-
-def side_by_side(together: int, runs: Iterable[Run], folder: Path, teller: Console, *, show: bool) -> None:
-    """So many runs at once in this process, by turns."""
-    from offbeat.runs import build
-    from offbeat.runs.begin import begin
-    from offbeat.runs.round_robin import Ending, RoundRobin
-    from offbeat.runs.training_run import TrainingRun
-
-    todo = list(runs)
-    data_set = None
-    if todo:  # one for all
-        first = todo[0].recipe
-        data_set = build.open_data(first)
-        build.check(first, data_set)
-        data_set, _ = build.move_data(first, data_set)
-
-    def start(run: Run) -> TrainingRun:
-        path = folder / run.folder
-        with lock.held(path):
-            record.RunFolder.create(path, run.recipe)
-        return begin(run.recipe, path, show=show, folder_ready=True, data_set=data_set, name=run.folder)
-
-    def ended(run: Run, ending: Ending) -> None:
-        if ending.error is not None:
-            reason = (
-                str(ending.error)
-                if ending.account is None
-                else (f"{type(ending.error).__name__}: {first_line(ending.error)}")
-            )
-            failed(folder / run.folder, run, reason, account=ending.account)
-        _tell(run, folder / run.folder, teller)
-
-    RoundRobin(start, ended, together=together).all(todo)
-
-
-def at_a_time(jobs: int, runs: Iterable[Run], folder: Path, teller: Console) -> None:
-    """So many runs at once, each a process `offbeat train`."""
-    waiting = deque(runs)
-    running: dict[Run, tuple[subprocess.Popen[str], TextIO]] = {}
-    with tempfile.TemporaryDirectory(prefix="offbeat-") as place:
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    run = waiting.popleft()
-                    running[run] = _start(run, folder / run.folder, Path(place))
-                for run, (process, words) in list(running.items()):
-                    if process.poll() is not None:
-                        del running[run]
-                        _end(run, folder / run.folder, process, words)
-                        _tell(run, folder / run.folder, teller)
-                time.sleep(0.05)
-        finally:
-            _stop(process for process, _ in running.values())
-            for _, words in running.values():
-                words.close()
-
-
-def _start(run: Run, path: Path, place: Path) -> tuple[subprocess.Popen[str], TextIO]:
-    config = place / f"{run.folder}.json"
-    config.write_text(json.dumps({"recipe": run.recipe.as_dict()}))
-    words = (place / f"{run.folder}.txt").open("w+")
-    command = [sys.executable, "-m", "offbeat", "train", "--config", str(config), "--out", str(path), "--json"]
-    surroundings = {**os.environ, launch.LAUNCHER: str(os.getpid())}
-    process = subprocess.Popen(  # with a launcher, without which it ends
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=words,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        env=surroundings,
-        start_new_session=True,  # Ctrl-C reaches it from here, once
-    )
-    return process, words
-
-
-def _end(run: Run, path: Path, process: subprocess.Popen[str], words: TextIO) -> None:
-    words.seek(0)
-    said = words.read()
-    words.close()
-    if process.returncode < 0:
-        failed(path, run, f"ended by {signal.Signals(-process.returncode).name}", account=said)
-    elif process.returncode:
-        last = (said.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-        failed(path, run, last.removeprefix("offbeat: "), account=said if "Traceback" in said else None)
-
-
-def _stop(processes: Iterable[subprocess.Popen[str]]) -> None:
-    """End what still runs, as Ctrl-C does; what does not is killed."""
-    left = list(processes)
-    for process in left:
-        process.send_signal(signal.SIGINT)
-    until = time.monotonic() + STOP_SECONDS
-    for process in left:
-        try:
-            process.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def failed(path: Path, run: Run, reason: str, *, account: str | None = None) -> None:
-    """Make sure that the run's records say why it has no result."""
-    if not (path / "config.json").exists():
-        record.RunFolder.create(path, run.recipe)
-    if not any(line["kind"] == "failed" for line in record.lines(path)):
-        record.RunFolder(path).line("failed", reason=reason)
-    if account:
-        (path / "traceback.txt").write_text(account)
-
-
-def _tell(run: Run, path: Path, teller: Console) -> None:
-    ends = [line for line in record.lines(path) if line["kind"] in ("result", "failed")]
-    for line in ends[-1:]:
-        told = (
-            f"failed: {line['reason']}"
-            if line["kind"] == "failed"
-            else (f"error {line['error']:.2f}%  {line['samples_per_second']:,.0f} samples/s")
-        )
-        teller.print(f"{run.folder}: {told}", soft_wrap=True, markup=False)
+    print_table(table(comparison), comparison.notes, folder)

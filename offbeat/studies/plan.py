@@ -1,4 +1,4 @@
-"""What will happen before it runs: stages, balance, memory, staleness, and the speed-up of every declared method."""
+"""The plan of a run: stages, balance, memory, staleness, and the predicted speed-up of every declared method."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from offbeat.partitioning.walk import verify
 from offbeat.theory import smallest_M
 from offbeat.timeline import Costs, period, speed_up
 
-FEW = 4  # stages from which the clock tells what a method exposes of a message: more do not change it
-POINTS = 9  # message times that it is asked for; between them exposure is interpolated
-AS_FAST = 1.03  # times as long a batch is as fast
+FEW = 4  # stages by which the clock measures what a method exposes of a message: more do not change it
+POINTS = 9  # message times at which it does; between them exposure is interpolated
+AS_FAST = 1.03  # times as long per batch counts as equally fast
 
 
 @dataclass(frozen=True)
-class Network:
-    """How long a message is under way: latency in seconds, bandwidth in bytes a second."""
+class LinkCost:
+    """What a message costs: latency in seconds, bandwidth in bytes per second."""
 
     latency: float = 1e-4
     bandwidth: float = 2e9
@@ -57,7 +57,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The partition of a model for a method, and what to expect of it."""
+    """The partition of a model for a method, and its predicted speed, memory and staleness."""
 
     model: str
     method: str
@@ -91,7 +91,7 @@ class Measured:
 
     @classmethod
     def of(cls, name: str, model: nn.Module, sample: Any, batch_size: int, *, known: Profile | None = None) -> Measured:
-        """`known` is a profile of this model from before; whether it fits is checked."""
+        """`known` is an earlier profile of this model; UserError unless it fits."""
         traced = trace(model)
         verify(traced, sample)
         if known is None:
@@ -110,22 +110,16 @@ def make_plan(
     K: int,
     *,
     by: By = "measured",
-    network: Network | None = None,
+    link: LinkCost | None = None,
     speeds: Sequence[float] | None = None,
     memory_limit: float | None = None,
     pinned: Sequence[int] = (),
     max_staleness: float | None = None,
 ) -> tuple[Plan, Costs]:
-    """Cut for the method, measure the stages, and ask the clock."""
-    network = network or Network()
-    if speeds is not None and len(speeds) != K:
-        raise UserError(f"{len(speeds)} speeds for {K} stages: give one for each")
-    if max_staleness is not None and not 0 < max_staleness < float("inf"):
-        raise UserError(f"a mean staleness of at most {max_staleness}: give a number above 0")
+    """Cut the model for the method, measure the stages, and predict their timeline by the clock."""
+    link = link or LinkCost()
     costs, traced = measured.profile, measured.traced
-    if len(traced.legal_cuts) + 1 < K:
-        most = len(traced.legal_cuts) + 1
-        raise UserError(f"{K} stages but only {most} units to cut between: use K <= {most}, or a deeper model")
+    _check(K, len(traced.legal_cuts) + 1, speeds, max_staleness)
     kept = Kept.of(method, K)
     options: dict[str, Any] = {
         "speeds": speeds,
@@ -133,13 +127,13 @@ def make_plan(
         "pinned": pinned,
         "legal": costs.legal_cuts,
     }
-    solution, taken, bp, notes = _measure(measured, method, K, by, network, options)
+    solution, taken, bp, notes = _measure(measured, method, K, by, link, options)
     rates = list(speeds or [1.0] * K)
     seconds = [
         StageTime(*(part / rate for part in (time.forward, time.backward, time.update)))
         for time, rate in zip(taken, rates, strict=True)
     ]
-    messages = [network.seconds(costs.boundary_bytes[cut]) for cut in solution.cuts]
+    messages = [link.seconds(costs.boundary_bytes[cut]) for cut in solution.cuts]
     timing = Costs(
         [time.forward for time in seconds],
         [time.backward for time in seconds],
@@ -148,25 +142,10 @@ def make_plan(
         down=messages,
         baseline=bp / max(rates),
     )
-    stages = [
-        StagePlan(
-            k=k,
-            units=[start, end - 1, costs.units[start].name, costs.units[end - 1].name],
-            params=sum(unit.parameters for unit in costs.units[start:end]),
-            forward_ms=1000 * seconds[k - 1].forward,
-            backward_ms=1000 * seconds[k - 1].backward,
-            update_ms=1000 * seconds[k - 1].update,
-            boundary_bytes=costs.boundary_bytes[end] if k < K else 0,
-            in_flight=kept.in_flight[k - 1],
-            versions=kept.versions[k - 1],
-            memory_bytes=kept.bytes(costs, k, start, end),
-            mean_staleness=kept.staleness[k - 1],
-        )
-        for k, (start, end) in enumerate(pairwise([0, *solution.cuts, len(costs.units)]), start=1)
-    ]
+    stages = _stage_plans(costs, kept, solution.cuts, seconds)
     loads = [time.batch(method.M) for time in seconds]
     free = speeds is None and memory_limit is None and not pinned
-    fewer = _fewest(method, costs, network, solution, taken) if free else K
+    fewer = _fewest(method, costs, link, solution, taken) if free else K
     plan = Plan(
         model=measured.name,
         method=method.name,
@@ -188,13 +167,43 @@ def make_plan(
     return plan, timing
 
 
+def _check(K: int, most: int, speeds: Sequence[float] | None, max_staleness: float | None) -> None:
+    if speeds is not None and len(speeds) != K:
+        raise UserError(f"{len(speeds)} speeds for {K} stages: give one for each")
+    if max_staleness is not None and not 0 < max_staleness < float("inf"):
+        raise UserError(f"a mean staleness of at most {max_staleness}: give a number above 0")
+    if most < K:
+        raise UserError(f"{K} stages but only {most} units to cut between: use K <= {most}, or a deeper model")
+
+
+def _stage_plans(costs: Profile, kept: Kept, cuts: Sequence[int], seconds: Sequence[StageTime]) -> list[StagePlan]:
+    return [
+        StagePlan(
+            k=k,
+            units=[start, end - 1, costs.units[start].name, costs.units[end - 1].name],
+            params=sum(unit.parameters for unit in costs.units[start:end]),
+            forward_ms=1000 * time.forward,
+            backward_ms=1000 * time.backward,
+            update_ms=1000 * time.update,
+            boundary_bytes=costs.boundary_bytes[end] if k < len(seconds) else 0,
+            in_flight=kept.in_flight[k - 1],
+            versions=kept.versions[k - 1],
+            memory_bytes=kept.bytes(costs, k, start, end),
+            mean_staleness=kept.staleness[k - 1],
+        )
+        for k, (time, (start, end)) in enumerate(
+            zip(seconds, pairwise([0, *cuts, len(costs.units)]), strict=True), start=1
+        )
+    ]
+
+
 def _measure(
-    measured: Measured, method: Method, K: int, by: By, network: Network, options: dict[str, Any]
+    measured: Measured, method: Method, K: int, by: By, link: LinkCost, options: dict[str, Any]
 ) -> tuple[Solution, list[StageTime], float, list[str]]:
-    """The cuts, what their stages take at speed 1, seconds a batch of BP on one worker, and notes."""
+    """The cuts, the times of their stages at speed 1, seconds per batch of BP on one worker, and notes."""
     costs, twin = measured.profile, measured.traced.twin()
-    M = min(method.M, 4)  # an update is timed by itself; a longer window only takes longer to come to one
-    messages = [network.seconds(size) for size in costs.boundary_bytes]
+    M = min(method.M, 4)  # an update is timed by itself; a longer window only takes longer to reach one
+    messages = [link.seconds(size) for size in costs.boundary_bytes]
     with Stopwatch(twin, measured.sample, K) as stopwatch:
         if by == "measured":
             both = sum(unit.forward for unit in costs.units), sum(unit.backward for unit in costs.units)
@@ -204,7 +213,7 @@ def _measure(
             solution = solve(replace(costs, timed=False).costs(), K, **options)
         units = costs.costs()
         slowest = max(sum(units[start:end]) for start, end in pairwise([0, *solution.cuts, len(units)]))
-        # measured anew: the times by which the best was chosen are the luckiest
+        # measured again: the times by which the best cuts were chosen are too optimistic
         load = Load([method.lag(k, K) for k in range(1, K + 1)], M, seconds=min(LONGEST, 2 * LAPS * slowest))
         taken = stopwatch(solution.cuts, load)
     # What BP takes alone is at most what its stages take together; more would be noise.
@@ -273,22 +282,29 @@ class Kept:
         )
 
 
-def _fewest(method: Method, costs: Profile, network: Network, solution: Solution, taken: Sequence[StageTime]) -> int:
-    """The smallest number of stages that the clock finds as fast as these, from units that sum to what they took."""
+def stage_sums(parts: Sequence[float], cuts: Sequence[int]) -> list[float]:
+    """What the units of each stage have together.
+
+    >>> stage_sums([1.0, 2.0, 3.0, 4.0], (1, 3))
+    [1.0, 5.0, 4.0]
+    """
+    total = list(accumulate(parts, initial=0.0))
+    return [total[end] - total[start] for start, end in pairwise([0, *cuts, len(parts)])]
+
+
+def _fewest(method: Method, costs: Profile, link: LinkCost, solution: Solution, taken: Sequence[StageTime]) -> int:
+    """The smallest number of stages that is as fast by the clock, from units scaled to the measured stages."""
     cuts, K = solution.cuts, len(taken)
     forward = rescaled([unit.forward for unit in costs.units], cuts, [time.forward for time in taken])
     backward = rescaled([unit.backward for unit in costs.units], cuts, [time.backward for time in taken])
     update = rescaled([unit.parameter_bytes for unit in costs.units], cuts, [time.update for time in taken])
     work = [sum(parts[:2]) + parts[2] / method.M for parts in zip(forward, backward, update, strict=True)]
-    messages = [network.seconds(size) for size in costs.boundary_bytes]
+    messages = [link.seconds(size) for size in costs.boundary_bytes]
 
     def seconds(chosen: Sequence[int]) -> float:
-        def sums(parts: Sequence[float]) -> list[float]:
-            total = list(accumulate(parts, initial=0.0))
-            return [total[end] - total[start] for start, end in pairwise([0, *chosen, len(work)])]
-
         hops = [messages[cut] for cut in chosen]
-        return period(method, Costs(sums(forward), sums(backward), sums(update), up=hops, down=hops))
+        f, b, u = (stage_sums(parts, chosen) for parts in (forward, backward, update))
+        return period(method, Costs(f, b, u, up=hops, down=hops))
 
     enough, fewest = AS_FAST * seconds(cuts), K
     for fewer in range(K - 1, 0, -1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from offbeat.partitioning import Profile
 from offbeat.partitioning.loopback import measure_links
 from offbeat.report.draw import by_the_way, draw_staleness, draw_timeline
 from offbeat.runs.provenance import provenance
-from offbeat.studies.plan import Measured, Network, Plan, make_plan
+from offbeat.studies.plan import LinkCost, Measured, Plan, make_plan
 from offbeat.theory import bound_table
 
-EVERY, DEFAULT = ("all",), "adl"  # every method's speed-up is printed anyway; the stages are those of one
+EVERY, DEFAULT = ("all",), "adl"  # the speed-up of every method is printed in any case; the stages are those of one
 
 
 def chosen_method(text: str, M: int | None) -> Method:
@@ -40,85 +40,104 @@ def chosen_method(text: str, M: int | None) -> Method:
     return DECLARED[name]()
 
 
-def show_plan(
-    *,
-    model: str,
-    method: str,
-    K: int,
-    M: int | None,
-    batch_size: int,
-    shape: tuple[int, int, int] | None,
-    device: str,
-    threads: int,
-    by: Any,
-    speeds: tuple[float, ...] | None,
-    memory_limit: float | None,
-    pinned: tuple[int, ...],
-    latency: float | None,
-    bandwidth: float | None,
-    measure: bool,
-    profile_file: Path | None,
-    max_staleness: float | None,
-    picture: Path | None,
-    staleness_picture: Path | None,
-    theory: bool,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """The options of `offbeat plan`, in seconds and bytes."""
+
+    model: str
+    method: str
+    K: int
+    M: int | None
+    batch_size: int
+    shape: tuple[int, int, int] | None
+    device: str
+    threads: int
+    by: Any
+    speeds: tuple[float, ...] | None
+    memory_limit: float | None
+    pinned: tuple[int, ...]
+    latency: float | None
+    bandwidth: float | None
+    measure_links: bool
+    profile_file: Path | None
+    max_staleness: float | None
+    picture: Path | None
+    staleness_picture: Path | None
+    theory: bool
+    as_json: bool
+
+    def check(self) -> None:
+        for option, number in (("-K", self.K), ("--batch-size", self.batch_size), ("--threads", self.threads)):
+            if number < 1:
+                raise UserError(f"{option} {number}: use a whole number from 1 up")
+        file = self.profile_file
+        if file and (file.is_dir() or not file.resolve().parent.is_dir()):
+            raise UserError(f"--profile {file}: give a file in a folder that exists")
+
+
+def show_plan(request: PlanRequest) -> None:
     """Everything that the command prints and draws."""
-    wanted = chosen_method(DEFAULT if method in EVERY else method, M)
-    if K < 1 or batch_size < 1 or threads < 1:
-        raise UserError(f"K = {K}, batch-size = {batch_size}, threads = {threads}: use whole numbers from 1 up")
-    if profile_file and (profile_file.is_dir() or not profile_file.resolve().parent.is_dir()):
-        raise UserError(f"profile {profile_file}: give a file in a folder that exists")
-    known = Profile.load(profile_file) if profile_file and profile_file.exists() else None
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    network_model = models.build(model, shape=shape)
-    size = shape or models.describe(model).shape
-    try:
-        if device == "meta":
-            raise RuntimeError("it computes nothing")
-        built = network_model.to(device)
-        sample = torch.randn(batch_size, *size, device=device)
-    except (RuntimeError, AssertionError, MemoryError, OverflowError) as error:
-        raise UserError(
-            f"a batch of {batch_size} on device {device!r} cannot be had ({first_line(error)}): use cpu, or cuda, or a "
-            "smaller batch"
-        ) from error
-    measured = Measured.of(model, built, sample, batch_size, known=known)
-    if profile_file and known is None:
-        measured.profile.save(profile_file)
-    network = network_of(latency, bandwidth, measure=measure)
+    method = chosen_method(DEFAULT if request.method in EVERY else request.method, request.M)
+    request.check()
+    measured = measure(request)
+    link = link_cost(request.latency, request.bandwidth, measured=request.measure_links)
     plan, costs = make_plan(
         measured,
-        wanted,
-        K,
-        by=by,
-        network=network,
-        speeds=speeds,
-        memory_limit=memory_limit,
-        pinned=pinned,
-        max_staleness=max_staleness,
+        method,
+        request.K,
+        by=request.by,
+        link=link,
+        speeds=request.speeds,
+        memory_limit=request.memory_limit,
+        pinned=request.pinned,
+        max_staleness=request.max_staleness,
     )
-    if picture:
-        by_the_way(lambda path: draw_timeline(wanted, costs, path), picture)
-    if staleness_picture:
-        by_the_way(lambda path: draw_staleness(lambda M: replace(wanted, M=M), K, path), staleness_picture)
-    if as_json:
+    if request.picture:
+        by_the_way(lambda path: draw_timeline(method, costs, path), request.picture)
+    if request.staleness_picture:
+        by_the_way(
+            lambda path: draw_staleness(lambda M: replace(method, M=M), request.K, path), request.staleness_picture
+        )
+    if request.as_json:
         print(json.dumps({**plan.as_dict(), **origin()}))
         return
     console = Console(highlight=False)
     console.print(stage_table(plan))
     console.print(method_table(plan))
-    links = f"messages take {1e3 * network.latency:.3g} ms and {network.bandwidth / 1e6:,.0f} MB/s"
-    for line in (*plan.advice, f"{links}, {'measured' if measure else 'unless given, assumed'}", *plan.notes):
+    source = "measured" if request.measure_links else "assumed unless given"
+    links = f"messages take {1e3 * link.latency:.3g} ms and {link.bandwidth / 1e6:,.0f} MB/s, {source}"
+    for line in (*plan.advice, links, *plan.notes):
         console.print(f"- {line}", soft_wrap=True)
-    if theory:
+    if request.theory:
         console.print(theory_table(plan))
 
 
+def measure(request: PlanRequest) -> Measured:
+    """The network's units, timed here; or as the file of --profile has them, which is written where there is none."""
+    file = request.profile_file
+    known = Profile.load(file) if file and file.exists() else None
+    torch.set_num_threads(request.threads)
+    torch.manual_seed(0)
+    network = models.build(request.model, shape=request.shape)
+    size = request.shape or models.describe(request.model).shape
+    try:
+        if request.device == "meta":
+            raise RuntimeError("it computes nothing")
+        network = network.to(request.device)
+        sample = torch.randn(request.batch_size, *size, device=request.device)
+    except (RuntimeError, AssertionError, MemoryError, OverflowError) as error:
+        raise UserError(
+            f"--device {request.device} cannot hold a batch of {request.batch_size} ({first_line(error)}): use cpu, or "
+            "cuda, or a smaller --batch-size"
+        ) from error
+    measured = Measured.of(request.model, network, sample, request.batch_size, known=known)
+    if file and known is None:
+        measured.profile.save(file)
+    return measured
+
+
 def origin() -> dict[str, Any]:
-    """Where a plan comes from, in the terms of run records: its times hold for this hardware and these versions."""
+    """Where a plan comes from, as in run records: its times hold for this hardware and these versions."""
     made = provenance()
     return {
         "commit": made["commit"],
@@ -128,10 +147,10 @@ def origin() -> dict[str, Any]:
     }
 
 
-def network_of(latency: float | None, bandwidth: float | None, *, measure: bool) -> Network:
-    """What is given (seconds, bytes a second), else what is measured if that is wanted, else the defaults."""
-    found = Network(*measure_links()) if measure and (latency is None or bandwidth is None) else Network()
-    return Network(found.latency if latency is None else latency, found.bandwidth if bandwidth is None else bandwidth)
+def link_cost(latency: float | None, bandwidth: float | None, *, measured: bool) -> LinkCost:
+    """What is given (seconds, bytes per second), else what is measured if `measured`, else the defaults."""
+    found = LinkCost(*measure_links()) if measured and (latency is None or bandwidth is None) else LinkCost()
+    return LinkCost(found.latency if latency is None else latency, found.bandwidth if bandwidth is None else bandwidth)
 
 
 def stage_table(plan: Plan) -> Table:
@@ -175,13 +194,13 @@ def method_table(plan: Plan) -> Table:
 
 
 def theory_table(plan: Plan) -> Table:
-    """How the bound on the mean squared gradient moves with K and M, as the paper states it and as corrected."""
+    """The bound on the mean squared gradient by K and M, as the paper states it and as corrected."""
     depths = sorted({max(1, plan.K // 2), plan.K, 2 * plan.K})
     rows = bound_table(step=0.001, batches=100_000, Delta=1.0, A=1.0, L=1.0, K=depths, M=[1, 2, 4, 8, 16])
     table = Table(
         title="upper bounds on the mean squared gradient, linear learning-rate rule",
         box=box.SIMPLE_HEAD,
-        caption="A = L = Delta = 1, 100,000 batches, step 0.001 a batch; corrected: smooth, squared staleness",
+        caption="A = L = Delta = 1, 100,000 batches, step 0.001 per batch; corrected: smooth, squared staleness",
     )
     for column in ("K", "M", "mean staleness, all stages", "staleness term", "as corrected", "as stated"):
         table.add_column(column, justify="right")

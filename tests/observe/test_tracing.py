@@ -23,7 +23,18 @@ from offbeat.core.links import Message
 from offbeat.core.links.local import Entrance
 from offbeat.engines.streams import Streams
 from offbeat.methods import METHODS, named
-from offbeat.observe.tracing import BACKWARD, DRAIN, FORWARD, SEND, UPDATE, WAIT, HostWatch, Tape, TapedLink, _idle
+from offbeat.observe.tracing import (
+    BACKWARD,
+    DRAIN,
+    FORWARD,
+    SEND,
+    UPDATE,
+    WAIT,
+    EventRecorder,
+    HostWatch,
+    TracedLink,
+    _idle,
+)
 
 RUN = [
     "--model",
@@ -204,7 +215,7 @@ def test_a_trace_that_cannot_be_written_is_reported_and_training_continues(tmp_p
     pipe.trace(4, tmp_path / "trace.json", tell=told.append)
     assert train(pipe) == train(pipeline(library.ADL(M=2)))
     assert len(told) == 1
-    assert told[0].startswith("trace failed (training goes on)")
+    assert told[0].startswith("trace failed (training continues)")
 
 
 def test_the_idle_share_is_the_time_without_work_of_ones_own():
@@ -225,15 +236,15 @@ def test_the_idle_share_is_the_time_without_work_of_ones_own():
 
 
 def test_each_message_is_noted_once_and_marks_are_not():
-    tape, link = Tape(HostWatch()), Entrance()
-    taped = TapedLink(link, tape)
+    recorder, link = EventRecorder(HostWatch()), Entrance()
+    traced = TracedLink(link, recorder)
     for message in (Message(1, kind="save"), Message(3, "x"), Message(4, "y")):
         link.send(message)
-    assert [taped.peek().kind, taped.receive().kind] == ["save", "save"]
-    assert [taped.peek().t, taped.peek().t, taped.receive().t, taped.receive().t] == [3, 3, 3, 4]
-    taped.send(Message(5))
-    taped.send(Message(6, kind="epoch"))
-    assert Counter((kind, t) for kind, t, *_ in tape.rows().tolist()) == {(WAIT, 3): 1, (WAIT, 4): 1, (SEND, 5): 1}
+    assert [traced.peek().kind, traced.receive().kind] == ["save", "save"]
+    assert [traced.peek().t, traced.peek().t, traced.receive().t, traced.receive().t] == [3, 3, 3, 4]
+    traced.send(Message(5))
+    traced.send(Message(6, kind="epoch"))
+    assert Counter((kind, t) for kind, t, *_ in recorder.rows().tolist()) == {(WAIT, 3): 1, (WAIT, 4): 1, (SEND, 5): 1}
 
 
 def test_the_command_reports_the_trace_in_one_line_and_a_resumed_run_keeps_it(offbeat: Command, tmp_path):

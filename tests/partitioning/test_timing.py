@@ -25,7 +25,7 @@ from offbeat.partitioning.timing import (
     one_by_one,
     whole_time,
 )
-from offbeat.studies.plan import Measured, Network, _fewest, exposure, make_plan
+from offbeat.studies.plan import LinkCost, Measured, _fewest, exposure, make_plan
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -188,7 +188,7 @@ def fewest(seconds: list[float], cuts: tuple[int, ...]) -> int:
     edges = [0, *cuts, len(seconds)]
     taken = [StageTime(sum(seconds[a:b]) / 3, 2 * sum(seconds[a:b]) / 3) for a, b in pairwise(edges)]
 
-    return _fewest(ADL(), known, Network(), solve(seconds, len(taken), pinned=cuts), taken)
+    return _fewest(ADL(), known, LinkCost(), solve(seconds, len(taken), pinned=cuts), taken)
 
 
 def test_fewer_stages_are_advised_exactly_where_one_unit_makes_the_others_wait():

@@ -176,3 +176,10 @@ def test_every_colour_of_a_chart_is_in_both_themes():
     assert LIGHT.keys() == DARK.keys()
     content = without_variables(figures.method_timeline(ADL(), balanced(2), 2).to_dict())
     assert "var(" not in str(content)
+
+
+def test_amounts_of_bytes_are_written_in_units_people_read():
+    rows = [{"name": name, "family": "bp", "bytes_moved": value} for name, value in (("a", 3.43e9), ("b", 83.9e6))]
+    chart = figures.amounts(rows, "bytes_moved", title="MB")
+    (values,) = chart.to_dict()["datasets"].values()
+    assert [row["text"] for row in values] == ["3.4 GB", "84 MB"]

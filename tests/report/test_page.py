@@ -18,7 +18,7 @@ from offbeat import models
 from offbeat.report.cuts import parts as stages
 from offbeat.report.overview import curves, grouped
 from offbeat.report.page import Part, html, parts, write_report
-from offbeat.report.read import Epoch, Run, read_run
+from offbeat.report.read import Epoch, RunRecord, read_run
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.tables import TABLES, Paper, Table
 from offbeat.runs.tables.row import row
@@ -192,9 +192,9 @@ def runs_data(runs: list[Path]) -> list[dict]:
 
 
 def test_a_page_of_hundreds_of_long_runs_stays_below_3_megabytes():
-    def run(number: int) -> Run:
+    def run(number: int) -> RunRecord:
         epochs = [Epoch(n + 1, 30 + number / 7, 100 / (n + number + 1.7), None) for n in range(300)]
-        return Run(path=Path("x"), recipe=None, provenance={}, epochs=epochs, state="finished")
+        return RunRecord(path=Path("x"), recipe=None, provenance={}, epochs=epochs, state="finished")
 
     rows = {f"resnet56-adl-k8-m4-sc-{number}": [run(number), run(number + 1)] for number in range(60)}
     families = [curves(dict(list(rows.items())[at : at + 15]), f"curves-{at}") for at in range(0, 60, 15)]
@@ -323,10 +323,10 @@ def spoil(run: Path, how: str) -> str:
         return "metrics.jsonl: 3 lines could not be read, left out"
     if how == "figures are missing":
         metrics.write_text("".join(line.replace('"test_error"', '"mistakes"') for line in lines))
-        return "metrics.jsonl: 3 lines without the figures that belong there, left out"
+        return "metrics.jsonl: 3 lines without the expected figures, left out"
     if how == "figures are no numbers":
         metrics.write_text("".join(re.sub(r'"(test_error|seconds)": [\d.]+', r'"\1": NaN', line) for line in lines))
-        return "3 lines without the figures"
+        return "3 lines without the expected figures"
     if how == "staleness of other stages":
         odd = [re.sub(r'"(staleness|memory)": \[[^]]*\]', r'"\1": [1, "x"]', line) for line in lines]
         metrics.write_text("".join(odd))
@@ -339,7 +339,7 @@ def spoil(run: Path, how: str) -> str:
         return "failed: the test loss is "
     if how == "resumed from nowhere":
         metrics.write_text("".join(lines) + '{"kind": "resumed", "time": 0}\n')
-        return "where it went on from a checkpoint cannot be read"
+        return "the batch of a resumed checkpoint cannot be read"
     if how == "trace is cut off":
         made.trace(run)
         (run / "trace.json").write_text((run / "trace.json").read_text()[:500])
@@ -359,7 +359,7 @@ def spoil(run: Path, how: str) -> str:
     assert how == "diagnosis is odd"
     made.diagnosis(run)
     (run / "diagnosis.jsonl").write_text('{"stage": 1}\n' + (run / "diagnosis.jsonl").read_text() + '{"stage": 2, "gap')
-    return "diagnosis.jsonl: 1 line without the figures that belong there, left out"
+    return "diagnosis.jsonl: 1 line without the expected figures, left out"
 
 
 @pytest.mark.parametrize(

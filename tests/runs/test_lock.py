@@ -11,16 +11,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from command import Command, check_refused, contents, weights
 from disks import fill, small_disk
 from preloaded import PYTHON
-from processes import ENVIRONMENT, START, Run, group, processes_of, wait_for
+from processes import ENVIRONMENT, START, Run, another_process, group, processes_of, wait_for
 
 from offbeat.checkpoint import ls
 from offbeat.errors import FolderTaken, UserError
@@ -50,25 +47,7 @@ SMALL = (
     "5b",
     "--json",
 )
-HOLDER = """
-import sys
-from pathlib import Path
-from offbeat.runs import lock
-with lock.held(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
 IN_USE = ("in use by the run of process", f"on {platform.node()}", "one run at a time", "then try again")
-
-
-@contextmanager
-def another_process(folder: Path) -> Iterator[subprocess.Popen]:
-    """One that holds the folder, as a run does that is about to begin."""
-    command = [PYTHON, "-c", HOLDER, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"held\n"
-        yield process
-        process.kill()
 
 
 def freeze(run: Run) -> dict[int, str]:

@@ -24,7 +24,7 @@ from offbeat.methods import ADL, ADL1F1B, GPipe
 from offbeat.partitioning.profile import Profile, UnitCost
 from offbeat.report import bench_table
 from offbeat.report.draw import draw_bench, draw_scaling
-from offbeat.studies.bench import fork_server as nursery_module
+from offbeat.studies.bench import fork_server as fork_server_module
 from offbeat.studies.bench import rounds, scaling
 from offbeat.studies.bench.cuts import check, counted, placed
 from offbeat.studies.bench.fork_server import ForkServer
@@ -35,10 +35,11 @@ from offbeat.studies.bench.rows import (
     left_out,
     method_of,
     micro_batches,
+    note,
     row_of,
     settings_by_method,
 )
-from offbeat.studies.plan import Network
+from offbeat.studies.plan import LinkCost
 from offbeat.timeline import Costs, balanced, period
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -161,7 +162,7 @@ CONTRACT = {
 @pytest.mark.usefixtures("one_core")
 def test_the_command_writes_all_results_and_continues_after_a_row_fails(offbeat, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(rounds.WorkerGroup, "seconds", failing(rounds.WorkerGroup.seconds))
-    monkeypatch.setattr(rounds, "Spoken", partial(speaking, rounds.Spoken))
+    monkeypatch.setattr(rounds, "StudyRunner", partial(speaking, rounds.StudyRunner))
     done = offbeat(
         "bench",
         "-K",
@@ -216,6 +217,21 @@ def test_the_command_writes_all_results_and_continues_after_a_row_fails(offbeat,
     assert "gpipe is left out: worker 0 has ended" in page
 
 
+@pytest.mark.usefixtures("one_core")
+def test_a_benchmark_with_the_same_folder_adds_the_rounds_it_does_not_have(offbeat, tmp_path):  # noqa: F811
+    command = ("bench", "-K", 2, "--model", "mlp", "--batch-size", 8, "--partition", "flops", "--against", "adl")
+    command = (*command, "--batches", 2, "--json", "--out", "found")
+    first = json.loads(offbeat(*command, "--repetitions", 1).out)
+    both = json.loads(offbeat(*command, "--repetitions", 2).out)
+    assert both["settings"]["rounds"] == 2
+    for before, after in zip(first["rows"], both["rows"], strict=True):
+        assert (len(before["seconds_per_batch"]), len(after["seconds_per_batch"])) == (1, 2)
+        assert after["seconds_per_batch"][0] == before["seconds_per_batch"][0]
+    assert both["bound"]["seconds_per_batch"][0] == first["bound"]["seconds_per_batch"][0]
+    assert both["settings"]["cuts"] == first["settings"]["cuts"]
+    check_refused(offbeat, (*command, "-M", 2), "already holds bench.json with M = 4, not 2", "choose another --out")
+
+
 def below(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -262,16 +278,16 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(tmp_path):
     finally:
         run.kill()
     assert run.returncode == 130, errors
-    assert errors.splitlines()[-1].startswith("offbeat: stopped by Ctrl-C; what was measured so far is in")
+    assert errors.splitlines()[-1].startswith(f"offbeat: stopped by Ctrl-C; repeat the command with --out {out}")
     assert len(json.loads((out / "bench.json").read_text())["rows"]) == 2
     assert (out / "table.md").exists()
     assert len(children) == 1 + 3
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), STOP)
 
 
-def speaking(spoken, *, show):
-    assert not show  # the record alone goes to those who asked for JSON
-    return spoken(show=True)
+def speaking(runner, out, minutes, show):
+    assert not show  # --json prints the record alone
+    return runner(out, minutes, show=True)
 
 
 def failing(seconds):
@@ -288,7 +304,7 @@ def failing(seconds):
     ("arguments", "words"),
     [
         (("--against", "torch-gpip"), ("unknown row 'torch-gpip'", "torch-gpipe")),
-        (("--against", ","), ("names nothing",)),
+        (("--against", ","), ("names no row",)),
         (("--model", "resnet2"), ("unknown model 'resnet2'",)),
         (("--model", "resnet8", "-K", "500"), ("500 stages", "resnet8 has only", "a deeper model")),
         (("-K", "1"), ("-K 1", "use 2 or more")),
@@ -336,7 +352,7 @@ def test_a_method_of_ours_is_timed_with_the_settings_that_are_given():
     assert (adl.M, [corrector.name for corrector in adl.correctors]) == (3, ["sc"])
     assert (pipedream.M, pipedream.weights) == (1, "hybrid")
     assert micro_batches(rows["gpipe"], setting) == [2]
-    assert rounds.note(rows["adl"], setting, None).startswith("corrector=sc; ")
+    assert note(rows["adl"], setting, None).startswith("corrector=sc; ")
     assert Setting.of(json.loads(json.dumps(setting.as_dict()))) == setting
     assert "methods" not in replace(setting, methods={}).as_dict()
     assert settings_by_method(["adl:M=2"], 2) == {"adl": {"M": 2}}
@@ -361,7 +377,7 @@ def test_rows_that_cannot_be_are_left_out_with_a_reason():
         "dsp",
     }
     assert left_out(ROWS["bp-windows"], SETTING) == (
-        "batches of a window run at once on one GPU alone: give --device cuda"
+        "batches of a window run at the same time only on a GPU: give --device cuda"
     )
     assert left_out(ROWS["ddp"], gpu) == "one GPU: its workers need one each"
 
@@ -442,8 +458,8 @@ def test_windows_at_once_are_a_synchronous_pipeline_to_be_compared_with():
 
 
 def test_a_number_of_micro_batches_is_the_best_only_of_several():
-    assert "the best of those tried" in rounds.note(ROWS["gpipe"], SETTING, 4, tried=3)
-    assert "no other number tried" in rounds.note(ROWS["gpipe"], SETTING, 4, tried=1)
+    assert "the best of those tried" in note(ROWS["gpipe"], SETTING, 4, tried=3)
+    assert "no other number tried" in note(ROWS["gpipe"], SETTING, 4, tried=1)
 
 
 def test_ratios_are_taken_within_a_round():
@@ -544,12 +560,12 @@ def profiled(n: int) -> Profile:
 
 def test_a_link_adds_the_time_a_method_cannot_hide_and_obeys_its_bandwidth():
     costs, cuts = profiled(4), (1, 2, 3)
-    assert scaling.period_on(Network(0.0, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)
-    assert scaling.period_on(Network(0.9, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)  # hidden
-    assert scaling.period_on(Network(0.9, float("inf")), ADL1F1B(M=4), costs, cuts) > 3.5  # not hidden
-    one = scaling.period_on(Network(0.5, float("inf")), GPipe(m=4), costs, cuts)
+    assert scaling.period_on(LinkCost(0.0, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)
+    assert scaling.period_on(LinkCost(0.9, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)  # hidden
+    assert scaling.period_on(LinkCost(0.9, float("inf")), ADL1F1B(M=4), costs, cuts) > 3.5  # not hidden
+    one = scaling.period_on(LinkCost(0.5, float("inf")), GPipe(m=4), costs, cuts)
     assert one == pytest.approx(3.0 * 7 / 4 + 2 * 3 * 0.5)  # three hops up and three down, once a batch
-    assert scaling.period_on(Network(0.0, 100.0), ADL(M=4), costs, cuts) >= 10.0  # 1000 bytes a batch
+    assert scaling.period_on(LinkCost(0.0, 100.0), ADL(M=4), costs, cuts) >= 10.0  # 1000 bytes a batch
 
 
 def test_memory_and_staleness_are_counted_by_the_program():
@@ -604,6 +620,47 @@ def test_a_scaling_study_has_its_points_its_simulation_and_what_it_left_out(offb
     assert 1.0 < by["adl", "no cost", 2] <= 2.0 + 1e-9
     draw_scaling(record, tmp_path / "again.svg")
     assert {"NVLink", "measured, one core per stage", "ADL"} <= set(texts_in(tmp_path / "again.svg"))
+
+
+TINY_SCALING = ("--model", "mlp", "--batch-size", 4, "--stages", 1, "--batch-sizes", 4, "--most-stages", 2)
+TINY_SCALING = ("bench", "scaling", *TINY_SCALING, "--repetitions", 1, "--batches", 1, "--depths", "mlp", "--json")
+
+
+@pytest.mark.usefixtures("one_core")
+def test_a_scaling_study_measures_only_what_its_record_does_not_have(offbeat, tmp_path, monkeypatch):  # noqa: F811
+    file = tmp_path / "found/scaling.json"
+    assert offbeat(*TINY_SCALING, "--out", "found").code == 0
+    whole = json.loads(file.read_text())
+    assert [point["axis"] for point in whole["points"]] == ["strong", "weak", "depth"]
+    file.write_text(json.dumps({**whole, "points": whole["points"][:2], "left_out": ["an old line"]}))
+    measured, real = [], scaling.measure
+
+    def measure(setting, *rest):
+        measured.append(setting.model)
+        return real(setting, *rest)
+
+    monkeypatch.setattr(scaling, "measure", measure)
+    done = offbeat(*TINY_SCALING, "--out", "found")
+    assert done.code == 0, done.err
+    assert measured == ["mlp"]
+    again = json.loads(file.read_text())
+    assert (again["points"][:2], again["simulation"]) == (whole["points"][:2], whole["simulation"])
+    assert (len(again["points"]), again["left_out"]) == (3, [])
+    check_refused(
+        offbeat, (*TINY_SCALING, "--batches", 3, "--out", "found"), "holds scaling.json with batches = 1, not 3"
+    )
+
+
+def test_scaling_takes_the_settings_of_its_method_as_the_other_commands_do(offbeat):  # noqa: F811
+    small = partial(scaling.ScalingRequest, model="mlp", depths=())
+    request = small(method="adl:M=2,corrector=sc")
+    assert request.setting() == small(method="adl:corrector=sc", M=2).setting()
+    assert request.setting().M == request.make_method().M == 2
+    assert small().setting().M == 4
+    made = scaling.simulated(request, request.setting(), 4)
+    assert made["adl"] == request.make_method()
+    assert (made["adl-1f1b"].M, made["gpipe"].m) == (2, 16)
+    check_refused(offbeat, ("bench", "scaling", "--method", "adl:M=2", "-M", 3), "M is 2 in 'adl:M=2' and 3")
 
 
 def test_the_picture_of_a_study_marks_the_stages_that_had_cores(tmp_path):
@@ -684,13 +741,13 @@ def test_a_worker_is_forked_with_its_own_surroundings_and_its_end_is_known(fork_
 
 def test_an_interrupted_request_ends_the_fork_server_and_it_can_still_be_closed(fork_server, tmp_path, monkeypatch):
     born = [fork_server.spawn({}, tmp_path / f"{n}.err") for n in range(2)]
-    real = nursery_module._line
+    real = fork_server_module._line
 
     def broken_off(connection):
-        monkeypatch.setattr(nursery_module, "_line", real)
+        monkeypatch.setattr(fork_server_module, "_line", real)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(nursery_module, "_line", broken_off)
+    monkeypatch.setattr(fork_server_module, "_line", broken_off)
     with pytest.raises(KeyboardInterrupt):
         fork_server.spawn({}, tmp_path / "last.err")
     for worker in born:

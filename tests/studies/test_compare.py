@@ -15,10 +15,14 @@ from statistics import median
 import pytest
 from command import Command, Outcome, check_refused
 from preloaded import PYTHON
+from processes import another_process
 
+from offbeat.errors import FolderTaken
 from offbeat.methods import METHODS
-from offbeat.runs import begin
-from offbeat.studies.compare import Entry, recipe_of
+from offbeat.runs import begin, lock
+from offbeat.studies.compare import MethodSpec, recipe_of
+from offbeat.studies.runner import StudyRunner
+from offbeat.studies.training import StudyRun, TrainingRuns
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -69,7 +73,7 @@ def model_bytes(run: str) -> bytes:
 
 
 def no_training(monkeypatch) -> None:
-    monkeypatch.setattr("offbeat.runs.begin.train_here", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr("offbeat.runs.begin.begin", lambda *_, **__: pytest.fail("trained"))
 
 
 # ---- one recipe
@@ -121,21 +125,21 @@ def asked(**settings: object) -> dict:
 
 def test_m_applies_to_delayed_methods_and_the_rate_follows_the_samples_per_update():
     for label, M in {"bp": 1, "bp:M=3": 3, "adl": 4, "adl:M=2": 2}.items():
-        made = recipe_of(Entry.of(label), asked())
+        made = recipe_of(MethodSpec.of(label), asked())
         assert (made.M, made.batch_size) == (M, 32)
         assert made.lr == 0.1 * 32 * M / 256
 
 
 def test_matching_the_effective_batch_gives_methods_with_m_1_larger_batches():
     for label, (M, b) in {"bp": (1, 128), "bp:M=2": (2, 64), "adl": (4, 32), "adl:M=8": (8, 16)}.items():
-        made = recipe_of(Entry.of(label), asked(match="effective"))
+        made = recipe_of(MethodSpec.of(label), asked(match="effective"))
         assert (made.M, made.batch_size) == (M, b)
         assert made.lr == pytest.approx(0.1 * 128 / 256)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_a_recipe_in_a_comparison(name):
-    made = recipe_of(Entry.of(name), asked())
+    made = recipe_of(MethodSpec.of(name), asked())
     method = made.make_method()
     assert made.lr == 0.1 * 32 * method.M / 256
     assert (made.M, made.weights, made.window) == (method.M, method.weights, method.window)
@@ -168,7 +172,7 @@ def test_the_table_names_the_match_and_the_samples_per_batchnorm_statistic(offbe
     shutil.rmtree("x")
     effective = compare(offbeat, "bp,adl", "--match", "effective")
     assert "--match effective" in effective.out.splitlines()[0]
-    assert "8 samples an update" in effective.out
+    assert "8 samples per update" in effective.out
     rows = [line.split()[:3] for line in effective.out.splitlines() if line.startswith(("  bp ", "  adl "))]
     assert rows == [["bp", "1", "8"], ["adl", "2", "4"]]
     markdown = Path("x/comparison.md").read_text()
@@ -259,10 +263,10 @@ def test_an_error_in_one_run_is_reported_in_its_row_and_kept_in_its_folder(offbe
     def defective(recipe, *arguments, **options):
         if recipe.method == "bp":
             raise ZeroDivisionError("of all things")
-        return whole_train(recipe, *arguments, **options)
+        return whole_begin(recipe, *arguments, **options)
 
-    whole_train = begin.train_here
-    monkeypatch.setattr(begin, "train_here", defective)
+    whole_begin = begin.begin
+    monkeypatch.setattr(begin, "begin", defective)
     rows = told(compare(offbeat, "bp,adl", "--json"))
     assert rows["bp"]["failed"] == {"0": "ZeroDivisionError: of all things"}
     assert "in defective" in Path("x/bp-seed0/traceback.txt").read_text()
@@ -303,15 +307,15 @@ def test_ctrl_c_loses_nothing_that_is_finished(offbeat, monkeypatch):
         ran.append(recipe.method)
         if len(ran) == 2:
             raise KeyboardInterrupt
-        return whole_train(recipe, *arguments, **options)
+        return whole_begin(recipe, *arguments, **options)
 
-    whole_train = begin.train_here
-    monkeypatch.setattr(begin, "train_here", stopped)
+    whole_begin = begin.begin
+    monkeypatch.setattr(begin, "begin", stopped)
     before = signal.getsignal(signal.SIGINT)
     outcome = compare(offbeat, "bp,adl")
     signal.signal(signal.SIGINT, before)  # the command ignores a second one, and so would the processes of later tests
     assert outcome.code == 130
-    assert outcome.err.splitlines()[-1].startswith("offbeat: stopped by Ctrl-C; the same command goes on")
+    assert outcome.err.splitlines()[-1].startswith("offbeat: stopped by Ctrl-C; repeat the command to continue in x")
     kept = model_bytes("bp-seed0")
     assert compare(offbeat, "bp,adl").code == 0
     assert ran == ["bp", "adl", "adl"]
@@ -339,7 +343,7 @@ def test_another_configuration_in_the_folder_is_refused_in_one_line(offbeat, com
 def test_a_folder_that_holds_something_else_is_refused(offbeat):
     assert offbeat("train", *SMALL, "--out", "x").code == 0
     base = ("compare", "--methods", "bp", *SMALL, "--out")
-    check_refused(offbeat, (*base, "x"), "something else than a comparison")
+    check_refused(offbeat, (*base, "x"), "does not hold a comparison")
     Path("file").write_text("in the way")
     check_refused(offbeat, (*base, "file"), "file", "give another folder as --out")
 
@@ -361,10 +365,19 @@ def test_runs_at_a_time_are_processes_that_give_the_same_bits(offbeat, compared)
     outcome = compare(offbeat, "bp,adl", "--jobs", 2)
     assert outcome.code == 0, outcome.err
     together = {run: model_bytes(run) for run in ("bp-seed0", "adl-seed0")}
-    assert "2 runs at a time shared the machine" in outcome.out
+    assert "2 runs at the same time shared the machine" in outcome.out
     shutil.rmtree("x")
     compared(1)
     assert {run: model_bytes(run) for run in together} == together
+
+
+def test_a_job_leaves_a_folder_alone_that_another_process_uses(tmp_path):
+    run = StudyRun("bp", 0, recipe_of(MethodSpec.of("bp"), asked(model="mlp", data="synthetic", K=1)))
+    folder = tmp_path / "x" / run.name
+    runs = TrainingRuns(StudyRunner(tmp_path / "x", show=False), tmp_path / "x")
+    with another_process(folder) as other, pytest.raises(FolderTaken, match=f"process {other.pid}"):
+        runs.execute_jobs([run], 2)
+    assert [path.name for path in folder.iterdir()] == [lock.FILE]
 
 
 @pytest.mark.slow
@@ -412,7 +425,7 @@ def test_ctrl_c_stops_all_concurrent_runs_and_each_records_it(offbeat, tmp_path)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said.startswith("offbeat: stopped by Ctrl-C; the same command goes on")
+    assert said.startswith("offbeat: stopped by Ctrl-C; repeat the command to continue in x")
     assert said.count("\n") == 1
     for run in ("bp-seed0", "adl-seed0"):
         assert len(lines(run, "interrupted")) == 1
@@ -431,29 +444,29 @@ def test_no_run_outlives_a_comparison_that_is_killed(offbeat, tmp_path):
 # ---- bad input
 
 REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
-    "no methods": (("--methods", ","), ("--methods names none",)),
+    "no methods": (("--methods", ","), ("--methods names no method",)),
     "an unknown method": (("--methods", "bp,ald"), ("'ald'", "did you mean 'adl'")),
-    "a method twice": (("--methods", "bp,adl,bp"), ("'bp' is there twice",)),
+    "a method twice": (("--methods", "bp,adl,bp"), ("'bp' is given twice",)),
     "an unknown setting": (("--methods", "adl:N_=2"), ("adl takes no N_", "M (default 4), window (default count)")),
-    "the same in two forms": (("--methods", "adl:M=1:weights=hybrid,adl:M=1,weights=hybrid"), ("is there twice",)),
+    "the same in two forms": (("--methods", "adl:M=1:weights=hybrid,adl:M=1,weights=hybrid"), ("is given twice",)),
     "a setting without value": (("--methods", "adl:M"), ("adl:M", "give each setting once")),
     "a setting twice": (("--methods", "adl:M=1:M=2"), ("give each setting once",)),
     "a setting in words": (("--methods", "adl:M=two"), ("'M=two': use an integer",)),
     "a truth that is none": (("--methods", "ddg:barrier=2"), ("barrier=2", "yes or no")),
     "a setting that the method does not take": (("--methods", "adl:m=4"), ("adl takes no m",)),
     "an unknown match": (("--methods", "adl", "--match", "batches"), ("'batches'", "did you mean 'batch'")),
-    "no seeds": (("--methods", "adl", "--seeds", 0), ("seeds = 0",)),
-    "no jobs": (("--methods", "adl", "--jobs", 0), ("jobs = 0",)),
-    "M=0": (("--methods", "adl", "-M", 0), ("M = 0",)),
-    "K=0": (("--methods", "adl", "-K", 0), ("K = 0",)),
+    "no seeds": (("--methods", "adl", "--seeds", 0), ("--seeds 0",)),
+    "no jobs": (("--methods", "adl", "--jobs", 0), ("--jobs 0",)),
+    "M=0": (("--methods", "adl", "-M", 0), ("-M 0",)),
+    "K=0": (("--methods", "adl", "-K", 0), ("-K 0",)),
     "K above the units": (("--methods", "adl", "-K", 99), ("99 stages",)),
-    "nobody beside": (("--methods", "adl", "--side-by-side", 0), ("side-by-side = 0",)),
-    "both ways at once": (("--methods", "adl", "--side-by-side", 2, "--jobs", 2), ("choose one of the two",)),
+    "nobody beside": (("--methods", "adl", "--side-by-side", 0), ("--side-by-side 0",)),
+    "both ways at once": (("--methods", "adl", "--side-by-side", 2, "--jobs", 2), ("use one of the two",)),
     "processes by turns": (("--methods", "adl", "--side-by-side", 2, "--engine", "processes"), ("--engine simulate",)),
     "jobs of processes": (("--methods", "adl", "--jobs", 2, "--engine", "processes"), ("--engine simulate",)),
     "an unknown model": (("--methods", "adl", "--model", "resnet65"), ("did you mean 'resnet56'",)),
     "a rate below 0": (("--methods", "adl", "--lr", -1), ("--lr -1",)),
-    "batches that do not match": (("--methods", "adl:M=3", "--match", "effective"), ("8 samples an update",)),
+    "batches that do not match": (("--methods", "adl:M=3", "--match", "effective"), ("8 samples per update",)),
     "no methods at all": ((), ("--methods",)),
 }
 

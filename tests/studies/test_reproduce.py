@@ -20,7 +20,7 @@ from PIL import Image
 
 from offbeat import checkpoint, models
 from offbeat.engines.simulate import Simulate
-from offbeat.report.reproduction import read_run
+from offbeat.report.reproduction import read_seed_run
 from offbeat.runs import build
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
@@ -32,6 +32,7 @@ from offbeat.runs.tables.row import row
 from offbeat.runs.training_run import TrainingRun
 from offbeat.studies import reproduce as reproducing
 from offbeat.studies import reproduce as reproduction
+from offbeat.studies.training import interrupting
 
 
 def small(method: str, **given: object) -> Recipe:
@@ -93,7 +94,7 @@ def results(out: str = "x") -> dict[str, dict]:
 
 def told(out: str, run: str) -> list[tuple]:
     """What the epochs of a run recorded, without times."""
-    found = read_run(Path(out) / "runs" / run, 0)
+    found = read_seed_run(Path(out) / "runs" / run, 0)
     return [*found.errors, found.error]
 
 
@@ -209,7 +210,7 @@ def test_runs_are_run_folders_and_the_table_is_what_they_recorded(offbeat, table
     assert outcome.code == 0, outcome.err
     rows = results()
     assert list(rows) == ["net-adl", "net-diverges", "other-hybrid"]
-    errors = [read_run(Path(f"x/runs/net-adl-seed{seed}"), seed).error for seed in (0, 1)]
+    errors = [read_seed_run(Path(f"x/runs/net-adl-seed{seed}"), seed).error for seed in (0, 1)]
     first = rows["net-adl"]
     assert (first["n"], first["error"]) == (2, pytest.approx(sum(errors) / 2))
     assert first["error_range"] == [min(errors), max(errors)]
@@ -304,7 +305,7 @@ def test_a_run_that_fails_on_its_data_names_the_data_without_its_folder(offbeat,
 def test_the_table_has_rows_of_other_invocations_and_reports_a_spent_budget(offbeat, table):
     reproduce(offbeat, "--only", "net-adl")
     outcome = reproduce(offbeat, "--only", "other-hybrid", "--budget-minutes", 1e-6)
-    assert "the budget of 1e-06 minutes was spent before a run began" in outcome.err
+    assert "the budget of 1e-06 minutes ended before a run began" in outcome.err
     settings = {name: found["setting"] for name, found in results().items()}
     assert settings == {"net-adl": "K=3, M=2, b=4, lr=0.003125", "other-hybrid": "K=2, M=2, b=4, lr=0.003125"}
 
@@ -387,7 +388,7 @@ def test_a_budget_does_not_end_a_run_that_has_no_epoch_left(offbeat, table, monk
 
 def test_a_run_killed_after_its_last_epoch_only_writes_its_last_lines(offbeat, table, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reproduction.shutil, "rmtree", lambda path, ignore_errors=False: None)
+        patch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
         reproduce(offbeat, "--only", "net-adl", out="whole")
     newest = tmp_path / max(p.name for p in Path("whole/runs/net-adl-seed0/checkpoints").iterdir())
     shutil.move(Path("whole/runs/net-adl-seed0/checkpoints") / newest.name, newest)
@@ -397,9 +398,9 @@ def test_a_run_killed_after_its_last_epoch_only_writes_its_last_lines(offbeat, t
     killed = Path("whole/runs/net-adl-seed0")
     (killed / "metrics.jsonl").write_text("\n".join(kept) + "\n")
     model = (killed / "model.safetensors").read_bytes()
-    assert read_run(killed, 0).state == "done"
+    assert read_seed_run(killed, 0).state == "done"
     (killed / "model.safetensors").unlink()
-    assert read_run(killed, 0).error == json.loads(lines[-1])["error"]
+    assert read_seed_run(killed, 0).error == json.loads(lines[-1])["error"]
     assert "1 of 1 runs are done" in reproduce(offbeat, "--only", "net-adl", out="whole").err  # with no checkpoint
     shutil.copytree(newest, killed / "checkpoints" / newest.name)
     assert "0 of 1 runs are done" in reproduce(offbeat, "--only", "net-adl", out="whole").err
@@ -482,7 +483,7 @@ def test_compare_takes_turns_too_and_reports_that_speeds_are_shared(offbeat):
         alone, together = (Path(out, run, "model.safetensors").read_bytes() for out in ("alone", "together"))
         assert alone == together
         assert f"{run}: epoch 1/2" in outcome.err
-    assert "3 runs at a time" in outcome.out
+    assert "3 runs at the same time" in outcome.out
     assert "x BP: ratio" not in outcome.out, "a run that is left alone is faster, and no better"
 
 
@@ -507,7 +508,7 @@ def test_one_interruption_saves_and_stops_all_and_the_same_command_resumes(offbe
     monkeypatch.setattr(turns.RoundRobin, "_turn", turn)
     outcome = reproduce(offbeat, "--side-by-side", 3, out="broken")
     assert outcome.code == 130
-    assert "stopped by Ctrl-C; the same command goes on with broken" in outcome.err
+    assert "stopped by Ctrl-C; repeat the command to continue in broken" in outcome.err
     states = [results("broken")[name]["runs"][0]["state"] for name in ("net-adl", "other-hybrid")]
     assert states == ["under way", "under way"]
     for run in ("net-adl-seed0", "other-hybrid-seed0"):
@@ -528,7 +529,7 @@ def test_runs_over_budget_resume_bit_for_bit_from_checkpoints_in_a_moved_folder(
         common = ("--only", "net-adl,other", "--budget-minutes", 60)
         outcome = reproduce(offbeat, *common, "--side-by-side", 2, out="first")
     assert outcome.code == 0
-    assert "stopped by the budget: 2 runs go on" in outcome.err
+    assert "stopped by the budget: repeat the command to continue 2 runs" in outcome.err
     assert "2 under way of 2 runs" in outcome.out
     assert Path("first/table.md").read_text().count("1 at epoch 2 |") == 2
     for found in checkpoint.ls(Path("first/runs/net-adl-seed0")):
@@ -570,7 +571,7 @@ def test_a_budget_that_no_run_can_use_is_reported(offbeat, table, monkeypatch):
     spend_budget_after(monkeypatch, 3)
     outcome = reproduce(offbeat, "--only", "net-adl", "--budget-minutes", 5)
     assert outcome.code == 0
-    assert "no run came to a checkpoint within 5 minutes" in outcome.err
+    assert "no run reached a checkpoint within 5 minutes" in outcome.err
     assert results()["net-adl"]["runs"][0]["state"] == "under way"
 
 
@@ -603,11 +604,11 @@ def test_a_drained_checkpoint_of_resnet56_is_under_ten_megabytes(tmp_path):
 def test_the_end_of_the_budget_raises_keyboard_interrupt():
     spent = threading.Event()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt), reproducing.interrupting(time.monotonic() + 0.05, spent):
+    with pytest.raises(KeyboardInterrupt), interrupting(time.monotonic() + 0.05, spent):
         time.sleep(20)
     assert spent.is_set()
     untouched = threading.Event()
-    with reproducing.interrupting(time.monotonic() + 60, untouched):
+    with interrupting(time.monotonic() + 60, untouched):
         pass
     assert not untouched.is_set()
 
@@ -627,7 +628,7 @@ def test_runs_in_processes_have_the_bits_of_those_in_one_and_stop_with_the_budge
             "running": {},
             **asked,
         }
-        made, _ = reproducing.reproduce(reproducing.Request(**request), show=False)
+        made, _ = reproducing.reproduce(reproducing.ReproductionRequest(**request), show=False)
         return made.as_dict()["rows"][0]["runs"][0]
 
     assert run("one")["state"] == run("several", running={"engine": "processes"})["state"] == "done"

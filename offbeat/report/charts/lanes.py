@@ -47,7 +47,35 @@ def lanes(drawn: Sequence[Box], *, K: int, unit: str, length: float | None = Non
     shown = [kind for kind in KINDS if any(box.kind == kind for box in drawn)]
     versions = any(box.version is not None for box in drawn)
     step = (46 if versions else 36) if K <= 8 else 26 if K <= 16 else 18
-    rows = [
+    rows = _rows(drawn)
+    end = length or max((box.end for box in drawn), default=1.0) or 1.0
+    place = alt.Y(
+        "stage:N",
+        sort=stages,
+        title=None,
+        scale=alt.Scale(domain=stages, paddingInner=0.14),
+        axis=alt.Axis(labelColor=colour("ink"), labelFontSize=LETTERS if step > 20 else SMALL, grid=False),
+    )
+    ground = [{"stage": stage} for stage in stages]
+    lane = chart_of(ground).mark_bar(color=colour("lane"), x=0, x2=alt.ExprRef("width")).encode(y=place)
+    pick, one = chosen("kind"), len(shown) < 2
+    move = alt.selection_interval(
+        name="move", bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey || event.metaKey]"
+    )
+    chart = chart_of(rows).transform_calculate(took="datum.end - datum.start")
+    only = chart if one else chart.transform_filter(pick)
+    boxes, updates = _boxes(only, place, shown, unit=unit, end=end, versions=versions)
+    layers = [lane, boxes.add_params(move, *([] if one else [pick])), updates]
+    if step > 20:
+        layers.append(_texts(only, place, "number", font_size=SMALL, dy=-6 if versions else 0))
+    if versions and step > 30:
+        layers.append(_texts(only, place, "version", font_size=10, fillOpacity=0.75, dy=9))
+    return layered(layers, rows, ground, height=step * K)
+
+
+def _rows(drawn: Sequence[Box]) -> list[dict[str, Any]]:
+    """The boxes in the order of drawing: updates, which are narrow, are above the others."""
+    return [
         {
             "stage": f"stage {box.k}",
             "kind": box.kind,
@@ -58,71 +86,50 @@ def lanes(drawn: Sequence[Box], *, K: int, unit: str, length: float | None = Non
         }
         for box in sorted(drawn, key=lambda box: list(KINDS).index(box.kind), reverse=True)
     ]
-    end = length or max((box.end for box in drawn), default=1.0) or 1.0
-    chart = chart_of(rows)
-    pick = chosen("kind")
-    move = alt.selection_interval(
-        name="move", bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey || event.metaKey]"
+
+
+def _boxes(
+    chart: alt.Chart, place: alt.Y, shown: list[str], *, unit: str, end: float, versions: bool
+) -> tuple[alt.Chart, alt.Chart]:
+    """The operations, and the updates, which have an outline so that short ones are seen."""
+    scale = alt.Scale(domain=[0, end], nice=False)
+    hue = alt.Color(
+        "kind:N",
+        scale=alt.Scale(domain=shown, range=[colour(KINDS[kind]) for kind in shown]),
+        legend=legend({kind: kind for kind in shown}, symbol="square"),
     )
-    ground = [{"stage": stage} for stage in stages]
-    place = alt.Y(
-        "stage:N",
-        sort=stages,
-        title=None,
-        scale=alt.Scale(domain=stages, paddingInner=0.14),
-        axis=alt.Axis(labelColor=colour("ink"), labelFontSize=LETTERS if step > 20 else SMALL, grid=False),
-    )
-    across: dict[str, Any] = {
-        "x": alt.X(
-            "start:Q", title=f"time, {unit}", scale=alt.Scale(domain=[0, end], nice=False), axis=alt.Axis(tickCount=8)
-        ),
+    encoded: dict[str, Any] = {
+        "x": alt.X("start:Q", title=f"time, {unit}", scale=scale, axis=alt.Axis(tickCount=8)),
         "x2": "end:Q",
+        "y": place,
+        "color": hue,
+        "tooltip": [
+            alt.Tooltip("stage:N"),
+            alt.Tooltip("kind:N", title="does"),
+            alt.Tooltip("number:N", title="batch"),
+            *([alt.Tooltip("version:N", title="weights")] if versions else []),
+            alt.Tooltip("start:Q", title="from", format=",.4~r"),
+            alt.Tooltip("took:Q", title="takes", format=",.3~r"),
+        ],
     }
-    scale = alt.Scale(domain=shown, range=[colour(KINDS[kind]) for kind in shown])
-    hue = alt.Color("kind:N", scale=scale, legend=legend({kind: kind for kind in shown}, symbol="square"))
-    tip = [
-        alt.Tooltip("stage:N"),
-        alt.Tooltip("kind:N", title="does"),
-        alt.Tooltip("number:N", title="batch"),
-        *([alt.Tooltip("version:N", title="weights")] if versions else []),
-        alt.Tooltip("start:Q", title="from", format=",.4~r"),
-        alt.Tooltip("took:Q", title="takes", format=",.3~r"),
-    ]
-    one = len(shown) < 2
-    chart = chart.transform_calculate(took="datum.end - datum.start")
-    only = chart if one else chart.transform_filter(pick)
-    wide = "(scale('x', datum.end) - scale('x', datum.start))"
-    lane = chart_of(ground).mark_bar(color=colour("lane"), x=0, x2=alt.ExprRef("width")).encode(y=place)
-    boxes = (
-        only.transform_filter("datum.kind != 'update'")
-        .mark_bar(clip=True, stroke=colour("page"), strokeWidth=0.7, cornerRadius=1)
-        .encode(**across, y=place, color=hue, tooltip=tip)
+    others = chart.transform_filter("datum.kind != 'update'")
+    updates = chart.transform_filter("datum.kind == 'update'")
+    return (
+        others.mark_bar(clip=True, stroke=colour("page"), strokeWidth=0.7, cornerRadius=1).encode(**encoded),
+        updates.mark_bar(clip=True, stroke=colour("update"), strokeWidth=1.6).encode(**encoded),
     )
-    updates = (
-        only.transform_filter("datum.kind == 'update'")
-        .mark_bar(clip=True, stroke=colour("update"), strokeWidth=1.6)
-        .encode(**across, y=place, color=hue, tooltip=tip)
+
+
+def _texts(chart: alt.Chart, place: alt.Y, field: str, *, font_size: float, **style: Any) -> alt.Chart:
+    """A field of the forwards and backwards, in the middle of those boxes that are wide enough for it."""
+    letter = WIDE * font_size + (1 if field == "number" else 0.6)
+    fits = f"(scale('x', datum.end) - scale('x', datum.start)) > {letter:.1f} * length(datum.{field}) + 3"
+    texts = chart.transform_filter("(datum.kind == 'forward' || datum.kind == 'backward')")
+    return (
+        texts.transform_calculate(middle="(datum.start + datum.end) / 2")
+        .mark_text(clip=True, fontSize=font_size, fill=colour("box"), **style)
+        .encode(x=alt.X("middle:Q"), y=place, text=alt.condition(fits, f"{field}:N", alt.value("")))
     )
-    texts = only.transform_filter("(datum.kind == 'forward' || datum.kind == 'backward')").transform_calculate(
-        middle="(datum.start + datum.end) / 2"
-    )
-    fits = f"{wide} > {WIDE * SMALL + 1:.1f} * length(datum.number) + 3"
-    layers = [lane, boxes, updates]
-    if step > 20:
-        layers.append(
-            texts.mark_text(clip=True, fontSize=SMALL, fill=colour("box"), dy=-6 if versions else 0).encode(
-                x=alt.X("middle:Q"), y=place, text=alt.condition(fits, "number:N", alt.value(""))
-            )
-        )
-    if versions and step > 30:
-        below = f"{wide} > {WIDE * 10 + 0.6:.1f} * length(datum.version) + 3"
-        layers.append(
-            texts.mark_text(clip=True, fontSize=10, fill=colour("box"), fillOpacity=0.75, dy=9).encode(
-                x=alt.X("middle:Q"), y=place, text=alt.condition(below, "version:N", alt.value(""))
-            )
-        )
-    layers[1] = layers[1].add_params(move, *([] if one else [pick]))
-    return layered(layers, rows, ground, height=step * K)
 
 
 def _short(value: float) -> float:

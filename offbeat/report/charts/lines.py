@@ -15,7 +15,7 @@ from offbeat.report.style import COLOURS, colour
 
 DASHES = ([1, 0], [6, 4], [2, 3], [8, 3, 2, 3])  # of the first COLOURS lines, the next COLOURS, ...
 LOG_FROM = 8.0  # times that the largest value is above the smallest
-CROWD = 5  # lines, from which on half of that is enough: their ends lie closer together
+CROWD = 5  # lines from which half of that is enough: their ends are closer together
 MOST_DOTS = 30  # points of a line that are drawn as dots
 MOST_TIPS = 60  # and that can be pointed at
 MOST_TEXTS = 16  # and whose values are written
@@ -68,76 +68,90 @@ def lines(drawn: Sequence[Line], *, x: Axis, y: Axis, height: int = 300, width: 
     if not drawn:
         empty = [{"text": "nothing recorded yet"}]
         return layered([chart_of(empty).mark_text(fill=colour("soft")).encode(text="text:N")], empty, height=height)
-    rows: list[dict[str, Any]] = [
-        {
-            "series": line.label,
-            "x": a,
-            "y": b,
-            **({"low": line.band[at][0], "high": line.band[at][1]} if line.band else {}),
-            **({"text": f"{round(b, 2):g}"} if line.written and at % -(-len(line.points) // MOST_TEXTS) == 0 else {}),
-            **({"measured": True} if line.measured else {"dot": True} if len(line.points) <= MOST_DOTS else {}),
-            **({"tip": True} if (len(line.points) - 1 - at) % -(-len(line.points) // MOST_TIPS) == 0 else {}),
-        }
-        for line in drawn
-        for at, (a, b) in enumerate(line.points)
-    ]
+    rows = [row for line in drawn for row in _rows(line)]
     names = {line.label: f"{line.label}  {line.end}".rstrip() for line in drawn}
-    places = [at if line.colour is None else line.colour for at, line in enumerate(drawn)]
-    colours = [colour(place) for place in places]
-    dashes = [
-        DASHES[(line.dash or (place // COLOURS if isinstance(place, int) else 0)) % len(DASHES)]
-        for place, line in zip(places, drawn, strict=True)
-    ]
     shown = legend(names, symbol="stroke", offset=30, width=width)  # above the title of the y axis
-    hue: Any = alt.Color("series:N", scale=alt.Scale(domain=list(names), range=colours), legend=shown)
-    dash = alt.StrokeDash("series:N", scale=alt.Scale(domain=list(names), range=dashes), legend=shown)
+    hue, dash = _looks(drawn, list(names), shown)
     chart = chart_of(rows)
     pick = chosen("series")
     interactive = width is None and shown is not None
     if interactive:
         chart = chart.transform_filter(pick)
-    across = alt.X("x:Q", scale=_scale(x, [row["x"] for row in rows]), axis=_axis(x, [row["x"] for row in rows]))
     heights = [row[name] for row in rows for name in ("y", "low", "high") if name in row]
-    log = y.log
+    up = _decided(y, heights, len(drawn))
+    at: dict[str, Any] = {
+        "x": alt.X("x:Q", scale=_scale(x, [row["x"] for row in rows]), axis=_axis(x, [row["x"] for row in rows])),
+        "y": alt.Y("y:Q", scale=_scale(up, heights), axis=_axis(up, heights)),
+    }
+    layers = []
+    if any(line.band for line in drawn):
+        band = chart.transform_filter("isValid(datum.low)").mark_area(opacity=0.15, clip=True)
+        layers.append(band.encode(x=at["x"], y=alt.Y("low:Q"), y2="high:Q", color=hue))
+    joined = chart.transform_filter("!datum.measured").mark_line(strokeWidth=2, strokeJoin="round", clip=True)
+    layers.append(joined.encode(**at, color=hue, strokeDash=dash))
+    layers.append(chart.transform_filter("datum.dot").mark_circle(size=22, opacity=1).encode(**at, color=hue))
+    if any(line.measured for line in drawn):
+        rings = chart.transform_filter("datum.measured")
+        rings = rings.mark_point(size=64, strokeWidth=2, fill=colour("page"), opacity=1)
+        layers.append(rings.encode(**at, color=hue))
+    if width is None:
+        touch = chart.transform_filter("datum.tip").mark_circle(size=260, opacity=0)
+        touch = touch.encode(**at, tooltip=_tooltip(x, y, band=any(line.band for line in drawn)))
+        layers.append(touch.add_params(pick) if interactive else touch)
+    if any(line.written for line in drawn):
+        texts = chart.transform_filter("isValid(datum.text)").mark_text(align="left", dx=5, dy=-8, fontWeight=600)
+        layers.append(texts.encode(**at, color=hue, text="text:N"))
+    return layered(layers, rows, height=height)
+
+
+def _rows(line: Line) -> list[dict[str, Any]]:
+    """The points of a line, with what is drawn at each."""
+    count = len(line.points)
+    return [
+        {
+            "series": line.label,
+            "x": a,
+            "y": b,
+            **({"low": line.band[at][0], "high": line.band[at][1]} if line.band else {}),
+            **({"text": f"{round(b, 2):g}"} if line.written and at % -(-count // MOST_TEXTS) == 0 else {}),
+            **({"measured": True} if line.measured else {"dot": True} if count <= MOST_DOTS else {}),
+            **({"tip": True} if (count - 1 - at) % -(-count // MOST_TIPS) == 0 else {}),
+        }
+        for at, (a, b) in enumerate(line.points)
+    ]
+
+
+def _looks(drawn: Sequence[Line], names: list[str], shown: alt.Legend | None) -> tuple[Any, alt.StrokeDash]:
+    """Colour and dashes of each line: no two of many lines look the same."""
+    places = [at if line.colour is None else line.colour for at, line in enumerate(drawn)]
+    dashes = [
+        DASHES[(line.dash or (place // COLOURS if isinstance(place, int) else 0)) % len(DASHES)]
+        for place, line in zip(places, drawn, strict=True)
+    ]
+    colours = alt.Scale(domain=names, range=[colour(place) for place in places])
+    return (
+        alt.Color("series:N", scale=colours, legend=shown),
+        alt.StrokeDash("series:N", scale=alt.Scale(domain=names, range=dashes), legend=shown),
+    )
+
+
+def _decided(axis: Axis, values: Sequence[float], count: int) -> Axis:
+    """The axis with a logarithmic scale where the values of its lines are far apart, unless that is given."""
+    log = axis.log
     if log is None:
-        far = LOG_FROM if len(drawn) < CROWD else LOG_FROM / 2
-        log = bool(heights) and min(heights) > 0 and max(heights) > far * min(heights)
-    upward = replace(y, title=y.title + (", log scale" if log and not y.doubling else ""), log=log)
-    up = alt.Y("y:Q", scale=_scale(upward, heights), axis=_axis(upward, heights))
-    tip = [
+        far = LOG_FROM if count < CROWD else LOG_FROM / 2
+        log = bool(values) and min(values) > 0 and max(values) > far * min(values)
+    return replace(axis, title=axis.title + (", log scale" if log and not axis.doubling else ""), log=log)
+
+
+def _tooltip(x: Axis, y: Axis, *, band: bool) -> list[alt.Tooltip]:
+    ends = (("lowest", "low"), ("highest", "high")) if band else ()
+    return [
         alt.Tooltip("series:N", title="series"),
         alt.Tooltip("x:Q", title=x.title, format=x.format if not x.whole else "d"),
         alt.Tooltip("y:Q", title=y.title, format=y.format),
+        *(alt.Tooltip(f"{end}:Q", title=name, format=y.format) for name, end in ends),
     ]
-    if any(line.band for line in drawn):
-        tip += [
-            alt.Tooltip("low:Q", title="lowest", format=y.format),
-            alt.Tooltip("high:Q", title="highest", format=y.format),
-        ]
-    band = (
-        chart.transform_filter("isValid(datum.low)")
-        .mark_area(opacity=0.15, clip=True)
-        .encode(x=across, y=alt.Y("low:Q"), y2="high:Q", color=hue)
-    )
-    line = (
-        chart.transform_filter("!datum.measured")
-        .mark_line(strokeWidth=2, strokeJoin="round", clip=True)
-        .encode(x=across, y=up, color=hue, strokeDash=dash)
-    )
-    dots = chart.transform_filter("datum.dot").mark_circle(size=22, opacity=1).encode(x=across, y=up, color=hue)
-    rings = (
-        chart.transform_filter("datum.measured")
-        .mark_point(size=64, strokeWidth=2, fill=colour("page"), opacity=1)
-        .encode(x=across, y=up, color=hue)
-    )
-    touch = chart.transform_filter("datum.tip").mark_circle(size=260, opacity=0).encode(x=across, y=up, tooltip=tip)
-    layers = [band] if any(line.band for line in drawn) else []
-    layers += [line, dots, *([rings] if any(line.measured for line in drawn) else [])]
-    layers += [touch.add_params(pick) if interactive else touch] if width is None else []
-    if any(line.written for line in drawn):
-        texts = chart.transform_filter("isValid(datum.text)").mark_text(align="left", dx=5, dy=-8, fontWeight=600)
-        layers.append(texts.encode(x=across, y=up, color=hue, text="text:N"))
-    return layered(layers, rows, height=height)
 
 
 def _scale(axis: Axis, values: Sequence[float]) -> alt.Scale:

@@ -15,7 +15,7 @@ from offbeat.runs.tables.row import Paper, Table, row
 BP_BATCH = "the paper's BP values are those of an earlier work at b = 128 without accumulation"
 OTHER_BATCH = "taken from an earlier work at b = 128, lr = 0.1, as run here"
 DSP_BATCH = "taken from the work on DSP; run here at b = 128, lr = 0.1, as the other columns"
-TWO_M = "Table I(a) says M = 4, Table II says M = 2"
+TWO_M = "Table I(a) states M = 4, Table II M = 2"
 
 
 def cifar10(model: str, method: str, **given: Any) -> Recipe:

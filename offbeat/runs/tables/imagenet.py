@@ -2,7 +2,7 @@
 
 The paper's setting: b = 32, lr = 0.1 bM/256 after 3 epochs of warm-up, momentum 0.9, weight decay 1e-4, 90 epochs, a
 tenth of the rate at 30, 60 and 80, that is at 1/3, 2/3 and 8/9 of the epochs, however many; 224x224 crops. Another
-image folder than ImageNet gives other errors, which the paper's values do not tell anything about.
+image folder than ImageNet gives other errors, with which the paper's values cannot be compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.tables.row import Images, Paper, Table, row
 
-BP_SETTING = "the paper does not say at which M its BP was trained"
+BP_SETTING = "the paper does not state the M of its BP"
 
 
 def imagenet(model: str, method: str, **given: Any) -> Recipe:

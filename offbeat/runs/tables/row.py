@@ -14,7 +14,7 @@ CHECKPOINTS = 30  # drained ones that a run makes at most, at epochs of its reci
 
 @dataclass(frozen=True)
 class Paper:
-    """What the paper says: errors in %, at the last epoch, median of 3 runs; error None where it says "diverged"."""
+    """The paper's result: errors in %, at the last epoch, median of 3 runs; error None where training diverged."""
 
     error: float | None
     place: str  # table and row
@@ -23,7 +23,7 @@ class Paper:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TableRow:
     """One row: `make(**settings)` is its complete recipe; `paper` is None where the row is our own.
 
     tier   worth: 1 before 2 before 3 ...; all seeds of tiers 1 and 2 come before the later tiers
@@ -51,7 +51,7 @@ class Row:
         return replace(made, checkpoint_every=f"{every}e", checkpoint_mode="drained", keep=1)
 
 
-def row(tier: int, paper: Paper | None = None) -> Callable[[Callable[..., Recipe]], Row]:
+def row(tier: int, paper: Paper | None = None) -> Callable[[Callable[..., Recipe]], TableRow]:
     """Make the function a row: its name is the row's, with hyphens, and the first line of its docstring the title.
 
     >>> @row(1, Paper(6.18, "Table I(a), ResNet-56, K=8"))
@@ -63,9 +63,9 @@ def row(tier: int, paper: Paper | None = None) -> Callable[[Callable[..., Recipe
     ('resnet56-adl-k8', 'ResNet-56, ADL, K=8', '2e')
     """
 
-    def made(function: Callable[..., Recipe]) -> Row:
+    def made(function: Callable[..., Recipe]) -> TableRow:
         title = (function.__doc__ or "").strip().splitlines()[0].rstrip(".")
-        return Row(name=function.__name__.replace("_", "-"), title=title, make=function, paper=paper, tier=tier)
+        return TableRow(name=function.__name__.replace("_", "-"), title=title, make=function, paper=paper, tier=tier)
 
     return made
 
@@ -98,11 +98,11 @@ class Table:
 
     name: str
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     top5: bool = False  # whether top-5 errors are shown
     images: Images | None = None
 
-    def order(self, seeds: int) -> list[tuple[Row, int]]:
+    def order(self, seeds: int) -> list[tuple[TableRow, int]]:
         """All (row, seed) by worth: the first seed of tiers 1 and 2, their other seeds, then the later tiers."""
         runs = [(row, seed) for row in self.rows for seed in range(seeds)]
         return sorted(runs, key=lambda run: (run[0].tier > 2, run[1], run[0].tier))

@@ -1,13 +1,15 @@
 """`offbeat bench`: the methods of this package beside what people use today, on the same cuts, in one run.
 
 rows            what can be timed, and under which name
+request         the options, checked
 cuts            the cuts that all rows share
-contenders      each row as a worker of it: something with a `step()`
+contenders      each row as one of its workers: an object with a `step()`
 worker          a process that builds one contender and times it on request
 worker_group    the workers of one row, seen from the process that started them
 fork_server     the process that workers are forked from, which has imported torch
-rounds          the run: every round times every row once
-scaling         how time, memory and staleness grow; the clock beyond the cores that there are
+rounds          the benchmark: every round times every row once
+scaling         how time, memory and staleness grow, measured and, for more stages than cores, by the clock
+records         where records are written, and which of them a command continues
 
 report/bench_table.py makes the tables of a record, for pages and reports alike.
 """

@@ -1,4 +1,4 @@
-"""Each row as one of its workers: something with a `step()`, which says what it sends.
+"""Each row as one of its workers: an object with a `step()`, which also counts what it sends.
 
 All train the same network on the same batch of random numbers, with the same loss and optimizer. Gradients are means
 over the whole batch in all of them.
@@ -25,7 +25,7 @@ from offbeat.core.links.wire import pack
 from offbeat.core.worker import Links, Worker
 from offbeat.partitioning import partition
 from offbeat.pipeline import Pipeline
-from offbeat.studies.bench.rows import Row, Setting, method_of
+from offbeat.studies.bench.rows import BenchRow, Setting, method_of
 from offbeat.studies.bench.timing import Canned, Tap, sgd
 
 LOSS = nn.functional.cross_entropy
@@ -33,12 +33,12 @@ RECORDING = 60  # batches in which stages on streams fill, and record what they 
 
 
 class Contender(Protocol):
-    """A worker of a row. `fill`: steps until it computes as it will go on to."""
+    """A worker of a row. `fill`: steps until it is in steady state."""
 
     fill: int
 
     def step(self) -> Tensor | None:
-        """One batch; the loss (of a pipeline: in the worker that has the last stage), where it is cheap to tell."""
+        """One batch; the loss (of a pipeline: in the worker that has the last stage), where it is cheap to read."""
 
     def sent(self) -> int:
         """Bytes that this worker sends for a batch; takes a step or more, of which nothing is timed."""
@@ -73,7 +73,7 @@ class Task:
         return partition(self.model, len(cuts) + 1, self.x, cuts=list(cuts), units=units).stages
 
 
-def make(row: Row, task: Task, m: int | None = None) -> Contender:
+def make(row: BenchRow, task: Task, m: int | None = None) -> Contender:
     """This worker of the row; m is its number of micro-batches, where it has one."""
     if row.kind == "loop":
         return Loop(task) if task.setting.device == "cpu" else Ours(row, task, alone=True)
@@ -86,7 +86,7 @@ def make(row: Row, task: Task, m: int | None = None) -> Contender:
 
 
 class Loop:
-    """Back-propagation as one writes it by hand."""
+    """Back-propagation in a plain loop."""
 
     fill = 1
 
@@ -114,7 +114,7 @@ class Loop:
 class DataParallel(Loop):
     """torch's DistributedDataParallel: the whole network on a part of the batch, gradients averaged by all."""
 
-    fill = 2  # it arranges its buckets behind the first
+    fill = 2  # it arranges its buckets after the first step
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -251,7 +251,7 @@ class Sized:
 class Ours:
     """A Pipeline of this package: a stage in each of K processes, or all on streams of one GPU."""
 
-    row: Row
+    row: BenchRow
     task: Task
     m: int | None = None
     alone: bool = False  # back-propagation in one worker

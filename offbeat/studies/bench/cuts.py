@@ -78,7 +78,7 @@ def placed(
     cuts: Sequence[int] | None,
     units: str | None,
     file: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Setting:
     """The setting with its cuts."""
     K = setting.K
@@ -90,9 +90,9 @@ def placed(
     if by == "flops" or setting.device != "cpu" or len(cores_here()) < K:
         costs = counted(setting)
         return _with_chunks(replace(setting, cuts=solve(costs.costs(), K, legal=costs.legal_cuts).cuts), costs)
-    say(f"profiling {setting.model}, b={setting.batch_size}")
+    report(f"profiling {setting.model}, b={setting.batch_size}")
     found = measured(setting, file)
-    say(f"cutting {len(found.profile.units)} units into {K} stages")
+    report(f"cutting {len(found.profile.units)} units into {K} stages")
     costs = found.profile
     with Stopwatch(found.traced.twin(), found.sample, K) as stopwatch:
         solution = refine(costs.costs(), K, stopwatch, legal=costs.legal_cuts)

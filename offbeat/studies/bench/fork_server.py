@@ -1,4 +1,4 @@
-"""A process that has imported what workers need, and becomes one whenever it is asked to, by forking.
+"""A process that has imported what workers need, and forks a worker on request.
 
 Importing torch takes seconds of a processor; a benchmark of K = 8 has 82 workers.
 
@@ -69,7 +69,7 @@ class ForkServer:
         self.lock = threading.Lock()
 
     def spawn(self, surroundings: dict[str, str], errors: Path) -> ForkedWorker:
-        """A worker with these variables beside ours; what it has to say without being asked goes to a file."""
+        """A worker with these environment variables added to ours; its standard error goes to a file."""
         (its_in, our_out), (our_in, its_out) = os.pipe(), os.pipe()
         try:
             with errors.open("w") as file:
@@ -99,8 +99,8 @@ class ForkServer:
                 raise
         if not line:
             raise UserError("the process that starts the workers has ended: run the benchmark again")
-        said: dict[str, Any] = json.loads(line)
-        return said
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def _started(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -147,9 +147,9 @@ def serve() -> None:
         line, files = _line(connection)
         if not line:
             break
-        asked = json.loads(line)
-        if "wait" in asked:
-            said = {"code": os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1])}
+        request = json.loads(line)
+        if "wait" in request:
+            answer = {"code": os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])}
         else:
             pid = os.fork()
             if pid == 0:
@@ -158,13 +158,13 @@ def serve() -> None:
                 for number, file in enumerate(files):
                     os.dup2(file, number)
                     os.close(file)
-                os.environ.update(asked["spawn"], **{launch.LAUNCHER: str(own)})
+                os.environ.update(request["spawn"], **{launch.LAUNCHER: str(own)})
                 worker.serve()
-            said = {"pid": pid}
+            answer = {"pid": pid}
         for file in files:
             os.close(file)
         try:
-            connection.sendall(json.dumps(said).encode() + b"\n")
+            connection.sendall(json.dumps(answer).encode() + b"\n")
         except OSError:  # nobody is there any more
             break
     os._exit(0)

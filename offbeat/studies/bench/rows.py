@@ -1,7 +1,7 @@
 """What can be timed, and under which name; pure data.
 
-A row is a way to train the same network on the same batch. `bp` and `adl` are always there: the others are told by
-`--against`.
+A row is a way to train the same network on the same batch. `bp` and `adl` are always timed; `--against` names the
+others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal
 from offbeat.errors import UserError, unknown
 from offbeat.method import Method
 from offbeat.methods import named, parsed, settings_of, with_settings
+from offbeat.settings import shown
 
 Family = Literal["bp", "torch", "offbeat"]
 Kind = Literal["loop", "pipelining", "ddp", "pipeline"]
@@ -22,7 +23,7 @@ ALWAYS = (BASELINE, OURS)
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One way to train.
 
     setting   of its kind: a schedule of torch.distributed.pipelining, or a method of this package
@@ -46,12 +47,12 @@ class Row:
 
 
 LISTED = (
-    Row("bp", "BP, one worker", "bp", "loop", workers="one"),
-    Row("bp-cores", "BP, all cores", "bp", "loop", workers="one", cores="all"),
-    Row("bp-windows", "BP, windows at once", "bp", "pipeline", "bp", on_gpu=True),
-    Row("torch-gpipe", "torch pipelining, GPipe", "torch", "pipelining", "ScheduleGPipe", swept=True),
-    Row("torch-1f1b", "torch pipelining, 1F1B", "torch", "pipelining", "Schedule1F1B", swept=True),
-    Row(
+    BenchRow("bp", "BP, one worker", "bp", "loop", workers="one"),
+    BenchRow("bp-cores", "BP, all cores", "bp", "loop", workers="one", cores="all"),
+    BenchRow("bp-windows", "BP, windows at once", "bp", "pipeline", "bp", on_gpu=True),
+    BenchRow("torch-gpipe", "torch pipelining, GPipe", "torch", "pipelining", "ScheduleGPipe", swept=True),
+    BenchRow("torch-1f1b", "torch pipelining, 1F1B", "torch", "pipelining", "Schedule1F1B", swept=True),
+    BenchRow(
         "torch-interleaved",
         "torch pipelining, interleaved 1F1B",
         "torch",
@@ -59,16 +60,16 @@ LISTED = (
         "ScheduleInterleaved1F1B",
         swept=True,
     ),
-    Row("ddp", "torch DistributedDataParallel", "torch", "ddp"),
-    Row("adl", "Offbeat ADL", "offbeat", "pipeline", "adl"),
-    Row("adl-1f1b", "Offbeat ADL on the 1F1B lag", "offbeat", "pipeline", "adl-1f1b"),
-    Row("ddg", "Offbeat DDG", "offbeat", "pipeline", "ddg"),
-    Row("fr", "Offbeat FR", "offbeat", "pipeline", "fr"),
-    Row("dsp", "Offbeat DSP", "offbeat", "pipeline", "dsp"),
-    Row("gpipe", "Offbeat GPipe", "offbeat", "pipeline", "gpipe", swept=True),
+    BenchRow("ddp", "torch DistributedDataParallel", "torch", "ddp"),
+    BenchRow("adl", "Offbeat ADL", "offbeat", "pipeline", "adl"),
+    BenchRow("adl-1f1b", "Offbeat ADL on the 1F1B lag", "offbeat", "pipeline", "adl-1f1b"),
+    BenchRow("ddg", "Offbeat DDG", "offbeat", "pipeline", "ddg"),
+    BenchRow("fr", "Offbeat FR", "offbeat", "pipeline", "fr"),
+    BenchRow("dsp", "Offbeat DSP", "offbeat", "pipeline", "dsp"),
+    BenchRow("gpipe", "Offbeat GPipe", "offbeat", "pipeline", "gpipe", swept=True),
 )
 ROWS = {row.name: row for row in LISTED}
-ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where there are no cores to tell them apart
+ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where they do not differ in their cores
 
 
 @dataclass(frozen=True)
@@ -85,32 +86,32 @@ class Setting:
     precision: str = "fp32"
     cuts: tuple[int, ...] = ()
     units: str = "layers"
-    chunk_cuts: tuple[int, ...] | None = None  # of 2K chunks between layers, two a worker
+    chunk_cuts: tuple[int, ...] | None = None  # of 2K chunks between layers, two per worker
     methods: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)  # settings of our methods, by name
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "methods" or value}
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> Setting:
-        """From what `as_dict` became on its way through JSON."""
-        lists: dict[str, Any] = {name: tuple(had) if isinstance(had, list) else had for name, had in told.items()}
+    def of(cls, stored: dict[str, Any]) -> Setting:
+        """From the result of `as_dict` after a round trip through JSON."""
+        lists: dict[str, Any] = {name: tuple(had) if isinstance(had, list) else had for name, had in stored.items()}
         return cls(**lists)
 
 
-def method_of(row: Row, setting: Setting, m: int | None = None) -> Method:
+def method_of(row: BenchRow, setting: Setting, m: int | None = None) -> Method:
     """The method of one of our rows: with the run's M, and m micro-batches, where it takes them."""
     takes = settings_of(row.setting)
     shared = {name: value for name, value in (("M", setting.M), ("m", m)) if name in takes and value is not None}
     return with_settings(row.setting, {**shared, **setting.methods.get(row.setting, {})})
 
 
-def row_of(name: str) -> Row:
+def row_of(name: str) -> BenchRow:
     """The row of that name: a listed one, or that of one of our methods."""
     if name in ROWS:
         return ROWS[name]
     method = named(name)
-    return Row(name, f"Offbeat {name}: {method.title}", "offbeat", "pipeline", name, swept=method.m > 1)
+    return BenchRow(name, f"Offbeat {name}: {method.title}", "offbeat", "pipeline", name, swept=method.m > 1)
 
 
 def settings_by_method(texts: Sequence[str], M: int | None) -> dict[str, dict[str, Any]]:
@@ -131,8 +132,8 @@ def settings_by_method(texts: Sequence[str], M: int | None) -> dict[str, dict[st
     return found
 
 
-def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) -> list[Row]:
-    """The rows that a user asked for, in the order in which they are listed; all are those of the device.
+def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) -> list[BenchRow]:
+    """The rows of --against, in the order in which they are listed; "all" are those of the device.
 
     methods   of ours that are timed too, whether they are listed or not
 
@@ -141,7 +142,7 @@ def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) ->
     """
     wanted = [name.strip() for name in against.split(",") if name.strip()]
     if not wanted:
-        raise UserError(f"--against {against!r} names nothing: say all, or some of {', '.join(ROWS)}")
+        raise UserError(f"--against {against!r} names no row: use all, or some of {', '.join(ROWS)}")
     for name in wanted:
         if name not in (*ROWS, "all"):
             raise unknown("row", name, ["all", *ROWS])
@@ -150,8 +151,8 @@ def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) ->
     return [row for row in LISTED if row.name in (*whole, *wanted, *methods, *ALWAYS)] + others
 
 
-def left_out(row: Row, setting: Setting) -> str | None:
-    """Why a row cannot be timed in this setting; None where it can."""
+def left_out(row: BenchRow, setting: Setting) -> str | None:
+    """The reason why a row cannot be timed in this setting; None where it can."""
     b, K = setting.batch_size, setting.K
     if row.kind == "pipeline" and (limit := method_of(row, setting).limit) and (reason := limit(K)):
         return reason
@@ -159,9 +160,9 @@ def left_out(row: Row, setting: Setting) -> str | None:
         if row.family == "torch":
             return "one GPU: its workers need one each"
         if row.kind == "pipeline" and (reason := method_of(row, setting, 2).why_not_capturable()):
-            return f"it {reason}, so that its stages cannot be recorded for streams of one GPU"
+            return f"it {reason}, so its stages cannot be recorded for streams of one GPU"
     elif row.on_gpu:
-        return "batches of a window run at once on one GPU alone: give --device cuda"
+        return "batches of a window run at the same time only on a GPU: give --device cuda"
     if row.kind == "ddp" and b % K:
         return f"a batch of {b} cannot be divided equally among {K} workers"
     if row.swept and not micro_batches(row, setting):
@@ -171,7 +172,7 @@ def left_out(row: Row, setting: Setting) -> str | None:
     return None
 
 
-def micro_batches(row: Row, setting: Setting, given: tuple[int, ...] | None = None) -> list[int]:
+def micro_batches(row: BenchRow, setting: Setting, given: tuple[int, ...] | None = None) -> list[int]:
     """The numbers of micro-batches to try: K, 2K and 4K, or those given, as far as they divide the batch.
 
     Interleaved 1F1B needs whole rounds of K.
@@ -180,6 +181,44 @@ def micro_batches(row: Row, setting: Setting, given: tuple[int, ...] | None = No
     own = setting.methods.get(row.setting, {}).get("m")
     fit = [m for m in (given if own is None else (own,)) or (K, 2 * K, 4 * K) if m <= b and b % m == 0]
     return [m for m in fit if m % K == 0] if row.setting == "ScheduleInterleaved1F1B" else fit
+
+
+def note(row: BenchRow, setting: Setting, m: int | None, tried: int = 1) -> str:
+    """What the figures of a row mean beyond its name; m is the best of `tried` numbers of micro-batches."""
+    parts = []
+    if row.kind == "loop":
+        parts.append(
+            "a hand-written loop"
+            if setting.device == "cpu"
+            else "recorded as CUDA graphs"
+            if row.cores == "all"
+            else "eager"
+        )
+    if m:
+        best = "the best of those tried" if tried > 1 else "no other number tried"
+        parts.append(f"{m} micro-batches of {setting.batch_size // m}, {best}")
+    if row.kind == "pipelining":
+        parts.append("BatchNorm sees micro-batches, and its running statistics move with each of them")
+    if row.setting == "ScheduleInterleaved1F1B":
+        parts.append(f"{2 * setting.K} chunks, two per worker, on cuts of their own")
+    if row.kind == "ddp":
+        parts.append(
+            f"{setting.batch_size // setting.K} samples per worker, by which BatchNorm normalises; bytes by the "
+            "formula of a ring"
+        )
+    if row.kind == "pipeline":
+        method = method_of(row, setting, m)
+        if own := setting.methods.get(row.setting):
+            parts.append(", ".join(f"{name}={shown(value)}" for name, value in own.items()))
+        if method.m > 1:
+            parts.append("BatchNorm normalises by micro-batch, its running statistics move once per batch")
+        if method.M > 1:
+            parts.append(f"an update every {method.M} batches")
+        if method.barrier:
+            parts.append("all stages wait for each other after every forward, as published")
+        if method.weights == "replay":
+            parts.append("forwards are repeated")
+    return "; ".join(parts)
 
 
 def cores_here() -> list[int]:

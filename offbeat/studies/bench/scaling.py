@@ -1,11 +1,11 @@
-"""`offbeat bench scaling`: how time a batch, memory and staleness grow with K, the batch and the depth.
+"""`offbeat bench scaling`: how time per batch, memory and staleness grow with K, the batch and the depth.
 
 strong   one network and batch on K = 1, 2, 4, ... workers
-weak     a network that grows with K, so that every stage has as much to do: ResNet-(6K+2)
+weak     a network that grows with K, so that a stage has the same amount of work: ResNet-(6K+2)
 batch    more samples at one K;  depth: deeper networks at one K
 
-What there are no cores for is left to the clock: memory and staleness follow from the method's program, and time from
-measured units, cut for every K, on links that are stated.
+Beyond the cores of the machine the clock predicts: memory and staleness follow from the method's program, and time from
+measured units, cut for every K, on links of stated latency and bandwidth. With --out, the record there is continued.
 """
 
 from __future__ import annotations
@@ -14,51 +14,58 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from offbeat import models
-from offbeat.errors import Interrupted, UserError, first_line
 from offbeat.method import Method
-from offbeat.methods import named
+from offbeat.methods import named, parsed, with_settings
 from offbeat.ops import Backward
 from offbeat.partitioning import Profile, solve
 from offbeat.report.draw import by_the_way, draw_scaling
 from offbeat.studies.bench.cuts import counted, measured
 from offbeat.studies.bench.fork_server import ForkServer
-from offbeat.studies.bench.rounds import Spoken, folder_for, origin, save
-from offbeat.studies.bench.rows import ROWS, Setting, cores_here
+from offbeat.studies.bench.records import folder_for, origin, stored
+from offbeat.studies.bench.request import check_numbers
+from offbeat.studies.bench.rows import ROWS, Setting, cores_here, left_out, row_of
 from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
-from offbeat.studies.plan import Kept, Network
+from offbeat.studies.plan import Kept, LinkCost, stage_sums
+from offbeat.studies.runner import Failure, StudyRunner
 from offbeat.timeline import Costs, period, timeline
 
-# Latency in seconds and bandwidth in bytes a second, one way, as their makers or operators state them, rounded.
+# Latency in seconds and bandwidth in bytes per second, one way, as makers or operators state them, rounded.
 LINKS = {
-    "no cost": Network(0.0, float("inf")),
-    "NVLink": Network(5e-6, 450e9),
-    "PCIe 4.0 x16": Network(1e-5, 25e9),
-    "10 GbE": Network(5e-5, 1.17e9),
-    "Internet, 50 ms": Network(5e-2, 12.5e6),
+    "no cost": LinkCost(0.0, float("inf")),
+    "NVLink": LinkCost(5e-6, 450e9),
+    "PCIe 4.0 x16": LinkCost(1e-5, 25e9),
+    "10 GbE": LinkCost(5e-5, 1.17e9),
+    "Internet, 50 ms": LinkCost(5e-2, 12.5e6),
 }
 SIMULATED = ("adl", "adl-1f1b", "gpipe")
 STAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GROWING = (1, 2, 3, 5, 7, 9, 16)  # K of ResNet-(6K+2) as far as there are such networks
-MOST_MICRO = 4  # micro-batches a stage, as far as there are samples for them
-GROWS = 4  # times as long as half as many stages takes the clock
+MOST_MICRO = 4  # micro-batches per stage, as far as there are samples for them
+GROWS = 4  # times as long as for half as many stages, the clock takes
 FEW = 32  # stages up to which a period is taken over many batches
 WINDOWS = 8  # of M updates, over which a simulated period is taken
+MEANING = (
+    "measured seconds of every unit on one core of this machine, cut anew for every K; a message is under "
+    "way for latency + bytes / bandwidth, and a link carries no more than its bandwidth; updates are not "
+    "counted"
+)
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a user asked for."""
+class ScalingRequest:
+    """The options of `offbeat bench scaling`."""
 
     model: str = "resnet110"
     batch_size: int = 32
     K: int = 4  # where the batch or the depth is what changes
-    M: int = 4
+    method: str = "adl"  # with settings, as text
+    M: int | None = None
     stages: tuple[int, ...] = (1, 2, 4, 8, 16)
     batch_sizes: tuple[int, ...] = (16, 64, 128)
     depths: tuple[str, ...] = ("resnet20", "resnet56", "resnet110", "resnet164", "resnet1202")
@@ -68,48 +75,59 @@ class Request:
     minutes: float | None = None
     out: Path | None = None
 
+    def make_method(self) -> Method:
+        return with_settings(*parsed(self.method, M=self.M))
+
     def setting(self) -> Setting:
-        """Checked as far as nothing has to be computed for it."""
-        numbers = {
-            "-K": [self.K],
-            "-M": [self.M],
-            "--batch-size": [self.batch_size],
-            "--stages": self.stages,
-            "--batch-sizes": self.batch_sizes,
-            "--most-stages": [self.most_stages],
-            "--repetitions": [self.repetitions],
-            "--batches": [self.batches],
-        }
-        for name, values in numbers.items():
-            for number in values:
-                if number < 1:
-                    raise UserError(f"{name} {number}: use whole numbers from 1 up")
-        if self.minutes is not None and not self.minutes > 0:
-            raise UserError(f"--budget-minutes {self.minutes:g}: use a number above 0")
+        """What all points share, checked."""
+        check_numbers(
+            self.minutes,
+            {
+                "-K": [self.K],
+                "-M": [1 if self.M is None else self.M],
+                "--batch-size": [self.batch_size],
+                "--stages": self.stages,
+                "--batch-sizes": self.batch_sizes,
+                "--most-stages": [self.most_stages],
+                "--repetitions": [self.repetitions],
+                "--batches": [self.batches],
+            },
+        )
+        name, settings = parsed(self.method, M=self.M)
         for depth in self.depths:
             models.describe(depth)
         known = models.describe(self.model)
-        return Setting(self.model, known.shape, known.classes, self.batch_size, self.K, self.M)
+        M = with_settings(name, settings).M
+        return Setting(self.model, known.shape, known.classes, self.batch_size, self.K, M, methods={name: settings})
 
 
 @dataclass
-class Study:
-    """A study under way, and what it has found."""
+class ScalingStudy:
+    """A study that runs, and what it has measured."""
 
-    request: Request
-    out: Path
-    say: Spoken
+    request: ScalingRequest
+    runner: StudyRunner
+    base: Setting
+    origin: dict[str, Any]
     points: list[dict[str, Any]] = field(default_factory=list)
     counted: list[dict[str, Any]] = field(default_factory=list)
     simulation: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    origin: dict[str, Any] = field(default_factory=origin)
     fork_server: ForkServer = field(default_factory=ForkServer)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings by which a record is that of this request."""
+        method = self.request.make_method()
+        request = {name: value for name, value in asdict(self.request).items() if name not in ("out", "minutes")}
+        own = {name: value for name, value in self.base.methods[method.name].items() if name != "M"}
+        made = {**request, "method": method.name, "M": method.M, "cores": len(cores_here())}
+        return {**made, "method_settings": own} if own else made
+
     def as_dict(self) -> dict[str, Any]:
-        request = {name: value for name, value in asdict(self.request).items() if name != "out"}
+        spent = {"minutes": self.request.minutes, "seconds": round(self.runner.seconds, 1)}
         return {
-            "settings": {**request, "method": "adl", "cores": len(cores_here()), "seconds": round(self.say.seconds, 1)},
+            "settings": {**self.identity, **spent},
             "points": self.points,
             "counted": self.counted,
             "simulation": self.simulation,
@@ -118,7 +136,14 @@ class Study:
         }
 
     def write(self) -> None:
-        save(self.out / "scaling.json", self.as_dict())
+        self.runner.write("scaling.json", self.as_dict(), indent=1)
+
+    def finish(self) -> None:
+        """Write the record and its picture."""
+        self.write()
+        content, out = self.as_dict(), self.runner.folder
+        if self.simulation:
+            by_the_way(lambda path: draw_scaling(content, path), out / "scaling.svg", out / "scaling.png")
 
 
 # ---- counted
@@ -149,8 +174,8 @@ def best_cuts(costs: Profile, K: int) -> tuple[int, ...] | None:
 # ---- measured
 
 
-def wanted(request: Request) -> Iterator[tuple[str, Setting]]:
-    """The points by worth: what a reader asks first comes first, as long as there is time."""
+def points(request: ScalingRequest) -> Iterator[tuple[str, Setting]]:
+    """All points with their axis, the most informative first: a budget may leave out the last ones."""
     base = request.setting()
     n = len(cores_here())
     for K in request.stages:
@@ -167,9 +192,10 @@ def wanted(request: Request) -> Iterator[tuple[str, Setting]]:
         yield "depth", replace(at, model=depth, shape=known.shape, classes=known.classes)
 
 
-def measure(setting: Setting, request: Request, folder: Path, fork_server: ForkServer) -> dict[str, Any]:
-    """Time a batch and memory of ADL on K workers, of back-propagation on one."""
-    workers = WorkerGroup(ROWS["adl" if setting.K > 1 else "bp"], setting, folder, fork_server)
+def measure(setting: Setting, request: ScalingRequest, folder: Path, fork_server: ForkServer) -> dict[str, Any]:
+    """Time per batch and memory: of the method on K workers, of back-propagation on one."""
+    row = row_of(request.make_method().name) if setting.K > 1 else ROWS["bp"]
+    workers = WorkerGroup(row, setting, folder, fork_server)
     try:
         workers.start()
         workers.ready()
@@ -181,8 +207,8 @@ def measure(setting: Setting, request: Request, folder: Path, fork_server: ForkS
         workers.close()
     return {
         "seconds_per_batch": seconds,
-        "memory": [said["memory"] for said in looked],
-        "staleness_measured": [level for said in looked for level in said["staleness"]],
+        "memory": [found["memory"] for found in looked],
+        "staleness_measured": [level for found in looked for level in found["staleness"]],
     }
 
 
@@ -190,11 +216,12 @@ def measure(setting: Setting, request: Request, folder: Path, fork_server: ForkS
 
 
 def steady(method: Method, costs: Costs) -> float:
-    """Seconds a batch in steady state by the clock, also for so many stages that `timeline.period` would take minutes.
+    """Seconds per batch in steady state by the clock, also for numbers of stages for which `timeline.period` takes
+    minutes.
 
-    Micro-batches: stage 1 ends a batch last, and begins the next right behind it, so that one batch tells. Otherwise,
-    beyond FEW stages, the slowest stage over some windows behind the fill: exact where computing is what takes time,
-    and within some per cent where it is the latency of links, since batches then come in bursts.
+    With micro-batches, stage 1 ends a batch last and begins the next right after it, so one batch suffices. Otherwise,
+    beyond FEW stages, the slowest stage over some windows after the fill: exact where computing takes the time, and
+    within a few per cent where it is the latency of links, since batches then arrive in bursts.
     """
     K = costs.K
     if method.m > 1:
@@ -212,154 +239,135 @@ def steady(method: Method, costs: Costs) -> float:
     return max((ends[k, last - 1] - ends[k, first - 1]) / (last - first) for k in range(1, K + 1))
 
 
-def period_on(link: Network, method: Method, costs: Profile, cuts: tuple[int, ...]) -> float:
-    """Seconds a batch of the measured units between these cuts, on that link.
+def period_on(link: LinkCost, method: Method, costs: Profile, cuts: tuple[int, ...]) -> float:
+    """Seconds per batch of the measured units between these cuts, on that link.
 
-    A message is under way for latency + bytes / bandwidth; and a link that carries one message a batch each way cannot
-    carry more batches than its bandwidth allows.
+    A message takes latency + bytes / bandwidth; a link, which carries one message per batch each way, carries no more
+    batches than its bandwidth allows.
     """
-
-    def sums(parts: list[float]) -> list[float]:
-        total = list(accumulate(parts, initial=0.0))
-        return [total[end] - total[start] for start, end in pairwise([0, *cuts, len(parts)])]
 
     sizes = [costs.boundary_bytes[cut] for cut in cuts]
     # the clock divides a message's time by m; its latency is not less for a smaller one
     hops = [method.m * link.latency + size / link.bandwidth for size in sizes]
-    given = Costs(
-        sums([unit.forward for unit in costs.units]), sums([unit.backward for unit in costs.units]), up=hops, down=hops
-    )
+    forward = stage_sums([unit.forward for unit in costs.units], cuts)
+    backward = stage_sums([unit.backward for unit in costs.units], cuts)
+    given = Costs(forward, backward, up=hops, down=hops)
     return max([steady(method, given), *(size / link.bandwidth for size in sizes)])
 
 
-def method_at(name: str, setting: Setting, K: int) -> Method:
-    """A simulated method; GPipe with 4K micro-batches, or as many as there are samples."""
-    if named(name).m > 1:
-        return named(name, m=max(2, min(MOST_MICRO * K, setting.batch_size)))
-    return named(name, M=setting.M)
+def simulated(request: ScalingRequest, setting: Setting, K: int) -> dict[str, Method]:
+    """The methods that are simulated, by name; GPipe with 4K micro-batches, or as many as there are samples."""
+    own = request.make_method()
+    m = max(2, min(MOST_MICRO * K, setting.batch_size))
+    others = {name: named(name, m=m) if named(name).m > 1 else named(name, M=setting.M) for name in SIMULATED}
+    return {**others, own.name: own}
 
 
-def simulate(study: Study, setting: Setting, costs: Profile) -> dict[str, Any]:
+def simulate(study: ScalingStudy, costs: Profile) -> dict[str, Any]:
     """The speed-up of every method on every link, K as far as there are units and half of the time."""
-    request, say = study.request, study.say
+    request, runner, setting = study.request, study.runner, study.base
     alone = sum(unit.forward + unit.backward for unit in costs.units)
     half = float("inf") if request.minutes is None else 30 * request.minutes
     rows: list[dict[str, Any]] = []
     took = 0.0
     for K in [K for K in STAGES if request.most_stages >= K]:
         cuts = best_cuts(costs, K)
-        if cuts is None or (rows and say.seconds + GROWS * took > half):
+        if cuts is None or (rows and runner.seconds + GROWS * took > half):
             study.left_out.append(f"simulation from K={K} on: {'too few units' if cuts is None else 'no time'}")
             break
-        began = say.seconds
-        say(f"simulating K={K}")
-        for name in SIMULATED:
-            method = method_at(name, setting, K)
+        began = runner.seconds
+        runner.report(f"simulating K={K}")
+        for name, method in simulated(request, setting, K).items():
             for link_name, link in LINKS.items():
                 seconds = period_on(link, method, costs, cuts) if K > 1 else alone
-                rows.append(
-                    {
-                        "link": link_name,
-                        "method": name,
-                        "K": K,
-                        "m": method.m,
-                        "seconds_per_batch": seconds,
-                        "speedup": alone / seconds,
-                    }
-                )
-        took = say.seconds - began
-    links = {
-        name: {"latency": link.latency, "bandwidth": link.bandwidth if link.bandwidth < float("inf") else None}
-        for name, link in LINKS.items()
-    }
-    meaning = (
-        "measured seconds of every unit on one core of this machine, cut anew for every K; a message is under "
-        "way for latency + bytes / bandwidth, and a link carries no more than its bandwidth; updates are not "
-        "counted"
-    )
+                row = {"link": link_name, "method": name, "K": K, "m": method.m}
+                rows.append({**row, "seconds_per_batch": seconds, "speedup": alone / seconds})
+        took = runner.seconds - began
     return {
         "model": setting.model,
         "batch_size": setting.batch_size,
         "M": setting.M,
         "alone": alone,
-        "links": links,
+        "links": {
+            name: {"latency": link.latency, "bandwidth": link.bandwidth if link.bandwidth < float("inf") else None}
+            for name, link in LINKS.items()
+        },
         "units": len(costs.units),
         "rows": rows,
-        "meaning": meaning,
+        "meaning": MEANING,
     }
 
 
 # ---- the study
 
 
-def scaling(request: Request, *, show: bool = True) -> tuple[dict[str, Any], Path]:
-    """The whole study; what was found is in the folder also where it is stopped by Ctrl-C."""
+def scaling(request: ScalingRequest, *, show: bool = True) -> tuple[dict[str, Any], Path]:
+    """The whole study; Ctrl-C keeps what was measured."""
     base = request.setting()
     out = folder_for(request.out, f"scaling-{request.model}-b{request.batch_size}", "scaling.json")
-    study = Study(request, out, Spoken(show=show))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {out} ({first_line(error)}): choose another --out") from error
-    try:
-        with tempfile.TemporaryDirectory(prefix="offbeat-scaling-") as folder:
-            go(study, base, Path(folder))
-    except KeyboardInterrupt:
-        finish(study)
-        raise Interrupted(f"stopped by Ctrl-C; what was found so far is in {out}") from None
-    finally:
-        study.fork_server.close()
-    finish(study)
+    runner = StudyRunner(out, request.minutes, show)
+    study = ScalingStudy(request, runner, base, origin())
+    if earlier := stored(out / "scaling.json", study.identity, study.origin):
+        study.points, study.simulation = earlier["points"], earlier["simulation"]
+    with runner.opened(study.finish, options=f" with --out {out}"):
+        try:
+            with tempfile.TemporaryDirectory(prefix="offbeat-scaling-") as folder:
+                measure_all(study, Path(folder))
+        finally:
+            study.fork_server.close()
+        study.finish()
     return study.as_dict(), out
 
 
-def go(study: Study, base: Setting, folder: Path) -> None:
-    request, say = study.request, study.say
-    method = named("adl", M=request.M)
+def measure_all(study: ScalingStudy, folder: Path) -> None:
+    """Count, simulate, then measure every point that the record does not have yet."""
+    request, runner, base = study.request, study.runner, study.base
+    method = request.make_method()
     sizes = counted(base)
     for K in [K for K in STAGES if request.most_stages >= K]:
         cuts = best_cuts(sizes, K)
         if cuts is not None:
             study.counted.append(kept_by(method, base, sizes, cuts))
-    say(f"profiling {base.model}, b={base.batch_size}")
+    runner.report(f"profiling {base.model}, b={base.batch_size}")
     costs = measured(base).profile
-    study.simulation = simulate(study, base, costs)
+    study.simulation = study.simulation or simulate(study, costs)
     study.write()
-    took = 0.0
-    for number, (axis, setting) in enumerate(wanted(request)):
-        told = f"{axis}: {setting.model}, b={setting.batch_size}, K={setting.K}"
-        if len(cores_here()) < setting.K:
-            study.left_out.append(f"{told}: only {len(cores_here())} core{'s' * (len(cores_here()) > 1)}")
-            continue
-        if request.minutes is not None and say.seconds + took > 60 * request.minutes:
-            study.left_out.append(f"{told}: no time in {request.minutes:g} minutes")
-            continue
-        began = say.seconds
+
+    def point(task: tuple[str, Setting]) -> None:
+        axis, setting = task
         own = counted(setting)
-        same = axis == "strong"  # as many units, timed: these cuts are those of the simulation
-        cuts = best_cuts(costs if same else own, setting.K)
+        cuts = best_cuts(costs if axis == "strong" else own, setting.K)  # of the simulation, where the units are those
         if cuts is None:
-            study.left_out.append(f"{told}: too few units")
-            continue
-        place = folder / str(number)
-        place.mkdir()
-        try:
-            found = measure(replace(setting, cuts=cuts), request, place, study.fork_server)
-        except RowFailedError as error:
-            study.left_out.append(f"{told}: {error}")
-            say(f"{told} is left out: {error}")
-            continue
+            raise RowFailedError("too few units")
+        place = Path(tempfile.mkdtemp(dir=folder))
+        found = measure(replace(setting, cuts=cuts), request, place, study.fork_server)
         study.points.append({"axis": axis, **kept_by(method, setting, own, cuts), **found})
-        say(f"{told}: {1000 * median(found['seconds_per_batch']):.0f} ms a batch")
+        runner.report(f"{titled(task)}: {1000 * median(found['seconds_per_batch']):.0f} ms per batch")
         study.write()
-        took = say.seconds - began
+
+    def leave_out(task: tuple[str, Setting], failure: Failure) -> None:
+        study.left_out.append(f"{titled(task)}: {failure.reason}")
+        runner.report(f"{titled(task)} is left out: {failure.reason}")
+
+    def late(task: tuple[str, Setting]) -> None:
+        study.left_out.append(f"{titled(task)}: no time in {request.minutes:g} minutes")
+
+    done = {(had["axis"], had["model"], had["batch_size"], had["K"]) for had in study.points}
+    possible, cores = [], len(cores_here())
+    for task in points(request):
+        axis, setting = task
+        limit = left_out(row_of(method.name), setting) if setting.K > 1 else None
+        reason = f"only {cores} core{'s' * (cores > 1)}" if cores < setting.K else limit
+        if reason:
+            study.left_out.append(f"{titled(task)}: {reason}")
+        elif (axis, setting.model, setting.batch_size, setting.K) not in done:
+            possible.append(task)
+    runner.run(possible, point, failed=leave_out, late=late, errors=RowFailedError)
 
 
-def finish(study: Study) -> None:
-    study.write()
-    content = study.as_dict()
-    if content["simulation"]:
-        by_the_way(lambda path: draw_scaling(content, path), study.out / "scaling.svg", study.out / "scaling.png")
+def titled(task: tuple[str, Setting]) -> str:
+    axis, setting = task
+    return f"{axis}: {setting.model}, b={setting.batch_size}, K={setting.K}"
 
 
 def show(content: dict[str, Any], where: str) -> None:
@@ -372,13 +380,13 @@ def show(content: dict[str, Any], where: str) -> None:
 
 
 def lines(content: dict[str, Any]) -> list[str]:
-    """A line a measured point, then what the clock says of the largest K."""
-    said = []
+    """A line per measured point, then what the clock predicts for the largest K."""
+    made = []
     for point in content["points"]:
-        said.append(
+        made.append(
             f"{point['axis']:6} {point['model']:10} b={point['batch_size']:<4} K={point['K']:<3} "
-            f"{1000 * median(point['seconds_per_batch']):8.0f} ms a batch, at most "
-            f"{max(point['memory']) / 1e6:,.0f} MB a worker, staleness of stage 1 {point['staleness'][0]:.2f}"
+            f"{1000 * median(point['seconds_per_batch']):8.0f} ms per batch, at most "
+            f"{max(point['memory']) / 1e6:,.0f} MB per worker, staleness of stage 1 {point['staleness'][0]:.2f}"
         )
     rows = content["simulation"]["rows"]
     largest = max(row["K"] for row in rows)
@@ -386,5 +394,5 @@ def lines(content: dict[str, Any]) -> list[str]:
         each = ", ".join(
             f"{row['speedup']:.2g} ({row['link']})" for row in rows if row["K"] == largest and row["method"] == name
         )
-        said.append(f"by the clock, K={largest}, {name}: {each} times BP")
-    return said
+        made.append(f"by the clock, K={largest}, {name}: {each} times BP")
+    return made

@@ -1,9 +1,9 @@
-"""A process of a row: it builds its contender, and times it when told to; a line of JSON each way.
+"""A process of a row: it builds its contender, and times it on request; a line of JSON each way.
 
     {"row": ..., "setting": {...}, "rank": 0, "world": 2, "store": file, "cores": [0], "threads": 1}
     {"build": m}                    make the contender anew (m micro-batches), and fill it
     {"sent": null}                  -> {"bytes": ..} that it sends for a batch
-    {"time": [warm_up, batches]}    -> {"seconds": .., "busy": ..} a batch: of the clock, and of the processor
+    {"time": [warm_up, batches]}    -> {"seconds": .., "busy": ..} per batch: of the clock, and of the processor
     {"bound": [warm_up, batches]}   the same of its stage alone, on canned messages
     {"rest": null}                  give its memory back; it is built again when it is next timed
     {"look": null}                  -> {"memory": .., "staleness": [..]}
@@ -34,14 +34,14 @@ from offbeat.studies.bench.timing import forget_peak, peak, pin, resident, sgd, 
 class RowWorker:
     """What one process knows: its place, and its contender once it is built."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self.row, self.setting, self.rank = row_of(told["row"]), Setting.of(told["setting"]), told["rank"]
+    def __init__(self, start: dict[str, Any]) -> None:
+        self.row, self.setting, self.rank = row_of(start["row"]), Setting.of(start["setting"]), start["rank"]
         self.on_gpu = self.setting.device != "cpu"
-        pin(set(told["cores"]))  # before torch's threads are made: they stay where this one is
-        torch.set_num_threads(told["threads"])
+        pin(set(start["cores"]))  # before torch's threads are made: they stay where this one is
+        torch.set_num_threads(start["threads"])
         if self.row.workers == "K" and not self.on_gpu:
             dist.init_process_group(
-                "gloo", init_method=f"file://{told['store']}", rank=self.rank, world_size=told["world"]
+                "gloo", init_method=f"file://{start['store']}", rank=self.rank, world_size=start["world"]
             )
         if self.on_gpu:
             torch.zeros(1, device=self.setting.device)
@@ -54,10 +54,10 @@ class RowWorker:
         self.contender: Contender | None = None
         self.unlinked: Callable[[], None] | None = None
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        ((what, given),) = asked.items()
-        said: dict[str, Any] = getattr(self, f"on_{what}")(given)
-        return said
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        ((what, given),) = request.items()
+        found: dict[str, Any] = getattr(self, f"on_{what}")(given)
+        return found
 
     def on_build(self, m: int | None) -> dict[str, Any]:
         self.on_rest()
@@ -116,16 +116,16 @@ def serve() -> None:
     os.dup2(2, 1)  # what libraries print is no reply
     row_worker: RowWorker | None = None
     for line in sys.stdin:
-        asked, said = json.loads(line), dict[str, Any]()
+        request, answer = json.loads(line), dict[str, Any]()
         try:
             if row_worker is None:
-                row_worker = RowWorker(asked)
+                row_worker = RowWorker(request)
             else:
-                said = row_worker.answer(asked)
+                answer = row_worker.answer(request)
         except Exception as error:  # whatever it is, the row is left out, with this for a reason
-            said = {"failed": f"{type(error).__name__}: {first_line(error)}"}
-        print(json.dumps(said), file=replies)
-        if "failed" in said:
+            answer = {"failed": f"{type(error).__name__}: {first_line(error)}"}
+        print(json.dumps(answer), file=replies)
+        if "failed" in answer:
             break
     with contextlib.suppress(OSError):
         replies.flush()

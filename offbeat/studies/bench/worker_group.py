@@ -12,25 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.links import LOOPBACK_INTERFACE
+from offbeat.errors import UserError
 from offbeat.studies.bench.fork_server import ForkedWorker, ForkServer
-from offbeat.studies.bench.rows import Row, Setting, cores_here
+from offbeat.studies.bench.rows import BenchRow, Setting, cores_here
 
-PATIENCE = 600.0  # seconds until an answer must have come: a schedule whose workers wait for each other never gives one
+PATIENCE = 600.0  # seconds until a worker must answer: workers that wait for each other never do
 
 
-class RowFailedError(RuntimeError):
-    """Why a row cannot be timed, in one line."""
+class RowFailedError(UserError):
+    """A row cannot be timed; the reason in one line."""
 
 
 class WorkerGroup:
-    """The processes of a row, one core each; each is asked the same, and answers for itself.
+    """The processes of a row, one core each; all get the same requests, and each answers for itself.
 
-    They are started in a session of their own, so that Ctrl-C reaches the one that writes the record alone.
+    They are in a session of their own, so that Ctrl-C reaches only the process that writes the record.
     """
 
     def __init__(
         self,
-        row: Row,
+        row: BenchRow,
         setting: Setting,
         folder: Path,
         fork_server: ForkServer,
@@ -45,7 +46,7 @@ class WorkerGroup:
         self.processes: list[ForkedWorker] = []
 
     def start(self) -> None:
-        """Start them, and tell them their places; `ready` waits until they are there."""
+        """Start them and send them their ranks; `ready` waits until they have started."""
         cores = cores_here()
         threads = len(cores) if self.row.cores == "all" else 1
         loopback = LOOPBACK_INTERFACE.get(sys.platform)
@@ -60,7 +61,7 @@ class WorkerGroup:
             mine = [cores[(self.first_core + rank) % len(cores)]]
             if self.row.cores == "all" or self.setting.device != "cpu":
                 mine = cores
-            self._say(
+            self._send(
                 rank,
                 {
                     "row": self.row.name,
@@ -75,26 +76,26 @@ class WorkerGroup:
 
     def ready(self) -> None:
         """Wait until all have started, however many start at the same time."""
-        self._hear(PATIENCE)
+        self._receive(PATIENCE)
 
     def ask(self, what: str, given: Any = None) -> list[dict[str, Any]]:
-        """The answer of every worker; RowFailedError as soon as one cannot."""
+        """The answer of every worker; RowFailedError as soon as one fails."""
         for rank in range(self.count):
-            self._say(rank, {what: given})
-        return self._hear(self.patience)
+            self._send(rank, {what: given})
+        return self._receive(self.patience)
 
     def seconds(self, warm_up: int, batches: int, *, what: str = "time") -> tuple[list[float], float]:
-        """Seconds a batch of each worker, and of the processors of all of them together."""
-        said = self.ask(what, [warm_up, batches])
-        return [one["seconds"] for one in said], sum(one["busy"] for one in said)
+        """Seconds per batch of each worker, and processor seconds of all together."""
+        answers = self.ask(what, [warm_up, batches])
+        return [answer["seconds"] for answer in answers], sum(answer["busy"] for answer in answers)
 
-    def _say(self, rank: int, what: dict[str, Any]) -> None:
+    def _send(self, rank: int, what: dict[str, Any]) -> None:
         pipe = self.processes[rank].stdin
-        with contextlib.suppress(OSError):  # one that has ended is noticed when its answer is waited for
+        with contextlib.suppress(OSError):  # one that has ended is noticed when its answer is read
             pipe.write(json.dumps(what) + "\n")
             pipe.flush()
 
-    def _hear(self, patience: float) -> list[dict[str, Any]]:
+    def _receive(self, patience: float) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + patience
         while len(found) < self.count:
@@ -105,9 +106,9 @@ class WorkerGroup:
                 raise RowFailedError(f"worker {min(pipes.values())} did not answer within {patience:.0f} s")
             for pipe in there:
                 rank = pipes[pipe]
-                line = pipe.readline()  # an answer is one line, so that nothing stays behind in the buffer
+                line = pipe.readline()  # an answer is one line, so nothing is left in the buffer
                 if not line:
-                    raise RowFailedError(f"worker {rank} has ended: {self._last_words(rank)}")
+                    raise RowFailedError(f"worker {rank} has ended: {self._last_line(rank)}")
                 found[rank] = json.loads(line)
                 if "failed" in found[rank]:
                     raise RowFailedError(found[rank]["failed"])
@@ -116,7 +117,7 @@ class WorkerGroup:
     def _errors(self, rank: int) -> Path:
         return self.folder / f"{self.row.name}-{rank}.err"
 
-    def _last_words(self, rank: int) -> str:
+    def _last_line(self, rank: int) -> str:
         code = self.processes[rank].wait()
         lines = self._errors(rank).read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {code}"

@@ -1,0 +1,52 @@
+"""The records of benchmarks: where they are written, where they come from, and which of them a command continues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import UserError
+from offbeat.runs import record
+from offbeat.runs.provenance import provenance
+
+PATHS = ("--out", "--profile")  # options that name files of this machine
+ORIGIN = ("machine", "commit", "versions")  # times of another one are not mixed with those of this one
+
+
+def folder_for(out: Path | None, default: str, file: str) -> Path:
+    """The folder of --out, or a default one that holds no such record yet."""
+    folder, count = out or Path("runs") / default, 1
+    while out is None and (folder / file).exists():
+        count += 1
+        folder = Path("runs") / f"{default}-{count}"
+    record.check_free(folder)
+    return folder
+
+
+def origin() -> dict[str, Any]:
+    """Where a record comes from, without the paths of this machine."""
+    made, command, skip = provenance(), [], False
+    for word in made["command"]:
+        if not skip and word.partition("=")[0] not in PATHS:
+            command.append(word)
+        skip = word in PATHS
+    return {**made, "command": command}
+
+
+def stored(path: Path, settings: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The record that a command with these settings continues; None where there is none yet."""
+    if not path.exists():
+        return None
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        had = {**content["settings"], **{name: content["provenance"][name] for name in ORIGIN}}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{path.parent} already holds {path.name}, which is no record: choose another --out") from None
+    now = json.loads(json.dumps({**settings, **{name: made[name] for name in ORIGIN}}))
+    for name, value in now.items():
+        if had.get(name) != value:
+            differs = f"{name} = {had.get(name)}, not {value}"
+            raise UserError(f"{path.parent} already holds {path.name} with {differs}: choose another --out")
+    return content

@@ -1,0 +1,85 @@
+"""The options of `offbeat bench`, checked before anything is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat import models
+from offbeat.errors import UserError, unknown
+from offbeat.studies.bench.cuts import check
+from offbeat.studies.bench.rows import Setting, settings_by_method
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """The options of `offbeat bench`."""
+
+    model: str = "resnet110"
+    batch_size: int = 128
+    K: int = 4
+    M: int | None = None  # of all methods that have one; None: 4
+    methods: tuple[str, ...] = ()  # of this package, with settings, as text
+    against: str = "all"
+    shape: tuple[int, int, int] | None = None
+    device: str = "cpu"
+    precision: str = "fp32"
+    partition: str = "measured"
+    cuts: tuple[int, ...] | None = None
+    units: str | None = None
+    profile: Path | None = None
+    micro_batches: tuple[int, ...] | None = None
+    repetitions: int = 3
+    batches: int = 8
+    minutes: float | None = None
+    out: Path | None = None
+
+    def setting(self) -> Setting:
+        """What all rows share, checked; the cuts are decided later."""
+        check_numbers(
+            self.minutes,
+            {
+                "-K": [self.K],
+                "-M": [1 if self.M is None else self.M],
+                "--batch-size": [self.batch_size],
+                "--repetitions": [self.repetitions],
+                "--batches": [self.batches],
+                "--micro-batches": self.micro_batches or (),
+            },
+        )
+        if self.K < 2:
+            raise UserError("-K 1: one stage leaves nothing to compare, use 2 or more")
+        for kind, value, allowed in (
+            ("device", self.device, ("cpu", "cuda")),
+            ("partition", self.partition, ("measured", "flops")),
+            ("precision", self.precision, ("fp32", "tf32", "bf16")),
+        ):
+            if value not in allowed:
+                raise unknown(kind, value, allowed)
+        if self.device == "cpu" and self.precision != "fp32":
+            raise UserError(f"--precision {self.precision} on the cpu: the rows of torch are fp32 there, leave it out")
+        known = models.describe(self.model)
+        setting = Setting(
+            self.model,
+            self.shape or known.shape,
+            known.classes,
+            self.batch_size,
+            self.K,
+            4 if self.M is None else self.M,
+            self.device,
+            self.precision,
+            methods=settings_by_method(self.methods, self.M),
+        )
+        check(setting)
+        return setting
+
+
+def check_numbers(minutes: float | None, numbers: Mapping[str, Sequence[int]]) -> None:
+    """Refuse numbers below 1, by the option that they were given for, and a budget of no time."""
+    for option, values in numbers.items():
+        for number in values:
+            if number < 1:
+                raise UserError(f"{option} {number}: use whole numbers from 1 up")
+    if minutes is not None and not minutes > 0:
+        raise UserError(f"--budget-minutes {minutes:g}: use a number above 0")
