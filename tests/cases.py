@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.core.stage import Stage
+from offbeat.engines import eager
 from offbeat.engines.processes import Processes
 from offbeat.methods import METHODS
 
@@ -229,7 +229,7 @@ def main(out: str, how: str = "plain") -> None:
         if how != "plain":
             options["engine"] = Processes(size, recorded=how == "recorded", payloads="gloo" if how == "apart" else None)
             assert bool(options["engine"].carriers) == (how == "apart")
-            assert how == "apart" or options["engine"].stage_maker(offbeat.ADL()) is not Stage
+            assert how == "apart" or options["engine"].executor_maker(offbeat.ADL()) is not eager
         results[name] = train(case, mine=rank == 0, **options)
     with open(f"{out}/{size}-{rank}.json", "w") as file:
         json.dump(results, file)

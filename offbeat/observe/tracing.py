@@ -44,7 +44,7 @@ KINDS = ("forward", "backward", "update", "send", "wait", "drain")
 FORWARD, BACKWARD, UPDATE, SEND, WAIT, DRAIN = range(len(KINDS))
 NOBODY = -1  # the batch of an event that belongs to none
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class Watch(Protocol):
@@ -212,13 +212,13 @@ class Tracing:
         at: int,
         links: TraceLinks,
         device: torch.device,
-        tell: Tell | None,
+        notify: Notify | None,
     ) -> None:
         check(turns)
         if 1 in engine.here and not path.parent.is_dir():
             raise UserError(f"trace in {path}: there is no folder {path.parent}, make it first")
         self.engine, self.workers, self.method = engine, workers, method
-        self.turns, self.path, self.links, self.device, self.tell = turns, path, links, device, tell
+        self.turns, self.path, self.links, self.device, self.notify = turns, path, links, device, notify
         self.start = at + self.filling
         self.done = 0  # turns recorded
         self.away = 0  # nanoseconds of evaluations among them
@@ -341,10 +341,10 @@ class Tracing:
             os.replace(part, self.path)
         except OSError as error:
             line = f"trace failed (training continues): {self.path}: {error.strerror or first_line(error)}"
-            if self.tell is None:
+            if self.notify is None:
                 warnings.warn(line, stacklevel=2)
-        if self.tell is not None:
-            self.tell(line)
+        if self.notify is not None:
+            self.notify(line)
 
 
 def check(turns: int) -> None:

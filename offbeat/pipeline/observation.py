@@ -17,7 +17,7 @@ from offbeat.method import Method
 from offbeat.observe import diagnosis as stage_diagnosis
 from offbeat.observe import tracing as stage_tracing
 from offbeat.observe.diagnosis import Diagnosis
-from offbeat.observe.tracing import Tell, TraceLinks, Tracing
+from offbeat.observe.tracing import Notify, TraceLinks, Tracing
 from offbeat.pipeline.assembly import Assembly
 
 Begin = Callable[[Assembly, int], None]  # with the number of the next batch
@@ -38,11 +38,11 @@ class Observation:
 
     # ---- requests
 
-    def request_trace(self, turns: int, path: Path, tell: Tell | None) -> None:
+    def request_trace(self, turns: int, path: Path, notify: Notify | None) -> None:
         stage_tracing.check(turns)
         if self.tracing is not None or "trace" in self._requested:
             raise UserError("a trace is being recorded: wait until it is written before the next")
-        self._requested["trace"] = partial(self._begin_trace, turns=turns, path=path, tell=tell)
+        self._requested["trace"] = partial(self._begin_trace, turns=turns, path=path, notify=notify)
 
     def request_diagnosis(self, every: int) -> None:
         stage_diagnosis.check(every, self.method)
@@ -55,7 +55,7 @@ class Observation:
         while self._requested:
             self._requested.pop(next(iter(self._requested)))(assembly, batches)
 
-    def _begin_trace(self, assembly: Assembly, batches: int, *, turns: int, path: Path, tell: Tell | None) -> None:
+    def _begin_trace(self, assembly: Assembly, batches: int, *, turns: int, path: Path, notify: Notify | None) -> None:
         self._trace_links = self._trace_links or TraceLinks.of(self.engine)
         self.tracing = Tracing(
             self.engine,
@@ -66,7 +66,7 @@ class Observation:
             at=batches,
             links=self._trace_links,
             device=self.device,
-            tell=tell,
+            notify=notify,
         )
 
     def _begin_diagnosis(self, assembly: Assembly, batches: int, *, every: int) -> None:

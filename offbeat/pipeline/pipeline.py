@@ -28,7 +28,7 @@ from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
 from offbeat.errors import NotFinite, UserError
 from offbeat.method import Method
-from offbeat.observe.tracing import Tell, Tracing
+from offbeat.observe.tracing import Notify, Tracing
 from offbeat.pipeline import checks, evaluation, saving, training
 from offbeat.pipeline.assembly import Assembler, Assembly
 from offbeat.pipeline.guard import Guard
@@ -409,13 +409,13 @@ class Pipeline:
 
     # ---- observing
 
-    def trace(self, turns: int, path: str | Path, *, tell: Tell | None = None) -> None:
+    def trace(self, turns: int, path: str | Path, *, notify: Notify | None = None) -> None:
         """Record what every stage does and when, over that many local iterations, once all stages are full; the first
-        process then writes it (see observe/tracing.py) and calls `tell` with one line. Changes no result.
+        process then writes it (see observe/tracing.py) and calls `notify` with one line. Changes no result.
 
         At any time; in several processes in all of them, since it compares their clocks.
         """
-        self._observation.request_trace(turns, Path(path), tell)
+        self._observation.request_trace(turns, Path(path), notify)
         self._begin_observing()
 
     def diagnose(self, every: int) -> None:

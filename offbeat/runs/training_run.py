@@ -73,7 +73,7 @@ class TrainingRun:
         for note in notes:
             self.progress.print(note)
         if recipe.trace:
-            pipe.trace(recipe.trace, out / "trace.json", tell=self.progress.print)
+            pipe.trace(recipe.trace, out / "trace.json", notify=self.progress.print)
 
     @property
     def first_epoch(self) -> int:

@@ -115,7 +115,7 @@ def check_order_of_messages(trace: dict, slack: float = 0.0) -> None:
 @pytest.mark.parametrize("engine", ["simulate", "streams"])
 def test_a_trace_holds_the_given_number_of_iterations_of_every_full_stage(engine, tmp_path):
     pipe, told = pipeline(library.ADL(M=2), engine), []
-    pipe.trace(8, tmp_path / "trace.json", tell=told.append)
+    pipe.trace(8, tmp_path / "trace.json", notify=told.append)
     start = 4 + 2 * 2
     for t, (x, y) in enumerate(batches()):
         pipe.step(x, y)
@@ -212,7 +212,7 @@ def test_a_second_trace_can_follow_and_evaluations_are_not_idle_time(tmp_path):
 def test_a_trace_that_cannot_be_written_is_reported_and_training_continues(tmp_path):
     pipe, told = pipeline(library.ADL(M=2)), []
     (tmp_path / "trace.json").mkdir()
-    pipe.trace(4, tmp_path / "trace.json", tell=told.append)
+    pipe.trace(4, tmp_path / "trace.json", notify=told.append)
     assert train(pipe) == train(pipeline(library.ADL(M=2)))
     assert len(told) == 1
     assert told[0].startswith("trace failed (training continues)")

@@ -216,8 +216,8 @@ class TorchPipelining:
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
         given = (self.task.x,) if self.first else ()
-        told: dict[str, Any] = {"target": self.task.y, "losses": losses} if self.last else {}
-        self.schedule.step(*given, **told)
+        options: dict[str, Any] = {"target": self.task.y, "losses": losses} if self.last else {}
+        self.schedule.step(*given, **options)
         self.optimizer.step()
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
 
