@@ -313,7 +313,7 @@ def failing(seconds):
         (("--budget-minutes", "0"), ("--budget-minutes 0",)),
         (("--partition", "mesured"), ("unknown partition", "measured")),
         (("--device", "gpu"), ("unknown device",)),
-        (("--micro-batches", "4,x"), ("--micro-batches", "give numbers")),
+        (("--micro-batches", "4,x"), ("--micro-batches", "use numbers")),
         (("--precision", "bf16"), ("--precision bf16 on the cpu",)),
         (("-M", 0), ("-M 0",)),
         (("-M", 2, "--method", "adl:M=3"), ("M is 3 in 'adl:M=3' and 2", "give it once")),
