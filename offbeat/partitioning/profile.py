@@ -102,13 +102,33 @@ def profile(
     """
     own = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if timed:
-        return _profile((traced or trace(model)).twin(), sample, own, repeat)
+        return _profile((traced or trace(model, sample)).twin(), sample, own, repeat)
+    traced = traced or trace(model, sample)
     try:
-        return _profile(trace(copy.deepcopy(model).train().to("meta")), sample, torch.device("meta"), 0)
+        return _profile(traced.twin(device="meta"), sample, torch.device("meta"), 0)
     except UserError:
         if own.type == "meta":
             raise
-        return _profile((traced or trace(model)).twin(), sample, own, 0)
+        return _profile(traced.twin(), sample, own, 0)
+
+
+def profile_blocks(model: nn.Module, sample: Any) -> Profile:
+    """Sizes and FLOPs of the entries of an nn.Sequential, counted on the meta device."""
+    dry = copy.deepcopy(model).train().to("meta")
+    x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
+    shapes, costs, boundaries = _shapes(sample), [], []
+    parameters = {id(parameter) for parameter in dry.parameters()}
+    for name, block in dry._modules.items():
+        assert block is not None
+        own, held = list(block.parameters()), _Held(parameters)
+        boundaries.append(_bytes(x))
+        with held, FlopCounterMode(display=False) as counter, torch.enable_grad():
+            y = block(pytree.tree_map_only(Tensor, Tensor.detach, x))
+        size = sum(p.numel() * p.element_size() for p in own)
+        moved, flops = size + _bytes(x) + _bytes(y), counter.get_total_flops()
+        costs.append(UnitCost(name, sum(p.numel() for p in own), size, flops, held.bytes, moved))
+        x = y
+    return Profile("meta", False, shapes, costs, boundaries, list(range(1, len(costs))), torch.get_num_threads())
 
 
 def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> Profile:
@@ -116,7 +136,7 @@ def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> 
     model = traced.model.train()
     x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)
     costs: list[UnitCost] = []
-    sizes = {name: _bytes(value) for name, value in zip(traced.inputs, _inputs(traced, x), strict=True)}
+    sizes = {name: _bytes(value) for name, value in traced.inputs.values(x).items()}
     known = dict(model.named_parameters())
     parameters = {id(parameter) for parameter in known.values()}
     share = BUDGET / len(traced.units)
@@ -142,10 +162,6 @@ def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> 
 
 def _shapes(sample: Any) -> list[list[int]]:
     return [list(leaf.shape) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
-
-
-def _inputs(traced: Traced, x: Any) -> list[Any]:
-    return [x] if len(traced.inputs) == 1 else list(x)
 
 
 def _bytes(content: Any) -> int:

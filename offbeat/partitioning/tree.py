@@ -39,14 +39,15 @@ def shell_at(chunk: Shell, model: nn.Module, path: str) -> nn.Module:
     return here
 
 
-def hold(shell: nn.Module, original: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor where, and as what, the original module has it."""
+def hold(shell: nn.Module, original: nn.Module, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
+    """Put a tensor where, and as what, the original module has it; persistent=False: another stage saves it."""
     if not isinstance(shell, Shell):
         return
     if name in original._parameters:
         shell.register_parameter(name, tensor)  # type: ignore[arg-type]
     elif name in original._buffers:
-        shell.register_buffer(name, tensor, persistent=name not in original._non_persistent_buffers_set)
+        saved = persistent and name not in original._non_persistent_buffers_set
+        shell.register_buffer(name, tensor, persistent=saved)
     else:
         shell.__dict__[name] = tensor
 

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from offbeat.errors import UserError, first_line
-from offbeat.partitioning.chunk import Spread, spread
+from offbeat.partitioning.chunk import Whole
+from offbeat.partitioning.inputs import advice
 from offbeat.partitioning.message import each_tensor
-from offbeat.partitioning.program import bind, execute, marks
+from offbeat.partitioning.program import DEVICE, bind, execute, marks
+from offbeat.partitioning.sample_trace import without_caches
 from offbeat.partitioning.trace import Traced, Unit
 
 Values = dict[str, Any]
@@ -32,7 +34,8 @@ def run_units(traced: Traced, x: Any, visit: Visit) -> Values:
     mode = traced.model.training
     program, memory, last_use = traced.programs[mode], traced.memory[mode], traced.last_use[mode]
     carried = traced.carriers[mode]
-    values = spread(x, program.inputs)
+    values = traced.inputs.values(x)
+    device = _device(x)
     outputs: Values = {}
     for unit in traced.units:
         start, end = unit.spans[mode]
@@ -45,7 +48,7 @@ def run_units(traced: Traced, x: Any, visit: Visit) -> Values:
         copied = [name for name in needed if memory.roots[name] & changed]
 
         def call(inputs: Values, *, steps: Any = steps, handed: Any = handed, copied: Any = copied) -> Values:
-            here = dict(inputs)
+            here = {**inputs, DEVICE: device}
             for name in copied:  # a leaf that requires gradients must not be written, nor an input twice
                 here[name] = each_tensor(here[name], Tensor.clone)
             execute(steps, here)
@@ -61,6 +64,11 @@ def run_units(traced: Traced, x: Any, visit: Visit) -> Values:
         values.update(outputs)
         values = {name: value for name, value in values.items() if last_use.get(name, -1) >= end}
     return {str(mark): values[mark] for mark in marks(program.output) if mark in values}
+
+
+def _device(x: Any) -> torch.device:
+    tensors = (leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor))
+    return next((tensor.device for tensor in tensors), torch.get_default_device())
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -79,9 +87,10 @@ def verify(traced: Traced, x: Any) -> None:
     if traced.whole:
         return
     whole, chunk = copy.deepcopy(traced.model), traced.twin().as_one()
+    without_caches(whole)
     for training in (True, False):
-        untraced = Spread(whole.train(training), traced.inputs)
-        if not _equal(_output(untraced, x), _output(chunk.train(training), x)):
+        untraced = Whole(whole.train(training), traced.inputs)
+        if not _equal(_output(untraced, x, whole), _output(chunk.train(training), x, whole)):
             mode = "training" if training else "evaluation"
             raise UserError(
                 f"{type(traced.model).__name__} traced computes something else than untraced in {mode} mode: keep "
@@ -89,7 +98,7 @@ def verify(traced: Traced, x: Any) -> None:
             )
 
 
-def _output(run: Callable[[Any], Any], x: Any) -> list[Any]:
+def _output(run: Callable[[Any], Any], x: Any, model: nn.Module) -> list[Any]:
     batch = pytree.tree_map_only(Tensor, torch.clone, x)
     cuda = sorted({leaf.device.index for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor) and leaf.is_cuda})
     with torch.random.fork_rng(devices=cuda), torch.no_grad():
@@ -97,7 +106,7 @@ def _output(run: Callable[[Any], Any], x: Any) -> list[Any]:
         try:
             return pytree.tree_leaves(run(batch))
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            raise UserError(f"the model cannot take this sample: {first_line(error)}") from error
+            raise UserError(f"the model cannot take this sample: {first_line(error)}{advice(model, x)}") from error
 
 
 def _equal(one: list[Any], other: list[Any]) -> bool:
