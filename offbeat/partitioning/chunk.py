@@ -118,6 +118,11 @@ class Whole(Shell):
         return whole.inputs.call(whole.model, whole.inputs.values(x))
 
 
+def as_stage(model: nn.Module, inputs: Inputs) -> nn.Module:
+    """The model as a module of one argument, the batch."""
+    return Whole(model, inputs) if inputs.keywords or len(inputs.names) > 1 else model
+
+
 def _copy(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
     """A copy, the same one for one tensor under two names."""
     if id(tensor) not in copies:

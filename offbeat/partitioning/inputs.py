@@ -34,6 +34,10 @@ class Inputs:
             order = _keywords(model, named, required, list(sample))
             if order is not None:
                 return cls(order, keywords=True)
+        rest = [each.name for each in named if each.kind is each.VAR_POSITIONAL]
+        if rest and not positional:
+            several = len(sample) if isinstance(sample, tuple | list) else 1
+            return cls(tuple(f"{rest[0]}[{n}]" for n in range(several)))
         return cls(tuple(required or [each.name for each in positional[:1]]))
 
     def values(self, x: Any) -> dict[str, Any]:

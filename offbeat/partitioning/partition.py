@@ -14,7 +14,7 @@ from torch import nn
 
 from offbeat.errors import Unbalanced, UserError, unknown
 from offbeat.partitioning.balance import StageSummary, imbalance, summarize, table
-from offbeat.partitioning.chunk import Whole
+from offbeat.partitioning.chunk import as_stage
 from offbeat.partitioning.cut import balanced, check_blocks, check_stages, cut, forward_flops, is_sequence, split, units
 from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.profile import Profile, profile, profile_blocks
@@ -140,13 +140,11 @@ def partition(
         raise unknown("trace", trace, get_args(Trace))
     if speeds is not None and len(speeds) != K:
         raise UserError(f"{len(speeds)} speeds for {K} stages: give one for each")
+    if K == 1 and not cuts:
+        return Partition([as_stage(model, Inputs.of(model, sample))], [], kind, _block_names(model), [])
     plain = by == "flops" and speeds is None and memory is None and not pinned
     if kind == "blocks" and (plain or cuts is not None):
         return _between_entries(model, K, sample, cuts)
-    if K == 1:
-        inputs = Inputs.of(model, sample)
-        whole = Whole(model, inputs) if inputs.keywords else model
-        return Partition([whole], [], "layers", [type(model).__name__], [])
     traced, found = _trace(model, K, sample, trace, untie)
     legal = traced.legal(untie=untie) if kind == "layers" else _legal_between_blocks(traced)
     if len(legal) + 1 < K:

@@ -62,8 +62,6 @@ def _no_symbols(model: nn.Module, inputs: Inputs) -> str | None:
 def hopeless(model: nn.Module) -> str | None:
     """Why no way of recording applies to the model; None where one may."""
     named = inspect.signature(model.forward).parameters.values()
-    if isinstance(model, torch.jit.ScriptModule):
-        return "it is a scripted module: give the Python module that was scripted"
     if "forward" in vars(model):
         return "its forward is an attribute of the object, not of its class"
     if layer(model, ""):

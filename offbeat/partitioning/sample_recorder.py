@@ -57,7 +57,7 @@ from offbeat.partitioning.sizes import TracedSize
 READS_VALUES = "it branches on the values of tensors"
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.layout, torch.memory_format, Enum)
 PLAIN_CALLABLES = (type, types.FunctionType, types.BuiltinFunctionType, type(Ellipsis), range)
-DESCRIPTIONS = DESCRIBING | {"__repr__", "__str__", "__format__", "__hash__", "is_nested", "is_inference"}
+DESCRIPTIONS = DESCRIBING | {"__len__", "__repr__", "__str__", "__format__", "__hash__", "is_nested", "is_inference"}
 ON_SIZES = (operator.neg, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
 PURE = (operator.getitem, getattr, "size", "numel", *ON_SIZES)  # left out of the program where nothing uses them
 
@@ -409,18 +409,24 @@ class SampleRecorder:
         method = is_tensor_method_or_property(function) or isinstance(function, types.MethodDescriptorType)
         target = name if method else function
         result = self._call("call_method" if method else "call_function", target, args, kwargs, function)
-        if not tensors_in(result) and not self.ops[-1].effects.written and name not in ("__setitem__", "_assert"):  # type: ignore[union-attr]
+        if not tensors_in(result) and not tensors_in((args, kwargs)):
+            del self.ops[-1]  # torch.set_grad_enabled and the like
+        elif not tensors_in(result) and not self._wrote() and name not in ("__setitem__", "_assert"):
             raise Untraceable(READS_VALUES)
         self._note_certain(name, args, result)
         return result
+
+    def _wrote(self) -> bool:
+        effects = self.ops[-1].effects
+        return effects is not None and bool(effects.written)
 
     def _note_certain(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """torch.rand is at least 0 and below 1: whether it is below 0 does not depend on the draw."""
         if name == "rand":
             self.uniform.add(id(result))
-        elif name in ("lt", "__lt__") and id(args[0]) in self.uniform and isinstance(args[1], int | float):
-            if not 0 < args[1] < 1:
-                self.certain[id(result)] = args[1] >= 1
+        below = args[1] if name in ("lt", "__lt__") and id(args[0]) in self.uniform else None
+        if isinstance(below, int | float) and not 0 < below < 1:
+            self.certain[id(result)] = below >= 1
 
     def _attribute(self, function: Any, args: tuple[Any, ...]) -> Any:
         attribute = function.__self__.__name__

@@ -22,7 +22,7 @@ from torch import nn
 
 from offbeat.errors import UserError, first_line
 from offbeat.partitioning.aliases import Memory, buffers_written, carriers, opaque, returns_several
-from offbeat.partitioning.chunk import Chunk, StageProgram, Whole
+from offbeat.partitioning.chunk import Chunk, StageProgram, as_stage
 from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.program import Op, Program, Ref, State, bind, held, marks
 from offbeat.partitioning.record import Untraceable, record
@@ -255,8 +255,7 @@ class Traced:
         """
         self._check(cuts, untie)
         if not cuts:
-            simple = len(self.inputs.names) == 1 and not self.inputs.keywords
-            return [self.model if simple else Whole(self.model, self.inputs)]
+            return [as_stage(self.model, self.inputs)]
         taken: dict[int, int] = {}
         parts: list[nn.Module] = []
         for k, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(self.units)], strict=True), start=1):

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from offbeat import models
 from offbeat.errors import UserError
+from offbeat.partitioning import partition
 from offbeat.partitioning.trace import trace
 from offbeat.partitioning.walk import run_units, verify
 
@@ -228,6 +229,13 @@ class Rolling(nn.Module):
         return x * 2 if self.training and torch.rand(1).item() < 0.5 else x
 
 
+class Testing(nn.Module):
+    """Tests a shape, which is no branch on values."""
+
+    def forward(self, x):
+        return x * 2 if x.shape[0] > 2 and x.dim() == 2 else x
+
+
 class Around(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -241,6 +249,7 @@ class Around(nn.Module):
     ("inner", "why"),
     [
         (zoo.Branching, "branches on the values of tensors"),
+        (Testing, "branches on the sizes or types of tensors"),
         (Sampling, "random numbers outside torch"),
         (Iterating, "cannot be iterated"),
         (Measuring, "not iterable|cannot be iterated|'len'"),
@@ -395,28 +404,71 @@ class Shared(nn.Module):
         return self.last(x * self.table) + self.table
 
 
-def test_shared_layers_and_buffers_are_refused_and_untied():
+def test_shared_layers_are_refused_and_untied():
     model = Shared()
     traced = trace(model)
     assert [unit.name for unit in traced.units] == ["first", "twice", "tanh", "twice#2", "mul", "last", "add"]
-    assert traced.legal_cuts == [1, 4]
+    assert traced.legal_cuts == [1, 4, 5, 6]
     with pytest.raises(
         UserError,
         match=r"cut 3 \(before twice#2\) separates the uses of twice.weight, twice.bias: "
         r"the nearest legal cuts are 1 and 4; or offbeat.partition",
     ):
         traced.split([3])
-    with pytest.raises(UserError, match=r"uses of table: the nearest legal cut is 4;"):
-        traced.split([1, 6])
     parts = traced.split([3, 6], untie=True)
     assert [list(part.state_dict()) for part in parts] == [
         ["first.weight", "first.bias", "twice.weight", "twice.bias"],
         ["table", "twice.weight", "twice.bias", "last.weight", "last.bias"],
-        ["table"],
+        [],
     ]
-    assert len(traced.notes) == 3
+    assert len(traced.notes) == 2
     x = torch.randn(2, 4)
     assert torch.equal(parts[2](parts[1](parts[0](x))), model(x))
+
+
+def test_a_buffer_that_nobody_writes_is_read_in_several_stages():
+    model = Shared().double()
+    parts = trace(model).split([4, 6])
+    assert [name for part in parts for name in part.state_dict()].count("table") == 1
+    assert all(dict(part.named_buffers())["table"] is model.table for part in parts[1:])
+    x = torch.randn(2, 4, dtype=torch.float64)
+    expected = wholly(copy.deepcopy(model), x)
+    same(in_stages(model, parts, x), expected)
+    model.load_state_dict({**model.state_dict(), "table": torch.full((4,), 3.0)})
+    assert torch.equal(parts[2](parts[1](parts[0](x))), model(x))
+
+
+def test_a_buffer_that_is_written_stays_in_one_stage():
+    class Averaging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(4))
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x):
+            x = F.batch_norm(self.a(x) + self.seen, self.mean, self.var, training=self.training)
+            self.seen.add_(x.detach().mean(0))
+            return self.b(x) + self.seen + self.mean
+
+    traced = trace(Averaging())
+    assert [unit.name for unit in traced.units][:3] == ["a", "add", "batch_norm"]
+    assert traced.legal_cuts == [1]
+    with pytest.raises(UserError, match="separates the uses of"):
+        traced.split([4])
+
+
+def test_a_counter_that_nobody_reads_forbids_no_cut():
+    model = nn.Sequential(*[zoo.CountingBlock() for _ in range(8)]).double()
+    x = torch.randn(4, 16, dtype=torch.float64)
+    traced = trace(model)
+    assert len(traced.legal_cuts) == len(traced.units) - 1
+    made = partition(model, 4, x, units="layers")
+    assert [sum(p.numel() for p in stage.parameters()) for stage in made.stages] == [2 * 272] * 4
+    expected = wholly(copy.deepcopy(model), x)
+    same(in_stages(model, made.stages, x), expected)
+    assert all(block.calls == 1 for block in model)
 
 
 def test_a_cut_between_two_names_of_a_value_that_changes_in_place_is_refused():
