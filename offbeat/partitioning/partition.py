@@ -148,7 +148,7 @@ def partition(
     traced, found = _trace(model, K, sample, trace, untie)
     legal = traced.legal(untie=untie) if kind == "layers" else _legal_between_blocks(traced)
     if len(legal) + 1 < K:
-        raise _too_few_units(traced, K, len(legal) + 1, untie)
+        raise _too_few_units(traced, K, len(legal) + 1, untie=untie, sample=sample)
     names, notes = [unit.name for unit in traced.units], []
     times: tuple[float, ...] = ()
     if cuts is None:
@@ -252,8 +252,10 @@ def _balance(traced: Traced, found: Profile, K: int, untie: bool) -> float:
     return solve(found.costs(), K, legal=legal).balance if len(legal) + 1 >= K else 0.0
 
 
-def _too_few_units(traced: Traced, K: int, most: int, untie: bool) -> UserError:
+def _too_few_units(traced: Traced, K: int, most: int, *, untie: bool, sample: Any) -> UserError:
     why = f" ({'; '.join(traced.notes)})" if traced.notes else ""
+    if traced.notes and sample is None:
+        why += "; or give a sample: running it may show more units"
     if traced.shared and not untie:
         names = ", ".join(traced.shared)
         why += f"; {names} cannot be used by two stages: cut by offbeat.partition(..., untie=True), a copy each"

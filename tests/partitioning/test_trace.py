@@ -229,7 +229,7 @@ class Rolling(nn.Module):
         return x * 2 if self.training and torch.rand(1).item() < 0.5 else x
 
 
-class Testing(nn.Module):
+class Shaped(nn.Module):
     """Tests a shape, which is no branch on values."""
 
     def forward(self, x):
@@ -249,7 +249,7 @@ class Around(nn.Module):
     ("inner", "why"),
     [
         (zoo.Branching, "branches on the values of tensors"),
-        (Testing, "branches on the sizes or types of tensors"),
+        (Shaped, "branches on the sizes or types of tensors"),
         (Sampling, "random numbers outside torch"),
         (Iterating, "cannot be iterated"),
         (Measuring, "not iterable|cannot be iterated|'len'"),
