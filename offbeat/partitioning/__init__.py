@@ -1,4 +1,4 @@
-"""Where a model is cut into stages."""
+"""Cut a model into stages: trace, profile, solve, partition."""
 
 from offbeat.partitioning.cut import balanced, check_stages, cut, forward_flops, is_sequence, split, units
 from offbeat.partitioning.partition import By, Partition, Units, default_units, partition

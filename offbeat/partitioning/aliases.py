@@ -1,7 +1,7 @@
 """What operations do to memory: which write into their arguments, which may return them or views of them.
 
 A cut gives the later stage copies. That is exact unless two tensors of one memory (a view and its base) both cross it
-and that memory is written. Torch's own operator schemas say most of what is needed:
+and that memory is written. Torch's operator schemas state most of what is needed:
 
     aten::relu_(Tensor(a!) self) -> Tensor(a!)        a! is written
     aten::view(Tensor(a) self, ...) -> Tensor(a)      the result shares a
@@ -156,11 +156,11 @@ def written(op: Op, model: nn.Module) -> list[str]:
         return list(marks(op.args[:1])) if getattr(model.get_submodule(op.target), "inplace", False) else []
     name = action(op)
     mutating = (name.endswith("_") and not name.endswith("__")) or name.strip("_") in CHANGING
-    found = list(marks(op.args[:1])) if mutating or _asked_in_place(op) else []
+    found = list(marks(op.args[:1])) if mutating or _in_place_argument(op) else []
     return found + list(marks(op.kwargs.get("out")))
 
 
-def _asked_in_place(op: Op) -> bool:
+def _in_place_argument(op: Op) -> bool:
     if op.kwargs.get("inplace"):
         return True
     if op.kind != "call_function" or len(op.args) < 2:
@@ -298,7 +298,7 @@ def _crossed_twice(lives: list[tuple[int, int]]) -> Iterator[int]:
 
 
 def carriers(program: Program, model: nn.Module, descriptions: set[str]) -> set[str]:
-    """The names whose values gradients may flow through: not masks, sizes, or what comes from under no_grad."""
+    """The names whose values gradients may flow through: not masks, sizes, or what no_grad computes."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found = set(program.inputs)
     for op in program.ops:

@@ -1,7 +1,7 @@
 """A contiguous piece of a program as an nn.Module: one argument in, one value out.
 
 Between stages go the values that later stages need, in the order of their making: several as a tuple, one as itself
-(message.py says in what form).
+(message.py has the form).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Mode:
 
 
 class Shell(nn.Module):
-    """Stands for a module of which a stage has only some: holds those under their names."""
+    """A placeholder for a module of which a stage has only some submodules: holds those under their names."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()

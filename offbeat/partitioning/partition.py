@@ -216,10 +216,10 @@ def _trace(model: nn.Module, K: int, sample: Any, way: Trace, untie: bool) -> tu
     if way == "fx" or sample is None or (enough and not followed.notes):
         return followed, None
     run, found, balance = _on_sample(model, K, sample, untie)
-    if problem is not None and run.whole:
-        raise problem
-    if run.whole:
-        followed.notes += [f"run on the sample, {note}" for note in run.notes]
+    if run.whole or (problem is None and len(run.legal_cuts) < min(K - 1, len(followed.legal_cuts))):
+        if problem is not None:
+            raise problem
+        followed.notes += [f"run on the sample, {note}" for note in run.notes if run.whole]
         return followed, None
     if enough:
         counted = profile(model, sample, timed=False, traced=followed)

@@ -32,9 +32,9 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def record(model: nn.Module, inputs: Inputs) -> tuple[dict[bool, Program], dict[str, str]]:
-    """The programs in training (True) and evaluation mode (False), and why which submodules are called as a whole."""
+    """The programs in training (True) and evaluation mode (False), and why submodules are called as a whole."""
     atomic: dict[str, str] = {path: "it has hooks" for path, module in model.named_modules() if hooked(module)}
-    reason = atomic.get("") or hopeless(model) or _no_symbols(model, inputs)
+    reason = atomic.get("") or untraceable_reason(model) or _reason_against_fx(model, inputs)
     if reason:
         raise Untraceable(reason)
     while True:
@@ -50,7 +50,7 @@ def record(model: nn.Module, inputs: Inputs) -> tuple[dict[bool, Program], dict[
     return programs, {path: atomic[path] for path in atomic if path in called and not layer(model, path)}
 
 
-def _no_symbols(model: nn.Module, inputs: Inputs) -> str | None:
+def _reason_against_fx(model: nn.Module, inputs: Inputs) -> str | None:
     """Why torch.fx cannot follow this forward."""
     named = inspect.signature(model.forward).parameters.values()
     if any(each.kind is each.VAR_POSITIONAL for each in named):
@@ -59,7 +59,7 @@ def _no_symbols(model: nn.Module, inputs: Inputs) -> str | None:
     return "its forward needs keyword arguments" if needed and not inputs.keywords else None
 
 
-def hopeless(model: nn.Module) -> str | None:
+def untraceable_reason(model: nn.Module) -> str | None:
     """Why no way of recording applies to the model; None where one may."""
     named = inspect.signature(model.forward).parameters.values()
     if "forward" in vars(model):
@@ -306,7 +306,7 @@ def restore_random_state(state: tuple[Any, ...]) -> None:
 
 
 def _in_assertion(code: Any, position: int) -> bool:
-    """Whether the truth that is asked for at this place decides an assert statement alone.
+    """Whether the truth value at this place decides an assert statement alone.
 
     assert t <= 8        3.11: COMPARE_OP, POP_JUMP_FORWARD_IF_TRUE (over it), LOAD_ASSERTION_ERROR, RAISE_VARARGS
     """

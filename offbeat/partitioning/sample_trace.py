@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from offbeat.errors import UserError, first_line
 from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.program import Effects, Op, Program, Ref
-from offbeat.partitioning.record import Untraceable, hooked, hopeless, layer
+from offbeat.partitioning.record import Untraceable, hooked, layer, untraceable_reason
 from offbeat.partitioning.sample_recorder import SampleRecorder, opened_modules
 
 MASKS = "transformers.masking_utils"
@@ -29,7 +29,7 @@ VARIED = 3  # distinct sizes of a sample, beside its batch size, that are tried 
 
 @dataclass
 class SampleTrace:
-    """What was recorded: a program per mode, why which submodules stay whole, buffers that are written, notes."""
+    """What was recorded: a program per mode, submodules that stay whole with the reason, written buffers, notes."""
 
     programs: dict[bool, Program]
     atomic: dict[str, str]
@@ -40,31 +40,29 @@ class SampleTrace:
 def record_on_sample(model: nn.Module, inputs: Inputs, sample: Any, *, inside_blocks: bool = False) -> SampleTrace:
     """Record the model in both modes; raises Untraceable where its own forward cannot be recorded."""
     atomic: dict[str, str] = {path: "it has hooks" for path, module in model.named_modules() if hooked(module)}
-    reason = atomic.get("") or hopeless(model)
+    reason = atomic.get("") or untraceable_reason(model)
     if reason:
         raise Untraceable(reason)
     runs = _Runs(model, inputs, atomic, opened_modules(model, inside_blocks=inside_blocks))
     values = inputs.values(sample)
-    sizes = _sizes(values)
-    batch = sizes[0] if sizes else None
-    frozen: str | None = None
+    batch, sizes = _sizes(values)
     while True:
         found = runs.until_stable(values)
-        longer = None if batch is None else runs.varied(_changed(values, 0, batch, batch + 1))
-        owner = None if longer is None else _first_difference(found.programs, longer)
+        small, programs = runs.on_another_batch(values, batch)
+        owner = None if programs is None else _first_difference(found.programs, programs)
         if not owner:
-            frozen = None if batch is None or (longer and owner is None) else "batch"
             break
         atomic[owner] = "its operations depend on the batch size"
-    fixed = {size for size in sizes[1 : 1 + VARIED] if size < 2 or not _free(runs, found, values, size)}
-    fixed |= set(sizes[1 + VARIED :])
-    check = FixedInputs.of(values, fixed, batch if frozen else None)
-    programs = {mode: check.added_to(program) for mode, program in found.programs.items()}
-    called = {op.target for program in programs.values() for op in program.ops if op.kind == "call_module"}
+    frozen = batch is not None and (programs is None or owner == "")
+    fixed = {size for size in sizes[:VARIED] if size < 2 or not _free(runs, found, values if frozen else small, size)}
+    fixed |= set(sizes[VARIED:])
+    check = FixedInputs.of(values, fixed, batch=frozen)
+    checked = {mode: check.added_to(program) for mode, program in found.programs.items()}
+    called = {op.target for program in checked.values() for op in program.ops if op.kind == "call_module"}
     whole = {path: why for path, why in atomic.items() if path in called and not layer(model, path)}
     if frozen:
         runs.notes.append(f"only batches of {batch} samples can be run: the forward depends on the batch size")
-    return SampleTrace(programs, whole, found.written_buffers, runs.notes)
+    return SampleTrace(checked, whole, found.written_buffers, runs.notes)
 
 
 def _free(runs: _Runs, found: SampleTrace, values: Mapping[str, Any], size: int) -> bool:
@@ -93,6 +91,17 @@ class _Runs:
             self.functions |= functions
             if not functions:
                 self.atomic.update(failed)
+
+    def on_another_batch(
+        self, values: Mapping[str, Any], batch: int | None
+    ) -> tuple[Mapping[str, Any], dict[bool, Program] | None]:
+        """The sample with another batch size, a small one if the model runs on it, and the programs for it."""
+        for rows in [] if batch is None else [2, batch + 1] if batch > 2 else [batch + 1]:
+            other = _changed(values, 0, batch or 0, rows)
+            programs = self.varied(other)
+            if programs is not None:
+                return other, programs
+        return values, None
 
     def varied(self, values: Mapping[str, Any]) -> dict[bool, Program] | None:
         """The programs for other sizes; None where the model cannot run on them."""
@@ -177,10 +186,10 @@ class FixedInputs:
     values: tuple[tuple[str, Any], ...]  # arguments that are no tensors
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Any], sizes: set[int], batch: int | None) -> FixedInputs:
-        """`sizes` that must stay, and the batch size if that must."""
+    def of(cls, inputs: Mapping[str, Any], sizes: set[int], *, batch: bool) -> FixedInputs:
+        """`sizes` that must stay; batch: dimension 0 must, too."""
         shapes = [
-            (name, (batch, *(size if size in sizes else None for size in value.shape[1:])))
+            (name, (value.shape[0] if batch else None, *(size if size in sizes else None for size in value.shape[1:])))
             for name, value in inputs.items()
             if isinstance(value, Tensor) and value.dim()
         ]
@@ -212,11 +221,11 @@ class FixedInputs:
         return Program(program.inputs, (first, *program.ops), program.output) if args else program
 
 
-def _sizes(values: Mapping[str, Any]) -> list[int]:
-    """The batch size, then the distinct other sizes of the sample's tensors."""
+def _sizes(values: Mapping[str, Any]) -> tuple[int | None, list[int]]:
+    """The batch size, and the distinct other sizes of the sample's tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves(dict(values)) if isinstance(leaf, Tensor) and leaf.dim()]
-    batch = [tensors[0].shape[0]] if tensors else []
-    return [*batch, *dict.fromkeys(size for tensor in tensors for size in tensor.shape[1:])]
+    batch = tensors[0].shape[0] if tensors else None
+    return batch, list(dict.fromkeys(size for tensor in tensors for size in tensor.shape[1:]))
 
 
 def _changed(values: Mapping[str, Any], first_dim: int, size: int, to: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@
                                              ^ a cut here carries (relu1, x)
 
 A unit is one operation that computes (a layer, or a function or method called in some forward), together with the
-sizes that it asks for and the picking from a tuple that it returns. `trace` finds the units, `Traced.split` cuts.
+sizes that it reads and the picks from a tuple that it returns. `trace` finds the units, `Traced.split` cuts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def trace(model: nn.Module, sample: Any = None, *, way: Way = "fx", inside_block
 
 
 class Traced:
-    """A model as units. Cut c lies before unit c; `legal_cuts` are those that keep the model what it is.
+    """A model as units. Cut c is before unit c; `legal_cuts` are those that keep the model exact.
 
     units       in the order of their running, the same everywhere
     notes       one line for each submodule that stays one unit, and for each copy that `untie` made
@@ -136,7 +136,7 @@ class Traced:
         return units
 
     def _starts(self, training: bool) -> list[tuple[int, int]]:
-        """For each working operation its place and where its unit begins: with the sizes that are asked for it."""
+        """For each working operation its place and where its unit begins: with the sizes that it reads."""
         program, descriptions = self.programs[training], self.memory[training].descriptions
         several = {op.name for op in program.ops if returns_several(op, self.model)}
         starts: list[tuple[int, int]] = []
@@ -266,7 +266,7 @@ class Traced:
         count = len(self.units)
         whole = all(isinstance(cut, int) and not isinstance(cut, bool) for cut in cuts)
         if not whole or any(a >= b for a, b in zip([0, *cuts], [*cuts, count], strict=True)):
-            allowed = f"they must increase and lie from 1 to {count - 1}" if count > 1 else "there is nothing to cut"
+            allowed = f"they must increase, from 1 to {count - 1}" if count > 1 else "there is nothing to cut"
             raise UserError(f"cuts {list(cuts)} of {count} units: {allowed}{self._why_whole()}")
         legal = self.legal(untie=untie)
         for cut in cuts:

@@ -1,4 +1,4 @@
-"""A stage's part of the model's tree of modules: its own layers under their own names, shells for the rest."""
+"""A stage's part of the model's tree of modules: its own layers under their own names, placeholders for the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def put(chunk: Shell, model: nn.Module, path: str, module: nn.Module) -> None:
     """Give the chunk a layer at its path."""
     parent, _, name = path.rpartition(".")
     shell = shell_at(chunk, model, parent)
-    if isinstance(shell, Shell):  # else it lies within a layer that is there as a whole
+    if isinstance(shell, Shell):  # else it is inside a layer that the stage has as a whole
         shell._modules[name] = module
 
 

@@ -1,4 +1,4 @@
-"""Run a traced model unit by unit, to measure each of them, or beside its model, to be sure of it."""
+"""Run a traced model unit by unit, to measure each of them, or next to its model, to verify it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Visit = Callable[[Unit, Callable[[Values], Values], Values], Values]
 
 
 def run_units(traced: Traced, x: Any, visit: Visit) -> Values:
-    """Run the units in order, in the model's current mode; returns what the last one hands on.
+    """Run the units in order, in the model's current mode; returns the outputs of the last one.
 
-    visit(unit, call, inputs) is to return the outputs, call(inputs), and may call it as often as it likes. Inputs and
+    visit(unit, call, inputs) returns the outputs, call(inputs), and may call it several times. Inputs and
     outputs are values by name, as in `Traced.boundary`. Tensors are detached between units, and under grad mode the
     inputs require gradients where the model's would: call(inputs) yields the unit's own graph and no other. The layers
     are the model's own: running them moves BatchNorm statistics, so measure a copy of the model. Works on any device,
@@ -42,17 +42,17 @@ def run_units(traced: Traced, x: Any, visit: Visit) -> Values:
         ops = program.ops[start:end]
         made = {op.name for op in ops}
         needed = list(dict.fromkeys(ref for op in ops for ref in op.refs if ref not in made))
-        handed = [op.name for op in ops if last_use.get(op.name, -1) >= end]
+        kept = [op.name for op in ops if last_use.get(op.name, -1) >= end]
         changed = frozenset[str]().union(*memory.writes[start:end])
-        steps = bind(ops, traced.model, {*needed, *handed})
+        steps = bind(ops, traced.model, {*needed, *kept})
         copied = [name for name in needed if memory.roots[name] & changed]
 
-        def call(inputs: Values, *, steps: Any = steps, handed: Any = handed, copied: Any = copied) -> Values:
+        def call(inputs: Values, *, steps: Any = steps, kept: Any = kept, copied: Any = copied) -> Values:
             here = {**inputs, DEVICE: device}
             for name in copied:  # a leaf that requires gradients must not be written, nor an input twice
                 here[name] = each_tensor(here[name], Tensor.clone)
             execute(steps, here)
-            return {name: here[name] for name in handed}
+            return {name: here[name] for name in kept}
 
         inputs = {name: each_tensor(values[name], _leaf if name in carried else Tensor.detach) for name in needed}
         try:

@@ -318,7 +318,7 @@ def test_a_memory_limit_moves_the_cuts_and_an_impossible_one_is_refused():
         in_flight=[3, 1],
         limit=1.0,
     )
-    line = refused(("2 stages do not fit a memory limit of 1 a worker", "at least"), model, 2, x, memory=memory)
+    line = refused(("2 stages do not fit a memory limit of 1 per worker", "at least"), model, 2, x, memory=memory)
     least = float(line.split("at least ")[1].split(",")[0])
     assert len(partition(model, 2, x, memory=replace(memory, limit=least)).cuts) == 1
     refused(("do not fit",), model, 2, x, memory=replace(memory, limit=least - 1))
@@ -404,7 +404,7 @@ BAD = {
     "unknown costs": ({"by": "flop"}, ("flop", "did you mean 'flops'")),
     "too few speeds": ({"speeds": [1.0]}, ("1 speeds for 2 stages",)),
     "a speed of nothing": ({"speeds": [1.0, 0.0]}, ("speeds", "above 0")),
-    "a pin outside": ({"pinned": [10_000]}, ("10000", "cuts lie from 1")),
+    "a pin outside": ({"pinned": [10_000]}, ("10000", "cuts are from 1")),
     "too many pins": ({"pinned": [1, 2]}, ("2 pinned cuts", "K >= 3")),
     "cuts that fall": ({"cuts": [0]}, ("[0]", "from 1 to")),
     "too many cuts": ({"cuts": [1, 2]}, ("2 cuts", "K = 2")),

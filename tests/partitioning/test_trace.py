@@ -253,7 +253,7 @@ class Around(nn.Module):
         (Sampling, "random numbers outside torch"),
         (Iterating, "cannot be iterated"),
         (Measuring, "not iterable|cannot be iterated|'len'"),
-        (Typed, "asks for the type of a value"),
+        (Typed, "tests the type of a value"),
         (Casting, "autocast"),
         (Rolling, "branches on the values of tensors"),
     ],
@@ -483,7 +483,7 @@ def test_a_cut_between_two_names_of_a_value_that_changes_in_place_is_refused():
 
 @pytest.mark.parametrize("cuts", [[0], [3, 2], [2, 2], [99], [1.5], [True]])
 def test_cuts_that_are_none_are_refused(cuts):
-    with pytest.raises(UserError, match="they must increase and lie from 1 to 6"):
+    with pytest.raises(UserError, match="they must increase, from 1 to 6"):
         trace(Shared()).split(cuts)
 
 
