@@ -14,6 +14,7 @@ from torch import nn
 
 from offbeat.errors import Unbalanced, UserError, unknown
 from offbeat.partitioning.balance import StageSummary, imbalance, summarize, table
+from offbeat.partitioning.choose import Trace, choose_trace
 from offbeat.partitioning.chunk import as_stage
 from offbeat.partitioning.cut import balanced, check_blocks, check_stages, cut, forward_flops, is_sequence, split, units
 from offbeat.partitioning.inputs import Inputs
@@ -21,14 +22,9 @@ from offbeat.partitioning.profile import Profile, profile, profile_blocks
 from offbeat.partitioning.solve import Memory, Solution, solve
 from offbeat.partitioning.timing import Load, Meter, one_by_one
 from offbeat.partitioning.trace import Traced, Way
-from offbeat.partitioning.trace import trace as trace_model
-from offbeat.partitioning.walk import verify
 
 Units = Literal["blocks", "layers"]
 By = Literal["flops", "measured"]
-Trace = Literal["auto", "fx", "sample"]
-BETTER = 1.05  # times the balance of another trace: the gain that is worth more cuts inside blocks, or another way
-BALANCED = 0.9  # enough not to look for cuts inside blocks
 ROUNDS = 3  # of measuring whole stages and moving the cuts
 WORTHWHILE = 0.005  # of the slowest stage: less than this to gain is noise, and ends the rounds
 LAPS, LONGEST = 4, 5.0  # laps of the slowest stage for which all run at once, and the most seconds that may take
@@ -79,12 +75,17 @@ class Partition:
     def summary(self) -> list[StageSummary]:
         """What each stage has and costs."""
         parameters = [sum({id(p): p.numel() for p in stage.parameters()}.values()) for stage in self.stages]
-        found = self.count() if self.count else None
-        costs = list(self.costs)
+        found, costs = self._count(), list(self.costs)
         if found and not costs:
             each = found.costs()
             costs = [sum(each[start:end]) for start, end in pairwise([0, *self.cuts, len(self.names)])]
         return summarize(self.names, self.cuts, parameters, costs, found)
+
+    def _count(self) -> Profile | None:
+        try:
+            return self.count() if self.count else None
+        except UserError:  # given cuts need no sample that the model can take
+            return None
 
     def __str__(self) -> str:
         return "\n".join([table(self.summary()), *(f"note: {note}" for note in self.notes)])
@@ -145,7 +146,7 @@ def partition(
     plain = by == "flops" and speeds is None and memory is None and not pinned
     if kind == "blocks" and (plain or cuts is not None):
         return _between_entries(model, K, sample, cuts)
-    traced, found = _trace(model, K, sample, trace, untie)
+    traced, found = choose_trace(model, K, sample, trace, untie=untie)
     legal = traced.legal(untie=untie) if kind == "layers" else _legal_between_blocks(traced)
     if len(legal) + 1 < K:
         raise _too_few_units(traced, K, len(legal) + 1, untie=untie, sample=sample)
@@ -197,59 +198,6 @@ def _between_entries(model: nn.Module, K: int, sample: Any, cuts: Sequence[int |
         remedy = 'cut inside blocks: units="layers"'
         notes = _warned(imbalance(costs, names, chosen, flops, remedy=remedy))
     return Partition(split(model, chosen), chosen, "blocks", names, notes, costs=costs, count=count)
-
-
-def _trace(model: nn.Module, K: int, sample: Any, way: Trace, untie: bool) -> tuple[Traced, Profile | None]:
-    """The model's trace, verified on the sample where there is one, and its profile where it was needed to choose."""
-    if way == "sample":
-        return _on_sample(model, K, sample, untie)[:2]
-    followed = trace_model(model, sample, way="fx")
-    problem: UserError | None = None
-    try:
-        if sample is not None:
-            verify(followed, sample)
-    except UserError as error:
-        problem = error
-        if way == "fx":
-            raise
-    enough = problem is None and len(followed.legal(untie=True)) + 1 >= K
-    if way == "fx" or sample is None or (enough and not followed.notes):
-        return followed, None
-    run, found, balance = _on_sample(model, K, sample, untie)
-    if run.whole or (problem is None and len(run.legal_cuts) < min(K - 1, len(followed.legal_cuts))):
-        if problem is not None:
-            raise problem
-        followed.notes += [f"run on the sample, {note}" for note in run.notes if run.whole]
-        return followed, None
-    if enough:
-        counted = profile(model, sample, timed=False, traced=followed)
-        if _balance(followed, counted, K, untie) * BETTER >= balance:
-            return followed, counted
-    return run, found
-
-
-def _on_sample(model: nn.Module, K: int, sample: Any, untie: bool) -> tuple[Traced, Profile | None, float]:
-    """The trace on the sample: at the borders of blocks, or inside them if that balances better."""
-    best: tuple[Traced, Profile | None, float] | None = None
-    for inside in (False, True):
-        traced = trace_model(model, sample, way="sample", inside_blocks=inside)
-        if traced.whole:
-            return best or (traced, None, 0.0)
-        verify(traced, sample)
-        found = profile(model, sample, timed=False, traced=traced)
-        balance = _balance(traced, found, K, untie)
-        if best is None or balance > BETTER * best[2]:
-            best = traced, found, balance
-        if balance >= BALANCED:
-            break
-    assert best is not None
-    return best
-
-
-def _balance(traced: Traced, found: Profile, K: int, untie: bool) -> float:
-    """Of the best partition by FLOPs and bytes; 0 where there is none."""
-    legal = traced.legal(untie=untie)
-    return solve(found.costs(), K, legal=legal).balance if len(legal) + 1 >= K else 0.0
 
 
 def _too_few_units(traced: Traced, K: int, most: int, *, untie: bool, sample: Any) -> UserError:

@@ -122,8 +122,11 @@ def profile_blocks(model: nn.Module, sample: Any) -> Profile:
         assert block is not None
         own, held = list(block.parameters()), _Held(parameters)
         boundaries.append(_bytes(x))
-        with held, FlopCounterMode(display=False) as counter, torch.enable_grad():
-            y = block(pytree.tree_map_only(Tensor, Tensor.detach, x))
+        try:
+            with held, FlopCounterMode(display=False) as counter, torch.enable_grad():
+                y = block(pytree.tree_map_only(Tensor, Tensor.detach, x))
+        except Exception as error:
+            raise UserError(f"unit {name} cannot be counted on this sample: {first_line(error)}") from error
         size = sum(p.numel() * p.element_size() for p in own)
         moved, flops = size + _bytes(x) + _bytes(y), counter.get_total_flops()
         costs.append(UnitCost(name, sum(p.numel() for p in own), size, flops, held.bytes, moved))
