@@ -207,7 +207,7 @@ def _too_few_units(traced: Traced, K: int, most: int, *, untie: bool, sample: An
     if traced.shared and not untie:
         names = ", ".join(traced.shared)
         why += f"; {names} cannot be used by two stages: cut by offbeat.partition(..., untie=True), a copy each"
-    return UserError(f"{K} stages but only {most} units to cut between: use K <= {most}{why}")
+    return UserError(f"{K} stages but only {most} unit{'s' * (most > 1)} to cut between: use K <= {most}{why}")
 
 
 def positions(cuts: Sequence[int | str], names: Sequence[str], modules: Sequence[str]) -> list[int]:

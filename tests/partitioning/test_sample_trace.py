@@ -99,7 +99,7 @@ def test_auto_takes_the_sample_where_fx_gives_too_few_units():
     assert made.trace == "sample"
     assert made.balance > 0.85
     assert partition(zoo.ResNet().double(), 4, torch.randn(2, 3, 16, 16, dtype=torch.float64)).trace == "fx"
-    with pytest.raises(UserError, match=r"4 stages but only 1 units.*its forward takes \*arguments"):
+    with pytest.raises(UserError, match=r"4 stages but only 1 unit.*its forward takes \*arguments"):
         partition(model, 4, rows(), trace="fx")
     with pytest.raises(UserError, match="unknown trace 'xf': did you mean 'fx'"):
         partition(model, 4, rows(), trace="xf")
@@ -344,7 +344,7 @@ def test_what_no_way_can_trace_is_refused_with_both_reasons():
                 x = block(x)
             return x
 
-    with pytest.raises(UserError, match=r"2 stages but only 1 units.*stays one unit: .*run on the sample, the model"):
+    with pytest.raises(UserError, match=r"2 stages but only 1 unit.*stays one unit: .*run on the sample, the model"):
         partition(Opaque().double(), 2, rows())
 
 
