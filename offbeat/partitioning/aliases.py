@@ -297,17 +297,19 @@ def _crossed_twice(lives: list[tuple[int, int]]) -> Iterator[int]:
             yield from range(place, following)
 
 
-def carriers(program: Program, model: nn.Module, descriptions: set[str]) -> set[str]:
-    """The names whose values gradients may flow through: not masks, sizes, or what no_grad computes."""
+def carriers(program: Program, model: nn.Module, memory: Memory) -> set[str]:
+    """The names whose values gradients may flow through: not masks, sizes, or what no_grad computes.
+
+    Writing x[0] = y makes gradients flow through x, and through all that shares its memory.
+    """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found = set(program.inputs)
-    for op in program.ops:
-        if op.effects is not None:
-            if op.effects.differentiable and op.grad:
-                found.add(op.name)
-            continue
+    for op, writes in zip(program.ops, memory.writes, strict=True):
         inside = op.kind == "call_module" and next(model.get_submodule(op.target).parameters(), None) is not None
         reached = inside or any(ref in found for ref in op.refs) or any(path in parameters for path in op.states)
-        if reached and op.grad and op.name not in descriptions and op.target != "detach":
+        if op.effects is not None:
+            reached = op.effects.differentiable
+        if reached and op.grad and op.name not in memory.descriptions and op.target != "detach":
             found.add(op.name)
+            found.update(name for name, roots in memory.roots.items() if writes and roots & writes)
     return found

@@ -91,9 +91,11 @@ class Partition:
         return "\n".join([table(self.summary()), *(f"note: {note}" for note in self.notes)])
 
 
-def default_units(model: nn.Module, K: int) -> Units:
-    """Blocks where the model is a plain sequence with enough of them, otherwise layers."""
-    return "blocks" if K == 1 or (is_sequence(model) and len(units(model)) >= K) else "layers"
+def default_units(model: nn.Module, K: int, cuts: Sequence[int | str] | None = None) -> Units:
+    """Blocks where the model is a plain sequence with enough of them, and named cuts are its entries; else layers."""
+    inside = [cut for cut in cuts or () if isinstance(cut, str) and cut not in model._modules]
+    blocks = K == 1 or (is_sequence(model) and len(units(model)) >= K)
+    return "blocks" if blocks and not inside else "layers"
 
 
 def partition(
@@ -132,7 +134,7 @@ def partition(
         2  1     2       2          20   50%    96 B                -
     """
     check_stages(model, K)
-    kind = units or _units_for(model, K, cuts)
+    kind = units or default_units(model, K, cuts)
     if kind not in get_args(Units):
         raise unknown("units", kind, get_args(Units))
     if by not in get_args(By):
@@ -174,17 +176,10 @@ def _counted(found: Profile | None, model: nn.Module, sample: Any, traced: Trace
     return found or profile(model, sample, timed=False, traced=traced)
 
 
-def _units_for(model: nn.Module, K: int, cuts: Sequence[int | str] | None) -> Units:
-    """Layers where a cut is named that is no entry of the sequence."""
-    kind = default_units(model, K)
-    inside = [cut for cut in cuts or () if isinstance(cut, str) and cut not in model._modules]
-    return "layers" if inside else kind
-
-
 def _between_entries(model: nn.Module, K: int, sample: Any, cuts: Sequence[int | str] | None) -> Partition:
     """The stages of an nn.Sequential cut between its entries."""
     names = _block_names(model)
-    given = None if cuts is None else positions(cuts, names, names)
+    given = None if cuts is None else block_cuts(model, cuts)
     flops: list[int] = []
     if given is None and K > 1 and sample is not None:
         check_blocks(model, K)
@@ -217,6 +212,12 @@ def positions(cuts: Sequence[int | str], names: Sequence[str], modules: Sequence
     [2, 4]
     """
     return [each if not isinstance(each, str) else _position(each, names, modules) for each in cuts]
+
+
+def block_cuts(model: nn.Module, cuts: Sequence[int | str]) -> list[int]:
+    """Cuts between the entries of a sequence as numbers."""
+    names = _block_names(model)
+    return positions(cuts, names, names)
 
 
 def _position(name: str, names: Sequence[str], modules: Sequence[str]) -> int:

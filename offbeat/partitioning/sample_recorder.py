@@ -87,11 +87,11 @@ class SampleRecorder:
         *,
         opened: set[str],
         atomic: Mapping[str, str],
-        functions: set[tuple[str, str]],
+        functions: set[tuple[Any, str]],
     ) -> None:
         self.model, self.opened, self.atomic, self.functions = model, opened, atomic, functions
         self.failed: dict[str, str] = {}  # submodules that cannot be opened, with the reason
-        self.found: set[tuple[str, str]] = set()  # functions that must be called as a whole
+        self.found: set[tuple[Any, str]] = set()  # functions (module or class, name) that must be called as a whole
         self.written_buffers: set[str] = set()
         self.ops: list[Op] = []
         self.owners = [""]
@@ -138,18 +138,18 @@ class SampleRecorder:
     @contextmanager
     def _patched(self) -> Iterator[None]:
         """Calls of modules, and of the functions in `functions`, reach the recorder."""
-        classes = {cls for module in self.model.modules() for cls in type(module).__mro__ if "__call__" in vars(cls)}
+        classes = {cls for module in self.model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
         with ExitStack() as stack:
-            for cls in classes & {each for each in classes if issubclass(each, nn.Module)}:
+            for cls in (each for each in classes if "__call__" in vars(each)):
                 stack.callback(setattr, cls, "__call__", vars(cls)["__call__"])
                 cls.__call__ = self._module_caller(vars(cls)["__call__"])  # type: ignore[method-assign]
             apply = torch.autograd.Function.__dict__["apply"]
             stack.callback(setattr, torch.autograd.Function, "apply", apply)
             torch.autograd.Function.apply = classmethod(self._applier(apply))  # type: ignore[method-assign,assignment]
-            for module_name, name in self.functions:
-                space = _namespace(module_name)
-                stack.callback(space.__setitem__, name, space[name])
-                space[name] = self._function_caller(space[name])
+            for holder, name in self.functions:
+                function = vars(holder)[name]
+                stack.callback(setattr, holder, name, function)
+                setattr(holder, name, self._function_caller(function, method=isinstance(holder, type)))
             yield
 
     def _module_caller(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,13 +189,25 @@ class SampleRecorder:
             self.written_buffers.update(name for name, buffer in buffers.items() if buffer._version != before[name])
         return result
 
-    def _function_caller(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _function_caller(self, function: Callable[..., Any], *, method: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.whole:
                 return function(*args, **kwargs)
+            if method:
+                return self._check(function, args, kwargs)
             return self._call("call_function", function, args, kwargs, function, optional=may_return_none(function))
 
         return call
+
+    def _check(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """A method that reads values and returns nothing warns of them, which is done here and not in the stages."""
+        self.whole += 1
+        try:
+            result = function(*resolved(args), **resolved(kwargs))
+        finally:
+            self.whole -= 1
+        if result is not None:
+            raise Untraceable(READS_VALUES)
 
     def _applier(self, original: Any) -> Callable[..., Any]:
         """Custom autograd functions, which torch does not hand to modes."""
@@ -214,13 +226,13 @@ class SampleRecorder:
         codes = [frame.f_code for frame in _frames(error)]
         if forward.__code__ not in codes or not isinstance(error, Untraceable):
             return False
-        inside = codes[len(codes) - codes[::-1].index(forward.__code__) :]
-        space = forward.__globals__
-        for name, value in space.items():
-            ours = inspect.isfunction(value) and inspect.unwrap(value).__code__ in inside[:3]
-            if ours and value.__module__.split(".")[0] not in ("torch", "offbeat"):
-                self.found.add((space["__name__"], name))
-                return (space["__name__"], name) not in self.functions
+        inside = codes[len(codes) - codes[::-1].index(forward.__code__) :][:3]  # with the decorators of a function
+        for holder in (sys.modules[forward.__module__], *type(module).__mro__[:-1]):
+            for name, value in vars(holder).items():
+                ours = inspect.isfunction(value) and inspect.unwrap(value).__code__ in inside
+                if ours and value.__module__.split(".")[0] not in ("torch", "offbeat"):
+                    self.found.add((holder, name))
+                    return (holder, name) not in self.functions
         return False
 
     # ---- recording
@@ -261,17 +273,17 @@ class SampleRecorder:
         versions = {key: tensor._version for key, tensor in tensors.items() if not tensor.is_inference()}
         memory = {key: self.known[key] for key in tensors if key in self.known}
         result = run(*arguments[0], **arguments[1])
-        written = tuple(memory[key] for key, version in versions.items() if tensors[key]._version != version)
+        changed = [key for key, version in versions.items() if key in memory and tensors[key]._version != version]
+        written = tuple(memory[key] for key in changed)
         for mark in written:
             if type(mark) is State:
                 self.written_buffers.add(str(mark))
         name = self._name(owner if owner is not None else self.owners[-1], kind, target)
-        self._add(name, kind, target, template, owner, written, result, {k: (tensors[k], memory[k]) for k in memory})
-        if isinstance(result, Tensor) and any(tensors[key] is result for key in versions if memory.get(key) in written):
+        given = {key: (tensors[key], memory[key]) for key in memory}
+        self._add(name, kind, target, template, owner, written, (result, [tensors[key] for key in changed]), given)
+        if isinstance(result, Tensor) and any(tensors[key] is result for key in changed):
             return result  # x.add_(1) is x
-        if optional:
-            return self._unresolved(result, Ref(name))
-        return self._bind(result, Ref(name), {key: (tensors[key], memory[key]) for key in memory})
+        return self._unresolved(result, Ref(name)) if optional else self._bind(result, Ref(name), given)
 
     def _unresolved(self, result: Any, ref: Ref) -> Unresolved:
         made = Unresolved(ref, result)
@@ -289,7 +301,7 @@ class SampleRecorder:
         result: Any,
         arguments: dict[int, tuple[Tensor, str]],
     ) -> None:
-        shared = tuple(mark for tensor, mark in arguments.values() if shares_memory(result, tensor))
+        shared = tuple(mark for tensor, mark in arguments.values() if mark in written or shares_memory(result, tensor))
         effects = Effects(written, shared, any(leaf.requires_grad for leaf in tensors_in(result)))
         grad = torch.is_grad_enabled()
         place = self.owners[-1] if owner is None else owner
@@ -472,10 +484,6 @@ class _Torch(TorchFunctionMode):
         if self.recorder.whole:
             return func(*args, **(kwargs or {}))
         return self.recorder.torch_call(func, args, kwargs or {})
-
-
-def _namespace(name: str) -> dict[str, Any]:
-    return vars(sys.modules[name])
 
 
 def _frames(error: BaseException) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,14 +129,14 @@ class _Runs:
             return recorder.program(own, self.inputs.call)
 
 
-def mask_functions(model: nn.Module) -> set[tuple[str, str]]:
+def mask_functions(model: nn.Module) -> set[tuple[Any, str]]:
     """Functions of transformers that make attention masks: whether there is one depends on padding and lengths."""
     found = set()
     for forward in {inspect.unwrap(type(module).forward) for module in model.modules()}:
-        space = getattr(forward, "__globals__", {})
-        for name, value in space.items():
-            if getattr(value, "__module__", None) == MASKS and inspect.isfunction(value):
-                found.add((space["__name__"], name))
+        module = sys.modules.get(forward.__module__)
+        for name, value in vars(module).items() if module else ():
+            if inspect.isfunction(value) and value.__module__ == MASKS:
+                found.add((module, name))
     return found
 
 

@@ -103,9 +103,7 @@ class Traced:
         self.last_use = {mode: _last_use(program) for mode, program in programs.items()}
         self.units = self._units()
         self._boundaries = {mode: self._crossing(mode) for mode in programs}
-        self.carriers = {
-            mode: carriers(program, model, self.memory[mode].descriptions) for mode, program in programs.items()
-        }
+        self.carriers = {mode: carriers(program, model, self.memory[mode]) for mode, program in programs.items()}
 
     def twin(self, *, device: str | None = None) -> Traced:
         """The same units over a copy of the model, which may be run without a change to the model."""

@@ -306,6 +306,59 @@ def test_what_happens_between_blocks_is_exact_at_every_cut():
         same(in_stages(model, traced.split(cuts), rows()), expected)
 
 
+class Filling(nn.Module):
+    """Gradients flow through what was made without them, and written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        z, total = torch.zeros_like(y), torch.zeros_like(y)
+        z[:, 0] = y[:, 0] * 2
+        row = total[1]
+        row += y[0]
+        y = self.blocks[1](y)
+        return self.blocks[2](y + z) * total
+
+
+@pytest.mark.parametrize("way", ["fx", "sample"])
+def test_gradients_flow_through_what_is_written_in_place(way):
+    torch.manual_seed(0)
+    model = Filling().double()
+    traced = trace(model, rows(), way=way)
+    assert len(traced.legal_cuts) > 1
+    expected = wholly(copy.deepcopy(model), rows())
+    for cuts in [*([cut] for cut in traced.legal_cuts), traced.legal_cuts]:
+        same(in_stages(model, traced.split(cuts), rows()), expected)
+
+
+class Cautious(nn.Module):
+    """A method reads values, and only warns of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def check(self, x: Tensor) -> None:
+        if (x > 1e6).any():
+            print("large")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_method_that_only_warns_of_values_is_no_obstacle():
+    model = Cautious().double()
+    traced = trace(model, rows(), way="sample")
+    assert [unit.name for unit in traced.units] == ["blocks.0", "blocks.1", "blocks.2"]
+    same(in_stages(model, traced.split([1]), rows()), wholly(copy.deepcopy(model), rows()))
+
+
 def test_a_frozen_parameter_can_be_trained_later():
     model = Looping(2).double()
     for parameter in model.stem.parameters():
