@@ -571,6 +571,18 @@ def test_a_batch_cuts_a_pipeline_as_the_same_sample_does():
     assert same(state(early.drain()), state(late.drain()))
 
 
+def test_a_pipeline_takes_cuts_by_name_and_cuts_by_measured_time():
+    model, x = made("se-resnet")
+    options = {"K": 3, "method": "adl", "M": 2, "loss": F.cross_entropy, "optimizer": sgd(0.01)}
+    named = offbeat.Pipeline(model, cuts=["layer1.1", "layer2.0"], **options)
+    assert named.cuts == partition(model, 3, cuts=["layer1.1", "layer2.0"]).cuts
+    measured = offbeat.Pipeline(copy.deepcopy(model), by="measured", sample=x, **options)
+    assert set(measured.cuts) <= set(trace(model).legal_cuts)
+    blocks = nn.Sequential(*[zoo.CountingBlock() for _ in range(4)])
+    entries = offbeat.Pipeline(blocks, cuts=["2"], **{**options, "K": 2})
+    assert (entries.cuts, entries.units) == ([2], "blocks")
+
+
 def test_a_pipeline_refuses_a_wrong_number_of_cuts_between_layers():
     for cuts in ([4], [2, 4, 6]):
         with pytest.raises(UserError, match="K = 3"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -80,6 +81,15 @@ def test_back_propagation_through_four_stages_is_the_models(name):
     check(model, made.stages, hf.batch(name, padded=3), training=True)
     check(model, made.stages, hf.batch(name, 2), training=False)
     check(model, made.stages, hf.batch(name, 1), training=True)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_a_sample_without_a_mask_is_enough(name):
+    model, x = hf.build(name), hf.batch(name)
+    model.config.pad_token_id = 0
+    del x["attention_mask"]
+    made = partition(model, 2, x, trace="sample", untie=True)
+    check(model, made.stages, x, training=True)
 
 
 @pytest.mark.slow
@@ -167,6 +177,43 @@ def test_images_of_another_size_are_refused_where_the_model_depends_on_it():
     stage = partition(hf.build("vit"), 2, hf.batch("vit"), trace="sample").stages[0]
     with pytest.raises(UserError, match=r"pixel_values of shape .* traced for \(any, 3, 8, 8\): give batches of this"):
         stage({"pixel_values": torch.randn(2, 3, 12, 12), "labels": torch.tensor([0, 1])})
+
+
+SCRIPT = """
+import hashlib, sys
+sys.path[:0] = [{here!r}]
+import torch, offbeat
+import hugging_face as hf
+
+def main():
+    torch.set_num_threads(1)
+    model, batches = hf.build({name!r}), [hf.batch({name!r}, rows, padded=rows) for rows in (3, 3, 2, 3, 1, 3)]
+    pipe = offbeat.Pipeline(model, K=2, method="adl", M=2, loss=lambda output, y: output.loss,
+                            optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
+    pipe.fit([(batch, torch.zeros(len(batch["labels"]))) for batch in batches])
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    print("cuts", pipe.cuts, "hash", found.hexdigest(), flush=True)
+    pipe.close()
+
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+def test_two_processes_train_the_weights_of_the_simulator(name, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(Path(__file__).parent), name=name))
+    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
+    assert alone.returncode == 0, alone.stderr[-2000:]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    together = subprocess.run(torchrun, capture_output=True, text=True, timeout=200, check=False)
+    assert together.returncode == 0, together.stderr[-3000:]
+    expected = alone.stdout.strip()
+    assert expected.startswith("cuts [")
+    assert [line for line in together.stdout.splitlines() if line.startswith("cuts")] == [expected] * 2
 
 
 def test_cuts_are_where_they_balance():
