@@ -19,6 +19,7 @@ from typing import Any
 import first_page
 import results_bench
 import results_gpu
+import results_models
 import results_reproduction
 import results_torture
 import results_trace
@@ -409,6 +410,7 @@ def main() -> None:
         *results_reproduction.section(again),
         *results_bench.section(),
         *results_torture.section(),
+        *results_models.section(),
         *results_trace.section(),
     ]
     readme, table = ROOT / "README.md", first_page.table()

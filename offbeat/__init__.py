@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         SpikeCompensation,
         WeightPrediction,
     )
-    from offbeat.errors import NotCompiled, NotFinite, NotFused, NotRecorded, StageLost, UserError
+    from offbeat.errors import NotCompiled, NotFinite, NotFused, NotRecorded, StageLost, Unbalanced, UserError
     from offbeat.method import Method
     from offbeat.methods import (
         ADL,
@@ -89,6 +89,7 @@ __all__ = [
     "SpikeCompensation",
     "StageLost",
     "TwoBW",
+    "Unbalanced",
     "UserError",
     "WeightPrediction",
     "__version__",

@@ -47,6 +47,10 @@ class NotFused(UserWarning):
     """A stage runs without fused kernels; names the stage and the reason."""
 
 
+class Unbalanced(UserWarning):
+    """The slowest stage of a partition is much slower than the mean; names the unit that causes it."""
+
+
 class Interrupted(Exception):
     """Ctrl-C, with a line for the user; the command line exits with code 130."""
 

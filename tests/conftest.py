@@ -28,6 +28,7 @@ LONG = (
     "test_resume",
     "test_trace",
     "test_partition_api",
+    "test_transformers",
     "test_contract",
     "test_models",
     "test_engines",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat.cli.app import app
-from offbeat.errors import Interrupted, NotCompiled, NotFused, NotRecorded, UserError
+from offbeat.errors import Interrupted, NotCompiled, NotFused, NotRecorded, Unbalanced, UserError
 from offbeat.runs import launch
 
 INTERRUPTED = 130
@@ -67,7 +67,7 @@ def brief(show: Callable[..., None]) -> Callable[..., None]:
     printed: set[tuple[type[Warning], str]] = set()
 
     def warn(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, NotCompiled | NotFused | NotRecorded):
+        if issubclass(category, NotCompiled | NotFused | NotRecorded | Unbalanced):
             line = " ".join(str(message).split())
             reason = category, line.partition(": ")[2] or line
             if reason not in printed:

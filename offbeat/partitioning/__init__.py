@@ -1,7 +1,16 @@
-"""Where a model is cut into stages."""
+"""Cut a model into stages: trace, profile, solve, partition."""
 
+from offbeat.partitioning.choose import Trace
 from offbeat.partitioning.cut import balanced, check_stages, cut, forward_flops, is_sequence, split, units
-from offbeat.partitioning.partition import By, Partition, Units, default_units, partition
+from offbeat.partitioning.partition import (
+    By,
+    Partition,
+    TiedParameter,
+    Units,
+    block_cuts,
+    default_units,
+    partition,
+)
 from offbeat.partitioning.profile import Profile, UnitCost, profile
 from offbeat.partitioning.solve import Memory, Solution, solve
 from offbeat.partitioning.trace import Traced, trace
@@ -12,10 +21,13 @@ __all__ = [
     "Partition",
     "Profile",
     "Solution",
+    "TiedParameter",
+    "Trace",
     "Traced",
     "UnitCost",
     "Units",
     "balanced",
+    "block_cuts",
     "check_stages",
     "cut",
     "default_units",

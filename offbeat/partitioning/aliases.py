@@ -1,7 +1,7 @@
 """What operations do to memory: which write into their arguments, which may return them or views of them.
 
 A cut gives the later stage copies. That is exact unless two tensors of one memory (a view and its base) both cross it
-and that memory is written. Torch's own operator schemas say most of what is needed:
+and that memory is written. Torch's operator schemas state most of what is needed:
 
     aten::relu_(Tensor(a!) self) -> Tensor(a!)        a! is written
     aten::view(Tensor(a) self, ...) -> Tensor(a)      the result shares a
@@ -148,17 +148,19 @@ def opaque(op: Op, model: nn.Module) -> bool:
 
 def written(op: Op, model: nn.Module) -> list[str]:
     """The Refs and States that it may write into."""
+    if op.effects is not None:
+        return list(op.effects.written)
     if opaque(op, model):
         return list(marks((op.args, op.kwargs)))
     if op.kind == "call_module":
         return list(marks(op.args[:1])) if getattr(model.get_submodule(op.target), "inplace", False) else []
     name = action(op)
     mutating = (name.endswith("_") and not name.endswith("__")) or name.strip("_") in CHANGING
-    found = list(marks(op.args[:1])) if mutating or _asked_in_place(op) else []
+    found = list(marks(op.args[:1])) if mutating or _in_place_argument(op) else []
     return found + list(marks(op.kwargs.get("out")))
 
 
-def _asked_in_place(op: Op) -> bool:
+def _in_place_argument(op: Op) -> bool:
     if op.kwargs.get("inplace"):
         return True
     if op.kind != "call_function" or len(op.args) < 2:
@@ -171,6 +173,8 @@ def _asked_in_place(op: Op) -> bool:
 
 def shared(op: Op, model: nn.Module) -> list[str]:
     """The Refs and States whose memory its result may share."""
+    if op.effects is not None:
+        return list(op.effects.shared)
     if opaque(op, model):
         return list(marks((op.args, op.kwargs)))
     if op.kind == "call_module":
@@ -208,6 +212,18 @@ def describes(op: Op, descriptions: set[str]) -> bool:
     return computes and bool(op.refs) and not op.states and all(ref in descriptions for ref in op.refs)
 
 
+def buffers_written(op: Op, model: nn.Module) -> list[str]:
+    """Names of the buffers that it may write into: all that a layer holds, as torch's schemas do not list them."""
+    if op.kind == "call_module":
+        return [name for name, _ in model.get_submodule(op.target).named_buffers(op.target, remove_duplicate=False)]
+    statistics = action(op) in ("batch_norm", "instance_norm")  # running means and variances
+    return (
+        list(op.states)
+        if statistics or opaque(op, model)
+        else [mark for mark in written(op, model) if mark in op.states]
+    )
+
+
 def returns_several(op: Op, model: nn.Module) -> bool:
     """Whether its value may be a tuple, so that picking from it is no work of its own."""
     if op.kind == "call_module":
@@ -226,17 +242,18 @@ class Memory:
         self.descriptions: set[str] = set()
         for op in program.ops:
             changed = written(op, model)
-            self.writes.append(self._behind(changed))
-            itself = changed and type(changed[0]) is Ref and action(op) != "setitem" and not opaque(op, model)
+            self.writes.append(self._roots_of(changed))
+            unknown = op.effects is None and opaque(op, model)
+            itself = changed and type(changed[0]) is Ref and action(op) != "setitem" and not unknown
             self.tensor[op.name] = self.tensor[changed[0]] if itself else op.name
             if describes(op, self.descriptions):
                 self.descriptions.add(op.name)
                 self.roots[op.name] = frozenset()
             else:
-                own = [] if (behind := shared(op, model)) and not opaque(op, model) else [op.name]
-                self.roots[op.name] = self._behind(behind).union(own)
+                own = [] if (bases := shared(op, model)) and not unknown else [op.name]
+                self.roots[op.name] = self._roots_of(bases).union(own)
 
-    def _behind(self, found: Iterable[str]) -> frozenset[str]:
+    def _roots_of(self, found: Iterable[str]) -> frozenset[str]:
         sets = [self.roots[mark] if type(mark) is Ref else frozenset([f"state:{mark}"]) for mark in found]
         return frozenset().union(*sets)
 
@@ -252,7 +269,8 @@ class Memory:
         sharing: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # root, tensor: its life
         for name, roots in self.roots.items():
             for root in roots & last_write.keys():
-                sharing[root][self.tensor[name]] += [defined[name], last_use.get(name, -1)]
+                # A result that nobody uses lives at its definition alone.
+                sharing[root][self.tensor[name]] += [defined[name], last_use.get(name, defined[name])]
         bad: set[int] = set()
         for root, tensors in sharing.items():
             lives = [(min(life), max(life)) for life in tensors.values()]
@@ -279,13 +297,19 @@ def _crossed_twice(lives: list[tuple[int, int]]) -> Iterator[int]:
             yield from range(place, following)
 
 
-def carriers(program: Program, model: nn.Module, descriptions: set[str]) -> set[str]:
-    """The names whose values gradients may flow through: not masks, sizes, or what comes from under no_grad."""
+def carriers(program: Program, model: nn.Module, memory: Memory) -> set[str]:
+    """The names whose values gradients may flow through: not masks, sizes, or what no_grad computes.
+
+    Writing x[0] = y makes gradients flow through x, and through all that shares its memory.
+    """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found = set(program.inputs)
-    for op in program.ops:
+    for op, writes in zip(program.ops, memory.writes, strict=True):
         inside = op.kind == "call_module" and next(model.get_submodule(op.target).parameters(), None) is not None
         reached = inside or any(ref in found for ref in op.refs) or any(path in parameters for path in op.states)
-        if reached and op.grad and op.name not in descriptions and op.target != "detach":
+        if op.effects is not None:
+            reached = op.effects.differentiable
+        if reached and op.grad and op.name not in memory.descriptions and op.target != "detach":
             found.add(op.name)
+            found.update(name for name, roots in memory.roots.items() if writes and roots & writes)
     return found

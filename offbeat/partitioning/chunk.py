@@ -1,7 +1,7 @@
 """A contiguous piece of a program as an nn.Module: one argument in, one value out.
 
 Between stages go the values that later stages need, in the order of their making: several as a tuple, one as itself
-(message.py says in what form).
+(message.py has the form).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.errors import UserError
+from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.message import decode, duplicate, each_tensor, encode
-from offbeat.partitioning.program import Step, execute, fill
+from offbeat.partitioning.program import DEVICE, Step, execute, fill
 
 
 class Mode:
@@ -32,7 +33,7 @@ class Mode:
 
 
 class Shell(nn.Module):
-    """Stands for a module of which a stage has only some: holds those under their names."""
+    """A placeholder for a module of which a stage has only some submodules: holds those under their names."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -50,46 +51,47 @@ class Shell(nn.Module):
 
 
 @dataclass
-class Plan:
+class StageProgram:
     """What a chunk does in one mode; `output` is a template at the last stage, else `outputs` are sent on."""
 
+    batch: Inputs | None  # at the first stage: how the batch becomes its inputs
     inputs: tuple[str, ...]
     steps: list[Step]
     outputs: tuple[str, ...]
     output: Any
     copied: tuple[str, ...]  # inputs that it may write into
     constant: tuple[str, ...]  # inputs that no gradient flows through, as in the unsplit model
-    first: bool
     last: bool
 
 
 class Chunk(Shell):
-    """A stage of a traced model; runs the plan of the mode that it is in."""
+    """A stage of a traced model; runs the program of the mode that it is in."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._offbeat_plans: dict[bool, Plan] = {}
+        self._offbeat_programs: dict[bool, StageProgram] = {}
 
     def forward(self, x: Any) -> Any:
-        plan = self._offbeat_plans[self.training]
-        values = spread(x, plan.inputs) if plan.first else self._receive(x, plan)
-        execute(plan.steps, values)
-        if plan.last:
-            return fill(plan.output, values)
-        sent = encode(tuple(values[name] for name in plan.outputs))
-        return sent[0] if len(plan.outputs) == 1 else sent
+        program = self._offbeat_programs[self.training]
+        values = program.batch.values(x) if program.batch else self._receive(x, program)
+        values[DEVICE] = self._device(x)
+        execute(program.steps, values)
+        if program.last:
+            return fill(program.output, values)
+        sent = encode(tuple(values[name] for name in program.outputs))
+        return sent[0] if len(program.outputs) == 1 else sent
 
-    def _receive(self, x: Any, plan: Plan) -> dict[str, Any]:
-        content = (x,) if len(plan.inputs) == 1 else tuple(x)
-        if len(content) != len(plan.inputs):
-            crossing = f"{len(plan.inputs)} cross the cut"
+    def _receive(self, x: Any, program: StageProgram) -> dict[str, Any]:
+        content = (x,) if len(program.inputs) == 1 else tuple(x)
+        if len(content) != len(program.inputs):
+            crossing = f"{len(program.inputs)} cross the cut"
             raise UserError(f"{len(content)} values arrived where {crossing}: cut all stages alike, in one mode")
         received = decode(content, self._device(content))
-        values = dict(zip(plan.inputs, received, strict=True))
+        values = dict(zip(program.inputs, received, strict=True))
         copies: dict[int, Tensor] = {}
-        for name in plan.copied:
+        for name in program.copied:
             values[name] = each_tensor(values[name], lambda tensor: _copy(tensor, copies))
-        for name in plan.constant:
+        for name in program.constant:
             values[name] = each_tensor(values[name], Tensor.detach)
         return values
 
@@ -101,30 +103,24 @@ class Chunk(Shell):
         return torch.get_default_device()
 
 
-class Spread(Shell):
-    """A whole model of several arguments as a module of one: the tuple of them. The model's names stay."""
+class Whole(Shell):
+    """A whole model of several arguments as a module of one: the batch. The model's names stay."""
 
-    def __init__(self, model: nn.Module, arguments: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         super().__init__(model)
-        self._offbeat_whole = SimpleNamespace(model=model, arguments=arguments)  # hidden from named_modules
+        self._offbeat_whole = SimpleNamespace(model=model, inputs=inputs)  # hidden from named_modules
         for held in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             setattr(self, held, getattr(model, held))  # the same dictionaries: functional_call reaches the model
 
     def forward(self, x: Any) -> Any:
         whole = self._offbeat_whole
         whole.model.training = self.training  # a copy's flag is not its model's
-        return whole.model(*spread(x, whole.arguments).values())
+        return whole.inputs.call(whole.model, whole.inputs.values(x))
 
 
-def spread(x: Any, arguments: tuple[str, ...]) -> dict[str, Any]:
-    """The batch as the arguments of forward: itself, or for several of them a tuple or list."""
-    if len(arguments) == 1:
-        return {arguments[0]: x}
-    if not isinstance(x, tuple | list) or len(x) != len(arguments):
-        given = f"{len(x)} values" if isinstance(x, tuple | list) else f"a {type(x).__name__}"
-        takes = ", ".join(arguments)
-        raise UserError(f"{given} given where the model's forward takes ({takes}): give a tuple of these")
-    return dict(zip(arguments, x, strict=True))
+def as_stage(model: nn.Module, inputs: Inputs) -> nn.Module:
+    """The model as a module of one argument, the batch."""
+    return Whole(model, inputs) if inputs.keywords or len(inputs.names) > 1 else model
 
 
 def _copy(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:

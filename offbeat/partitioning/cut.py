@@ -1,4 +1,4 @@
-"""Cut a sequence of units into K contiguous stages of equal forward FLOPs, or where the user says.
+"""Cut a sequence of units into K contiguous stages of equal forward FLOPs, or at the places given.
 
 Where a model is cut decides each layer's staleness, so a cut must be the same on every machine: FLOPs are counted on
 the meta device, exactly and without computing.
@@ -37,7 +37,7 @@ def is_sequence(model: nn.Module) -> bool:
 def balanced(costs: Sequence[int], K: int) -> list[int]:
     """Cuts of the contiguous partition into K non-empty stages with the smallest largest cost, the rest balanced too.
 
-    A cut c lies before unit c.
+    A cut c is before unit c.
 
     >>> balanced([4, 1, 1, 1, 4, 1], 3)
     [1, 4]
@@ -57,7 +57,7 @@ def forward_flops(model: nn.Module, sample: Any) -> list[int]:
         except Exception as error:
             raise UserError(
                 f"unit {position} ({type(unit).__name__}) cannot be measured on this sample: {first_line(error)}; "
-                "fix the model or the sample, or say where to cut: cuts=[...]"
+                "fix the model or the sample, or give the cuts: cuts=[...]"
             ) from error
         counts.append(counter.get_total_flops())
     return counts
@@ -75,7 +75,7 @@ def cut(model: nn.Module, K: int, *, cuts: Sequence[int] | None = None, sample: 
     if len(chosen) != K - 1:
         raise UserError(f"{len(chosen)} cuts {chosen} make {len(chosen) + 1} stages but K = {K}: give {K - 1} cuts")
     if any(a >= b for a, b in zip([0, *chosen], [*chosen, count], strict=True)):
-        raise UserError(f"cuts {chosen} of {count} units: they must increase and lie from 1 to {count - 1}")
+        raise UserError(f"cuts {chosen} of {count} units: they must increase, from 1 to {count - 1}")
     return chosen
 
 
@@ -83,6 +83,8 @@ def check_stages(model: nn.Module, K: int) -> None:
     """Refuse a K that no cut of this model can give, as far as can be seen without tracing."""
     if isinstance(K, bool) or not isinstance(K, int) or K < 1:
         raise UserError(f"K = {K!r} stages: use a whole number from 1 up")
+    if K > 1 and isinstance(model, torch.jit.ScriptModule):
+        raise UserError("a scripted module cannot be cut: give the Python module that was scripted")
 
 
 def check_blocks(model: nn.Module, K: int) -> None:
@@ -124,5 +126,5 @@ def refuse_shared(parts: Sequence[nn.Module]) -> None:
             if first_k != k:
                 raise UserError(
                     f"{first_name} of stage {first_k} and {name} of stage {k} are one tensor: "
-                    "cut so that both lie in one stage, or give each its own copy"
+                    "cut so that both are in one stage, or give each its own copy"
                 )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 from torch import nn
 
-from offbeat.errors import UserError, unknown
-from offbeat.partitioning.cut import check_stages, cut, is_sequence, split, units
-from offbeat.partitioning.profile import profile
+from offbeat.errors import Unbalanced, UserError, unknown
+from offbeat.partitioning.balance import StageSummary, imbalance, summarize, table
+from offbeat.partitioning.choose import Trace, choose_trace
+from offbeat.partitioning.chunk import as_stage
+from offbeat.partitioning.cut import balanced, check_blocks, check_stages, cut, forward_flops, is_sequence, split, units
+from offbeat.partitioning.inputs import Inputs
+from offbeat.partitioning.profile import Profile, profile, profile_blocks
 from offbeat.partitioning.solve import Memory, Solution, solve
 from offbeat.partitioning.timing import Load, Meter, one_by_one
-from offbeat.partitioning.trace import Traced, trace
-from offbeat.partitioning.walk import verify
+from offbeat.partitioning.trace import Traced, Way
 
 Units = Literal["blocks", "layers"]
 By = Literal["flops", "measured"]
@@ -25,12 +31,26 @@ LAPS, LONGEST = 4, 5.0  # laps of the slowest stage for which all run at once, a
 
 
 @dataclass(frozen=True)
-class Partition:
-    """The stages of a model, and where they were cut; unit c is the first behind a cut c.
+class TiedParameter:
+    """A parameter that several stages use; the owner is the first of them, the others have copies of their own."""
 
-    units   "blocks": the entries of an nn.Sequential; "layers": what torch.fx traces, so that cuts may lie in blocks
+    names: dict[int, str]  # stage (from 1): the name under which it uses the parameter
+
+    @property
+    def owner(self) -> int:
+        return min(self.names)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The stages of a model, and where they were cut: cut c is before unit c. Printed, it is a table of the stages.
+
+    units   "blocks": the entries of an nn.Sequential; "layers": what tracing finds, so that cuts may be inside blocks
     names   of the units
-    notes   what could not be traced, or was copied
+    notes   what could not be traced, or was copied, and an imbalance worth a warning
+    trace   how the layers were found: "fx" or "sample"
+    costs   of the stages: FLOPs with bytes moved, or seconds where they were measured; empty where cuts were given
+    ties    parameters that several stages use, where `untie` copied them
     """
 
     stages: list[nn.Module]
@@ -38,15 +58,44 @@ class Partition:
     units: Units
     names: list[str]
     notes: list[str]
+    trace: Way = "fx"
+    costs: tuple[float, ...] = ()
+    ties: tuple[TiedParameter, ...] = ()
+    count: Callable[[], Profile] | None = field(default=None, repr=False, compare=False)  # sizes of the units
 
     @property
     def K(self) -> int:  # noqa: N802
         return len(self.stages)
 
+    @property
+    def balance(self) -> float | None:
+        """Mean over maximum of the stages' costs; 1 is perfect, None where cuts were given."""
+        return fmean(self.costs) / max(self.costs) if any(self.costs) else None
 
-def default_units(model: nn.Module, K: int) -> Units:
-    """Blocks where the model is a plain sequence with enough of them, otherwise layers."""
-    return "blocks" if K == 1 or (is_sequence(model) and len(units(model)) >= K) else "layers"
+    def summary(self) -> list[StageSummary]:
+        """What each stage has and costs."""
+        parameters = [sum({id(p): p.numel() for p in stage.parameters()}.values()) for stage in self.stages]
+        found, costs = self._count(), list(self.costs)
+        if found and not costs:
+            each = found.costs()
+            costs = [sum(each[start:end]) for start, end in pairwise([0, *self.cuts, len(self.names)])]
+        return summarize(self.names, self.cuts, parameters, costs, found)
+
+    def _count(self) -> Profile | None:
+        try:
+            return self.count() if self.count else None
+        except UserError:  # given cuts need no sample that the model can take
+            return None
+
+    def __str__(self) -> str:
+        return "\n".join([table(self.summary()), *(f"note: {note}" for note in self.notes)])
+
+
+def default_units(model: nn.Module, K: int, cuts: Sequence[int | str] | None = None) -> Units:
+    """Blocks where the model is a plain sequence with enough of them, and named cuts are its entries; else layers."""
+    inside = [cut for cut in cuts or () if isinstance(cut, str) and cut not in model._modules]
+    blocks = K == 1 or (is_sequence(model) and len(units(model)) >= K)
+    return "blocks" if blocks and not inside else "layers"
 
 
 def partition(
@@ -54,85 +103,166 @@ def partition(
     K: int,
     sample: Any = None,
     *,
-    cuts: Sequence[int] | None = None,
+    cuts: Sequence[int | str] | None = None,
     units: Units | None = None,
     by: By = "flops",
     speeds: Sequence[float] | None = None,
     memory: Memory | None = None,
     pinned: Sequence[int] = (),
     untie: bool = False,
+    trace: Trace = "auto",
 ) -> Partition:
-    """Cut a model into K stages: where `cuts` say, or at the best places for a sample.
+    """Cut a model into K stages: at `cuts`, or at the best places for a sample.
 
-    by="flops" gives the same cuts everywhere (between layers it counts bytes moved, too); "measured" times the units
-    here, then whole stages, and moves the cuts.
-    `speeds` are those of the K workers, `pinned` cuts that must be among the chosen, `untie` copies parameters that two
-    stages use instead of refusing them.
+    sample  a batch: a tensor, a tuple of arguments, or a dict of keyword arguments of forward
+    cuts    K-1 of them: numbers of units, or names of modules ("layer3.0"), each the first of a stage
+    by      "flops" gives the same cuts everywhere (between layers it counts bytes moved, too); "measured" times the
+            units here, then whole stages, and moves the cuts
+    speeds  of the K workers
+    pinned  cuts that must be among the chosen
+    untie   copy parameters that several stages use instead of refusing them
+    trace   "fx": torch.fx; "sample": run the sample and record what happens between blocks; "auto": fx, or the sample
+            where that gives fewer than K units or a better balance
 
     >>> import torch
-    >>> made = partition(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), 2, torch.ones(1, 4))
+    >>> made = partition(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), 2, torch.ones(1, 4))
     >>> made.cuts, [list(stage.state_dict()) for stage in made.stages]
     ([1], [['0.weight', '0.bias'], ['2.weight', '2.bias']])
+    >>> print(made)
+    stage  from  to  units  parameters  cost  memory  sends per batch
+        1  0     0       1          20   50%    96 B             16 B
+        2  1     2       2          20   50%    96 B                -
     """
     check_stages(model, K)
-    kind = units or default_units(model, K)
+    kind = units or default_units(model, K, cuts)
     if kind not in get_args(Units):
         raise unknown("units", kind, get_args(Units))
     if by not in get_args(By):
         raise unknown("partition", by, get_args(By))
+    if trace not in get_args(Trace):
+        raise unknown("trace", trace, get_args(Trace))
     if speeds is not None and len(speeds) != K:
         raise UserError(f"{len(speeds)} speeds for {K} stages: give one for each")
-    if kind == "blocks" and by == "flops" and speeds is None and memory is None and not pinned:
-        chosen = cut(model, K, cuts=cuts, sample=sample)
-        return Partition(split(model, chosen), chosen, "blocks", _block_names(model), [])
-    if kind == "blocks" and cuts is not None:
-        chosen = cut(model, K, cuts=cuts)
-        return Partition(split(model, chosen), chosen, "blocks", _block_names(model), [])
-    if K == 1:
-        return Partition([model], [], "layers", [type(model).__name__], [])
-    traced = trace(model)
-    legal = traced.legal(untie=untie)
-    if kind == "blocks":
-        legal = _between_blocks(traced, model)
+    if K == 1 and not cuts:
+        return Partition([as_stage(model, Inputs.of(model, sample))], [], kind, _block_names(model), [])
+    plain = by == "flops" and speeds is None and memory is None and not pinned
+    if kind == "blocks" and (plain or cuts is not None):
+        return _between_entries(model, K, sample, cuts)
+    traced, found = choose_trace(model, K, sample, trace, untie=untie)
+    legal = traced.legal(untie=untie) if kind == "layers" else _legal_between_blocks(traced)
     if len(legal) + 1 < K:
-        why = f" ({'; '.join(traced.notes)})" if traced.notes else ""
-        if traced.shared and not untie:
-            names = ", ".join(traced.shared)
-            why += f"; {names} cannot be used by two stages: cut by offbeat.partition(..., untie=True), a copy each"
-        count = len(legal) + 1
-        raise UserError(f"{K} stages but only {count} unit{'s' * (count > 1)} to cut between: use K <= {count}{why}")
+        raise _too_few_units(traced, K, len(legal) + 1, untie=untie, sample=sample)
+    names, notes = [unit.name for unit in traced.units], []
+    times: tuple[float, ...] = ()
     if cuts is None:
         if sample is None:
             raise UserError("there is no batch to cut the model by: give a sample, or cuts=[...]")
-        verify(traced, sample)
-        cuts = solve_for(
-            model, sample, K, by=by, speeds=speeds, memory=memory, pinned=pinned, legal=legal, traced=traced
-        ).cuts
-    if len(cuts) != K - 1:
-        raise UserError(f"{len(cuts)} cuts {list(cuts)} make {len(cuts) + 1} stages but K = {K}: give {K - 1} cuts")
-    stages = traced.split(list(cuts), untie=untie)
-    return Partition(stages, list(cuts), "layers", [unit.name for unit in traced.units], list(traced.notes))
+        found = found or profile(model, sample, timed=False, traced=traced)
+        options: dict[str, Any] = {"speeds": speeds, "memory": memory, "pinned": pinned, "legal": legal}
+        solution = solve_for(model, sample, K, by=by, found=found, traced=traced, **options)
+        cuts, times = solution.cuts, solution.times
+        remedy = "split it into submodules"
+        notes = _warned(imbalance(times, names, solution.cuts, found.costs(), remedy=remedy)) if plain else []
+    chosen = positions(cuts, names, [unit.module for unit in traced.units])
+    if len(chosen) != K - 1:
+        raise UserError(f"{len(chosen)} cuts {list(cuts)} make {len(chosen) + 1} stages but K = {K}: give {K - 1} cuts")
+    stages = traced.split(chosen, untie=untie)
+    count = None if sample is None else partial(_counted, found, model, sample, traced)
+    ties = tuple(_ties(traced, stages))
+    return Partition(stages, chosen, "layers", names, [*traced.notes, *notes], traced.way, times, ties, count)
+
+
+def _counted(found: Profile | None, model: nn.Module, sample: Any, traced: Traced) -> Profile:
+    return found or profile(model, sample, timed=False, traced=traced)
+
+
+def _between_entries(model: nn.Module, K: int, sample: Any, cuts: Sequence[int | str] | None) -> Partition:
+    """The stages of an nn.Sequential cut between its entries."""
+    names = _block_names(model)
+    given = None if cuts is None else block_cuts(model, cuts)
+    flops: list[int] = []
+    if given is None and K > 1 and sample is not None:
+        check_blocks(model, K)
+        flops = forward_flops(model, sample)
+    chosen = balanced(flops, K) if flops else cut(model, K, cuts=given, sample=sample)
+    count = None if sample is None or not is_sequence(model) else partial(profile_blocks, model, sample)
+    costs: tuple[float, ...] = ()
+    notes: list[str] = []
+    if flops:
+        costs = tuple(float(sum(flops[start:end])) for start, end in pairwise([0, *chosen, len(flops)]))
+        remedy = 'cut inside blocks: units="layers"'
+        notes = _warned(imbalance(costs, names, chosen, flops, remedy=remedy))
+    return Partition(split(model, chosen), chosen, "blocks", names, notes, costs=costs, count=count)
+
+
+def _too_few_units(traced: Traced, K: int, most: int, *, untie: bool, sample: Any) -> UserError:
+    why = f" ({'; '.join(traced.notes)})" if traced.notes else ""
+    if traced.notes and sample is None:
+        why += "; or give a sample: running it may show more units"
+    if traced.shared and not untie:
+        names = ", ".join(traced.shared)
+        why += f"; {names} cannot be used by two stages: cut by offbeat.partition(..., untie=True), a copy each"
+    return UserError(f"{K} stages but only {most} unit{'s' * (most > 1)} to cut between: use K <= {most}{why}")
+
+
+def positions(cuts: Sequence[int | str], names: Sequence[str], modules: Sequence[str]) -> list[int]:
+    """The cuts as numbers of units; a name is that of a unit, or of the module whose first unit begins a stage.
+
+    >>> positions(["layer1.1", 4], ["conv", "layer1.0", "layer1.1.conv", "layer1.1.add", "fc"], [""] * 5)
+    [2, 4]
+    """
+    return [each if not isinstance(each, str) else _position(each, names, modules) for each in cuts]
+
+
+def block_cuts(model: nn.Module, cuts: Sequence[int | str]) -> list[int]:
+    """Cuts between the entries of a sequence as numbers."""
+    names = _block_names(model)
+    return positions(cuts, names, names)
+
+
+def _position(name: str, names: Sequence[str], modules: Sequence[str]) -> int:
+    inside = (name, f"{name}.")
+    found = [n for n, each in enumerate(names) if each == name or each.startswith(inside[1])]
+    found += [n for n, each in enumerate(modules) if each == name or each.startswith(inside[1])]
+    if not found:
+        around = next((each for each in names if name.startswith(f"{each}.")), None)
+        if around:
+            raise UserError(
+                f"cut before {name!r}, which is inside the unit {around}: that is never cut; use {around!r}"
+            )
+        raise unknown("module in cuts", name, dict.fromkeys(each for each in [*modules, *names] if each))
+    if min(found) == 0:
+        raise UserError(f"cut before {name!r}, the first unit: there is nothing before it; name a later module")
+    return min(found)
+
+
+def _warned(line: str | None) -> list[str]:
+    if line is None:
+        return []
+    warnings.warn(line, Unbalanced, stacklevel=4)
+    return [line]
+
+
+def _ties(traced: Traced, stages: Sequence[nn.Module]) -> Iterator[TiedParameter]:
+    """Parameters of the model that several stages use."""
+    held = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
+    groups: dict[int, list[str]] = {}
+    for name, parameter in traced.model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    for names in groups.values():
+        used = {k: name for k, mine in enumerate(held, start=1) for name in names if name in mine}
+        if len(used) > 1:
+            yield TiedParameter(used)
 
 
 def solve_for(
-    model: nn.Module,
-    sample: Any,
-    K: int,
-    *,
-    by: By = "flops",
-    speeds: Sequence[float] | None = None,
-    memory: Memory | None = None,
-    pinned: Sequence[int] = (),
-    legal: Sequence[int] | None = None,
-    traced: Traced | None = None,
+    model: nn.Module, sample: Any, K: int, *, by: By, found: Profile, traced: Traced, **options: Any
 ) -> Solution:
     """The best cuts for what the units cost; measured ones are corrected by what whole stages take."""
-    found = profile(model, sample, timed=by == "measured", traced=traced)
-    options: dict[str, Any] = {"speeds": speeds, "memory": memory, "pinned": pinned, "legal": legal or found.legal_cuts}
     if by == "flops":
         return solve(found.costs(), K, **options)
-    meter = one_by_one((traced or trace(model)).twin(), sample)
-    return refine(found.costs(), K, meter, **options)
+    timed = profile(model, sample, traced=traced)
+    return refine(timed.costs(), K, one_by_one(traced.twin(), sample), **options)
 
 
 def refine(
@@ -176,7 +306,7 @@ def _block_names(model: nn.Module) -> list[str]:
     return list(model._modules) if is_sequence(model) else [type(model).__name__]
 
 
-def _between_blocks(traced: Traced, model: nn.Module) -> list[int]:
-    """Legal cuts that lie between entries of a sequence."""
+def _legal_between_blocks(traced: Traced) -> list[int]:
+    """Legal cuts between entries of a sequence."""
     top = [unit.module.partition(".")[0] for unit in traced.units]
     return [position for position in traced.legal_cuts if top[position] != top[position - 1]]

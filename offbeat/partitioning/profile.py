@@ -24,10 +24,10 @@ from offbeat.errors import UserError, first_line
 from offbeat.partitioning.trace import Traced, Unit, trace
 from offbeat.partitioning.walk import Values, run_units
 
-# What a byte that a unit reads or writes counts, in FLOPs, where nothing is timed. By FLOPs alone only convolutions and
+# FLOPs that a byte read or written by a unit counts, where nothing is timed. By FLOPs alone only convolutions and
 # products would weigh anything, though the rest takes a fifth of the time of ResNets for CIFAR. A fixed number, so that
 # cuts are the same everywhere: chosen among 0, 4, 8, ..., 128 by the measured balance of four ResNets on a CPU.
-FLOPS_A_BYTE = 8
+FLOPS_PER_BYTE = 8
 BUDGET = 8.0  # seconds to time all units in, where a model is deep; two laps of each in any case
 
 
@@ -47,7 +47,7 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """The costs of all units; `boundary_bytes[c]` is what a batch sends up at cut c (its gradient comes down)."""
+    """The costs of all units; `boundary_bytes[c]` is what a batch sends at cut c (its gradient is sent back)."""
 
     device: str
     timed: bool
@@ -56,7 +56,7 @@ class Profile:
     boundary_bytes: list[int]
     legal_cuts: list[int]
     threads: int = 1  # of torch, at the measuring
-    model: str = ""  # what its user calls it
+    model: str = ""  # the name that its user gave it
 
     def misfit(self, sample: Any, traced: Traced, *, model: str, device: str) -> str | None:
         """What makes this profile another model's, or another setting's; None where it fits."""
@@ -88,7 +88,7 @@ class Profile:
         """What a partition balances: seconds where they were measured, otherwise FLOPs, with bytes moved as FLOPs."""
         if self.timed:
             return [unit.forward + unit.backward for unit in self.units]
-        return [float(unit.flops + FLOPS_A_BYTE * unit.moved_bytes) for unit in self.units]
+        return [float(unit.flops + FLOPS_PER_BYTE * unit.moved_bytes) for unit in self.units]
 
 
 def profile(
@@ -96,19 +96,42 @@ def profile(
 ) -> Profile:
     """Measure a copy of the model in training mode; with timed=False sizes and FLOPs alone.
 
-    Those come from the meta device, without computing; a model that looks at values, which meta tensors do not have,
+    Those come from the meta device, without computing; a model that reads values, which meta tensors do not have,
     runs once on its own device instead. `traced` is the model's trace, where there is one already. Of a deep model
     units are repeated less often than `repeat`: all repetitions together are to take BUDGET seconds.
     """
     own = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if timed:
-        return _profile((traced or trace(model)).twin(), sample, own, repeat)
+        return _profile((traced or trace(model, sample)).twin(), sample, own, repeat)
+    traced = traced or trace(model, sample)
     try:
-        return _profile(trace(copy.deepcopy(model).train().to("meta")), sample, torch.device("meta"), 0)
+        return _profile(traced.twin(device="meta"), sample, torch.device("meta"), 0)
     except UserError:
         if own.type == "meta":
             raise
-        return _profile((traced or trace(model)).twin(), sample, own, 0)
+        return _profile(traced.twin(), sample, own, 0)
+
+
+def profile_blocks(model: nn.Module, sample: Any) -> Profile:
+    """Sizes and FLOPs of the entries of an nn.Sequential, counted on the meta device."""
+    dry = copy.deepcopy(model).train().to("meta")
+    x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
+    shapes, costs, boundaries = _shapes(sample), [], []
+    parameters = {id(parameter) for parameter in dry.parameters()}
+    for name, block in dry._modules.items():
+        assert block is not None
+        own, held = list(block.parameters()), _Held(parameters)
+        boundaries.append(_bytes(x))
+        try:
+            with held, FlopCounterMode(display=False) as counter, torch.enable_grad():
+                y = block(pytree.tree_map_only(Tensor, Tensor.detach, x))
+        except Exception as error:
+            raise UserError(f"unit {name} cannot be counted on this sample: {first_line(error)}") from error
+        size = sum(p.numel() * p.element_size() for p in own)
+        moved, flops = size + _bytes(x) + _bytes(y), counter.get_total_flops()
+        costs.append(UnitCost(name, sum(p.numel() for p in own), size, flops, held.bytes, moved))
+        x = y
+    return Profile("meta", False, shapes, costs, boundaries, list(range(1, len(costs))), torch.get_num_threads())
 
 
 def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> Profile:
@@ -116,7 +139,7 @@ def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> 
     model = traced.model.train()
     x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)
     costs: list[UnitCost] = []
-    sizes = {name: _bytes(value) for name, value in zip(traced.inputs, _inputs(traced, x), strict=True)}
+    sizes = {name: _bytes(value) for name, value in traced.inputs.values(x).items()}
     known = dict(model.named_parameters())
     parameters = {id(parameter) for parameter in known.values()}
     share = BUDGET / len(traced.units)
@@ -128,9 +151,9 @@ def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> 
             outputs = call(inputs)
         sizes.update({name: _bytes(value) for name, value in outputs.items()})
         seconds = _seconds(call, inputs, own, repeat, device, share) if repeat else (0.0, 0.0)
-        numbers, size = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
+        count, size = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
         moved = size + sum(_bytes(value) for values in (inputs, outputs) for value in values.values())
-        costs.append(UnitCost(unit.name, numbers, size, counter.get_total_flops(), held.bytes, moved, *seconds))
+        costs.append(UnitCost(unit.name, count, size, counter.get_total_flops(), held.bytes, moved, *seconds))
         return outputs
 
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -142,10 +165,6 @@ def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> 
 
 def _shapes(sample: Any) -> list[list[int]]:
     return [list(leaf.shape) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
-
-
-def _inputs(traced: Traced, x: Any) -> list[Any]:
-    return [x] if len(traced.inputs) == 1 else list(x)
 
 
 def _bytes(content: Any) -> int:

@@ -29,6 +29,31 @@ class State(str):
     __slots__ = ()
 
 
+DEVICE = ""  # the name of the device among the values of a run
+
+
+class StageDevice:
+    """The device on which the stage runs."""
+
+    def __deepcopy__(self, memo: Any) -> StageDevice:
+        return self
+
+    def __reduce__(self) -> str:
+        return "STAGE_DEVICE"
+
+
+STAGE_DEVICE = StageDevice()
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What an operation was observed to do on a sample."""
+
+    written: tuple[str, ...]  # the Refs and States that it wrote into
+    shared: tuple[str, ...]  # those whose memory its result shares
+    differentiable: bool  # whether gradients flow through its result
+
+
 @dataclass(frozen=True)
 class Op:
     """One operation: a call of a layer, a function or a tensor's method."""
@@ -40,6 +65,7 @@ class Op:
     kwargs: dict[str, Any]
     owner: str  # path of the submodule whose forward does it; the layer's own path for a layer
     grad: bool = True  # False under torch.no_grad()
+    effects: Effects | None = field(default=None, compare=False)  # None: what torch's schemas allow
     refs: tuple[str, ...] = field(init=False)
     states: tuple[str, ...] = field(init=False)
 
@@ -151,6 +177,8 @@ def fill(content: Any, values: dict[str, Any]) -> Any:
     kind = type(content)
     if kind is Ref:
         return values[content]
+    if kind is StageDevice:
+        return values[DEVICE]
     if kind is Held:
         return getattr(content.module, content.name)
     if kind is tuple or kind is list:

@@ -1,4 +1,4 @@
-"""What stands for tensors while a forward is recorded, and what torch's functions do to it meanwhile.
+"""Proxies for tensors while torch.fx records a forward, and what torch's functions do with them.
 
 Plain torch.fx computes with tensors that it does not know as inputs, records x += y as a sum, records the forward of a
 custom autograd function without its backward, and answers "no" to isinstance(x, Tensor): each would give a program
@@ -101,7 +101,7 @@ class Everything(TorchFunctionMode):
 def patched(recorder: fx.Tracer) -> Iterator[None]:
     """torch.arange and the like, custom autograd functions and isinstance know of the recording while this lasts.
 
-    A mode is not enough for them: torch checks the types of sizes before it asks a mode. Like torch.fx's own patches
+    A mode is not enough for them: torch checks the types of sizes before it calls a mode. Like torch.fx's own patches
     of nn.Module these hold for the whole process: no other thread may run torch meanwhile.
     """
     apply = torch.autograd.Function.__dict__["apply"]
@@ -141,7 +141,7 @@ def _stands_for(value: Any, kinds: Any) -> bool:
     if not issubclass(type(value), Proxy):
         return isinstance(value, kinds)
     if value.node.meta["tensor"] is None:
-        raise Untraceable("it asks for the type of a value that is known only when it runs")
+        raise Untraceable("it tests the type of a value that is known only when it runs")
     return Tensor in (kinds if type(kinds) is tuple else (kinds,))
 
 

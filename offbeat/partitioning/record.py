@@ -23,63 +23,65 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import ParameterProxy, Proxy
 
 from offbeat.errors import first_line
+from offbeat.partitioning.aliases import DESCRIBING, VIEW_ATTRIBUTES
+from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.program import Op, Program, Ref, State
 from offbeat.partitioning.proxies import Everything, InPlace, Untraceable, is_tensor, patched
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def record(model: nn.Module) -> tuple[dict[bool, Program], dict[str, str]]:
-    """The programs in training (True) and evaluation mode (False), and why which submodules are called as a whole."""
-    atomic: dict[str, str] = {path: "it has hooks" for path, module in model.named_modules() if _hooked(module)}
-    arguments = input_names(model)
-    reason = _hopeless(model, atomic)
+def record(model: nn.Module, inputs: Inputs) -> tuple[dict[bool, Program], dict[str, str]]:
+    """The programs in training (True) and evaluation mode (False), and why submodules are called as a whole."""
+    atomic: dict[str, str] = {path: "it has hooks" for path, module in model.named_modules() if hooked(module)}
+    reason = atomic.get("") or untraceable_reason(model) or _reason_against_fx(model, inputs)
     if reason:
         raise Untraceable(reason)
     while True:
         programs, failed = {}, {}
         for training in (True, False):
-            recorder = Recorder(_shadow(model, training), atomic, arguments)
+            recorder = Recorder(_shadow(model, training), atomic, inputs)
             programs[training] = recorder.program()
             failed.update(recorder.failed)
         if not failed:
             break
         atomic.update(failed)
     called = {op.target for program in programs.values() for op in program.ops if op.kind == "call_module"}
-    return programs, {path: atomic[path] for path in atomic if path in called and not _layer(model, path)}
+    return programs, {path: atomic[path] for path in atomic if path in called and not layer(model, path)}
 
 
-def input_names(model: nn.Module) -> tuple[str, ...]:
-    """The arguments of forward that one batch fills: those without a default, or the first where all have one."""
+def _reason_against_fx(model: nn.Module, inputs: Inputs) -> str | None:
+    """Why torch.fx cannot follow this forward."""
     named = inspect.signature(model.forward).parameters.values()
-    positional = [each for each in named if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    required = [each for each in positional if each.default is each.empty]
-    return tuple(each.name for each in required or positional[:1])
-
-
-def _hopeless(model: nn.Module, atomic: Mapping[str, str]) -> str | None:
-    named = inspect.signature(model.forward).parameters.values()
-    if "" in atomic:
-        return atomic[""]
-    if "forward" in vars(model):
-        return "its forward is an attribute of the object, not of its class"
-    if _layer(model, ""):
-        return "it is a single layer of torch.nn"
     if any(each.kind is each.VAR_POSITIONAL for each in named):
         return "its forward takes *arguments"
-    if any(each.kind is each.KEYWORD_ONLY and each.default is each.empty for each in named):
-        return "its forward needs keyword arguments"
-    return None if input_names(model) else "its forward takes no argument"
+    needed = [each.name for each in named if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    return "its forward needs keyword arguments" if needed and not inputs.keywords else None
 
 
-def _hooked(module: nn.Module) -> bool:
+def untraceable_reason(model: nn.Module) -> str | None:
+    """Why no way of recording applies to the model; None where one may."""
+    named = inspect.signature(model.forward).parameters.values()
+    if "forward" in vars(model):
+        return "its forward is an attribute of the object, not of its class"
+    if layer(model, ""):
+        return "it is a single layer of torch.nn"
+    return None if named else "its forward takes no argument"
+
+
+def hooked(module: nn.Module) -> bool:
     return any(getattr(module, hooks, None) for hooks in HOOKS)
 
 
-def _layer(model: nn.Module, path: str) -> bool:
+def layer(model: nn.Module, path: str) -> bool:
     """Whether it is one of torch's own layers, which are units as they are."""
-    module = model.get_submodule(path)
-    return type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
+    return is_layer(model.get_submodule(path))
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether it is a layer of torch's own without repeated blocks: nn.TransformerEncoder is none."""
+    ours = type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
+    return ours and not any(isinstance(each, nn.ModuleList) for each in module.modules())
 
 
 def _shadow(model: nn.Module, training: bool) -> nn.Module:
@@ -100,12 +102,12 @@ def _shadow(model: nn.Module, training: bool) -> nn.Module:
 class Recorder(fx.Tracer):
     """Records one forward; goes on where a submodule fails, to find all that do (then the program is no good)."""
 
-    def __init__(self, model: nn.Module, atomic: Mapping[str, str], arguments: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, atomic: Mapping[str, str], inputs: Inputs) -> None:
         super().__init__(autowrap_modules=(math,))
-        self.model, self.atomic, self.arguments = model, atomic, arguments
+        self.model, self.atomic, self.inputs = model, atomic, inputs
         self.failed: dict[str, str] = {}
         self.owners = [""]
-        self.surroundings = _surroundings()
+        self.surroundings = surroundings()
         self.paths: dict[int, str] = {}
         self.proxies: dict[str, Proxy] = {}
         for path, module in model.named_modules():
@@ -116,16 +118,16 @@ class Recorder(fx.Tracer):
 
     def program(self) -> Program:
         """Record the forward; raises Untraceable where the model's own forward cannot be."""
-        before = _random_state()
+        before = random_state()
         try:
             with torch.enable_grad(), Everything(self), patched(self):
                 graph = self.trace(self.model)
-            if _random_state() != before:
+            if random_state() != before:
                 raise Untraceable("it draws random numbers outside torch")
         except Exception as error:
-            raise Untraceable(_reason(error)) from error
+            raise Untraceable(reason_of(error)) from error
         finally:
-            _restore(before)
+            restore_random_state(before)
         return _program(graph)
 
     # ---- what torch.fx calls
@@ -134,24 +136,33 @@ class Recorder(fx.Tracer):
         return InPlace(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in self.arguments)]
+        proxies = [self.create_proxy("placeholder", name, (), {}) for name in self.inputs.names]
+        if not self.inputs.keywords:
+            return root_fn, [self.root, *proxies]
+        return lambda root, *given: root_fn(root, **dict(zip(self.inputs.names, given, strict=True))), [
+            self.root,
+            *proxies,
+        ]
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_layer(m)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         path = self.path_of_module(m)
         if path in self.atomic or self.is_leaf_module(m, path):
             return self._layer_call(path, args, kwargs)
-        before = _random_state()
+        before = random_state()
         self.owners.append(path)
         try:
             result = forward(*args, **kwargs)
-            if _random_state() == before:
+            if random_state() == before:
                 return result
             self.failed[path] = "it draws random numbers outside torch"
         except Exception as error:
-            self.failed[path] = _reason(error)
+            self.failed[path] = reason_of(error)
         finally:
             self.owners.pop()
-        _restore(before)
+        restore_random_state(before)
         return self._layer_call(path, args, kwargs)
 
     def _layer_call(self, path: str, args: Any, kwargs: Any) -> Any:
@@ -162,7 +173,7 @@ class Recorder(fx.Tracer):
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
     ) -> Any:
-        if _surroundings() != self.surroundings:
+        if surroundings() != self.surroundings:
             raise Untraceable("it runs under an autocast or inference mode of its own")
         node = super().create_node(kind, target, args, kwargs, name, None)
         node.meta.update(owner=self.owners[-1], grad=torch.is_grad_enabled(), tensor=is_tensor(node, self.model))
@@ -198,6 +209,8 @@ class Recorder(fx.Tracer):
             message = f"an assertion of {self.owners[-1] or 'the model'} failed (line {frame.f_lineno})"
             self.create_proxy("call_function", torch._assert, (obj, message), {})
             return True
+        if _of_sizes(obj.node):
+            raise Untraceable("it branches on the sizes or types of tensors")
         return super().to_bool(obj)
 
 
@@ -253,7 +266,7 @@ def _readable(node: fx.Node) -> str:
     return f"{node.meta['owner']}.{action}".lstrip(".")
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Why, in part of a line: torch.fx explains itself at length."""
     if isinstance(error, Untraceable):
         return str(error)
@@ -261,30 +274,39 @@ def _reason(error: BaseException) -> str:
     return "it branches on the values of tensors" if "control flow" in text else text
 
 
+def _of_sizes(node: fx.Node) -> bool:
+    """Whether its value comes from sizes, types and devices alone."""
+    if node.target is getattr:
+        return node.args[1] not in VIEW_ATTRIBUTES
+    if node.op == "call_method" and node.target in DESCRIBING:
+        return True
+    return node.op == "call_function" and bool(node.all_input_nodes) and all(map(_of_sizes, node.all_input_nodes))
+
+
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
-def _surroundings() -> tuple[Any, ...]:
+def surroundings() -> tuple[Any, ...]:
     """The modes under which an operation means something else, and which a program does not hold."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     return (*autocast, torch.is_inference_mode_enabled())
 
 
-def _random_state() -> tuple[Any, ...]:
+def random_state() -> tuple[Any, ...]:
     state: Any = numpy.random.get_state()
     kind, keys, *rest = state
     return random.getstate(), (kind, keys.tobytes(), *rest)
 
 
-def _restore(state: tuple[Any, ...]) -> None:
+def restore_random_state(state: tuple[Any, ...]) -> None:
     kind, keys, *rest = state[1]
     random.setstate(state[0])
     numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
 
 
 def _in_assertion(code: Any, position: int) -> bool:
-    """Whether the truth that is asked for at this place decides an assert statement alone.
+    """Whether the truth value at this place decides an assert statement alone.
 
     assert t <= 8        3.11: COMPARE_OP, POP_JUMP_FORWARD_IF_TRUE (over it), LOAD_ASSERTION_ERROR, RAISE_VARARGS
     """

@@ -1,6 +1,6 @@
 """The exact min-max contiguous partition: where K stages balance, on the workers and links that there are.
 
-Stage k covers the units a, ..., b-1 between two cuts (a cut c lies before unit c) and takes
+Stage k covers the units a, ..., b-1 between two cuts (a cut c is before unit c) and takes
 
     time(k, a, b) = (P[b] - P[a]) / speed_k + exposed_above[a] + exposed_below[b] = X_k[b] - Y_k[a]
 
@@ -36,7 +36,7 @@ BLOCK = 64  # starts tried at once: their table of times stays in the cache
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What a stage of these units keeps: parameters * versions[k] + held * in_flight[k], at most `limit` a worker.
+    """What a stage of these units keeps: parameters * versions[k] + held * in_flight[k], at most `limit` per worker.
 
     parameters, held       of each unit: its parameters, and what one batch leaves for its backward
     versions, in_flight    of each stage, from stage 1: weight versions (optimizer state may count as more of them)
@@ -87,7 +87,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class _Stages:
-    """One problem, a row a stage: time = ends - starts, over the positions 0..n, a start no lower than `first`."""
+    """One problem, one row per stage: time = ends - starts, over the positions 0..n, a start no lower than `first`."""
 
     ends: list[Floats]
     starts: list[Floats]
@@ -301,7 +301,7 @@ def _too_little(kept: _Kept, pins: NDArray[np.intp], legal: NDArray[np.bool_]) -
     least = _smallest_limit(_Stages(ends=needed, starts=needed, first=[pins] * K, legal=legal))
     assert least is not None
     if kept.alike:
-        given, enough = f"a memory limit of {_plain(kept.limits[0])} a worker", f"at least {_plain(least)}"
+        given, enough = f"a memory limit of {_plain(kept.limits[0])} per worker", f"at least {_plain(least)}"
     else:
         given = f"the memory limits {', '.join(map(_plain, kept.limits))}"
         enough = f"limits at least {math.ceil(least * 1000) / 1000:.3f} times as large"
@@ -325,7 +325,7 @@ def _allowed(count: int, K: int, pinned: Collection[int], legal: Collection[int]
     for name, cuts in (("legal", allowed), ("pinned", pinned)):
         outside = sorted(set(cuts) - set(every))
         if outside:
-            raise UserError(f"{name} cut {outside[0]} of {count} units: cuts lie from 1 to {count - 1}")
+            raise UserError(f"{name} cut {outside[0]} of {count} units: cuts are from 1 to {count - 1}")
     if len(allowed) < K - 1:
         raise UserError(
             f"{K} stages but only {len(allowed)} legal cuts among {count} units: use K <= {len(allowed) + 1}, "

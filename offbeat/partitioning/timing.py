@@ -2,7 +2,7 @@
 
 A stage alone on a machine is faster than one among others: K of them share the memory's bandwidth and the processor's
 turbo. So where there are cores enough, `TimingWorkers` keeps K processes, one pinned to the cores of each stage, that
-get a stage each and run it at the same time. They run the stage as training does (a snapshot of the weights an update,
+get a stage each and run it at the same time. They run the stage as training does (a snapshot of the weights per update,
 batches in flight, gradients summed, momentum), because for deep networks and small batches that is no small part.
 """
 
@@ -48,13 +48,13 @@ class StageTime:
     update: float = 0.0
 
     def batch(self, M: int = 1) -> float:
-        """Seconds a batch where M of them make an update."""
+        """Seconds per batch with M batches per update."""
         return self.forward + self.backward + self.update / M
 
 
 @dataclass(frozen=True)
 class Load:
-    """How a stage is run: the batches that it holds (the lag), the batches an update, and for how long at least."""
+    """How a stage is run: the batches that it holds (the lag), batches per update, and the least seconds."""
 
     lags: Sequence[int]
     M: int = 1
@@ -156,7 +156,7 @@ def one_by_one(twin: Traced, sample: Any) -> Meter:
 
 
 def _parts(twin: Traced, cuts: Sequence[int], sample: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """The stages with what comes in."""
+    """The stages, each with its input."""
     x = sample
     for part in twin.split(list(cuts), untie=True):  # whether they may be separated was decided before
         yield part, x
@@ -165,7 +165,7 @@ def _parts(twin: Traced, cuts: Sequence[int], sample: Any) -> Iterator[tuple[nn.
 
 
 class Stopwatch:
-    """A Meter: all stages at once where that can be, otherwise one after the other, and a note that says why."""
+    """A Meter: all stages at once where that can be, otherwise one after the other, and a note with the reason."""
 
     def __init__(self, twin: Traced, sample: Any, K: int) -> None:
         self.alone, self.notes = one_by_one(twin, sample), list[str]()
@@ -188,7 +188,7 @@ class Stopwatch:
         if self.workers:
             try:
                 return self.workers.times(cuts, load)
-            except NoCrew as reason:
+            except WorkersFailed as reason:
                 self.workers.__exit__(None, None, None)
                 self.workers = None
                 self.notes.append(f"the stages were timed one after the other: {reason}")
@@ -198,7 +198,7 @@ class Stopwatch:
 # ---- all at once
 
 
-class NoCrew(RuntimeError):
+class WorkersFailed(RuntimeError):
     """Why stages cannot be timed at the same time."""
 
 
@@ -250,43 +250,43 @@ class TimingWorkers:
         self.folder.cleanup()
 
     def times(self, cuts: Sequence[int], load: Load) -> list[StageTime]:
-        """Raises NoCrew where a stage cannot be sent, or run."""
+        """Raises WorkersFailed where a stage cannot be sent, or run."""
         for k, (part, x) in enumerate(_parts(self.twin, cuts, self.sample)):
             path = Path(self.folder.name) / f"stage-{k + 1}"
             try:
                 torch.save((part, x), path)
             except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-                raise NoCrew(f"stage {k + 1} cannot be sent to a process ({first_line(error)})") from error
-            self._say(k, {"path": str(path), "first": k == 0, "lag": load.lags[k], "M": load.M})
+                raise WorkersFailed(f"stage {k + 1} cannot be sent to a process ({first_line(error)})") from error
+            self._send(k, {"path": str(path), "first": k == 0, "lag": load.lags[k], "M": load.M})
         for k in range(self.K):
-            self._hear(k)
+            self._receive(k)
         for k in range(self.K):
-            self._say(k, {"seconds": load.seconds})
-        return [StageTime(**self._hear(k)) for k in range(self.K)]
+            self._send(k, {"seconds": load.seconds})
+        return [StageTime(**self._receive(k)) for k in range(self.K)]
 
-    def _say(self, k: int, what: dict[str, Any]) -> None:
+    def _send(self, k: int, what: dict[str, Any]) -> None:
         pipe = self.processes[k].stdin
         assert pipe is not None
         try:
             pipe.write(json.dumps(what) + "\n")
             pipe.flush()
         except OSError as error:
-            raise NoCrew(f"the process of stage {k + 1} has ended") from error
+            raise WorkersFailed(f"the process of stage {k + 1} has ended") from error
 
-    def _hear(self, k: int) -> dict[str, Any]:
+    def _receive(self, k: int) -> dict[str, Any]:
         pipe = self.processes[k].stdout
         assert pipe is not None
         line = pipe.readline()
         if not line:
-            raise NoCrew(f"the process of stage {k + 1} has ended")
-        said: dict[str, Any] = json.loads(line)
-        if "failed" in said:
-            raise NoCrew(f"stage {k + 1} cannot run in a process of its own ({said['failed']})")
-        return said
+            raise WorkersFailed(f"the process of stage {k + 1} has ended")
+        reply: dict[str, Any] = json.loads(line)
+        if "failed" in reply:
+            raise WorkersFailed(f"stage {k + 1} cannot run in a process of its own ({reply['failed']})")
+        return reply
 
 
 def serve() -> None:
-    """What a process of a worker group does: stages as they come, until its standard input closes."""
+    """The loop of a timing process: stages from its standard input until that closes."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what the user's modules print is no reply
     cores = {int(core) for core in sys.argv[1].split(",")}
@@ -294,10 +294,10 @@ def serve() -> None:
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            module, x = torch.load(asked["path"], weights_only=False)  # written by our parent, in a folder of its own
-            runner = Runner(module, x, first=asked["first"], lag=asked["lag"], M=asked["M"])
+            module, x = torch.load(request["path"], weights_only=False)  # written by our parent, in a folder of its own
+            runner = Runner(module, x, first=request["first"], lag=request["lag"], M=request["M"])
             runner.warm_up()
             print("{}", file=replies)
             seconds = json.loads(sys.stdin.readline())["seconds"]

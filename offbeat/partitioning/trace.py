@@ -4,7 +4,7 @@
                                              ^ a cut here carries (relu1, x)
 
 A unit is one operation that computes (a layer, or a function or method called in some forward), together with the
-sizes that it asks for and the picking from a tuple that it returns. `trace` finds the units, `Traced.split` cuts.
+sizes that it reads and the picks from a tuple that it returns. `trace` finds the units, `Traced.split` cuts.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from offbeat.errors import UserError, first_line
-from offbeat.partitioning.aliases import Memory, carriers, opaque, returns_several
-from offbeat.partitioning.chunk import Chunk, Plan, Spread
+from offbeat.partitioning.aliases import Memory, buffers_written, carriers, opaque, returns_several
+from offbeat.partitioning.chunk import Chunk, StageProgram, as_stage
+from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.program import Op, Program, Ref, State, bind, held, marks
-from offbeat.partitioning.record import Untraceable, input_names, record
+from offbeat.partitioning.record import Untraceable, record
+from offbeat.partitioning.sample_trace import record_on_sample
 from offbeat.partitioning.tree import hold, own_tensors, put, shell_at, with_copies
+
+Way = Literal["fx", "sample"]
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,12 @@ class Unit:
     spans: dict[bool, tuple[int, int]]
 
 
-def trace(model: nn.Module) -> Traced:
-    """The units of a model. What torch.fx cannot trace is one unit; `notes` says what and why.
+def trace(model: nn.Module, sample: Any = None, *, way: Way = "fx", inside_blocks: bool = False) -> Traced:
+    """The units of a model. What cannot be traced is one unit; `notes` holds what and why.
 
-    The arguments of forward without a default are the batch: one is given as it is, several as a tuple or list of
-    them; the others keep their defaults.
+    way="fx" follows the forward with torch.fx, without running it; way="sample" runs it on the sample and records what
+    happens between its blocks (`inside_blocks`: also between their submodules). inputs.py has how a sample fills the
+    arguments of forward.
 
     >>> traced = trace(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))))
     >>> [unit.name for unit in traced.units], traced.legal_cuts
@@ -51,24 +56,28 @@ def trace(model: nn.Module) -> Traced:
     >>> [list(part.state_dict()) for part in traced.split([2])]
     [['0.weight', '0.bias'], ['1.1.weight', '1.1.bias']]
     """
+    inputs = Inputs.of(model, sample)
     try:
-        programs, atomic = record(model)
+        if way == "sample":
+            if sample is None:
+                raise UserError('trace="sample" without a sample: give one')
+            found = record_on_sample(model, inputs, sample, inside_blocks=inside_blocks)
+            made = Traced(model, found.programs, found.atomic, inputs, way=way, written=found.written_buffers)
+            made.notes += found.notes
+            return made
+        programs, atomic = record(model, inputs)
     except Untraceable as reason:
-        op = Op(type(model).__name__, "call_module", "", tuple(Ref(name) for name in _arguments(model)), {}, "")
-        program = Program(tuple(op.refs), (op,), Ref(op.name))
-        return Traced(model, {True: program, False: program}, {"": str(reason)})
-    return Traced(model, programs, atomic)
-
-
-def _arguments(model: nn.Module) -> tuple[str, ...]:
-    try:
-        return input_names(model) or ("x",)
-    except (TypeError, ValueError):
-        return ("x",)
+        inputs = inputs if inputs.names else Inputs(("x",))
+        names = {name: Ref(name) for name in inputs.names}
+        args, kwargs = ((), names) if inputs.keywords else (tuple(names.values()), {})
+        op = Op(type(model).__name__, "call_module", "", args, dict(kwargs), "")
+        program = Program(inputs.names, (op,), Ref(op.name))
+        return Traced(model, {True: program, False: program}, {"": str(reason)}, inputs, way=way)
+    return Traced(model, programs, atomic, inputs, way=way)
 
 
 class Traced:
-    """A model as units. Cut c lies before unit c; `legal_cuts` are those that keep the model what it is.
+    """A model as units. Cut c is before unit c; `legal_cuts` are those that keep the model exact.
 
     units       in the order of their running, the same everywhere
     notes       one line for each submodule that stays one unit, and for each copy that `untie` made
@@ -76,27 +85,34 @@ class Traced:
                 together with a view of it and is changed in place
     """
 
-    def __init__(self, model: nn.Module, programs: dict[bool, Program], atomic: dict[str, str]) -> None:
-        self.model, self.programs = model, programs
+    def __init__(
+        self,
+        model: nn.Module,
+        programs: dict[bool, Program],
+        atomic: dict[str, str],
+        inputs: Inputs,
+        *,
+        way: Way,
+        written: set[str] | None = None,
+    ) -> None:
+        self.model, self.programs, self.inputs, self.way = model, programs, inputs, way
+        self._written = written
         self.notes = [_note(model, path, reason) for path, reason in atomic.items()]
         self.whole = "" in atomic
         self.memory = {mode: Memory(program, model) for mode, program in programs.items()}
         self.last_use = {mode: _last_use(program) for mode, program in programs.items()}
         self.units = self._units()
         self._boundaries = {mode: self._crossing(mode) for mode in programs}
-        self.carriers = {
-            mode: carriers(program, model, self.memory[mode].descriptions) for mode, program in programs.items()
-        }
+        self.carriers = {mode: carriers(program, model, self.memory[mode]) for mode, program in programs.items()}
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The names of the model's inputs."""
-        return self.programs[True].inputs
-
-    def twin(self) -> Traced:
+    def twin(self, *, device: str | None = None) -> Traced:
         """The same units over a copy of the model, which may be run without a change to the model."""
         other = copy.copy(self)  # programs and units name layers and tensors by their paths alone
         other.model, other.notes = copy.deepcopy(self.model), list(self.notes)
+        if device is not None:
+            other.model.to(device)
+        for name in ("shared", "written"):
+            other.__dict__.pop(name, None)  # they know tensors by their identity
         return other
 
     # ---- units
@@ -118,20 +134,28 @@ class Traced:
         return units
 
     def _starts(self, training: bool) -> list[tuple[int, int]]:
-        """For each working operation its place and where its unit begins: with the sizes that are asked for it."""
+        """For each working operation its place and where its unit begins: with the sizes that it reads."""
         program, descriptions = self.programs[training], self.memory[training].descriptions
         several = {op.name for op in program.ops if returns_several(op, self.model)}
         starts: list[tuple[int, int]] = []
         lead: int | None = None  # the first light operation after the end of the unit before
         for place, op in enumerate(program.ops):
             picks = op.target in (operator.getitem, getattr) and bool(op.refs) and op.refs[0] in several
-            if picks or op.name in descriptions:
+            if picks and self.way == "sample":
+                several.add(op.name)
+            if picks or op.name in descriptions or not self._works(op):
                 if lead is None and not picks:
                     lead = place
                 continue
             starts.append((place, place if lead is None else lead))
             lead = None
         return starts
+
+    def _works(self, op: Op) -> bool:
+        """Whether it begins a unit; recorded on a sample only what has parameters or is a layer: the rest is small."""
+        if self.way == "fx" or op.kind == "call_module":
+            return True
+        return any(isinstance(_attribute(self.model, path), nn.Parameter) for path in op.states)
 
     def _parameters(self, spans: dict[bool, tuple[int, int]]) -> tuple[str, ...]:
         names = {name: tensor for name, tensor, _ in self._state(spans) if isinstance(tensor, nn.Parameter)}
@@ -188,11 +212,22 @@ class Traced:
         return {unit.index for unit in self.units[1:] if any(unit.spans[mode][0] in bad[mode] for mode in bad)}
 
     @cached_property
+    def written(self) -> set[int]:
+        """Identities of the buffers and tensor attributes that some operation may write into."""
+        names = self._written
+        if names is None:
+            ops = [op for program in self.programs.values() for op in program.ops]
+            names = {name for op in ops for name in buffers_written(op, self.model)}
+        return {id(_attribute(self.model, name)) for name in names}
+
+    @cached_property
     def shared(self) -> dict[str, tuple[int, int]]:
-        """First and last unit of what several units use: parameters, buffers, untraceable submodules."""
+        """First and last unit of what several units use: parameters, written buffers, untraceable submodules."""
         uses: dict[int, tuple[dict[str, None], list[int]]] = {}
         for unit in self.units:
-            for name, thing, _ in self._state(unit.spans):
+            for name, thing, is_tensor in self._state(unit.spans):
+                if is_tensor and not isinstance(thing, nn.Parameter) and id(thing) not in self.written:
+                    continue
                 names, places = uses.setdefault(id(thing), ({}, []))
                 names[name] = None
                 places.append(unit.index)
@@ -218,7 +253,7 @@ class Traced:
         """
         self._check(cuts, untie)
         if not cuts:
-            return [self.model if len(self.inputs) == 1 else Spread(self.model, self.inputs)]
+            return [as_stage(self.model, self.inputs)]
         taken: dict[int, int] = {}
         parts: list[nn.Module] = []
         for k, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(self.units)], strict=True), start=1):
@@ -229,7 +264,7 @@ class Traced:
         count = len(self.units)
         whole = all(isinstance(cut, int) and not isinstance(cut, bool) for cut in cuts)
         if not whole or any(a >= b for a, b in zip([0, *cuts], [*cuts, count], strict=True)):
-            allowed = f"they must increase and lie from 1 to {count - 1}" if count > 1 else "there is nothing to cut"
+            allowed = f"they must increase, from 1 to {count - 1}" if count > 1 else "there is nothing to cut"
             raise UserError(f"cuts {list(cuts)} of {count} units: {allowed}{self._why_whole()}")
         legal = self.legal(untie=untie)
         for cut in cuts:
@@ -268,14 +303,14 @@ class Traced:
             output = held(program.output, chunk) if last else None
             keep = {str(mark) for mark in marks(program.output)} if last else set(outputs)
             changed = frozenset[str]().union(*memory.writes[a:b])
-            chunk._offbeat_plans[mode] = Plan(
+            chunk._offbeat_programs[mode] = StageProgram(
+                self.inputs if first else None,
                 inputs,
                 bind(program.ops[a:b], chunk, keep),
                 outputs,
                 output,
                 copied=tuple(name for name in inputs if not first and memory.roots[name] & changed),
                 constant=tuple(name for name in inputs if name not in self.carriers[mode]),
-                first=first,
                 last=last,
             )
         return chunk
@@ -287,6 +322,7 @@ class Traced:
         owners = {op.owner for op in ops}  # whose mode follows the stage's
         states = set(self._states(spans))
         copies = self._copies(spans, k, taken)
+        elsewhere = {id(thing) for _, thing, _ in self._state(spans) if taken[id(thing)] != k}  # read there, too
         for path, module in self.model.named_modules():
             if path in layers:
                 put(chunk, self.model, path, with_copies(module, copies))
@@ -294,13 +330,16 @@ class Traced:
                 shell_at(chunk, self.model, path)
             for name, tensor in own_tensors(module):
                 if f"{path}.{name}".lstrip(".") in states:
-                    hold(shell_at(chunk, self.model, path), module, name, copies.get(id(tensor), tensor))
+                    own = copies.get(id(tensor), tensor)
+                    persistent = own is not tensor or id(tensor) not in elsewhere
+                    hold(shell_at(chunk, self.model, path), module, name, own, persistent=persistent)
 
     def _copies(self, spans: dict[bool, tuple[int, int]], k: int, taken: dict[int, int]) -> dict[int, Any]:
         """Copies of what an earlier stage has, by the identity of the original."""
         copies: dict[int, Any] = {}
         for name, thing, is_tensor in self._state(spans):
-            if taken.setdefault(id(thing), k) != k and id(thing) not in copies:
+            read_only = is_tensor and not isinstance(thing, nn.Parameter) and id(thing) not in self.written
+            if taken.setdefault(id(thing), k) != k and id(thing) not in copies and not read_only:
                 copies[id(thing)] = copy.deepcopy(thing) if is_tensor else None
                 self.notes.append(f"{name} of stage {k} is a copy of its own: stage {taken[id(thing)]} uses it too")
         return copies

@@ -1,4 +1,4 @@
-"""A stage's part of the model's tree of modules: its own layers under their own names, shells for the rest."""
+"""A stage's part of the model's tree of modules: its own layers under their own names, placeholders for the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def put(chunk: Shell, model: nn.Module, path: str, module: nn.Module) -> None:
     """Give the chunk a layer at its path."""
     parent, _, name = path.rpartition(".")
     shell = shell_at(chunk, model, parent)
-    if isinstance(shell, Shell):  # else it lies within a layer that is there as a whole
+    if isinstance(shell, Shell):  # else it is inside a layer that the stage has as a whole
         shell._modules[name] = module
 
 
@@ -39,14 +39,15 @@ def shell_at(chunk: Shell, model: nn.Module, path: str) -> nn.Module:
     return here
 
 
-def hold(shell: nn.Module, original: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor where, and as what, the original module has it."""
+def hold(shell: nn.Module, original: nn.Module, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
+    """Put a tensor where, and as what, the original module has it; persistent=False: another stage saves it."""
     if not isinstance(shell, Shell):
         return
     if name in original._parameters:
         shell.register_parameter(name, tensor)  # type: ignore[arg-type]
     elif name in original._buffers:
-        shell.register_buffer(name, tensor, persistent=name not in original._non_persistent_buffers_set)
+        saved = persistent and name not in original._non_persistent_buffers_set
+        shell.register_buffer(name, tensor, persistent=saved)
     else:
         shell.__dict__[name] = tensor
 

@@ -1,4 +1,4 @@
-"""Run a traced model unit by unit, to measure each of them, or beside its model, to be sure of it."""
+"""Run a traced model unit by unit, to measure each of them, or next to its model, to verify it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from offbeat.errors import UserError, first_line
-from offbeat.partitioning.chunk import Spread, spread
+from offbeat.partitioning.chunk import Whole
+from offbeat.partitioning.inputs import advice
 from offbeat.partitioning.message import each_tensor
-from offbeat.partitioning.program import bind, execute, marks
+from offbeat.partitioning.program import DEVICE, bind, execute, marks
+from offbeat.partitioning.sample_trace import without_caches
 from offbeat.partitioning.trace import Traced, Unit
 
 Values = dict[str, Any]
@@ -21,9 +23,9 @@ Visit = Callable[[Unit, Callable[[Values], Values], Values], Values]
 
 
 def run_units(traced: Traced, x: Any, visit: Visit) -> Values:
-    """Run the units in order, in the model's current mode; returns what the last one hands on.
+    """Run the units in order, in the model's current mode; returns the outputs of the last one.
 
-    visit(unit, call, inputs) is to return the outputs, call(inputs), and may call it as often as it likes. Inputs and
+    visit(unit, call, inputs) returns the outputs, call(inputs), and may call it several times. Inputs and
     outputs are values by name, as in `Traced.boundary`. Tensors are detached between units, and under grad mode the
     inputs require gradients where the model's would: call(inputs) yields the unit's own graph and no other. The layers
     are the model's own: running them moves BatchNorm statistics, so measure a copy of the model. Works on any device,
@@ -32,24 +34,25 @@ def run_units(traced: Traced, x: Any, visit: Visit) -> Values:
     mode = traced.model.training
     program, memory, last_use = traced.programs[mode], traced.memory[mode], traced.last_use[mode]
     carried = traced.carriers[mode]
-    values = spread(x, program.inputs)
+    values = traced.inputs.values(x)
+    device = _device(x)
     outputs: Values = {}
     for unit in traced.units:
         start, end = unit.spans[mode]
         ops = program.ops[start:end]
         made = {op.name for op in ops}
         needed = list(dict.fromkeys(ref for op in ops for ref in op.refs if ref not in made))
-        handed = [op.name for op in ops if last_use.get(op.name, -1) >= end]
+        kept = [op.name for op in ops if last_use.get(op.name, -1) >= end]
         changed = frozenset[str]().union(*memory.writes[start:end])
-        steps = bind(ops, traced.model, {*needed, *handed})
+        steps = bind(ops, traced.model, {*needed, *kept})
         copied = [name for name in needed if memory.roots[name] & changed]
 
-        def call(inputs: Values, *, steps: Any = steps, handed: Any = handed, copied: Any = copied) -> Values:
-            here = dict(inputs)
+        def call(inputs: Values, *, steps: Any = steps, kept: Any = kept, copied: Any = copied) -> Values:
+            here = {**inputs, DEVICE: device}
             for name in copied:  # a leaf that requires gradients must not be written, nor an input twice
                 here[name] = each_tensor(here[name], Tensor.clone)
             execute(steps, here)
-            return {name: here[name] for name in handed}
+            return {name: here[name] for name in kept}
 
         inputs = {name: each_tensor(values[name], _leaf if name in carried else Tensor.detach) for name in needed}
         try:
@@ -61,6 +64,11 @@ def run_units(traced: Traced, x: Any, visit: Visit) -> Values:
         values.update(outputs)
         values = {name: value for name, value in values.items() if last_use.get(name, -1) >= end}
     return {str(mark): values[mark] for mark in marks(program.output) if mark in values}
+
+
+def _device(x: Any) -> torch.device:
+    tensors = (leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor))
+    return next((tensor.device for tensor in tensors), torch.get_default_device())
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -79,9 +87,10 @@ def verify(traced: Traced, x: Any) -> None:
     if traced.whole:
         return
     whole, chunk = copy.deepcopy(traced.model), traced.twin().as_one()
+    without_caches(whole)
     for training in (True, False):
-        untraced = Spread(whole.train(training), traced.inputs)
-        if not _equal(_output(untraced, x), _output(chunk.train(training), x)):
+        untraced = Whole(whole.train(training), traced.inputs)
+        if not _equal(_output(untraced, x, whole), _output(chunk.train(training), x, whole)):
             mode = "training" if training else "evaluation"
             raise UserError(
                 f"{type(traced.model).__name__} traced computes something else than untraced in {mode} mode: keep "
@@ -89,7 +98,7 @@ def verify(traced: Traced, x: Any) -> None:
             )
 
 
-def _output(run: Callable[[Any], Any], x: Any) -> list[Any]:
+def _output(run: Callable[[Any], Any], x: Any, model: nn.Module) -> list[Any]:
     batch = pytree.tree_map_only(Tensor, torch.clone, x)
     cuda = sorted({leaf.device.index for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor) and leaf.is_cuda})
     with torch.random.fork_rng(devices=cuda), torch.no_grad():
@@ -97,7 +106,7 @@ def _output(run: Callable[[Any], Any], x: Any) -> list[Any]:
         try:
             return pytree.tree_leaves(run(batch))
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            raise UserError(f"the model cannot take this sample: {first_line(error)}") from error
+            raise UserError(f"the model cannot take this sample: {first_line(error)}{advice(model, x)}") from error
 
 
 def _equal(one: list[Any], other: list[Any]) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from offbeat import partitioning as cutting
 from offbeat.core.links import Link
@@ -63,7 +64,7 @@ class Assembler:
     method: Method
     device: torch.device
     precision: PrecisionPolicy
-    units: cutting.Units
+    cut: Callable[..., cutting.Partition]  # takes the sample and the cuts
     loss: Loss
     make_stage: Callable[..., Stage]  # takes the arguments of Stage that are left
     make_executor: MakeExecutor
@@ -72,8 +73,8 @@ class Assembler:
     def K(self) -> int:  # noqa: N802
         return self.engine.K
 
-    def assemble(self, cuts: list[int] | None, sample: Any, entrance: Link) -> Assembly:
-        """Cut at the given cuts, or by the FLOPs of the sample; agree on the cuts and initial weights of the first
+    def assemble(self, cuts: Sequence[int | str] | None, sample: Any, entrance: Link) -> Assembly:
+        """Cut at the given cuts, or where the sample balances; agree on the cuts and initial weights of the first
         process; make stages, links and workers."""
         self.model.to(present(self.device))
         self.precision.lay_out(self.model)
@@ -92,20 +93,28 @@ class Assembler:
         ]
         return Assembly(self.engine, made.stages, list(made.cuts), made.notes, stages, workers, evaluation_links)
 
-    def _agree_on_cuts(self, cuts: list[int] | None, sample: Any) -> cutting.Partition:
-        """The stages by the first process's cuts, or its refusal in all of them, so that none is left waiting."""
+    def _agree_on_cuts(self, cuts: Sequence[int | str] | None, sample: Any) -> cutting.Partition:
+        """The stages by the first process's cuts, or its refusal in all of them, so that none is left waiting.
+
+        Where the model was traced on the sample, the others trace it on the same one.
+        """
         decision: dict[str, Any] = {}
         made = None
         if 1 in self.engine.here:
             try:
-                made = cutting.partition(self.model, self.K, sample, cuts=cuts, units=self.units)
-                decision["cuts"] = made.cuts
+                made = self.cut(sample, cuts=cuts)
+                decision |= {"cuts": made.cuts, "trace": made.trace}
+                if made.trace == "sample":
+                    decision["sample"] = pytree.tree_map_only(Tensor, Tensor.cpu, sample)
             except UserError as error:
                 decision["refused"] = str(error)
         decision = self.engine.share(decision, 1)
         if "refused" in decision:
             raise UserError(decision["refused"])
-        return made or cutting.partition(self.model, self.K, cuts=list(decision["cuts"]), units=self.units)
+        if made is None:
+            sample = pytree.tree_map_only(Tensor, lambda x: x.to(present(self.device)), decision.get("sample"))
+            made = self.cut(sample, cuts=list(decision["cuts"]), trace=decision["trace"])
+        return made
 
     def _check_same_model(self) -> None:
         names = [f"{name} {list(tensor.shape)}" for name, tensor in _named_tensors(self.model)]

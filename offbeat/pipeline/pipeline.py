@@ -41,12 +41,15 @@ AfterEpoch = Callable[[int], object]  # returns an iterator of work that is left
 class Pipeline:
     """Train a model cut by depth into K stages that never wait for each other.
 
-    model       any module that torch.fx can trace; an nn.Sequential is cut between its entries; or a list of K stages
+    model       any module that can be traced (also of Hugging Face, timm, torchvision); an nn.Sequential is cut between
+                its entries; or a list of K stages
     method      offbeat.ADL(M=4) and the like, or a name with M=...
     loss        loss(output, target) -> the mean over the batch
     optimizer   called once per stage with (name in the whole model, parameter) pairs, as torch's optimizers take them
     scheduler   optional: called with that optimizer; a torch scheduler that counts steps, stepped once per update
-    cuts        optional: cut before these units; default: equal forward FLOPs of the first batch (or of `sample`)
+    cuts        optional: cut before these units, or modules by name; default: chosen for the first batch, or `sample`
+    by          what chosen cuts balance: "flops" (the same cuts on every machine) or "measured" time of this one
+    trace       how units are found: "fx" (torch.fx), "sample" (run on the first batch, or `sample`), or "auto"
     units       "blocks" (entries of an nn.Sequential) or "layers" (also inside blocks); default: "blocks" if K allows
     clip_norm   optional: largest norm of the gradient of an update, per stage
     weighting   of the gradients of an update: equal for all "batches" (also for a short one), or by their "samples"
@@ -83,8 +86,10 @@ class Pipeline:
         optimizer: MakeOptimizer,
         M: int | None = None,
         scheduler: MakeScheduler | None = None,
-        cuts: Sequence[int] | None = None,
+        cuts: Sequence[int | str] | None = None,
         units: cutting.Units | None = None,
+        by: cutting.By = "flops",
+        trace: cutting.Trace = "auto",
         sample: Any = None,
         clip_norm: float | None = None,
         device: torch.device | str | None = None,
@@ -115,10 +120,14 @@ class Pipeline:
         checks.check_makers(optimizer, scheduler)
         cutting.check_stages(self.model, self.K)
         checks.check_hooks(self.model)
-        self.units: cutting.Units = units or cutting.default_units(self.model, self.K)
-        self.cuts = None if cuts is None else list(cuts)
-        if self.cuts is not None and self.units == "blocks":
-            cutting.cut(self.model, self.K, cuts=self.cuts)  # refuses wrong ones before anything starts
+        blocks = by == "flops" and cutting.default_units(self.model, self.K, cuts) == "blocks"
+        self.units: cutting.Units = units or ("blocks" if blocks else "layers")
+        if cuts is not None and self.units == "blocks":
+            # refuses wrong ones before anything starts
+            cuts = cutting.cut(self.model, self.K, cuts=cutting.block_cuts(self.model, cuts))
+        self._given_cuts = cuts
+        self.cuts: list[int] | None = None  # where it is cut, once it is
+        self._cut = partial(cutting.partition, self.model, self.K, units=self.units, by=by, trace=trace)
         if isinstance(engine, str | None):
             engine = choose_engine(engine, self.K, method=self.method, device=wanted or torch.device("cpu"))
         self.engine: Engine = engine
@@ -145,7 +154,7 @@ class Pipeline:
         )
         self._make_executor = self.engine.executor_maker(self.method)
         self._assembly: Assembly | None = None
-        if sample is not None or (self.method.head is None and (self.cuts is not None or self.K == 1)):
+        if sample is not None or (self.method.head is None and (cuts is not None or self.K == 1)):
             self._assembled(sample)
 
     def _assembled(self, sample: Any) -> Assembly:
@@ -158,12 +167,12 @@ class Pipeline:
                     self.method,
                     self.device,
                     self.precision,
-                    self.units,
+                    self._cut,
                     self._loss,
                     self._make_stage,
                     self._make_executor,
                 )
-                self._assembly = assembler.assemble(self.cuts, sample, self.entrance)
+                self._assembly = assembler.assemble(self._given_cuts, sample, self.entrance)
                 self.cuts = self._assembly.cuts
                 self._observation.begin(self._assembly, self.batches)
         return self._assembly

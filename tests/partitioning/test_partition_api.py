@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import offbeat
 from offbeat import models
-from offbeat.errors import UserError
+from offbeat.errors import Unbalanced, UserError
 from offbeat.partitioning import Memory, Profile, partition, profile, solve, trace
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -153,6 +153,136 @@ def _with(case: tuple[nn.Module, object], K: int) -> tuple[nn.Module, int, objec
     return case[0], K, case[1]
 
 
+# ---- cuts by name, the table, the warning
+
+
+def test_a_cut_can_be_given_by_the_name_of_a_module():
+    model, x = made("torchvision-style resnet")
+    found = partition(model, 3, x, cuts=["layer1.1", "layer2.0"])
+    assert [found.names[cut] for cut in found.cuts] == ["layer1.1.conv1", "layer2.0.conv1"]
+    assert {name.split(".")[0] for name, _ in found.stages[1].named_parameters()} == {"layer1"}
+    value = x
+    for stage in found.stages:
+        value = stage.eval()(value)
+    assert same(value, model.eval()(x))
+    blocks = nn.Sequential(*[zoo.CountingBlock() for _ in range(4)])
+    assert partition(blocks, 2, cuts=["2"]).units == "blocks"
+    inside = partition(blocks, 2, cuts=["2.linear"])
+    assert (inside.units, inside.names[inside.cuts[0]]) == ("layers", "2.linear")
+
+
+def test_a_name_that_is_no_place_to_cut_is_refused_with_what_to_do():
+    model, x = made("mixed")
+    refused(("unknown module in cuts 'branchin'", "did you mean 'branching'"), model, 2, x, cuts=["branchin"])
+    first = trace(model).units[0].name
+    refused((f"cut before '{first}', the first unit", "name a later module"), model, 2, x, cuts=[first])
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Sequential(zoo.Branching(), nn.Linear(6, 6)), nn.Linear(6, 6))
+    inner[1].register_forward_hook(lambda module, args, output: output)
+    refused(("cut before '1.1', which is inside the unit 1", "use '1'"), inner, 2, cuts=["1.1"])
+
+
+def test_a_printed_partition_is_a_table_of_its_stages():
+    model, x = made("se-resnet")
+    found = partition(model, 3, x)
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["stage", "from", "to", "units", "parameters", "cost", "memory", "sends", "per", "batch"]
+    assert len(lines) == 4
+    rows = found.summary()
+    assert [row.first for row in rows] == [found.names[start] for start in [0, *found.cuts]]
+    assert sum(row.parameters for row in rows) == sum(p.numel() for p in model.parameters())
+    assert sum(row.share for row in rows) == pytest.approx(1)
+    assert [row.boundary is None for row in rows] == [False, False, True]
+    assert rows[0].boundary == sum(t.numel() * t.element_size() for t in _sent(found.stages[0], x))
+    assert all(row.memory > 8 * row.parameters for row in rows)
+    assert found.balance == pytest.approx(1 / 3 / max(row.share for row in rows))
+
+
+def _sent(stage: nn.Module, x: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(stage(x)) if isinstance(leaf, Tensor)]
+
+
+def test_a_table_without_a_sample_has_names_and_parameters():
+    found = partition(made("vgg")[0], 2, cuts=["classifier"])
+    assert found.balance is None
+    assert all(row.share is None and row.memory is None for row in found.summary())
+    assert str(found).splitlines()[1].split() == ["1", "features.0", "view", "10", "1,192", "-", "-", "-"]
+
+
+def test_a_stage_that_is_much_slower_is_worth_a_warning_with_its_unit():
+    wide = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 512), nn.Linear(512, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.warns(Unbalanced, match=r"stage [12] of 4 has 1\.9\d times the mean cost: [12] alone has 1\.9\d times"):
+        found = partition(wide, 4, torch.randn(2, 8))
+    assert "cut inside blocks" in found.notes[0]
+    assert found.notes[0] in str(found)
+    with pytest.warns(Unbalanced, match="split it into submodules"):
+        partition(wide, 4, torch.randn(2, 8), units="layers")
+
+
+def test_a_balanced_partition_warns_of_nothing(recwarn):
+    partition(nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)]), 4, torch.randn(2, 8))
+    assert not [warning for warning in recwarn if issubclass(warning.category, Unbalanced)]
+
+
+# ---- how a batch becomes arguments
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: Tensor | None = None) -> Tensor:
+        x = torch.tanh(self.a(x))
+        x = x if scale is None else x * scale
+        return self.b(x) if shift is None else self.b(x) + shift
+
+
+class OneDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.b(torch.tanh(self.a(batch["x"]))) + batch["y"]
+
+
+def through(stages: list[nn.Module], x: object) -> object:
+    for stage in stages:
+        x = stage(x)
+    return x
+
+
+@pytest.mark.parametrize("way", ["fx", "sample"])
+def test_a_dict_fills_keyword_arguments_and_reaches_later_stages(way):
+    model, x = Keywords(), torch.randn(3, 6)
+    batch = {"shift": torch.randn(6), "x": x}
+    found = partition(model, 2, batch, cuts=["b"], trace=way)
+    assert same(through(found.stages, batch), model(**batch))
+    assert same(through(partition(model, 1, batch).stages, batch), model(**batch))
+    full = {"x": x, "scale": torch.randn(6), "shift": torch.randn(6)}
+    assert same(through(partition(model, 2, full, cuts=["b"], trace=way).stages, full), model(**full))
+
+
+@pytest.mark.parametrize("way", ["fx", "sample"])
+def test_a_model_that_takes_one_dict_gets_it(way):
+    model, batch = OneDict(), {"x": torch.randn(3, 6), "y": torch.randn(3, 6)}
+    found = partition(model, 2, batch, cuts=["b"], trace=way)
+    assert same(through(found.stages, batch), model(batch))
+
+
+def test_a_batch_in_the_wrong_form_is_refused_with_the_next_step():
+    model, x = Keywords(), torch.randn(3, 6)
+    refused(("give a dict", '"x": ..., "scale": ...', "forward(x, scale=...)"), model, 2, (x, x))
+    refused(("a dict with images for Keywords", "forward takes x, scale, shift"), model, 2, {"images": x, "x": x})
+    refused(("a dict without x", "forward takes x, scale, shift"), model, 2, {"scale": x})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_a_scripted_module_is_refused_with_the_next_step():
+    model = torch.jit.script(Tied())
+    refused(("a scripted module cannot be cut: give the Python module",), model, 2, torch.randn(3, 6))
+
+
 # ---- pins, speeds, memory
 
 
@@ -188,7 +318,7 @@ def test_a_memory_limit_moves_the_cuts_and_an_impossible_one_is_refused():
         in_flight=[3, 1],
         limit=1.0,
     )
-    line = refused(("2 stages do not fit a memory limit of 1 a worker", "at least"), model, 2, x, memory=memory)
+    line = refused(("2 stages do not fit a memory limit of 1 per worker", "at least"), model, 2, x, memory=memory)
     least = float(line.split("at least ")[1].split(",")[0])
     assert len(partition(model, 2, x, memory=replace(memory, limit=least)).cuts) == 1
     refused(("do not fit",), model, 2, x, memory=replace(memory, limit=least - 1))
@@ -274,7 +404,7 @@ BAD = {
     "unknown costs": ({"by": "flop"}, ("flop", "did you mean 'flops'")),
     "too few speeds": ({"speeds": [1.0]}, ("1 speeds for 2 stages",)),
     "a speed of nothing": ({"speeds": [1.0, 0.0]}, ("speeds", "above 0")),
-    "a pin outside": ({"pinned": [10_000]}, ("10000", "cuts lie from 1")),
+    "a pin outside": ({"pinned": [10_000]}, ("10000", "cuts are from 1")),
     "too many pins": ({"pinned": [1, 2]}, ("2 pinned cuts", "K >= 3")),
     "cuts that fall": ({"cuts": [0]}, ("[0]", "from 1 to")),
     "too many cuts": ({"cuts": [1, 2]}, ("2 cuts", "K = 2")),
@@ -439,6 +569,18 @@ def test_a_batch_cuts_a_pipeline_as_the_same_sample_does():
     assert early.cuts == late.cuts
     early.step(x, y)
     assert same(state(early.drain()), state(late.drain()))
+
+
+def test_a_pipeline_takes_cuts_by_name_and_cuts_by_measured_time():
+    model, x = made("se-resnet")
+    options = {"K": 3, "method": "adl", "M": 2, "loss": F.cross_entropy, "optimizer": sgd(0.01)}
+    named = offbeat.Pipeline(model, cuts=["layer1.1", "layer2.0"], **options)
+    assert named.cuts == partition(model, 3, cuts=["layer1.1", "layer2.0"]).cuts
+    measured = offbeat.Pipeline(copy.deepcopy(model), by="measured", sample=x, **options)
+    assert set(measured.cuts) <= set(trace(model).legal_cuts)
+    blocks = nn.Sequential(*[zoo.CountingBlock() for _ in range(4)])
+    entries = offbeat.Pipeline(blocks, cuts=["2"], **{**options, "K": 2})
+    assert (entries.cuts, entries.units) == ([2], "blocks")
 
 
 def test_a_pipeline_refuses_a_wrong_number_of_cuts_between_layers():

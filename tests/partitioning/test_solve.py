@@ -185,7 +185,7 @@ def test_two_thousand_units_into_32_stages_take_less_than_a_second(shape):
         ({"costs": [1] * 9, "K": 4, "legal": [2, 5]}, r"4 stages but only 2 legal cuts among 9 units: use K <= 3"),
         ({"costs": [1] * 9, "K": 3, "legal": [2, 5], "pinned": [3]}, r"cut 3 is pinned .* pin 2 or 5"),
         ({"costs": [1] * 9, "K": 2, "pinned": [3, 4]}, r"2 pinned cuts \[3, 4\] but 2 stages have 1: use K >= 3"),
-        ({"costs": [1] * 9, "K": 2, "pinned": [9]}, r"pinned cut 9 of 9 units: cuts lie from 1 to 8"),
+        ({"costs": [1] * 9, "K": 2, "pinned": [9]}, r"pinned cut 9 of 9 units: cuts are from 1 to 8"),
         ({"costs": [1] * 9, "K": 2, "legal": [0, 4]}, r"legal cut 0 of 9 units"),
         ({"costs": [1, -2], "K": 2}, r"costs\[1\] = -2: use finite numbers from 0 up"),
         ({"costs": [1, float("nan")], "K": 2}, r"costs\[1\] = nan"),
@@ -202,7 +202,7 @@ def test_what_cannot_be_is_refused_in_one_line(asked, says):
 
 def test_memory_that_does_not_suffice_is_refused_with_what_would():
     kept = {"parameters": [10] * 4, "held": [0] * 4, "versions": [1, 1], "in_flight": [1, 1]}
-    with pytest.raises(UserError, match=r"2 stages do not fit a memory limit of 15 a worker: use at least 20, or more"):
+    with pytest.raises(UserError, match=r"2 stages do not fit a memory limit of 15 per worker: use at least 20, or"):
         solve([1] * 4, 2, memory=Memory(**kept, limit=15))
     with pytest.raises(UserError, match=r"memory limits 12, 24: use limits at least 1\.250 times as large"):
         solve([1] * 4, 2, memory=Memory(**kept, limit=[12, 24]))

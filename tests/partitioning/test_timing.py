@@ -17,11 +17,11 @@ from offbeat.partitioning.loopback import measure_links
 from offbeat.partitioning.partition import refine, rescaled
 from offbeat.partitioning.timing import (
     Load,
-    NoCrew,
     Runner,
     StageTime,
     Stopwatch,
     TimingWorkers,
+    WorkersFailed,
     one_by_one,
     whole_time,
 )
@@ -108,7 +108,7 @@ def test_a_process_that_dies_is_noticed():
     with workers:
         workers.processes[1].kill()
         workers.processes[1].wait()
-        with pytest.raises(NoCrew, match="process of stage 2 has ended"):
+        with pytest.raises(WorkersFailed, match="process of stage 2 has ended"):
             workers.times([2], Load([0, 0]))
 
 

@@ -11,99 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from offbeat import models
-from offbeat.core.links import Message
-from offbeat.core.links.wire import pack, unpack
 from offbeat.errors import UserError
+from offbeat.partitioning import partition
 from offbeat.partitioning.trace import trace
 from offbeat.partitioning.walk import run_units, verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import zoo
+from chains import call, cross, in_stages, same, tensors, wholly
 
 MOST = 20
-
-
-def cross(content):
-    """What arrives at the next stage: as any link packs it, leaves of their own that require gradients."""
-    arrived = unpack(pack(Message(0, content))).content
-    return pytree.tree_map_only(Tensor, lambda t: t.requires_grad_() if t.is_floating_point() else t, arrived)
-
-
-def tensors(content):
-    return [leaf for leaf in pytree.tree_leaves(content) if isinstance(leaf, Tensor)]
-
-
-def result(model, outputs, x, gradients):
-    """Output, gradients by name (the input's too), and buffers, for comparison."""
-    named = {f"gradient of {name}": gradient for name, gradient in gradients.items() if gradient is not None}
-    named |= {f"output {n}": tensor.detach() for n, tensor in enumerate(tensors(outputs))}
-    return named | {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def seeds(outputs):
-    """Gradients of some loss with respect to the outputs."""
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in tensors(outputs)]
-
-
-def wholly(model, x):
-    """The unsplit model."""
-    torch.manual_seed(3)
-    x = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), x)
-    inputs = [t.requires_grad_() for t in tensors(x) if t.is_floating_point()]
-    outputs = model(*x) if isinstance(x, tuple) else model(x)
-    parameters = dict(model.named_parameters())
-    wanted = [*parameters.values(), *inputs]
-    found = torch.autograd.grad(tensors(outputs), wanted, seeds(outputs), allow_unused=True)
-    names = [*parameters, *(f"input {n}" for n in range(len(inputs)))]
-    return result(model, outputs, x, dict(zip(names, found)))
-
-
-def in_stages(model, parts, x, snapshots=False):
-    """The chain, with nothing between its stages but packed messages there and gradients back.
-
-    Gradients go back by hand, with the strides that they have in the unsplit model: a link makes one with gaps
-    contiguous (of a slice, say), and some sums then run in another order.
-    """
-    torch.manual_seed(3)
-    x = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), x)
-    tape, value = [], x
-    for k, part in enumerate(parts):
-        value = cross(pytree.tree_map_only(Tensor, Tensor.detach, value)) if k else x
-        leaves = [t for t in tensors(value) if t.requires_grad]
-        parameters = dict(part.named_parameters())
-        if snapshots:
-            parameters = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
-            outputs = functional_call(part, parameters, (value,))
-        else:
-            outputs = part(value)
-        tape.append((value, leaves, parameters, outputs))
-        value = outputs
-    incoming = seeds(value)
-    gradients = {}
-    for value, leaves, parameters, outputs in reversed(tape):
-        pairs = [(root, g) for root, g in zip(tensors(outputs), incoming) if g is not None and root.requires_grad]
-        found = [None] * (len(parameters) + len(leaves))
-        if pairs and found:
-            roots, given = zip(*pairs)
-            found = torch.autograd.grad(roots, [*parameters.values(), *leaves], given, allow_unused=True)
-        gradients |= dict(zip(parameters, found))
-        back = iter(found[len(parameters) :])
-        incoming = [next(back) if t.requires_grad else None for t in tensors(value)]
-    gradients |= {f"input {n}": g for n, g in enumerate(g for g in incoming if g is not None)}
-    return result(model, outputs=tape[-1][3], x=x, gradients=gradients)
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), f"{name} differs by {(tensor - other[name]).abs().max()}"
 
 
 def build(case):
@@ -308,6 +229,13 @@ class Rolling(nn.Module):
         return x * 2 if self.training and torch.rand(1).item() < 0.5 else x
 
 
+class Shaped(nn.Module):
+    """Tests a shape, which is no branch on values."""
+
+    def forward(self, x):
+        return x * 2 if x.shape[0] > 2 and x.dim() == 2 else x
+
+
 class Around(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -321,10 +249,11 @@ class Around(nn.Module):
     ("inner", "why"),
     [
         (zoo.Branching, "branches on the values of tensors"),
+        (Shaped, "branches on the sizes or types of tensors"),
         (Sampling, "random numbers outside torch"),
         (Iterating, "cannot be iterated"),
         (Measuring, "not iterable|cannot be iterated|'len'"),
-        (Typed, "asks for the type of a value"),
+        (Typed, "tests the type of a value"),
         (Casting, "autocast"),
         (Rolling, "branches on the values of tensors"),
     ],
@@ -475,28 +404,71 @@ class Shared(nn.Module):
         return self.last(x * self.table) + self.table
 
 
-def test_shared_layers_and_buffers_are_refused_and_untied():
+def test_shared_layers_are_refused_and_untied():
     model = Shared()
     traced = trace(model)
     assert [unit.name for unit in traced.units] == ["first", "twice", "tanh", "twice#2", "mul", "last", "add"]
-    assert traced.legal_cuts == [1, 4]
+    assert traced.legal_cuts == [1, 4, 5, 6]
     with pytest.raises(
         UserError,
         match=r"cut 3 \(before twice#2\) separates the uses of twice.weight, twice.bias: "
         r"the nearest legal cuts are 1 and 4; or offbeat.partition",
     ):
         traced.split([3])
-    with pytest.raises(UserError, match=r"uses of table: the nearest legal cut is 4;"):
-        traced.split([1, 6])
     parts = traced.split([3, 6], untie=True)
     assert [list(part.state_dict()) for part in parts] == [
         ["first.weight", "first.bias", "twice.weight", "twice.bias"],
         ["table", "twice.weight", "twice.bias", "last.weight", "last.bias"],
-        ["table"],
+        [],
     ]
-    assert len(traced.notes) == 3
+    assert len(traced.notes) == 2
     x = torch.randn(2, 4)
     assert torch.equal(parts[2](parts[1](parts[0](x))), model(x))
+
+
+def test_a_buffer_that_nobody_writes_is_read_in_several_stages():
+    model = Shared().double()
+    parts = trace(model).split([4, 6])
+    assert [name for part in parts for name in part.state_dict()].count("table") == 1
+    assert all(dict(part.named_buffers())["table"] is model.table for part in parts[1:])
+    x = torch.randn(2, 4, dtype=torch.float64)
+    expected = wholly(copy.deepcopy(model), x)
+    same(in_stages(model, parts, x), expected)
+    model.load_state_dict({**model.state_dict(), "table": torch.full((4,), 3.0)})
+    assert torch.equal(parts[2](parts[1](parts[0](x))), model(x))
+
+
+def test_a_buffer_that_is_written_stays_in_one_stage():
+    class Averaging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(4))
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x):
+            x = F.batch_norm(self.a(x) + self.seen, self.mean, self.var, training=self.training)
+            self.seen.add_(x.detach().mean(0))
+            return self.b(x) + self.seen + self.mean
+
+    traced = trace(Averaging())
+    assert [unit.name for unit in traced.units][:3] == ["a", "add", "batch_norm"]
+    assert traced.legal_cuts == [1]
+    with pytest.raises(UserError, match="separates the uses of"):
+        traced.split([4])
+
+
+def test_a_counter_that_nobody_reads_forbids_no_cut():
+    model = nn.Sequential(*[zoo.CountingBlock() for _ in range(8)]).double()
+    x = torch.randn(4, 16, dtype=torch.float64)
+    traced = trace(model)
+    assert len(traced.legal_cuts) == len(traced.units) - 1
+    made = partition(model, 4, x, units="layers")
+    assert [sum(p.numel() for p in stage.parameters()) for stage in made.stages] == [2 * 272] * 4
+    expected = wholly(copy.deepcopy(model), x)
+    same(in_stages(model, made.stages, x), expected)
+    assert all(block.calls == 1 for block in model)
 
 
 def test_a_cut_between_two_names_of_a_value_that_changes_in_place_is_refused():
@@ -511,7 +483,7 @@ def test_a_cut_between_two_names_of_a_value_that_changes_in_place_is_refused():
 
 @pytest.mark.parametrize("cuts", [[0], [3, 2], [2, 2], [99], [1.5], [True]])
 def test_cuts_that_are_none_are_refused(cuts):
-    with pytest.raises(UserError, match="they must increase and lie from 1 to 6"):
+    with pytest.raises(UserError, match="they must increase, from 1 to 6"):
         trace(Shared()).split(cuts)
 
 
@@ -545,7 +517,7 @@ def test_units_run_one_by_one(name):
 
     outputs = run_units(traced, x, visit)
     assert seen == [unit.name for unit in traced.units]
-    expected = tensors(model(*x) if isinstance(x, tuple) else model(x))
+    expected = tensors(call(model, x))
     assert all(torch.equal(a, b) for a, b in zip(tensors(outputs), expected, strict=True))
 
 

@@ -300,6 +300,131 @@ class MobileNet(nn.Module):
         return self.classifier(self.features(x).mean([2, 3]))
 
 
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm writes it: batch normalisation as a function, a counter that nobody reads, then the activation."""
+
+    def __init__(self, channels: int, act: type[nn.Module] = nn.ReLU) -> None:
+        super().__init__(channels)
+        self.drop = nn.Identity()
+        self.act = act() if act is nn.Identity else act(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        x = F.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum or 0.0,
+            self.eps,
+        )
+        return self.act(self.drop(x))
+
+
+class ConvNormAct(nn.Module):
+    def __init__(
+        self, given: int, channels: int, size: int = 3, stride: int = 1, groups: int = 1, act: Any = nn.ReLU
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(given, channels, size, stride, size // 2, groups=groups, bias=False)
+        self.bn = BatchNormAct2d(channels, act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x))
+
+
+class EfficientBlock(nn.Module):
+    def __init__(self, given: int, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        self.expand = ConvNormAct(given, 2 * given, 1, act=nn.SiLU)
+        self.depthwise = ConvNormAct(2 * given, 2 * given, 3, stride, 2 * given, act=nn.SiLU)
+        self.se = Squeeze(2 * given)
+        self.project = ConvNormAct(2 * given, channels, 1, act=nn.Identity)
+        self.has_skip = stride == 1 and given == channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x
+        x = self.project(self.se(self.depthwise(self.expand(x))))
+        return x + shortcut if self.has_skip else x
+
+
+class EfficientNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = ConvNormAct(3, 4, 3, 2, act=nn.SiLU)
+        self.blocks = nn.Sequential(
+            nn.Sequential(EfficientBlock(4, 4), EfficientBlock(4, 4)),
+            nn.Sequential(EfficientBlock(4, 6, 2), EfficientBlock(6, 6)),
+        )
+        self.classifier = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class TimmDenseNet(nn.Module):
+    """Every layer reads all features before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = ConvNormAct(3, 4)
+        self.norms = nn.ModuleList([BatchNormAct2d(4 + 3 * n) for n in range(4)])
+        self.convs = nn.ModuleList([nn.Conv2d(4 + 3 * n, 3, 3, padding=1, bias=False) for n in range(4)])
+        self.last = BatchNormAct2d(16)
+        self.classifier = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [self.stem(x)]
+        for norm, conv in zip(self.norms, self.convs):
+            features.append(conv(norm(torch.cat(features, 1))))
+        return self.classifier(self.last(torch.cat(features, 1)).mean((2, 3)))
+
+
+class RegNetBlock(nn.Module):
+    def __init__(self, given: int, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = ConvNormAct(given, channels, 1)
+        self.conv2 = ConvNormAct(channels, channels, 3, stride, groups=2)
+        self.conv3 = ConvNormAct(channels, channels, 1, act=nn.Identity)
+        self.downsample = ConvNormAct(given, channels, 1, stride, act=nn.Identity)
+        self.act3 = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x
+        x = self.conv3(self.conv2(self.conv1(x)))
+        x = x + self.downsample(shortcut)
+        return self.act3(x)
+
+
+class RegNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = ConvNormAct(3, 4, 3, 2)
+        self.s1 = nn.Sequential(RegNetBlock(4, 4), RegNetBlock(4, 4))
+        self.s2 = nn.Sequential(RegNetBlock(4, 6, 2))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.s2(self.s1(self.stem(x))).mean((2, 3)))
+
+
+class CountingBlock(nn.Module):
+    """Counts its calls in a buffer that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return torch.relu(self.linear(x))
+
+
 class DropPath(nn.Module):
     """Stochastic depth as timm writes it: nothing in evaluation mode, five operations in training mode."""
 
@@ -496,6 +621,9 @@ CASES = {
     "skipping mlp": Case(Skipping, _rows),
     "densenet": Case(DenseNet, _images(8)),
     "mobilenet": Case(MobileNet, _images()),
+    "timm efficientnet": Case(EfficientNet, _images(8)),
+    "timm densenet": Case(TimmDenseNet, _images(8)),
+    "timm regnet": Case(RegNet, _images(8)),
     "stochastic": Case(Stochastic, _rows),
     "in place": Case(InPlace, _rows),
     "mixed": Case(Mixed, lambda: (_rows(), _rows())),

@@ -1,0 +1,49 @@
+"""The section of docs/results.md about benchmarks/models.py: models of other libraries, cut."""
+
+from __future__ import annotations
+
+from page import Record, prose, records, source
+
+from offbeat.report.formatting import markdown
+
+HEAD = ["library", "model", "parameters", "traced by", "units", "s", "balance, measured", "by FLOPs", "exact"]
+
+
+def row(found: Record) -> list[str]:
+    if "failed" in found:
+        return [found["library"], found["model"], *["-"] * 6, f"failed: {found['failed']}"]
+    exact = "bit for bit" if not found["difference"] else f"to {found['difference']:.0e}"
+    return [
+        found["library"],
+        found["model"],
+        f"{found['parameters'] / 1e6:.1f} M",
+        found["trace"],
+        str(found["units"]),
+        f"{found['seconds']:.1f}",
+        f"{found['balance']:.2f}",
+        f"{found['balance_by_flops']:.2f}",
+        exact,
+    ]
+
+
+def section() -> list[str]:
+    found = records("models")
+    lines: list[str] = []
+    for name, record in found.items():
+        settings = record["settings"]
+        lines += [
+            f"## Models of other libraries, K={settings['K']}",
+            "",
+            prose(
+                f"Random weights, batches of {settings['batch_size']}, {settings['pixels']} pixels or",
+                f"{settings['tokens']} tokens, on {settings['device']}. Balance is the mean over the maximum of the",
+                "stages' times; s is the time to trace and cut. Exact: output and all gradients through the stages",
+                "against the unsplit model, else the largest difference relative to the largest element.",
+            ),
+            "",
+            markdown(HEAD, [row(each) for each in record["models"]]),
+            "",
+            source(name, record),
+            "",
+        ]
+    return lines
