@@ -18,7 +18,6 @@ def lazy_copy(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type != "cpu" or not hasattr(torch, "_lazy_clone"):
         return tensor.clone()
-    try:
-        return torch._lazy_clone(tensor)
-    except RuntimeError:  # memory of another library, such as numpy
+    if not tensor.untyped_storage().resizable():  # memory of numpy, a file or another process, which torch cannot share
         return tensor.clone()
+    return torch._lazy_clone(tensor)

@@ -39,7 +39,6 @@ class StageNetwork:
     deferred             BatchNorm statistics of micro-batches
     call                 the module, compiled or fused where that is wanted
     recording            whether its work is being recorded, on inputs in a fixed place
-    writes_input         whether the module writes to its input in place; known once its forward is recorded
     batch_bytes          bytes that one batch in flight holds; None before the first forward
     """
 
@@ -68,7 +67,6 @@ class StageNetwork:
         self.call = self._compiled() if compile else self._fused() if fuse else partial(call, module)
         self.random = RandomStream(device, seed, "stage", k)
         self.evaluation_random = RandomStream(device, seed, "evaluation", k)
-        self.writes_input: bool | None = None
         self.recording = False
         self.batch_bytes: int | None = None
 
@@ -144,12 +142,10 @@ class StageNetwork:
 
     def _run(self, t: int, batch: InFlight, version: Version, *, counted: bool, observe: ObserveLoss | None) -> Any:
         leaves = batch.inputs
-        if not self.recording or self.writes_input is not False:
-            # The module may write its input in place, but a replay, or the forward after a checkpoint, needs it as it
-            # was. A recording cannot wait for the first write.
-            copy = Tensor.clone if self.recording else lazy_copy
-            leaves = [copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)] if self.recording else []
+        # The module may write its input in place, but a replay, or the forward after a checkpoint, needs it as it was.
+        # A recording cannot wait for the first write, and is not faster without its copy (docs/LOG.md).
+        copy = Tensor.clone if self.recording else lazy_copy
+        leaves = [copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         x = pytree.tree_unflatten(leaves, batch.structure)
         before = [b.clone() for b in self.module.buffers()] if counted and self.guard.on_nan == "skip" else []
         collected = dict(self.deferred.collected) if self.deferred else {}
@@ -159,11 +155,6 @@ class StageNetwork:
         except USER_CODE_ERRORS as error:
             given = f"{batch_name(t, self.m)} of {shapes(x)}"
             raise UserError(f"stage {self.k} cannot take {given}: {first_line(error)}") from error
-        if self.recording:
-            written = versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
-            if written and self.writes_input is False:
-                raise UserError(f"stage {self.k} writes its input in place in some forwards, not in all")
-            self.writes_input = written if self.writes_input is None else self.writes_input
         if before and not _finite(output):  # such a batch leaves no trace in BatchNorm's statistics
             for buffer, old in zip(self.module.buffers(), before, strict=True):
                 buffer.data.copy_(old)  # its graphs may hold it

@@ -139,11 +139,11 @@ def test_one_process_copies_a_batch_and_each_activation_once(method):
 
 
 @pytest.mark.parametrize("weights", POLICIES)
-def test_a_recorded_stage_copies_an_activation_once_into_its_slot(monkeypatch, weights):
-    """And a batch twice: from the caller, who does not wait, and into its slot."""
+def test_a_recorded_stage_copies_an_activation_twice(monkeypatch, weights):
+    """Into its slot, and from there into the recording. A batch is also copied from the caller, who does not wait."""
     capture(monkeypatch)
     found = counted(pipeline(offbeat.ADL(M=2, weights=weights), engine=Streams(2, torch.device("cpu"))), filled=40)
-    assert found == {"entering": 2, "sent": 1, "received": 1}
+    assert found == {"entering": 3, "sent": 2, "received": 2}
 
 
 def test_two_processes_copy_a_batch_once_and_an_activation_into_its_message(tmp_path):
