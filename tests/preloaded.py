@@ -55,14 +55,15 @@ def close() -> None:
 
 
 def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others) -> None:
-    if EXEC or not isinstance(args, list | tuple) or args[0] != PYTHON:
+    variables, command = _without_env(args)
+    if EXEC or not command or command[0] != PYTHON:
         return _exec_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
     _, _, _, stdin, _, _, stdout, _, stderr, *_, new_session, _ = others
     files = [number if file == -1 else file for number, file in enumerate((stdin, stdout, stderr))]
     request = {
-        "arguments": [os.fspath(part) for part in args[1:]],
+        "arguments": [os.fspath(part) for part in command[1:]],
         "folder": os.fspath(cwd or Path.cwd()),
-        "environment": dict(os.environ if env is None else env),
+        "environment": {**(os.environ if env is None else env), **variables},
         "new session": bool(new_session),
         "cores": sorted(os.sched_getaffinity(0)),
         "numbers": [0, 1, 2, *pass_fds],
@@ -70,6 +71,18 @@ def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd,
     self.pid = _ask(request, [*files, *pass_fds])
     self._child_created = True
     self._close_pipe_fds(*others[3:9])
+
+
+def _without_env(args: Any) -> tuple[dict[str, str], list[Any]]:
+    """Variables that env(1) sets at the beginning of a command, and the rest of the command."""
+    parts = list(args) if isinstance(args, list | tuple) else []
+    variables: dict[str, str] = {}
+    if parts and parts[0] == "env":
+        parts.pop(0)
+        while parts and "=" in str(parts[0]):
+            name, _, value = str(parts.pop(0)).partition("=")
+            variables[name] = value
+    return variables, parts
 
 
 def _ask(request: dict[str, Any], files: list[int]) -> int:

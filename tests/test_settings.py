@@ -243,5 +243,5 @@ def test_rows_of_a_reproduction_are_run_with_other_settings_of_their_method(offb
         followed = adl[name]["lr"] == 0.1 * 32 * adl[name]["settings"]["M"] / 256
         assert recipe["lr"] == (0.1 * 32 * 2 / 256 if followed else adl[name]["lr"])
         assert {**recipe, "settings": 0, "lr": 0} == {**adl[name], "settings": 0, "lr": 0}
-    check_refused(offbeat, (*listed, "--method", "dgl"), "no row that is asked for trains by dgl", "adl, bp")
+    check_refused(offbeat, (*listed, "--method", "dgl"), "no selected row trains by dgl", "adl, bp")
     check_refused(offbeat, (*listed, "--method", "adl:beta=2"), "adl takes no beta")

@@ -10,6 +10,8 @@ def lazy_copy(tensor: Tensor) -> Tensor:
     """A copy that shares the memory of the tensor until one of the two is written (copy-on-write).
 
     On a GPU it is copied at once: torch makes such a late copy on the default stream, on which no stage computes.
+    Only for memory that torch has allocated, as that of links and of `Engine.take`: torch 2.13 crashes where a copy of
+    a tensor from torch.load is written.
 
     >>> one = torch.zeros(2)
     >>> other = lazy_copy(one)
@@ -18,6 +20,7 @@ def lazy_copy(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type != "cpu" or not hasattr(torch, "_lazy_clone"):
         return tensor.clone()
-    if not tensor.untyped_storage().resizable():  # memory of numpy, a file or another process, which torch cannot share
+    try:
+        return torch._lazy_clone(tensor)
+    except RuntimeError:  # memory of another library or process
         return tensor.clone()
-    return torch._lazy_clone(tensor)

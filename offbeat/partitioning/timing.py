@@ -297,6 +297,7 @@ def serve() -> None:
         request = json.loads(line)
         try:
             module, x = torch.load(request["path"], weights_only=False)  # written by our parent, in a folder of its own
+            x = pytree.tree_map_only(Tensor, Tensor.clone, x)  # into memory that stages may copy lazily
             runner = Runner(module, x, first=request["first"], lag=request["lag"], M=request["M"])
             runner.warm_up()
             print("{}", file=replies)

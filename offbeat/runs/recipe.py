@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method, Weights
@@ -257,7 +257,7 @@ def _choices() -> dict[str, tuple[str, ...]]:
     """The fields of a recipe that take one of a few words, with these words."""
     found = {}
     for name, hint in get_type_hints(Recipe).items():
-        kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         words = tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
         if words:
             found[name] = words

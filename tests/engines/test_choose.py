@@ -84,13 +84,13 @@ def test_the_pipeline_computes_on_the_device_of_its_engine():
     assert pipeline(engine=Simulate(2), device="cpu").device == CPU
 
 
-def test_each_engine_makes_its_own_kind_of_stage():
+def test_each_engine_executes_operations_in_its_own_way():
     kinds = {}
     for name, engine in {"simulate": Simulate(2), "streams": Streams(2, CPU)}.items():
-        kinds[name] = {type(stage) for stage in pipeline(engine=engine).stages.values()}
+        kinds[name] = {type(worker.executor) for worker in pipeline(engine=engine).workers}
     assert kinds == {"simulate": {Stage}, "streams": {RecordedStage}}
-    heads = pipeline(method="gpipe", engine=Streams(2, CPU))  # its iterations are not alike
-    assert {type(stage) for stage in heads.stages.values()} == {Stage}
+    irregular = pipeline(method="gpipe", engine=Streams(2, CPU))  # its iterations are not alike
+    assert {type(worker.executor) for worker in irregular.workers} == {Stage}
 
 
 def test_an_engine_defers_where_work_waits_to_be_launched_with_that_of_others(monkeypatch):

@@ -236,7 +236,7 @@ def test_micro_batches_are_not_joined():
 
 
 def test_compile_and_fuse_together_are_refused():
-    with pytest.raises(UserError, match="compile and fuse: both join operations of a stage, so give one of them"):
+    with pytest.raises(UserError, match="compile=True and fuse=True: both join the operations of a stage"):
         offbeat.Pipeline(
             nn.Linear(2, 2), 1, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), compile=True, fuse=True
         )

@@ -204,8 +204,6 @@ def test_a_second_trace_can_follow_and_evaluations_are_not_idle_time(tmp_path):
         if t == 9:
             pipe.evaluate(batches(400))
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
-    last = [max(e["ts"] + e["dur"] for e in trace["traceEvents"] if e["ph"] == "X") for trace in (one, two)]
-    assert last[1] > 3 * last[0]
     assert sum(two["otherData"]["idle"]) < sum(one["otherData"]["idle"]) + 0.5
 
 

@@ -151,7 +151,7 @@ def test_unknown_file_types_and_missing_or_unwritable_folders_are_refused(which,
 def test_a_picture_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "staleness.svg"
     path.write_text("old")
-    with pytest.raises(UserError, match="M = 0"):
+    with pytest.raises(UserError, match="M=0"):
         draw_staleness(lambda M: ADL(M=3 - M), 2, path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

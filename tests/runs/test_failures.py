@@ -282,10 +282,10 @@ def test_a_loss_that_is_not_finite_under_torchrun_is_reported_by_every_process(s
     members = scenarios["diverge in a group"].result()
     for done in members:
         assert done.returncode == 2
-        assert done.stderr.startswith("offbeat: ")
-        assert done.stderr.count("\n") == 1
-        assert "batch" in done.stderr
-        assert "stage 2 of 2" in done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if "uneven cuts" not in line]
+        assert line.startswith("offbeat: ")
+        assert "batch" in line
+        assert "stage 2 of 2" in line
     out = Path(members[0].args[-1])
     assert (out / "config.json").exists()
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])

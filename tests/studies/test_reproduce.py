@@ -665,7 +665,7 @@ def test_misuse_is_one_line_and_nothing_is_written(offbeat, table, name):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_gpu_is_reported_before_anything_is_written(offbeat, table):
-    check_refused(offbeat, ("reproduce", "small", "--device", "cuda", "--out", "x"), "torch sees no CUDA device here")
+    check_refused(offbeat, ("reproduce", "small", "--device", "cuda", "--out", "x"), "torch finds no CUDA device")
 
 
 def test_rows_with_other_settings_stand_without_the_papers_values(offbeat, table):
