@@ -259,18 +259,13 @@ def short_row(compared: Records) -> list[Cells]:
 def notes(benches: Records, reproductions: Records) -> list[str]:
     """What stands against these figures."""
     runs, lines = cpu_runs(benches), []
-    epochs = {
-        record["settings"]["epochs"]
-        for record in reproductions.values()
-        for row in record["rows"]
-        if row["name"] in SHOWN and row["n"] == 1
-    }
-    if epochs:
+    shown = [row for record in reproductions.values() for row in record["rows"] if row["name"] in SHOWN]
+    if any(row["n"] == 1 for row in shown):
         lines.append(
             point(
-                f"The errors after {' and '.join(map(str, sorted(epochs)))} epochs are of one seed per row. "
-                "Where a range is shown, BP was trained more than once in that setting: a difference "
-                "within the range means little."
+                "An error of ADL is that of one seed, or with a range in parentheses the median of several. Where a "
+                "range is shown for BP, it was trained more than once in that setting: a difference within the range "
+                "means little."
             )
         )
     if ratios := [bench_table.times_faster(rows["adl"], rows["ddp"]) for _, rows in runs if "ddp" in rows]:
