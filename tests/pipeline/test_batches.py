@@ -25,14 +25,6 @@ sys.path.insert(0, str(HERE.parent / "partitioning"))
 import hugging_face as hf  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
@@ -315,8 +307,8 @@ def test_a_parameter_frozen_or_unfrozen_later_is_refused_in_one_line(method, lat
 # ---- the model that comes back
 
 
-def same_model_everywhere(model: nn.Module, folder: Path) -> None:
-    """Generates, saves and loads as any model of transformers."""
+def generates_and_saves(model: nn.Module, folder: Path, *, first: bool = True) -> None:
+    """As any model of transformers, which writes files in the first process alone."""
     kind = type(model)
     model.eval()
     prompt = hf.batch("llama", 2)["input_ids"][:, :4]
@@ -324,6 +316,8 @@ def same_model_everywhere(model: nn.Module, folder: Path) -> None:
         text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)
     assert text.shape == (2, 9)
     model.save_pretrained(folder / "saved")
+    if not first:
+        return
     again = kind.from_pretrained(folder / "saved").eval()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
@@ -340,7 +334,7 @@ def test_the_trained_model_generates_and_is_saved_as_before(name, tmp_path):
     assert pipe.model is model
     assert list(model.state_dict()) == names
     assert any(not torch.equal(before[key], value) for key, value in model.state_dict().items())
-    same_model_everywhere(model, tmp_path)
+    generates_and_saves(model, tmp_path)
     pipe.fit([hf.batch(name) for _ in range(2)])  # and training continues
 
 
@@ -356,7 +350,6 @@ def main():
     torch.set_num_threads(1)
     model = hf.build({name!r}, tie_word_embeddings=False)
     pipe = offbeat.Pipeline(model, K=2, method="adl", M=2, optimizer=batches.sgd, weighting="samples")
-    alone = pipe.first and pipe.last
     loader = [hf.batch({name!r}, rows, padded=rows) for rows in (3, 3, 2, 3, 1, 3)] if pipe.first else None
     pipe.fit(loader)
     pipe.step(hf.batch({name!r}) if pipe.first else None)
@@ -365,9 +358,7 @@ def main():
     found = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         found.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    folder = Path(sys.argv[1]) / f"{{pipe.first}}{{pipe.last}}"
-    folder.mkdir()
-    batches.same_model_everywhere(model, folder)
+    batches.generates_and_saves(model, Path(sys.argv[1]), first=pipe.first)
     print("cuts", pipe.cuts, "result", result, "hash", found.hexdigest(), flush=True)
     pipe.close()
 
