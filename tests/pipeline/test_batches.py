@@ -263,6 +263,23 @@ def test_other_batches_of_a_loader_are_refused_in_one_line():
         pipe = offbeat.Pipeline(net(), K=2, optimizer=sgd)
 
 
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+def test_batches_in_flight_are_saved_and_loaded_with_their_samples(weights):
+    data, method = [*batches(6), *batches(4, 3)], offbeat.ADL(M=2, weights=weights)
+    options = {"K": 2, "method": method, "M": None, "weighting": "samples", "sample": data[0]}
+    pipe = offbeat.Pipeline(net(), K=2, method=method, weighting="samples", sample=data[0], optimizer=sgd)
+    pipe.keep()
+    for batch in data[:7]:
+        pipe.step(batch)
+    saved = copy.deepcopy(pipe.state())
+    again = offbeat.Pipeline(net(), K=2, method=method, weighting="samples", sample=data[0], optimizer=sgd)
+    again.load(saved, 7)
+    losses = [float(again.step(batch)) for batch in data[7:]]
+    again.drain()
+    expected = trained(net(), data, **options)
+    same((losses, again.model.state_dict()), (expected[0][7:], expected[1]))
+
+
 # ---- building with the first batch
 
 
@@ -271,6 +288,25 @@ def test_cuts_of_a_model_that_needs_a_batch_are_made_with_the_first(cuts):
     data = batches()
     found = trained(net(), data, cuts=cuts)
     same(found, trained(net(), data, cuts=cuts, sample=data[0]))
+
+
+def test_cuts_of_a_model_that_torch_fx_cannot_trace_are_made_with_the_first_batch():
+    class Checked(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] != 4:
+                raise ValueError("4 features")
+            return super().forward(x)["scores"]
+
+    options = {"K": 2, "loss": F.cross_entropy, "optimizer": sgd}
+    pipe = offbeat.Pipeline(net(Checked), cuts=["blocks.2"], **options)
+    early = offbeat.Pipeline(net(Checked), cuts=["blocks.2"], sample=torch.ones(6, 4), **options)
+    assert (len(pipe.parts), len(early.parts)) == (0, 2)
+    for batch in batches():
+        pipe.step(batch["x"], batch["labels"])
+        early.step(batch["x"], batch["labels"])
+    assert [len(list(part.parameters())) for part in pipe.parts] == [4, 4]
+    same(([], pipe.drain().state_dict()), ([], early.drain().state_dict()))
+    assert offbeat.Pipeline(nn.Sequential(*net().blocks), cuts=[2], **options).parts  # needs no batch
 
 
 def test_named_cuts_of_a_language_model_need_no_sample():
