@@ -137,7 +137,7 @@ def test_published_tables_are_those_of_their_records():
     assert checked.returncode == 0, checked.stderr
 
 
-SLOW_EXAMPLES = ("comparison", "several_machines", "small_gpt", "torchrun")
+SLOW_EXAMPLES = ("comparison", "huggingface", "several_machines", "small_gpt", "torchrun")
 EXAMPLES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW_EXAMPLES else [])
     for path in sorted((ROOT / "examples").glob("*.py"))

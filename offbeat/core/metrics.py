@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-Metric = Callable[[Any, Any], Any]
+Metric = Callable[[Any, Any], Any]  # of (output, target): a mean over the batch, or several by name
 
 
 def batch_size(*contents: Any) -> int:
@@ -45,7 +45,10 @@ def scores_classes(output: Any, target: Any) -> bool:
 
 
 class Meter:
-    """Means over the samples added since it was last emptied; `error` and `top5` are percentages."""
+    """Means over the samples added since it was last emptied; `error` and `top5` are percentages.
+
+    A metric that returns a dict adds means under its keys.
+    """
 
     def __init__(self, metric: Metric | None = None) -> None:
         self.metric = metric or wrong
@@ -57,15 +60,16 @@ class Meter:
 
     def add(self, loss: float, output: Any, target: Any) -> None:
         size = batch_size(target, output)
-        error = self.metric(output, target)
-        values = {"loss": loss, "error": error, "top5": wrong(output, target, top=5)}
+        found = self.metric(output, target)
+        values = {"loss": loss, "error": None, "top5": wrong(output, target, top=5)}
+        values |= found if isinstance(found, Mapping) else {"error": found}
         for name, value in values.items():
-            before = self.sums[name]
+            before = self.sums.get(name, 0.0)
             self.sums[name] = None if value is None or before is None else before + float(value) * size
         self.samples += size
 
     def read(self) -> dict[str, Any]:
-        """{loss, error, top5, samples}; None for what cannot be computed."""
+        """{loss, error, top5, samples} and what the metric names; None for what cannot be computed."""
         means = {
             name: None if total is None or not self.samples else total / self.samples
             for name, total in self.sums.items()

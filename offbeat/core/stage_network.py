@@ -166,6 +166,8 @@ class StageNetwork:
         assert self.loss is not None
         try:
             loss = self.loss(output, target)
+        except UserError:
+            raise
         except USER_CODE_ERRORS as error:
             given = f"outputs of {shapes(output)} and targets of {shapes(target)}"
             raise UserError(f"the loss cannot take {batch_name(t, self.m)}, {given}: {first_line(error)}") from error

@@ -2,6 +2,7 @@
 
 from offbeat.partitioning.choose import Trace
 from offbeat.partitioning.cut import balanced, check_stages, cut, forward_flops, is_sequence, split, units
+from offbeat.partitioning.inputs import as_dict
 from offbeat.partitioning.partition import (
     By,
     Partition,
@@ -9,6 +10,7 @@ from offbeat.partitioning.partition import (
     Units,
     block_cuts,
     default_units,
+    needs_batch,
     partition,
 )
 from offbeat.partitioning.profile import Profile, UnitCost, profile
@@ -26,6 +28,7 @@ __all__ = [
     "Traced",
     "UnitCost",
     "Units",
+    "as_dict",
     "balanced",
     "block_cuts",
     "check_stages",
@@ -33,6 +36,7 @@ __all__ = [
     "default_units",
     "forward_flops",
     "is_sequence",
+    "needs_batch",
     "partition",
     "profile",
     "solve",

@@ -2,7 +2,7 @@
 
 a tensor                 the first argument
 a tuple or list          the arguments without a default, where forward has several of them
-a dict                   keyword arguments, where forward has arguments of these names; otherwise the first argument
+a dict (any mapping)     keyword arguments, where forward has arguments of these names; otherwise the first argument
 """
 
 from __future__ import annotations
@@ -58,6 +58,17 @@ class Inputs:
     def call(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
         """Call the model with these values of the arguments."""
         return model(**values) if self.keywords else model(*values.values())
+
+
+def as_dict(batch: Any) -> Any:
+    """A mapping, such as a BatchEncoding of transformers, as a dict; anything else unchanged."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def depends_on_batch(model: nn.Module) -> bool:
+    """Whether the form of a batch decides which arguments of forward it fills."""
+    named = _parameters(model)
+    return len(named) != 1 or named[0].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def advice(model: nn.Module, sample: Any) -> str:

@@ -17,11 +17,12 @@ from offbeat.partitioning.balance import StageSummary, imbalance, summarize, tab
 from offbeat.partitioning.choose import Trace, choose_trace
 from offbeat.partitioning.chunk import as_stage
 from offbeat.partitioning.cut import balanced, check_blocks, check_stages, cut, forward_flops, is_sequence, split, units
-from offbeat.partitioning.inputs import Inputs
+from offbeat.partitioning.inputs import Inputs, as_dict, depends_on_batch
 from offbeat.partitioning.profile import Profile, profile, profile_blocks
 from offbeat.partitioning.solve import Memory, Solution, solve
 from offbeat.partitioning.timing import Load, Meter, one_by_one
 from offbeat.partitioning.trace import Traced, Way
+from offbeat.partitioning.trace import trace as trace_model
 
 Units = Literal["blocks", "layers"]
 By = Literal["flops", "measured"]
@@ -98,6 +99,18 @@ def default_units(model: nn.Module, K: int, cuts: Sequence[int | str] | None = N
     return "blocks" if blocks and not inside else "layers"
 
 
+def needs_batch(
+    model: nn.Module, K: int, *, cuts: Sequence[int | str] | None, units: Units, trace: Trace = "auto"
+) -> bool:
+    """Whether the stages can only be made with a batch: to choose cuts, to know which arguments of forward it fills, or
+    to run it where torch.fx cannot trace all of the model."""
+    if depends_on_batch(model) or (cuts is None and K > 1):
+        return True
+    if K == 1 or units == "blocks":
+        return False
+    return trace == "sample" or (trace == "auto" and bool(trace_model(model, way="fx").notes))
+
+
 def partition(
     model: nn.Module,
     K: int,
@@ -134,6 +147,7 @@ def partition(
         2  1     2       2          20   50%    96 B                -
     """
     check_stages(model, K)
+    sample = as_dict(sample)
     kind = units or default_units(model, K, cuts)
     if kind not in get_args(Units):
         raise unknown("units", kind, get_args(Units))

@@ -2,6 +2,7 @@
 
     pipeline      Pipeline, the public class: its methods call the modules below
     checks        what users give, checked before anything starts
+    batches       batches as inputs and targets of the stages, and the loss of the model itself
     assembly      the cut model: stages, workers and links of this process, as all processes agree on them
     training      batches on their path from a loader into the first stage
     evaluation    a pass of a loader through the stages, beside training

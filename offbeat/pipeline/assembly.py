@@ -35,6 +35,17 @@ class Assembly:
     stages: dict[int, Stage]  # of this process, by k
     workers: list[Worker]  # of the same stages
     evaluation_links: dict[int, Link | None]  # by the lower stage
+    trained: list[tuple[str, nn.Parameter, bool]]  # parameters of the model, and whether they required gradients
+
+    def check_trained(self) -> None:
+        """Refuse a parameter of the model that was frozen or unfrozen since the stages were made."""
+        for name, parameter, before in self.trained:
+            if parameter.requires_grad is not before:
+                now = "is frozen" if before else "requires gradients"
+                raise UserError(
+                    f"parameter {name} {now} since the pipeline was built: set requires_grad back to {before} and "
+                    "drain(), then change it and make a new Pipeline"
+                )
 
     def settle(self) -> None:
         """Wait for all work of the stages; raises for what was first found to be not finite, from above: gradients
@@ -91,7 +102,10 @@ class Assembler:
             Worker(stage, self.method, links[k], executor=self.make_executor(stage), barrier=self.engine.barrier)
             for k, stage in stages.items()
         ]
-        return Assembly(self.engine, made.stages, list(made.cuts), made.notes, stages, workers, evaluation_links)
+        trained = [(name, parameter, parameter.requires_grad) for name, parameter in self.model.named_parameters()]
+        return Assembly(
+            self.engine, made.stages, list(made.cuts), made.notes, stages, workers, evaluation_links, trained
+        )
 
     def _agree_on_cuts(self, cuts: Sequence[int | str] | None, sample: Any) -> cutting.Partition:
         """The stages by the first process's cuts, or its refusal in all of them, so that none is left waiting.

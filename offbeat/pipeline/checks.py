@@ -75,9 +75,19 @@ def check_hooks(model: nn.Module) -> None:
             )
 
 
-def check_loss(loss: Loss) -> None:
+def check_loss(loss: Loss | None, method: Method) -> None:
+    if loss is None:
+        if method.head is not None:
+            raise UserError(
+                f"{method.name} trains stages on class labels, but loss=None leaves the loss to the model: give "
+                "loss=..., a function of (output, target)"
+            )
+        return
     if not callable(loss):
-        raise UserError(f"loss {loss!r}: give a function of (output, target) that returns the mean")
+        raise UserError(
+            f"loss {loss!r}: give a function of (output, target) that returns the mean, or None where the model "
+            "computes its loss"
+        )
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         raise UserError("the loss has parameters of its own, which no stage would train: make them part of the model")
 
@@ -99,17 +109,6 @@ def check_makers(optimizer: MakeOptimizer, scheduler: MakeScheduler | None) -> N
 def check_stages_of_engine(stages: int, K: int) -> None:
     if stages != K:
         raise UserError(f"K={K}, but an engine for {stages} stages: give both the same number")
-
-
-def pair(batch: Any, t: int) -> tuple[Any, Any]:
-    """Batch t of a loader as (x, y)."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        length = f" with {len(batch)} entries" if isinstance(batch, tuple | list) else ""
-        raise UserError(
-            f"batch {t} of the loader is {kind_of(batch)}{length}: give pairs (x, y), "
-            "each of which may be a tuple or a dict of tensors"
-        )
-    return batch[0], batch[1]
 
 
 def kind_of(thing: object) -> str:

@@ -29,7 +29,7 @@ from offbeat.engines.choose import choose_engine
 from offbeat.errors import NotFinite, UserError
 from offbeat.method import Method
 from offbeat.observe.tracing import Notify, Tracing
-from offbeat.pipeline import checks, evaluation, saving, training
+from offbeat.pipeline import batches, checks, evaluation, saving, training
 from offbeat.pipeline.assembly import Assembler, Assembly
 from offbeat.pipeline.guard import Guard
 from offbeat.pipeline.observation import Observation
@@ -44,7 +44,8 @@ class Pipeline:
     model       any module that can be traced (also of Hugging Face, timm, torchvision); an nn.Sequential is cut between
                 its entries; or a list of K stages
     method      offbeat.ADL(M=4) and the like, or a name with M=...
-    loss        loss(output, target) -> the mean over the batch
+    loss        loss(output, target) -> the mean over the batch; None: the loss that the model computes itself
+                (`output.loss`, output["loss"] or the first of a tuple), as models of Hugging Face do with labels
     optimizer   called once per stage with (name in the whole model, parameter) pairs, as torch's optimizers take them
     scheduler   optional: called with that optimizer; a torch scheduler that counts steps, stepped once per update
     cuts        optional: cut before these units, or modules by name; default: chosen for the first batch, or `sample`
@@ -62,6 +63,10 @@ class Pipeline:
     engine      "simulate" (all stages in this process, one after the other), "processes" (one stage per process, under
                 torchrun) or "streams" (all stages in this process, at the same time on one GPU); by default chosen by
                 how this process was started
+
+    A batch is step(x, y), or step(batch) with a dict (any mapping) whose keys are arguments of forward: input_ids,
+    attention_mask, labels. Then the target of the loss is the batch. Without `sample`, the stages are made with the
+    first batch; if `cuts` are given, torch.fx can trace the model and forward has a single argument, at once.
 
     In several processes each one makes the same calls. Batches are read in the first stage's process alone; what the
     others pass is ignored. `drain`, `gather`, `evaluate`, `fit` and the first `step` are collective.
@@ -82,7 +87,7 @@ class Pipeline:
         K: int | None = None,
         *,
         method: Method | str = "adl",
-        loss: Loss,
+        loss: Loss | None = None,
         optimizer: MakeOptimizer,
         M: int | None = None,
         scheduler: MakeScheduler | None = None,
@@ -116,7 +121,7 @@ class Pipeline:
             wanted = engine.device_for(wanted)
         self.precision = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
         checks.check_options(clip_norm=clip_norm, compile=compile, fuse=fuse)
-        checks.check_loss(loss)
+        checks.check_loss(loss, self.method)
         checks.check_makers(optimizer, scheduler)
         cutting.check_stages(self.model, self.K)
         checks.check_hooks(self.model)
@@ -136,7 +141,7 @@ class Pipeline:
         self.entrance: Link = Entrance()
         self._guard = Guard(self.engine, self.precision)
         self._observation = Observation(self.engine, self.method, self.device)
-        self._loss = loss
+        self._loss = batches.own_loss if loss is None else loss
         self._make_stage = partial(
             Stage,
             method=self.method,
@@ -154,8 +159,11 @@ class Pipeline:
         )
         self._make_executor = self.engine.executor_maker(self.method)
         self._assembly: Assembly | None = None
-        if sample is not None or (self.method.head is None and (cuts is not None or self.K == 1)):
-            self._assembled(sample)
+        late = self.method.head is not None or cutting.needs_batch(
+            self.model, self.K, cuts=cuts, units=self.units, trace=trace
+        )
+        if sample is not None or not late:
+            self._assembled(cutting.as_dict(sample))
 
     def _assembled(self, sample: Any) -> Assembly:
         """The stages of this process; made with the first batch, where they could not be made before."""
@@ -214,6 +222,7 @@ class Pipeline:
     def step(self, x: Any = None, y: Any = None) -> Tensor | None:
         """Complete local iteration t of every stage: forward t, backward t-lag, the update if one is due.
 
+        x may be a dict of keyword arguments of forward; without y it is the target, too.
         Returns the loss of batch t in the process that holds the last stage, None elsewhere.
         """
         self._step(x, y)
@@ -222,7 +231,9 @@ class Pipeline:
 
     def _step(self, x: Any, y: Any) -> None:
         """`step` without a loss for the caller."""
+        x, y = batches.input_and_target(x, y, target_is_read=self._loss is not batches.own_loss)
         assembly = self._assembled(x)
+        assembly.check_trained()
         t = self.batches
         with self._guard():
             if self.first:
@@ -251,10 +262,11 @@ class Pipeline:
     ) -> None:
         """Train for some epochs; only the first stage's process reads the loader.
 
-        `loader` is an iterable of (x, y), or a function of the epoch that returns one. Epochs do not flush the
-        pipeline; `drain` finishes the batches in flight after the last one. The callbacks run in every process, after
-        the same operations of its stages: `before_step(t)`, `after_step(t)`, `after_epoch(epoch)`. Epochs are counted
-        from 0 to `epochs`; a run that is resumed begins with `first_epoch`, of which the loader gives the rest.
+        `loader` is an iterable of (x, y) or of dicts (see `step`), or a function of the epoch that returns one. Epochs
+        do not flush the pipeline; `drain` finishes the batches in flight after the last one. The callbacks run in every
+        process, after the same operations of its stages: `before_step(t)`, `after_step(t)`, `after_epoch(epoch)`.
+        Epochs are counted from 0 to `epochs`; a run that is resumed begins with `first_epoch`, of which the loader
+        gives the rest.
         """
         for _ in self.steps(
             loader,
@@ -336,8 +348,9 @@ class Pipeline:
     def evaluate(self, loader: Batches | None = None, *, metric: Metric | None = None) -> dict[str, Any]:
         """{loss, error, top5, samples} on the newest weights, without draining; the same in every process.
 
-        error and top5 are percentages of wrong answers (None where outputs are not class scores);
-        `metric(output, target)`, a mean over the batch, replaces error.
+        error and top5 are percentages of wrong answers (None where outputs are not class scores).
+        `metric(output, target)`, a mean over the batch, replaces error; if it returns a dict, the result has the means
+        under its keys. Where the loader gives dicts, the target is the batch.
         """
         steps = self.evaluating(loader, metric=metric)
         while True:
@@ -351,23 +364,23 @@ class Pipeline:
         self, loader: Batches | None = None, *, metric: Metric | None = None
     ) -> Generator[None, None, dict[str, Any]]:
         """`evaluate` a little at a time, as `steps` trains: yields after every batch."""
-        batches = iter(() if loader is None else loader) if self.first else iter(())
-        if self._assembly is None:
-            ahead = next(batches, None)
-            self._assembled(ahead[0] if ahead else None)
-            batches = chain([ahead] if ahead else [], batches)
+        given = loader if self.first and loader is not None else ()
+        entering = (batches.input_and_target(*batches.pair(batch, t)) for t, batch in enumerate(given))
+        ahead = next(entering, None) if self._assembly is None else None
+        self._assembled(ahead[0] if ahead else None)
+        entering_all = chain([ahead] if ahead else [], entering)
         assembly = self._assembled(None)
         meter, began = Meter(metric), time.perf_counter_ns()
         with self._guard():
             assembly.settle()
-            while evaluation.forward_next(assembly, batches, meter, loss=self._loss, device=self.device):
+            while evaluation.forward_next(assembly, entering_all, meter, loss=self._loss, device=self.device):
                 yield
                 self.engine.settle()  # the caller may have trained meanwhile
             result = self.engine.share(meter.read() if self.last else None, self.K)
             self._observation.share_staleness(assembly)
         self._observation.evaluated(time.perf_counter_ns() - began)
         if not result["samples"]:
-            raise UserError("the loader is empty: give at least one batch of (x, y)")
+            raise UserError("the loader is empty: give at least one batch")
         return result
 
     # ---- saving
@@ -408,7 +421,7 @@ class Pipeline:
     def load(self, trees: Mapping[int, Any], batches: int) -> None:
         """Continue from saved states of the same method, K, cuts, optimizer and scheduler, after that many batches."""
         if self._assembly is None:
-            raise UserError("load() before there are stages, which the first batch makes: give sample= or cuts=")
+            raise UserError("load() before there are stages, which the first batch makes: give sample=")
         if any(stage.in_flight for stage in self.stages.values()):
             raise UserError("load() with batches in flight: call drain() before, or load into a new pipeline")
         with self._guard():

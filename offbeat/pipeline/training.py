@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from offbeat.core.links import Link, Message
 from offbeat.core.micro_batches import micro_batches
 from offbeat.core.worker import Worker
 from offbeat.errors import UserError
-from offbeat.pipeline.checks import kind_of, pair
+from offbeat.pipeline.batches import pair
+from offbeat.pipeline.checks import kind_of
 
 EPOCH_END = "epoch"  # the kind of a mark after the last batch of an epoch; its number counts all batches so far
-Batches = Iterable[tuple[Any, Any]]
+Batches = Iterable[tuple[Any, Any] | Mapping[str, Any]]  # (x, y), or dicts of keyword arguments
 Loader = Batches | Callable[[int], Batches]  # one for all epochs, or a function of the epoch that returns one
 
 
 def enter(t: int, x: Any, y: Any, *, entrance: Link, m: int) -> None:
     """Send batch t to the first stage, which is in this process, as m micro-batches."""
     if x is None:
-        raise UserError(f"step() without a batch in the first stage's process: pass x and y for batch {t}")
+        raise UserError(f"step() without a batch in the first stage's process: pass x and y, or a dict, for batch {t}")
     for message in micro_batches(t, x, y, m):
         entrance.send(message)
 
@@ -27,10 +28,12 @@ def enter(t: int, x: Any, y: Any, *, entrance: Link, m: int) -> None:
 def read_epoch(loader: Loader | None, epoch: int, begin: int) -> Iterator[tuple[Any, Any]]:
     """The batches of an epoch, in the process of the first stage; `begin` is the number of the next batch."""
     if loader is None:
-        raise UserError("no loader in the first stage's process: give an iterable of (x, y)")
+        raise UserError("no loader in the first stage's process: give an iterable of (x, y), or of dicts")
     given = loader(epoch) if callable(loader) else loader
     if not isinstance(given, Iterable):
-        raise UserError(f"the loader is {kind_of(given)}: give an iterable of (x, y), or a function of the epoch")
+        raise UserError(
+            f"the loader is {kind_of(given)}: give an iterable of (x, y) or of dicts, or a function of the epoch"
+        )
     t = begin
     for batch in given:
         yield pair(batch, t)

@@ -1,9 +1,13 @@
-"""What the small GPT of the examples says of itself; that all examples run is in test_layout.py."""
+"""What the examples for language models state; that all examples run in one process is in test_layout.py."""
 
 from __future__ import annotations
 
 import importlib.util
 import lzma
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +72,25 @@ def test_a_missing_text_file_is_reported_in_one_line(gpt, tmp_path, monkeypatch,
     monkeypatch.delenv("OFFBEAT_DATA_DIR", raising=False)
     assert "def read_text" not in gpt.read_text()  # the package's, which examples are no part of
     assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_model_of_hugging_face_is_tuned_alike_in_one_process_and_two(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 300)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    printed = []
+    for way in ([], torchrun):
+        done = subprocess.run(
+            [sys.executable, *way, str(ROOT / "examples/huggingface.py"), str(text)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed.append(done.stdout)
+    alone, together = printed
+    assert alone == together
+    before, after = re.search(r": ([0-9.]+) before, ([0-9.]+) after", alone).groups()
+    assert float(after) < float(before) / 5

@@ -59,6 +59,23 @@ def test_the_code_of_the_readme_runs():
     assert [stage.mean for stage in namespace["pipe"].staleness] == [1.5, 1.0, 0.5, 0.0]
 
 
+def test_the_code_of_the_questions_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/faq.md").read_text()
+    blocks = BLOCK.findall(text)
+    assert blocks
+    assert {language for language, _ in blocks} == {"python"}
+    assert "\n\n    " not in text  # no block that is only indented
+    namespace = {"__name__": "faq"}
+    for _, code in blocks:
+        exec(compile(code, "docs/faq.md", "exec"), namespace)
+    resumed = namespace["pipe"].model
+    straight = namespace["build"]()
+    straight.fit(namespace["batches"])
+    for one, other in zip(resumed.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_the_pipeline_takes_a_few_lines():
     pipeline = PYTHON[1].split("torch.manual_seed(0)\n")[1]
     assert pipeline.count("\n") <= 11

@@ -58,8 +58,8 @@ NAMES = [*CAUSAL, *CLASSIFYING, *SEEING, "whisper"]
 TIED = ["gpt2", "opt", "bert with a language model head", "t5"]
 
 
-def build(name: str) -> nn.Module:
-    """The model, all of its weights random, in float32 (T5 in float64)."""
+def build(name: str, **changed: Any) -> nn.Module:
+    """The model, all of its weights random, in float32 (T5 in float64); `changed` values of its configuration."""
     import transformers
 
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def build(name: str) -> nn.Module:
         model: nn.Module = WhisperEncoder(transformers.WhisperConfig(**WHISPER, vocab_size=WORDS))
     else:
         kind, config, values = {**CAUSAL, **CLASSIFYING, **SEEING}[name]
-        model = getattr(transformers, kind)(getattr(transformers, config)(**values))
+        model = getattr(transformers, kind)(getattr(transformers, config)(**values, **changed))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)

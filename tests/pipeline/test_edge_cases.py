@@ -154,7 +154,7 @@ def test_states_that_do_not_fit_are_refused_in_one_line():
         pipe.step(x, y)
     state = clone(pipe.state())
     fresh = offbeat.Pipeline(network(), 2, method="adl", loss=cross_entropy, optimizer=sgd)
-    with pytest.raises(UserError, match=r"load\(\) before there are stages.*give sample= or cuts="):
+    with pytest.raises(UserError, match=r"load\(\) before there are stages.*give sample="):
         fresh.load(state, 7)
     with pytest.raises(UserError, match=r"load\(\) with batches in flight: call drain\(\)"):
         pipe.load(state, 7)
@@ -202,7 +202,7 @@ def test_what_would_train_nothing_or_too_much_is_refused():
     ("given", "said"),
     [
         ([(1, 2, 3)], "batch 0 of the loader is of type tuple with 3 entries: give pairs"),
-        ([{"x": 1, "y": 2}], "batch 0 of the loader is of type dict: give pairs"),
+        ([{"x": 1, "y": 2}], "stage 1 cannot take batch 0 of type dict: "),
         ([torch.zeros(5, 4)], "batch 0 of the loader is of type Tensor: give pairs"),
         (5, "the loader is of type int: give an iterable"),
     ],

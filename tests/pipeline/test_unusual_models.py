@@ -271,7 +271,8 @@ def test_the_mean_of_a_window_is_clipped_not_its_terms():
         ({"loss": lambda output, target: 1.0}, "return the mean, a tensor"),
         ({"loss": lambda output, target: output}, "return the mean, a tensor"),
         ({"loss": nn.Linear(1, 1)}, "the loss has parameters of its own"),
-        ({"loss": None}, "give a function"),
+        ({"loss": None}, "is no loss .* or a function loss="),
+        ({"loss": "mse"}, "give a function"),
         ({"clip_norm": -1.0}, "clip_norm = -1.0"),
         ({"device": "cudaa"}, "device 'cudaa'"),
         (

@@ -1,0 +1,67 @@
+"""Batches as users have them, as inputs and targets of the stages; and the loss that a model computes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.core.descriptions import shapes
+from offbeat.core.metrics import batch_size
+from offbeat.errors import UserError
+from offbeat.partitioning import as_dict
+from offbeat.pipeline.checks import kind_of
+
+
+def pair(batch: Any, t: int) -> tuple[Any, Any]:
+    """Batch t of a loader as (x, y); a dict is x, without a y."""
+    if isinstance(batch, Mapping):
+        return batch, None
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        length = f" with {len(batch)} entries" if isinstance(batch, tuple | list) else ""
+        raise UserError(
+            f"batch {t} of the loader is {kind_of(batch)}{length}: give pairs (x, y), "
+            "each of which may be a tuple or a dict of tensors, or dicts of keyword arguments"
+        )
+    return batch[0], batch[1]
+
+
+def input_and_target(x: Any, y: Any, *, target_is_read: bool = True) -> tuple[Any, Any]:
+    """What goes through the stages: without y, a dict is its own target.
+
+    Where nothing reads the target, it has the number of samples alone: later stages cannot know it from activations.
+    """
+    x, y = as_dict(x), as_dict(y)
+    if x is None or y is not None:
+        return x, y
+    if not target_is_read:
+        return x, torch.empty(batch_size(x), 0)
+    return x, x if isinstance(x, dict) else None
+
+
+def own_loss(output: Any, target: Any) -> Tensor:
+    """The loss that the model computes: the attribute or entry `loss` of its output, or the first of a tuple.
+
+    >>> own_loss({"loss": torch.tensor(2.0), "logits": torch.ones(3)}, None), own_loss((torch.tensor(1.0), 5), None)
+    (tensor(2.), tensor(1.))
+    """
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif hasattr(output, "loss"):
+        found = output.loss
+    elif isinstance(output, tuple | list):
+        found = output[0] if output else None
+    if found is None:
+        raise UserError(
+            "the output of the model has no loss (loss=None): give batches with labels, so that it computes one, or "
+            "a function loss=... of (output, batch)"
+        )
+    if not isinstance(found, Tensor) or found.dim():
+        raise UserError(
+            f"the output of the model, {shapes(found)}, is no loss (loss=None): give batches with labels, so that it "
+            "computes one, or a function loss=... of (output, target)"
+        )
+    return found
