@@ -157,9 +157,9 @@ def measured(library: str, name: str, build: Build, K: int, device: torch.device
         model.to(device).train()
         found |= {"parameters": sum(p.numel() for p in model.parameters()), "modules": sum(1 for _ in model.modules())}
         began = time.perf_counter()
-        counted = offbeat.partition(model, K, x, untie=True)
+        counted = offbeat.partition(model, K, x, tied="copies")
         found["seconds"] = time.perf_counter() - began
-        made = offbeat.partition(model, K, x, untie=True, by="measured")
+        made = offbeat.partition(model, K, x, tied="copies", by="measured")
         found |= {"trace": made.trace, "units": len(made.names), "balance_by_flops": counted.balance}
         found |= {"balance": made.balance, "cuts": made.cuts, "ties": len(made.ties), "notes": made.notes}
         found["stages"] = [[made.names[a], made.names[b - 1]] for a, b in _spans(made)]

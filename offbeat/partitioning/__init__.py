@@ -5,7 +5,6 @@ from offbeat.partitioning.cut import balanced, check_stages, cut, forward_flops,
 from offbeat.partitioning.partition import (
     By,
     Partition,
-    TiedParameter,
     Units,
     block_cuts,
     default_units,
@@ -13,6 +12,7 @@ from offbeat.partitioning.partition import (
 )
 from offbeat.partitioning.profile import Profile, UnitCost, profile
 from offbeat.partitioning.solve import Memory, Solution, solve
+from offbeat.partitioning.ties import Tied, TiedParameter
 from offbeat.partitioning.trace import Traced, trace
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Partition",
     "Profile",
     "Solution",
+    "Tied",
     "TiedParameter",
     "Trace",
     "Traced",
