@@ -81,6 +81,9 @@ class Assembler:
         made = self._agree_on_cuts(cuts, sample)
         self._check_same_model()
         self.engine.share_tensors([tensor for _, tensor in _named_tensors(self.model)], 1)
+        if not all(tie.shared for tie in made.ties):
+            for part in made.stages:  # a copy may have no name in the model
+                self.engine.share_tensors([tensor for _, tensor in _named_tensors(part)], 1)
         outputs = self._outputs(made.stages, sample) if self.method.head else [None] * self.K
         stages = {}
         for k in self.engine.here:
