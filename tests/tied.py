@@ -61,6 +61,36 @@ def pipeline(model: nn.Module, K: int, method: offbeat.Method | str, **options: 
     return offbeat.Pipeline(model, K, method=method, **settings)
 
 
+def scored(model: nn.Module, x: Any, y: Any) -> Tensor:
+    return loss(model(x), y)
+
+
+def adl(model: nn.Module, parts: list[nn.Module], M: int, data: list, scored: Any = scored) -> dict[str, Tensor]:
+    """ADL as a serial computation: stage k forwards batch t on its version max(0, t - 2(K-k)) // M, and update s of the
+    stage is the mean gradient of batches sM to sM+M-1. A tied parameter has the versions of the first stage that uses
+    it, in all of its uses: so the gradient of a batch is that of the unsplit model on one set of weights.
+
+    Only `parts` is the engine's: which stage has which parameter."""
+    K, named = len(parts), dict(model.named_parameters())
+    first = {id(p): name for name, p in named.items()}
+    every = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    stage_of = {every[name]: k for k, part in enumerate(parts, start=1) for name, _ in part.named_parameters()}
+    versions = {name: [p.detach().clone()] for name, p in named.items()}
+    momentum: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
+    for t, (x, y) in enumerate(data):
+        for name, p in named.items():
+            p.data = versions[name][max(0, t - 2 * (K - stage_of[name])) // M]
+        gradients = torch.autograd.grad(scored(model, x, y), list(named.values()))
+        for name, gradient in zip(named, gradients, strict=True):
+            sums[name] = gradient if t % M == 0 else sums[name] + gradient
+            if t % M == M - 1 or t == len(data) - 1:
+                step = sums[name] / (t % M + 1) + 1e-3 * versions[name][-1]
+                momentum[name] = 0.9 * momentum[name] + step if name in momentum else step
+                versions[name].append(versions[name][-1] - LR * momentum[name])
+    return {name: each[-1] for name, each in versions.items()}
+
+
 def trained(method: str, K: int, seed: int = 0, **options: Any) -> dict[str, str]:
     """Digests of all tensors after some batches and an evaluation, by name; the first process's weights count."""
     pipe = pipeline(network(seed), K, method, **options)

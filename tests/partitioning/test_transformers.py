@@ -196,7 +196,7 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "gpt2", "t5"])
 def test_two_processes_train_the_weights_of_the_simulator(name, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent), name=name))

@@ -14,7 +14,6 @@ from captured import capture
 from preloaded import PYTHON
 from tied import batches, network, pipeline, sgd
 from torch import nn
-from torch.func import functional_call
 
 import offbeat
 from offbeat.engines.simulate import Simulate
@@ -38,6 +37,12 @@ def equal(one: dict, other: dict) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), f"{name} differs by {(tensor - other[name]).abs().max()}"
+
+
+def close(found: dict, expected: dict) -> None:
+    """Within 1e-12, under all names that are expected."""
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max() <= 1e-12, name
 
 
 def plainly(model: nn.Module, data: list, M: int = 1) -> dict:
@@ -70,35 +75,12 @@ def test_back_propagation_is_that_of_the_unsplit_model_bit_for_bit(K):
     assert pipe.model.scores.weight is pipe.model.embedding.weight
 
 
-def adl(model: nn.Module, stage_of: dict[str, int], K: int, M: int, data: list) -> dict:
-    """ADL as a serial computation: stage k forwards batch t on its version max(0, t - 2(K-k)) // M, and update s of the
-    stage is the mean gradient of batches sM to sM+M-1. The tied table has the versions of the stage that owns it, in
-    all of its uses: so the gradient of a batch is that of the unsplit model on one set of weights."""
-    versions = {name: [p.detach().clone()] for name, p in model.named_parameters()}
-    momentum: dict = {}
-    sums: dict = {}
-    for t, (x, y) in enumerate(data):
-        age = {name: max(0, t - 2 * (K - stage_of[name])) // M for name in versions}
-        weights = {name: versions[name][age[name]].clone().requires_grad_() for name in versions}
-        gradients = torch.autograd.grad(tied.loss(functional_call(model, weights, (x,)), y), list(weights.values()))
-        for name, gradient in zip(weights, gradients, strict=True):
-            sums[name] = gradient if t % M == 0 else sums[name] + gradient
-            if t % M == M - 1 or t == len(data) - 1:
-                step = sums[name] / (t % M + 1) + 1e-3 * versions[name][-1]
-                momentum[name] = 0.9 * momentum[name] + step if name in momentum else step
-                versions[name].append(versions[name][-1] - tied.LR * momentum[name])
-    return {name: each[-1] for name, each in versions.items()}
-
-
 @pytest.mark.parametrize(("K", "M"), [(2, 1), (3, 2), (4, 1), (4, 4)])
 def test_adl_is_the_literal_serial_computation(K, M):
     pipe = pipeline(network(), K, offbeat.ADL(M=M))
-    stage_of = {name: k for k, part in enumerate(pipe.parts, start=1) for name, _ in part.named_parameters()}
-    assert stage_of[TABLE] == 1
-    expected = adl(network(), stage_of, K, M, batches(18))
-    found = train(pipe, batches(18))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=lambda text: f"{name}: {text}")
+    assert TABLE in dict(pipe.parts[0].named_parameters())
+    expected = tied.adl(network(), pipe.parts, M, batches(18))
+    close(train(pipe, batches(18)), expected)
     assert pipe.staleness[0].mean == 2 * (K - 1) / M
 
 
@@ -106,15 +88,11 @@ def test_adl_is_the_literal_serial_computation(K, M):
 @pytest.mark.parametrize("K", [2, 4])
 def test_batches_on_one_version_have_the_whole_gradient_under_all_weights(weights, K):
     found = train(pipeline(network(), K, offbeat.ADL(M=5, weights=weights)), batches(5))
-    expected = plainly(network(), batches(5), M=5)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+    close(found, plainly(network(), batches(5), M=5))
 
 
 def test_micro_batches_split_the_samples_and_not_the_table():
-    found = train(pipeline(network(), 4, "gpipe:m=2"), batches(6))
-    for name, tensor in plainly(network(), batches(6)).items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+    close(train(pipeline(network(), 4, "gpipe:m=2"), batches(6)), plainly(network(), batches(6)))
 
 
 def test_bf16_stages_train_as_the_unsplit_model_in_bf16():
