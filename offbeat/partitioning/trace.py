@@ -265,7 +265,7 @@ class Traced:
         edges = list(zip([0, *cuts], [*cuts, len(self.units)], strict=True))
         uses = self._uses(edges)
         self.ties = {
-            key: TiedParameter(dict(reversed(stages)), tied == "shared", parameter.nbytes)
+            key: TiedParameter(dict(sorted(dict(reversed(stages)).items())), tied == "shared", parameter.nbytes)
             for key, (parameter, stages) in uses.items()
             if stages[0][0] != stages[-1][0]
         }
