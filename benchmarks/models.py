@@ -157,9 +157,9 @@ def measured(library: str, name: str, build: Build, K: int, device: torch.device
         model.to(device).train()
         found |= {"parameters": sum(p.numel() for p in model.parameters()), "modules": sum(1 for _ in model.modules())}
         began = time.perf_counter()
-        counted = offbeat.partition(model, K, x, untie=True)
+        counted = offbeat.partition(model, K, x)
         found["seconds"] = time.perf_counter() - began
-        made = offbeat.partition(model, K, x, untie=True, by="measured")
+        made = offbeat.partition(model, K, x, by="measured")
         found |= {"trace": made.trace, "units": len(made.names), "balance_by_flops": counted.balance}
         found |= {"balance": made.balance, "cuts": made.cuts, "ties": len(made.ties), "notes": made.notes}
         found["stages"] = [[made.names[a], made.names[b - 1]] for a, b in _spans(made)]
@@ -184,15 +184,9 @@ def difference(model: nn.Module, made: Partition, x: Any) -> float:
     torch.manual_seed(1)
     there = through(made.stages, x)
     pairs = list(zip(outputs, there, strict=True))
-    copies = {name: tie.names for tie in made.ties for name in tie.names.values()}
-    gradients = [dict(stage.named_parameters()) for stage in made.stages]
-    for name, parameter in whole.named_parameters():
-        uses = [mine[name] for mine in gradients if name in mine]
-        if name in copies:
-            uses = [gradients[k - 1][alias] for k, alias in sorted(copies[name].items(), reverse=True)]
-        given = [use.grad for use in uses if use.grad is not None]
-        if parameter.grad is not None and uses:
-            pairs.append((parameter.grad, sum(given[1:], start=given[0]) if given else torch.zeros_like(parameter)))
+    for parameter, trained in zip(whole.parameters(), model.parameters(), strict=True):  # by the stages
+        if parameter.grad is not None:
+            pairs.append((parameter.grad, torch.zeros_like(parameter) if trained.grad is None else trained.grad))
     return max(_relative(a.detach(), b.detach()) for a, b in pairs)
 
 

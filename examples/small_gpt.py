@@ -45,10 +45,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Scores of the next character at every position.
 
-    Many GPTs tie the output layer to the embedding (`self.scores.weight = self.embedding.weight`). They are in the
-    first and the last stage, which would update them independently. So Offbeat raises an error if two stages share a
-    parameter. Without tying, as here, the model has (characters x width) more parameters.
-    `offbeat.partition(..., untie=True)` gives each stage its own copy.
+    Many GPTs tie the output layer to the embedding (`self.scores.weight = self.embedding.weight`): GPT(..., tied=True).
+    The first stage then trains the table, and sends it to the last one with every batch. Without tying, as here, the
+    model has (characters x width) more parameters, and no table crosses the cuts.
     """
 
     def __init__(self, characters: int, *, tied: bool = False) -> None:

@@ -14,6 +14,9 @@ backward of batch t-2(K-k) with the weights of that batch's forward. The mean of
 
 Locks: none. Held by stage k: 2(K-k)+1 graphs, ceil(2(K-k)/M)+1 versions. Time per batch: that of the slowest stage.
 A message has a whole tick to arrive, so a latency below the time of a stage costs nothing.
+
+A parameter that several stages use (tied weights) has the versions and the staleness of the first of them, in all of
+its uses: that stage sends the version of its forward along with the batch, and its gradient is the sum over all uses.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from offbeat.partitioning.inputs import as_dict
 from offbeat.partitioning.partition import (
     By,
     Partition,
-    TiedParameter,
     Units,
     block_cuts,
     default_units,
@@ -15,6 +14,7 @@ from offbeat.partitioning.partition import (
 )
 from offbeat.partitioning.profile import Profile, UnitCost, profile
 from offbeat.partitioning.solve import Memory, Solution, solve
+from offbeat.partitioning.ties import Tied, TiedParameter
 from offbeat.partitioning.trace import Traced, trace
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Partition",
     "Profile",
     "Solution",
+    "Tied",
     "TiedParameter",
     "Trace",
     "Traced",

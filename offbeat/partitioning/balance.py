@@ -26,9 +26,16 @@ class StageSummary:
 
 
 def summarize(
-    names: Sequence[str], cuts: Sequence[int], parameters: Sequence[int], costs: Sequence[float], found: Profile | None
+    names: Sequence[str],
+    cuts: Sequence[int],
+    parameters: Sequence[int],
+    costs: Sequence[float],
+    found: Profile | None,
+    *,
+    tied: Sequence[int],
 ) -> list[StageSummary]:
-    """The stages between the cuts; `parameters` and `costs` are those of each stage."""
+    """The stages between the cuts; `parameters`, `costs` and `tied`, bytes of parameters to send, are those of each
+    stage."""
     rows = []
     for k, (start, end) in enumerate(pairwise([0, *cuts, len(names)])):
         share = memory = boundary = None
@@ -36,7 +43,7 @@ def summarize(
             share = costs[k] / sum(costs) if sum(costs) else 1 / len(costs)
         if found:
             memory = sum(unit.parameter_bytes + unit.held_bytes for unit in found.units[start:end])
-            boundary = found.boundary_bytes[end] if end < len(names) else None
+            boundary = found.boundary_bytes[end] + tied[k] if end < len(names) else None
         rows.append(StageSummary(names[start], names[end - 1], end - start, parameters[k], share, memory, boundary))
     return rows
 

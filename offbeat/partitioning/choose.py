@@ -12,6 +12,7 @@ from torch import nn
 from offbeat.errors import UserError
 from offbeat.partitioning.profile import Profile, profile
 from offbeat.partitioning.solve import solve
+from offbeat.partitioning.ties import Tied
 from offbeat.partitioning.trace import Traced, trace
 from offbeat.partitioning.walk import verify
 
@@ -20,10 +21,10 @@ BETTER = 1.05  # times the balance of another trace: the gain that is worth more
 BALANCED = 0.9  # enough not to look for cuts inside blocks
 
 
-def choose_trace(model: nn.Module, K: int, sample: Any, way: Trace, *, untie: bool) -> tuple[Traced, Profile | None]:
+def choose_trace(model: nn.Module, K: int, sample: Any, way: Trace, *, tied: Tied) -> tuple[Traced, Profile | None]:
     """The model's trace, verified on the sample where there is one, and its profile where it was needed to choose."""
     if way == "sample":
-        return _on_sample(model, K, sample, untie)[:2]
+        return _on_sample(model, K, sample, tied)[:2]
     followed = trace(model, sample, way="fx")
     problem: UserError | None = None
     try:
@@ -33,23 +34,23 @@ def choose_trace(model: nn.Module, K: int, sample: Any, way: Trace, *, untie: bo
         problem = error
         if way == "fx":
             raise
-    enough = problem is None and len(followed.legal(untie=True)) + 1 >= K
+    enough = problem is None and len(followed.legal(tied)) + 1 >= K
     if way == "fx" or sample is None or (enough and not followed.notes):
         return followed, None
-    run, found, balance = _on_sample(model, K, sample, untie)
-    if run.whole or (problem is None and len(run.legal_cuts) < min(K - 1, len(followed.legal_cuts))):
+    run, found, balance = _on_sample(model, K, sample, tied)
+    if run.whole or (problem is None and len(run.legal(tied)) < min(K - 1, len(followed.legal(tied)))):
         if problem is not None:
             raise problem
         followed.notes += [f"run on the sample, {note}" for note in run.notes if run.whole]
         return followed, None
     if enough:
         counted = profile(model, sample, timed=False, traced=followed)
-        if _balance(followed, counted, K, untie) * BETTER >= balance:
+        if _balance(followed, counted, K, tied) * BETTER >= balance:
             return followed, counted
     return run, found
 
 
-def _on_sample(model: nn.Module, K: int, sample: Any, untie: bool) -> tuple[Traced, Profile | None, float]:
+def _on_sample(model: nn.Module, K: int, sample: Any, tied: Tied) -> tuple[Traced, Profile | None, float]:
     """The trace on the sample: at the borders of blocks, or inside them if that balances better."""
     best: tuple[Traced, Profile | None, float] | None = None
     for inside in (False, True):
@@ -58,7 +59,7 @@ def _on_sample(model: nn.Module, K: int, sample: Any, untie: bool) -> tuple[Trac
             return best or (traced, None, 0.0)
         verify(traced, sample)
         found = profile(model, sample, timed=False, traced=traced)
-        balance = _balance(traced, found, K, untie)
+        balance = _balance(traced, found, K, tied)
         if best is None or balance > BETTER * best[2]:
             best = traced, found, balance
         if balance >= BALANCED:
@@ -67,7 +68,7 @@ def _on_sample(model: nn.Module, K: int, sample: Any, untie: bool) -> tuple[Trac
     return best
 
 
-def _balance(traced: Traced, found: Profile, K: int, untie: bool) -> float:
+def _balance(traced: Traced, found: Profile, K: int, tied: Tied) -> float:
     """Of the best partition by FLOPs and bytes; 0 where there is none."""
-    legal = traced.legal(untie=untie)
+    legal = traced.legal(tied)
     return solve(found.costs(), K, legal=legal).balance if len(legal) + 1 >= K else 0.0

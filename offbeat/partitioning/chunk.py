@@ -1,7 +1,7 @@
 """A contiguous piece of a program as an nn.Module: one argument in, one value out.
 
 Between stages go the values that later stages need, in the order of their making: several as a tuple, one as itself
-(message.py has the form).
+(message.py has the form). After them come tied parameters (ties.py), each as the tensor that the batch uses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offbeat.errors import UserError
 from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.message import decode, duplicate, each_tensor, encode
-from offbeat.partitioning.program import DEVICE, Step, execute, fill
+from offbeat.partitioning.program import DEVICE, Held, Step, execute, fill
 
 
 class Mode:
@@ -62,6 +62,8 @@ class StageProgram:
     copied: tuple[str, ...]  # inputs that it may write into
     constant: tuple[str, ...]  # inputs that no gradient flows through, as in the unsplit model
     last: bool
+    tied_inputs: tuple[str, ...] = ()  # parameters of an earlier stage, as values
+    tied_outputs: tuple[Any, ...] = ()  # templates: parameters that later stages use
 
 
 class Chunk(Shell):
@@ -79,15 +81,17 @@ class Chunk(Shell):
         if program.last:
             return fill(program.output, values)
         sent = encode(tuple(values[name] for name in program.outputs))
-        return sent[0] if len(program.outputs) == 1 else sent
+        sent += tuple(_sent(each, values) for each in program.tied_outputs)
+        return sent[0] if len(sent) == 1 else sent
 
     def _receive(self, x: Any, program: StageProgram) -> dict[str, Any]:
-        content = (x,) if len(program.inputs) == 1 else tuple(x)
-        if len(content) != len(program.inputs):
-            crossing = f"{len(program.inputs)} cross the cut"
+        own, expected = len(program.inputs), len(program.inputs) + len(program.tied_inputs)
+        content = (x,) if expected == 1 else tuple(x)
+        if len(content) != expected:
+            crossing = f"{expected} cross the cut"
             raise UserError(f"{len(content)} values arrived where {crossing}: cut all stages alike, in one mode")
-        received = decode(content, self._device(content))
-        values = dict(zip(program.inputs, received, strict=True))
+        received = decode(content[:own], self._device(content))
+        values = dict(zip((*program.inputs, *program.tied_inputs), (*received, *content[own:]), strict=True))
         copies: dict[int, Tensor] = {}
         for name in program.copied:
             values[name] = each_tensor(values[name], lambda tensor: _copy(tensor, copies))
@@ -121,6 +125,12 @@ class Whole(Shell):
 def as_stage(model: nn.Module, inputs: Inputs) -> nn.Module:
     """The model as a module of one argument, the batch."""
     return Whole(model, inputs) if inputs.keywords or len(inputs.names) > 1 else model
+
+
+def _sent(parameter: Any, values: dict[str, Any]) -> Tensor:
+    """A tied parameter as it is sent: by its stage a copy, since an update changes the parameter in place."""
+    tensor: Tensor = fill(parameter, values)
+    return tensor.clone() if isinstance(parameter, Held) else tensor
 
 
 def _copy(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:

@@ -126,5 +126,5 @@ def refuse_shared(parts: Sequence[nn.Module]) -> None:
             if first_k != k:
                 raise UserError(
                     f"{first_name} of stage {first_k} and {name} of stage {k} are one tensor: "
-                    "cut so that both are in one stage, or give each its own copy"
+                    'cut so that both are in one stage, or cut the model with units="layers", which shares them'
                 )

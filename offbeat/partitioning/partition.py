@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -20,6 +20,7 @@ from offbeat.partitioning.cut import balanced, check_blocks, check_stages, cut, 
 from offbeat.partitioning.inputs import Inputs, as_dict, depends_on_batch
 from offbeat.partitioning.profile import Profile, profile, profile_blocks
 from offbeat.partitioning.solve import Memory, Solution, solve
+from offbeat.partitioning.ties import Tied, TiedParameter
 from offbeat.partitioning.timing import Load, Meter, one_by_one
 from offbeat.partitioning.trace import Traced, Way
 from offbeat.partitioning.trace import trace as trace_model
@@ -32,17 +33,6 @@ LAPS, LONGEST = 4, 5.0  # laps of the slowest stage for which all run at once, a
 
 
 @dataclass(frozen=True)
-class TiedParameter:
-    """A parameter that several stages use; the owner is the first of them, the others have copies of their own."""
-
-    names: dict[int, str]  # stage (from 1): the name under which it uses the parameter
-
-    @property
-    def owner(self) -> int:
-        return min(self.names)
-
-
-@dataclass(frozen=True)
 class Partition:
     """The stages of a model, and where they were cut: cut c is before unit c. Printed, it is a table of the stages.
 
@@ -51,7 +41,7 @@ class Partition:
     notes   what could not be traced, or was copied, and an imbalance worth a warning
     trace   how the layers were found: "fx" or "sample"
     costs   of the stages: FLOPs with bytes moved, or seconds where they were measured; empty where cuts were given
-    ties    parameters that several stages use, where `untie` copied them
+    ties    parameters that several stages use
     """
 
     stages: list[nn.Module]
@@ -80,7 +70,8 @@ class Partition:
         if found and not costs:
             each = found.costs()
             costs = [sum(each[start:end]) for start, end in pairwise([0, *self.cuts, len(self.names)])]
-        return summarize(self.names, self.cuts, parameters, costs, found)
+        tied = [sum(tie.bytes for tie in self.ties if tie.sent(k)) for k in range(1, self.K + 1)]
+        return summarize(self.names, self.cuts, parameters, costs, found, tied=tied)
 
     def _count(self) -> Profile | None:
         try:
@@ -93,9 +84,12 @@ class Partition:
 
 
 def default_units(model: nn.Module, K: int, cuts: Sequence[int | str] | None = None) -> Units:
-    """Blocks where the model is a plain sequence with enough of them, and named cuts are its entries; else layers."""
+    """Blocks where the model is a plain sequence with enough of them that share no parameters, and named cuts are its
+    entries; else layers."""
     inside = [cut for cut in cuts or () if isinstance(cut, str) and cut not in model._modules]
     blocks = K == 1 or (is_sequence(model) and len(units(model)) >= K)
+    if blocks and K > 1 and cuts is None and _ties_entries(model):
+        return "layers"
     return "blocks" if blocks and not inside else "layers"
 
 
@@ -111,6 +105,12 @@ def needs_batch(
     return trace == "sample" or (trace == "auto" and bool(trace_model(model, way="fx").notes))
 
 
+def _ties_entries(model: nn.Module) -> bool:
+    """Whether two entries of a sequence have a parameter in common."""
+    each = [{id(parameter) for parameter in entry.parameters()} for entry in units(model)]
+    return sum(map(len, each)) > len(set[int]().union(*each))
+
+
 def partition(
     model: nn.Module,
     K: int,
@@ -122,7 +122,7 @@ def partition(
     speeds: Sequence[float] | None = None,
     memory: Memory | None = None,
     pinned: Sequence[int] = (),
-    untie: bool = False,
+    tied: Tied = "shared",
     trace: Trace = "auto",
 ) -> Partition:
     """Cut a model into K stages: at `cuts`, or at the best places for a sample.
@@ -133,7 +133,8 @@ def partition(
             units here, then whole stages, and moves the cuts
     speeds  of the K workers
     pinned  cuts that must be among the chosen
-    untie   copy parameters that several stages use instead of refusing them
+    tied    what becomes of a parameter that several stages use: "shared": the first of them trains it, and sends it to
+            the others with every batch; "copies": each trains a copy (of the model's, which is then untied; ties.py)
     trace   "fx": torch.fx; "sample": run the sample and record what happens between blocks; "auto": fx, or the sample
             where that gives fewer than K units or a better balance
 
@@ -155,6 +156,8 @@ def partition(
         raise unknown("partition", by, get_args(By))
     if trace not in get_args(Trace):
         raise unknown("trace", trace, get_args(Trace))
+    if tied not in get_args(Tied):
+        raise unknown("tied", tied, get_args(Tied))
     if speeds is not None and len(speeds) != K:
         raise UserError(f"{len(speeds)} speeds for {K} stages: give one for each")
     if K == 1 and not cuts:
@@ -162,10 +165,10 @@ def partition(
     plain = by == "flops" and speeds is None and memory is None and not pinned
     if kind == "blocks" and (plain or cuts is not None):
         return _between_entries(model, K, sample, cuts)
-    traced, found = choose_trace(model, K, sample, trace, untie=untie)
-    legal = traced.legal(untie=untie) if kind == "layers" else _legal_between_blocks(traced)
+    traced, found = choose_trace(model, K, sample, trace, tied=tied)
+    legal = traced.legal(tied) if kind == "layers" else _legal_between_blocks(traced, tied)
     if len(legal) + 1 < K:
-        raise _too_few_units(traced, K, len(legal) + 1, untie=untie, sample=sample)
+        raise _too_few_units(traced, K, len(legal) + 1, tied=tied, sample=sample)
     names, notes = [unit.name for unit in traced.units], []
     times: tuple[float, ...] = ()
     if cuts is None:
@@ -180,9 +183,9 @@ def partition(
     chosen = positions(cuts, names, [unit.module for unit in traced.units])
     if len(chosen) != K - 1:
         raise UserError(f"{len(chosen)} cuts {list(cuts)} make {len(chosen) + 1} stages but K = {K}: give {K - 1} cuts")
-    stages = traced.split(chosen, untie=untie)
+    stages = traced.split(chosen, tied=tied)
     count = None if sample is None else partial(_counted, found, model, sample, traced)
-    ties = tuple(_ties(traced, stages))
+    ties = tuple(traced.ties.values())
     return Partition(stages, chosen, "layers", names, [*traced.notes, *notes], traced.way, times, ties, count)
 
 
@@ -209,13 +212,12 @@ def _between_entries(model: nn.Module, K: int, sample: Any, cuts: Sequence[int |
     return Partition(split(model, chosen), chosen, "blocks", names, notes, costs=costs, count=count)
 
 
-def _too_few_units(traced: Traced, K: int, most: int, *, untie: bool, sample: Any) -> UserError:
+def _too_few_units(traced: Traced, K: int, most: int, *, tied: Tied, sample: Any) -> UserError:
     why = f" ({'; '.join(traced.notes)})" if traced.notes else ""
     if traced.notes and sample is None:
         why += "; or give a sample: running it may show more units"
-    if traced.shared and not untie:
-        names = ", ".join(traced.shared)
-        why += f"; {names} cannot be used by two stages: cut by offbeat.partition(..., untie=True), a copy each"
+    if shared := traced.shared(tied):
+        why += f"; {', '.join(shared)} cannot be used by two stages: give tied='copies', a copy for each"
     return UserError(f"{K} stages but only {most} unit{'s' * (most > 1)} to cut between: use K <= {most}{why}")
 
 
@@ -255,18 +257,6 @@ def _warned(line: str | None) -> list[str]:
         return []
     warnings.warn(line, Unbalanced, stacklevel=4)
     return [line]
-
-
-def _ties(traced: Traced, stages: Sequence[nn.Module]) -> Iterator[TiedParameter]:
-    """Parameters of the model that several stages use."""
-    held = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
-    groups: dict[int, list[str]] = {}
-    for name, parameter in traced.model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    for names in groups.values():
-        used = {k: name for k, mine in enumerate(held, start=1) for name in names if name in mine}
-        if len(used) > 1:
-            yield TiedParameter(used)
 
 
 def solve_for(
@@ -320,7 +310,7 @@ def _block_names(model: nn.Module) -> list[str]:
     return list(model._modules) if is_sequence(model) else [type(model).__name__]
 
 
-def _legal_between_blocks(traced: Traced) -> list[int]:
+def _legal_between_blocks(traced: Traced, tied: Tied) -> list[int]:
     """Legal cuts between entries of a sequence."""
     top = [unit.module.partition(".")[0] for unit in traced.units]
-    return [position for position in traced.legal_cuts if top[position] != top[position - 1]]
+    return [position for position in traced.legal(tied) if top[position] != top[position - 1]]

@@ -4,17 +4,20 @@
 
 Arguments are plain containers with two kinds of marks in them: `Ref` stands for the value of an earlier operation (or
 an input of the model), `State` for a parameter, buffer or tensor attribute, which is looked up anew at each run. So a
-parameter never travels between stages as a value.
+parameter never travels between stages as a value, but one that several stages use: there the later ones receive it
+(`bind` gets the names).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 
 
 class Ref(str):
@@ -29,6 +32,7 @@ class State(str):
     __slots__ = ()
 
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
 DEVICE = ""  # the name of the device among the values of a run
 
 
@@ -128,6 +132,17 @@ class WithoutGrad:
             return self.call(*args, **kwargs)
 
 
+@dataclass(frozen=True)
+class Supplied:
+    """A layer, some of whose parameters are given with each call."""
+
+    layer: nn.Module
+    names: tuple[str, ...]
+
+    def __call__(self, parameters: tuple[Tensor, ...], /, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self.layer, dict(zip(self.names, parameters, strict=True)), args, kwargs)
+
+
 @dataclass
 class Step:
     """An operation bound to the layers that it runs on; `done` names the values that nobody needs after it."""
@@ -139,9 +154,12 @@ class Step:
     done: tuple[str, ...] = ()
 
 
-def bind(ops: Sequence[Op], root: nn.Module, keep: set[str]) -> list[Step]:
-    """The operations on the layers under `root`, which frees all values but those to keep after their last use."""
-    steps = [Step(op.name, _callable(op, root), held(op.args, root), held(op.kwargs, root)) for op in ops]
+def bind(ops: Sequence[Op], root: nn.Module, keep: set[str], received: Mapping[str, str] = NOTHING) -> list[Step]:
+    """The operations on the layers under `root`, which frees all values but those to keep after their last use.
+
+    `received` has the names of the values that stand for parameters of the model, by their paths.
+    """
+    steps = [_step(op, root, received) for op in ops]
     seen = set(keep)
     for op, step in zip(reversed(ops), reversed(steps), strict=True):
         step.done = tuple(name for name in (*op.refs, op.name) if name not in seen)
@@ -149,26 +167,33 @@ def bind(ops: Sequence[Op], root: nn.Module, keep: set[str]) -> list[Step]:
     return steps
 
 
-def _callable(op: Op, root: nn.Module) -> Callable[..., Any]:
+def _step(op: Op, root: nn.Module, received: Mapping[str, str]) -> Step:
+    args = held(op.args, root, received)
     if op.kind == "call_module":
         call: Callable[..., Any] = root.get_submodule(op.target)
+        inside = {path.removeprefix(f"{op.target}."): name for path, name in received.items()}
+        given = {path: name for path, name in inside.items() if f"{op.target}.{path}" in received}
+        if given:
+            call, args = Supplied(root.get_submodule(op.target), tuple(given)), (tuple(map(Ref, given.values())), *args)
     else:
         call = Method(op.target) if op.kind == "call_method" else op.target
-    return call if op.grad else WithoutGrad(call)
+    return Step(op.name, call if op.grad else WithoutGrad(call), args, held(op.kwargs, root, received))
 
 
-def held(content: Any, root: nn.Module) -> Any:
-    """The template with every State bound to its holder under `root`."""
+def held(content: Any, root: nn.Module, received: Mapping[str, str] = NOTHING) -> Any:
+    """The template with every State bound to its holder under `root`, or to the value that was received for it."""
     kind = type(content)
+    if kind is State and content in received:
+        return Ref(received[content])
     if kind is State:
         path, _, name = content.rpartition(".")
         return Held(root.get_submodule(path), name)
     if kind is tuple or kind is list:
-        return kind(held(item, root) for item in content)
+        return kind(held(item, root, received) for item in content)
     if kind is dict:
-        return {key: held(item, root) for key, item in content.items()}
+        return {key: held(item, root, received) for key, item in content.items()}
     if kind is slice:
-        return slice(held(content.start, root), held(content.stop, root), held(content.step, root))
+        return slice(*(held(item, root, received) for item in (content.start, content.stop, content.step)))
     return content
 
 

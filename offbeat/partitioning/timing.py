@@ -158,7 +158,7 @@ def one_by_one(twin: Traced, sample: Any) -> Meter:
 def _parts(twin: Traced, cuts: Sequence[int], sample: Any) -> Iterator[tuple[nn.Module, Any]]:
     """The stages, each with its input."""
     x = sample
-    for part in twin.split(list(cuts), untie=True):  # whether they may be separated was decided before
+    for part in twin.split(list(cuts), tied="copies"):  # whether they may be separated was decided before
         yield part, x
         with torch.no_grad():
             x = part.train()(pytree.tree_map_only(Tensor, torch.clone, x))

@@ -27,6 +27,7 @@ from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.program import Op, Program, Ref, State, bind, held, marks
 from offbeat.partitioning.record import Untraceable, record
 from offbeat.partitioning.sample_trace import record_on_sample
+from offbeat.partitioning.ties import Tied, TiedParameter
 from offbeat.partitioning.tree import hold, own_tensors, put, shell_at, with_copies
 
 Way = Literal["fx", "sample"]
@@ -80,8 +81,9 @@ class Traced:
     """A model as units. Cut c is before unit c; `legal_cuts` are those that keep the model exact.
 
     units       in the order of their running, the same everywhere
-    notes       one line for each submodule that stays one unit, and for each copy that `untie` made
-    legal_cuts  neither between two uses of a parameter, buffer or untraceable submodule, nor where a value crosses
+    notes       one line for each submodule that stays one unit, and for each parameter of several stages
+    ties        parameters that several stages use, of the last split
+    legal_cuts  neither between two uses of a written buffer or untraceable submodule, nor where a value crosses
                 together with a view of it and is changed in place
     """
 
@@ -97,6 +99,7 @@ class Traced:
     ) -> None:
         self.model, self.programs, self.inputs, self.way = model, programs, inputs, way
         self._written = written
+        self.ties: dict[int, TiedParameter] = {}  # by the identity of the parameter
         self.notes = [_note(model, path, reason) for path, reason in atomic.items()]
         self.whole = "" in atomic
         self.memory = {mode: Memory(program, model) for mode, program in programs.items()}
@@ -111,7 +114,7 @@ class Traced:
         other.model, other.notes = copy.deepcopy(self.model), list(self.notes)
         if device is not None:
             other.model.to(device)
-        for name in ("shared", "written"):
+        for name in ("_shared", "written"):
             other.__dict__.pop(name, None)  # they know tensors by their identity
         return other
 
@@ -220,13 +223,17 @@ class Traced:
             names = {name for op in ops for name in buffers_written(op, self.model)}
         return {id(_attribute(self.model, name)) for name in names}
 
+    def shared(self, tied: Tied) -> dict[str, tuple[int, int]]:
+        """First and last unit of what cannot be used by two stages: written buffers, untraceable submodules; with
+        copies nothing."""
+        return {} if tied == "copies" else self._shared
+
     @cached_property
-    def shared(self) -> dict[str, tuple[int, int]]:
-        """First and last unit of what several units use: parameters, written buffers, untraceable submodules."""
+    def _shared(self) -> dict[str, tuple[int, int]]:
         uses: dict[int, tuple[dict[str, None], list[int]]] = {}
         for unit in self.units:
             for name, thing, is_tensor in self._state(unit.spans):
-                if is_tensor and not isinstance(thing, nn.Parameter) and id(thing) not in self.written:
+                if is_tensor and id(thing) not in self.written:  # it is read, or received from its stage
                     continue
                 names, places = uses.setdefault(id(thing), ({}, []))
                 names[name] = None
@@ -238,47 +245,65 @@ class Traced:
         """Where it can be cut; one stage more than these is the most."""
         return self.legal()
 
-    def legal(self, *, untie: bool = False) -> list[int]:
-        """Where it can be cut; with `untie` also between two uses of a parameter, which then get a copy each."""
+    def legal(self, tied: Tied = "shared") -> list[int]:
+        """Where it can be cut; with copies also between two uses of a buffer that is written, or of a submodule that
+        cannot be traced."""
         barred = set(self.unsafe_cuts)
-        if not untie:
-            for first, last in self.shared.values():
-                barred.update(range(first + 1, last + 1))
+        for first, last in self.shared(tied).values():
+            barred.update(range(first + 1, last + 1))
         return [cut for cut in range(1, len(self.units)) if cut not in barred]
 
-    def split(self, cuts: Sequence[int], *, untie: bool = False) -> list[nn.Module]:
+    def split(self, cuts: Sequence[int], *, tied: Tied = "shared") -> list[nn.Module]:
         """The stages between the cuts. They train the model's own parameters, under the model's names.
 
-        With `untie`, a later stage gets its own copy of what an earlier one uses too; that copy is not the model's.
+        A parameter that several stages use is one parameter, or with copies one for each stage (ties.py).
         """
-        self._check(cuts, untie)
+        self._check(cuts, tied)
+        self.ties = {}
         if not cuts:
             return [as_stage(self.model, self.inputs)]
+        edges = list(zip([0, *cuts], [*cuts, len(self.units)], strict=True))
+        uses = self._uses(edges)
+        self.ties = {
+            key: TiedParameter(dict(sorted(dict(reversed(stages)).items())), tied == "shared", parameter.nbytes)
+            for key, (parameter, stages) in uses.items()
+            if stages[0][0] != stages[-1][0]
+        }
+        if tied == "copies":
+            for parameter, stages in [uses[key] for key in self.ties]:
+                _untie(self.model, parameter, stages)
+        self.notes += [tie.note() for tie in self.ties.values() if tie.shared]
         taken: dict[int, int] = {}
-        parts: list[nn.Module] = []
-        for k, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(self.units)], strict=True), start=1):
-            parts.append(self._chunk(start, end, k, taken))
-        return parts
+        return [self._chunk(start, end, k, taken, self.ties) for k, (start, end) in enumerate(edges, start=1)]
 
-    def _check(self, cuts: Sequence[int], untie: bool) -> None:
+    def _uses(self, edges: Sequence[tuple[int, int]]) -> dict[int, tuple[nn.Parameter, list[tuple[int, str]]]]:
+        """Each parameter by its identity, with the stages that use it and the names by which they do."""
+        uses: dict[int, tuple[nn.Parameter, list[tuple[int, str]]]] = {}
+        for k, (start, end) in enumerate(edges, start=1):
+            for unit in self.units[start:end]:
+                for name, thing, _ in self._state(unit.spans):
+                    if isinstance(thing, nn.Parameter):
+                        uses.setdefault(id(thing), (thing, []))[1].append((k, name))
+        return uses
+
+    def _check(self, cuts: Sequence[int], tied: Tied) -> None:
         count = len(self.units)
         whole = all(isinstance(cut, int) and not isinstance(cut, bool) for cut in cuts)
         if not whole or any(a >= b for a, b in zip([0, *cuts], [*cuts, count], strict=True)):
             allowed = f"they must increase, from 1 to {count - 1}" if count > 1 else "there is nothing to cut"
             raise UserError(f"cuts {list(cuts)} of {count} units: {allowed}{self._why_whole()}")
-        legal = self.legal(untie=untie)
+        legal = self.legal(tied)
         for cut in cuts:
             if cut in self.unsafe_cuts:
                 problem, remedy = "separates a value and a view of it, changed in place, from both of their uses", ""
-            elif (names := self._separated(cut)) and not untie:
-                problem = f"separates the uses of {names}"
-                remedy = "; or offbeat.partition(..., untie=True), a copy for each stage"
+            elif names := self._separated(cut, tied):
+                problem, remedy = f"separates the uses of {names}", '; or tied="copies", a copy for each stage'
             else:
                 continue
             raise UserError(f"cut {cut} (before {self.units[cut].name}) {problem}: {_nearest(cut, legal)}{remedy}")
 
-    def _separated(self, cut: int) -> str:
-        names = [name for name, (first, last) in self.shared.items() if first < cut <= last]
+    def _separated(self, cut: int, tied: Tied) -> str:
+        names = [name for name, (first, last) in self.shared(tied).items() if first < cut <= last]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def _why_whole(self) -> str:
@@ -288,40 +313,55 @@ class Traced:
 
     def as_one(self) -> Chunk:
         """All units as one module, which runs as stages do."""
-        return self._chunk(0, len(self.units), 1, {})
+        return self._chunk(0, len(self.units), 1, {}, {})
 
-    def _chunk(self, start: int, end: int, k: int, taken: dict[int, int]) -> Chunk:
+    def _chunk(self, start: int, end: int, k: int, taken: dict[int, int], tied: dict[int, TiedParameter]) -> Chunk:
         """Units start..end as a module; `taken` remembers the stage that has which tensor."""
         first, last = start == 0, end == len(self.units)
         spans = {mode: (self.units[start].spans[mode][0], self.units[end - 1].spans[mode][1]) for mode in self.programs}
         chunk = Chunk(self.model)
-        self._furnish(chunk, spans, k, taken)
+        ties = {key: tie for key, tie in tied.items() if tie.shared}
+        paths = {path: id(thing) for path, thing, _ in self._state(spans)}
+        received = {path: ties[key].value for path, key in paths.items() if key in ties and ties[key].owner < k}
+        arriving = {key: tie.value for key, tie in ties.items() if tie.sent(k - 1)}
+        frozen = {arriving[id(p)] for p in self.model.parameters() if id(p) in arriving and not p.requires_grad}
+        self._furnish(chunk, spans, k, taken, set(arriving))
         for mode, (a, b) in spans.items():
             program, memory = self.programs[mode], self.memory[mode]
             inputs = program.inputs if first else self._boundaries[mode][start]
             outputs = () if last else self._boundaries[mode][end]
-            output = held(program.output, chunk) if last else None
+            output = held(program.output, chunk, received) if last else None
             keep = {str(mark) for mark in marks(program.output)} if last else set(outputs)
             changed = frozenset[str]().union(*memory.writes[a:b])
+            passed = {tie.value for tie in ties.values() if tie.sent(k)}
             chunk._offbeat_programs[mode] = StageProgram(
                 self.inputs if first else None,
                 inputs,
-                bind(program.ops[a:b], chunk, keep),
+                bind(program.ops[a:b], chunk, keep | passed, received),
                 outputs,
                 output,
                 copied=tuple(name for name in inputs if not first and memory.roots[name] & changed),
-                constant=tuple(name for name in inputs if name not in self.carriers[mode]),
+                constant=(*(name for name in inputs if name not in self.carriers[mode]), *frozen),
                 last=last,
+                tied_inputs=tuple(arriving.values()),
+                tied_outputs=tuple(
+                    Ref(tie.value) if tie.owner < k else held(State(tie.names[k]), chunk)
+                    for tie in ties.values()
+                    if tie.sent(k)
+                ),
             )
         return chunk
 
-    def _furnish(self, chunk: Chunk, spans: dict[bool, tuple[int, int]], k: int, taken: dict[int, int]) -> None:
-        """Give the chunk its layers and its part of the model's tree, in the model's order."""
+    def _furnish(
+        self, chunk: Chunk, spans: dict[bool, tuple[int, int]], k: int, taken: dict[int, int], arriving: set[int]
+    ) -> None:
+        """Give the chunk its layers and its part of the model's tree, in the model's order, without the parameters that
+        arrive with every batch."""
         ops = [op for mode, (a, b) in spans.items() for op in self.programs[mode].ops[a:b]]
         layers = {op.target for op in ops if op.kind == "call_module"}
         owners = {op.owner for op in ops}  # whose mode follows the stage's
         states = set(self._states(spans))
-        copies = self._copies(spans, k, taken)
+        copies = self._copies(spans, k, taken, arriving)
         elsewhere = {id(thing) for _, thing, _ in self._state(spans) if taken[id(thing)] != k}  # read there, too
         for path, module in self.model.named_modules():
             if path in layers:
@@ -331,15 +371,23 @@ class Traced:
             for name, tensor in own_tensors(module):
                 if f"{path}.{name}".lstrip(".") in states:
                     own = copies.get(id(tensor), tensor)
+                    if own is None:
+                        continue
                     persistent = own is not tensor or id(tensor) not in elsewhere
                     hold(shell_at(chunk, self.model, path), module, name, own, persistent=persistent)
 
-    def _copies(self, spans: dict[bool, tuple[int, int]], k: int, taken: dict[int, int]) -> dict[int, Any]:
-        """Copies of what an earlier stage has, by the identity of the original."""
+    def _copies(
+        self, spans: dict[bool, tuple[int, int]], k: int, taken: dict[int, int], arriving: set[int]
+    ) -> dict[int, Any]:
+        """Copies of what an earlier stage has, by the identity of the original; None for what arrives."""
         copies: dict[int, Any] = {}
         for name, thing, is_tensor in self._state(spans):
             read_only = is_tensor and not isinstance(thing, nn.Parameter) and id(thing) not in self.written
-            if taken.setdefault(id(thing), k) != k and id(thing) not in copies and not read_only:
+            if taken.setdefault(id(thing), k) == k or id(thing) in copies or read_only:
+                continue
+            if id(thing) in arriving:
+                copies[id(thing)] = None
+            else:
                 copies[id(thing)] = copy.deepcopy(thing) if is_tensor else None
                 self.notes.append(f"{name} of stage {k} is a copy of its own: stage {taken[id(thing)]} uses it too")
         return copies
@@ -348,6 +396,19 @@ class Traced:
 def _attribute(model: nn.Module, path: str) -> Any:
     owner, _, name = path.rpartition(".")
     return getattr(model.get_submodule(owner), name)
+
+
+def _untie(model: nn.Module, parameter: nn.Parameter, uses: Sequence[tuple[int, str]]) -> None:
+    """Give the model a copy under each name of the parameter that an earlier stage does not use."""
+    first: dict[str, int] = {}
+    for k, name in uses:
+        first.setdefault(name, k)
+    copies = {uses[0][0]: parameter}
+    for name, k in first.items():
+        owner, _, leaf = name.rpartition(".")
+        if k not in copies:
+            copies[k] = copy.deepcopy(parameter)
+        model.get_submodule(owner)._parameters[leaf] = copies[k]
 
 
 def _last_use(program: Program) -> dict[str, int]:

@@ -92,6 +92,9 @@ class Assembler:
         made = self._agree_on_cuts(cuts, sample)
         self._check_same_model()
         self.engine.share_tensors([tensor for _, tensor in _named_tensors(self.model)], 1)
+        if not all(tie.shared for tie in made.ties):
+            for part in made.stages:  # a copy may have no name in the model
+                self.engine.share_tensors([tensor for _, tensor in _named_tensors(part)], 1)
         outputs = self._outputs(made.stages, sample) if self.method.head else [None] * self.K
         stages = {}
         for k in self.engine.here:
@@ -117,6 +120,7 @@ class Assembler:
         if 1 in self.engine.here:
             try:
                 made = self.cut(sample, cuts=cuts)
+                self._check_ties(made)
                 decision |= {"cuts": made.cuts, "trace": made.trace}
                 if made.trace == "sample":
                     decision["sample"] = pytree.tree_map_only(Tensor, Tensor.cpu, sample)
@@ -129,6 +133,16 @@ class Assembler:
             sample = pytree.tree_map_only(Tensor, lambda x: x.to(present(self.device)), decision.get("sample"))
             made = self.cut(sample, cuts=list(decision["cuts"]), trace=decision["trace"])
         return made
+
+    def _check_ties(self, made: cutting.Partition) -> None:
+        """Refuse shared parameters where no gradients come back to their stage."""
+        for tie in made.ties:
+            if tie.shared and self.method.feedback != "above":
+                (owner, own), (other, name) = sorted(tie.names.items())[:2]
+                raise UserError(
+                    f"{own} of stage {owner} is {name} of stage {other}, whose gradients {self.method.name} does not "
+                    'send back: give tied="copies", or a method with gradients from above, such as adl'
+                )
 
     def _check_same_model(self) -> None:
         names = [f"{name} {list(tensor.shape)}" for name, tensor in _named_tensors(self.model)]

@@ -51,6 +51,8 @@ class Pipeline:
     cuts        optional: cut before these units, or modules by name; default: chosen for the first batch, or `sample`
     by          what chosen cuts balance: "flops" (the same cuts on every machine) or "measured" time of this one
     trace       how units are found: "fx" (torch.fx), "sample" (run on the first batch, or `sample`), or "auto"
+    tied        a parameter that several stages use: "shared" (the first trains it, the others receive it with every
+                batch; BP is that of the unsplit model) or "copies" (each trains a copy: the model is untied)
     units       "blocks" (entries of an nn.Sequential) or "layers" (also inside blocks); default: "blocks" if K allows
     clip_norm   optional: largest norm of the gradient of an update, per stage
     weighting   of the gradients of an update: equal for all "batches" (also for a short one), or by their "samples"
@@ -95,6 +97,7 @@ class Pipeline:
         units: cutting.Units | None = None,
         by: cutting.By = "flops",
         trace: cutting.Trace = "auto",
+        tied: cutting.Tied = "shared",
         sample: Any = None,
         clip_norm: float | None = None,
         device: torch.device | str | None = None,
@@ -132,7 +135,7 @@ class Pipeline:
             cuts = cutting.cut(self.model, self.K, cuts=cutting.block_cuts(self.model, cuts))
         self._given_cuts = cuts
         self.cuts: list[int] | None = None  # where it is cut, once it is
-        self._cut = partial(cutting.partition, self.model, self.K, units=self.units, by=by, trace=trace)
+        self._cut = partial(cutting.partition, self.model, self.K, units=self.units, by=by, trace=trace, tied=tied)
         if isinstance(engine, str | None):
             engine = choose_engine(engine, self.K, method=self.method, device=wanted or torch.device("cpu"))
         self.engine: Engine = engine

@@ -376,12 +376,14 @@ def test_no_sample_and_no_cuts_are_refused():
     refused(("sample", "cuts"), made("vgg")[0], 2)
 
 
-def test_shared_parameters_are_refused_by_name_and_untie_copies_them():
+def test_shared_parameters_have_one_owner_and_copies_are_the_models_own():
     model, x = Tied(), torch.randn(4, 6)
-    refused(("first.weight", "last.weight", "untie"), model, 2, x)
-    refused(("first.weight", "last.weight", "untie"), model, 2, cuts=[2])
-    found = partition(model, 2, x, untie=True)
-    assert any("copy" in note and "weight" in note for note in found.notes)
+    for found in (partition(model, 2, x), partition(model, 2, cuts=[2])):
+        assert [tie.names for tie in found.ties] == [{1: "first.weight", 2: "last.weight"}]
+        assert same(found.stages[1](found.stages[0](x)), model(x))
+        assert "last.weight" not in dict(found.stages[1].named_parameters())
+    found = partition(model, 2, x, tied="copies")
+    assert model.last.weight is dict(found.stages[1].named_parameters())["last.weight"]
     assert same(found.stages[1](found.stages[0](x)), model(x))
     one, other = (dict(stage.named_parameters()) for stage in found.stages)
     assert one["first.weight"] is not other["last.weight"]
@@ -389,14 +391,16 @@ def test_shared_parameters_are_refused_by_name_and_untie_copies_them():
 
 
 def test_shared_parameters_can_be_untied_under_measured_cuts():
-    found = partition(Tied(), 2, torch.randn(4, 6), by="measured", untie=True)
+    found = partition(Tied(), 2, torch.randn(4, 6), by="measured", tied="copies")
     assert found.K == 2
 
 
-def test_a_tied_gpt_is_refused_by_name_and_can_be_untied():
+def test_a_tied_gpt_is_cut_into_three_stages_whose_table_crosses_both_cuts():
     model, x = zoo.GPT(tied=True), torch.randint(11, (3, 7))
-    refused(("tokens.weight", "head.weight", "untie"), model, 3, x)
-    assert partition(model, 3, x, untie=True).K == 3
+    found = partition(model, 3, x)
+    (tie,) = found.ties
+    assert tie.names == {1: "tokens.weight", 3: "head.weight"}
+    assert [tie.sent(k) for k in (1, 2, 3)] == [True, True, False]
 
 
 BAD = {

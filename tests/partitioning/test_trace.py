@@ -348,15 +348,15 @@ def test_odd_things_are_right_at_every_cut():
     assert not traced.notes
     x = torch.randn(3, 4, dtype=torch.float64)
     expected = copy.deepcopy(model)(x)
-    legal = traced.legal(untie=True)
-    assert len(legal) == len(traced.units) - 1
+    assert len(traced.legal_cuts) == len(traced.units) - 1
     for cut in traced.legal_cuts:
         parts = traced.split([cut])
         values = cross(parts[0](x))
         scores, indices, gain = parts[1](values)
         assert torch.equal(scores, expected[0])
         assert torch.equal(indices, expected[1])
-        assert gain is model.gain
+        assert torch.equal(gain, model.gain)
+        assert (gain is model.gain) != bool(traced.ties)  # else it is received
     one, two = traced.split([traced.legal_cuts[0]])
     leaf = cross(one(x))
     (two(leaf)[0].sum()).backward()
@@ -370,23 +370,33 @@ def test_odd_things_are_right_at_every_cut():
 # ---- refusals
 
 
-def test_a_parameter_on_both_sides_of_a_cut_is_refused_with_the_nearest_legal_cuts():
+def test_a_parameter_on_both_sides_of_a_cut_is_received_by_the_later_stage():
     torch.manual_seed(0)
     model = zoo.GPT(tied=True).double()
     traced = trace(model)
-    names = [unit.name for unit in traced.units]
-    assert traced.legal_cuts == [1]
-    with pytest.raises(UserError) as refused:
-        traced.split([names.index("blocks.1.ln1")])
-    assert "separates the uses of tokens.weight = head.weight" in str(refused.value)
-    assert "the nearest legal cut is 1; or offbeat.partition(..., untie=True)" in str(refused.value)
-    assert "\n" not in str(refused.value)
-    x = torch.randint(11, (3, 7))
-    parts = traced.split([names.index("blocks.1.ln1")], untie=True)
-    assert traced.notes == ["head.weight of stage 2 is a copy of its own: stage 1 uses it too"]
+    cut = [unit.name for unit in traced.units].index("blocks.1.ln1")
+    parts = traced.split([cut])
+    assert traced.notes == [
+        "tokens.weight of stage 1, 704 bytes, is sent with every batch: it is head.weight of stage 2"
+    ]
     assert parts[0].get_parameter("tokens.weight") is model.tokens.weight
-    assert parts[1].get_parameter("head.weight") is not model.tokens.weight
+    assert "head.weight" not in dict(parts[1].named_parameters())
     assert model.head.weight is model.tokens.weight
+    x = torch.randint(11, (3, 7))
+    same(in_stages(model, parts, x), wholly(copy.deepcopy(model), x))
+
+
+def test_untying_gives_the_model_a_copy_under_the_name_of_the_later_stage():
+    torch.manual_seed(0)
+    model = zoo.GPT(tied=True).double()
+    names = list(model.state_dict())
+    traced = trace(model)
+    parts = traced.split([[unit.name for unit in traced.units].index("blocks.1.ln1")], tied="copies")
+    assert parts[0].get_parameter("tokens.weight") is model.tokens.weight
+    assert parts[1].get_parameter("head.weight") is model.head.weight
+    assert model.head.weight is not model.tokens.weight
+    assert list(model.state_dict()) == names
+    x = torch.randint(11, (3, 7))
     torch.manual_seed(3)
     expected = model(x)
     torch.manual_seed(3)
@@ -404,25 +414,22 @@ class Shared(nn.Module):
         return self.last(x * self.table) + self.table
 
 
-def test_shared_layers_are_refused_and_untied():
+def test_a_layer_that_two_stages_call_is_shared_or_untied():
     model = Shared()
     traced = trace(model)
     assert [unit.name for unit in traced.units] == ["first", "twice", "tanh", "twice#2", "mul", "last", "add"]
-    assert traced.legal_cuts == [1, 4, 5, 6]
-    with pytest.raises(
-        UserError,
-        match=r"cut 3 \(before twice#2\) separates the uses of twice.weight, twice.bias: "
-        r"the nearest legal cuts are 1 and 4; or offbeat.partition",
-    ):
-        traced.split([3])
-    parts = traced.split([3, 6], untie=True)
+    assert traced.legal_cuts == [1, 2, 3, 4, 5, 6]
+    x = torch.randn(2, 4)
+    for cuts in ([3], [2, 3], [3, 6], [1, 2, 3, 4, 5, 6]):
+        same(in_stages(model, traced.split(cuts), x), wholly(copy.deepcopy(model), x))
+    traced = trace(model)
+    parts = traced.split([3, 6], tied="copies")
     assert [list(part.state_dict()) for part in parts] == [
         ["first.weight", "first.bias", "twice.weight", "twice.bias"],
         ["table", "twice.weight", "twice.bias", "last.weight", "last.bias"],
         [],
     ]
     assert len(traced.notes) == 2
-    x = torch.randn(2, 4)
     assert torch.equal(parts[2](parts[1](parts[0](x))), model(x))
 
 
