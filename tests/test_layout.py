@@ -131,6 +131,13 @@ def test_no_branch_on_a_methods_name_outside_methods():
                 assert quoted not in path.read_text(), path
 
 
+def test_every_benchmark_imports_names_that_exist():
+    stems = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+    command = [sys.executable, "-W", "error", "-c", f"import {', '.join(stems)}"]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_published_tables_are_those_of_their_records():
     command = [sys.executable, ROOT / "benchmarks/results.py", "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -169,3 +176,17 @@ def test_the_table_of_parts_has_every_part_in_the_order_of_imports():
     parts = (ROOT / "docs/architecture.md").read_text().split("## The parts of the package")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in parts.splitlines() if line.startswith("| `")]
     assert [name for cell in cells for name in re.findall(r"`(\w+)/?`", cell)] == ORDER[:-1]
+
+
+def test_every_path_in_the_architecture_exists():
+    """Also names of modules with one of their classes or functions, such as `worker.Worker`."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "docs/architecture.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    paths = {found for found in re.findall(r"`([^`\n]+)`", text) if re.fullmatch(r"[\w/]+(\.(py|html|md)|/)", found)}
+    assert len(paths) > 60
+    known = [path.relative_to(ROOT).as_posix() for top in ("offbeat", "tests") for path in (ROOT / top).rglob("*")]
+    missing = [name for name in paths if not any(f"/{each}".endswith(f"/{name.rstrip('/')}") for each in known)]
+    assert [name for name in missing if not (ROOT / name).exists()] == []
+    for module, name in re.findall(r"`([a-z_]+)\.([A-Za-z]\w*)`", text):
+        sources = [path.read_text() for path in PACKAGE.rglob(f"{module}.py")]
+        if name not in ("py", "html", "md") and sources:
+            assert any(re.search(rf"^(def|class) {name}\b", source, re.MULTILINE) for source in sources), name
