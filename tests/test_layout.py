@@ -105,6 +105,11 @@ def test_imports_point_one_way():
                     assert ORDER.index(parts[1]) <= position, f"{path.name} imports {name}"
 
 
+def test_every_folder_states_what_it_may_import():
+    for path in PACKAGE.glob("*/__init__.py"):
+        assert "May import" in (ast.get_docstring(ast.parse(path.read_text())) or ""), path
+
+
 def test_names_of_tests_are_at_most_80_characters():
     files = (ROOT / "tests").rglob("test_*.py")
     names = [name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())]
