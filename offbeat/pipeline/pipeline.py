@@ -351,7 +351,8 @@ class Pipeline:
         self, loader: Batches | None = None, *, metric: Metric | None = None
     ) -> Generator[None, None, dict[str, Any]]:
         """`evaluate` a little at a time, as `steps` trains: yields after every batch."""
-        batches = iter(() if loader is None else loader) if self.first else iter(())
+        given = () if loader is None or not self.first else loader
+        batches = (checks.pair(batch, t) for t, batch in enumerate(given))
         if self._assembly is None:
             ahead = next(batches, None)
             self._assembled(ahead[0] if ahead else None)
