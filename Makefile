@@ -56,6 +56,7 @@ torture: $(READY)
 site: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[docs]'
 	$(BIN)/python benchmarks/method_pages.py --check
+	$(BIN)/python benchmarks/command_pages.py --check
 	$(BIN)/python benchmarks/results.py --check
 	$(BIN)/mkdocs build --strict --quiet
 	@echo "the site is build/site/index.html"

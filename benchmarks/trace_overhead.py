@@ -30,7 +30,7 @@ import offbeat
 from offbeat import models
 from offbeat.core.links import Link, Message
 from offbeat.core.links.local import Entrance
-from offbeat.observe.tracing import HostWatch, Tape, TapedLink, Tracing
+from offbeat.observe.tracing import EventRecorder, HostWatch, TracedLink, Tracing
 from offbeat.runs.provenance import provenance
 from offbeat.studies.bench.timing import sgd, spread
 
@@ -50,7 +50,7 @@ def noting(messages: int = 20_000) -> float:
             link.receive()
         return (time.thread_time() - began) / messages / 2
 
-    return max(0.0, taken(TapedLink(Entrance(), Tape(HostWatch()))) - taken(Entrance()))
+    return max(0.0, taken(TracedLink(Entrance(), EventRecorder(HostWatch()))) - taken(Entrance()))
 
 
 def accounted(spent: list[float], name: str) -> None:

@@ -162,7 +162,7 @@ def show_methods(name: str | None, *, K: int | None, M: int | None) -> Any:
     described = describe(name)
     stages = K if K is not None else max(K for K in range(1, DRAWN_K + 1) if possible(named(name), K))
     if stages < 1:
-        raise UserError(f"K = {stages}: use a whole number from 1 up")
+        raise UserError(f"K={stages}: use a whole number from 1 up")
     return {**asdict(described), "text": module_text(METHODS[name]), "timeline": timeline_of(name, K=stages, M=M)}
 
 

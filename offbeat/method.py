@@ -153,7 +153,7 @@ class Method:
         """Raise an error if the method cannot have K stages."""
         reason = self.limit(K) if self.limit else None
         if reason:
-            raise UserError(f"{self.name} with K = {K} stage{'s' * (K > 1)}: {reason}")
+            raise UserError(f"{self.name} with K={K} stage{'s' * (K > 1)}: {reason}")
 
     def program(self, k: int, K: int, batches: Iterable[int]) -> Program:
         """The operations of stage k of K, one local iteration at a time."""

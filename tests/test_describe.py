@@ -125,10 +125,10 @@ REFUSED = {
     "an unknown name": (("ald",), ("'ald'", "did you mean 'adl'")),
     "two names": (("adl", "bp"), ("bp",)),
     "K without a name": (("-K", 3), ("name it",)),
-    "K=0": (("adl", "-K", 0), ("K = 0",)),
+    "K=0": (("adl", "-K", 0), ("-K 0",)),
     "M=0": (("adl", "-M", 0), ("-M 0 gradients per update",)),
     "M where none is taken": (("fr", "-M", 2), ("fr takes no M",)),
-    "stages of whole networks": (("asgd", "-K", 3), ("asgd with K = 3",)),
+    "stages of whole networks": (("asgd", "-K", 3), ("asgd with -K 3",)),
 }
 
 

@@ -105,6 +105,11 @@ def test_imports_point_one_way():
                     assert ORDER.index(parts[1]) <= position, f"{path.name} imports {name}"
 
 
+def test_every_folder_states_what_it_may_import():
+    for path in PACKAGE.glob("*/__init__.py"):
+        assert "May import" in (ast.get_docstring(ast.parse(path.read_text())) or ""), path
+
+
 def test_names_of_tests_are_at_most_80_characters():
     files = (ROOT / "tests").rglob("test_*.py")
     names = [name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())]
@@ -129,6 +134,13 @@ def test_no_branch_on_a_methods_name_outside_methods():
         if "methods" not in path.parts:
             for quoted in ('method == "', "method == '", '.name == "adl', '.name == "bp'):
                 assert quoted not in path.read_text(), path
+
+
+def test_every_benchmark_imports_names_that_exist():
+    stems = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+    command = [sys.executable, "-W", "error", "-c", f"import {', '.join(stems)}"]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_published_tables_are_those_of_their_records():
@@ -169,3 +181,17 @@ def test_the_table_of_parts_has_every_part_in_the_order_of_imports():
     parts = (ROOT / "docs/architecture.md").read_text().split("## The parts of the package")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in parts.splitlines() if line.startswith("| `")]
     assert [name for cell in cells for name in re.findall(r"`(\w+)/?`", cell)] == ORDER[:-1]
+
+
+def test_every_path_in_the_architecture_exists():
+    """Also names of modules with one of their classes or functions, such as `worker.Worker`."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "docs/architecture.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    paths = {found for found in re.findall(r"`([^`\n]+)`", text) if re.fullmatch(r"[\w/]+(\.(py|html|md)|/)", found)}
+    assert len(paths) > 60
+    known = [path.relative_to(ROOT).as_posix() for top in ("offbeat", "tests") for path in (ROOT / top).rglob("*")]
+    missing = [name for name in paths if not any(f"/{each}".endswith(f"/{name.rstrip('/')}") for each in known)]
+    assert [name for name in missing if not (ROOT / name).exists()] == []
+    for module, name in re.findall(r"`([a-z_]+)\.([A-Za-z]\w*)`", text):
+        sources = [path.read_text() for path in PACKAGE.rglob(f"{module}.py")]
+        if name not in ("py", "html", "md") and sources:
+            assert any(re.search(rf"^(def|class) {name}\b", source, re.MULTILINE) for source in sources), name

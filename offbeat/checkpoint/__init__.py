@@ -45,6 +45,8 @@ The part of stage k holds what `Pipeline.state` returns for it (see core/state.p
 
 `model`, `optimizer` and `groups` are what a run with another K, and `offbeat export`, read; they may also be at
 the top of the tree. A drained checkpoint has the same keys, with nothing in flight. Unknown keys are ignored.
+
+May import errors, and codec and layout of core.
 """
 
 from offbeat.checkpoint.files import CheckpointDamaged, CheckpointFailed, FileFacts

@@ -1,4 +1,7 @@
-"""The command line, a file per command: reads options, calls one function, prints results and errors."""
+"""The command line, a file per command: reads options, calls one function, prints results and errors.
+
+May import everything.
+"""
 
 from __future__ import annotations
 

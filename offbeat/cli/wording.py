@@ -47,6 +47,8 @@ def in_options(text: str, context: typer.Context) -> str:
         parameter = parameters.get(ELSEWHERE.get(name, name))
         if _is_setting(name, context) and (parameter is None or context.params.get(name) is None):
             return f"--method {_method(context)}:{name}={_text(value)}" if value else f"{name} of --method"
+        if parameter is None and name == "resume" and value:  # of a run that another command has started
+            return f"offbeat train --resume {shlex.quote(_text(value))}"
         if parameter is None or parameter.param_type_name != "option":
             return found[0]
         longest = max(parameter.opts, key=len)

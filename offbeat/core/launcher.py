@@ -8,8 +8,6 @@ from typing import Protocol
 class Launcher(Protocol):
     """Launches the tensor work of one stage; that of graphs/recorded_stage.py may be deferred."""
 
-    reuses_outputs: bool  # whether the memory of a stage's outputs is used again by a later batch
-
     def flush(self) -> None:
         """Launch all work that is queued."""
 
@@ -34,8 +32,6 @@ class Launcher(Protocol):
 
 class Immediate:
     """Does all work when it is asked to, so that nothing is ever left to do."""
-
-    reuses_outputs = False
 
     def flush(self) -> None:
         pass

@@ -15,13 +15,12 @@ from offbeat.errors import UserError
 
 def micro_batches(t: int, x: Any, y: Any, m: int) -> Iterator[Message]:
     """Batch t as m messages with the share of the samples in each; of short batches some are empty."""
-    if m == 1:
-        yield Message(t, (x, y, 1.0))
-        return
     samples = batch_size(y, x)
     if not samples:
         raise UserError(f"batch {t} holds no samples: give some, or leave it out")
-
+    if m == 1:
+        yield Message(t, (x, y, 1.0))
+        return
     for leaf in pytree.tree_leaves((x, y)):
         if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != samples:
             raise UserError(

@@ -7,6 +7,8 @@ is not applied there, so results stay identical bit for bit.
 
 `corrector.py` has the interface, `optimizer.py` what correctors read from an optimizer, `registry.py` the list of all.
 A new corrector is a new file and an entry in that list.
+
+May import errors.
 """
 
 from offbeat.correctors.corrector import Corrector, StageContext

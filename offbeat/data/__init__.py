@@ -6,6 +6,8 @@
 
 A training epoch is a pure function of (seed, epoch, batch_size): the same bits on every call, on every machine with the
 same torch, whatever the global random state, which is never touched.
+
+May import errors, seeds and core.
 """
 
 from __future__ import annotations

@@ -51,8 +51,6 @@ class RecordedStage:
     above            where a recorded backward reads the gradients from above
     """
 
-    reuses_outputs = True
-
     def __init__(self, stage: Stage, *, launch_queue: LaunchQueue) -> None:
         self.stage, self.launch_queue, self.rank = stage, launch_queue, stage.k - 1
         self.flush, self.pause = launch_queue.flush, launch_queue.pause

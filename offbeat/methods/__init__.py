@@ -2,6 +2,8 @@
 
 A public function in a file of this folder that is annotated to return a `Method` declares a method; there is no list to
 add it to. Other packages declare their methods with the entry point group "offbeat.methods".
+
+May import errors, seeds, core, what describes methods, heads and settings.
 """
 
 from __future__ import annotations

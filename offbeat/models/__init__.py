@@ -1,6 +1,6 @@
 """Networks as sequences of cuttable units: the direct children of a plain nn.Sequential.
 
-Networks have no code for parallel training; they can be cut between any two units.
+Networks have no code for parallel training; they can be cut between any two units. May import errors.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ ROUNDS = 50  # exchanges with each stage that is on another host
 
 
 @dataclass(frozen=True)
-class Skew:
+class ClockOffset:
     """What the clock of a stage shows when the first stage's shows 0, and how wrong that may be; nanoseconds."""
 
     offset: int = 0
@@ -42,10 +42,10 @@ def clock() -> str:
     return " ".join(found) or platform.node()
 
 
-def skews(engine: Engine, down: Mapping[int, Link], up: Mapping[int, Link]) -> dict[int, Skew]:
+def clock_offsets(engine: Engine, down: Mapping[int, Link], up: Mapping[int, Link]) -> dict[int, ClockOffset]:
     """The clocks of all stages; collective. `down` and `up` are links from and to the first stage, by the other one."""
     clocks = engine.exchange(clock())
-    found = {k: Skew() for k in range(1, engine.K + 1)}
+    found = {k: ClockOffset() for k in range(1, engine.K + 1)}
     for k, its in enumerate(clocks, start=1):
         if its == clocks[0]:
             continue
@@ -56,7 +56,7 @@ def skews(engine: Engine, down: Mapping[int, Link], up: Mapping[int, Link]) -> d
     return found
 
 
-def _ask(down: Link, up: Link) -> Skew:
+def _ask(down: Link, up: Link) -> ClockOffset:
     best = None
     for number in range(ROUNDS):
         sent = time.perf_counter_ns()
@@ -67,7 +67,7 @@ def _ask(down: Link, up: Link) -> Skew:
         if best is None or way < best[0]:
             best = way, ((heard - sent) + (answered - back)) // 2
     assert best is not None
-    return Skew(offset=best[1], uncertainty=-(-best[0] // 2))
+    return ClockOffset(offset=best[1], uncertainty=-(-best[0] // 2))
 
 
 def _answer(down: Link, up: Link) -> None:

@@ -37,7 +37,7 @@ from offbeat.core.worker import Actor, Links, Worker
 from offbeat.engines import Engine
 from offbeat.errors import UserError, first_line
 from offbeat.method import Method
-from offbeat.observe.clock_offset import Skew, skews
+from offbeat.observe.clock_offset import ClockOffset, clock_offsets
 from offbeat.timeline import MOST_TURNS
 
 KINDS = ("forward", "backward", "update", "send", "wait", "drain")
@@ -226,7 +226,7 @@ class Tracing:
         self.plain: list[tuple[Links, Actor, Callable[[], None]]] = []
         self.found: dict[int, tuple[Tensor, int]] = {}  # what was recorded, in the first process
         self.finished = False  # nothing more to do in this process
-        self.skews = skews(engine, links.down, links.up)
+        self.clock_offsets = clock_offsets(engine, links.down, links.up)
 
     @property
     def filling(self) -> int:
@@ -316,7 +316,7 @@ class Tracing:
         stages = {k: self.found[k][0] for k in range(1, self.engine.K + 1)}
         idle = [_idle(rows, away) for rows, away in (self.found[k] for k in stages)]
         trace = {
-            "traceEvents": chrome(stages, self.skews, m=self.method.m),
+            "traceEvents": chrome(stages, self.clock_offsets, m=self.method.m),
             "displayTimeUnit": "ms",
             "otherData": {
                 "K": self.engine.K,
@@ -325,7 +325,7 @@ class Tracing:
                 "turns": self.done,
                 "asked": self.turns,
                 "idle": idle,
-                "clock_uncertainty_us": [self.skews[k].uncertainty / 1e3 for k in stages],
+                "clock_uncertainty_us": [self.clock_offsets[k].uncertainty / 1e3 for k in stages],
             },
         }
         what = f"{self.done} iteration{'s' * (self.done > 1)} of {len(stages)} stage{'s' * (len(stages) > 1)}"
@@ -364,9 +364,9 @@ def _idle(rows: Tensor, away: int) -> float:
     return max(0.0, 1 - float(own) / max(1.0, float(span)))
 
 
-def chrome(stages: dict[int, Tensor], skews: dict[int, Skew], *, m: int = 1) -> list[dict[str, Any]]:
+def chrome(stages: dict[int, Tensor], clock_offsets: dict[int, ClockOffset], *, m: int = 1) -> list[dict[str, Any]]:
     """Trace events as Chrome defines them: microseconds from the first event on, by the first stage's clock."""
-    zero = min(int(rows[:, 2].min()) - skews[k].offset for k, rows in stages.items() if len(rows))
+    zero = min(int(rows[:, 2].min()) - clock_offsets[k].offset for k, rows in stages.items() if len(rows))
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": k, "args": {"name": f"stage {k} of {len(stages)}"}}
         for k in stages
@@ -378,7 +378,7 @@ def chrome(stages: dict[int, Tensor], skews: dict[int, Skew], *, m: int = 1) -> 
                     **_named(kind, number, more, m),
                     "cat": KINDS[kind],
                     "ph": "X",
-                    "ts": (begin - skews[k].offset - zero) / 1e3,
+                    "ts": (begin - clock_offsets[k].offset - zero) / 1e3,
                     "dur": (end - begin) / 1e3,
                     "pid": 0,
                     "tid": k,

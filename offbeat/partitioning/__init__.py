@@ -1,4 +1,7 @@
-"""Cut a model into stages: trace, profile, solve, partition."""
+"""Cut a model into stages: trace, profile, solve, partition.
+
+May import errors, core, engines and what describes methods.
+"""
 
 from offbeat.partitioning.choose import Trace
 from offbeat.partitioning.cut import balanced, check_stages, cut, forward_flops, is_sequence, split, units

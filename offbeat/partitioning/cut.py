@@ -73,7 +73,7 @@ def cut(model: nn.Module, K: int, *, cuts: Sequence[int] | None = None, sample: 
         return balanced(forward_flops(model, sample), K) if K > 1 else []
     chosen = list(cuts)
     if len(chosen) != K - 1:
-        raise UserError(f"{len(chosen)} cuts {chosen} make {len(chosen) + 1} stages but K = {K}: give {K - 1} cuts")
+        raise UserError(f"{len(chosen)} cuts {chosen} make {len(chosen) + 1} stages but K={K}: give {K - 1} cuts")
     if any(a >= b for a, b in zip([0, *chosen], [*chosen, count], strict=True)):
         raise UserError(f"cuts {chosen} of {count} units: they must increase, from 1 to {count - 1}")
     return chosen
@@ -82,7 +82,7 @@ def cut(model: nn.Module, K: int, *, cuts: Sequence[int] | None = None, sample: 
 def check_stages(model: nn.Module, K: int) -> None:
     """Refuse a K that no cut of this model can give, as far as can be seen without tracing."""
     if isinstance(K, bool) or not isinstance(K, int) or K < 1:
-        raise UserError(f"K = {K!r} stages: use a whole number from 1 up")
+        raise UserError(f"K={K!r} stages: use a whole number from 1 up")
     if K > 1 and isinstance(model, torch.jit.ScriptModule):
         raise UserError("a scripted module cannot be cut: give the Python module that was scripted")
 
@@ -93,7 +93,7 @@ def check_blocks(model: nn.Module, K: int) -> None:
     count = len(units(model))
     if K > 1 and not is_sequence(model):
         raise UserError(
-            f"K = {K} stages but the model is no plain nn.Sequential (without a forward, parameters or hooks of its "
+            f"K={K} stages but the model is no plain nn.Sequential (without a forward, parameters or hooks of its "
             f"own): give one, or a list of {K} stages"
         )
     if count < K:

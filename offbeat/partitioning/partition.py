@@ -182,7 +182,7 @@ def partition(
         notes = _warned(imbalance(times, names, solution.cuts, found.costs(), remedy=remedy)) if plain else []
     chosen = positions(cuts, names, [unit.module for unit in traced.units])
     if len(chosen) != K - 1:
-        raise UserError(f"{len(chosen)} cuts {list(cuts)} make {len(chosen) + 1} stages but K = {K}: give {K - 1} cuts")
+        raise UserError(f"{len(chosen)} cuts {list(cuts)} make {len(chosen) + 1} stages but K={K}: give {K - 1} cuts")
     stages = traced.split(chosen, tied=tied)
     count = None if sample is None else partial(_counted, found, model, sample, traced)
     ties = tuple(traced.ties.values())

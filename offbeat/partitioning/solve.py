@@ -315,7 +315,7 @@ def _plain(value: float) -> str:
 def _allowed(count: int, K: int, pinned: Collection[int], legal: Collection[int] | None) -> list[int]:
     """The legal cuts in order; refuses what no partition can satisfy."""
     if isinstance(K, bool) or not isinstance(K, int | np.integer) or K < 1:
-        raise UserError(f"K = {K!r} stages: use a whole number from 1 up")
+        raise UserError(f"K={K!r} stages: use a whole number from 1 up")
     if count < K:
         raise UserError(
             f"{K} stages but only {count} unit{'s' * (count > 1)} to cut between: use K <= {count}, or a deeper model"

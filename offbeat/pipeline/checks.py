@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -18,9 +18,9 @@ from offbeat.method import Method
 
 def chained(stages: Sequence[nn.Module], K: int | None, cuts: object) -> tuple[nn.Sequential, list[int]]:
     """A list of K stages as one nn.Sequential, and the cuts between all of them."""
-    listed = list(stages)
+    listed = list(stages) if isinstance(stages, Iterable) else []
     if not listed or not all(isinstance(stage, nn.Module) for stage in listed):
-        raise UserError("model must be an nn.Module or a list of them, one per stage")
+        raise UserError(f"model is {kind_of(stages)}: give an nn.Module, or a list of them, one per stage")
     if K not in (None, len(listed)) or cuts is not None:
         raise UserError(f"a list of {len(listed)} stages is cut already: leave out cuts, and K or give K={len(listed)}")
     return nn.Sequential(*listed), list(range(1, len(listed)))
@@ -63,7 +63,7 @@ def check_options(*, clip_norm: float | None, compile: bool, fuse: bool) -> None
     if compile and fuse:
         raise UserError("compile=True and fuse=True: both join the operations of a stage, so give one of them")
     if clip_norm is not None and not clip_norm > 0:
-        raise UserError(f"clip_norm = {clip_norm}: use a number above 0, or None for no clipping")
+        raise UserError(f"clip_norm={clip_norm!r}: use a number above 0, or None for no clipping")
 
 
 def check_hooks(model: nn.Module) -> None:

@@ -7,6 +7,8 @@
     page, sections, overview, stages, ...    the HTML report, in the template page.html
 
 It reads records and the clock, and computes no schedule of its own.
+
+May import runs and all that is above it in docs/architecture.md.
 """
 
 from __future__ import annotations

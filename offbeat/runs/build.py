@@ -50,6 +50,8 @@ def open_data(recipe: Recipe, *, folder: str | None = None) -> data.DataSet:
     """
     kind = data.KINDS.get(recipe.data)
     outside = folder or default_data_dir() if kind and kind.layout else None
+    if kind and kind.layout and not (recipe.data_dir or outside):
+        raise UserError(f"{recipe.data} needs data_dir=: give the folder that holds {kind.layout}, or set {DATA_DIR}")
     workers = min(cores(), MOST_WORKERS) if recipe.data_workers is None else recipe.data_workers
     return data.open(
         recipe.data,

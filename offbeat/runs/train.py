@@ -134,6 +134,9 @@ def resolved(
             given = ", ".join(f"{name}={value!r}" for name, value in changes.items())
             what = f"{given} without resume=" if changes else "no recipe"
             raise UserError(f"{what}: give train a recipe, as offbeat.make_recipe(K=2, M=4) makes one")
+        if not isinstance(recipe, Recipe):
+            kind = type(recipe).__name__
+            raise UserError(f"recipe is of type {kind}: give one that offbeat.make_recipe(K=2, M=4) makes")
         return recipe, Path(out) if out is not None else free_folder(recipe)
     if recipe is not None or out is not None:
         raise UserError(f"resume={str(resume)!r} names the run folder: leave out recipe= and out=")
@@ -204,6 +207,8 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
     """The recipe with which a run continues, with these changes; cuts and threads follow a new K."""
     from offbeat.runs import lock, record, resuming
 
+    if not (run / "config.json").exists():
+        raise UserError(f"resume={str(run)!r} holds no config.json: give the folder of a run that was stopped")
     before = load(run / "config.json")
     before.pop("trace", None)  # it has been recorded
     finished = any(line["kind"] == "result" for line in record.lines(run))

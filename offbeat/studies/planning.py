@@ -79,6 +79,7 @@ def show_plan(request: PlanRequest) -> None:
     """Everything that the command prints and draws."""
     method = chosen_method(DEFAULT if request.method in EVERY else request.method, request.M)
     request.check()
+    method.check(request.K)
     measured = measure(request)
     link = link_cost(request.latency, request.bandwidth, measured=request.measure_links)
     plan, costs = make_plan(

@@ -57,6 +57,13 @@ def test_arguments_are_printed_as_options(text, printed):
     assert in_options(text, context()) == printed
 
 
+@pytest.mark.parametrize("command", ["demo", "compare"])
+def test_a_stopped_run_of_another_command_is_resumed_by_train(command):
+    text = "stopped by Ctrl-C after batch 4, with a checkpoint: continue with resume='runs/a b'"
+    printed = text.replace("resume='runs/a b'", "offbeat train --resume 'runs/a b'")
+    assert in_options(text, context(command)) == printed
+
+
 @pytest.mark.parametrize(
     ("method", "text", "printed"),
     [

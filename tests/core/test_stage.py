@@ -95,4 +95,3 @@ def test_a_pipeline_holds_plain_stages_whoever_executes_their_operations(recorde
     for worker in pipe.workers:
         assert isinstance(worker.executor, RecordedStage) == recorded
         assert (worker.executor if not recorded else worker.executor.stage) is worker.stage
-        assert worker.stage.launcher.reuses_outputs == recorded

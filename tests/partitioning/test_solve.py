@@ -179,8 +179,8 @@ def test_two_thousand_units_into_32_stages_take_less_than_a_second(shape):
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"costs": [1, 2], "K": 0}, r"K = 0 stages: use a whole number from 1 up"),
-        ({"costs": [1, 2], "K": 1.5}, r"K = 1\.5 stages"),
+        ({"costs": [1, 2], "K": 0}, r"K=0 stages: use a whole number from 1 up"),
+        ({"costs": [1, 2], "K": 1.5}, r"K=1\.5 stages"),
         ({"costs": [1, 2], "K": 3}, r"3 stages but only 2 units to cut between: use K <= 2"),
         ({"costs": [1] * 9, "K": 4, "legal": [2, 5]}, r"4 stages but only 2 legal cuts among 9 units: use K <= 3"),
         ({"costs": [1] * 9, "K": 3, "legal": [2, 5], "pinned": [3]}, r"cut 3 is pinned .* pin 2 or 5"),

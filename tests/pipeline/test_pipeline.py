@@ -349,7 +349,7 @@ def test_any_optimizer_of_torch_trains_every_stage(optimizer):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"K": 0}, "K = 0"),
+        ({"K": 0}, "K=0"),
         ({"K": 3}, "3 stages but only 2 units"),
         ({"K": 2, "cuts": [2]}, "cuts \\[2\\] of 2 units"),
         ({"K": 2, "cuts": [1, 1]}, "2 cuts"),

@@ -273,7 +273,9 @@ def test_the_mean_of_a_window_is_clipped_not_its_terms():
         ({"loss": nn.Linear(1, 1)}, "the loss has parameters of its own"),
         ({"loss": None}, "is no loss .* or a function loss="),
         ({"loss": "mse"}, "give a function"),
-        ({"clip_norm": -1.0}, "clip_norm = -1.0"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"model": len}, "model is of type builtin_function_or_method: give an nn.Module"),
+        ({"x": torch.ones(0, 6), "y": torch.ones(0).long()}, "batch 0 holds no samples"),
         ({"device": "cudaa"}, "device 'cudaa'"),
         (
             {
@@ -286,10 +288,16 @@ def test_the_mean_of_a_window_is_clipped_not_its_terms():
 )
 def test_what_cannot_work_is_refused_in_one_line(options, said):
     x, y = vectors(1)[0]
-    x, model = options.pop("x", x), options.pop("model", linears(6, 4))
+    x, y, model = options.pop("x", x), options.pop("y", y), options.pop("model", linears(6, 4))
     with pytest.raises(offbeat.UserError, match=said) as told:
         make(model, K=1, method="bp", **options).step(x, y)
     assert "\n" not in str(told.value)
+
+
+def test_a_loader_of_anything_but_pairs_is_refused_in_evaluation():
+    pipe = make(linears(6, 5, 4), K=2, cuts=[1])
+    with pytest.raises(offbeat.UserError, match=r"batch 0 of the loader is of type Tensor: give pairs \(x, y\)"):
+        pipe.evaluate(vectors(1)[0][0])
 
 
 # ---- calls

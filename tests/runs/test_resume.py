@@ -273,7 +273,7 @@ def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
         (["--keep", "0"], "--keep 0"),
         (["--on-nan", "stp"], "did you mean 'stop'"),
         (["--max-restarts", "-1"], "--max-restarts -1"),
-        (["--resume", "nowhere"], "does not exist"),
+        (["--resume", "nowhere"], "--resume nowhere holds no config.json"),
     ],
 )
 def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, said, tmp_path):

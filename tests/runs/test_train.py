@@ -85,7 +85,8 @@ def test_the_record_of_a_script_names_the_script_as_its_command(tmp_path):
     [
         ({}, "no recipe: give train a recipe"),
         ({"epochs": 2}, "epochs=2 without resume="),
-        ({"resume": "nowhere"}, "does not exist"),
+        ({"recipe": "adl"}, "recipe is of type str: give one that offbeat.make_recipe(K=2, M=4) makes"),
+        ({"resume": "nowhere"}, "resume='nowhere' holds no config.json"),
         ({"resume": "nowhere", "out": "x"}, "resume='nowhere' names the run folder: leave out recipe= and out="),
     ],
 )

@@ -425,8 +425,8 @@ TRAIN_OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "speeds in words": (("--speeds", "a,b,c"), ("--speeds",)),
     "too many stages": (("--units", "layers", "-K", "500"), ("500 stages", "K <= ")),
     "more stages than blocks": (("--units", "blocks", "-K", "8"), ("8 stages", "K <= 5")),
-    "too few cuts between layers": (("--units", "layers", "--cuts", "3"), ("1 cut", "K = 3")),
-    "too many cuts between layers": (("--units", "layers", "--cuts", "3,5,7"), ("3 cuts", "K = 3")),
+    "too few cuts between layers": (("--units", "layers", "--cuts", "3"), ("1 cut", "-K 3")),
+    "too many cuts between layers": (("--units", "layers", "--cuts", "3,5,7"), ("3 cuts", "-K 3")),
     "cuts beyond the layers": (("--units", "layers", "--cuts", "3,900"), ("[3, 900]",)),
 }
 

@@ -22,7 +22,6 @@ from typing import Any
 from offbeat import models
 from offbeat.method import Method
 from offbeat.methods import named, parsed, with_settings
-from offbeat.ops import Backward
 from offbeat.partitioning import Profile, solve
 from offbeat.report.draw import by_the_way, draw_scaling
 from offbeat.studies.bench.cuts import counted, measured
@@ -33,7 +32,7 @@ from offbeat.studies.bench.rows import ROWS, Setting, cores_here, left_out, row_
 from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
 from offbeat.studies.plan import Kept, LinkCost, stage_sums
 from offbeat.studies.runner import Failure, StudyRunner
-from offbeat.timeline import Costs, period, timeline
+from offbeat.timeline import Costs, period
 
 # Latency in seconds and bandwidth in bytes per second, one way, as makers or operators state them, rounded.
 LINKS = {
@@ -48,8 +47,6 @@ STAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GROWING = (1, 2, 3, 5, 7, 9, 16)  # K of ResNet-(6K+2) as far as there are such networks
 MOST_MICRO = 4  # micro-batches per stage, as far as there are samples for them
 GROWS = 4  # times as long as for half as many stages, the clock takes
-FEW = 32  # stages up to which a period is taken over many batches
-WINDOWS = 8  # of M updates, over which a simulated period is taken
 MEANING = (
     "measured seconds of every unit on one core of this machine, cut anew for every K; a message is under "
     "way for latency + bytes / bandwidth, and a link carries no more than its bandwidth; updates are not "
@@ -215,30 +212,6 @@ def measure(setting: Setting, request: ScalingRequest, folder: Path, fork_server
 # ---- simulated
 
 
-def steady(method: Method, costs: Costs) -> float:
-    """Seconds per batch in steady state by the clock, also for numbers of stages for which `timeline.period` takes
-    minutes.
-
-    With micro-batches, stage 1 ends a batch last and begins the next right after it, so one batch suffices. Otherwise,
-    beyond FEW stages, the slowest stage over some windows after the fill: exact where computing takes the time, and
-    within a few per cent where it is the latency of links, since batches then arrive in bursts.
-    """
-    K = costs.K
-    if method.m > 1:
-        return max(span.end for span in timeline(method, 1, costs))
-    if K <= FEW:
-        return period(method, costs)
-    fill = method.fill(K)
-    first = fill + 4 * method.M
-    last = first + WINDOWS * method.M
-    ends = {
-        (span.k, span.operation.t): span.end
-        for span in timeline(method, last + fill + 1, costs)
-        if isinstance(span.operation, Backward)
-    }
-    return max((ends[k, last - 1] - ends[k, first - 1]) / (last - first) for k in range(1, K + 1))
-
-
 def period_on(link: LinkCost, method: Method, costs: Profile, cuts: tuple[int, ...]) -> float:
     """Seconds per batch of the measured units between these cuts, on that link.
 
@@ -252,7 +225,7 @@ def period_on(link: LinkCost, method: Method, costs: Profile, cuts: tuple[int, .
     forward = stage_sums([unit.forward for unit in costs.units], cuts)
     backward = stage_sums([unit.backward for unit in costs.units], cuts)
     given = Costs(forward, backward, up=hops, down=hops)
-    return max([steady(method, given), *(size / link.bandwidth for size in sizes)])
+    return max([period(method, given), *(size / link.bandwidth for size in sizes)])
 
 
 def simulated(request: ScalingRequest, setting: Setting, K: int) -> dict[str, Method]:
