@@ -23,6 +23,7 @@ from offbeat.errors import UserError
 
 Tree = dict[str, Any]
 KINDS = {"momentum", "betas", "alpha", "rho", "lr_decay", "etas"}  # options by which optimizers differ
+IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")  # options that belong to the device
 
 
 def save(stage: Stage) -> Tree:
@@ -203,15 +204,25 @@ def load_head(stage: Stage, tree: Tree | None) -> None:
 def _load_state(stage: Stage, names: list[str], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]) -> None:
     """What the optimizer and the correctors remember of these parameters."""
     made, memory = stage.optimization.optimizer, stage.optimization.corrections.place.memory
+    on_device = _counting_on_device(made)
     for name in names:
         parameter = stage.parameters[name]
         if made is not None and name in optimizer:
+            counts_there = parameter in on_device
             made.state[parameter] = {
-                key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                key: value.to(parameter.device)
+                if isinstance(value, Tensor) and (value.dim() or counts_there)
+                else value
                 for key, value in optimizer[name].items()
             }
         for key, value in corrections.get(name, {}).items():
             memory[parameter][key] = value.to(parameter.device)
+
+
+def _counting_on_device(optimizer: torch.optim.Optimizer | None) -> set[Tensor]:
+    """The parameters whose steps the optimizer counts on their device, as torch's optimizers do with these options."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    return {p for group in groups if group.get("capturable") or group.get("fused") for p in group["params"]}
 
 
 def _load_groups(stage: Stage, groups: list[Tree]) -> None:
@@ -227,7 +238,7 @@ def _load_groups(stage: Stage, groups: list[Tree]) -> None:
         for option, value in saved.items():
             if isinstance(group.get(option), Tensor) and not isinstance(value, Tensor):
                 group[option].fill_(value)
-            elif option != "names":
+            elif option not in ("names", *IMPLEMENTATION):
                 group[option] = value
 
 
