@@ -116,6 +116,7 @@ class Pipeline:
             wanted = engine.device_for(wanted)
         self.precision = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
         checks.check_options(clip_norm=clip_norm, compile=compile, fuse=fuse)
+        checks.check_cutting(cuts=cuts, units=units, by=by, trace=trace)
         checks.check_loss(loss)
         checks.check_makers(optimizer, scheduler)
         cutting.check_stages(self.model, self.K)
@@ -352,7 +353,7 @@ class Pipeline:
     ) -> Generator[None, None, dict[str, Any]]:
         """`evaluate` a little at a time, as `steps` trains: yields after every batch."""
         given = () if loader is None or not self.first else loader
-        batches = (checks.pair(batch, t) for t, batch in enumerate(given))
+        batches: Iterator[tuple[Any, Any]] = (checks.pair(batch, t) for t, batch in enumerate(given))
         if self._assembly is None:
             ahead = next(batches, None)
             self._assembled(ahead[0] if ahead else None)
