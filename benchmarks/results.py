@@ -425,6 +425,8 @@ def main() -> None:
         stale.append(first_page.PICTURE.name)
     pictures = results_reproduction.stale(again)
     stale += [path.name for path in pictures]
+    if unknown := set(sys.argv[1:]) - {"--check", "--picture"}:
+        sys.exit(f"unknown arguments {' '.join(sorted(unknown))}: use --check, --picture, or none")
     if "--check" in sys.argv:
         sys.exit(f"not current: {', '.join(stale)}; run python benchmarks/results.py" if stale else 0)
     for path, text in wanted.items():

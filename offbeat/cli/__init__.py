@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from offbeat.cli.app import app
+from offbeat.cli.wording import in_options_of_this_command
 from offbeat.errors import Interrupted, NotCompiled, NotFused, NotRecorded, Unbalanced, UserError
 from offbeat.runs import launch
 
@@ -71,7 +72,7 @@ def brief(show: Callable[..., None]) -> Callable[..., None]:
 
     def warn(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if issubclass(category, NotCompiled | NotFused | NotRecorded | Unbalanced):
-            line = " ".join(str(message).split())
+            line = in_options_of_this_command(" ".join(str(message).split()))
             reason = category, line.partition(": ")[2] or line
             if reason not in printed:
                 first = " (shown for the first such stage)" * line.startswith("stage ")

@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import typer
@@ -24,18 +25,28 @@ from offbeat.settings import shown, split
 
 VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()]*\)|\[[^\[\]]*\]|[-+\w](?:[-+.\w]*\w)?"""
 ARGUMENT = re.compile(rf"(?<![\w.:,/='\"-])([A-Za-z]\w*)=({VALUE})?(?![\w=])")
+RUNNING: ContextVar[typer.Context | None] = ContextVar("RUNNING", default=None)  # the command that runs
 ELSEWHERE = {"recipe": "config"}  # arguments whose options have another name
 
 
 @contextmanager
 def errors_in_options(context: typer.Context) -> Iterator[None]:
     """Around a command. A worker leaves its errors to its launcher as they are."""
+    before = RUNNING.set(context)
     try:
         yield
     except (UserError, Interrupted) as error:
         if error.args and not launch.is_worker():
             error.args = (in_options(str(error), context), *error.args[1:])
         raise
+    finally:
+        RUNNING.reset(before)
+
+
+def in_options_of_this_command(text: str) -> str:
+    """The text in the options of the command that runs, if one does."""
+    context = RUNNING.get()
+    return text if context is None else in_options(text, context)
 
 
 def in_options(text: str, context: typer.Context) -> str:

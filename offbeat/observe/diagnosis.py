@@ -43,7 +43,7 @@ Gradients = list[Tensor | None]
 def check(every: int, method: Method) -> None:
     """Refuse what cannot be measured."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise UserError(f"diagnose = {every!r} updates: use a whole number from 1 up")
+        raise UserError(f"diagnose={every!r} updates: use a whole number from 1 up")
     if method.head is not None:
         raise UserError(
             f"diagnose with {method.name}, whose stages learn from heads of their own and have no late "

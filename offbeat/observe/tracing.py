@@ -350,7 +350,7 @@ class Tracing:
 def check(turns: int) -> None:
     """Refuse a recording of no turns, or of too many to be useful."""
     if isinstance(turns, bool) or not isinstance(turns, int) or not 1 <= turns <= MOST_TURNS:
-        raise UserError(f"trace = {turns!r} local iterations: use a whole number from 1 to {MOST_TURNS}")
+        raise UserError(f"trace={turns!r} local iterations: use a whole number from 1 to {MOST_TURNS}")
 
 
 def _idle(rows: Tensor, away: int) -> float:

@@ -54,7 +54,7 @@ def measure_links() -> tuple[float, float]:
 
 
 def _failed(reason: str) -> UserError:
-    return UserError(f"links cannot be measured ({first_line(ValueError(reason))}): give --latency and --bandwidth")
+    return UserError(f"links cannot be measured ({first_line(ValueError(reason))}): give latency= and bandwidth=")
 
 
 def measure_one_end() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from offbeat import methods
+from offbeat import partitioning as cutting
 from offbeat.core.optimization import MakeOptimizer, MakeScheduler
 from offbeat.core.stage_network import Loss
 from offbeat.errors import UserError, first_line, unknown
@@ -62,8 +64,20 @@ def device_of(device: torch.device | str | None) -> torch.device | None:
 def check_options(*, clip_norm: float | None, compile: bool, fuse: bool) -> None:
     if compile and fuse:
         raise UserError("compile=True and fuse=True: both join the operations of a stage, so give one of them")
-    if clip_norm is not None and not clip_norm > 0:
+    if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
         raise UserError(f"clip_norm={clip_norm!r}: use a number above 0, or None for no clipping")
+
+
+def check_cutting(*, cuts: Any, units: cutting.Units | None, by: cutting.By, trace: cutting.Trace) -> None:
+    one_of(by, cutting.By, "by")
+    one_of(trace, cutting.Trace, "trace")
+    if units is not None:
+        one_of(units, cutting.Units, "units")
+    if cuts is None:
+        return
+    listed = isinstance(cuts, Iterable) and not isinstance(cuts, str)
+    if not listed or not all(isinstance(cut, Integral | str) for cut in cuts):
+        raise UserError(f"cuts={cuts!r}: give a list of numbers of units, or of names of modules, one less than K")
 
 
 def check_hooks(model: nn.Module) -> None:

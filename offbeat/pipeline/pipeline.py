@@ -124,6 +124,7 @@ class Pipeline:
             wanted = engine.device_for(wanted)
         self.precision = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
         checks.check_options(clip_norm=clip_norm, compile=compile, fuse=fuse)
+        checks.check_cutting(cuts=cuts, units=units, by=by, trace=trace)
         checks.check_loss(loss, self.method)
         checks.check_makers(optimizer, scheduler)
         cutting.check_stages(self.model, self.K)

@@ -129,7 +129,7 @@ def write_report(folders: Sequence[Path], out: Path, pictures: Path | None = Non
             pictures.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             reason = error.strerror or first_line(error)
-            raise UserError(f"--pictures {pictures}: {reason}; choose another folder") from error
+            raise UserError(f"pictures={str(pictures)!r}: {reason}; choose another folder") from error
         for name, drawing in drawn.items():
             for kind in ("svg", "png"):
                 content = rendered(drawing.chart, kind, title=drawing.title, width=WIDTHS[drawing.across])

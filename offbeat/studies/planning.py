@@ -67,9 +67,9 @@ class PlanRequest:
     as_json: bool
 
     def check(self) -> None:
-        for option, number in (("-K", self.K), ("--batch-size", self.batch_size), ("--threads", self.threads)):
+        for name, number in (("K", self.K), ("batch_size", self.batch_size), ("threads", self.threads)):
             if number < 1:
-                raise UserError(f"{option} {number}: use a whole number from 1 up")
+                raise UserError(f"{name}={number}: use a whole number from 1 up")
         file = self.profile_file
         if file and (file.is_dir() or not file.resolve().parent.is_dir()):
             raise UserError(f"--profile {file}: give a file in a folder that exists")
@@ -128,8 +128,8 @@ def measure(request: PlanRequest) -> Measured:
         sample = models.random_batch(request.batch_size, size, classes, device=request.device)
     except (RuntimeError, AssertionError, MemoryError, OverflowError) as error:
         raise UserError(
-            f"--device {request.device} cannot hold a batch of {request.batch_size} ({first_line(error)}): use cpu, or "
-            "cuda, or a smaller --batch-size"
+            f"device={request.device!r} cannot hold a batch of {request.batch_size} ({first_line(error)}): use cpu, or "
+            "cuda, or a smaller batch_size="
         ) from error
     measured = Measured.of(request.model, network, sample, request.batch_size, known=known)
     if file and known is None:

@@ -143,3 +143,12 @@ def test_what_an_error_of_the_library_suggests_is_python_and_helps(name):
     for found in arguments:
         if found[0] not in before:
             assert refusal({**WRONG[name], found[1]: ast.literal_eval(found[2])}) != said
+
+
+@pytest.mark.filterwarnings("always::offbeat.errors.Unbalanced")
+def test_a_warning_of_uneven_cuts_names_options(offbeat: Command):
+    done = offbeat("train", "--data", "synthetic", "--model", "resnet8", "-K", 4, "--batch-size", 8, "--dry-run")
+    assert done.code == 0
+    assert "uneven cuts" in done.err
+    assert "--units layers" in done.err
+    assert "units=" not in done.err

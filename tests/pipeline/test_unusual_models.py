@@ -276,6 +276,12 @@ def test_the_mean_of_a_window_is_clipped_not_its_terms():
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
         ({"model": len}, "model is of type builtin_function_or_method: give an nn.Module"),
         ({"x": torch.ones(0, 6), "y": torch.ones(0).long()}, "batch 0 holds no samples"),
+        ({"clip_norm": "a"}, "clip_norm='a'"),
+        ({"units": "layer"}, "unknown units 'layer': did you mean 'layers'"),
+        ({"by": "time"}, "unknown by 'time'"),
+        ({"trace": "torch"}, "unknown trace 'torch'"),
+        ({"cuts": 1}, "cuts=1: give a list"),
+        ({"cuts": [1.5]}, r"cuts=\[1.5\]: give a list"),
         ({"device": "cudaa"}, "device 'cudaa'"),
         (
             {
