@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from page import Record, prose, records, source
+from page import Record, point, prose, records, source
 
 from offbeat.report.formatting import markdown
 
@@ -43,6 +43,7 @@ def section() -> list[str]:
             "",
             markdown(HEAD, [row(each) for each in record["models"]]),
             "",
+            *[point(note) for note in record.get("notes", [])],
             source(name, record),
             "",
         ]
