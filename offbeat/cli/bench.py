@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from offbeat.cli.app import Application, app
-from offbeat.cli.options import numbers
+from offbeat.cli.options import MODEL, SHAPE, numbers
 
 benches = Application(
     help="Time torch.distributed.pipelining, DDP and Offbeat with the same cuts.", invoke_without_command=True
@@ -20,7 +20,7 @@ app.add_typer(benches, name="bench")
 @benches.callback()
 def bench(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Network; 'offbeat models' lists them.")] = "resnet110",
+    model: Annotated[str, typer.Option(help=MODEL, metavar="NAME")] = "resnet110",
     batch_size: Annotated[int, typer.Option(help="Samples per batch, over all workers.")] = 128,
     K: Annotated[int, typer.Option("-K", help="Number of workers and stages.")] = 4,
     M: Annotated[
@@ -40,7 +40,7 @@ def bench(
             " ddp, adl-1f1b, ddg, fr, dsp, gpipe. bp and adl are always included."
         ),
     ] = "all",
-    shape: Annotated[str | None, typer.Option(help="Shape C,H,W of a sample. (default: the network's)")] = None,
+    shape: Annotated[str | None, typer.Option(help=SHAPE)] = None,
     device: Annotated[str, typer.Option(help="cpu (one core per worker) or cuda (one GPU).")] = "cpu",
     precision: Annotated[str, typer.Option(help="fp32, or on a GPU tf32 or bf16.")] = "fp32",
     partition: Annotated[str, typer.Option(help="What to balance: measured time or flops.")] = "measured",
@@ -68,7 +68,6 @@ def bench(
     if context.invoked_subcommand:
         return
     from offbeat.report import bench_table
-    from offbeat.runs.build import shape_of
     from offbeat.studies.bench import rounds
 
     request = rounds.BenchRequest(
@@ -78,7 +77,7 @@ def bench(
         M=M,
         methods=tuple(method or ()),
         against=against,
-        shape=shape_of(numbers(shape, int, "--shape", ",x")),
+        shape=numbers(shape, int, "--shape", ",x"),
         device=device,
         precision=precision,
         partition=partition,

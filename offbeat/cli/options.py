@@ -26,23 +26,46 @@ PANELS = {  # headings in the help, per group of options; NUMERICS have their ow
 NUMERICS = ("precision", "compile", "fuse", "tune")
 
 
+MODEL = (
+    "Network: a name that 'offbeat models' lists; gpt with settings: gpt:layers=12,width=256,heads=4,context=128;"
+    " MODULE:FUNCTION, which returns a torch.nn.Module; or hf:PATH, a folder or config.json of transformers."
+)
+
+SHAPE = "Shape of a sample: C,H,W, or the number of tokens. (default: the network's)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """The network and its training data."""
 
-    model: Annotated[str | None, typer.Option(help="Network; 'offbeat models' lists them. (default resnet56)")] = None
+    model: Annotated[str | None, typer.Option(help=f"{MODEL} (default resnet56; for text gpt)", metavar="NAME")] = None
     data: Annotated[
         str | None,
-        typer.Option(help="Data set: cifar10, cifar100, imagefolder, digits or synthetic. (default cifar10)"),
+        typer.Option(
+            help="Data set: cifar10, cifar100, imagefolder, digits, synthetic or text. (default cifar10; for gpt text)"
+        ),
     ] = None
-    data_dir: Annotated[str | None, typer.Option(help="Folder or archive of the data. (default OFFBEAT_DATA_DIR)")] = (
-        None
-    )
-    shape: Annotated[str | None, typer.Option(help="Shape C,H,W of a sample, for data sets that can be resized.")] = (
-        None
-    )
+    data_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or archive of the data; of text, a file or a folder of text files. "
+            "(default OFFBEAT_DATA_DIR; text: the Python source of torch)"
+        ),
+    ] = None
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Shape of a sample: C,H,W for data sets that can be resized; the number of tokens for text. "
+            "(default: the network's context)"
+        ),
+    ] = None
     classes: Annotated[int | None, typer.Option(help="Number of classes of synthetic data.")] = None
-    samples: Annotated[int | None, typer.Option(help="Number of samples of synthetic data.")] = None
+    samples: Annotated[
+        int | None, typer.Option(help="Number of samples of synthetic data, or of samples per epoch of text.")
+    ] = None
+    tokenizer: Annotated[
+        str | None, typer.Option(help="tokenizer.json of Hugging Face's tokenizers, for text. (default: bytes)")
+    ] = None
     data_workers: Annotated[
         int | None,
         typer.Option(help="Number of processes that decode an image folder. (default: the number of cores, at most 8)"),
@@ -132,23 +155,28 @@ else:  # made from Stages, so that a new option there is also one of published e
 class Schedule:
     """Length and optimizer of a run."""
 
-    epochs: Annotated[int | None, typer.Option(help="Number of epochs. (default 300; image folders 90)")] = None
+    epochs: Annotated[int | None, typer.Option(help="Number of epochs. (default 300; image folders 90; text 1)")] = None
     batch_size: Annotated[int | None, typer.Option(help="Samples per batch, b. (default 32)")] = None
     drop_last: Annotated[bool | None, typer.Option(help="Drop the last batch of an epoch if it is incomplete.")] = None
     weighting: Annotated[
         str | None, typer.Option(help="Average the gradients of an update over batches or samples. (default batches)")
     ] = None
-    lr: Annotated[float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256)")] = None
-    momentum: Annotated[float | None, typer.Option(help="Momentum of SGD. (default 0.9)")] = None
-    weight_decay: Annotated[float | None, typer.Option(help="Weight decay. (default 5e-4; image folders 1e-4)")] = None
+    optimizer: Annotated[str | None, typer.Option(help="Optimizer: sgd or adamw. (default sgd; text adamw)")] = None
+    lr: Annotated[float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256; adamw 1e-3)")] = None
+    momentum: Annotated[float | None, typer.Option(help="Momentum of sgd. (default 0.9)")] = None
+    betas: Annotated[str | None, typer.Option(help="Betas of adamw. (default 0.9,0.95)")] = None
+    weight_decay: Annotated[
+        float | None, typer.Option(help="Weight decay. (default 5e-4; image folders 1e-4; adamw 0.1)")
+    ] = None
     warmup: Annotated[
-        float | None, typer.Option(help="Epochs of linear warm-up from 1 % of the learning rate. (default 3)")
+        float | None,
+        typer.Option(help="Epochs of linear warm-up from 1 % of the learning rate. (default 3; text 0.02)"),
     ] = None
     milestones: Annotated[
         str | None,
         typer.Option(
             help="Divide the learning rate by 10 at these fractions of the epochs. "
-            "(default 1/2, 3/4, 11/12; image folders 1/3, 2/3, 8/9)"
+            "(default 1/2, 3/4, 11/12; image folders 1/3, 2/3, 8/9; text 0.8, 0.95)"
         ),
     ] = None
     clip_norm: Annotated[float | None, typer.Option(help="Clip the gradient norm of each stage to this value.")] = None
@@ -198,6 +226,7 @@ LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options with severa
     "cuts": (int, ","),
     "speeds": (float, ","),
     "milestones": (float, ","),
+    "betas": (float, ","),
 }
 
 

@@ -8,20 +8,20 @@ from typing import Annotated
 import typer
 
 from offbeat.cli.app import app
-from offbeat.cli.options import numbers
+from offbeat.cli.options import MODEL, SHAPE, numbers
 from offbeat.errors import UserError
 
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="Network; 'offbeat models' lists them.")] = "resnet56",
+    model: Annotated[str, typer.Option(help=MODEL, metavar="NAME")] = "resnet56",
     method: Annotated[
         str, typer.Option(help="Training method, with settings as in adl:M=4,corrector=sc; or all.")
     ] = "adl",
     K: Annotated[int, typer.Option("-K", help="Number of stages.")] = 4,
     M: Annotated[int | None, typer.Option("-M", help="Gradients accumulated per update.")] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per batch.")] = 32,
-    shape: Annotated[str | None, typer.Option(help="Shape C,H,W of a sample. (default: the network's)")] = None,
+    shape: Annotated[str | None, typer.Option(help=SHAPE)] = None,
     device: Annotated[str, typer.Option(help="Device on which the units are measured: cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads per worker.")] = 1,
     partition: Annotated[str, typer.Option(help="What to balance: measured time or flops.")] = "measured",
@@ -51,7 +51,6 @@ def plan(
 
     from offbeat.errors import unknown
     from offbeat.partitioning import By
-    from offbeat.runs.build import shape_of
     from offbeat.studies.planning import PlanRequest, show_plan
 
     if partition not in get_args(By):
@@ -60,14 +59,13 @@ def plan(
         given = {name: value for name, value in (("latency", latency), ("bandwidth", bandwidth)) if value is not None}
         options = ", ".join(f"--{name} {value:g}" for name, value in given.items())
         raise UserError(f"{options}: give milliseconds from 0 up, and megabytes per second above 0")
-    sizes = shape_of(numbers(shape, int, "--shape", ",x"))
     request = PlanRequest(
         model=model,
         method=method,
         K=K,
         M=M,
         batch_size=batch_size,
-        shape=sizes,
+        shape=numbers(shape, int, "--shape", ",x"),
         device=device,
         threads=threads,
         by=partition,

@@ -14,6 +14,7 @@ from offbeat.cli.options import spread
 from offbeat.runs import launch
 from offbeat.runs import train as training
 from offbeat.runs.recipe import configured
+from offbeat.runs.task import task_of_result
 
 
 @app.command()
@@ -74,7 +75,6 @@ def ready_line(ready: training.Ready) -> str:
 
 def result_line(result: training.Result) -> str:
     staleness = " ".join(f"{level:.2f}" for level in result["staleness"])
-    return (
-        f"test error {result['error']:.2f}%  {result['samples_per_second']:,.0f} samples/s  "
-        f"staleness {staleness}  in {result['out']}"
-    )
+    task = task_of_result(result)
+    metric = f"{task.metric} {task.shown(result[task.key])}"  # type: ignore[literal-required]
+    return f"{metric}  {task.speed(result):,.0f} {task.speed_unit}  staleness {staleness}  in {result['out']}"

@@ -1,4 +1,4 @@
-"""Data sets by name: CIFAR, folders of images, scikit-learn's digits, and a synthetic one.
+"""Data sets by name: CIFAR, folders of images, scikit-learn's digits, a synthetic one, and text.
 
     data = offbeat.data.open("cifar10", folder="~/data")
     for images, labels in data.train(batch_size=128, seed=0, epoch=3):
@@ -22,23 +22,25 @@ from offbeat.data.digits import open_digits
 from offbeat.data.imagefolder import LAYOUT, open_imagefolder
 from offbeat.data.resident import on_device
 from offbeat.data.synthetic import open_synthetic
+from offbeat.data.text import open_text
 from offbeat.errors import UserError, unknown
 
 __all__ = ["DataSet", "names", "on_device", "open", "open_data"]
 
 
 class DataSet(Protocol):
-    """Labelled images for classification, split into training and test samples.
+    """Samples with their targets, split into training and test samples.
 
-    Batches are float32 (b, C, H, W) and int64 (b,); the short last batch of test samples is always used.
+    Batches of images are float32 (b, C, H, W) and int64 (b,), those of text int64 (b, context) twice. The short last
+    batch of test samples is always used.
     """
 
     @property
     def name(self) -> str: ...
     @property
-    def shape(self) -> tuple[int, int, int]: ...  # C, H, W of one sample
+    def shape(self) -> tuple[int, ...]: ...  # of one sample: (C, H, W), or (context,)
     @property
-    def classes(self) -> int: ...
+    def classes(self) -> int: ...  # of text: the vocabulary
     @property
     def train_samples(self) -> int: ...
     @property
@@ -61,6 +63,7 @@ class Kind:
     opener: Callable[..., DataSet]
     takes: tuple[str, ...] = ()
     layout: str = ""  # contents of the folder, where one is required
+    sizes: str = "channels, height, width"  # of one sample
 
 
 KINDS = {
@@ -69,6 +72,7 @@ KINDS = {
     "imagefolder": Kind(open_imagefolder, ("folder", "shape", "workers"), LAYOUT),
     "digits": Kind(open_digits, ("shape",)),
     "synthetic": Kind(open_synthetic, ("shape", "classes", "samples")),
+    "text": Kind(open_text, ("folder", "shape", "samples", "tokenizer"), sizes="tokens"),
 }
 
 
@@ -76,7 +80,7 @@ def names() -> list[str]:
     """The names that open() accepts.
 
     >>> names()
-    ['cifar10', 'cifar100', 'imagefolder', 'digits', 'synthetic']
+    ['cifar10', 'cifar100', 'imagefolder', 'digits', 'synthetic', 'text']
     """
     return list(KINDS)
 
@@ -85,15 +89,17 @@ def open_data(
     name: str,
     *,
     folder: Path | str | None = None,
-    shape: tuple[int, int, int] | None = None,
+    shape: tuple[int, ...] | None = None,
     classes: int | None = None,
     samples: int | None = None,
+    tokenizer: Path | str | None = None,
     workers: int = 2,
 ) -> DataSet:
     """The data set of that name; options that are None take the data set's own value.
 
-    `folder` is where the files are (cifar10, cifar100, imagefolder); `shape`, `classes` and `samples` are only for the
-    data sets whose files do not fix them; `workers` processes decode the images of an imagefolder (0: this process).
+    `folder` is where the files are (cifar10, cifar100, imagefolder, text); `shape`, `classes` and `samples` are only
+    for the data sets whose files do not fix them; `tokenizer` is a tokenizer.json for text; `workers` processes decode
+    the images of an imagefolder (0: this process).
 
     >>> data = open_data("synthetic", shape=(1, 8, 8), classes=3, samples=10)
     >>> [len(labels) for _, labels in data.train(batch_size=4, seed=0, epoch=0)]
@@ -102,7 +108,7 @@ def open_data(
     if name not in KINDS:
         raise unknown("data set", name, KINDS)
     kind = KINDS[name]
-    given = {"folder": folder, "shape": shape, "classes": classes, "samples": samples}
+    given = {"folder": folder, "shape": shape, "classes": classes, "samples": samples, "tokenizer": tokenizer}
     options: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
     for option in options:
         if option not in kind.takes:
@@ -113,9 +119,12 @@ def open_data(
     if folder is not None:
         options["folder"] = Path(folder).expanduser()
         if not _exists(options["folder"]):
-            raise UserError(f"folder {options['folder']} does not exist: {name} needs one that holds {kind.layout}")
+            holds = kind.layout or f"{name} files"
+            raise UserError(f"folder {options['folder']} does not exist: {name} needs one that holds {holds}")
+    if tokenizer is not None:
+        options["tokenizer"] = Path(tokenizer).expanduser()
     if shape is not None:
-        options["shape"] = _checked_shape(shape)
+        options["shape"] = _checked_shape(name, shape)
     if "workers" in kind.takes:
         options["workers"] = workers
     return kind.opener(**options)
@@ -128,10 +137,10 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _checked_shape(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    sizes = tuple(shape)
-    if len(sizes) != 3 or any(not isinstance(size, int) or size < 1 for size in sizes):
-        raise UserError(f"shape={sizes}: give channels, height, width, each a whole number of at least 1")
+def _checked_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    sizes, wanted = tuple(shape), KINDS[name].sizes
+    if len(sizes) != len(wanted.split(", ")) or any(not isinstance(size, int) or size < 1 for size in sizes):
+        raise UserError(f"shape={sizes} of {name}: give {wanted}, each a whole number of at least 1")
     return sizes
 
 

@@ -1,7 +1,7 @@
 """Text for language models: tokens of any file or folder, cut into windows of `context` tokens.
 
 Tokens are bytes, or those of a tokenizer file of Hugging Face's `tokenizers`. Without a file the text is the Python
-source of the installed torch, so that something real is there on every machine; its hash is part of the name.
+source of the installed torch, so that there is real text on every machine; records of a run have its hash.
 
 The first nine tenths of the tokens are for training, the rest for testing. A sample is a window of `context` tokens and
 the same window one token later. Each pass over the training tokens starts at an offset of its own, so that windows are
@@ -11,8 +11,8 @@ cut elsewhere every time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,19 @@ class Text:
     test_samples: int
     training: NDArray[Any]  # tokens
     testing: NDArray[Any]
-    bytes_per_token: float  # of the test tokens
+    bytes_per_token: float  # of the test tokens; 1 where tokens are bytes
     sha256: str  # of the text's bytes
     name: str = "text"
-    task: str = field(default="language", init=False)
+
+    def as_record(self) -> dict[str, Any]:
+        """What identifies the text, and how it was cut."""
+        return {
+            "sha256": self.sha256,
+            "tokens": len(self.training) + len(self.testing),
+            "vocabulary": self.classes,
+            "context": self.shape[0],
+            "bytes_per_token": self.bytes_per_token,
+        }
 
     def train(self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False) -> Batches:
         """One epoch of `train_samples` windows without its first `skip`. Epochs follow each other through passes over
@@ -98,8 +107,8 @@ def open_text(
     if len(shape) != 1 or not isinstance(shape[0], int) or shape[0] < 1:
         raise UserError(f"shape={tuple(shape)} of text: give the number of tokens of a sample, such as (128,)")
     (context,) = shape
-    raw = b"".join(path.read_bytes() for path in text_files(folder))
-    tokens, vocabulary, bytes_per_token = _tokens(raw, tokenizer)
+    raw = _read(folder)
+    tokens, vocabulary, bytes_before = _tokens(raw, tokenizer)
     cut = int(len(tokens) * TRAINING)
     training, testing = tokens[:cut], tokens[cut:]
     if _windows(testing, context) < 1 or _windows(training, context) < 1:
@@ -116,9 +125,16 @@ def open_text(
         test_samples=min(TESTED, _windows(testing, context)),
         training=training,
         testing=testing,
-        bytes_per_token=bytes_per_token,
+        bytes_per_token=(len(raw) - bytes_before(cut)) / len(testing),
         sha256=hashlib.sha256(raw).hexdigest(),
     )
+
+
+def _read(folder: Path | None) -> bytes:
+    try:
+        return b"".join(path.read_bytes() for path in text_files(folder))
+    except OSError as error:
+        raise UserError(f"{error.filename or folder} cannot be read ({error.strerror}): give a text file") from error
 
 
 def text_files(folder: Path | None) -> list[Path]:
@@ -145,10 +161,10 @@ def _windows(tokens: NDArray[Any], context: int) -> int:
     return max(0, (len(tokens) - 1) // context - (1 if len(tokens) > 2 * context else 0))
 
 
-def _tokens(raw: bytes, tokenizer: Path | None) -> tuple[NDArray[Any], int, float]:
-    """Tokens, the size of the vocabulary, and bytes per token."""
+def _tokens(raw: bytes, tokenizer: Path | None) -> tuple[NDArray[Any], int, Callable[[int], float]]:
+    """Tokens, the size of the vocabulary, and a function: the bytes of the text before a token."""
     if tokenizer is None:
-        return np.frombuffer(raw, dtype=np.uint8), 256, 1.0
+        return np.frombuffer(raw, dtype=np.uint8), 256, float
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -159,12 +175,14 @@ def _tokens(raw: bytes, tokenizer: Path | None) -> tuple[NDArray[Any], int, floa
         raise UserError(
             f"tokenizer {tokenizer} cannot be read ({first_line(error)}): give a tokenizer.json of tokenizers"
         ) from None
-    lines = raw.decode(errors="replace").splitlines(keepends=True)
+    lines = [line.decode(errors="replace") for line in raw.splitlines(keepends=True)]
     encoded = made.encode_batch(lines, add_special_tokens=False)
     ids = np.fromiter((token for line in encoded for token in line.ids), dtype=np.int32)
     if not len(ids):
         raise UserError(f"tokenizer {tokenizer} makes no tokens of this text: give another one")
-    return ids, int(made.get_vocab_size()), len(raw) / len(ids)
+    tokens = np.cumsum([0, *(len(line.ids) for line in encoded)])
+    sizes = np.cumsum([0, *map(len, raw.splitlines(keepends=True))])
+    return ids, int(made.get_vocab_size()), lambda token: float(np.interp(token, tokens, sizes))
 
 
 def _is_text(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """A comparison of methods as a table: what its runs have recorded, and nothing else. Its columns:
 
-    error          test error % at the last epoch; the median over the seeds, and their range
-    samples/s      the median over the seeds of each run's own median epoch
+    error          test error % (of text: bits per byte) at the last epoch; the median over the seeds, and their range
+    samples/s      (of text: tokens/s) the median over the seeds of each run's own median epoch
     x BP           ratio of these medians, against the first method that keeps all locks
     staleness      measured, per stage, in updates
 
@@ -24,6 +24,7 @@ from rich.table import Table
 from offbeat.report.formatting import document
 from offbeat.runs.recipe import Recipe, from_json, make_recipe
 from offbeat.runs.record import lines
+from offbeat.runs.task import CLASSIFICATION, TASKS, LearningTask
 
 ALL_LOCKS = {"forward", "backward", "update"}
 STAGES_IN_FULL = 4  # of more stages, only the first and the last are shown; the JSON has all
@@ -37,7 +38,8 @@ class ComparisonRow:
     memory            peak bytes of each stage, the largest of the runs
     staleness         of each stage; where forwards are replayed it is the age of the input
     jacobian          staleness of the local Jacobian, where it is not that of the input: 0 by construction of replay
-    curves            test error after each epoch, one list per seed
+    errors            the metric of the task at the last epoch, by seed; error: their median
+    curves            the metric after each epoch, one list per seed
     failed            seed -> why there is no result
     """
 
@@ -67,10 +69,15 @@ class Comparison:
 
     title: str
     match: str
+    task: str
     baseline: str | None  # the row that speed-ups are over
     notes: list[str]
     rows: list[ComparisonRow]
     provenance: dict[str, Any]
+
+    @property
+    def learning_task(self) -> LearningTask:
+        return next(task for task in TASKS if task.name == self.task)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,6 +109,7 @@ def read(folder: Path) -> Comparison:
     return Comparison(
         title=_title(asked, recipes),
         match=asked["match"],
+        task=recipes[0].task.name,
         baseline=baseline.label if baseline else None,
         rows=rows,
         notes=list(_notes(asked, jobs, rows, recipes, baseline)),
@@ -117,7 +125,8 @@ def _row(label: str, recipe: Recipe, records: dict[int, list[dict[str, Any]]]) -
         for line in record
         if line["kind"] == "result" and isfinite(line["loss"])
     }
-    errors = {seed: result["error"] for seed, result in results.items()}
+    task = recipe.task
+    errors = {seed: result[task.key] for seed, result in results.items()}
     ages = _by_stage([result["staleness"] for result in results.values()], median)
     peaks = [
         line["memory"]
@@ -137,11 +146,13 @@ def _row(label: str, recipe: Recipe, records: dict[int, list[dict[str, Any]]]) -
         errors=errors,
         error=median(errors.values()) if errors else None,
         error_range=(min(errors.values()), max(errors.values())) if errors else None,
-        samples_per_second=median(run["samples_per_second"] for run in results.values()) if results else None,
+        samples_per_second=median(task.speed(run) for run in results.values()) if results else None,
         memory=_by_stage(peaks, max),
         staleness=ages,
         jacobian=[0.0] * len(ages) if ages and method.weights == "replay" else None,
-        curves=[[line["test_error"] for line in record if line["kind"] == "epoch"] for record in records.values()],
+        curves=[
+            [line[f"test_{task.key}"] for line in record if line["kind"] == "epoch"] for record in records.values()
+        ],
         failed={seed: _reason(record) for seed, record in records.items() if seed not in results},
     )
 
@@ -168,10 +179,12 @@ def _title(asked: dict[str, Any], recipes: list[Recipe]) -> str:
     return f"{first.model} on {first.data}, K={K}, {epochs}, {runs}, --match {asked['match']}"
 
 
-def _rule(asked: dict[str, Any]) -> str:
+def _rule(asked: dict[str, Any], recipes: list[Recipe]) -> str:
     """What is the same for all methods, and what is not."""
     b, M = asked["batch_size"], asked["M"]
-    rate = f"lr = {asked['lr']:g} for all" if asked["lr"] is not None else "lr = 0.1 b M / 256"
+    rates = {recipe.lr for recipe in recipes}
+    linear = asked["lr"] is None and recipes[0].optimizer == "sgd"
+    rate = "lr = 0.1 b M / 256" if linear else f"lr = {', '.join(f'{rate:g}' for rate in sorted(rates))} for all"
     if asked["match"] == "batch":
         return f"match batch: b = {b} for all, each method at its own M; {rate}"
     return f"match effective: {b * M} samples per update for all, b = {b * M} where M = 1; {rate}"
@@ -181,11 +194,13 @@ def _notes(
     asked: dict[str, Any], jobs: int, rows: list[ComparisonRow], recipes: list[Recipe], baseline: ComparisonRow | None
 ) -> Iterator[str]:
     """What must be known to read the figures."""
-    yield _rule(asked)
-    yield "error: test error at the last epoch, median over the seeds (lowest-highest)"
+    yield _rule(asked, recipes)
+    task = recipes[0].task
+    of = "error: test error" if task is CLASSIFICATION else f"{task.heading}: of the test text"
+    yield f"{of} at the last epoch, median over the seeds (lowest-highest)"
     if baseline and jobs == 1:
         cut = f" cut into the same {baseline.K} stages" if baseline.K > 1 else ""
-        yield f"x BP: ratio of the medians of samples/s, over {baseline.label}{cut}"
+        yield f"x BP: ratio of the medians of {task.speed_unit}, over {baseline.label}{cut}"
     if any(row.memory for row in rows):
         yield (
             "peak MB: counted, at the fullest: parameters and their versions, gradients, optimizer state, batches in "
@@ -198,29 +213,33 @@ def _notes(
         )
     elif any(row.staleness for row in rows):
         yield "staleness in updates, measured, stage 1 first"
-    if len({row.batchnorm_batch for row in rows}) > 1:
+    if len({row.batchnorm_batch for row in rows}) > 1 and task is CLASSIFICATION:
         yield "BN batch: samples that BatchNorm normalises together; it differs, and so do the networks' functions"
     most = max(row.K for row in rows)
     alone = [row.label for row in rows if most > row.K]
     if alone:
         yield f"{', '.join(alone)}: K=1, the whole network in one stage"
     if {recipe.engine for recipe in recipes} == {"simulate"} and most > 1:
-        yield "engine simulate: the stages take turns in one process, so samples/s measures their work, not a speed-up"
+        yield (
+            f"engine simulate: the stages take turns in one process, so {task.speed_unit} measures their work, not a "
+            "speed-up"
+        )
     if jobs > 1:
-        yield f"{jobs} runs at the same time shared the machine: samples/s is only roughly comparable"
+        yield f"{jobs} runs at the same time shared the machine: {task.speed_unit} is only roughly comparable"
     for row in rows:
         for seed, reason in row.failed.items():
             yield f"{row.label}, seed {seed}: no result ({reason})"
 
 
-def cells(row: ComparisonRow) -> list[str]:
+def cells(row: ComparisonRow, task: LearningTask = CLASSIFICATION) -> list[str]:
     """The figures of a row as text."""
     total = len(row.errors) + len(row.failed)
     if row.error is None or row.error_range is None:
         error = "failed"
     else:
         lowest, highest = row.error_range
-        error = f"{row.error:.2f}" + (f" ({lowest:.2f}-{highest:.2f})" if len(row.errors) > 1 else "")
+        error = task.cell(row.error)
+        error += f" ({task.cell(lowest)}-{task.cell(highest)})" if len(row.errors) > 1 else ""
         error += f" {len(row.failed)} of {total} failed" if row.failed else ""
     ages = [f"{age:.2f}" for age in row.staleness or ()]
     if row.jacobian:
@@ -228,7 +247,7 @@ def cells(row: ComparisonRow) -> list[str]:
     return [
         row.label,
         str(row.M),
-        f"{row.batchnorm_batch:g}",
+        f"{row.batchnorm_batch:g}" if task is CLASSIFICATION else "-",
         error,
         "-" if row.samples_per_second is None else f"{row.samples_per_second:,.0f}",
         "-" if row.speed_up is None else f"{row.speed_up:.2f}",
@@ -243,7 +262,19 @@ def _short(stages: list[str]) -> str:
     return " ".join(stages) if len(stages) <= STAGES_IN_FULL else f"{stages[0]} .. {stages[-1]}"
 
 
-COLUMNS = ("method", "M", "BN batch", "error %", "samples/s", "x BP", "peak MB per stage", "staleness per stage")
+def columns(comparison: Comparison) -> tuple[str, ...]:
+    """The headings of the table."""
+    task = comparison.learning_task
+    return (
+        "method",
+        "M",
+        "BN batch",
+        task.heading,
+        task.speed_unit,
+        "x BP",
+        "peak MB per stage",
+        "staleness per stage",
+    )
 
 
 def table(comparison: Comparison) -> Table:
@@ -251,10 +282,10 @@ def table(comparison: Comparison) -> Table:
 
     A column that no row has a figure for is left out.
     """
-    rows = [cells(row) for row in comparison.rows]
-    shown = [place for place in range(len(COLUMNS)) if any(row[place] != "-" for row in rows)]
+    headings, rows = columns(comparison), [cells(row, comparison.learning_task) for row in comparison.rows]
+    shown = [place for place in range(len(headings)) if any(row[place] != "-" for row in rows)]
     made = Table(title=comparison.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
-    for name in (COLUMNS[place] for place in shown):
+    for name in (headings[place] for place in shown):
         heading = name.replace(" per stage", "\nper stage").replace("BN batch", "BN\nbatch")
         breaks = name == "method" or name.endswith("per stage")
         made.add_column(
@@ -271,6 +302,10 @@ def table(comparison: Comparison) -> Table:
 
 def markdown(comparison: Comparison) -> str:
     """The same for documents."""
-    head = [f"| {' | '.join(COLUMNS)} |", f"|---|{'---:|' * (len(COLUMNS) - 1)}"]
-    rows = [f"| {' | '.join(cell.replace('|', '/') for cell in cells(row))} |" for row in comparison.rows]
+    headings = columns(comparison)
+    head = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
+    rows = [
+        f"| {' | '.join(cell.replace('|', '/') for cell in cells(row, comparison.learning_task))} |"
+        for row in comparison.rows
+    ]
     return document(comparison.title, [*head, *rows], comparison.notes, comparison.provenance)

@@ -8,8 +8,10 @@ from itertools import pairwise
 
 from offbeat.errors import UserError
 from offbeat.runs.recipe import Recipe
+from offbeat.runs.task import LANGUAGE
 
 KNOWN = {"cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100)}  # shape and classes, without their files
+BYTES = 256  # vocabulary of a text without a tokenizer
 
 
 @dataclass(frozen=True)
@@ -31,38 +33,37 @@ def parts(recipe: Recipe) -> list[Part]:
     return list(_parts(recipe.model, shape, classes, tuple(recipe.cuts or ()), recipe.units or "blocks"))
 
 
-def _facts(recipe: Recipe) -> tuple[tuple[int, int, int] | None, int | None]:
+def _facts(recipe: Recipe) -> tuple[tuple[int, ...] | None, int | None]:
     """Shape of a sample and classes, where they can be known without the data's files."""
     from offbeat import data
 
-    sizes = recipe.shape or ()
-    shape = (sizes[0], sizes[1], sizes[2]) if len(sizes) == 3 else None
     if recipe.data in KNOWN:
         return KNOWN[recipe.data]
+    if recipe.task is LANGUAGE:
+        return recipe.shape, None if recipe.tokenizer else BYTES
     if recipe.data in data.KINDS and not data.KINDS[recipe.data].layout:
-        opened = data.open_data(recipe.data, shape=shape, classes=recipe.classes)
+        opened = data.open_data(recipe.data, shape=recipe.shape, classes=recipe.classes)
         return opened.shape, opened.classes
-    return shape, recipe.classes
+    return recipe.shape, recipe.classes
 
 
 @lru_cache(maxsize=32)
 def _parts(
-    model: str, shape: tuple[int, int, int] | None, classes: int | None, cuts: tuple[int, ...], units: str
+    model: str, shape: tuple[int, ...] | None, classes: int | None, cuts: tuple[int, ...], units: str
 ) -> tuple[Part, ...]:
-    import torch
-
     from offbeat import models
     from offbeat import partitioning as cutting
 
-    with torch.device("meta"):
-        network = models.build(model, shape=shape, classes=classes)
-        sample = torch.empty(1, *(shape or models.MODELS[model].shape))
+    if not models.find(model).ours:
+        raise UserError(f"the stages of {model} are not counted, since a report runs no code of others")
+    size, known = models.default_size(model, shape=shape)
+    network = models.skeleton(model, size, classes or known)
     if units == "blocks":
         names = [name for name, _ in network.named_children()]
-        parameters = [sum(weight.numel() for weight in unit.parameters()) for unit in network]
-        flops = cutting.forward_flops(network, sample)
+        parameters = [sum(weight.numel() for weight in unit.parameters()) for unit in network.children()]
+        flops = cutting.forward_flops(network, models.random_batch(1, size, known, device="meta"))
     else:
-        measured = cutting.profile(network, torch.empty(2, *sample.shape[1:], device="meta"), timed=False).units
+        measured = cutting.profile(network, models.random_batch(2, size, known, device="meta"), timed=False).units
         names = [unit.name for unit in measured]
         parameters, flops = [unit.parameters for unit in measured], [unit.flops // 2 for unit in measured]
     edges = [0, *cuts, len(names)]

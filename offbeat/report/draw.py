@@ -19,6 +19,7 @@ from offbeat.method import Method
 from offbeat.report import text
 from offbeat.report.gantt import heading
 from offbeat.runs.record import write
+from offbeat.runs.task import CLASSIFICATION, LearningTask
 from offbeat.timeline import Costs
 
 if TYPE_CHECKING:
@@ -98,16 +99,18 @@ def draw_curves(
     *,
     title: str,
     times: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    task: LearningTask = CLASSIFICATION,
 ) -> None:
-    """Draw the test error of several runs per method against the epoch, or against the seconds of training until then
-    (not in text)."""
+    """Draw the metric of several runs per method against the epoch, or against the seconds of training until then (not
+    in text)."""
     _check(path)
     if _is_text(path):
         _write(path, text.curves_text(runs, title=title))
     else:
         figures = _figures()
         across = "epoch" if times is None else "minutes of training"
-        chart = figures.curves(figures.curve_lines(runs, times), across=across, height=400, width=PICTURE)
+        drawn = figures.curve_lines(runs, times, task=task)
+        chart = figures.curves(drawn, across=across, what=task.axis, height=400, width=PICTURE)
         several = any(len(curves) > 1 for curves in runs.values())
         _save(
             chart,

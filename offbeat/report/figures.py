@@ -17,6 +17,7 @@ from offbeat.report.formatting import size
 from offbeat.report.read import numbers
 from offbeat.report.style import colour, shade
 from offbeat.report.text import staleness_of_stages
+from offbeat.runs.task import CLASSIFICATION, LearningTask
 from offbeat.timeline import Costs
 
 Rows = Sequence[Mapping[str, Any]]
@@ -26,9 +27,10 @@ Curves = Mapping[str, Sequence[Sequence[float]]]  # a list for each run, by the 
 # ---- learning curves
 
 
-def curve_lines(runs: Curves, times: Curves | None = None) -> list[Line]:
+def curve_lines(runs: Curves, times: Curves | None = None, *, task: LearningTask = CLASSIFICATION) -> list[Line]:
     """The median of each method's runs, in the band of their range where there are several.
 
+    task: whose metric they are
     times: seconds of training until each epoch; the lines are against them, in minutes, and not against the epoch
     """
     drawn = []
@@ -37,7 +39,9 @@ def curve_lines(runs: Curves, times: Curves | None = None) -> list[Line]:
         across = [point.epoch for point in found] if times is None else clock(times[name])
         band = [(point.lowest, point.highest) for point in found] if len(curves) > 1 else []
         values = [(float(at), point.middle) for at, point in zip(across, found, strict=True)]
-        drawn.append(Line(name, values, band, end=f"{found[-1].middle:.2f} %" if found else "", colour=place))
+        drawn.append(
+            Line(name, values, band, end=task.shown(found[-1].middle, space=" ") if found else "", colour=place)
+        )
     return [line for line in drawn if line.points]
 
 
@@ -45,12 +49,12 @@ def curves(
     drawn: Sequence[Line],
     *,
     across: str = "epoch",
-    what: str = "test error, %",
+    what: str = CLASSIFICATION.axis,
     most: float | None = None,
     height: int = 300,
     width: int | None = None,
 ) -> alt.LayerChart:
-    """Error against the epoch, or against the time of training."""
+    """A metric against the epoch, or against the time of training."""
     by_epoch = across == "epoch"
     x = Axis(across, whole=by_epoch, zero=not by_epoch)
     return lines(drawn, x=x, y=Axis(what, log=None if most is None else False, most=most), height=height, width=width)

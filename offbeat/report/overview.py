@@ -1,9 +1,13 @@
-"""Several runs together: what was run, headline figures, learning curves, the table of errors."""
+"""Several runs together: what was run, headline figures, learning curves, the table of results.
+
+Runs of different tasks, such as images and text, have figures, curves and tables of their own: their metrics differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -13,7 +17,9 @@ from offbeat.report.formatting import counted, duration, size
 from offbeat.report.read import RunRecord
 from offbeat.report.sections import Block, Drawing, Section, facts, figures, missing, table
 from offbeat.report.sections import charts as drawings
+from offbeat.runs.optimizers import described
 from offbeat.runs.recipe import Recipe
+from offbeat.runs.task import CLASSIFICATION, TASKS, LearningTask
 
 Groups = Mapping[str, Sequence[RunRecord]]  # the runs of one setting, over its seeds, by their label
 
@@ -45,6 +51,7 @@ MORE = (
     "window",
     "corrector",
     "engine",
+    "optimizer",
     "lr",
     "epochs",
     "cuts",
@@ -99,10 +106,7 @@ def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Ma
         shown["network and data"] = f"{recipe.model} on {recipe.data}, {epochs}, seed {recipe.seed}"
         shown["method"] = f"{title}: K={recipe.K} stages, M={recipe.M}, weights {recipe.weights}"
         shown["method"] += corrector if recipe.corrector else ""
-        shown["optimizer"] = (
-            f"SGD, batch {recipe.batch_size}, lr {recipe.lr:g}, momentum {recipe.momentum:g}, weight decay "
-            f"{recipe.weight_decay:g}, warm-up {recipe.warmup:g} epochs"
-        )
+        shown["optimizer"] = f"{described(recipe)}, batch {recipe.batch_size}, warm-up {recipe.warmup:g} epochs"
         compiled = ", compiled" * recipe.compile + ", fused" * recipe.fuse
         shown["run by"] = f"engine {recipe.engine}, {recipe.device}, {recipe.precision}{compiled}, {threads} per stage"
     shown.update(more or {})
@@ -123,14 +127,15 @@ def headline(run: RunRecord) -> Block:
     recipe, last = run.recipe, run.epochs[-1] if run.epochs else None
     total = f" of {recipe.epochs}" if recipe else ""
     shown = []
-    error = run.error if run.error is not None else last.test_error if last else None
-    if error is not None:
+    task, metric = run.task, run.metric if run.metric is not None else last.test if last else None
+    if metric is not None:
         best = run.best
-        remark = f"lowest {best.test_error:.2f} % after epoch {best.number}" if best else ""
-        shown.append(("test error" if run.error is not None else "test error so far", f"{error:.2f} %", remark))
+        remark = f"lowest {task.shown(best.test, space=' ')} after epoch {best.number}" if best else ""
+        so_far = "" if run.metric is not None else " so far"
+        shown.append((f"{task.metric}{so_far}", task.shown(metric, space=" "), remark))
     shown.append(("state", run.state, f"{len(run.epochs)}{total} epochs"))
-    if run.samples_per_second:
-        shown.append(("samples per second", f"{run.samples_per_second:,.0f}", "median epoch"))
+    if run.speed:
+        shown.append((f"{task.unit} per second", f"{run.speed:,.0f}", "median epoch"))
     if run.seconds:
         remark = "evaluation included" if run.state == "finished" else "of training"
         shown.append(("time", duration(run.seconds), remark))
@@ -148,26 +153,31 @@ def headlines(groups: Groups) -> Block:
     runs = [run for group in groups.values() for run in group]
     done = sum(run.state == "finished" for run in runs)
     shown = [("runs", f"{done} of {len(runs)}" if done < len(runs) else f"{done}", "finished")]
-    errors = {
-        label: middle
-        for label, group in groups.items()
-        if (middle := _middle([run.error for run in group])) is not None
-    }
-    speeds = {
-        label: middle
-        for label, group in groups.items()
-        if (middle := _middle([run.samples_per_second for run in group]))
-    }
-    if errors:
-        best = min(errors, key=lambda label: errors[label])
-        shown.append(("lowest test error", f"{errors[best]:.2f} %", best))
-    if len(errors) > 1:
-        worst = max(errors, key=lambda label: errors[label])
-        shown.append(("highest test error", f"{errors[worst]:.2f} %", worst))
-    if speeds:
-        fastest = max(speeds, key=lambda label: speeds[label])
-        shown.append(("most samples per second", f"{speeds[fastest]:,.0f}", fastest))
+    for task, members in by_task(groups).items():
+        metrics = _medians({label: [run.metric for run in group] for label, group in members.items()})
+        speeds = _medians({label: [run.speed for run in group] for label, group in members.items()})
+        if metrics:
+            best = min(metrics, key=lambda label: metrics[label])
+            shown.append((f"lowest {task.metric}", task.shown(metrics[best], space=" "), best))
+        if len(metrics) > 1:
+            worst = max(metrics, key=lambda label: metrics[label])
+            shown.append((f"highest {task.metric}", task.shown(metrics[worst], space=" "), worst))
+        if speeds:
+            fastest = max(speeds, key=lambda label: speeds[label])
+            shown.append((f"most {task.unit} per second", f"{speeds[fastest]:,.0f}", fastest))
     return figures(shown)
+
+
+def by_task(groups: Groups) -> dict[LearningTask, Groups]:
+    """The groups of each task, of those that there are."""
+    found = {
+        task: {label: group for label, group in groups.items() if group and group[0].task is task} for task in TASKS
+    }
+    return {task: members for task, members in found.items() if members}
+
+
+def _medians(values: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
+    return {label: middle for label, given in values.items() if (middle := _middle(given)) is not None}
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
@@ -179,38 +189,47 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def curves(groups: Groups, name: str) -> Section:
-    """Test error by epoch and by time of training (the paper's Fig. 3)."""
+    """The metric of each task by epoch and by time of training (the paper's Fig. 3)."""
     several = any(len(group) > 1 for group in groups.values())
     band = "; a line is the median of a setting's seeds, its band their range" if several else ""
-    section = Section("Learning curves", f"Test error after each epoch{band}.")
+    tasks = by_task(groups)
+    metrics = " or ".join(task.metric for task in tasks)
+    section = Section("Learning curves", f"{metrics[:1].upper()}{metrics[1:]} after each epoch{band}.")
+    for task, members in tasks.items():
+        drawn = _curves(task, members, name if len(tasks) == 1 else f"{name}-{task.name}")
+        if drawn is not None:
+            section.add(drawn)
+    return section if section.blocks else section.add(missing("no epoch is complete in any run yet"))
+
+
+def _curves(task: LearningTask, groups: Groups, name: str) -> Block | None:
+    """The charts of runs of one task; None where no epoch is complete."""
     trained = {label: [run for run in group if run.epochs] for label, group in groups.items()}
-    errors_of = {label: [run.errors for run in group] for label, group in trained.items() if group}
-    if not errors_of:
-        return section.add(missing("no epoch is complete in any run yet"))
-    times = {label: [run.times for run in trained[label]] for label in errors_of}
-    by_epoch, by_time = (charts.curve_lines(errors_of, given) for given in (None, times))
-    alone = len(groups) == 1 and not several
+    curves_of = {label: [run.curve for run in group] for label, group in trained.items() if group}
+    if not curves_of:
+        return None
+    times = {label: [run.times for run in trained[label]] for label in curves_of}
+    by_epoch, by_time = (charts.curve_lines(curves_of, given, task=task) for given in (None, times))
+    alone = len(groups) == 1 and len(next(iter(groups.values()))) == 1
     if alone:
         (run,) = next(iter(trained.values()))
-        train = [(float(epoch.number), epoch.train_error) for epoch in run.epochs if epoch.train_error is not None]
+        train = [(float(epoch.number), epoch.training) for epoch in run.epochs if epoch.training is not None]
         by_epoch = [replace(by_epoch[0], label="test")]
         by_time = [replace(by_time[0], label="test")]
-        by_epoch += [Line("training", train, colour=7, dash=1, end=f"{train[-1][1]:.2f} %")] if train else []
+        end = task.shown(train[-1][1], space=" ") if train else ""
+        by_epoch += [Line("training", train, colour=7, dash=1, end=end)] if train else []
     across, unit = 1 if len(by_epoch) > 5 else 2, "minutes"
     if max(line.points[-1][0] for line in by_time) < 2:
         unit = "seconds"
         by_time = [replace(line, points=[(60 * at, value) for at, value in line.points]) for line in by_time]
-    what = "error, %" if alone else "test error, %"
+    what = task.axis.removeprefix("test ") if alone else task.axis
     by_epoch, every = _thinned(by_epoch)
     by_time, _ = _thinned(by_time)
     caption = f"One epoch of {every} is drawn." if every > 1 else ""
-    return section.add(
-        drawings(
-            Drawing(f"{name}-curves", "By epoch", charts.curves(by_epoch, what=what), caption, across),
-            Drawing(
-                f"{name}-curves-time", "By time", charts.curves(by_time, across=f"{unit} of training"), caption, across
-            ),
-        )
+    in_time = charts.curves(by_time, across=f"{unit} of training", what=task.axis)
+    return drawings(
+        Drawing(f"{name}-curves", "By epoch", charts.curves(by_epoch, what=what), caption, across),
+        Drawing(f"{name}-curves-time", "By time", in_time, caption, across),
     )
 
 
@@ -222,47 +241,46 @@ def _thinned(drawn: Sequence[Line]) -> tuple[list[Line], int]:
     ], every
 
 
-def errors(groups: Groups) -> Section:
-    """One row per run."""
-    section = Section("Errors", "Test error at the last epoch, and the lowest of all epochs.")
-    columns = [
-        "run",
-        "error %",
-        "lowest %",
-        "at epoch",
-        "top-5 %",
-        "samples/s",
-        "time",
-        "seed",
-        "K",
-        "M",
-        "batch",
-        "lr",
-        "state",
-    ]
-    rows = []
-    for label, group in groups.items():
-        for run in group:
-            recipe, best = run.recipe, run.best
-            setting = (
-                [f"{recipe.seed}", f"{recipe.K}", f"{recipe.M}", f"{recipe.batch_size}", f"{recipe.lr:g}"]
-                if (recipe)
-                else ["-"] * 5
-            )
-            rows.append(
-                [
-                    label,
-                    _cell(run.error),
-                    _cell(best.test_error if best else None),
-                    f"{best.number}" if best else "-",
-                    _cell(run.top5),
-                    _cell(run.samples_per_second, ",.0f"),
-                    duration(run.seconds) if run.seconds else "-",
-                    *setting,
-                    run.state,
-                ]
-            )
-    return section.add(table(columns, rows))
+def results(groups: Groups) -> Section:
+    """A row per run, in a table per task."""
+    tasks = by_task(groups)
+    metrics = " or ".join(task.metric for task in tasks)
+    text = f"{metrics[:1].upper()}{metrics[1:]} at the last epoch, and the lowest of all epochs."
+    section = Section(results_title(tasks), text)
+    for task, members in tasks.items():
+        section.add(_results(task, members))
+    return section
+
+
+def results_title(tasks: Collection[LearningTask]) -> str:
+    """The heading of a table of results."""
+    return "Results" if any(task is not CLASSIFICATION for task in tasks) else "Errors"
+
+
+def _results(task: LearningTask, groups: Groups) -> Block:
+    metric = {
+        task.heading: lambda run: _cell(run.metric, f".{task.digits}f"),
+        "lowest %" if task.percent else "lowest": lambda run: _cell(run.best and run.best.test, f".{task.digits}f"),
+        "at epoch": lambda run: f"{run.best.number}" if run.best else "-",
+    }
+    columns: dict[str, Callable[[RunRecord], str]] = {
+        **metric,
+        **({"top-5 %": lambda run: _cell(run.top5)} if task is CLASSIFICATION else {}),
+        task.speed_unit: lambda run: _cell(run.speed, ",.0f"),
+        "time": lambda run: duration(run.seconds) if run.seconds else "-",
+        **{name: partial(_setting, field=field) for name, field in SETTINGS.items()},
+        "state": lambda run: run.state,
+    }
+    rows = [[label, *(cell(run) for cell in columns.values())] for label, group in groups.items() for run in group]
+    return table(["run", *columns], rows)
+
+
+SETTINGS = {"seed": "seed", "K": "K", "M": "M", "batch": "batch_size", "lr": "lr"}  # in a table of results
+
+
+def _setting(run: RunRecord, *, field: str) -> str:
+    value = getattr(run.recipe, field, "-")
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _cell(value: float | None, form: str = ".2f") -> str:

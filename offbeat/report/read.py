@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,18 +21,19 @@ from offbeat.report.formatting import counted
 from offbeat.report.traces import Trace, read_trace
 from offbeat.runs.recipe import Recipe, from_json, make_recipe
 from offbeat.runs.record import standing
+from offbeat.runs.task import CLASSIFICATION, LANGUAGE, LearningTask
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The records of a run for one epoch."""
+    """The records of a run for one epoch; the metric is that of its task."""
 
     number: int  # from 1
     seconds: float
-    test_error: float
-    train_error: float | None
+    test: float
+    training: float | None
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,21 @@ class Diagnosis:
 class RunRecord:
     """A run folder, as far as it can be read.
 
+    task      what it learns, which determines the metric and the unit of its speed
     state     "finished", "failed", "stopped" or "under way"; reason: why it failed
     problems  what could not be read, one line each
     """
 
     path: Path
     recipe: Recipe | None
+    task: LearningTask = CLASSIFICATION
     provenance: dict[str, Any]
     epochs: list[Epoch]
     state: str
     reason: str = ""
-    error: float | None = None
+    metric: float | None = None
     top5: float | None = None
-    samples_per_second: float | None = None
+    speed: float | None = None
     seconds: float | None = None
     staleness: list[float] | None = None
     memory: list[float] | None = None
@@ -72,8 +76,9 @@ class RunRecord:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def errors(self) -> list[float]:
-        return [epoch.test_error for epoch in self.epochs]
+    def curve(self) -> list[float]:
+        """The metric after each epoch."""
+        return [epoch.test for epoch in self.epochs]
 
     @property
     def times(self) -> list[float]:
@@ -90,7 +95,7 @@ class RunRecord:
 
     @property
     def best(self) -> Epoch | None:
-        return min(self.epochs, key=lambda epoch: epoch.test_error, default=None)
+        return min(self.epochs, key=lambda epoch: epoch.test, default=None)
 
 
 def kind_of(path: Path) -> str:
@@ -184,7 +189,8 @@ def read_run(path: Path) -> RunRecord:
             "metrics.jsonl: the batch of a resumed checkpoint cannot be read, so epochs may be listed twice"
         )
         lines = every
-    epochs = _each(lines, "epoch", _epoch, "metrics.jsonl", problems)
+    task = recipe.task if recipe else _task(lines)
+    epochs = _each(lines, "epoch", partial(_epoch, task), "metrics.jsonl", problems)
     ends = [line for line in lines if line["kind"] in ("result", "failed", "interrupted", "resumed")]
     last = ends[-1] if ends else {"kind": "nothing"}
     state = {"result": "finished", "failed": "failed", "interrupted": "stopped"}.get(last["kind"], "under way")
@@ -193,17 +199,18 @@ def read_run(path: Path) -> RunRecord:
     result = last if last["kind"] == "result" else {}
     stages = [line for line in lines if line["kind"] in ("epoch", "result") and line.get("memory")]
     K = recipe.K if recipe else None
-    speeds = [line.get("samples_per_second") for line in lines if line["kind"] == "epoch"]
+    speeds = [task.speed(line) for line in lines if line["kind"] == "epoch"]
     return RunRecord(
         path=path,
         recipe=recipe,
+        task=task,
         provenance=provenance,
         epochs=epochs,
         state=state,
         reason=str(last.get("reason", "")) if state == "failed" else "",
-        error=_number(result.get("error")),
+        metric=_number(result.get(task.key)),
         top5=_number(result.get("top5")),
-        samples_per_second=_number(result.get("samples_per_second", speeds[-1] if speeds else None)),
+        speed=_number(task.speed(result) or (speeds[-1] if speeds else None)),
         seconds=_number(result.get("seconds")) or sum(epoch.seconds for epoch in epochs) or None,
         staleness=_of_stages([line.get("staleness") for line in lines if line["kind"] in ("epoch", "result")], K),
         memory=_of_stages([line["memory"] for line in stages], K),
@@ -246,11 +253,16 @@ def _each(
     return made
 
 
-def _epoch(line: dict[str, Any]) -> Epoch:
-    error, seconds = float(line["test_error"]), float(line["seconds"])
-    if not (math.isfinite(error) and math.isfinite(seconds)):
+def _task(lines: list[dict[str, Any]]) -> LearningTask:
+    """The task of a run without a recipe, by its records."""
+    return LANGUAGE if any(f"test_{LANGUAGE.key}" in line for line in lines) else CLASSIFICATION
+
+
+def _epoch(task: LearningTask, line: dict[str, Any]) -> Epoch:
+    metric, seconds = float(line[f"test_{task.key}"]), float(line["seconds"])
+    if not (math.isfinite(metric) and math.isfinite(seconds)):
         raise ValueError
-    return Epoch(int(line["epoch"]) + 1, seconds, error, _number(line.get("train_error")))
+    return Epoch(int(line["epoch"]) + 1, seconds, metric, _number(line.get(f"train_{task.key}")))
 
 
 def _diagnosis(path: Path, problems: list[str]) -> list[Diagnosis]:

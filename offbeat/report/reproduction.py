@@ -25,6 +25,7 @@ from offbeat.report.formatting import document
 from offbeat.runs.recipe import Recipe, load, make_recipe
 from offbeat.runs.record import lines
 from offbeat.runs.tables import Images, Paper, Table, TableRow
+from offbeat.runs.task import CLASSIFICATION, LearningTask
 
 OTHERS = "on other images"  # in a title
 
@@ -44,7 +45,7 @@ class SeedRun:
     samples_per_second: float | None = None
     together: int = 1  # most runs that took turns in its process
     reason: str | None = None
-    errors: list[float] = field(default_factory=list)  # test error after each epoch
+    errors: list[float] = field(default_factory=list)  # test error, or another metric, after each epoch
     times: list[float] = field(default_factory=list)  # seconds of training until then
 
     @property
@@ -53,14 +54,14 @@ class SeedRun:
         return self.state in ("done", "diverged")
 
 
-def read_seed_run(path: Path, seed: int) -> SeedRun:
-    """One seed of a row, from the records of its run folder."""
+def read_seed_run(path: Path, seed: int, *, task: LearningTask = CLASSIFICATION) -> SeedRun:
+    """One seed of a row, from the records of its run folder; errors and speed are those of the task."""
     record = lines(path)
     epochs = [line for line in record if line["kind"] == "epoch"]
     ends = [line for line in record if line["kind"] in ("result", "failed", "resumed")]
     found: dict[str, Any] = {
         "epochs": epochs[-1]["epoch"] + 1 if epochs else 0,
-        "errors": [line["test_error"] for line in epochs],
+        "errors": [line[f"test_{task.key}"] for line in epochs],
         "times": list(accumulate(line["seconds"] for line in epochs)),
         "together": max((line["runs"] for line in record if line["kind"] == "together"), default=1),
     }
@@ -68,16 +69,16 @@ def read_seed_run(path: Path, seed: int) -> SeedRun:
     if last["kind"] == "result" and not isfinite(last["loss"]):
         return SeedRun(seed=seed, state="diverged", reason=f"the test loss is {last['loss']} at the end", **found)
     if last["kind"] == "result":
-        values = {name: last[name] for name in ("error", "top5", "samples_per_second")}
+        values = {"error": last[task.key], "top5": last["top5"], "samples_per_second": task.speed(last)}
         return SeedRun(seed=seed, state="done", **values, **found)
     if last["kind"] == "failed":
         state = "diverged" if last.get("diverged") else "failed"
         return SeedRun(seed=seed, state=state, reason=last["reason"], **found)
     ended = epochs and found["epochs"] == _epochs(path) and isfinite(epochs[-1]["test_loss"])
     if ended:  # stopped after the last of them, before the result was written
-        speeds = [line["samples_per_second"] for line in epochs]
+        speeds = [task.speed(line) for line in epochs]
         values = {
-            "error": epochs[-1]["test_error"],
+            "error": epochs[-1][f"test_{task.key}"],
             "top5": epochs[-1]["test_top5"],
             "samples_per_second": median(speeds[1:] or speeds),
         }

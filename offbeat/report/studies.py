@@ -59,7 +59,7 @@ def runs(folders: Sequence[Path]) -> Shown:
     return (
         f"{counted(len(read), 'run')}: {_what(read)}",
         "Runs",
-        [first, overview.curves(groups, "runs"), overview.errors(groups), *_each(groups)],
+        [first, overview.curves(groups, "runs"), overview.results(groups), *_each(groups)],
     )
 
 
@@ -69,7 +69,11 @@ def _run(run: RunRecord) -> Shown:
     first = _problems(Section("What was run").add(overview.headline(run)), [("", run)])
     first.add(overview.ran(run.provenance, recipe))
     groups = {overview.labels([run])[0]: [run]}
-    return (title, "Run", [first, overview.curves(groups, "run"), overview.errors(groups), *stage_sections(run, "run")])
+    return (
+        title,
+        "Run",
+        [first, overview.curves(groups, "run"), overview.results(groups), *stage_sections(run, "run")],
+    )
 
 
 def _what(runs: Iterable[RunRecord]) -> str:
@@ -107,14 +111,15 @@ def comparison(folder: Path, name: str) -> Shown:
         found = compared.read(folder)
     except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         problems.append(f"the comparison's table cannot be made ({first_line(error)}): its runs are shown as they are")
-        errors = overview.errors(groups)
+        errors = overview.results(groups)
         title = folder.name
     else:
         title = found.title
-        cells = [compared.cells(row) for row in found.rows]
-        shown = [place for place in range(len(compared.COLUMNS)) if any(row[place] != "-" for row in cells)]
-        columns = [compared.COLUMNS[place] for place in shown]
-        errors = Section("Errors", "Median over the seeds, with the lowest and the highest.")
+        headings, cells = compared.columns(found), [compared.cells(row, found.learning_task) for row in found.rows]
+        shown = [place for place in range(len(headings)) if any(row[place] != "-" for row in cells)]
+        columns = [headings[place] for place in shown]
+        title_of_results = overview.results_title([found.learning_task])
+        errors = Section(title_of_results, "Median over the seeds, with the lowest and the highest.")
         errors.add(table(columns, [[row[place] for place in shown] for row in cells]))
         errors.add(notes(found.notes))
     first.add(overview.headlines(groups))
@@ -149,7 +154,7 @@ def reproduction(folder: Path, name: str) -> Shown:
     except (UserError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         why = first_line(error)
         problems.append(f"the paper's table cannot be shown beside the runs ({why}): they are shown as they are")
-        sections.append(overview.errors(groups))
+        sections.append(overview.results(groups))
         first.add(overview.headlines(groups))
     else:
         title = found.title

@@ -1,6 +1,7 @@
 """Training runs from a recipe to a run folder: schedule, checkpoints, records, worker processes.
 
     recipe, epochs              the settings of a run, and how its batches are counted
+    task, optimizers            what follows from the data (metric, unit of speed, defaults); optimizers by name
     tables/                     the published experiments as recipes
     train                       offbeat.train: check a recipe, run it here or in worker processes, resume it
     build                       what a recipe names: data, model, cuts, engine, pipeline

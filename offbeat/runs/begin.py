@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from offbeat import data
+from offbeat.data.text import Text
 from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
 from offbeat.errors import FolderTaken, UserError
@@ -81,6 +82,8 @@ def begin(
         epochs = resuming.continued(recipe, known.samples, found.run)
         pipe = build.make_pipeline(recipe, known, epochs, engine)
         notes = resuming.resume(recipe, pipe, found, folder, apart) if folder_ready else []
+        if folder is not None and isinstance(data_set, Text):
+            notes += folder.text(data_set.as_record())
         data_set, others = build.move_data(recipe, data_set)
         if apart:
             others.append(f"stages {apart} do not see {out}: they send their parts of checkpoints to stage 1")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offbeat import data, models
 from offbeat import partitioning as cutting
@@ -20,7 +19,9 @@ from offbeat.observe import diagnosis
 from offbeat.pipeline import Pipeline
 from offbeat.runs import saving
 from offbeat.runs.epochs import Epochs
+from offbeat.runs.optimizers import optimizer_of
 from offbeat.runs.recipe import Recipe, cores
+from offbeat.runs.task import LANGUAGE
 from offbeat.seeds import derive
 
 TEST_BATCH = 2000 * 3 * 32 * 32  # values in a test batch on a GPU
@@ -32,7 +33,7 @@ DATA_DIR = "OFFBEAT_DATA_DIR"  # environment variable: see default_data_dir
 class Facts:
     """What a model and a schedule need to know about the data. Only the process of the first stage opens the data."""
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     classes: int
     samples: int  # per training epoch
 
@@ -54,11 +55,18 @@ def open_data(recipe: Recipe, *, folder: str | None = None) -> data.DataSet:
     return data.open(
         recipe.data,
         folder=recipe.data_dir or outside,
-        shape=shape_of(recipe.shape),
+        shape=recipe.shape or _context(recipe),
         classes=recipe.classes,
         samples=recipe.samples,
+        tokenizer=recipe.tokenizer,
         workers=workers,
     )
+
+
+def _context(recipe: Recipe) -> tuple[int, ...] | None:
+    """The shape of a sample of text: that of the model, where it has one of its own."""
+    shape = models.find(recipe.model).shape if recipe.task is LANGUAGE else None
+    return shape if shape is not None and models.takes_tokens(shape) else None
 
 
 def move_data(recipe: Recipe, data_set: data.DataSet | None) -> tuple[data.DataSet | None, list[str]]:
@@ -69,19 +77,11 @@ def move_data(recipe: Recipe, data_set: data.DataSet | None) -> tuple[data.DataS
     return moved, [note] if note else []
 
 
-def shape_of(sizes: tuple[int, ...] | None) -> tuple[int, int, int] | None:
-    if sizes is None:
-        return None
-    if len(sizes) != 3:
-        raise UserError(f"shape={tuple(sizes)}: use channels, height and width, such as shape=(3, 32, 32)")
-    return sizes[0], sizes[1], sizes[2]
-
-
 def facts(recipe: Recipe, data_set: data.DataSet) -> Facts:
     return Facts(data_set.shape, data_set.classes, data_set.train_samples)
 
 
-def build_model(recipe: Recipe, known: Facts) -> nn.Sequential:
+def build_model(recipe: Recipe, known: Facts) -> nn.Module:
     """The model with the initial weights of the recipe's seed. Does not change the global generator of torch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(recipe.seed, "model"))
@@ -90,8 +90,7 @@ def build_model(recipe: Recipe, known: Facts) -> nn.Sequential:
 
 def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe, Facts]:
     """Raise UserError for anything wrong with data, model, K or cuts. Returns the recipe with its cuts."""
-    if recipe.model not in models.names():
-        models.build(recipe.model)  # raises UserError before data is read
+    _check_fit(recipe)
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda', but torch finds no CUDA device: use device='cpu'")
     PrecisionPolicy.of(recipe.precision, torch.device(recipe.device))
@@ -104,15 +103,27 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
     return replace(recipe, **choose_cuts(recipe, known)), known
 
 
+def _check_fit(recipe: Recipe) -> None:
+    """Raise UserError where there is no such model, or model, data and method do not fit each other."""
+    shape, text = models.find(recipe.model).shape, recipe.task is LANGUAGE
+    if shape is not None and models.takes_tokens(shape) != text:
+        takes, has, other = ("images", "text", "model='gpt'") if text else ("tokens", "images", "data='text'")
+        raise UserError(f"{recipe.model} takes {takes}, but data={recipe.data!r} has {has}: use {other}")
+    if text and recipe.make_method().head is not None:
+        raise UserError(
+            f"method={recipe.method!r} with data={recipe.data!r}: its auxiliary networks are for images, use a method "
+            "with feedback from the next stage, such as method='adl'"
+        )
+
+
 def choose_cuts(recipe: Recipe, known: Facts) -> dict[str, Any]:
     """Cuts and units: balanced by FLOPs (on the meta device), or by time measured here."""
-    sample = torch.empty(recipe.batch_size, *known.shape, device="meta")
-    if recipe.partition == "measured" and recipe.cuts is None:
+    measured = recipe.partition == "measured" and recipe.cuts is None
+    if measured:
         torch.set_num_threads(recipe.threads_per_stage)
-        model, sample = build_model(recipe, known), torch.randn(recipe.batch_size, *known.shape)
-    else:
-        with torch.device("meta"):
-            model = models.build(recipe.model, shape=known.shape, classes=known.classes)
+    model = build_model(recipe, known) if measured else models.skeleton(recipe.model, known.shape, known.classes)
+    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+    sample = models.random_batch(recipe.batch_size, known.shape, known.classes, device=device)
     kind = recipe.units or ("layers" if recipe.partition == "measured" else None)
     made = cutting.partition(
         model, recipe.K, sample, cuts=recipe.cuts, units=kind, by=recipe.partition, speeds=recipe.speeds
@@ -120,24 +131,20 @@ def choose_cuts(recipe: Recipe, known: Facts) -> dict[str, Any]:
     return {"cuts": tuple(made.cuts), "units": made.units}
 
 
+def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of scores (b, classes) of images, or (b, T, vocabulary) of the tokens of a text."""
+    return nn.functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
+
+
 def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) -> Pipeline:
     factor = recipe.learning_rate(epochs)
-
-    def optimizer(parameters: Iterable[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            parameters,
-            lr=recipe.lr,
-            momentum=recipe.momentum,
-            weight_decay=recipe.weight_decay,
-            fused=recipe.device == "cuda" or None,  # reads the learning rate on the device
-        )
-
+    samples = 1 if recipe.model in models.MODELS else recipe.batch_size  # a trace on the sample is that of the cuts
     pipe = Pipeline(
         build_model(recipe, known),
         recipe.K,
         method=recipe.make_method(),
-        loss=nn.functional.cross_entropy,
-        optimizer=optimizer,
+        loss=cross_entropy,
+        optimizer=optimizer_of(recipe),
         scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),
         cuts=recipe.cuts,
         units=recipe.units,
@@ -145,7 +152,7 @@ def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) 
         engine=engine,
         seed=recipe.seed,
         device=recipe.device,
-        sample=torch.zeros(1, *known.shape),
+        sample=models.random_batch(samples, known.shape, known.classes).zero_(),
         left_out=recipe.left_out or (),
         on_nan="skip" if recipe.on_nan == "skip" else "stop",
         precision=recipe.precision,

@@ -46,7 +46,9 @@ class History:
         rows = [row for row in self.rows if row["samples"] and row["loss"] is not None]
         samples = sum(row["samples"] for row in rows)
         return {
-            name: sum(row[name] * row["samples"] for row in rows) / samples if samples else None
+            name: sum(row[name] * row["samples"] for row in rows) / samples
+            if samples and all(row[name] is not None for row in rows)
+            else None
             for name in ("loss", "error")
         }
 

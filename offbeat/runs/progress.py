@@ -7,14 +7,25 @@ from typing import Any
 from rich import progress as bars
 from rich.console import Console
 
+from offbeat.runs.task import CLASSIFICATION, LearningTask
+
 
 class Progress:
-    """Epoch, loss, error, samples per second, remaining time and staleness per stage."""
+    """Epoch, loss, metric of the task, speed, remaining time and staleness per stage."""
 
     def __init__(
-        self, epochs: int, batches: int, *, show: bool, console: Console | None = None, done: int = 0, name: str = ""
+        self,
+        epochs: int,
+        batches: int,
+        *,
+        show: bool,
+        console: Console | None = None,
+        done: int = 0,
+        name: str = "",
+        task: LearningTask = CLASSIFICATION,
     ) -> None:
         """name: of one of several runs on the screen: its lines begin with the name, and it has no progress bar."""
+        self.task = task
         self.name = f"{name}: " if name else ""
         self.epochs, self.batches, self.show = epochs, batches, show
         self.console = console or Console(stderr=True, highlight=False)
@@ -27,7 +38,9 @@ class Progress:
             transient=True,
             disable=not show or bool(name) or not self.console.is_terminal,
         )
-        self.task = self.bar.add_task("train", total=epochs * batches, completed=done, epoch=f"1/{epochs}", figures="")
+        self.running = self.bar.add_task(
+            "train", total=epochs * batches, completed=done, epoch=f"1/{epochs}", figures=""
+        )
 
     def __enter__(self) -> Progress:
         self.bar.start()
@@ -37,16 +50,16 @@ class Progress:
         self.bar.stop()
 
     def step(self) -> None:
-        self.bar.advance(self.task)
+        self.bar.advance(self.running)
 
     def update(self, loss: float | None, error: float | None, speed: float, staleness: list[float]) -> None:
         """Show the newest figures of training."""
         figures = [f"loss {loss:.3f}"] if loss is not None else []
         if error is not None:
             figures.append(f"error {error:.1f}%")
-        figures.append(f"{speed:,.0f} samples/s")
+        figures.append(f"{speed:,.0f} {self.task.speed_unit}")
         figures.append("staleness " + _short(staleness))
-        self.bar.update(self.task, figures="  ".join(figures))
+        self.bar.update(self.running, figures="  ".join(figures))
 
     def print(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -55,13 +68,15 @@ class Progress:
 
     def epoch(self, epoch: int, values: dict[str, Any], speed: float, staleness: list[float]) -> None:
         """Print a line for a completed epoch."""
-        self.bar.update(self.task, epoch=f"{min(epoch + 2, self.epochs)}/{self.epochs}")
+        self.bar.update(self.running, epoch=f"{min(epoch + 2, self.epochs)}/{self.epochs}")
         if self.show:
             width = len(str(self.epochs))
-            test = "" if values["test_error"] is None else f"  test error {values['test_error']:5.2f}%"
+            value = values[f"test_{self.task.key}"]
+            test = "" if value is None else f"  {self.task.metric} {self.task.shown(value):>6}"
+            test += f"  {speed:,.0f} {self.task.speed_unit}"
             self.console.print(
                 f"{self.name}epoch {epoch + 1:>{width}}/{self.epochs}  train loss {values['train_loss']:.4f}"
-                f"  test loss {values['test_loss']:.4f}{test}  {speed:,.0f} samples/s  staleness {_short(staleness)}",
+                f"  test loss {values['test_loss']:.4f}{test}  staleness {_short(staleness)}",
                 soft_wrap=True,
             )
 

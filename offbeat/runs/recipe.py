@@ -18,6 +18,8 @@ from offbeat.method import Method, Weights
 from offbeat.methods import settings_of, with_settings
 from offbeat.ops import WindowRule
 from offbeat.runs.epochs import Epochs
+from offbeat.runs.optimizers import OPTIMIZERS, SETTINGS
+from offbeat.runs.task import LearningTask, default_names, task_of
 from offbeat.settings import LARGEST
 from offbeat.timeline import MOST_TURNS
 
@@ -36,16 +38,7 @@ SMALLEST = {
 RESOLVED = ("M", "weights", "window")  # settings that every recipe contains, given or not
 # Settings of the method that were fields in recipes of earlier versions; None if not given.
 EARLIER = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
-PAPER: dict[str, Any] = {
-    "model": "resnet56",
-    "data": "cifar10",
-    "method": "adl",
-    "K": 1,
-    "batch_size": 32,
-    "momentum": 0.9,
-    "warmup": 3.0,
-    "seed": 0,
-}
+PAPER: dict[str, Any] = {"method": "adl", "K": 1, "batch_size": 32, "seed": 0}
 WARMUP_START = 0.01  # as in the released code: warm-up from 1 % of the learning rate
 
 
@@ -62,6 +55,7 @@ class Recipe:
     shape: tuple[int, ...] | None = None
     classes: int | None = None
     samples: int | None = None
+    tokenizer: str | None = None
     data_workers: int | None = None  # None: the number of cores, at most 8
     method: str
     settings: dict[str, Any] = field(hash=False)
@@ -80,8 +74,10 @@ class Recipe:
     batch_size: int
     drop_last: bool = False  # drop an incomplete last batch of an epoch
     weighting: Literal["batches", "samples"] = "batches"  # of the mean gradient of an update
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     lr: float
-    momentum: float
+    momentum: float | None  # of sgd
+    betas: tuple[float, ...] | None = None  # of adamw
     weight_decay: float
     warmup: float
     milestones: tuple[float, ...]
@@ -114,6 +110,11 @@ class Recipe:
     def corrector(self) -> str | None:
         return self.settings.get("corrector")
 
+    @property
+    def task(self) -> LearningTask:
+        """What the data is for."""
+        return task_of(self.data)
+
     def make_method(self) -> Method:
         return with_settings(self.method, self.settings)
 
@@ -144,24 +145,20 @@ class Recipe:
         return asdict(self)
 
 
-def linear_rate(batch_size: int, M: int) -> float:
-    """The paper's learning rate: proportional to the samples per update."""
-    return 0.1 * batch_size * M / 256
-
-
 def cores() -> int:
     """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_recipe(**given: Any) -> Recipe:
-    """A recipe with these settings, and the paper's for all others; None means not given.
+    """A recipe with these settings, and for all others the paper's, or those of text; None means not given.
 
     Names that are not fields of `Recipe` are settings of the method. A setting of the method that has the name of a
     field is given in `settings`.
 
-    Defaults: lr = 0.1 * batch_size * M / 256; CIFAR and similar data: 300 epochs, weight decay 5e-4, learning rate
-    divided by 10 at 1/2, 3/4 and 11/12 of the epochs; image folders: 90 epochs, 1e-4, and 1/3, 2/3, 8/9.
+    Defaults: SGD with lr = 0.1 * batch_size * M / 256 and momentum 0.9; CIFAR and similar data: 300 epochs, weight
+    decay 5e-4, learning rate divided by 10 at 1/2, 3/4 and 11/12 of the epochs; image folders: 90 epochs, 1e-4, and
+    1/3, 2/3, 8/9. Text: AdamW with lr = 1e-3, betas 0.9 and 0.95 and weight decay 0.1; one epoch.
 
     >>> recipe = make_recipe(method="adl", K=4, M=4)
     >>> recipe.lr, recipe.epochs, recipe.engine
@@ -170,28 +167,45 @@ def make_recipe(**given: Any) -> Recipe:
     {'M': 1, 'weights': 'stash', 'window': 'count', 'lr': 0.0001}
     """
     values = {**PAPER, **{name: value for name, value in given.items() if value is not None}}
+    values["model"], values["data"] = default_names(values.get("model"), values.get("data"))
+    task = task_of(values["data"])
+    values.setdefault("optimizer", task.defaults["optimizer"])
     names = {field.name for field in fields(Recipe)}
     given = {**values.pop("settings", {}), **{name: values.pop(name) for name in list(values) if name not in names}}
     _check(values)
     method = with_settings(values["method"], given)
     taken = sorted(given.keys() & settings_of(values["method"]).keys() - set(RESOLVED))
-    for corrector in method.correctors:
-        if corrector.reads_momentum and not 0 < values["momentum"] < 1:
-            raise UserError(
-                f"corrector {corrector.name} with momentum={values['momentum']:g}: it needs the momentum of SGD, "
-                "use one above 0 and below 1"
-            )
-    image_folder = values["data"] == "imagefolder"
+    optimizer = OPTIMIZERS[values["optimizer"]]
     defaults = {
         "settings": {name: getattr(method, name) for name in RESOLVED} | {name: given[name] for name in taken},
         "engine": _engine(values, method),
-        "epochs": 90 if image_folder else 300,
-        "lr": linear_rate(values["batch_size"], method.M),
-        "weight_decay": 1e-4 if image_folder else 5e-4,
-        "milestones": (1 / 3, 2 / 3, 8 / 9) if image_folder else (1 / 2, 3 / 4, 11 / 12),
+        "lr": optimizer.lr(values["batch_size"], method.M),
+        **task.defaults,
+        **dict.fromkeys(SETTINGS),
+        **optimizer.defaults,
         "threads_per_stage": max(1, cores() // values["K"]),
     }
-    return Recipe(**{**defaults, **values})
+    if values["data"] == "imagefolder":
+        defaults |= {"epochs": 90, "milestones": (1 / 3, 2 / 3, 8 / 9)}
+        defaults |= {"weight_decay": 1e-4} if values["optimizer"] == "sgd" else {}
+    made = Recipe(**{**defaults, **values})
+    _check_momentum(made, method)
+    return made
+
+
+def _check_momentum(recipe: Recipe, method: Method) -> None:
+    for corrector in method.correctors:
+        if not corrector.reads_momentum or (recipe.momentum is not None and 0 < recipe.momentum < 1):
+            continue
+        if recipe.momentum is None:
+            raise UserError(
+                f"corrector {corrector.name} with optimizer={recipe.optimizer!r}: it needs the momentum of SGD, "
+                "use optimizer='sgd'"
+            )
+        raise UserError(
+            f"corrector {corrector.name} with momentum={recipe.momentum:g}: it needs the momentum of SGD, "
+            "use one above 0 and below 1"
+        )
 
 
 def _engine(values: Mapping[str, Any], method: Method) -> str:
@@ -244,6 +258,16 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     for name in ("lr", "momentum", "weight_decay", "warmup", "clip_norm"):
         if name in values and not 0 <= values[name] < float("inf"):
             raise UserError(f"{name}={values[name]}: use a number of at least 0")
+    takes = OPTIMIZERS[values["optimizer"]].defaults
+    for name in SETTINGS:
+        if name in values and name not in takes:
+            raise UserError(
+                f"{name}={values[name]} with optimizer={values['optimizer']!r}, which takes {', '.join(takes)}: leave "
+                "it out"
+            )
+    betas = values.get("betas", (0.9, 0.95))
+    if len(betas) != 2 or any(not 0 <= beta < 1 for beta in betas):
+        raise UserError(f"betas={tuple(betas)}: use two numbers of at least 0 and below 1")
     speeds = values.get("speeds", ())
     if any(not 0 < speed < float("inf") for speed in speeds):
         raise UserError(f"speeds={tuple(speeds)}: use numbers above 0, one per stage")
@@ -317,11 +341,15 @@ def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe with some replaced; another method starts with its own settings.
+    """The values of a recipe with some replaced; another method or optimizer starts with its own settings.
 
     >>> changed({"method": "adl", "settings": {"M": 2}}, {"settings": {"corrector": "sc"}})["settings"]
     {'M': 2, 'corrector': 'sc'}
     """
+    before = dict(before)
+    if given.get("optimizer", before.get("optimizer", "sgd")) != before.get("optimizer", "sgd"):
+        for setting in ("lr", *SETTINGS):  # of the other optimizer
+            before.pop(setting, None)
     name = given.get("method", before.get("method", PAPER["method"]))
     kept = before.get("settings", {}) if name == before.get("method", PAPER["method"]) else {}
     takes = settings_of(name)  # what it contains without taking it follows from the others

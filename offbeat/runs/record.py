@@ -68,6 +68,14 @@ class RunFolder:
         if text or batch:
             self.line("resumed", batch=batch, exact=exact)
 
+    def text(self, values: dict[str, Any]) -> list[str]:
+        """Record which text a run reads; a note if it read another one before it was resumed."""
+        before = [line for line in lines(self.path) if line["kind"] == "text"]
+        self.line("text", **values)
+        if before and before[-1]["sha256"] != values["sha256"]:
+            return ["the text is not the one that the run began with: its windows and its results are those of another"]
+        return []
+
     def line(self, kind: str, **values: Any) -> None:
         """Add one line to metrics.jsonl."""
         text = json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n"

@@ -16,15 +16,27 @@ from offbeat.engines import Engine
 from offbeat.errors import UserError
 from offbeat.methods import settings_of
 from offbeat.pipeline import Pipeline
-from offbeat.runs import transfer
+from offbeat.runs import optimizers, transfer
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.recipe import Recipe, upgraded
 from offbeat.runs.record import RunFolder
 
 # Settings that must be the same to continue with the batches in flight, and their values in earlier recipes.
-SAME = ("model", "method", "K", "cuts", "units", "seed", "batch_size", "drop_last", "weighting", "precision")
-EARLIER = {"precision": "fp32", "drop_last": False, "weighting": "batches"}
-RATES = ("lr", "momentum", "weight_decay")
+SAME = (
+    "model",
+    "method",
+    "K",
+    "cuts",
+    "units",
+    "seed",
+    "batch_size",
+    "drop_last",
+    "weighting",
+    "precision",
+    "optimizer",
+)
+EARLIER = {"precision": "fp32", "drop_last": False, "weighting": "batches", "optimizer": "sgd", "betas": None}
+RATES = ("lr", *optimizers.SETTINGS)
 SCHEDULE = ("lr", "epochs", "warmup", "milestones")
 
 
@@ -103,6 +115,11 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
             change_rates(stage, recipe, saved)
         return []
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
+    notes = _lost_batches(parts)
+    before = {**EARLIER, **saved}["optimizer"]
+    if before != recipe.optimizer:
+        parts = [{**part, "optimizer": {}} for part in parts]
+        notes.append(f"the state of the optimizer is lost by the change from {before} to {recipe.optimizer}")
     updates = made.t // recipe.M
     if upgraded(saved)["settings"]["M"] == recipe.M:  # drains have ended windows early
         updates = max(part["counters"]["update_index"] for part in parts)
@@ -113,7 +130,7 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
         stage_state.load_head(stage, heads.get(_end(recipe.as_dict(), stage.k)))
         stage.resume_schedule(updates)
     pipe.batches = made.t
-    return [*_lost_batches(parts), *_lost_heads(pipe, heads, recipe, parts), *_new_rate(recipe, saved)]
+    return [*notes, *_lost_heads(pipe, heads, recipe, parts), *_new_rate(recipe, saved)]
 
 
 def merge(parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -167,13 +184,14 @@ def _new_rate(recipe: Recipe, saved: Mapping[str, Any]) -> list[str]:
 
 
 def change_rates(stage: Stage, recipe: Recipe, saved: dict[str, Any]) -> None:
-    """Set learning rate, momentum, weight decay and schedule of the recipe, from the next update on."""
+    """Set learning rate, settings of the optimizer and schedule of the recipe, from the next update on."""
+    saved = {**EARLIER, **saved}
     changed = [name for name in {*RATES, *SCHEDULE} if _listed(getattr(recipe, name)) != _listed(saved[name])]
     optimizer, scheduler = stage.optimization.optimizer, stage.optimization.scheduler
     if optimizer is None or not changed:
         return
     for group in optimizer.param_groups:
-        group.update(initial_lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+        group.update(initial_lr=recipe.lr, **optimizers.options(recipe))
     if scheduler:
         scheduler.base_lrs = [recipe.lr for _ in scheduler.base_lrs]
     stage.resume_schedule(stage.update_index)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from offbeat.errors import FolderTaken, Interrupted, NotFinite, UserError
 from offbeat.runs import launch
 from offbeat.runs.group import from_first
-from offbeat.runs.recipe import Recipe, changed, from_json, linear_rate, load, make_recipe
+from offbeat.runs.optimizers import OPTIMIZERS
+from offbeat.runs.recipe import Recipe, changed, from_json, load, make_recipe
 
 MOST_ROLLBACKS = 5  # of one run
 
@@ -22,7 +24,9 @@ class Result(TypedDict):
     """What a run returns, and writes as the last line of metrics.jsonl.
 
     loss, error, top5    mean loss, and error and top-5 error in percent, on the test data
+    bits_per_byte        of text, instead of errors: the loss in bits, divided by the bytes per token
     samples_per_second   median over the epochs, without the first if there are more
+    tokens_per_second    of text: the same in tokens
     seconds              of training and evaluation, before resuming included
     staleness            measured: mean over the updates, in updates, per stage
     staleness_formula    the same as theory has it
@@ -33,7 +37,9 @@ class Result(TypedDict):
     loss: float
     error: float | None
     top5: float | None
+    bits_per_byte: NotRequired[float]
     samples_per_second: float
+    tokens_per_second: NotRequired[float]
     seconds: float
     staleness: list[float]
     staleness_formula: list[float]
@@ -216,7 +222,8 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
     if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:
         for name in ("cuts", "units", "threads_per_stage", "speeds", "engine"):
             before.pop(name, None)
-    if before["lr"] == linear_rate(before["batch_size"], before["settings"]["M"]):  # follows batch size and M
+    kind = OPTIMIZERS[before.get("optimizer", "sgd")]
+    if before["lr"] == kind.lr(before["batch_size"], before["settings"]["M"]):  # follows batch size and M
         before.pop("lr")
     return make_recipe(**changed(before, chosen))
 
@@ -258,9 +265,18 @@ def last_good(out: Path) -> str:
     return f"last good checkpoint: {found[-1]}" if found else "no checkpoint"
 
 
+def file_name(model: str) -> str:
+    """The name of a model as part of a file name.
+
+    >>> file_name("gpt:layers=2,width=32"), file_name("hf:/models/gpt2/config.json")
+    ('gpt-layers=2-width=32', 'hf-models-gpt2-config.json')
+    """
+    return re.sub(r"[^\w.=]+", "-", model)
+
+
 def free_folder(recipe: Recipe) -> Path:
     """The default run folder, with a number appended if it exists."""
-    name = f"{recipe.data}-{recipe.model}-{recipe.method}-K{recipe.K}-M{recipe.M}-seed{recipe.seed}"
+    name = f"{recipe.data}-{file_name(recipe.model)}-{recipe.method}-K{recipe.K}-M{recipe.M}-seed{recipe.seed}"
     folder, count = Path("runs") / name, 1
     while (folder / "config.json").exists() and not launch.is_worker():
         count += 1

@@ -11,6 +11,7 @@ from typing import Any
 
 from offbeat import data
 from offbeat.core.stage_report import Report, Staleness
+from offbeat.data.text import Text
 from offbeat.pipeline import Pipeline
 from offbeat.runs.build import Facts, test_batch_size
 from offbeat.runs.epochs import Epochs
@@ -19,6 +20,7 @@ from offbeat.runs.progress import Progress
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.record import Diagnoses, RunFolder
 from offbeat.runs.saving import Saver
+from offbeat.runs.task import CLASSIFICATION, bits_per_byte
 from offbeat.runs.telemetry import Telemetry
 
 REPORTS_PER_EPOCH = 20
@@ -66,7 +68,8 @@ class TrainingRun:
         self.report_every = max(1, epochs.per_epoch // reports)
         visible = show and folder is not None
         done = int(epochs.progress(pipe.batches))
-        self.progress = Progress(recipe.epochs, epochs.per_epoch, show=visible, done=done, name=name)
+        self.task, self.per_sample = recipe.task, recipe.task.per_sample(known.shape)
+        self.progress = Progress(recipe.epochs, epochs.per_epoch, show=visible, done=done, name=name, task=self.task)
         self.history, self.speed = History.of(before), SpeedMeter()
         self.saver = Saver(recipe, epochs, pipe, out, self._note, apart=apart)
         self.diagnoses = Diagnoses(out, pipe.batches) if recipe.diagnose and folder else None
@@ -127,9 +130,11 @@ class TrainingRun:
         assert self.folder is not None
         method, K = self.pipe.method, self.pipe.K
         self.folder.model(self.pipe.model.state_dict())
+        speed = median(self.history.speeds[1:] or self.history.speeds)
         result = {
-            **{name: self.history.test[name] for name in ("loss", "error", "top5")},
-            "samples_per_second": median(self.history.speeds[1:] or self.history.speeds),
+            **self._evaluated(),
+            "samples_per_second": speed,
+            self.task.speed_key: speed * self.per_sample,
             "seconds": self.history.elapsed,
             "staleness": [stage.mean for stage in self.pipe.staleness],
             "staleness_formula": [method.staleness(k, K) for k in range(1, K + 1)],
@@ -137,6 +142,21 @@ class TrainingRun:
         }
         self.folder.line("result", **result)  # without the path of the folder, which may be moved
         return {**result, "out": str(self.folder.path)}
+
+    def _evaluated(self) -> dict[str, Any]:
+        """The results of the last evaluation, under their names in the records."""
+        return self.task.evaluated(self.history.test, self._bytes_per_token)
+
+    @property
+    def _bytes_per_token(self) -> float | None:
+        return self.data_set.bytes_per_token if isinstance(self.data_set, Text) else None
+
+    def _training_metric(self, loss: float | None) -> dict[str, float | None]:
+        """The metric of text on the training windows of an epoch."""
+        per_token = self._bytes_per_token
+        if per_token is None:
+            return {}
+        return {f"train_{self.task.key}": None if loss is None else bits_per_byte(loss, per_token)}
 
     def _batches(self, epoch: int) -> Iterable[tuple[Any, Any]]:
         assert self.data_set is not None
@@ -186,7 +206,8 @@ class TrainingRun:
             if self.diagnoses:
                 lines = (line for report in reports for line in report.diagnosis)
                 self.diagnoses.add([{**line, "epoch": self.epochs.epoch_of(line["batch"])} for line in lines])
-            self.history.rows.append({"loss": last.loss, "error": last.error, "samples": last.samples})
+            error = last.error if self.task is CLASSIFICATION else None
+            self.history.rows.append({"loss": last.loss, "error": error, "samples": last.samples})
             if not first.samples or not self.folder:
                 continue
             staleness = [Staleness(report.staleness).mean for report in reports]
@@ -196,7 +217,7 @@ class TrainingRun:
                 batch=first.t,
                 epoch=self.epochs.epoch_of(first.t),
                 loss=last.loss,
-                error=last.error,
+                error=error,
                 samples_per_second=speed,
                 lr=first.lr,
                 staleness=staleness,
@@ -205,20 +226,20 @@ class TrainingRun:
                 memory=[report.memory for report in reports],
                 skipped=max(report.skipped for report in reports),
             )
-            self.folder.scalars(first.t, train__loss=last.loss, train__error=last.error, train__lr=first.lr)
-            self.progress.update(last.loss, last.error, speed, staleness)
+            self.folder.scalars(first.t, train__loss=last.loss, train__error=error, train__lr=first.lr)
+            self.progress.update(last.loss, error, speed * self.per_sample, staleness)
 
     def _write_epoch(self, epoch: int, seconds: float) -> None:
         assert self.folder is not None
-        train, test = self.history.train_means(), self.history.test
+        train = self.history.train_means()
         speed = self.speed.samples / seconds
+        speeds = {"samples_per_second": speed, self.task.speed_key: speed * self.per_sample}
         self.history.speeds.append(speed)
         values = {
             "train_loss": train["loss"],
             "train_error": train["error"],
-            "test_loss": test["loss"],
-            "test_error": test["error"],
-            "test_top5": test["top5"],
+            **self._training_metric(train["loss"]),
+            **{f"test_{name}": value for name, value in self._evaluated().items()},
         }
         staleness = [stage.mean for stage in self.pipe.staleness]
         self.folder.line(
@@ -226,7 +247,7 @@ class TrainingRun:
             epoch=epoch,
             batches=self.pipe.batches,
             seconds=seconds,
-            samples_per_second=speed,
+            **speeds,
             staleness=staleness,
             memory=self.history.memory,
             **values,
@@ -234,10 +255,10 @@ class TrainingRun:
         self.folder.scalars(
             self.pipe.batches,
             test__loss=values["test_loss"],
-            test__error=values["test_error"],
-            speed__samples_per_second=speed,
+            **{f"test__{self.task.key}": values[f"test_{self.task.key}"]},
+            **{f"speed__{name}": value for name, value in speeds.items()},
         )
-        self.progress.epoch(epoch, values, speed, staleness)
+        self.progress.epoch(epoch, values, speed * self.per_sample, staleness)
 
     def close(self) -> None:
         if self.folder:

@@ -3,7 +3,7 @@
     DIR/config.json              the request, the partition, and the complete recipe of every run
     DIR/METHOD-seedN/            a run like any other
     DIR/comparison.json, .md     the table
-    DIR/curves.png, .svg         test error against the epoch
+    DIR/curves.png, .svg         test error (of text: bits per byte) against the epoch
 
 All runs share data order, initial weights, partition, threads and learning-rate rule. Finished runs are kept: the same
 command continues where it was stopped.
@@ -26,6 +26,7 @@ from offbeat.report.draw import by_the_way
 from offbeat.runs import launch, lock, record
 from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import Recipe, cores, from_json, make_recipe
+from offbeat.runs.train import file_name
 from offbeat.settings import split_list
 from offbeat.studies.runner import StudyRunner
 from offbeat.studies.training import StudyRun, TrainingRuns, folder_name, is_done, print_table, shared_data
@@ -83,7 +84,7 @@ def compare(
     }
     recipes = {spec.label: recipe_of(spec, asked) for spec in specs}
     first = next(iter(recipes.values()))
-    folder = out or Path("runs") / f"compare-{first.data}-{first.model}-K{K}-M{M}"
+    folder = out or Path("runs") / f"compare-{first.data}-{file_name(first.model)}-K{K}-M{M}"
     runner = StudyRunner(folder, show=show)
     with runner.opened(lambda: None):
         at_once = max(jobs, together)
@@ -264,7 +265,9 @@ def written(runner: StudyRunner) -> Comparison:
     runner.write("comparison.md", markdown(comparison))
     curves = {row.label: row.curves for row in comparison.rows}
     by_the_way(
-        lambda path: draw_curves(curves, path, title=comparison.title), folder / "curves.png", folder / "curves.svg"
+        lambda path: draw_curves(curves, path, title=comparison.title, task=comparison.learning_task),
+        folder / "curves.png",
+        folder / "curves.svg",
     )
     return comparison
 

@@ -49,7 +49,7 @@ class PlanRequest:
     K: int
     M: int | None
     batch_size: int
-    shape: tuple[int, int, int] | None
+    shape: tuple[int, ...] | None
     device: str
     threads: int
     by: Any
@@ -118,13 +118,13 @@ def measure(request: PlanRequest) -> Measured:
     known = Profile.load(file) if file and file.exists() else None
     torch.set_num_threads(request.threads)
     torch.manual_seed(0)
-    network = models.build(request.model, shape=request.shape)
-    size = request.shape or models.describe(request.model).shape
+    size, classes = models.default_size(request.model, shape=request.shape)
+    network = models.build(request.model, shape=size, classes=classes)
     try:
         if request.device == "meta":
             raise RuntimeError("it computes nothing")
         network = network.to(request.device)
-        sample = torch.randn(request.batch_size, *size, device=request.device)
+        sample = models.random_batch(request.batch_size, size, classes, device=request.device)
     except (RuntimeError, AssertionError, MemoryError, OverflowError) as error:
         raise UserError(
             f"--device {request.device} cannot hold a batch of {request.batch_size} ({first_line(error)}): use cpu, or "

@@ -251,7 +251,7 @@ def in_stages(recipe: Recipe) -> Recipe:
     from offbeat import models
 
     with torch.device("meta"):
-        long_enough = len(models.build(recipe.model)) >= STAGES
+        long_enough = models.describe(recipe.model).units >= STAGES
     return replace(recipe, K=STAGES, cuts=None, units=None) if long_enough else recipe
 
 

@@ -268,9 +268,11 @@ class TrainingRuns:
         self._report(run)
 
     def _report(self, run: StudyRun) -> None:
-        found = read_seed_run(self.path(run), run.seed)
-        if found.state == "done":
-            outcome = f"done, error {found.error:.2f}%, {found.samples_per_second:,.0f} samples/s"
+        task = run.recipe.task
+        found = read_seed_run(self.path(run), run.seed, task=task)
+        if found.state == "done" and found.error is not None:
+            metric = f"{task.metric.removeprefix('test ')} {task.shown(found.error)}"
+            outcome = f"done, {metric}, {found.samples_per_second:,.0f} {task.speed_unit}"
         else:
             outcome = f"{found.state} in epoch {found.epochs + 1}: {found.reason}"
         self.runner.report(f"{run.name}: {outcome}")

@@ -23,7 +23,7 @@ def refusal(name: str, **options: Any) -> str:
 
 def test_an_unknown_name_gets_its_nearest_match() -> None:
     assert "did you mean 'cifar10'?" in refusal("cifar-10")
-    assert offbeat.data.names() == ["cifar10", "cifar100", "imagefolder", "digits", "synthetic"]
+    assert offbeat.data.names() == ["cifar10", "cifar100", "imagefolder", "digits", "synthetic", "text"]
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "imagefolder"])

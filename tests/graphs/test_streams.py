@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.graphs.recorder import Recorder
 from offbeat.graphs.ring import MAX_LEAD, Ring, _period
 from offbeat.methods import METHODS, named
+from offbeat.models.gpt import gpt
+from offbeat.runs.build import cross_entropy
+from offbeat.runs.optimizers import OPTIMIZERS
 
 K, N, CPU = 4, 23, torch.device("cpu")
 ALIKE = [name for name in METHODS if not named(name).why_not_capturable()]
@@ -52,9 +56,9 @@ def sgd(parameters, **options) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3, **options)
 
 
-def on_device(parameters) -> torch.optim.SGD:
+def on_device(parameters, make=None) -> torch.optim.Optimizer:
     """With a learning rate as on a GPU."""
-    made = sgd(parameters, fused=True)
+    made = (make or partial(sgd, fused=True))(parameters)
     for group in made.param_groups:
         group["initial_lr"], group["lr"] = group["lr"], torch.tensor(group["lr"])
     return made
@@ -738,3 +742,31 @@ def test_the_training_that_sanitizers_watch_launches_whole_ticks(monkeypatch, na
     trained = runpy.run_path(str(Path(__file__).parent.parent / "gpu" / "small.py"))["trained"]
     assert 0 < trained(name, "fp32", CPU) < 2.4
     assert sum(pieces >= 2 * 4 for pieces in launched) >= 5
+
+
+def test_a_gpt_with_the_adamw_of_a_gpu_gives_the_bits_of_simulate(monkeypatch):
+    capture(monkeypatch)
+    given = torch.Generator().manual_seed(7)
+    data = [torch.randint(256, (2, 4, 8), generator=given) for _ in range(24)]
+
+    def trained(engine: Streams | str) -> tuple[offbeat.Pipeline, list[str]]:
+        torch.manual_seed(0)
+        pipe = offbeat.Pipeline(
+            gpt(layers=2, width=16, heads=2, context=8),
+            4,
+            method=offbeat.ADL(M=2),
+            cuts=[1, 2, 3],
+            loss=cross_entropy,
+            optimizer=partial(on_device, make=partial(torch.optim.AdamW, lr=1e-2, **OPTIMIZERS["adamw"].on_gpu)),
+            scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda s: 0.9**s),
+            engine=engine,
+        )
+        losses = [pipe.step(x.clone(), y.clone()) for x, y in data]
+        pipe.drain()
+        return pipe, [loss.item().hex() for loss in losses]
+
+    (one, losses), (other, streamed) = trained("simulate"), trained(Streams(4, CPU))
+    assert losses == streamed
+    assert all(isinstance(stage.optimization.operation, RecordedOperation) for stage in other.stages.values())
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name

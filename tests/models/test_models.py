@@ -50,6 +50,7 @@ UNITS = {
     "seresnet18": 10,
     "seresnet50": 18,
     "mlp": 5,
+    "gpt": 14,
 }
 
 
@@ -82,9 +83,10 @@ def test_units_are_the_blocks_and_the_stem_and_the_head(name: str) -> None:
 def test_a_description_repeats_the_defaults_of_the_built_model(name: str) -> None:
     description, model = describe(name), built(name)
     with torch.device("meta"):
-        output = model(torch.empty(2, *description.shape))
+        output = model(models.random_batch(2, description.shape, description.classes, device="meta"))
     assert description.name == name
-    assert output.shape == (2, description.classes)
+    positions = description.shape if models.takes_tokens(description.shape) else ()
+    assert output.shape == (2, *positions, description.classes)
     assert description.units == len(model)
     assert description.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert description.flops > 0

@@ -181,7 +181,7 @@ def test_runs_that_differ_in_their_seed_are_one_line_of_the_curves(tmp_path):
     assert "<h1>3 runs: resnet8 on synthetic</h1>" in text
     assert figures(text, "runs") == "3"
     assert text.count("<details") == 2
-    errors = [read_run(tmp_path / name).errors for name in "ab"]
+    errors = [read_run(tmp_path / name).curve for name in "ab"]
     bands = [(row["low"], row["high"]) for row in runs_data(runs) if row["series"] == "adl K=3 M=2"]
     assert bands == [(min(pair), max(pair)) for pair in zip(*errors)]
 
@@ -202,6 +202,30 @@ def test_a_page_of_hundreds_of_long_runs_stays_below_3_megabytes():
     values = max(families[0].drawings()[0].chart.to_dict()["datasets"].values(), key=len)
     assert [row["x"] for row in values if row["series"] == "resnet56-adl-k8-m4-sc-0"] == list(range(4, 301, 4))
     assert len(html([Part("a title", "Reproduction", families)])) < 2_300_000
+
+
+TEXT = {"model": "gpt:layers=2,width=8,heads=1,context=8", "data": "text", "data_dir": __file__, "shape": None}
+
+
+def test_a_run_on_text_has_bits_per_byte_and_tokens_and_no_error(tmp_path):
+    run = made.run(tmp_path / "a", **TEXT, classes=None)
+    text = page(run)
+    record = read_run(run)
+    assert figures(text, "bits per byte") == f"{record.metric:.3f}"
+    assert figures(text, "tokens per second") == f"{record.speed:,.0f}"
+    assert "AdamW, lr 0.001, betas 0.9 0.95, weight decay 0.1" in text
+    assert "error" not in text.lower()
+    assert "embedding" in text  # of its stages
+    for drawing in parts([run])[0].sections[1].drawings():
+        assert "bits per byte" in json.dumps(drawing.chart.to_dict())
+
+
+def test_images_and_text_have_tables_and_charts_of_their_own(tmp_path):
+    runs = [made.run(tmp_path / "a"), made.run(tmp_path / "b", **TEXT, classes=None)]
+    text = page(*runs)
+    assert all(word in text for word in ("lowest test error", "lowest bits per byte", "error %", "tokens/s"))
+    names = [drawing.name for drawing in parts(runs)[0].sections[1].drawings()]
+    assert len(names) == len(set(names)) == 4
 
 
 def test_a_folder_of_runs_is_all_its_runs(tmp_path):

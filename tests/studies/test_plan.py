@@ -314,7 +314,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "M with ddg": (("--method", "ddg", "-M", "4"), ("ddg takes no M (given: 4)",)),
     "batch size 0": (("--batch-size", "0"), ("--batch-size 0",)),
     "batch size beyond any memory": (("--batch-size", str(10**15)), ("batch",)),
-    "shape of two": (("--shape", "8,8"), ("--shape 8,8", "channels, height and width")),
+    "shape of two": (("--shape", "8,8"), ("--shape 8,8", "(channels, height, width)")),
     "shape with a zero": (("--shape", "3,0,8"), ("shape",)),
     "device nonsense": (("--device", "toaster"), ("toaster", "use cpu, or cuda")),
     "device that is not here": (("--device", "cuda:99"), ("cuda:99",)),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offbeat.methods import parsed
-from offbeat.runs.recipe import Recipe, changed, linear_rate, make_recipe
+from offbeat.runs.optimizers import linear_rate
+from offbeat.runs.recipe import Recipe, changed, make_recipe
 
 CHECKPOINTS = 30  # drained ones that a run makes at most, at epochs of its recipe: a 300-epoch run every 10 epochs
 

@@ -25,10 +25,10 @@ from offbeat.core.links.wire import pack
 from offbeat.core.worker import Links, Worker
 from offbeat.partitioning import partition
 from offbeat.pipeline import Pipeline
+from offbeat.runs.build import cross_entropy
 from offbeat.studies.bench.rows import BenchRow, Setting, method_of
 from offbeat.studies.bench.timing import Canned, Tap, sgd
 
-LOSS = nn.functional.cross_entropy
 RECORDING = 60  # batches in which stages on streams fill, and record what they do
 
 
@@ -65,8 +65,9 @@ class Task:
         torch.manual_seed(0)
         built = model or models.build(setting.model, shape=setting.shape, classes=setting.classes)
         random = torch.Generator().manual_seed(1)
-        x = torch.randn(setting.batch_size, *setting.shape, generator=random)
-        y = torch.randint(setting.classes, (setting.batch_size,), generator=random)
+        x = models.random_batch(setting.batch_size, setting.shape, setting.classes, generator=random)
+        each = setting.shape if models.takes_tokens(setting.shape) else ()  # targets of a sample
+        y = torch.randint(setting.classes, (setting.batch_size, *each), generator=random)
         return cls(setting, rank, built.to(setting.device), x.to(setting.device), y.to(setting.device))
 
     def parts(self, cuts: tuple[int, ...], units: Any) -> list[nn.Module]:
@@ -96,7 +97,7 @@ class Loop:
 
     def step(self) -> Tensor:
         self.optimizer.zero_grad()
-        loss = LOSS(self.model(self.x), self.y)
+        loss = cross_entropy(self.model(self.x), self.y)
         loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -208,7 +209,7 @@ class TorchPipelining:
                 self.parameters += list(part.parameters())
             x = y
         kind = getattr(pipelining, schedule)
-        self.schedule = kind(stages if several else stages[0], m, loss_fn=LOSS)
+        self.schedule = kind(stages if several else stages[0], m, loss_fn=cross_entropy)
         self.optimizer = sgd(self.parameters)
         self.first, self.last = task.rank == 0, (n - 1) % K == task.rank
 
@@ -268,7 +269,7 @@ class Ours:
             self.task.model,
             K,
             method=method,
-            loss=LOSS,
+            loss=cross_entropy,
             optimizer=partial(sgd, fused=on_gpu),
             sample=self.task.x,
             cuts=None if self.alone else list(setting.cuts),
@@ -310,7 +311,7 @@ class Ours:
             setattr(links, name, tap)
         self.step()
         links.inputs, links.gradients = kept
-        loss = LOSS if rank == K - 1 else None
+        loss = cross_entropy if rank == K - 1 else None
         stage = self.pipe._make_stage(rank + 1, K, copy.deepcopy(self.pipe.parts[rank]), loss=loss)
         canned: Any = Links(
             inputs=Canned(taps["inputs"].last),  # type: ignore[arg-type]

@@ -33,10 +33,9 @@ class Network:
         where = torch.device(device or "cpu")
         with where:
             model = models.build(setting.model, shape=setting.shape, classes=setting.classes)
-            sample = torch.empty(setting.batch_size, *setting.shape)
-        if where.type != "meta":
-            sample.normal_()
-        return cls(setting, model, sample)
+        return cls(
+            setting, model, models.random_batch(setting.batch_size, setting.shape, setting.classes, device=where)
+        )
 
     @property
     def most(self) -> int:

@@ -22,7 +22,7 @@ class BenchRequest:
     M: int | None = None  # of all methods that have one; None: 4
     methods: tuple[str, ...] = ()  # of this package, with settings, as text
     against: str = "all"
-    shape: tuple[int, int, int] | None = None
+    shape: tuple[int, ...] | None = None
     device: str = "cpu"
     precision: str = "fp32"
     partition: str = "measured"
@@ -59,11 +59,11 @@ class BenchRequest:
                 raise unknown(kind, value, allowed)
         if self.device == "cpu" and self.precision != "fp32":
             raise UserError(f"--precision {self.precision} on the cpu: the rows of torch are fp32 there, leave it out")
-        known = models.describe(self.model)
+        shape, classes = models.default_size(self.model, shape=self.shape)
         setting = Setting(
             self.model,
-            self.shape or known.shape,
-            known.classes,
+            shape,
+            classes,
             self.batch_size,
             self.K,
             4 if self.M is None else self.M,

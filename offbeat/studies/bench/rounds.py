@@ -17,6 +17,7 @@ from offbeat.errors import UserError
 from offbeat.report import bench_table
 from offbeat.report.draw import by_the_way, draw_bench
 from offbeat.runs.provenance import gpu_name
+from offbeat.runs.train import file_name
 from offbeat.studies.bench.cuts import placed
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.records import folder_for, origin, stored
@@ -345,7 +346,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     """The whole benchmark. With --out it continues the record there; Ctrl-C keeps what was measured."""
     setting = request.setting()
     rows = chosen(request.against, request.device, methods=tuple(setting.methods))
-    out = folder_for(request.out, f"bench-{setting.model}-b{setting.batch_size}-K{setting.K}", "bench.json")
+    out = folder_for(request.out, f"bench-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", "bench.json")
     load = os.getloadavg()[0]
     made = origin()
     if setting.device == "cuda":

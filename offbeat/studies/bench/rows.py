@@ -77,7 +77,7 @@ class Setting:
     """What all rows have in common."""
 
     model: str
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     classes: int
     batch_size: int
     K: int

@@ -25,6 +25,7 @@ from offbeat.methods import named, parsed, with_settings
 from offbeat.ops import Backward
 from offbeat.partitioning import Profile, solve
 from offbeat.report.draw import by_the_way, draw_scaling
+from offbeat.runs.train import file_name
 from offbeat.studies.bench.cuts import counted, measured
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.records import folder_for, origin, stored
@@ -95,10 +96,10 @@ class ScalingRequest:
         )
         name, settings = parsed(self.method, M=self.M)
         for depth in self.depths:
-            models.describe(depth)
-        known = models.describe(self.model)
+            models.default_size(depth)
+        shape, classes = models.default_size(self.model)
         M = with_settings(name, settings).M
-        return Setting(self.model, known.shape, known.classes, self.batch_size, self.K, M, methods={name: settings})
+        return Setting(self.model, shape, classes, self.batch_size, self.K, M, methods={name: settings})
 
 
 @dataclass
@@ -188,8 +189,8 @@ def points(request: ScalingRequest) -> Iterator[tuple[str, Setting]]:
         if b != base.batch_size:
             yield "batch", replace(at, batch_size=b)
     for depth in request.depths:
-        known = models.describe(depth)
-        yield "depth", replace(at, model=depth, shape=known.shape, classes=known.classes)
+        shape, classes = models.default_size(depth)
+        yield "depth", replace(at, model=depth, shape=shape, classes=classes)
 
 
 def measure(setting: Setting, request: ScalingRequest, folder: Path, fork_server: ForkServer) -> dict[str, Any]:
@@ -304,7 +305,7 @@ def simulate(study: ScalingStudy, costs: Profile) -> dict[str, Any]:
 def scaling(request: ScalingRequest, *, show: bool = True) -> tuple[dict[str, Any], Path]:
     """The whole study; Ctrl-C keeps what was measured."""
     base = request.setting()
-    out = folder_for(request.out, f"scaling-{request.model}-b{request.batch_size}", "scaling.json")
+    out = folder_for(request.out, f"scaling-{file_name(request.model)}-b{request.batch_size}", "scaling.json")
     runner = StudyRunner(out, request.minutes, show)
     study = ScalingStudy(request, runner, base, origin())
     if earlier := stored(out / "scaling.json", study.identity, study.origin):
