@@ -190,9 +190,13 @@ def random_batch(
 ) -> Tensor:
     """Inputs of that shape: tokens below `classes`, or images of normal noise. Empty on the meta device.
 
+    Drawn from the generator, by default from one of its own: torch's global generator stays as it is.
+
     >>> random_batch(2, (8,), 256).dtype, random_batch(2, (3, 4, 4), 10).shape
     (torch.int64, torch.Size([2, 3, 4, 4]))
     """
+    if generator is None and torch.device(device).type != "meta":
+        generator = torch.Generator(device).manual_seed(0)
     if takes_tokens(shape):
         return torch.randint(classes, (samples, *shape), generator=generator, device=device)
     return torch.randn(samples, *shape, generator=generator, device=device)

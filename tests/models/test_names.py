@@ -82,6 +82,13 @@ def test_a_network_that_does_not_fit_the_data_is_refused(name, shape, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("shape", [(8,), (3, 4, 4)])
+def test_a_random_batch_leaves_the_random_state_alone(shape):
+    before = torch.get_rng_state()
+    assert torch.equal(models.random_batch(2, shape, 10), models.random_batch(2, shape, 10))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_function_gets_the_shape_and_classes_that_it_takes(module):
     assert models.build("my_networks:tokens", shape=(8,), classes=7)[0].num_embeddings == 7
     assert isinstance(models.build("my_networks:plain", shape=(1, 8, 8), classes=10), nn.Sequential)
