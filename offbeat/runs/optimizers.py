@@ -66,8 +66,8 @@ def described(recipe: Recipe) -> str:
     """The optimizer and its settings in words.
 
     >>> from offbeat.runs.recipe import make_recipe
-    >>> described(make_recipe())
-    'SGD, lr 0.0125, momentum 0.9, weight decay 0.0005'
+    >>> described(make_recipe(lr=0.05))
+    'SGD, lr 0.05, momentum 0.9, weight decay 0.0005'
     """
     shown = {"lr": recipe.lr, **options(recipe)}
     parts = {name: value if isinstance(value, tuple) else (value,) for name, value in shown.items()}

@@ -104,9 +104,26 @@ def reproduce(offbeat: Command, out: str, only: str, *arguments: object, seeds: 
     assert outcome.code == 0, outcome.err
 
 
+MADE: list[Path] = []  # the folders of `three`, made once
+
+
 @pytest.fixture
-def three(offbeat, monkeypatch) -> tuple[str, ...]:
-    """BP with two seeds, ADL that the budget stopped in its third epoch, and ADL that diverges."""
+def three(offbeat, monkeypatch, tmp_path_factory) -> tuple[str, ...]:
+    """Copies of three folders: BP with two seeds, ADL that the budget stopped in its third epoch, ADL that diverges."""
+    names = "bp", "m2", "m1"
+    if not MADE:
+        make_three(offbeat, monkeypatch)
+        kept = tmp_path_factory.mktemp("three")
+        for name in names:
+            shutil.copytree(name, kept / name)
+        MADE.append(kept)
+    else:
+        for name in names:
+            shutil.copytree(MADE[0] / name, name)
+    return names
+
+
+def make_three(offbeat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     reproduce(offbeat, "bp", "resnet56-bp-m2", seeds=2)
     with monkeypatch.context() as patched:
         real, taken = turns.RoundRobin._turn, []
@@ -120,7 +137,6 @@ def three(offbeat, monkeypatch) -> tuple[str, ...]:
         patched.setattr(turns.RoundRobin, "_turn", turn)
         reproduce(offbeat, "m2", "resnet56-adl-k3-m2*", "--budget-minutes", 60, seeds=2)
     reproduce(offbeat, "m1", "resnet56-adl-k3-m1")
-    return "bp", "m2", "m1"
 
 
 def join(*arguments: object) -> None:
