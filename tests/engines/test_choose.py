@@ -46,6 +46,13 @@ def test_without_a_name_a_process_of_a_group_takes_one_stage(monkeypatch):
         choose_engine(None, 2, method=offbeat.ADL(), device=CPU)
 
 
+def test_silence_reaches_the_engine_of_a_group(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="silence=-3: use a number of seconds above 0"):
+        choose_engine("processes", 1, method=offbeat.ADL(), device=CPU, silence=-3)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -212,3 +212,10 @@ def test_streams_need_a_gpu_and_a_method_whose_iterations_are_alike():
         make_recipe(K=4, engine="streams")
     with pytest.raises(UserError, match="engine='streams' with dgl, which trains auxiliary heads: use engine="):
         make_recipe(K=4, engine="streams", device="cuda", method="dgl")
+
+
+@pytest.mark.parametrize("name", ["units", "partition", "device", "precision", "on_nan", "weighting"])
+@pytest.mark.parametrize("word", ["", "other"])
+def test_a_field_of_a_few_words_refuses_others(name, word):
+    with pytest.raises(UserError, match=f"unknown {name.replace('_', '.')} '{word}': "):
+        make_recipe(**{name: word})

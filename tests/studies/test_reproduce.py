@@ -17,6 +17,7 @@ import pytest
 import torch
 from command import Command, Outcome, check_refused
 from PIL import Image
+from small_recipe import small
 
 from offbeat import checkpoint, models
 from offbeat.engines.simulate import Simulate
@@ -31,26 +32,7 @@ from offbeat.runs.tables import TABLES, Images, Paper, Table
 from offbeat.runs.tables.row import row
 from offbeat.runs.training_run import TrainingRun
 from offbeat.studies import reproduce as reproducing
-from offbeat.studies import reproduce as reproduction
 from offbeat.studies.training import interrupting
-
-
-def small(method: str, **given: object) -> Recipe:
-    """A stand-in for the paper's setting that takes a fraction of a second."""
-    fixed = {
-        "model": "resnet8",
-        "data": "synthetic",
-        "samples": 24,
-        "classes": 3,
-        "shape": (3, 8, 8),
-        "batch_size": 4,
-        "threads_per_stage": 1,
-        "engine": "simulate",
-        "epochs": 4,
-    }
-    return make_recipe(
-        method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}}
-    )
 
 
 @row(1, Paper(6.18, "Table 0, first"))
@@ -422,7 +404,7 @@ def test_on_a_gpu_all_rows_are_recorded_that_can_be(given):
 
 def test_bp_on_a_gpu_is_cut_as_well():
     on_gpu = {"device": "cuda", "engine": "streams"}
-    cut = reproduction.in_stages(make_recipe(method="bp", M=4, cuts=None, **on_gpu))
+    cut = reproducing.in_stages(make_recipe(method="bp", M=4, cuts=None, **on_gpu))
     assert (cut.K, cut.M, cut.cuts, cut.method) == (8, 4, None, "bp")
     for whole in (
         make_recipe(method="bp", M=1, **on_gpu),
@@ -430,7 +412,7 @@ def test_bp_on_a_gpu_is_cut_as_well():
         make_recipe(method="bp", M=4),
         make_recipe(method="bp", M=4, model="mlp", data="digits", **on_gpu),
     ):
-        assert reproduction.in_stages(whole) is whole
+        assert reproducing.in_stages(whole) is whole
 
 
 def test_a_run_that_began_unsplit_resumes_in_stages_with_the_same_bits(offbeat, monkeypatch):
@@ -443,7 +425,7 @@ def test_a_run_that_began_unsplit_resumes_in_stages_with_the_same_bits(offbeat, 
     reproduce(offbeat, out="whole")
     spend_budget_after(monkeypatch, 60)
     assert reproduce(offbeat, "--budget-minutes", 9, out="cut").code == 0
-    monkeypatch.setattr(reproduction, "in_stages", lambda recipe: replace(recipe, K=3, cuts=None, units=None))
+    monkeypatch.setattr(reproducing, "in_stages", lambda recipe: replace(recipe, K=3, cuts=None, units=None))
     outcome = reproduce(offbeat, out="cut")
     assert "Net, BP, in 3 stages, from epoch" in outcome.err
     assert weights("cut", "net-bp-seed0") == weights("whole", "net-bp-seed0")

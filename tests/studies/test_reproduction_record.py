@@ -16,13 +16,14 @@ from types import ModuleType
 
 import pytest
 from command import Command, contents
+from small_recipe import small
 
 from offbeat.report.reproduction import read_seed_run
 from offbeat.runs import record
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
 from offbeat.runs.provenance import provenance
-from offbeat.runs.recipe import Recipe, make_recipe
+from offbeat.runs.recipe import Recipe
 from offbeat.runs.tables import TABLES, Images, Paper, Table
 from offbeat.runs.tables.row import row
 from offbeat.studies import reproduce as reproducing
@@ -39,24 +40,6 @@ def script(name: str) -> ModuleType:
 
 
 reproduced = script("reproduced")
-
-
-def small(method: str, **given: object) -> Recipe:
-    """A stand-in for the paper's setting that takes a fraction of a second."""
-    fixed = {
-        "model": "resnet8",
-        "data": "synthetic",
-        "samples": 24,
-        "classes": 3,
-        "shape": (3, 8, 8),
-        "batch_size": 4,
-        "threads_per_stage": 1,
-        "engine": "simulate",
-        "epochs": 4,
-    }
-    return make_recipe(
-        method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}}
-    )
 
 
 @row(1, Paper(6.18, "Table 0, first", remark="a remark"))
