@@ -3,9 +3,11 @@
     python benchmarks/models.py [--K 4] [--device cuda] [--only NAME ...] [--out FILE]
 
 Models of timm, torchvision and transformers, with random weights: a library that is not installed is left out. Each is
-cut by measured time. It is exact if the output, the loss and every gradient through the stages are those of the unsplit
-model, bit for bit, in training mode with one stream of random numbers; otherwise the largest difference is recorded,
-relative to the largest element. On a GPU deterministic kernels are asked for.
+cut by measured time; next to the balance of these cuts are the best balance that any cuts between the same units could
+reach by the same times, and the balance that the largest unit permits. It is exact if the output, the loss and every
+gradient through the stages are those of the unsplit model, bit for bit, in training mode with one stream of random
+numbers; otherwise the largest difference is recorded, relative to the largest element. On a GPU deterministic kernels
+are asked for.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from offbeat.errors import UserError, first_line
 from offbeat.partitioning import Partition
 from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.sample_trace import without_caches
+from offbeat.partitioning.solve import solve
 from offbeat.runs import record
 
 TORCHVISION = [
@@ -162,11 +165,18 @@ def measured(library: str, name: str, build: Build, K: int, device: torch.device
         made = offbeat.partition(model, K, x, by="measured")
         found |= {"trace": made.trace, "units": len(made.names), "balance_by_flops": counted.balance}
         found |= {"balance": made.balance, "cuts": made.cuts, "ties": len(made.ties), "notes": made.notes}
+        found |= limits(made)
         found["stages"] = [[made.names[a], made.names[b - 1]] for a, b in _spans(made)]
         found["difference"] = difference(model, made, x)
     except (UserError, RuntimeError, ValueError, TypeError, AttributeError, ImportError, KeyError) as error:
         found["failed"] = f"{type(error).__name__}: {first_line(error)}"
     return found
+
+
+def limits(made: Partition) -> dict[str, float]:
+    """The best balance of any legal cuts by the times of these units, and what the largest unit alone permits."""
+    best = solve(made.unit_costs, made.K, legal=made.legal)
+    return {"best_balance": best.balance, "largest_unit_permits": best.balance_bound}
 
 
 def _spans(made: Partition) -> list[tuple[int, int]]:
@@ -242,7 +252,8 @@ def main() -> None:
         row = measured(library, name, build, options.K, device)
         rows.append(row)
         summary = row.get("failed") or (
-            f"{row['trace']}, {row['units']} units, {row['seconds']:.1f} s, balance {row['balance']:.3f} measured, "
+            f"{row['trace']}, {row['units']} units, {row['seconds']:.1f} s, balance {row['balance']:.3f} measured "
+            f"(best {row['best_balance']:.3f}, largest unit permits {row['largest_unit_permits']:.3f}), "
             f"{row['balance_by_flops']:.3f} by FLOPs, difference {row['difference']:.2g}"
         )
         print(f"{library} {name}: {summary}", flush=True)

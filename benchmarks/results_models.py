@@ -6,12 +6,13 @@ from page import Record, point, prose, records, source
 
 from offbeat.report.formatting import markdown
 
-HEAD = ["library", "model", "parameters", "traced by", "units", "s", "balance, measured", "by FLOPs", "exact"]
+HEAD = ["library", "model", "parameters", "traced by", "units", "s"]
+HEAD += ["balance, measured", "best", "largest unit permits", "by FLOPs", "exact"]
 
 
 def row(found: Record) -> list[str]:
     if "failed" in found:
-        return [found["library"], found["model"], *["-"] * 6, f"failed: {found['failed']}"]
+        return [found["library"], found["model"], *["-"] * (len(HEAD) - 3), f"failed: {found['failed']}"]
     exact = "bit for bit" if not found["difference"] else f"to {found['difference']:.0e}"
     return [
         found["library"],
@@ -21,6 +22,7 @@ def row(found: Record) -> list[str]:
         str(found["units"]),
         f"{found['seconds']:.1f}",
         f"{found['balance']:.2f}",
+        *(f"{found[name]:.2f}" if name in found else "-" for name in ("best_balance", "largest_unit_permits")),
         f"{found['balance_by_flops']:.2f}",
         exact,
     ]
@@ -37,8 +39,10 @@ def section() -> list[str]:
             prose(
                 f"Random weights, batches of {settings['batch_size']}, {settings['pixels']} pixels or",
                 f"{settings['tokens']} tokens, on {settings['device']}. Balance is the mean over the maximum of the",
-                "stages' times; s is the time to trace and cut. Exact: output and all gradients through the stages",
-                "against the unsplit model, else the largest difference relative to the largest element.",
+                "stages' times; best is that of the best cuts between the same units by the same times, and",
+                "the next column what the largest unit permits. s is the time to trace and cut. Exact: output and all",
+                "gradients through the stages against the unsplit model, else the largest difference relative to the",
+                "largest element.",
             ),
             "",
             markdown(HEAD, [row(each) for each in record["models"]]),

@@ -36,12 +36,15 @@ LAPS, LONGEST = 4, 5.0  # laps of the slowest stage for which all run at once, a
 class Partition:
     """The stages of a model, and where they were cut: cut c is before unit c. Printed, it is a table of the stages.
 
-    units   "blocks": the entries of an nn.Sequential; "layers": what tracing finds, so that cuts may be inside blocks
-    names   of the units
-    notes   what could not be traced, or was copied, and an imbalance worth a warning
-    trace   how the layers were found: "fx" or "sample"
-    costs   of the stages: FLOPs with bytes moved, or seconds where they were measured; empty where cuts were given
-    ties    parameters that several stages use
+    units       "blocks": the entries of an nn.Sequential; "layers": what tracing finds, so that cuts may be inside
+                blocks
+    names       of the units
+    notes       what could not be traced, or was copied, and an imbalance worth a warning
+    trace       how the layers were found: "fx" or "sample"
+    costs       of the stages: FLOPs with bytes moved, or seconds where they were measured; empty where cuts were given
+    unit_costs  of the units, measured in the same way; those of a stage add up to its cost
+    legal       positions where the model may be cut
+    ties        parameters that several stages use
     """
 
     stages: list[nn.Module]
@@ -51,6 +54,8 @@ class Partition:
     notes: list[str]
     trace: Way = "fx"
     costs: tuple[float, ...] = ()
+    unit_costs: tuple[float, ...] = ()
+    legal: tuple[int, ...] = ()
     ties: tuple[TiedParameter, ...] = ()
     count: Callable[[], Profile] | None = field(default=None, repr=False, compare=False)  # sizes of the units
 
@@ -171,13 +176,14 @@ def partition(
         raise _too_few_units(traced, K, len(legal) + 1, tied=tied, sample=sample)
     names, notes = [unit.name for unit in traced.units], []
     times: tuple[float, ...] = ()
+    unit_costs: tuple[float, ...] = ()
     if cuts is None:
         if sample is None:
             raise UserError("there is no batch to cut the model by: give a sample, or cuts=[...]")
         found = found or profile(model, sample, timed=False, traced=traced)
         options: dict[str, Any] = {"speeds": speeds, "memory": memory, "pinned": pinned, "legal": legal}
         solution = solve_for(model, sample, K, by=by, found=found, traced=traced, **options)
-        cuts, times = solution.cuts, solution.times
+        cuts, times, unit_costs = solution.cuts, solution.times, solution.costs
         remedy = "split it into submodules"
         notes = _warned(imbalance(times, names, solution.cuts, found.costs(), remedy=remedy)) if plain else []
     chosen = positions(cuts, names, [unit.module for unit in traced.units])
@@ -186,7 +192,19 @@ def partition(
     stages = traced.split(chosen, tied=tied)
     count = None if sample is None else partial(_counted, found, model, sample, traced)
     ties = tuple(traced.ties.values())
-    return Partition(stages, chosen, "layers", names, [*traced.notes, *notes], traced.way, times, ties, count)
+    return Partition(
+        stages,
+        chosen,
+        "layers",
+        names,
+        [*traced.notes, *notes],
+        trace=traced.way,
+        costs=times,
+        unit_costs=unit_costs,
+        legal=tuple(legal),
+        ties=ties,
+        count=count,
+    )
 
 
 def _counted(found: Profile | None, model: nn.Module, sample: Any, traced: Traced) -> Profile:
@@ -209,7 +227,17 @@ def _between_entries(model: nn.Module, K: int, sample: Any, cuts: Sequence[int |
         costs = tuple(float(sum(flops[start:end])) for start, end in pairwise([0, *chosen, len(flops)]))
         remedy = 'cut inside blocks: units="layers"'
         notes = _warned(imbalance(costs, names, chosen, flops, remedy=remedy))
-    return Partition(split(model, chosen), chosen, "blocks", names, notes, costs=costs, count=count)
+    return Partition(
+        split(model, chosen),
+        chosen,
+        "blocks",
+        names,
+        notes,
+        costs=costs,
+        unit_costs=tuple(map(float, flops)),
+        legal=tuple(range(1, len(names))),
+        count=count,
+    )
 
 
 def _too_few_units(traced: Traced, K: int, most: int, *, tied: Tied, sample: Any) -> UserError:
@@ -274,7 +302,8 @@ def refine(
 ) -> Solution:
     """The best cuts for measured units, moved by what whole stages take: a stage is not the sum of its units.
 
-    `meter` times the stages between cuts; an update counts as a part of each of its M batches.
+    `meter` times the stages between cuts; an update counts as a part of each of its M batches. The times of the
+    solution are those of whole stages, and the costs of its units are scaled to them.
     """
     costs = list(costs)
     solution = solve(costs, K, speeds=speeds, **options)
@@ -287,10 +316,10 @@ def refine(
             speed = speeds[k] if speeds else 1.0
             exposed = max(0.0, solution.times[k] - sum(costs[start:end]) / speed)
             times.append(taken[k] / speed + exposed)
-        if max(times) < slowest:
-            best, slowest = replace(solution, times=tuple(times)), max(times)
         costs = rescaled(costs, solution.cuts, taken)
         moved = solve(costs, K, speeds=speeds, **options)
+        if max(times) < slowest:
+            best, slowest = replace(moved, cuts=solution.cuts, times=tuple(times), memory=solution.memory), max(times)
         if moved.cuts == solution.cuts or moved.bottleneck > (1 - WORTHWHILE) * slowest:
             break
         solution = moved

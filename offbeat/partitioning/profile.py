@@ -7,6 +7,7 @@ machine and can be had alone, on the meta device, which is what deterministic cu
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import statistics
 import time
@@ -29,6 +30,7 @@ from offbeat.partitioning.walk import Values, run_units
 # cuts are the same everywhere: chosen among 0, 4, 8, ..., 128 by the measured balance of four ResNets on a CPU.
 FLOPS_PER_BYTE = 8
 BUDGET = 8.0  # seconds to time all units in, where a model is deep; two laps of each in any case
+ENOUGH = 0.02  # seconds of laps for one unit: of a quick one, more than `repeat`
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,9 @@ def profile(
     """Measure a copy of the model in training mode; with timed=False sizes and FLOPs alone.
 
     Those come from the meta device, without computing; a model that reads values, which meta tensors do not have,
-    runs once on its own device instead. `traced` is the model's trace, where there is one already. Of a deep model
-    units are repeated less often than `repeat`: all repetitions together are to take BUDGET seconds.
+    runs once on its own device instead. `traced` is the model's trace, where there is one already. Each unit is
+    repeated `repeat` times and for ENOUGH seconds; of a deep model less often: all repetitions together are to take
+    BUDGET seconds.
     """
     own = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if timed:
@@ -197,11 +200,13 @@ def _seconds(
     device: torch.device,
     share: float,
 ) -> tuple[float, float]:
-    """Median forward and backward seconds of one unit in about `share` seconds; on a GPU by events on its stream."""
+    """Median forward and backward seconds of one unit: of at least `repeat` laps where they fit into `share` seconds,
+    and of more where they are short. On a GPU by events on its stream."""
     forwards, backwards = [], []
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     targets = [*leaves, *(parameter for parameter in parameters if parameter.requires_grad)]
-    for attempt in range(repeat + 1):
+    began = time.perf_counter()
+    for attempt in itertools.count():
         clock = _Clock(device)
         outputs = pytree.tree_leaves(call(inputs))
         forward = clock.lap()
@@ -213,10 +218,13 @@ def _seconds(
             backward = clock.lap()
         else:
             backward = 0.0
-        if attempt:  # the first one pays for memory and for choosing kernels
-            forwards.append(forward)
-            backwards.append(backward)
-        if len(forwards) >= 2 and sum(forwards) + sum(backwards) > share:
+        if not attempt:  # it pays for memory and for choosing kernels
+            began = time.perf_counter()
+            continue
+        forwards.append(forward)
+        backwards.append(backward)
+        taken = time.perf_counter() - began
+        if (attempt >= min(repeat, 2) and taken > share) or (attempt >= repeat and taken > ENOUGH):
             break
     return statistics.median(forwards), statistics.median(backwards)
 

@@ -55,6 +55,7 @@ class Memory:
 class Solution:
     """The best cuts, what each stage then takes, and the bound that what cannot be cut apart sets.
 
+    costs         of the units
     largest       the units (from, to) of the largest piece without a legal cut inside; one unit where all are legal
     unit_bound    its time on the fastest worker: no partition has a shorter slowest stage
     """
@@ -62,6 +63,7 @@ class Solution:
     cuts: tuple[int, ...]
     times: tuple[float, ...]
     memory: tuple[float, ...] | None
+    costs: tuple[float, ...]
     largest: tuple[int, int]
     unit_bound: float
 
@@ -152,6 +154,7 @@ def solve(
         cuts=tuple(edges[1:-1]),
         times=tuple(float(stages.ends[k][b] - stages.starts[k][a]) for k, (a, b) in spans),
         memory=None if kept is None else tuple(float(kept.sums[k][b] - kept.sums[k][a]) for k, (a, b) in spans),
+        costs=tuple(work.tolist()),
         largest=largest,
         unit_bound=float((prefix[largest[1]] - prefix[largest[0]]) / pace.max()),
     )

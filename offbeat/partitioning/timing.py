@@ -82,11 +82,12 @@ class Runner:
         """Fill the stage, and once do everything: the first time pays for memory and for choosing kernels."""
         while not self.laps[2]:
             self._lap()
-        for laps in self.laps:
-            laps.clear()
 
     def run(self, seconds: float) -> StageTime:
-        """Laps for that long and not too short a time, at least a few of them and one update."""
+        """Laps for that long and not too short a time, at least a few of them and one update; earlier ones do not
+        count."""
+        for laps in self.laps:
+            laps.clear()
         seconds, began = max(seconds, SHORTEST), time.perf_counter()
         while min(len(self.laps[1]), LEAST * len(self.laps[2])) < LEAST or time.perf_counter() - began < seconds:
             self._lap()
@@ -94,11 +95,7 @@ class Runner:
 
     def best(self, seconds: float) -> StageTime:
         """The shortest of a few runs: what else the machine does only ever adds."""
-        found = []
-        for _ in range(RUNS):
-            for laps in self.laps:
-                laps.clear()
-            found.append(self.run(seconds / RUNS))
+        found = [self.run(seconds / RUNS) for _ in range(RUNS)]
         return min(found, key=lambda taken: taken.batch(self.M))
 
     def _lap(self) -> None:
@@ -142,15 +139,19 @@ def whole_time(twin: Traced, sample: Any) -> StageTime:
 
 
 def one_by_one(twin: Traced, sample: Any) -> Meter:
-    """Times stages one after the other in this process, on a twin of the model; with one batch in flight each."""
+    """Times stages one after the other in this process, on a twin of the model; with one batch in flight each.
+
+    In several rounds over all stages, of which the shortest counts, so that other work on the machine does not slow the
+    same stage each time.
+    """
 
     def times(cuts: Sequence[int], load: Load) -> list[StageTime]:
-        found = []
+        runners = []
         for k, (part, x) in enumerate(_parts(twin, cuts, sample)):
-            runner = Runner(part, x, first=k == 0, lag=min(1, load.lags[k]), M=load.M)
-            runner.warm_up()
-            found.append(runner.run(0.0))
-        return found
+            runners.append(Runner(part, x, first=k == 0, lag=min(1, load.lags[k]), M=load.M))
+            runners[-1].warm_up()
+        rounds = [[runner.run(0.0) for runner in runners] for _ in range(RUNS)]
+        return [min(each, key=lambda taken: taken.batch(load.M)) for each in zip(*rounds, strict=True)]
 
     return times
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,9 @@ def test_measured_cuts_are_legal_and_leave_the_model_as_it_was():
     assert len(found.cuts) == 2
     assert set(found.cuts) <= set(trace(model).legal_cuts)
     assert same(state(model), before)
+    edges = [0, *found.cuts, len(found.names)]
+    assert found.costs == pytest.approx([sum(found.unit_costs[a:b]) for a, b in pairwise(edges)])
+    assert found.balance <= solve(found.unit_costs, 3, legal=found.legal).balance * (1 + 1e-9)
 
 
 def _with(case: tuple[nn.Module, object], K: int) -> tuple[nn.Module, int, object]:

@@ -159,6 +159,8 @@ def test_a_stage_slower_than_its_units_gets_fewer_and_the_best_cuts_are_kept():
     assert asked[0] == ((5,), 4)
     assert found.cuts == (2,)
     assert found.times == pytest.approx((8.0, 8.0))
+    assert sum(found.costs[:2]) == pytest.approx(8.0)  # units are scaled to what their stages took
+    assert found.unit_bound == pytest.approx(4.0)
 
 
 # ---- what a method exposes, and how many stages it needs
@@ -205,6 +207,19 @@ def test_bp_alone_takes_at_most_what_its_stages_take(monkeypatch):
     assert plan.bp_ms == pytest.approx(1000 * costs.alone)
     assert whole_time(trace(model).twin(), x).batch() > 0
     assert len(one_by_one(trace(model).twin(), x)([3], Load([2, 0]))) == 2
+
+
+def test_other_work_during_one_round_of_timing_does_not_slow_a_stage(monkeypatch):
+    runs = []
+
+    def run(runner, seconds):
+        runs.append(runner)
+        return StageTime(10.0 if len(runs) == 1 else 1.0, 1.0)  # the first run of the first stage is disturbed
+
+    monkeypatch.setattr(Runner, "run", run)
+    times = one_by_one(trace(layers()).twin(), torch.randn(4, 8))([3], Load([1, 1]))
+    assert [time.batch() for time in times] == [2.0, 2.0]
+    assert runs[0] is not runs[1]  # rounds over all stages
 
 
 def test_links_between_two_processes_are_measured():
