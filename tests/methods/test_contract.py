@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -91,6 +92,12 @@ def train(name: str, **options) -> offbeat.Pipeline:
     return pipe
 
 
+@cache
+def trained(name: str) -> offbeat.Pipeline:
+    """For tests that only look at it."""
+    return train(name)
+
+
 def operations(name: str, k: int, n: int = N) -> list:
     program = named(name).program(k, stages_of(name), range(n))
     return [operation for iteration in program for operation in iteration]
@@ -147,7 +154,7 @@ def test_programs_drain_on_the_clock_for_any_number_of_batches(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_random_interleavings_change_no_bit_and_the_parameters_of_every_stage_move(name):
-    plain = train(name)
+    plain = trained(name)
     before = network().state_dict()
     for k, stage in plain.stages.items():
         own = [parameter for parameter in stage.parameters if not parameter.startswith("head.")]
@@ -184,7 +191,7 @@ def test_the_table_names_methods_that_there_are():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_batch_norm_counts_every_training_batch_once(name):
-    pipe = train(name)
+    pipe = trained(name)
     for k, stage in pipe.stages.items():
         expected = sum(isinstance(op, Forward) for op in operations(name, k)) // named(name).m
         counters = [b for n, b in stage.network.module.named_buffers() if n.endswith("num_batches_tracked")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -154,10 +154,31 @@ LAGGED: dict[str, tuple[Callable[[int], Any], Callable[[int], Rules], tuple[int,
 }
 
 
+def every(windows: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    return itertools.product((1, 2, 3, 4), windows, BATCHES)
+
+
+def pairwise(windows: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """K, M and N: all K with all M over many batches, and all K and all M over few."""
+    for K, place in itertools.product((1, 2, 3, 4), range(len(windows))):
+        short = [N for at, N in enumerate(BATCHES[:-1]) if (place - K - at) % len(windows) == 0]
+        for N in (*short, BATCHES[-1]):
+            yield K, windows[place], N
+
+
+def test_pairwise_has_all_pairs():
+    for windows in ((1,), (3, 4), (1, 2, 3), SOME):
+        found = list(pairwise(windows))
+        for one, other in itertools.combinations(range(3), 2):
+            values = ((1, 2, 3, 4), windows, BATCHES)
+            assert {(each[one], each[other]) for each in found} == set(itertools.product(values[one], values[other]))
+
+
+@pytest.mark.parametrize("combined", [pairwise, pytest.param(every, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAGGED)
-def test_a_lagged_method_is_its_serial_computation(name):
+def test_a_lagged_method_is_its_serial_computation(name, combined):
     method, rules, windows = LAGGED[name]
-    for K, M, N in itertools.product((1, 2, 3, 4), windows, BATCHES):
+    for K, M, N in combined(windows):
         if name == "2bw" and M < K - 1:
             continue
         expected = final(lagged(K, data(N), rules(M)))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from captured import capture
+from preloaded import PYTHON
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -147,7 +148,7 @@ def test_a_recorded_stage_copies_an_activation_twice(monkeypatch, weights):
 
 
 def test_two_processes_copy_a_batch_once_and_an_activation_into_its_message(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, tmp_path]
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, tmp_path]
     found = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True, timeout=150, check=False

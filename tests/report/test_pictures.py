@@ -183,6 +183,7 @@ def test_a_missing_package_is_named_in_one_line_and_text_is_still_drawn(module, 
     assert (tmp_path / "curves.txt").exists()
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_commands_that_draw_beside_their_table_go_on_without_the_packages(offbeat, monkeypatch):
     monkeypatch.setitem(sys.modules, "altair", None)
     draw._print_once.cache_clear()

@@ -101,6 +101,7 @@ def test_bits_per_byte_of_a_tokenizer_count_the_bytes_of_its_test_tokens(tmp_pat
     assert bits_per_byte(math.log(2), opened.bytes_per_token) == pytest.approx(0.2)
 
 
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("method", ["adl", "bp"])
 def test_processes_train_a_gpt_to_the_bits_of_one_process(letters, tmp_path, method):
     for engine in ("simulate", "processes"):

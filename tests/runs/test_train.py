@@ -6,11 +6,11 @@ import ast
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import PYTHON
 from processes import START, two_processes
 from safetensors.torch import load_file
 
@@ -56,6 +56,7 @@ def test_a_run_resumes_from_python_with_other_settings(tmp_path):
     assert config(tmp_path / "run")["epochs"] == 2
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_worker_processes_train_the_same_and_this_environment_stays(tmp_path):
     def environment() -> dict[str, str]:  # torch's launcher sets variables of its own
         return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
@@ -75,7 +76,7 @@ def test_the_record_of_a_script_names_the_script_as_its_command(tmp_path):
         f"recipe = offbeat.make_recipe(**{SMALL!r}, engine='simulate')\n"
         f"print(offbeat.train(recipe, out={str(tmp_path / 'run')!r})['out'])\n"
     )
-    done = subprocess.run([sys.executable, script, "once"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([PYTHON, script, "once"], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == str(tmp_path / "run"), done.stderr
     assert json.loads((tmp_path / "run/config.json").read_text())["provenance"]["command"] == ["study.py", "once"]
 

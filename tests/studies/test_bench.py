@@ -40,7 +40,7 @@ from offbeat.studies.bench.rows import (
 )
 from offbeat.studies.plan import LinkCost
 
-pytestmark = pytest.mark.usefixtures("forked_children")
+pytestmark = pytest.mark.usefixtures("forked_children", "pictures")
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTING = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=2)

@@ -17,7 +17,7 @@ from offbeat.methods import DECLARED
 from offbeat.partitioning import timing
 from offbeat.runs.provenance import provenance
 
-pytestmark = pytest.mark.usefixtures("forked_children")
+pytestmark = pytest.mark.usefixtures("forked_children", "pictures")
 
 SMALL = ("plan", "--model", "resnet8", "--batch-size", "4", "--shape", "3,8,8")
 STAGE = {

@@ -187,7 +187,7 @@ def test_rows_are_listed_without_data_and_nothing_is_run(offbeat):
 # ---- the table
 
 
-def test_runs_are_run_folders_and_the_table_is_what_they_recorded(offbeat, table):
+def test_runs_are_run_folders_and_the_table_is_what_they_recorded(offbeat, table, pictures):
     outcome = reproduce(offbeat, "--side-by-side", 2, seeds=2)
     assert outcome.code == 0, outcome.err
     rows = results()
