@@ -40,9 +40,16 @@ def evenly(legal, K):
     return [legal[(len(legal) * k) // K] for k in range(1, K)]
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    ("training", "every"),  # cut in every number of stages, or in every third
+    [
+        pytest.param(True, 1, id="train"),
+        pytest.param(False, 3, id="eval"),
+        pytest.param(False, 1, id="eval, more cuts", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", zoo.CASES)
-def test_a_chain_of_stages_is_the_model_bit_for_bit(name, training):
+def test_a_chain_of_stages_is_the_model_bit_for_bit(name, training, every):
     model, x = build(zoo.CASES[name])
     model.train(training)
     names = list(model.state_dict())
@@ -52,9 +59,9 @@ def test_a_chain_of_stages_is_the_model_bit_for_bit(name, training):
     expected = wholly(copy.deepcopy(model), x)
     legal = traced.legal_cuts
     draw = random.Random(name)
-    chosen = [evenly(legal, K) for K in range(2, min(MOST, len(legal) + 1) + 1)]
+    chosen = [evenly(legal, K) for K in range(2, min(MOST, len(legal) + 1) + 1, every)]
     chosen.append(legal)
-    chosen += [sorted(draw.sample(legal, draw.randint(1, min(9, len(legal))))) for _ in range(4)]
+    chosen += [sorted(draw.sample(legal, draw.randint(1, min(9, len(legal))))) for _ in range(4 // every)]
     for number, cuts in enumerate(chosen):
         with torch.no_grad():
             for key, value in model.state_dict().items():

@@ -132,7 +132,7 @@ def test_where_there_are_cores_the_stages_are_timed_all_at_once(offbeat, few_lap
 
 @pytest.mark.parametrize("method", [*DECLARED, "all"])
 def test_every_declared_method_can_be_planned(offbeat, method):
-    plan = planned(offbeat, "-K", 3, "--method", method)
+    plan = planned(offbeat, "--model", "mlp", "-K", 3, "--method", method)
     assert plan["method"] == ("adl" if method == "all" else method)
     assert plan["predicted_speedup"] == pytest.approx(plan["methods"][plan["method"]])
     expected = {"bp": [1, 1, 1], "ddg": [3, 2, 1], "adl": [5, 3, 1], "dsp": [5, 3, 1], "gpipe": [4, 4, 4]}
