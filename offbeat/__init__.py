@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from offbeat import optim
     from offbeat.correctors import (
         DelayCompensation,
         Discrepancy,
@@ -94,6 +95,7 @@ __all__ = [
     "WeightPrediction",
     "__version__",
     "make_recipe",
+    "optim",
     "partition",
     "train",
 ]
@@ -103,6 +105,8 @@ _HOMES = ("errors", "correctors", "method", "methods", "partitioning", "pipeline
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module("offbeat.optim")
     if name in __all__:
         for home in _HOMES:
             module = importlib.import_module(f"offbeat.{home}")

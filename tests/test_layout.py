@@ -25,6 +25,7 @@ ORDER = [
     "correctors",
     "method",
     "kernels",
+    "optim",
     "core",
     "heads",
     "settings",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,16 +25,18 @@ def linear_rate(batch_size: int, M: int) -> float:
 class OptimizerKind:
     """An optimizer of a recipe.
 
-    title      its class in torch.optim
+    title      its class
     lr         default learning rate, for batch size and M
     defaults   its settings other than the learning rate: fields of a recipe and arguments of the class
     on_gpu     arguments on a GPU, where the optimizer reads its learning rate on the device
+    module     where the class is
     """
 
     title: str
     lr: Callable[[int, int], float]
     defaults: Mapping[str, Any]
     on_gpu: Mapping[str, Any] = field(default_factory=dict)
+    module: str = "torch.optim"
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
@@ -43,6 +46,13 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
         lambda batch_size, M: 1e-3,
         {"betas": (0.9, 0.95), "weight_decay": 0.1},
         {"fused": True, "capturable": True},
+    ),
+    "muon": OptimizerKind(
+        "Muon",
+        lambda batch_size, M: 1e-3,
+        {"momentum": 0.95, "betas": (0.9, 0.95), "weight_decay": 0.1},
+        {"capturable": True},
+        "offbeat.optim",
     ),
 }
 SETTINGS = tuple(dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.defaults))
@@ -55,11 +65,9 @@ def options(recipe: Recipe) -> dict[str, Any]:
 
 def optimizer_of(recipe: Recipe) -> MakeOptimizer:
     """What makes the optimizer of a stage."""
-    import torch
-
     kind = OPTIMIZERS[recipe.optimizer]
     on_device = kind.on_gpu if recipe.device == "cuda" else {}
-    return partial(getattr(torch.optim, kind.title), lr=recipe.lr, **options(recipe), **on_device)
+    return partial(getattr(import_module(kind.module), kind.title), lr=recipe.lr, **options(recipe), **on_device)
 
 
 def described(recipe: Recipe) -> str:

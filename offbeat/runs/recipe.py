@@ -74,10 +74,10 @@ class Recipe:
     batch_size: int
     drop_last: bool = False  # drop an incomplete last batch of an epoch
     weighting: Literal["batches", "samples"] = "batches"  # of the mean gradient of an update
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
     lr: float
-    momentum: float | None  # of sgd
-    betas: tuple[float, ...] | None = None  # of adamw
+    momentum: float | None  # of sgd and muon
+    betas: tuple[float, ...] | None = None  # of adamw and muon
     weight_decay: float
     warmup: float
     milestones: tuple[float, ...]

@@ -1,0 +1,11 @@
+"""Optimizers that lose little when gradients are late: Muon, and Adam in a rotated basis. Plain torch.optim.Optimizers.
+
+May import errors and torch.
+"""
+
+from __future__ import annotations
+
+from offbeat.optim.muon import Muon
+from offbeat.optim.names import is_hidden_matrix
+
+__all__ = ["Muon", "is_hidden_matrix"]

@@ -1,0 +1,198 @@
+"""What the optimizers of this package have in common: two kinds of parameters, momentum with compensation, AdamW."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import UserError, number
+from offbeat.optim.names import is_hidden_matrix
+
+Group = dict[str, Any]
+Tensors = list[Tensor] | tuple[Tensor, ...]
+IsHidden = Callable[[str | None, Tensor], bool]
+
+
+class CompensatedOptimizer(torch.optim.Optimizer, ABC):
+    """Steps hidden matrices along directions of a subclass, and all other parameters by AdamW.
+
+    Each given parameter group becomes up to two: `group["hidden"]` is True for the one of hidden matrices. With b the
+    momentum of a group (`momentum_of`), g the gradient and m its running average:
+
+        m <- b m + (1-b) g;    d = a m + (1-a) g,    a = b^(compensation + nesterov)
+
+    and the direction is computed from d. `group["compensation"]` is a number of updates: set to the delay of the
+    gradients, the total weight of a gradient stays 1 and its late part is applied at once. `group["keep_direction"]`
+    keeps the direction of each step in the state, for `direction`.
+    """
+
+    adam_lr: float | None = None
+    is_hidden: IsHidden = staticmethod(is_hidden_matrix)
+
+    def __init__(
+        self, parameters: Any, defaults: Group, *, hidden: IsHidden | None = None, adam_lr: float | None = None
+    ) -> None:
+        self.adam_lr = adam_lr
+        if hidden is not None:
+            self.is_hidden = hidden
+        _check(defaults)
+        super().__init__(parameters, {**defaults, "compensation": 0.0, "keep_direction": False})
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add the hidden matrices of a group and its other parameters as a group each.
+
+        A group that has "hidden" is not divided.
+        """
+        params = param_group["params"]
+        pairs = [_named(given) for given in ([params] if isinstance(params, Tensor) else params)]
+        if "hidden" in param_group or isinstance(params, set) or not all(isinstance(p, Tensor) for _, p in pairs):
+            super().add_param_group(param_group)  # raises where torch does
+            return
+        for hidden in (True, False):
+            chosen = [(name, p) for name, p in pairs if self.is_hidden(name, p) == hidden]
+            if not chosen and (hidden or pairs):
+                continue
+            of_adam = {"nesterov": False, "lr": param_group.get("lr", self.adam_lr or self.defaults["lr"])}
+            _check_matrices(chosen if hidden else [])
+            named = [p if name is None else (name, p) for name, p in chosen]
+            options = {**param_group, "params": named, "hidden": hidden}
+            super().add_param_group(options if hidden else {**options, **of_adam})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Make one update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                directions = self.hidden_directions if group["hidden"] else self.adam_directions
+                self._move(group, parameters, directions(group, parameters))
+        return loss
+
+    def direction(self, parameter: Tensor) -> Tensor | None:
+        """The change of a parameter by its last step, without weight decay and divided by -lr.
+
+        None before the first step with `group["keep_direction"]`.
+        """
+        found: Tensor | None = self.state.get(parameter, {}).get("direction")
+        return found
+
+    @abstractmethod
+    def hidden_directions(self, group: Group, parameters: Tensors) -> Tensors:
+        """The directions of hidden matrices, from their gradients; updates their state."""
+
+    def momentum_of(self, group: Group) -> float:
+        """The momentum b of a group."""
+        return float(group["betas"][0])
+
+    def averages(self, parameters: Tensors, name: str) -> list[Tensor]:
+        """A running average of each parameter's shape, from the state, zero at first."""
+        for p in parameters:
+            if name not in self.state[p]:
+                self.state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return [self.state[p][name] for p in parameters]
+
+    def compensated(self, group: Group, parameters: Tensors) -> tuple[Tensors, float]:
+        """d and a for each parameter, after the update of m. Do not write to d: it may be m."""
+        gradients = _gradients(parameters)
+        m, b = self.averages(parameters, "exp_avg"), self.momentum_of(group)
+        torch._foreach_lerp_(m, gradients, 1 - b)
+        a = b ** (group["compensation"] + group["nesterov"])
+        return (m if a == 1 else torch._foreach_lerp(gradients, m, a)), a
+
+    def adam_directions(
+        self,
+        group: Group,
+        parameters: Tensors,
+        rotate: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+    ) -> Tensors:
+        """(d / (1 - a b^t)) / (sqrt(v / (1 - b2^t)) + eps), with v the running average of g^2 in the basis of `rotate`.
+
+        1 - a b^t is the total weight of the gradients in d after t updates.
+        """
+        b2 = group["betas"][1]
+        d, a = self.compensated(group, parameters)
+        gradients, v = rotate(_gradients(parameters)), self.averages(parameters, "exp_avg_sq")
+        torch._foreach_mul_(v, b2)
+        torch._foreach_addcmul_(v, gradients, gradients, 1 - b2)
+        steps = self._counted(group, parameters)
+        result = torch._foreach_div(rotate(d), _weights(steps, a, self.momentum_of(group), group))
+        divisors = torch._foreach_div(v, _weights(steps, 1.0, b2, group))
+        torch._foreach_sqrt_(divisors)
+        torch._foreach_add_(divisors, group["eps"])
+        torch._foreach_div_(result, divisors)
+        return result
+
+    def _counted(self, group: Group, parameters: Tensors) -> list[Tensor]:
+        """The numbers of steps of the parameters, this one included; on the device with capturable=True."""
+        for p in parameters:
+            if "step" not in self.state[p]:
+                device = p.device if group.get("capturable") else "cpu"
+                self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        steps = [self.state[p]["step"] for p in parameters]
+        torch._foreach_add_(steps, 1.0)
+        return steps
+
+    def _move(self, group: Group, parameters: Tensors, directions: Tensors) -> None:
+        """theta <- (1 - lr weight_decay) theta - lr direction."""
+        if group["keep_direction"]:
+            torch._foreach_copy_(self.averages(parameters, "direction"), directions)
+        lr = group["lr"] if group.get("capturable") else float(group["lr"])
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        if isinstance(lr, Tensor):
+            torch._foreach_sub_(parameters, torch._foreach_mul(directions, lr))
+        else:
+            torch._foreach_add_(parameters, directions, alpha=-lr)
+
+
+def _named(given: Any) -> tuple[str | None, Any]:
+    return given if isinstance(given, tuple) else (None, given)
+
+
+def _check_matrices(chosen: Iterable[tuple[str | None, Tensor]]) -> None:
+    for name, p in chosen:
+        if p.ndim < 2:
+            raise UserError(
+                f"hidden= chooses {name or 'a parameter'} of shape {list(p.shape)}: choose matrices and convolution "
+                "kernels, of at least two dimensions"
+            )
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if any(g.is_sparse or g.is_complex() for g in gradients):
+        raise UserError("a gradient is sparse or complex: use torch.optim.SparseAdam or torch.optim.AdamW for it")
+    return gradients
+
+
+def _weights(steps: Tensors, a: float, b: float, group: Group) -> Any:
+    """1 - a b^t for each number of steps t."""
+    if not group.get("capturable"):
+        return [1 - a * b ** float(t) for t in steps]
+    powers = torch._foreach_pow(b, steps)
+    torch._foreach_mul_(powers, -a)
+    torch._foreach_add_(powers, 1.0)
+    return powers
+
+
+def _check(options: Group) -> None:
+    """Raise UserError for options out of their range."""
+    for name, value in options.items():
+        if name in ("lr", "eps", "weight_decay"):
+            number(float(value), name, "use a number of at least 0", lambda x: 0 <= x < float("inf"))
+        elif name == "momentum":
+            number(value, name, "use a number of at least 0 and below 1", lambda b: 0 <= b < 1)
+        elif name == "betas" and (len(value) != 2 or any(not 0 <= b < 1 for b in value)):
+            raise UserError(f"betas={value}: use two numbers of at least 0 and below 1")

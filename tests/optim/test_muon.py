@@ -1,0 +1,317 @@
+"""Muon: the equations of one parameter at a time, torch's own, and training with it in all engines."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from captured import capture
+from literal_optimizers import adamw, muon
+from torch import Tensor, nn
+
+import offbeat
+from offbeat.engines.streams import Streams
+from offbeat.errors import UserError
+from offbeat.graphs.launch_queue import RecordedOperation
+from offbeat.models.gpt import gpt
+from offbeat.optim import Muon, is_hidden_matrix
+from offbeat.runs.build import cross_entropy
+
+SHAPES = {
+    "block.up.weight": (8, 3),
+    "block.down.weight": (3, 8),
+    "block.again.weight": (3, 8),
+    "block.square.weight": (5, 5),
+    "block.conv.weight": (4, 3, 3, 3),
+    "block.up.bias": (8,),
+    "embedding.weight": (7, 4),
+    "head.weight": (4, 3),
+}
+HIDDEN = tuple(name for name in SHAPES if name.startswith("block") and name.endswith("weight"))
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
+    given = torch.Generator().manual_seed(0)
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=given, dtype=torch.float64).to(dtype))
+        for name, shape in SHAPES.items()
+    }
+
+
+def gradients(steps: int, dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
+    given = torch.Generator().manual_seed(1)
+    return [
+        {n: torch.randn(shape, generator=given, dtype=torch.float64).to(dtype) for n, shape in SHAPES.items()}
+        for _ in range(steps)
+    ]
+
+
+def take(optimizer: torch.optim.Optimizer, given: dict[str, nn.Parameter], steps: list[dict[str, Tensor]]) -> None:
+    for step in steps:
+        for name, p in given.items():
+            p.grad = step[name].clone() if name in step else None
+        optimizer.step()
+
+
+@pytest.mark.parametrize("scale", ["rms", "spectral"])
+@pytest.mark.parametrize(("nesterov", "compensation"), [(True, 0.0), (False, 0.0), (True, 2.75), (False, 1.5)])
+def test_every_parameter_follows_its_equations(scale, nesterov, compensation):
+    theta, steps = parameters(), gradients(4)
+    optimizer = Muon(theta.items(), 0.01, nesterov=nesterov, scale=scale)
+    for group in optimizer.param_groups:
+        group["compensation"] = compensation
+    take(optimizer, theta, steps)
+    for name, start in parameters().items():
+        given = [step[name] for step in steps]
+        if name in HIDDEN:
+            expected = muon(start.detach(), given, lr=0.01, exponent=compensation + nesterov, scale=scale)
+        else:
+            expected = adamw(start.detach(), given, lr=0.01, exponent=compensation)
+        torch.testing.assert_close(theta[name].detach(), expected, **CLOSE, msg=name)
+
+
+def test_the_other_parameters_are_those_of_torchs_adamw():
+    theta, same, steps = parameters(), parameters(), gradients(5)
+    optimizer = Muon(theta.items(), 0.01, adam_lr=0.003, betas=(0.8, 0.9), weight_decay=0.2)
+    rest = {name: p for name, p in same.items() if name not in HIDDEN}
+    torchs = torch.optim.AdamW(rest.values(), lr=0.003, betas=(0.8, 0.9), weight_decay=0.2)
+    take(optimizer, theta, steps)
+    take(torchs, rest, steps)
+    for name, p in rest.items():
+        torch.testing.assert_close(theta[name], p, **CLOSE)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("scale", "torchs"), [("rms", "match_rms_adamw"), ("spectral", "original")])
+def test_matrices_are_those_of_torchs_muon(monkeypatch, nesterov, scale, torchs):
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # torch's iterations in float64, too
+    theta, same, steps = parameters(), parameters(), gradients(4)
+    matrices = {name: p for name, p in same.items() if name in HIDDEN and p.ndim == 2}
+    take(Muon(theta.items(), 0.02, nesterov=nesterov, scale=scale), theta, steps)
+    take(torch.optim.Muon(matrices.values(), lr=0.02, nesterov=nesterov, adjust_lr_fn=torchs), matrices, steps)
+    for name, p in matrices.items():
+        torch.testing.assert_close(theta[name], p, **CLOSE)
+
+
+def test_newton_schulz_makes_singular_values_close_to_one():
+    theta, steps = parameters(torch.float32), gradients(1, torch.float32)
+    optimizer = Muon(theta.items(), 1.0, weight_decay=0.0, scale="spectral")
+    take(optimizer, theta, steps)
+    for name, start in parameters(torch.float32).items():
+        if name in HIDDEN:
+            step = (start - theta[name]).detach().flatten(1) / max(
+                1, theta[name].flatten(1).shape[0] / theta[name][0].numel()
+            ) ** 0.5
+            values = torch.linalg.svdvals(step)
+            assert 0.6 < values.min() <= values.max() < 1.3, name
+
+
+def test_a_batch_of_matrices_is_computed_as_one_by_one():
+    theta, alone, steps = parameters(), parameters(), gradients(3)
+    take(Muon(theta.items(), 0.01), theta, steps)
+    for name, p in alone.items():
+        take(Muon([(name, p)], 0.01), {name: p}, steps)
+        torch.testing.assert_close(theta[name], p, **CLOSE)
+
+
+def test_parameters_without_gradient_keep_value_and_count():
+    theta, steps = parameters(), gradients(3)
+    optimizer = Muon(theta.items(), 0.01)
+    sometimes = ("block.down.weight", "head.weight")
+    take(
+        optimizer,
+        theta,
+        [{n: g for n, g in step.items() if t != 1 or n not in sometimes} for t, step in enumerate(steps)],
+    )
+    start = parameters()
+    for name, equation in zip(sometimes, (muon, adamw), strict=True):
+        expected = equation(start[name].detach(), [steps[0][name], steps[2][name]], lr=0.01)
+        torch.testing.assert_close(theta[name].detach(), expected, **CLOSE)
+
+
+def test_the_direction_is_the_change_per_rate_where_it_is_kept():
+    theta, steps = parameters(), gradients(2)
+    optimizer = Muon(theta.items(), 0.01, adam_lr=0.02, weight_decay=0.0)
+    take(optimizer, theta, steps[:1])
+    assert all(optimizer.direction(p) is None for p in theta.values())
+    assert all("direction" not in state for state in optimizer.state.values())
+    for group in optimizer.param_groups:
+        group["keep_direction"] = True
+    before = copy.deepcopy(theta)
+    take(optimizer, theta, steps[1:])
+    for name, p in theta.items():
+        lr = 0.01 if name in HIDDEN else 0.02
+        torch.testing.assert_close(before[name] - lr * optimizer.direction(p), p, **CLOSE)
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_rates_as_tensors_give_the_steps_of_numbers(capturable):
+    theta, same, steps = parameters(torch.float32), parameters(torch.float32), gradients(3, torch.float32)
+    take(Muon(theta.items(), torch.tensor(0.01), capturable=capturable), theta, steps)
+    take(Muon(same.items(), 0.01), same, steps)
+    for name, p in theta.items():
+        torch.testing.assert_close(p, same[name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_state_dict_continues_bit_for_bit():
+    theta, steps = parameters(torch.float32), gradients(5, torch.float32)
+    optimizer = Muon(theta.items(), 0.01)
+    take(optimizer, theta, steps[:2])
+    again = copy.deepcopy(theta)
+    other = Muon(again.items(), 0.5, momentum=0.1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    take(optimizer, theta, steps[2:])
+    take(other, again, steps[2:])
+    assert all(torch.equal(p, again[name]) for name, p in theta.items())
+
+
+def test_groups_keep_their_options_and_divide_by_kind():
+    theta = parameters()
+    slow = {"params": [(n, p) for n, p in theta.items() if n.startswith("block")], "lr": 1e-4}
+    fast = {"params": [(n, p) for n, p in theta.items() if not n.startswith("block")]}
+    optimizer = Muon([slow, fast], 0.01, adam_lr=0.1)
+    assert [(g["hidden"], g["lr"], len(g["params"])) for g in optimizer.param_groups] == [
+        (True, 1e-4, 5),
+        (False, 1e-4, 1),
+        (False, 0.1, 2),
+    ]
+    assert optimizer.param_groups[1]["param_names"] == ["block.up.bias"]
+
+
+def test_without_names_only_the_number_of_dimensions_counts():
+    theta = parameters()
+    optimizer = Muon(theta.values(), 0.01)
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in theta.values() if p.ndim >= 2}
+
+
+def test_a_function_chooses_the_hidden_matrices():
+    theta = parameters()
+    optimizer = Muon(theta.items(), hidden=lambda name, p: name == "head.weight")
+    assert optimizer.param_groups[0]["param_names"] == ["head.weight"]
+    with pytest.raises(UserError, match=r"hidden= chooses block.up.bias of shape \[8\]"):
+        Muon(theta.items(), hidden=lambda name, p: True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0: use a number of at least 0"),
+        ({"momentum": 1.0}, "momentum=1.0: use a number of at least 0 and below 1"),
+        ({"betas": (0.9, 1.0)}, "betas=.* use two numbers"),
+        ({"scale": "rsm"}, "unknown scale 'rsm': did you mean 'rms'"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        Muon(parameters().items(), **options)
+
+
+def transformer(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    small = {
+        "vocab_size": 31,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    image = {**small, "image_size": 8, "patch_size": 4}
+    image.pop("vocab_size")
+    make = {
+        "gpt2": lambda t: t.GPT2LMHeadModel(t.GPT2Config(vocab_size=31, n_embd=8, n_layer=1, n_head=2, n_positions=16)),
+        "llama": lambda t: t.LlamaForCausalLM(t.LlamaConfig(num_key_value_heads=2, **small)),
+        "bert": lambda t: t.BertForPreTraining(t.BertConfig(**small)),
+        "bert-classifier": lambda t: t.BertForSequenceClassification(t.BertConfig(**small)),
+        "t5": lambda t: t.T5ForConditionalGeneration(
+            t.T5Config(vocab_size=31, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, tie_word_embeddings=False)
+        ),
+        "vit": lambda t: t.ViTForImageClassification(t.ViTConfig(**image)),
+    }
+    return make[name](transformers)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "bert-classifier", "t5", "vit"])
+def test_embeddings_and_output_layers_of_transformers_are_not_hidden(name):
+    model = transformer(name)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    outputs = {"gpt2": 1, "llama": 1, "bert": 2, "bert-classifier": 1, "t5": 1, "vit": 1}[name]
+    narrow = {31, 2}  # the vocabulary and the classes: the sizes of output layers alone
+    ends = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] in narrow}
+    assert len(ends) == outputs
+    first = {id(p) for n, p in model.named_parameters() if "embed" in n}  # patches, positions and the class token
+    for name, p in model.named_parameters():
+        outside = id(p) in tables | ends | first
+        assert is_hidden_matrix(name, p) == (p.ndim >= 2 and not outside), name
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "classes", "outside"),
+    [
+        ("gpt:layers=2,width=8,heads=2,context=8", (8,), 16, ["embedding.weight", "head.linear.weight"]),
+        ("resnet8", (3, 8, 8), 10, ["head.linear.weight"]),
+        ("mlp", (3, 8, 8), 10, ["head.linear.weight"]),
+    ],
+)
+def test_embeddings_and_output_layers_of_our_models_are_not_hidden(spec, shape, classes, outside):
+    from offbeat import models
+
+    model = models.build(spec, shape=shape, classes=classes)
+    matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
+    assert {n for n, p in model.named_parameters() if is_hidden_matrix(n, p)} == matrices - set(outside)
+
+
+def pipeline(engine: str | Streams = "simulate", make=Muon) -> offbeat.Pipeline:
+    torch.manual_seed(0)
+    return offbeat.Pipeline(
+        gpt(layers=2, width=16, heads=2, context=8),
+        3,
+        method=offbeat.ADL(M=2),
+        cuts=[1, 2],
+        loss=cross_entropy,
+        optimizer=partial(make, lr=3e-3),
+        scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda s: 0.99**s),
+        engine=engine,
+    )
+
+
+def tokens(n: int) -> list[Tensor]:
+    given = torch.Generator().manual_seed(7)
+    return [torch.randint(256, (2, 4, 8), generator=given) % 4 for _ in range(n)]
+
+
+def test_a_pipeline_trains_and_a_saved_state_continues_bit_for_bit():
+    whole, saved, again = pipeline(), pipeline(), pipeline()
+    data = tokens(40)
+    losses = [float(whole.step(x, y)) for x, y in data]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    for x, y in data[:21]:
+        saved.step(x, y)
+    state = torch.utils._pytree.tree_map_only(Tensor, torch.clone, saved.state())
+    again.load(state, batches=21)
+    assert [float(again.step(x, y)) for x, y in data[21:]] == losses[21:]
+    whole.drain()
+    again.drain()
+    assert all(map(torch.equal, whole.model.state_dict().values(), again.model.state_dict().values()))
+
+
+def on_device(parameters, lr: float) -> Muon:
+    """With learning rates as tensors, as a pipeline sets them on a GPU."""
+    made = Muon(parameters, lr, capturable=True)
+    for group in made.param_groups:
+        group["initial_lr"], group["lr"] = group["lr"], torch.tensor(group["lr"])
+    return made
+
+
+def test_recorded_updates_give_the_bits_of_simulate(monkeypatch):
+    capture(monkeypatch)
+    one, other = pipeline(make=on_device), pipeline(Streams(3, torch.device("cpu")), make=on_device)
+    losses = [[pipe.step(x.clone(), y.clone()) for x, y in tokens(24)] for pipe in (one, other)]
+    assert [loss.item() for loss in losses[0]] == [loss.item() for loss in losses[1]]
+    one.drain()
+    other.drain()
+    assert all(isinstance(stage.optimization.operation, RecordedOperation) for stage in other.stages.values())
+    assert all(map(torch.equal, one.model.state_dict().values(), other.model.state_dict().values()))

@@ -1,0 +1,75 @@
+"""Training runs with the optimizers for late gradients: engines, resuming and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import Command, weights
+
+import offbeat
+from offbeat.runs.begin import begin
+from offbeat.runs.build import check
+from offbeat.runs.optimizers import described
+from offbeat.runs.recipe import Recipe, make_recipe
+from offbeat.runs.record import lines
+
+NAMES = ("muon",)
+GPT = "gpt:layers=2,width=16,heads=2,context=8"
+
+
+def recipe(name: str, **given: Any) -> Recipe:
+    fixed = {"model": GPT, "samples": 62, "batch_size": 4, "K": 3, "M": 2, "engine": "simulate", "optimizer": name}
+    return make_recipe(**{**fixed, "data_dir": str(Path(__file__)), "threads_per_stage": 1, **given})
+
+
+def stopped(made: Recipe, out: Path, batches: int) -> None:
+    run = begin(check(made)[0], out, show=False)
+    steps = run.steps()
+    for _ in range(batches):
+        next(steps)
+    steps.close()
+    run.saver.close()
+    run.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_processes_and_resumed_runs_give_the_bits_of_simulate(tmp_path, name):
+    offbeat.train(recipe(name), out=tmp_path / "simulate")
+    offbeat.train(recipe(name, engine="processes"), out=tmp_path / "processes")
+    assert weights(tmp_path / "processes") == weights(tmp_path / "simulate")
+    stopped(recipe(name, checkpoint_every="5b"), tmp_path / "resumed", 12)
+    offbeat.train(resume=tmp_path / "resumed")
+    assert [(line["batch"], line["exact"]) for line in lines(tmp_path / "resumed") if line["kind"] == "resumed"] == [
+        (10, True)
+    ]
+    assert weights(tmp_path / "resumed") == weights(tmp_path / "simulate")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_cut_keeps_the_state_of_the_optimizer(tmp_path, name):
+    made = recipe(name, checkpoint_every="4b", checkpoint_mode="drained")
+    stopped(made, tmp_path / "run", 9)
+    other = check(recipe(name, K=2, checkpoint_every="4b", checkpoint_mode="drained"))[0]
+    run = begin(other, tmp_path / "run", show=False, folder_ready=True, rewrite=True)
+    for stage in run.pipe.stages.values():
+        optimizer = stage.optimization.optimizer
+        assert len(optimizer.state) == len(stage.parameters)
+        assert all(torch.any(state["exp_avg"] != 0) for state in optimizer.state.values())
+    run.close()
+
+
+def test_the_command_line_takes_muon(tmp_path, offbeat: Command):
+    out = tmp_path / "run"
+    options = ("--model", "resnet8", "--data", "synthetic", "--shape", "3,8,8", "--samples", "32", "--epochs", "1")
+    offbeat("train", *options, "--optimizer", "muon", "--momentum", "0.9", "--out", out)
+    made = json.loads((out / "config.json").read_text())["recipe"]
+    settings = ("optimizer", "lr", "momentum", "betas", "weight_decay")
+    assert [made[name] for name in settings] == ["muon", 1e-3, 0.9, [0.9, 0.95], 0.1]
+
+
+def test_an_optimizer_is_described_with_its_settings():
+    assert described(recipe("muon")) == "Muon, lr 0.001, momentum 0.95, betas 0.9 0.95, weight decay 0.1"
