@@ -161,18 +161,19 @@ class Schedule:
     weighting: Annotated[
         str | None, typer.Option(help="Average the gradients of an update over batches or samples. (default batches)")
     ] = None
-    optimizer: Annotated[str | None, typer.Option(help="Optimizer: sgd, adamw or muon. (default sgd; text adamw)")] = (
-        None
-    )
-    lr: Annotated[float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256; adamw, muon 1e-3)")] = (
-        None
-    )
+    optimizer: Annotated[
+        str | None, typer.Option(help="Optimizer: sgd, adamw, muon or rotated-adam. (default sgd; text adamw)")
+    ] = None
+    lr: Annotated[float | None, typer.Option(help="Learning rate. (default sgd 0.1 * b * M / 256; others 1e-3)")] = None
     momentum: Annotated[float | None, typer.Option(help="Momentum of sgd and muon. (default 0.9; muon 0.95)")] = None
-    betas: Annotated[str | None, typer.Option(help="Betas of adamw, and of the AdamW in muon. (default 0.9,0.95)")] = (
-        None
-    )
+    betas: Annotated[
+        str | None,
+        typer.Option(
+            help="Betas of the Adam optimizers, and of the AdamW in muon. (default 0.9,0.95; rotated-adam 0.95,0.95)"
+        ),
+    ] = None
     weight_decay: Annotated[
-        float | None, typer.Option(help="Weight decay. (default 5e-4; image folders 1e-4; adamw, muon 0.1)")
+        float | None, typer.Option(help="Weight decay. (default sgd 5e-4, with image folders 1e-4; others 0.1)")
     ] = None
     warmup: Annotated[
         float | None,

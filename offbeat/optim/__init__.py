@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from offbeat.optim.muon import Muon
 from offbeat.optim.names import is_hidden_matrix
+from offbeat.optim.rotated_adam import RotatedAdam
 
-__all__ = ["Muon", "is_hidden_matrix"]
+__all__ = ["Muon", "RotatedAdam", "is_hidden_matrix"]

@@ -39,7 +39,7 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
         self.adam_lr = adam_lr
         if hidden is not None:
             self.is_hidden = hidden
-        _check(defaults)
+        _check(defaults)  # also of groups without parameters
         super().__init__(parameters, {**defaults, "compensation": 0.0, "keep_direction": False})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -47,6 +47,7 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
 
         A group that has "hidden" is not divided.
         """
+        _check(param_group)
         params = param_group["params"]
         pairs = [_named(given) for given in ([params] if isinstance(params, Tensor) else params)]
         if "hidden" in param_group or isinstance(params, set) or not all(isinstance(p, Tensor) for _, p in pairs):
@@ -194,5 +195,9 @@ def _check(options: Group) -> None:
             number(float(value), name, "use a number of at least 0", lambda x: 0 <= x < float("inf"))
         elif name == "momentum":
             number(value, name, "use a number of at least 0 and below 1", lambda b: 0 <= b < 1)
+        elif name == "refresh":
+            number(value, name, "use a whole number of updates from 1 up", lambda n: n >= 1, whole=True)
+        elif name == "max_dim":
+            number(value, name, "use a whole number from 0 up", lambda n: n >= 0, whole=True)
         elif name == "betas" and (len(value) != 2 or any(not 0 <= b < 1 for b in value)):
             raise UserError(f"betas={value}: use two numbers of at least 0 and below 1")

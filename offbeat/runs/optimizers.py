@@ -54,6 +54,12 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
         {"capturable": True},
         "offbeat.optim",
     ),
+    "rotated-adam": OptimizerKind(
+        "RotatedAdam",
+        lambda batch_size, M: 1e-3,
+        {"betas": (0.95, 0.95), "weight_decay": 0.1},
+        module="offbeat.optim",
+    ),
 }
 SETTINGS = tuple(dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.defaults))
 

@@ -74,10 +74,10 @@ class Recipe:
     batch_size: int
     drop_last: bool = False  # drop an incomplete last batch of an epoch
     weighting: Literal["batches", "samples"] = "batches"  # of the mean gradient of an update
-    optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "muon", "rotated-adam"] = "sgd"
     lr: float
     momentum: float | None  # of sgd and muon
-    betas: tuple[float, ...] | None = None  # of adamw and muon
+    betas: tuple[float, ...] | None = None  # of adamw, muon and rotated-adam
     weight_decay: float
     warmup: float
     milestones: tuple[float, ...]

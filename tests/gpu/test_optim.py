@@ -9,9 +9,10 @@ import torch
 
 import offbeat
 from offbeat.engines.streams import Streams
+from offbeat.errors import NotRecorded
 from offbeat.graphs.launch_queue import RecordedOperation
 from offbeat.models.gpt import gpt
-from offbeat.optim import Muon
+from offbeat.optim import Muon, RotatedAdam
 from offbeat.runs.build import cross_entropy
 
 pytestmark = [
@@ -58,6 +59,12 @@ def check_same(make, method: offbeat.Method) -> offbeat.Pipeline:
 def test_recorded_muon_gives_the_bits_of_simulate(method, scale):
     pipe = check_same(partial(Muon, lr=3e-3, scale=scale, capturable=True), method)
     assert all(isinstance(worker.executor.optimization.operation, RecordedOperation) for worker in pipe.workers)
+
+
+@pytest.mark.parametrize("method", [offbeat.ADL(M=2), offbeat.ADL1F1B(M=1)], ids=lambda m: m.name)
+def test_rotated_adam_is_not_recorded_and_gives_the_bits_of_simulate(method):
+    with pytest.warns(NotRecorded, match="RotatedAdam has no capturable=True"):
+        check_same(partial(RotatedAdam, lr=3e-3, refresh=3), method)
 
 
 def test_recorded_muon_keeps_directions():

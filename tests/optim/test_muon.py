@@ -3,57 +3,14 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
-from captured import capture
-from literal_optimizers import adamw, muon
+from literal_optimizers import CLOSE, HIDDEN, adamw, gradients, muon, parameters, take
 from torch import Tensor, nn
 
-import offbeat
-from offbeat.engines.streams import Streams
 from offbeat.errors import UserError
-from offbeat.graphs.launch_queue import RecordedOperation
-from offbeat.models.gpt import gpt
 from offbeat.optim import Muon, is_hidden_matrix
-from offbeat.runs.build import cross_entropy
-
-SHAPES = {
-    "block.up.weight": (8, 3),
-    "block.down.weight": (3, 8),
-    "block.again.weight": (3, 8),
-    "block.square.weight": (5, 5),
-    "block.conv.weight": (4, 3, 3, 3),
-    "block.up.bias": (8,),
-    "embedding.weight": (7, 4),
-    "head.weight": (4, 3),
-}
-HIDDEN = tuple(name for name in SHAPES if name.startswith("block") and name.endswith("weight"))
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def parameters(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
-    given = torch.Generator().manual_seed(0)
-    return {
-        name: nn.Parameter(torch.randn(shape, generator=given, dtype=torch.float64).to(dtype))
-        for name, shape in SHAPES.items()
-    }
-
-
-def gradients(steps: int, dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
-    given = torch.Generator().manual_seed(1)
-    return [
-        {n: torch.randn(shape, generator=given, dtype=torch.float64).to(dtype) for n, shape in SHAPES.items()}
-        for _ in range(steps)
-    ]
-
-
-def take(optimizer: torch.optim.Optimizer, given: dict[str, nn.Parameter], steps: list[dict[str, Tensor]]) -> None:
-    for step in steps:
-        for name, p in given.items():
-            p.grad = step[name].clone() if name in step else None
-        optimizer.step()
 
 
 @pytest.mark.parametrize("scale", ["rms", "spectral"])
@@ -262,56 +219,3 @@ def test_embeddings_and_output_layers_of_our_models_are_not_hidden(spec, shape, 
     model = models.build(spec, shape=shape, classes=classes)
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
     assert {n for n, p in model.named_parameters() if is_hidden_matrix(n, p)} == matrices - set(outside)
-
-
-def pipeline(engine: str | Streams = "simulate", make=Muon) -> offbeat.Pipeline:
-    torch.manual_seed(0)
-    return offbeat.Pipeline(
-        gpt(layers=2, width=16, heads=2, context=8),
-        3,
-        method=offbeat.ADL(M=2),
-        cuts=[1, 2],
-        loss=cross_entropy,
-        optimizer=partial(make, lr=3e-3),
-        scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda s: 0.99**s),
-        engine=engine,
-    )
-
-
-def tokens(n: int) -> list[Tensor]:
-    given = torch.Generator().manual_seed(7)
-    return [torch.randint(256, (2, 4, 8), generator=given) % 4 for _ in range(n)]
-
-
-def test_a_pipeline_trains_and_a_saved_state_continues_bit_for_bit():
-    whole, saved, again = pipeline(), pipeline(), pipeline()
-    data = tokens(40)
-    losses = [float(whole.step(x, y)) for x, y in data]
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    for x, y in data[:21]:
-        saved.step(x, y)
-    state = torch.utils._pytree.tree_map_only(Tensor, torch.clone, saved.state())
-    again.load(state, batches=21)
-    assert [float(again.step(x, y)) for x, y in data[21:]] == losses[21:]
-    whole.drain()
-    again.drain()
-    assert all(map(torch.equal, whole.model.state_dict().values(), again.model.state_dict().values()))
-
-
-def on_device(parameters, lr: float) -> Muon:
-    """With learning rates as tensors, as a pipeline sets them on a GPU."""
-    made = Muon(parameters, lr, capturable=True)
-    for group in made.param_groups:
-        group["initial_lr"], group["lr"] = group["lr"], torch.tensor(group["lr"])
-    return made
-
-
-def test_recorded_updates_give_the_bits_of_simulate(monkeypatch):
-    capture(monkeypatch)
-    one, other = pipeline(make=on_device), pipeline(Streams(3, torch.device("cpu")), make=on_device)
-    losses = [[pipe.step(x.clone(), y.clone()) for x, y in tokens(24)] for pipe in (one, other)]
-    assert [loss.item() for loss in losses[0]] == [loss.item() for loss in losses[1]]
-    one.drain()
-    other.drain()
-    assert all(isinstance(stage.optimization.operation, RecordedOperation) for stage in other.stages.values())
-    assert all(map(torch.equal, one.model.state_dict().values(), other.model.state_dict().values()))

@@ -17,7 +17,7 @@ from offbeat.runs.optimizers import described
 from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.record import lines
 
-NAMES = ("muon",)
+NAMES = ("muon", "rotated-adam")
 GPT = "gpt:layers=2,width=16,heads=2,context=8"
 
 

@@ -1,0 +1,87 @@
+"""Pipelines with the optimizers for late gradients: resumed and recorded runs give the same bits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from captured import capture
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import offbeat
+from offbeat.engines.streams import Streams
+from offbeat.graphs.launch_queue import RecordedOperation
+from offbeat.models.gpt import gpt
+from offbeat.optim import Muon, RotatedAdam
+from offbeat.runs.build import cross_entropy
+
+MAKE = {"muon": Muon, "rotated-adam": partial(RotatedAdam, refresh=3)}
+
+
+def pipeline(make, engine: str | Streams = "simulate") -> offbeat.Pipeline:
+    torch.manual_seed(0)
+    return offbeat.Pipeline(
+        gpt(layers=2, width=16, heads=2, context=8),
+        3,
+        method=offbeat.ADL(M=2),
+        cuts=[1, 2],
+        loss=cross_entropy,
+        optimizer=partial(make, lr=3e-3),
+        scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda s: 0.99**s),
+        engine=engine,
+    )
+
+
+def tokens(n: int) -> list[Tensor]:
+    given = torch.Generator().manual_seed(7)
+    return [torch.randint(4, (2, 4, 8), generator=given) for _ in range(n)]
+
+
+def trained(pipe: offbeat.Pipeline, data: list[Tensor]) -> list[float]:
+    losses = [pipe.step(x.clone(), y.clone()) for x, y in data]
+    pipe.drain()
+    return [loss.item() for loss in losses]
+
+
+def check_equal(one: offbeat.Pipeline, other: offbeat.Pipeline) -> None:
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_a_pipeline_learns_and_a_saved_state_continues_bit_for_bit(make):
+    whole, saved, again = (pipeline(make) for _ in range(3))
+    data = tokens(40)
+    losses = trained(whole, data)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    for x, y in data[:21]:
+        saved.step(x, y)
+    again.load(pytree.tree_map_only(Tensor, torch.clone, saved.state()), batches=21)
+    assert trained(again, data[21:]) == losses[21:]
+    check_equal(whole, again)
+
+
+def on_device(parameters, lr: float) -> Muon:
+    """With learning rates as tensors, as a pipeline sets them on a GPU."""
+    made = Muon(parameters, lr, capturable=True)
+    for group in made.param_groups:
+        group.update(initial_lr=group["lr"], lr=torch.tensor(group["lr"]), compensation=1.5, keep_direction=True)
+    return made
+
+
+def test_recorded_updates_of_muon_give_the_bits_of_simulate(monkeypatch):
+    capture(monkeypatch)
+    one, other = pipeline(on_device), pipeline(on_device, Streams(3, torch.device("cpu")))
+    assert trained(one, tokens(24)) == trained(other, tokens(24))
+    assert all(isinstance(stage.optimization.operation, RecordedOperation) for stage in other.stages.values())
+    check_equal(one, other)
+
+
+def test_updates_of_rotated_adam_are_not_recorded_and_give_the_bits_of_simulate(monkeypatch):
+    capture(monkeypatch)
+    one, other = (pipeline(MAKE["rotated-adam"], engine) for engine in ("simulate", Streams(3, torch.device("cpu"))))
+    assert trained(one, tokens(24)) == trained(other, tokens(24))
+    assert not any(isinstance(stage.optimization.operation, RecordedOperation) for stage in other.stages.values())
+    check_equal(one, other)
