@@ -22,8 +22,9 @@ from offbeat.core.weights import Version
 from offbeat.errors import UserError
 
 Tree = dict[str, Any]
-KINDS = {"momentum", "betas", "alpha", "rho", "lr_decay", "etas"}  # options by which optimizers differ
+KINDS = {"momentum", "betas", "alpha", "rho", "lr_decay", "etas", "hidden"}  # options by which optimizers differ
 IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")  # options that belong to the device
+CORRECTION = ("compensation", "keep_direction")  # options that correctors set
 
 
 def save(stage: Stage) -> Tree:
@@ -229,17 +230,26 @@ def _load_groups(stage: Stage, groups: list[Tree]) -> None:
     optimizer = stage.optimization.optimizer
     if optimizer is None:
         return
+    _check_groups(stage, optimizer, groups)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        if KINDS & group.keys() != KINDS & saved.keys():
-            theirs = ", ".join(sorted(KINDS & saved.keys())) or "other options"
-            raise UserError(
-                f"this state is of another optimizer than {type(optimizer).__name__}, with {theirs}: make the same one"
-            )
         for option, value in saved.items():
             if isinstance(group.get(option), Tensor) and not isinstance(value, Tensor):
                 group[option].fill_(value)
-            elif option not in ("names", *IMPLEMENTATION):
+            elif option not in ("names", *IMPLEMENTATION, *CORRECTION):
                 group[option] = value
+
+
+def _check_groups(stage: Stage, optimizer: torch.optim.Optimizer, groups: list[Tree]) -> None:
+    """Raise UserError unless the parameter groups were saved by the same kind of optimizer."""
+    kind = type(optimizer).__name__
+    for group, saved in zip(optimizer.param_groups, groups, strict=False):
+        if KINDS & group.keys() != KINDS & saved.keys():
+            theirs = ", ".join(sorted(KINDS & saved.keys())) or "other options"
+            raise UserError(f"this state is of another optimizer than {kind}, with {theirs}: make the same one")
+    names = {id(parameter): name for name, parameter in stage.parameters.items()}
+    own = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if own != [list(saved["names"]) for saved in groups]:
+        raise UserError(f"this state has other parameter groups than this {kind}: make the same ones")
 
 
 def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:

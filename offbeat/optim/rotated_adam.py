@@ -82,7 +82,9 @@ class RotatedAdam(CompensatedOptimizer):
         due = "step" not in state or int(state["step"]) % group["refresh"] == 0
         for side, dim in _sides(group, g):
             gram = g @ g.mT if dim == 0 else g.mT @ g
-            average = state.setdefault(f"{side}_average", torch.zeros_like(gram)).lerp_(gram, 1 - b2)
+            if f"{side}_average" not in state:
+                state[f"{side}_average"] = torch.zeros_like(gram)
+            average = state[f"{side}_average"].lerp_(gram, 1 - b2)
             if not due:
                 continue
             basis = state.get(f"{side}_basis")

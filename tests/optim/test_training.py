@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import offbeat
 from offbeat.engines.streams import Streams
+from offbeat.errors import UserError
 from offbeat.graphs.launch_queue import RecordedOperation
 from offbeat.models.gpt import gpt
 from offbeat.optim import Muon, RotatedAdam
@@ -85,3 +86,28 @@ def test_updates_of_rotated_adam_are_not_recorded_and_give_the_bits_of_simulate(
     assert trained(one, tokens(24)) == trained(other, tokens(24))
     assert not any(isinstance(stage.optimization.operation, RecordedOperation) for stage in other.stages.values())
     check_equal(one, other)
+
+
+def saved_by(make) -> list:
+    pipe = pipeline(make)
+    trained(pipe, tokens(8))
+    return pytree.tree_map_only(Tensor, torch.clone, pipe.state())
+
+
+def test_a_state_of_adamw_is_refused_by_rotated_adam():
+    with pytest.raises(UserError, match="this state is of another optimizer than RotatedAdam"):
+        pipeline(RotatedAdam).load(saved_by(torch.optim.AdamW), batches=8)
+
+
+def test_a_state_with_other_hidden_matrices_is_refused():
+    alone = partial(Muon, hidden=lambda name, p: "mlp" in name and p.ndim == 2)
+    with pytest.raises(UserError, match="has other parameter groups than this Muon: make the same ones"):
+        pipeline(alone).load(saved_by(Muon), batches=8)
+
+
+def test_what_correctors_set_is_not_loaded():
+    pipe = pipeline(on_device)
+    pipe.load(saved_by(Muon), batches=8)
+    for stage in pipe.stages.values():
+        for group in stage.optimization.optimizer.param_groups:
+            assert (group["keep_direction"], group["compensation"]) == (True, 1.5)
