@@ -36,6 +36,8 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
     def __init__(
         self, parameters: Any, defaults: Group, *, hidden: IsHidden | None = None, adam_lr: float | None = None
     ) -> None:
+        if adam_lr is not None:
+            number(adam_lr, "adam_lr", "use a number of at least 0", lambda x: 0 <= x < float("inf"))
         self.adam_lr = adam_lr
         if hidden is not None:
             self.is_hidden = hidden
@@ -45,23 +47,27 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
     def add_param_group(self, param_group: Group) -> None:
         """Add the hidden matrices of a group and its other parameters as a group each.
 
-        A group that has "hidden" is not divided.
+        With "hidden" in the group, all its parameters are hidden matrices or none is.
         """
         _check(param_group)
         params = param_group["params"]
-        pairs = [_named(given) for given in ([params] if isinstance(params, Tensor) else params)]
-        if "hidden" in param_group or isinstance(params, set) or not all(isinstance(p, Tensor) for _, p in pairs):
-            super().add_param_group(param_group)  # raises where torch does
+        listed = params if isinstance(params, set) else [params] if isinstance(params, Tensor) else list(params)
+        pairs = [given if isinstance(given, tuple) else (None, given) for given in listed]
+        if not pairs or isinstance(params, set) or not all(isinstance(p, Tensor) for _, p in pairs):
+            super().add_param_group({"hidden": False, **param_group, "params": listed})  # raises where torch does
             return
         for hidden in (True, False):
-            chosen = [(name, p) for name, p in pairs if self.is_hidden(name, p) == hidden]
-            if not chosen and (hidden or pairs):
+            chosen = [(name, p) for name, p in pairs if param_group.get("hidden", self.is_hidden(name, p)) == hidden]
+            if not chosen:
                 continue
-            of_adam = {"nesterov": False, "lr": param_group.get("lr", self.adam_lr or self.defaults["lr"])}
-            _check_matrices(chosen if hidden else [])
             named = [p if name is None else (name, p) for name, p in chosen]
             options = {**param_group, "params": named, "hidden": hidden}
-            super().add_param_group(options if hidden else {**options, **of_adam})
+            if hidden:
+                _check_matrices(chosen)
+            else:
+                options["nesterov"] = False
+                options.setdefault("lr", self.defaults["lr"] if self.adam_lr is None else self.adam_lr)
+            super().add_param_group(options)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -156,10 +162,6 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
             torch._foreach_sub_(parameters, torch._foreach_mul(directions, lr))
         else:
             torch._foreach_add_(parameters, directions, alpha=-lr)
-
-
-def _named(given: Any) -> tuple[str | None, Any]:
-    return given if isinstance(given, tuple) else (None, given)
 
 
 def _check_matrices(chosen: Iterable[tuple[str | None, Tensor]]) -> None:

@@ -114,4 +114,4 @@ def test_steps_on_the_gpu_are_close_to_those_of_the_cpu():
         optimizer.step()
     for (name, p), q in zip(here.named_parameters(), there.parameters(), strict=True):
         moved, expected = q.detach().cpu() - start[name], p.detach() - start[name]
-        assert (moved - expected).norm() <= 0.03 * expected.norm(), name  # bfloat16 has 8 bits
+        assert (moved - expected).norm() <= 0.05 * expected.norm(), name  # bfloat16 has 8 bits

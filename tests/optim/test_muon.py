@@ -157,6 +157,7 @@ def test_a_function_chooses_the_hidden_matrices():
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr=-1.0: use a number of at least 0"),
+        ({"adam_lr": -1.0}, "adam_lr=-1.0: use a number of at least 0"),
         ({"momentum": 1.0}, "momentum=1.0: use a number of at least 0 and below 1"),
         ({"betas": (0.9, 1.0)}, "betas=.* use two numbers"),
         ({"scale": "rsm"}, "unknown scale 'rsm': did you mean 'rms'"),
@@ -219,3 +220,23 @@ def test_embeddings_and_output_layers_of_our_models_are_not_hidden(spec, shape, 
     model = models.build(spec, shape=shape, classes=classes)
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
     assert {n for n, p in model.named_parameters() if is_hidden_matrix(n, p)} == matrices - set(outside)
+
+
+def test_a_group_that_states_hidden_is_not_divided():
+    theta = parameters()
+    tables = {"params": (p for p in [theta["block.up.weight"]]), "hidden": False}
+    rest = {"params": [theta["block.down.weight"]], "hidden": True}
+    optimizer = Muon([tables, rest], 0.01, adam_lr=0.0)
+    assert [(g["hidden"], g["lr"], g["nesterov"]) for g in optimizer.param_groups] == [
+        (False, 0.0, False),
+        (True, 0.01, True),
+    ]
+    with pytest.raises(UserError, match=r"hidden= chooses a parameter of shape \[8\]"):
+        Muon([{"params": [theta["block.up.bias"]], "hidden": True}])
+
+
+@pytest.mark.parametrize("given", [[], [3], {torch.zeros(2)}], ids=["none", "a number", "a set"])
+def test_what_torch_refuses_as_parameters_is_refused(given):
+    for make in (torch.optim.AdamW, Muon):
+        with pytest.raises((TypeError, ValueError), match=r"empty parameter list|only optimize Tensors|ordered"):
+            make([{"params": given}] if isinstance(given, set) else given)
