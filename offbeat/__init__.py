@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from offbeat.correctors import (
         DelayCompensation,
         Discrepancy,
-        LookAhead,
+        NesterovMomentum,
         Rescheduling,
         Shrink,
         Speculation,
         SpikeCompensation,
+        StepLookahead,
         WeightPrediction,
     )
     from offbeat.errors import NotCompiled, NotFinite, NotFused, NotRecorded, StageLost, Unbalanced, UserError
@@ -67,10 +68,10 @@ __all__ = [
     "DelayCompensation",
     "Discrepancy",
     "GPipe",
-    "LookAhead",
     "Method",
     "Mostafa",
     "NAGAsync",
+    "NesterovMomentum",
     "NotCompiled",
     "NotFinite",
     "NotFused",
@@ -88,6 +89,7 @@ __all__ = [
     "Speculation",
     "SpikeCompensation",
     "StageLost",
+    "StepLookahead",
     "TwoBW",
     "Unbalanced",
     "UserError",
