@@ -57,10 +57,11 @@ class Corrections:
     ) -> list[Tensor | None]:
         """The gradients of one batch, whose forward ran on `forwarded`."""
         for corrector in self._answering("gradient"):
-            gradients = [
-                None if g is None else corrector.gradient(g, p, old, self.place)
-                for g, p, old in zip(gradients, parameters, forwarded, strict=True)
-            ]
+            known = [(g, p, old) for g, p, old in zip(gradients, parameters, forwarded, strict=True) if g is not None]
+            if known:
+                given, theirs, before = (list(tensors) for tensors in zip(*known, strict=True))
+                corrected = iter(corrector.gradients(given, theirs, before, self.place))
+                gradients = [None if gradient is None else next(corrected) for gradient in gradients]
         return gradients
 
     def step(self, s: int) -> None:

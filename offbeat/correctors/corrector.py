@@ -87,8 +87,10 @@ class Corrector:
         """The gradient received from the next stage; the result is also what is propagated ("incoming gradient")."""
         raise NotImplementedError
 
-    def gradient(self, gradient: Tensor, parameter: Tensor, forwarded: Tensor, context: StageContext) -> Tensor:
-        """The gradient of one batch for one parameter; its forward used the values `forwarded` ("gradient")."""
+    def gradients(
+        self, gradients: Tensors, parameters: Tensors, forwarded: Tensors, context: StageContext
+    ) -> Sequence[Tensor]:
+        """The gradients of one batch for these parameters; its forward used the values `forwarded` ("gradient")."""
         raise NotImplementedError
 
     def before_step(self, context: StageContext, s: int) -> Any:

@@ -22,9 +22,9 @@ class WeightPrediction(Corrector):
     Kosson et al., "Pipelined Backpropagation at Scale" (MLSys 2021). The horizon T is fraction * delay unless it is
     given.
 
-    form "velocity"   theta - T lr v, with v the direction of the optimizer: SGD's momentum buffer,
-                      m_hat / (sqrt(v_hat) + eps) of Adam (the forward of PipeOptim, arXiv 2312.00839)
-    form "weight"     theta^s + T (theta^s - theta^(s-1))
+        form "velocity"   theta - T lr v, with v the direction of the optimizer: SGD's momentum buffer,
+                          m_hat / (sqrt(v_hat) + eps) of Adam (the forward of PipeOptim)
+        form "weight"     theta^s + T (theta^s - theta^(s-1))
 
     The two differ when another corrector changes the step, and by decoupled weight decay.
     """

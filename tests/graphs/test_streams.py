@@ -415,24 +415,28 @@ def test_an_update_of_other_parameters_than_recorded_is_recorded_anew(monkeypatc
         def forward(self, x):
             return self.always(x) + self.whole(x) if len(x) == 6 else self.always(x)
 
-    def run(engine) -> offbeat.Pipeline:
+    def run(engine) -> tuple[offbeat.Pipeline, list]:
         torch.manual_seed(0)
         pipe = offbeat.Pipeline(
             [nn.Linear(4, 4), Gated()],
             method=offbeat.ADL(M=1, corrector="lwp+sc"),
             engine=engine,
             loss=nn.functional.cross_entropy,
-            optimizer=lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+            optimizer=lambda p: torch.optim.AdamW(p, lr=0.05, fused=True, capturable=True),
         )
-        generator = torch.Generator().manual_seed(1)
+        generator, operations = torch.Generator().manual_seed(1), []
         for t in range(40):
             size = 3 if t in (17, 18) else 6
             pipe.step(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
+            operations.append(getattr(pipe.stages[2].optimization, "operation", None))
         pipe.drain()
-        return pipe
+        return pipe, operations
 
-    here, there = run("simulate"), run(Streams(2, CPU))
+    (here, _), (there, operations) = run("simulate"), run(Streams(2, CPU))
     assert all(map(torch.equal, here.model.parameters(), there.model.parameters()))
+    assert isinstance(operations[16], RecordedOperation)
+    assert isinstance(operations[-1], RecordedOperation)
+    assert operations[16] is not operations[-1]
 
 
 @pytest.mark.parametrize("name", some(ALIKE))
