@@ -67,6 +67,7 @@ CORRECTORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Any]] = {
     "t1": (("rate",), ("stash", "hybrid", "replay"), lambda number: number >= 1 and number.is_integer()),
     "t2": (("backward weights",), ("hybrid",), lambda number: 0 < number < 1),
     "nag": (("step",), ("stash", "hybrid", "replay"), lambda number: 0 < number < 1),
+    "lookahead": (("weights after a step",), ("stash", "hybrid", "replay"), lambda number: 0 <= number < math.inf),
     "shrink": (("incoming gradient",), ("stash", "hybrid", "replay"), lambda number: 0 < number <= 1),
     "spec": (("forward weights", "backward weights"), ("hybrid", "stash"), None),
 }
@@ -92,7 +93,21 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "--weights": (("stash", "hybrid", "replay"), ("stashed", "", "HYBRID")),
     "--window": (("count", "aligned"), ("counted", "")),
     "--corrector": (
-        ("sc", "lwp", "lwp+sc", "dc", "dc:0.1", "t1:500", "t2", "nag", "shrink:0.5", "spec", "sc+t1", "sc:2"),
+        (
+            "sc",
+            "lwp",
+            "lwp+sc",
+            "dc",
+            "dc:0.1",
+            "t1:500",
+            "t2",
+            "nag",
+            "shrink:0.5",
+            "spec",
+            "sc+t1",
+            "sc:2",
+            "lookahead+sc",
+        ),
         ("sx", "sc+nag", "spec:1", "t1:0", "t2:2", "dc:-1", "sc:x", "shrink:0", "lwp+spec", "nag:1"),
     ),
     "m": (("1", "2", "4", "100"), ("0", "-2", "half")),  # names without a dash are settings within --method

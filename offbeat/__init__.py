@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from offbeat.correctors import (
         DelayCompensation,
         Discrepancy,
-        LookAhead,
+        NesterovMomentum,
         Rescheduling,
         Shrink,
         Speculation,
         SpikeCompensation,
+        StepLookahead,
         WeightPrediction,
     )
     from offbeat.errors import NotCompiled, NotFinite, NotFused, NotRecorded, StageLost, Unbalanced, UserError
@@ -68,10 +69,10 @@ __all__ = [
     "DelayCompensation",
     "Discrepancy",
     "GPipe",
-    "LookAhead",
     "Method",
     "Mostafa",
     "NAGAsync",
+    "NesterovMomentum",
     "NotCompiled",
     "NotFinite",
     "NotFused",
@@ -89,6 +90,7 @@ __all__ = [
     "Speculation",
     "SpikeCompensation",
     "StageLost",
+    "StepLookahead",
     "TwoBW",
     "Unbalanced",
     "UserError",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from offbeat.correctors import Corrector, CorrectorLike, StageContext, correctors
+from offbeat.correctors import Corrector, CorrectorLike, StageContext, StageInfo, correctors
 from offbeat.errors import UserError, unknown
 from offbeat.interpreter import Step, reach, steady_state, steps, unused
 from offbeat.ops import (
@@ -165,6 +165,15 @@ class Method:
         if self.feedback == "synthesiser" and k < K:
             program = taught(program, after=LESSON)
         return locked(program) if self.barrier else program
+
+    def stage_info(self, k: int, K: int) -> StageInfo:
+        """Stage k of K, for a function that makes its optimizer.
+
+        >>> from offbeat.methods import ADL
+        >>> ADL(M=4).stage_info(1, 4)
+        StageInfo(k=1, K=4, delay=1.5, lag=6, M=4)
+        """
+        return StageInfo(k, K, self.staleness(k, K), self.lag(k, K), self.M)
 
     def stage_context(self, k: int, K: int) -> StageContext:
         """The context of the correctors of stage k."""

@@ -15,7 +15,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from offbeat.correctors import CorrectorLike
+from offbeat.correctors import CORRECTORS, CorrectorLike
+from offbeat.correctors.registry import settings_of as settings_of_corrector
 from offbeat.errors import UserError, first_line, unknown
 
 LARGEST = 2**31  # value of an integer
@@ -100,17 +101,33 @@ def declared(make: Callable[..., Any]) -> dict[str, Setting]:
 def split(text: str) -> tuple[str, dict[str, str]]:
     """Split the text of a method into its name and the texts of its settings; a colon may replace a comma.
 
+    A colon after a corrector starts a setting of the corrector, if it has one of that name.
+
     >>> split("adl:M=4,corrector=dc:0.1"), split("adl:M=2:corrector=sc"), split("bp")
     (('adl', {'M': '4', 'corrector': 'dc:0.1'}), ('adl', {'M': '2', 'corrector': 'sc'}), ('bp', {}))
+    >>> split("adl:corrector=lwp:fraction=0.5+sc:extra=1:M=2")
+    ('adl', {'corrector': 'lwp:fraction=0.5+sc:extra=1', 'M': '2'})
     """
     name, colon, rest = text.partition(":")
     found: dict[str, str] = {}
-    for part in re.split(r",|:(?=\s*\w+\s*=)", rest) if colon else ():
+    last = ""
+    pieces = re.split(r"(,|:(?=\s*\w+\s*=))", rest) if colon else []
+    for separator, part in zip([",", *pieces[1::2]], pieces[::2], strict=False):
         setting, equals, value = (piece.strip() for piece in part.partition("="))
+        if separator == ":" and last == "corrector" and _of_corrector(found[last], setting):
+            found[last] += f":{part.strip()}"
+            continue
         if not equals or not value or setting in found:
             raise UserError(f"{text!r}: give each setting once and with a value, as in adl:M=4,corrector=sc")
         found[setting] = value
+        last = setting
     return name.strip(), found
+
+
+def _of_corrector(text: str, setting: str) -> bool:
+    """Whether the last corrector in the text has that setting."""
+    name = text.rpartition("+")[2].partition(":")[0].strip()
+    return name in CORRECTORS and setting in settings_of_corrector(name)
 
 
 def split_list(text: str) -> list[str]:

@@ -116,7 +116,7 @@ class Case:
     method: offbeat.Method
     K: int
     cuts: tuple[int, ...] | None = None
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
+    optimizer: Callable[..., torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
     scheduler: Callable[[Any], Any] | None = None
     clip_norm: float | None = None
     precision: str = "fp32"
@@ -168,6 +168,19 @@ CASES: dict[str, Case] = {
     "three": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=3, cuts=(1, 4)),
     "three-replay": Case(**nets(torch.float64), method=offbeat.ADL(M=1, weights="replay"), K=3, cuts=(1, 3)),
     "three-bp": Case(**nets(torch.float32), method=offbeat.BP(), K=3, cuts=(1, 4)),
+}
+CORRECTED: dict[str, tuple[str, Any]] = {
+    "sgd": ("lookahead+sc:extra=1", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "adam": ("lwp:fraction=0.5+sc", lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-2)),
+    "adamw": ("lookahead+sc", lambda p, stage: torch.optim.AdamW(p, lr=1e-2 / (1 + stage.delay))),
+    "nadam": ("lwp:form=weight+sc", lambda p, stage: torch.optim.NAdam(p, lr=1e-2 * stage.k / stage.K)),
+    "adagrad": ("t1:power=1+lookahead:k=1", lambda p: torch.optim.Adagrad(p, lr=1e-2)),
+}
+CASES |= {
+    f"corrected-{name}": Case(
+        **nets(torch.float32), method=offbeat.ADL(M=1, corrector=text), K=2, cuts=(2,), pauses=(5,), optimizer=make
+    )
+    for name, (text, make) in CORRECTED.items()
 }
 CASES |= {
     f"method-{name}": Case(**nets(torch.float32), method=make(), K=3, cuts=(1, 3), pauses=(5,))

@@ -12,7 +12,7 @@ from torch import nn
 import offbeat
 from offbeat.correctors import CORRECTORS, Corrector
 from offbeat.correctors.corrector import CHANGES
-from offbeat.methods import named
+from offbeat.methods import named, parsed
 
 
 def test_every_corrector_of_the_folder_can_be_given_by_name():
@@ -28,7 +28,7 @@ def test_every_corrector_of_the_folder_can_be_given_by_name():
     assert all(corrector.changes and {*corrector.changes} <= {*CHANGES} for corrector in declared)
 
 
-LATE = ("lwp", "sc", "dc", "t1")  # do nothing without a delay
+LATE = ("lwp", "sc", "dc", "t1", "lookahead")  # do nothing without a delay
 
 
 def batches(n: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -94,6 +94,11 @@ BAD = {
     "part of an update": ("t1:2.5", "give a whole number after the colon, the updates of t1"),
     "nearly a name": ("lpw", "did you mean 'lwp'"),
     "two of a kind": ("sc+nag", "both set the step"),
+    "a second number without its name": ("sc:2:1", "give only the first number without a name"),
+    "a setting twice": ("sc:2:delay=1", "give each setting once"),
+    "an unknown setting": ("sc:extar=1", "unknown setting of corrector sc 'extar': did you mean 'extra'"),
+    "neither yes nor no": ("dc:adaptive=1", "use yes or no for adaptive"),
+    "a negative fraction": ("lookahead:-1", "fraction of the look-ahead = -1"),
     "weights that it cannot work with": ("t2", "it needs hybrid"),
 }
 
@@ -115,7 +120,7 @@ def test_an_invalid_corrector_is_reported_in_one_line(case):
         lambda: offbeat.WeightPrediction("x"),
         lambda: offbeat.Rescheduling(2.5),
         lambda: offbeat.Rescheduling(True),
-        lambda: offbeat.LookAhead(None),
+        lambda: offbeat.NesterovMomentum(None),
         lambda: offbeat.DelayCompensation("x"),
         lambda: offbeat.Discrepancy(None),
         lambda: offbeat.ADL(corrector=3),
@@ -145,22 +150,63 @@ def test_settings_of_a_wrong_type_are_refused_as_wrong_numbers_are(make):
 @pytest.mark.parametrize("name", ["lwp", "sc", "nag"])
 def test_momentum_is_read_of_plain_sgd_only_and_the_error_names_what_was_given(name, options):
     ((option, value),) = options.items()
-    with pytest.raises(offbeat.UserError, match=f"{name} reads SGD's momentum.*{option}={value}"):
+    with pytest.raises(offbeat.UserError, match=f"{name} with optimizer SGD with .*{option}={value}"):
         pipeline(named("adl", corrector=name), optimizer=lambda p: sgd(p, **options))
 
 
-def test_optimizers_other_than_sgd_are_refused_only_where_momentum_is_read():
-    adam = {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-3)}
-    with pytest.raises(offbeat.UserError, match="reads SGD's momentum, but the optimizer is Adam: use"):
-        pipeline(offbeat.ADL(M=1, corrector="lwp"), **adam)
-    plain = trained(offbeat.ADL(M=1), **adam)
-    weight_form = offbeat.WeightPrediction(form="weight")
-    for corrector in (weight_form, "t1:3", "dc", "shrink"):
-        found = trained(offbeat.ADL(M=1, corrector=corrector), **adam)
-        assert not torch.equal(found["0.weight"], plain["0.weight"]), corrector
+NEEDY = ("sc", "lwp", "nag", "lookahead+sc")
+FREE = (offbeat.WeightPrediction(form="weight"), "t1:3", "t1:power=1", "dc", "shrink", "lookahead")
 
 
-@pytest.mark.parametrize("corrector", ["t1:50", "nag", "sc", "lwp+sc", "t1:50+nag"])
+@pytest.mark.parametrize("name", NEEDY)
+def test_an_optimizer_without_a_rule_is_refused_with_those_that_have_one(name):
+    with pytest.raises(
+        offbeat.UserError, match=r"with optimizer Adagrad: use SGD, .*NAdam, or one that implements"
+    ) as e:
+        pipeline(named("adl", corrector=name), optimizer=lambda p: torch.optim.Adagrad(p, lr=0.01))
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("corrector", FREE, ids=str)
+def test_correctors_without_needs_work_with_every_optimizer(corrector):
+    adagrad = {"optimizer": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01, weight_decay=0.1)}
+    plain, found = trained(offbeat.ADL(M=1), **adagrad), trained(offbeat.ADL(M=1, corrector=corrector), **adagrad)
+    assert not torch.equal(found["0.weight"], plain["0.weight"])
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_options_of_adam_that_a_rule_does_not_cover_are_refused_in_one_line(kind, option):
+    for name in ("sc", "lwp"):
+        with pytest.raises(offbeat.UserError, match=f"{name} with optimizer {kind.__name__} with {option}=True: use"):
+            pipeline(named("adl", corrector=name), optimizer=lambda p: kind(p, lr=0.01, **{option: True}))
+    assert pipeline(named("adl", corrector="lookahead"), optimizer=lambda p: kind(p, **{option: True}))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_nag_is_refused_by_optimizers_without_a_nesterov_form(kind):
+    with pytest.raises(offbeat.UserError, match=f"nag with optimizer {kind.__name__}: use SGD, NAdam, or one that"):
+        pipeline(named("adl", corrector="nag"), optimizer=lambda p: kind(p, lr=0.01))
+
+
+TEXTS = {
+    "sc:2:extra=1": (offbeat.SpikeCompensation(2.0, extra=1.0),),
+    "sc:extra=1": (offbeat.SpikeCompensation(extra=1.0),),
+    "lwp:fraction=0.5:form=weight": (offbeat.WeightPrediction(form="weight", fraction=0.5),),
+    "lookahead": (offbeat.StepLookahead(0.5),),
+    "lookahead:k=2+sc:extra=1": (offbeat.StepLookahead(k=2.0), offbeat.SpikeCompensation(extra=1.0)),
+    "dc:lambda=2:adaptive=yes": (offbeat.DelayCompensation(2.0, adaptive=True),),
+    "t1:power=1": (offbeat.Rescheduling(power=1.0),),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_settings_of_a_corrector_can_be_given_by_name(text):
+    assert named("adl", corrector=text).correctors == TEXTS[text]
+    assert parsed(f"adl:corrector={text}:M=2") == ("adl", {"corrector": text, "M": 2})
+
+
+@pytest.mark.parametrize("corrector", ["t1:50", "t1:power=1", "nag", "sc", "lwp+sc", "t1:50+nag", "lookahead"])
 def test_the_scheduler_and_its_optimizer_keep_their_own_rate_and_momentum(corrector):
     """Steps are made at other rates, but what the schedule sees between them is what it set itself."""
 
@@ -176,7 +222,7 @@ def test_the_scheduler_and_its_optimizer_keep_their_own_rate_and_momentum(correc
     assert rates(offbeat.ADL(M=1, corrector=corrector)) == rates(offbeat.ADL(M=1))
 
 
-@pytest.mark.parametrize("corrector", ["lwp", "sc", "lwp+sc", "nag", "dc:2", "t1:5", "shrink"])
+@pytest.mark.parametrize("corrector", ["lwp", "sc", "lwp+sc", "nag", "dc:2", "t1:5", "shrink", "lookahead+sc"])
 def test_groups_of_parameters_are_corrected_at_their_own_settings(corrector):
     """Two groups alike are one group; a group at rate 0 stays put whatever is done to the step."""
 
@@ -203,7 +249,7 @@ def test_groups_of_parameters_are_corrected_at_their_own_settings(corrector):
     [
         *(
             (name, weights)
-            for name in ("lwp", "sc", "nag", "t1:5", "shrink")
+            for name in ("lwp", "sc", "nag", "t1:5", "shrink", "lookahead+sc")
             for weights in ("stash", "hybrid", "replay")
         ),
         ("dc:2", "stash"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offbeat.correctors import Corrector
+from offbeat.correctors.optimizer_rules import rule_of, why_not
 from offbeat.errors import UserError
 from offbeat.method import Method
 
@@ -20,9 +21,15 @@ class Corrections:
         self.place = method.stage_context(k, K)
         self.place.optimizer = optimizer
         self.active = [c for c in method.correctors if optimizer is not None and c.active(self.place)]
+        if optimizer is None:
+            return
+        self.place.rule = rule = rule_of(optimizer)
         for corrector in method.correctors:
-            if corrector.reads_momentum and optimizer is not None:
-                _check_momentum(corrector, optimizer)
+            reason = why_not(corrector.needs, optimizer, rule)
+            if reason:
+                raise UserError(f"corrector {corrector.name} with {reason}")
+        if rule is not None:
+            rule.prepare([need for corrector in self.active for need in corrector.needs])
 
     def _answering(self, question: str) -> list[Corrector]:
         return [corrector for corrector in self.active if question in corrector.changes]
@@ -50,14 +57,17 @@ class Corrections:
     ) -> list[Tensor | None]:
         """The gradients of one batch, whose forward ran on `forwarded`."""
         for corrector in self._answering("gradient"):
-            gradients = [
-                None if g is None else corrector.gradient(g, p, old, self.place)
-                for g, p, old in zip(gradients, parameters, forwarded, strict=True)
-            ]
+            known = [(g, p, old) for g, p, old in zip(gradients, parameters, forwarded, strict=True) if g is not None]
+            if known:
+                given, theirs, before = (list(tensors) for tensors in zip(*known, strict=True))
+                corrected = iter(corrector.gradients(given, theirs, before, self.place))
+                gradients = [None if gradient is None else next(corrected) for gradient in gradients]
         return gradients
 
     def step(self, s: int) -> None:
         """The optimizer's step for update s, between the correctors' before_step and, in reverse order, after_step."""
+        if self.place.rule is not None:
+            self.place.rule.before_step()
         kept = [(corrector, corrector.before_step(self.place, s)) for corrector in self.active]
         self.place.optimizer.step()
         for corrector, returned in reversed(kept):
@@ -66,19 +76,3 @@ class Corrections:
     def kept(self) -> Any:
         """The tensors that correctors keep."""
         return [dict(memory) for memory in self.place.memory.values()]
-
-
-def _check_momentum(corrector: Corrector, optimizer: torch.optim.Optimizer) -> None:
-    plain = isinstance(optimizer, torch.optim.SGD) and all(
-        0 < group["momentum"] < 1 and not group["dampening"] and not group["nesterov"] and not group["maximize"]
-        for group in optimizer.param_groups
-    )
-    if not plain:
-        given = type(optimizer).__name__
-        if isinstance(optimizer, torch.optim.SGD):
-            options = ("momentum", "dampening", "nesterov", "maximize")
-            given += " with " + ", ".join(f"{name}={optimizer.param_groups[0][name]}" for name in options)
-        raise UserError(
-            f"corrector {corrector.name} reads SGD's momentum, but the optimizer is {given}: use torch.optim.SGD with "
-            "momentum between 0 and 1, and neither dampening, nesterov nor maximize"
-        )

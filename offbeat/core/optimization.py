@@ -13,10 +13,12 @@ from torch import Tensor
 from offbeat.core.batch_guard import BatchGuard
 from offbeat.core.corrections import Corrections
 from offbeat.core.window import GradientWindow
+from offbeat.correctors import StageInfo
 from offbeat.errors import UserError
 from offbeat.method import Method
 
-MakeOptimizer = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
+Parameters = Iterable[tuple[str, Tensor]]
+MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer] | Callable[[Parameters, StageInfo], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -57,7 +59,8 @@ class EagerOptimization:
         self.guard, self.clip_norm = guard, clip_norm
         self.optimizer: torch.optim.Optimizer | None = None
         if parameters:
-            made = _checked_optimizer(optimizer(list(parameters.items())), parameters)
+            given = (list(parameters.items()), method.stage_info(k, K))[: arguments_of(optimizer)]
+            made = _checked_optimizer(optimizer(*given), parameters)  # type: ignore[arg-type]
             self.optimizer = _rates_on_device(made, device)
         self.scheduler = _checked_scheduler(scheduler(self.optimizer)) if scheduler and self.optimizer else None
         self.corrections = Corrections(method, k, K, self.optimizer)
@@ -92,6 +95,31 @@ class EagerOptimization:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.scheduler.step()
+
+
+def arguments_of(optimizer: MakeOptimizer) -> int:
+    """With how many arguments to call the function: (parameters), or (parameters, stage) if the second is required or
+    called `stage`.
+
+    >>> arguments_of(torch.optim.SGD), arguments_of(lambda parameters, stage: None)
+    (1, 2)
+    """
+    try:
+        parameters = list(inspect.signature(optimizer).parameters.values())
+    except ValueError:  # a builtin without a signature
+        return 1
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    second = positional[1:2]
+    count = 2 if any(p.default is p.empty or p.name == "stage" for p in second) else 1
+    missing = [p.name for p in positional[count:] if p.default is p.empty]
+    missing += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if missing or not (positional or several):
+        raise UserError(
+            f"optimizer takes ({', '.join(map(str, parameters))}): give a function of one argument, lambda parameters: "
+            "..., or of two, lambda parameters, stage: ..."
+        )
+    return count
 
 
 def _checked_optimizer(optimizer: torch.optim.Optimizer, given: Mapping[str, Tensor]) -> torch.optim.Optimizer:

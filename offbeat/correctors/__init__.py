@@ -5,21 +5,23 @@ the learning rate or the step) and implements it. Delay is counted in updates: l
 weights of the previous window. A corrector that would change nothing in a stage (horizon 0, lambda 0, beta 1, no delay)
 is not applied there, so results stay identical bit for bit.
 
-`corrector.py` has the interface, `optimizer.py` what correctors read from an optimizer, `registry.py` the list of all.
-A new corrector is a new file and an entry in that list.
+`corrector.py` has the interface, `optimizer_rules.py` what correctors need of each optimizer, `optimizer.py` what they
+compute from it, `registry.py` the list of all. A new corrector is a new file and an entry in that list.
 
 May import errors.
 """
 
-from offbeat.correctors.corrector import Corrector, StageContext
+from offbeat.correctors.corrector import Corrector, StageContext, StageInfo
 from offbeat.correctors.delay_compensation import DelayCompensation
 from offbeat.correctors.discrepancy import Discrepancy
-from offbeat.correctors.look_ahead import LookAhead
+from offbeat.correctors.nesterov import NesterovMomentum
+from offbeat.correctors.optimizer_rules import SelfCompensating
 from offbeat.correctors.registry import CORRECTORS, CorrectorLike, correctors
 from offbeat.correctors.rescheduling import Rescheduling
 from offbeat.correctors.shrink import Shrink
 from offbeat.correctors.speculation import Speculation
 from offbeat.correctors.spike_compensation import SpikeCompensation
+from offbeat.correctors.step_lookahead import StepLookahead
 from offbeat.correctors.weight_prediction import WeightPrediction
 
 __all__ = [
@@ -28,12 +30,15 @@ __all__ = [
     "CorrectorLike",
     "DelayCompensation",
     "Discrepancy",
-    "LookAhead",
+    "NesterovMomentum",
     "Rescheduling",
+    "SelfCompensating",
     "Shrink",
     "Speculation",
     "SpikeCompensation",
     "StageContext",
+    "StageInfo",
+    "StepLookahead",
     "WeightPrediction",
     "correctors",
 ]

@@ -10,7 +10,26 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from offbeat.correctors.optimizer_rules import Need
+
 Tensors = Sequence["Tensor"]
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """What a method states about one stage; passed to `optimizer(parameters, stage)`.
+
+    k, K    the stage, from 1, and the number of stages
+    delay   mean number of updates between a forward and the use of its gradient
+    lag     batches between the forward and the backward of one local iteration
+    M       gradients per update
+    """
+
+    k: int
+    K: int
+    delay: float
+    lag: int
+    M: int
 
 
 @dataclass
@@ -19,6 +38,7 @@ class StageContext:
 
     delay       mean number of updates between a forward and the use of its gradient
     optimizer   the optimizer of the stage
+    rule        what correctors can do with that optimizer; None if it has no rule
     memory      the state of the correctors: a dict of tensors per parameter
     """
 
@@ -26,6 +46,7 @@ class StageContext:
     K: int
     delay: float
     optimizer: Any = None
+    rule: Any = None
     memory: defaultdict[Tensor, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -35,14 +56,14 @@ class Corrector:
 
     name                on the command line
     changes             what it changes, one or more of `CHANGES`; two correctors of a method may not change the same
-    reads_momentum      whether it reads the momentum buffer of SGD
+    needs               what it needs of the optimizer (see optimizer_rules.py); without needs it works with all
     supported_weights   the settings of `Method.weights` that it works with
     recordable          whether every step runs the same tensor operations, so that a CUDA graph can repeat them
     """
 
     name: ClassVar[str]
     changes: ClassVar[tuple[str, ...]]
-    reads_momentum: ClassVar[bool] = False
+    needs: ClassVar[tuple[Need, ...]] = ()
     supported_weights: ClassVar[tuple[str, ...]] = ("stash", "hybrid", "replay")
     recordable: ClassVar[bool] = True
 
@@ -66,8 +87,10 @@ class Corrector:
         """The gradient received from the next stage; the result is also what is propagated ("incoming gradient")."""
         raise NotImplementedError
 
-    def gradient(self, gradient: Tensor, parameter: Tensor, forwarded: Tensor, context: StageContext) -> Tensor:
-        """The gradient of one batch for one parameter; its forward used the values `forwarded` ("gradient")."""
+    def gradients(
+        self, gradients: Tensors, parameters: Tensors, forwarded: Tensors, context: StageContext
+    ) -> Sequence[Tensor]:
+        """The gradients of one batch for these parameters; its forward used the values `forwarded` ("gradient")."""
         raise NotImplementedError
 
     def before_step(self, context: StageContext, s: int) -> Any:
@@ -77,7 +100,16 @@ class Corrector:
         """Called after the optimizer's step, with what `before_step` returned."""
 
 
-CHANGES = ("forward weights", "backward weights", "incoming gradient", "gradient", "rate", "step")  # in order of use
+# In the order in which before_step is called; after_step is called in the reverse order.
+CHANGES = (
+    "forward weights",
+    "backward weights",
+    "incoming gradient",
+    "gradient",
+    "weights after a step",
+    "rate",
+    "step",
+)
 
 
 def nonnegative(value: float) -> bool:

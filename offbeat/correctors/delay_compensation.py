@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from offbeat.correctors.corrector import Corrector, StageContext, nonnegative
+from offbeat.correctors.corrector import Corrector, StageContext, Tensors, nonnegative
+from offbeat.correctors.optimizer import kept_tensors
 from offbeat.errors import number
 
 if TYPE_CHECKING:
@@ -34,12 +36,24 @@ class DelayCompensation(Corrector):
     def active(self, context: StageContext) -> bool:
         return self.lambda_ != 0 and context.delay > 0
 
-    def gradient(self, gradient: Tensor, parameter: Tensor, forwarded: Tensor, context: StageContext) -> Tensor:
-        square = gradient * gradient
-        factor: Any = self.lambda_
+    def gradients(
+        self, gradients: Tensors, parameters: Tensors, forwarded: Tensors, context: StageContext
+    ) -> Sequence[Tensor]:
+        import torch
+
+        squares = torch._foreach_mul(list(gradients), list(gradients))
+        factors = squares
         if self.adaptive:
-            memory = context.memory[parameter]
-            if "mean_square" not in memory:
-                memory["mean_square"] = square.new_zeros(square.shape)
-            factor = self.lambda_ / memory["mean_square"].mul_(0.95).add_(square, alpha=0.05).add(1e-7).sqrt()
-        return gradient + factor * square * (parameter.detach() - forwarded.detach())
+            means = kept_tensors(context, parameters, "mean_square")
+            torch._foreach_mul_(means, 0.95)
+            torch._foreach_add_(means, squares, alpha=0.05)
+            roots = torch._foreach_add(means, 1e-7)
+            torch._foreach_sqrt_(roots)
+            torch._foreach_reciprocal_(roots)
+            torch._foreach_mul_(roots, self.lambda_)
+            factors = torch._foreach_mul(roots, squares)
+        else:
+            torch._foreach_mul_(factors, self.lambda_)
+        now, then = ([tensor.detach() for tensor in tensors] for tensors in (parameters, forwarded))
+        torch._foreach_mul_(factors, torch._foreach_sub(now, then))
+        return list(torch._foreach_add(list(gradients), factors))

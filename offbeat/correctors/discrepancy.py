@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from offbeat.correctors.corrector import Corrector, StageContext, Tensors
-from offbeat.correctors.optimizer import updated_parameters
+from offbeat.correctors.optimizer import changes_since, kept_tensors, moved_along, values_before_step
+from offbeat.correctors.optimizer_rules import scaled
 from offbeat.errors import number
 
 if TYPE_CHECKING:
@@ -33,19 +34,17 @@ class Discrepancy(Corrector):
         return context.delay > 0
 
     def backward_weights(self, parameters: Tensors, context: StageContext) -> list[Tensor]:
-        back = []
-        for parameter in parameters:
-            drift = context.memory[parameter].get("drift")
-            theta = parameter.detach()
-            back.append(theta.clone() if drift is None else theta - context.delay * drift)
-        return back
+        return moved_along(parameters, context, "drift", -context.delay)
 
     def before_step(self, context: StageContext, s: int) -> Any:
-        return [(parameter, parameter.detach().clone()) for _, parameter in updated_parameters(context)]
+        return values_before_step(context)
 
     def after_step(self, context: StageContext, kept: Any) -> None:
+        import torch
+
         gamma = self.C ** (1 / context.delay)
-        for parameter, before in kept:
-            step = (parameter.detach() - before).mul_(1 - gamma)
-            memory = context.memory[parameter]
-            memory["drift"] = memory["drift"].mul_(gamma).add_(step) if "drift" in memory else step
+        parameters, steps = changes_since(kept)
+        if parameters:
+            drifts = kept_tensors(context, parameters, "drift")
+            torch._foreach_mul_(drifts, gamma)
+            torch._foreach_add_(drifts, scaled(steps, 1 - gamma))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
+from typing import Any
 
 from offbeat.correctors.corrector import CHANGES, Corrector
 from offbeat.correctors.delay_compensation import DelayCompensation
 from offbeat.correctors.discrepancy import Discrepancy
-from offbeat.correctors.look_ahead import LookAhead
+from offbeat.correctors.nesterov import NesterovMomentum
 from offbeat.correctors.rescheduling import Rescheduling
 from offbeat.correctors.shrink import Shrink
 from offbeat.correctors.speculation import Speculation
 from offbeat.correctors.spike_compensation import SpikeCompensation
+from offbeat.correctors.step_lookahead import StepLookahead
 from offbeat.correctors.weight_prediction import WeightPrediction
 from offbeat.errors import UserError, unknown
 
@@ -24,7 +26,8 @@ CORRECTORS: dict[str, type[Corrector]] = {
         DelayCompensation,
         Rescheduling,
         Discrepancy,
-        LookAhead,
+        StepLookahead,
+        NesterovMomentum,
         Shrink,
         Speculation,
     )
@@ -36,8 +39,12 @@ CorrectorLike = str | Corrector | Sequence[Corrector] | None
 def correctors(given: CorrectorLike) -> tuple[Corrector, ...]:
     """Correctors from objects or from text such as "lwp+sc" or "dc:0.1", in the order in which they are applied.
 
-    >>> correctors("sc+t1:500")
-    (Rescheduling(updates=500), SpikeCompensation(delay=None))
+    Settings follow a colon each: the first one by its value alone, or any by name.
+
+    >>> correctors("sc:extra=1+t1:500")
+    (Rescheduling(updates=500, power=None), SpikeCompensation(delay=None, extra=1.0))
+    >>> correctors("lwp:fraction=0.5:form=weight")
+    (WeightPrediction(horizon=None, form='weight', fraction=0.5),)
     """
     if given is None:
         return ()
@@ -56,22 +63,52 @@ def correctors(given: CorrectorLike) -> tuple[Corrector, ...]:
 
 
 def _parse(text: str, whole: str) -> Corrector:
-    name, colon, value = text.partition(":")
+    name, *parts = (part.strip() for part in text.split(":"))
     if not name:
         raise UserError(f"corrector {whole!r}: a name is missing, write it as in lwp+sc")
     if name not in CORRECTORS:
         raise unknown("corrector", name, CORRECTORS)
     kind = CORRECTORS[name]
-    if not colon:
-        return kind()
-    if not fields(kind):
+    settings = settings_of(name)
+    if parts and not settings:
         raise UserError(f"corrector {text!r}: {name} takes no number")
-    first = fields(kind)[0]
-    number = int if first.type == "int" else float
+    given: dict[str, Any] = {}
+    for position, part in enumerate(parts):
+        setting, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            if position:
+                raise UserError(f"corrector {text!r}: give only the first number without a name, as in sc:2:extra=1")
+            setting, value = next(iter(settings)), part
+        if setting not in settings:
+            raise unknown(f"setting of corrector {name}", setting, settings)
+        if setting in given:
+            raise UserError(f"corrector {text!r}: give each setting once")
+        given[settings[setting].name] = _read(settings[setting], value, text)
+    return kind(**given)
+
+
+def settings_of(name: str) -> dict[str, Field[Any]]:
+    """The settings of a corrector by their names in text.
+
+    >>> list(settings_of("lwp")), list(settings_of("dc"))
+    (['horizon', 'form', 'fraction'], ['lambda', 'adaptive'])
+    """
+    return {field.name.rstrip("_"): field for field in fields(CORRECTORS[name])}
+
+
+def _read(field: Field[Any], value: str, text: str) -> Any:
+    """The value of a setting from its text."""
+    kind = str(field.type)
+    if kind.startswith("Literal"):
+        return value
+    if kind == "bool":
+        if value.lower() not in ("yes", "no"):
+            raise UserError(f"corrector {text!r}: use yes or no for {field.name}")
+        return value.lower() == "yes"
     try:
-        return kind(**{first.name: number(value)})
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
-        allowed = "a whole number" if number is int else "a number"
-        raise UserError(f"corrector {text!r}: give {allowed} after the colon, the {first.name} of {name}") from None
+        return int(value) if kind == "int" else float(value)
+    except ValueError:
+        allowed, name = "a whole number" if kind == "int" else "a number", field.name.rstrip("_")
+        raise UserError(
+            f"corrector {text!r}: give {allowed} after the colon, the {name} of {text.split(':')[0]}"
+        ) from None

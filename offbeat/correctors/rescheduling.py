@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from offbeat.correctors.corrector import Corrector, StageContext
+from offbeat.correctors.corrector import Corrector, StageContext, nonnegative
 from offbeat.correctors.optimizer import scale_learning_rates, set_learning_rates
 from offbeat.errors import number
 
@@ -14,21 +14,30 @@ from offbeat.errors import number
 class Rescheduling(Corrector):
     """T1 of PipeMare: stages with a long delay start with a smaller learning rate.
 
-    lr_k(s) = lr(s) / max(tau, 1)^p, p = 1 - min(s / updates, 1), with tau the delay.
+    lr_k(s) = lr(s) / max(tau, 1)^p, p = 1 - min(s / updates, 1), with tau the delay. With `power`, the rate of a stage
+    is lr(s) / (1 + tau)^power in all updates instead.
     """
 
     name: ClassVar[str] = "t1"
     changes: ClassVar[tuple[str, ...]] = ("rate",)
-    recordable: ClassVar[bool] = False  # the factor changes with s
     updates: int = 1000
+    power: float | None = None
 
     def __post_init__(self) -> None:
         number(self.updates, "updates of rescheduling", "use a whole number from 1 up", lambda n: n >= 1, whole=True)
+        if self.power is not None:
+            number(self.power, "power of rescheduling", "use a number from 0 up", nonnegative)
+
+    @property
+    def recordable(self) -> bool:  # type: ignore[override]
+        return self.power is not None  # else the factor changes with s
 
     def active(self, context: StageContext) -> bool:
-        return context.delay > 1
+        return context.delay > 1 if self.power is None else self.power * context.delay > 0
 
     def before_step(self, context: StageContext, s: int) -> Any:
+        if self.power is not None:
+            return scale_learning_rates(context, (1 + context.delay) ** -self.power)
         p = 1 - min(s / self.updates, 1)
         return scale_learning_rates(context, max(context.delay, 1) ** -p)
 

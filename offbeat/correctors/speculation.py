@@ -12,19 +12,22 @@ from offbeat.correctors.optimizer import extrapolate
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from offbeat.correctors.optimizer_rules import Need
+
 
 @dataclass(frozen=True)
 class Speculation(Corrector):
     """The prediction of SpecTrain: all stages use the weights predicted for the same later update.
 
     Chen et al., "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform" (2018).
-    theta - s lr v, with s = floor(r/2) + K - r - 1 in the forward and floor(r/2) in the backward, r = k - 1. With
-    weights="stash" the backward uses the weights of its forward. These s hold for 1F1B with one update per batch.
+    theta - s lr v, with v the direction of the optimizer, s = floor(r/2) + K - r - 1 in the forward and floor(r/2) in
+    the backward, r = k - 1. With weights="stash" the backward uses the weights of its forward. These s hold for 1F1B
+    with one update per batch.
     """
 
     name: ClassVar[str] = "spec"
     changes: ClassVar[tuple[str, ...]] = ("forward weights", "backward weights")
-    reads_momentum: ClassVar[bool] = True
+    needs: ClassVar[tuple[Need, ...]] = ("direction",)
     supported_weights: ClassVar[tuple[str, ...]] = ("hybrid", "stash")
 
     def unsupported(self, lag: Callable[[int, int], int], M: int) -> str | None:

@@ -25,7 +25,7 @@ class RecordedOptimization:
 
     operation   the recorded update of a whole window; the update itself where it cannot be recorded; None before
     options     the optimizer's options in the recording
-    stepped     indices of the parameters that the optimizer has stepped, and so has state for
+    stepped     indices of the parameters that the last update has changed
     s           index of the newest update
     """
 
@@ -65,14 +65,16 @@ class RecordedOptimization:
         if given:
             self.guard.updates.append((s, list(window.batches)))
         whole = divisor == self.M and bool(given) and given == self.window.recorded
-        if whole and self.operation is None and given <= self.stepped:
+        if whole and self.operation is None and given == self.stepped:
             self.operation = self._record()
         if whole and isinstance(self.operation, RecordedOperation):
             self.launch_queue.put(self.rank, self.operation)
         else:
             self.launch_queue.flush()
             self._update(divisor, given)
-        self.stepped |= given
+            if given and given != self.window.recorded and isinstance(self.operation, RecordedOperation):
+                self.operation = None  # the state of the optimizer is no longer the one that was recorded
+        self.stepped = given or self.stepped
         return True
 
     def _update(self, over: float, given: frozenset[int]) -> None:

@@ -48,6 +48,7 @@ class RecordedStage:
     irregular        batches that were forwarded eagerly
     layout           shapes, types and strides of the inputs that were recorded, and of their targets
     policy_work      recorded copies of weights and the like, by key; None when done once
+    policy_pool      memory of these recordings, which leave nothing in it
     above            where a recorded backward reads the gradients from above
     """
 
@@ -94,6 +95,7 @@ class RecordedStage:
         """Drop all recordings, since tensors move; the batches in flight continue eagerly."""
         self.launch_queue.forget()
         self.policy_work: dict[object, RecordedOperation | None] = {}
+        self.policy_pool = self.recorder.new_pool()
         self.layout: tuple[Any, Any] | None = None
         self.above: list[Tensor] = []
         self.copies.clear()
@@ -118,19 +120,26 @@ class RecordedStage:
         """Work of the weight policy, which reads and writes the same memory for the same key: recorded when it is done
         for the second time (never with key None).
 
-        Predictions are not recorded: what they read is allocated by the first updates.
+        Predictions also read the state of the optimizer and of correctors, which the first updates allocate, and the
+        learning rate. They are recorded once the update is: it needs the same, at the same addresses.
         """
-        operation = self.policy_work.get(key)
+        sources, update = self.stage.weights.sources, self.optimization.operation
+        predicts = bool(sources.forward or sources.backward)
+        recordable = self.layout is not None and key is not None
+        if predicts and key != "zero":
+            recordable = recordable and isinstance(update, RecordedOperation)
+            key = (key, update)
+        operation = self.policy_work.get(key) if recordable else None
         if operation is None:
-            sources = self.stage.weights.sources
-            if self.layout is None or sources.forward or sources.backward or key not in self.policy_work:
+            if not recordable or key not in self.policy_work:
                 self.flush()
                 work()
-                if self.layout is not None and key is not None:
+                if recordable:
                     self.policy_work[key] = None
                 return
             with self.recorder.recording():
-                operation = self.policy_work[key] = RecordedOperation(self.recorder.record(work))
+                operation = RecordedOperation(self.recorder.record(work, self.policy_pool))
+            self.policy_work[key] = operation
         self.launch_queue.put(self.rank, operation)
 
     # ---- forward

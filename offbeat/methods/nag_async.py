@@ -17,7 +17,7 @@ k: K-k+1 graphs and versions. Time per batch: F + B and two latencies.
 
 from __future__ import annotations
 
-from offbeat.correctors import CorrectorLike, LookAhead, correctors
+from offbeat.correctors import CorrectorLike, NesterovMomentum, correctors
 from offbeat.method import Method
 from offbeat.methods import lags
 
@@ -29,5 +29,5 @@ def NAGAsync(gamma: float = 0.99, *, corrector: CorrectorLike = None) -> Method:
         title="1F1B with Nesterov look-ahead",
         reference="Ajanthan et al. 2025",
         lag=lags.one_way,
-        correctors=correctors((LookAhead(gamma), *correctors(corrector))),
+        correctors=correctors((NesterovMomentum(gamma), *correctors(corrector))),
     )

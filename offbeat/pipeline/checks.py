@@ -12,7 +12,7 @@ from torch import nn
 
 from offbeat import methods
 from offbeat import partitioning as cutting
-from offbeat.core.optimization import MakeOptimizer, MakeScheduler
+from offbeat.core.optimization import MakeOptimizer, MakeScheduler, arguments_of
 from offbeat.core.stage_network import Loss
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
@@ -113,6 +113,7 @@ def check_makers(optimizer: MakeOptimizer, scheduler: MakeScheduler | None) -> N
             f"optimizer is {kind_of(optimizer)}: give a function that makes one of a stage's parameters, "
             "such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
         )
+    arguments_of(optimizer)
     if scheduler is not None and not callable(scheduler):
         raise UserError(
             f"scheduler is {kind_of(scheduler)}: give a function that makes one of a stage's optimizer, "

@@ -46,7 +46,9 @@ class Pipeline:
     method      offbeat.ADL(M=4) and the like, or a name with M=...
     loss        loss(output, target) -> the mean over the batch; None: the loss that the model computes itself
                 (`output.loss`, output["loss"] or the first of a tuple), as models of Hugging Face do with labels
-    optimizer   called once per stage with (name in the whole model, parameter) pairs, as torch's optimizers take them
+    optimizer   called once per stage with (name in the whole model, parameter) pairs, as torch's optimizers take them;
+                a function of two arguments, lambda parameters, stage: ..., also gets the stage: `stage.k`, `K`,
+                `delay` of its gradients in updates, `lag` in batches, `M` gradients per update
     scheduler   optional: called with that optimizer; a torch scheduler that counts steps, stepped once per update
     cuts        optional: cut before these units, or modules by name; default: chosen for the first batch, or `sample`
     by          what chosen cuts balance: "flops" (the same cuts on every machine) or "measured" time of this one

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from offbeat.correctors.optimizer_rules import RULES
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method, Weights
 from offbeat.methods import settings_of, with_settings
@@ -189,23 +190,29 @@ def make_recipe(**given: Any) -> Recipe:
         defaults |= {"epochs": 90, "milestones": (1 / 3, 2 / 3, 8 / 9)}
         defaults |= {"weight_decay": 1e-4} if values["optimizer"] == "sgd" else {}
     made = Recipe(**{**defaults, **values})
-    _check_momentum(made, method)
+    _check_correctors(made, method)
     return made
 
 
-def _check_momentum(recipe: Recipe, method: Method) -> None:
+def _check_correctors(recipe: Recipe, method: Method) -> None:
+    """Raise UserError for a corrector that does not work with the optimizer."""
+    rule = RULES.get(OPTIMIZERS[recipe.optimizer].title)
     for corrector in method.correctors:
-        if not corrector.reads_momentum or (recipe.momentum is not None and 0 < recipe.momentum < 1):
-            continue
-        if recipe.momentum is None:
+        missing = [need for need in corrector.needs if rule and need not in rule.provides]
+        if missing:
+            usable = [
+                repr(name)
+                for name, kind in OPTIMIZERS.items()
+                if kind.title in RULES and {*corrector.needs} <= {*RULES[kind.title].provides}
+            ]
             raise UserError(
-                f"corrector {corrector.name} with optimizer={recipe.optimizer!r}: it needs the momentum of SGD, "
-                "use optimizer='sgd'"
+                f"corrector {corrector.name} with optimizer={recipe.optimizer!r}: use optimizer={' or '.join(usable)}"
             )
-        raise UserError(
-            f"corrector {corrector.name} with momentum={recipe.momentum:g}: it needs the momentum of SGD, "
-            "use one above 0 and below 1"
-        )
+        if corrector.needs and recipe.momentum is not None and not 0 < recipe.momentum < 1:
+            raise UserError(
+                f"corrector {corrector.name} with momentum={recipe.momentum:g}: it needs the momentum of SGD, "
+                "use one above 0 and below 1"
+            )
 
 
 def _engine(values: Mapping[str, Any], method: Method) -> str:

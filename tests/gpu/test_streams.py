@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import offbeat
+from offbeat.correctors import StageContext, correctors
+from offbeat.correctors.optimizer_rules import rule_of
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded
 from offbeat.graphs.device_guard import CHECK_INTERVAL
@@ -57,8 +61,11 @@ def pipeline(method: offbeat.Method, engine="streams", **options) -> offbeat.Pip
         device=GPU,
         engine=engine,
         seed=3,
-        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
-        **{"optimizer": sgd, **options},
+        **{
+            "optimizer": sgd,
+            "scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
+            **options,
+        },
     )
 
 
@@ -100,6 +107,82 @@ def test_adl_gives_the_bits_of_simulate_and_records_all_but_the_short_batch(M, w
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_streams_that_sleep_at_random_change_no_bit(M, seed):
     check_same(offbeat.ADL(M=M, corrector="sc"), Streams(K, GPU, sleeps=seed), drains=(20,))
+
+
+OPTIMIZERS = {
+    "sgd": sgd,
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=1e-3, fused=True, capturable=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, capturable=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=1e-3, capturable=True),
+}
+CORRECTORS = ("sc", "lwp:fraction=0.5+sc:extra=1", "lwp:form=weight", "lookahead+sc", "t1:power=1+lookahead")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("corrector", CORRECTORS)
+def test_correctors_of_all_optimizers_are_recorded_and_change_no_bit(corrector, optimizer):
+    pipe = check_same(offbeat.ADL(M=2, corrector=corrector), drains=(20,), optimizer=OPTIMIZERS[optimizer])
+    stages = [worker.executor for worker in pipe.workers]
+    assert all(isinstance(stage.optimization.operation, RecordedOperation) for stage in stages)
+    if corrector.startswith("lwp"):
+        predictions = [stage.policy_work for stage in stages[:-1]]  # the last stage is not late
+        assert all(any(isinstance(key, tuple) and work for key, work in each.items()) for each in predictions)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_steps_with_correctors_do_not_wait_for_the_device(optimizer):
+    """After the first steps, which compare the step counters of the parameters."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(8, 8, device=GPU)) for _ in range(3)]
+    made = OPTIMIZERS[optimizer](parameters)
+    for group in made.param_groups:
+        group["lr"] = torch.tensor(group["lr"], device=GPU)
+    context = StageContext(1, 2, 1.5, optimizer=made, rule=rule_of(made))
+    used = correctors("t1:power=1+lwp+sc+lookahead")
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        context.rule.before_step()
+        kept = [(corrector, corrector.before_step(context, 0)) for corrector in used]
+        made.step()
+        for corrector, returned in reversed(kept):
+            corrector.after_step(context, returned)
+        used[0].forward_weights(parameters, context)
+
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(parameter.isfinite().all() for parameter in parameters)
+
+
+@pytest.mark.parametrize("corrector", ["lwp", "lwp+sc", "lwp:form=weight", "lookahead+sc"])
+def test_a_corrector_costs_at_most_15_percent_of_the_time_of_a_turn(corrector):
+    """The median of several rounds, in which the two take turns."""
+
+    def prepared(corrector: str | None) -> offbeat.Pipeline:
+        pipe = pipeline(offbeat.ADL(M=4, corrector=corrector), scheduler=None, optimizer=OPTIMIZERS["adamw"])
+        for x, y in data:
+            pipe.step(x, y)
+        return pipe
+
+    def seconds(pipe: offbeat.Pipeline) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for x, y in data:
+            pipe.step(x, y)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    data = batches(96, short=False)
+    plain, corrected = prepared(None), prepared(corrector)
+    rounds = [(seconds(plain), seconds(corrected)) for _ in range(7)]
+    ratio = statistics.median(b for _, b in rounds) / statistics.median(a for a, _ in rounds)
+    assert ratio <= 1.15, f"{ratio:.2f}"
 
 
 @pytest.mark.parametrize(

@@ -389,6 +389,56 @@ def test_adl_launches_a_tick_at_a_time_and_in_any_order_gives_the_bits_of_simula
     assert sum(pieces >= 2 * K for pieces in launched) > 20
 
 
+@pytest.mark.parametrize("weights", ["stash", "hybrid"])
+@pytest.mark.parametrize("corrector", ["lwp+sc", "lwp:form=weight:fraction=0.5", "t1:power=1+lookahead+sc:extra=1"])
+def test_predicted_weights_are_recorded_and_launched_with_the_other_work(monkeypatch, corrector, weights):
+    launched = capture(monkeypatch, seed=1)
+    check_same(
+        offbeat.ADL(M=2, weights=weights, corrector=corrector),
+        drains=(20,),
+        optimizer=on_device,
+        data=lambda: batches(90),
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
+    )
+    assert sum(pieces >= 2 * K for pieces in launched) > 20
+
+
+def test_an_update_of_other_parameters_than_recorded_is_recorded_anew(monkeypatch):
+    """Adam's bias corrections are shared by parameters that have been stepped equally often."""
+    capture(monkeypatch)
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.whole = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.always(x) + self.whole(x) if len(x) == 6 else self.always(x)
+
+    def run(engine) -> tuple[offbeat.Pipeline, list]:
+        torch.manual_seed(0)
+        pipe = offbeat.Pipeline(
+            [nn.Linear(4, 4), Gated()],
+            method=offbeat.ADL(M=1, corrector="lwp+sc"),
+            engine=engine,
+            loss=nn.functional.cross_entropy,
+            optimizer=lambda p: torch.optim.AdamW(p, lr=0.05, fused=True, capturable=True),
+        )
+        generator, operations = torch.Generator().manual_seed(1), []
+        for t in range(40):
+            size = 3 if t in (17, 18) else 6
+            pipe.step(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
+            operations.append(getattr(pipe.stages[2].optimization, "operation", None))
+        pipe.drain()
+        return pipe, operations
+
+    (here, _), (there, operations) = run("simulate"), run(Streams(2, CPU))
+    assert all(map(torch.equal, here.model.parameters(), there.model.parameters()))
+    assert isinstance(operations[16], RecordedOperation)
+    assert isinstance(operations[-1], RecordedOperation)
+    assert operations[16] is not operations[-1]
+
+
 @pytest.mark.parametrize("name", some(ALIKE))
 def test_every_lagged_method_gives_the_bits_of_simulate(name):
     check_same(named(name), drains=(8,))

@@ -22,14 +22,19 @@ class Layer(nn.Module):
 
 
 def pipeline(
-    K: int, method: offbeat.Method, loss: Callable = serial.mean_square, sample: Tensor | None = None, **sgd: Any
+    K: int,
+    method: offbeat.Method,
+    loss: Callable = serial.mean_square,
+    sample: Tensor | None = None,
+    optimizer: Callable | None = None,
+    **sgd: Any,
 ) -> offbeat.Pipeline:
     settings = {"lr": serial.LR, "momentum": serial.MOMENTUM, "weight_decay": serial.DECAY} | sgd
     return offbeat.Pipeline(
         [Layer(*theta) for theta in serial.network(K)],
         method=method,
         loss=loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, **settings),
+        optimizer=optimizer or (lambda parameters: torch.optim.SGD(parameters, **settings)),
         sample=sample,
     )
 

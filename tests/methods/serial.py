@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 LR, MOMENTUM, DECAY = 0.1, 0.9, 0.01  # small enough that rounding is not amplified beyond 1e-12
+ADAM_LR, BETAS, EPS, MU_DECAY = 0.01, (0.8, 0.95), 1e-3, 4e-3  # of Adam, AdamW and NAdam
 WIDTH = 4
 Theta = tuple[Tensor, ...]
 Batches = list[tuple[Tensor, Tensor]]
@@ -93,6 +94,11 @@ class Rules:
     spectrain: int | None = None  # its version, 1 or 2
     spike: bool = False
     spike_delay: float | None = None
+    extra: float = 0.0  # updates added to the delay of the compensation
+    fraction: float = 1.0  # of the delay, as the horizon of a prediction
+    optimizer: str = "sgd"  # "adam", "adamw", "nadam"
+    ahead: float = 0.0  # the parameters stay ahead by this fraction of the delay
+    rate_power: float = 0.0  # lr / (1 + delay)^power
     look_ahead: float | None = None  # gamma
     compensate: float | None = None  # lambda of delay compensation
     adaptive: bool = False
@@ -114,6 +120,8 @@ class Stage:
     outputs: dict[int, Tensor] = field(default_factory=dict)  # as they were forwarded
     window: list[Theta] = field(default_factory=list)
     staleness: dict[int, int] = field(default_factory=dict)
+    second: Theta | None = None  # Adam's moving mean of g^2, beside the velocity as that of g
+    last_step: Theta | None = None  # before the parameters were moved ahead
     forwarded_at: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -155,12 +163,52 @@ def weights_of_forward(stage: Stage, t: int) -> Theta:
         ahead = r // 2 + stage.K - r - 1
         return tuple(p - ahead * rules.lr * v for p, v in zip(theta, stage.velocity))
     if rules.predict:
-        T = stage.delay if rules.horizon is None else rules.horizon
+        T = rules.fraction * stage.delay if rules.horizon is None else rules.horizon
         if rules.predict == "velocity":
-            return tuple(p - rules.lr * T * v for p, v in zip(theta, stage.velocity))
+            return tuple(p - rules.lr * T * v for p, v in zip(theta, direction(stage)))
         before = stage.versions[-2] if len(stage.versions) > 1 else theta
         return tuple(p + T * (p - q) for p, q in zip(theta, before))
     return theta
+
+
+def direction(stage: Stage) -> Theta:
+    """What the optimizer would go along once more: its velocity, or Adam's mean over its root mean square."""
+    t = len(stage.versions) - 1
+    if stage.rules.optimizer == "sgd" or t == 0:
+        return stage.velocity
+    assert stage.second is not None
+    b1, b2 = BETAS
+    return tuple((m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + EPS) for m, v in zip(stage.velocity, stage.second))
+
+
+def adam(stage: Stage, gradients: list[Tensor], lr: float) -> Theta:
+    """The next version by Adam, AdamW or NAdam, compensated over D updates (0: as published)."""
+    rules, theta, t, (b1, b2) = stage.rules, stage.live, len(stage.versions), BETAS
+    D = compensated_over(stage) if rules.spike else 0.0
+    g = gradients if rules.optimizer == "adamw" else [x + rules.decay * p for x, p in zip(gradients, theta)]
+    if rules.look_ahead is not None:
+        b1 = rules.look_ahead
+    stage.velocity = tuple(b1 * m + (1 - b1) * x for m, x in zip(stage.velocity, g))
+    second = stage.second or [torch.zeros_like(x) for x in g]
+    stage.second = tuple(b2 * v + (1 - b2) * x * x for v, x in zip(second, g))
+    if rules.optimizer == "nadam":
+        mu = [b1 * (1 - 0.5 * 0.96 ** (n * MU_DECAY)) for n in range(1, t + 2)]
+        product = torch.ones(())  # which torch keeps in float32
+        for one in mu[:t]:
+            product *= one
+        P = product.item(), product.item() * mu[t]
+        of_g, of_m = (1 - mu[t - 1] ** (1 + D)) / (1 - P[0]), mu[t] ** (1 + D) / (1 - P[1])
+    else:
+        a = b1**D
+        c = a * (1 - b1**t) + 1 - a
+        of_g, of_m = (1 - a) / c, a / c
+    u = [(of_m * m + of_g * x) / ((v / (1 - b2**t)).sqrt() + EPS) for m, x, v in zip(stage.velocity, g, stage.second)]
+    kept = 1 - lr * rules.decay if rules.optimizer == "adamw" else 1.0
+    return tuple(kept * p - lr * x for p, x in zip(theta, u))
+
+
+def compensated_over(stage: Stage) -> float:
+    return (stage.delay if stage.rules.spike_delay is None else stage.rules.spike_delay) + stage.rules.extra
 
 
 def weights_of_hybrid_backward(stage: Stage) -> Theta:
@@ -204,19 +252,27 @@ def update(stage: Stage) -> None:
     if rules.anneal is not None:
         done = len(stage.versions) - 1
         lr = lr / max(stage.delay, 1) ** (1 - min(done / rules.anneal, 1))
-    if rules.look_ahead is not None:
+    lr = lr / (1 + stage.delay) ** rules.rate_power
+    if rules.optimizer != "sgd":
+        new = adam(stage, mean, lr)
+    elif rules.look_ahead is not None:
         gamma = rules.look_ahead
         stage.velocity = tuple(gamma * v + x for v, x in zip(stage.velocity, d))
         lr = lr * (1 - gamma) / (1 - m)
         new = tuple(p - lr * (x + gamma * v) for p, x, v in zip(theta, d, stage.velocity))
     elif rules.spike:
-        D = stage.delay if rules.spike_delay is None else rules.spike_delay
+        D = compensated_over(stage)
         a, b = m**D, (1 - m**D) / (1 - m)
         stage.velocity = tuple(m * v + x for v, x in zip(stage.velocity, d))
         new = tuple(p - lr * (a * v + b * x) for p, x, v in zip(theta, d, stage.velocity))
     else:
         stage.velocity = tuple(m * v + x for v, x in zip(stage.velocity, d))
         new = tuple(p - lr * v for p, v in zip(theta, stage.velocity))
+    if rules.ahead:
+        step = tuple(q - p for p, q in zip(theta, new))
+        last = stage.last_step or [torch.zeros_like(x) for x in step]
+        new = tuple(q + rules.ahead * stage.delay * (x - y) for q, x, y in zip(new, step, last))
+        stage.last_step = step
     if rules.discrepancy is not None and stage.delay:
         keep = rules.discrepancy ** (1 / stage.delay)
         stage.drift = tuple(keep * e + (1 - keep) * (q - p) for e, p, q in zip(stage.drift, theta, new))

@@ -403,7 +403,7 @@ def upper(pipe: offbeat.Pipeline) -> tuple[Tensor, ...]:
 def test_a_named_method_is_its_parts(K):
     o = offbeat
     assert close(run(K, o.PB()), run(K, o.ADL(M=1, weights="hybrid", corrector="lwp+sc")))
-    assert close(run(K, o.NAGAsync(gamma=0.95)), run(K, o.PipeDream(corrector=o.LookAhead(0.95))))
+    assert close(run(K, o.NAGAsync(gamma=0.95)), run(K, o.PipeDream(corrector=o.NesterovMomentum(0.95))))
     parts = (o.Rescheduling(updates=3), o.Discrepancy(0.3))
     assert close(run(K, o.PipeMare(M=2, anneal=3, C=0.3)), run(K, o.ADL(M=2, weights="hybrid", corrector=parts)))
 

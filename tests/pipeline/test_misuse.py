@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+from functools import partial
 from typing import Any
 
 import pytest
@@ -161,6 +163,46 @@ def test_synthetic_gradients_need_no_class_labels_unless_they_are_conditional():
     conditional = offbeat.Pipeline(layers, method=offbeat.DNI(conditional=True), **options)
     with pytest.raises(offbeat.UserError, match="class labels"):
         conditional.step(*batch)
+
+
+def test_the_function_of_an_optimizer_may_take_the_stage():
+    seen: list = []
+
+    def made(parameters, stage):
+        seen.append(stage)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    offbeat.Pipeline(model, 3, method=offbeat.ADL(M=4), loss=mse_loss, optimizer=made, cuts=[1, 2])
+    assert [(one.k, one.K, one.delay, one.lag, one.M) for one in seen] == [
+        (1, 3, 1, 4, 4),
+        (2, 3, 0.5, 2, 4),
+        (3, 3, 0, 0, 4),
+    ]
+    with pytest.raises(FrozenInstanceError):
+        seen[0].k = 2
+
+
+ONE_ARGUMENT = {
+    "a class": torch.optim.SGD,
+    "a partial": partial(torch.optim.SGD, lr=0.1),
+    "a default": lambda parameters, lr=0.1: torch.optim.SGD(parameters, lr=lr),
+    "any number of arguments": lambda *parameters: torch.optim.SGD(*parameters),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_ARGUMENT)
+def test_the_function_of_an_optimizer_gets_one_argument_unless_it_needs_two(kind):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = offbeat.Pipeline(model, 2, loss=mse_loss, optimizer=ONE_ARGUMENT[kind], cuts=[1])
+    assert all(isinstance(stage.optimization.optimizer, torch.optim.SGD) for stage in pipe.stages.values())
+
+
+@pytest.mark.parametrize("make", [lambda: None, lambda p, stage, more: None, lambda p, *, rate: None])
+def test_an_optimizer_function_of_other_arguments_is_refused_in_one_line(make):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(offbeat.UserError, match=r"^optimizer takes \(.*\): give .* lambda parameters, stage: \.\.\.$"):
+        offbeat.Pipeline(model, 2, loss=mse_loss, optimizer=make, cuts=[1])
 
 
 def test_an_optimizer_or_scheduler_instance_is_refused():
