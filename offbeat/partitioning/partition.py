@@ -27,7 +27,7 @@ from offbeat.partitioning.trace import trace as trace_model
 
 Units = Literal["blocks", "layers"]
 By = Literal["flops", "measured"]
-ROUNDS = 3  # of measuring whole stages and moving the cuts
+ROUNDS = 6  # at most, of measuring whole stages and moving the cuts
 WORTHWHILE = 0.005  # of the slowest stage: less than this to gain is noise, and ends the rounds
 LAPS, LONGEST = 4, 5.0  # laps of the slowest stage for which all run at once, and the most seconds that may take
 
