@@ -96,4 +96,6 @@ def _text(value: str) -> str:
         literal: Any = ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return value
-    return ",".join(map(str, literal)) if isinstance(literal, tuple | list) else shown(literal)
+    if isinstance(literal, tuple | list):
+        return ",".join("..." if item is ... else str(item) for item in literal)
+    return shown(literal)

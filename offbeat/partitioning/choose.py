@@ -57,7 +57,12 @@ def _on_sample(model: nn.Module, K: int, sample: Any, tied: Tied) -> tuple[Trace
         traced = trace(model, sample, way="sample", inside_blocks=inside)
         if traced.whole:
             return best or (traced, None, 0.0)
-        verify(traced, sample)
+        try:
+            verify(traced, sample)
+        except UserError:
+            if best is None:
+                raise
+            break
         found = profile(model, sample, timed=False, traced=traced)
         balance = _balance(traced, found, K, tied)
         if best is None or balance > BETTER * best[2]:

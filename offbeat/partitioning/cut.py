@@ -83,8 +83,10 @@ def check_stages(model: nn.Module, K: int) -> None:
     """Refuse a K that no cut of this model can give, as far as can be seen without tracing."""
     if isinstance(K, bool) or not isinstance(K, int) or K < 1:
         raise UserError(f"K={K!r} stages: use a whole number from 1 up")
-    if K > 1 and isinstance(model, torch.jit.ScriptModule):
-        raise UserError("a scripted module cannot be cut: give the Python module that was scripted")
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if K > 1 and scripted:
+        which = f"{scripted[0]} is" if scripted[0] else "the model is"
+        raise UserError(f"{which} a scripted module, which cannot be cut: give the Python module that was scripted")
 
 
 def check_blocks(model: nn.Module, K: int) -> None:

@@ -82,6 +82,11 @@ def advice(model: nn.Module, sample: Any) -> str:
             f"; a {type(sample).__name__} is passed to forward({signature}) as its one required argument: "
             f"to fill several arguments give a dict {{{example}}}"
         )
+    if isinstance(sample, Mapping) and not inputs.keywords:
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        takes = ", ".join(each.name for each in _parameters(model) if each.kind in kinds)
+        keys = ", ".join(map(str, sample))
+        return f"; a dict of {keys} is passed as {inputs.names[0]}: name its keys as forward({takes}) does"
     return ""
 
 

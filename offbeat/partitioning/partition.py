@@ -27,7 +27,7 @@ from offbeat.partitioning.trace import trace as trace_model
 
 Units = Literal["blocks", "layers"]
 By = Literal["flops", "measured"]
-ROUNDS = 3  # of measuring whole stages and moving the cuts
+ROUNDS = 6  # at most, of measuring whole stages and moving the cuts
 WORTHWHILE = 0.005  # of the slowest stage: less than this to gain is noise, and ends the rounds
 LAPS, LONGEST = 4, 5.0  # laps of the slowest stage for which all run at once, and the most seconds that may take
 
@@ -73,7 +73,8 @@ class Partition:
         parameters = [sum({id(p): p.numel() for p in stage.parameters()}.values()) for stage in self.stages]
         found, costs = self._count(), list(self.costs)
         if found and not costs:
-            each = found.costs()
+            flops = [float(unit.flops) for unit in found.units]  # what chooses cuts between blocks
+            each = flops if self.units == "blocks" and any(flops) else found.costs()
             costs = [sum(each[start:end]) for start, end in pairwise([0, *self.cuts, len(self.names)])]
         tied = [sum(tie.bytes for tie in self.ties if tie.sent(k)) for k in range(1, self.K + 1)]
         return summarize(self.names, self.cuts, parameters, costs, found, tied=tied)
@@ -158,7 +159,7 @@ def partition(
     if kind not in get_args(Units):
         raise unknown("units", kind, get_args(Units))
     if by not in get_args(By):
-        raise unknown("partition", by, get_args(By))
+        raise unknown("by", by, get_args(By))
     if trace not in get_args(Trace):
         raise unknown("trace", trace, get_args(Trace))
     if tied not in get_args(Tied):
@@ -185,7 +186,8 @@ def partition(
         solution = solve_for(model, sample, K, by=by, found=found, traced=traced, **options)
         cuts, times, unit_costs = solution.cuts, solution.times, solution.costs
         remedy = "split it into submodules"
-        notes = _warned(imbalance(times, names, solution.cuts, found.costs(), remedy=remedy)) if plain else []
+        if speeds is None and memory is None and not pinned:
+            notes = _warned(imbalance(times, names, solution.cuts, solution.costs, remedy=remedy))
     chosen = positions(cuts, names, [unit.module for unit in traced.units])
     if len(chosen) != K - 1:
         raise UserError(f"{len(chosen)} cuts {list(cuts)} make {len(chosen) + 1} stages but K={K}: give {K - 1} cuts")

@@ -14,7 +14,9 @@ import dis
 import inspect
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy
@@ -199,7 +201,17 @@ class Recorder(fx.Tracer):
             return self.create_node("get_attr", path, (), {})
         if isinstance(a, nn.Module):
             raise Untraceable("it passes a module as an argument")
+        if isinstance(a, OrderedDict):
+            return self._ordered_dict(a)
         return super().create_arg(a)
+
+    def _ordered_dict(self, a: OrderedDict[Any, Any]) -> Any:
+        """An OrderedDict, as outputs of transformers are: built at every run. torch.fx would make it a plain dict."""
+        if is_dataclass(a):
+            values = {each.name: self.create_arg(getattr(a, each.name)) for each in fields(a) if each.init}
+            return self.create_node("call_function", type(a), (), values)
+        content = {key: self.create_arg(value) for key, value in a.items()}
+        return self.create_node("call_function", type(a), (content,), {})
 
     def to_bool(self, obj: Proxy) -> bool:
         frame = inspect.currentframe()

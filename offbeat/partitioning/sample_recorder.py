@@ -336,6 +336,11 @@ class SampleRecorder:
             for key in list(value):
                 value[key] = self._pick(value[key], operator.getitem, ref, key, arguments)
             return value
+        if is_dataclass(value) and not isinstance(value, type):
+            for each in fields(value):
+                part = self._pick(getattr(value, each.name), getattr, ref, each.name, arguments)
+                object.__setattr__(value, each.name, part)  # also of a frozen one
+            return value
         self._know(value, ref)
         return value
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -90,7 +92,7 @@ def verify(traced: Traced, x: Any) -> None:
     without_caches(whole)
     for training in (True, False):
         untraced = Whole(whole.train(training), traced.inputs)
-        if not _equal(_output(untraced, x, whole), _output(chunk.train(training), x, whole)):
+        if not _same(_output(untraced, x, whole), _output(chunk.train(training), x, whole)):
             mode = "training" if training else "evaluation"
             raise UserError(
                 f"{type(traced.model).__name__} traced computes something else than untraced in {mode} mode: keep "
@@ -98,24 +100,33 @@ def verify(traced: Traced, x: Any) -> None:
             )
 
 
-def _output(run: Callable[[Any], Any], x: Any, model: nn.Module) -> list[Any]:
+def _output(run: Callable[[Any], Any], x: Any, model: nn.Module) -> Any:
     batch = pytree.tree_map_only(Tensor, torch.clone, x)
     cuda = sorted({leaf.device.index for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor) and leaf.is_cuda})
     with torch.random.fork_rng(devices=cuda), torch.no_grad():
         torch.manual_seed(0)
         try:
-            return pytree.tree_leaves(run(batch))
+            return run(batch)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             raise UserError(f"the model cannot take this sample: {first_line(error)}{advice(model, x)}") from error
 
 
-def _equal(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(_same, one, other))
-
-
 def _same(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return type(a) is type(b) and bool(a == b)
-    if a.shape != b.shape or a.dtype != b.dtype:
+    """Whether two outputs have the same classes, keys and values."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return a.is_meta or bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict) and type(b) is dict and not isinstance(a, OrderedDict):  # a rare class, made a plain one
+        a = dict(a)
+    if isinstance(a, torch.Size) and type(b) is tuple:  # likewise
+        a = tuple(a)
+    if type(a) is not type(b):
         return False
-    return a.is_meta or bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if is_dataclass(a):
+        return all(_same(getattr(a, each.name, None), getattr(b, each.name, None)) for each in fields(a))
+    return bool(a == b)

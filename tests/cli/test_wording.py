@@ -46,6 +46,7 @@ def context(command: str = "train", **given: Any) -> typer.Context:
         ('out="a folder" is taken', "--out 'a folder' is taken"),
         ("K=4 and M=2.", "-K 4 and -M 2."),
         ("cuts=(5, 9) and milestones=[0.5]", "--cuts 5,9 and --milestones 0.5"),
+        ("give the cuts: cuts=[...]", "give the cuts: --cuts ..."),
         ("compile=True, drop_last=False", "--compile, --no-drop-last"),
         ("give another folder as out=", "give another folder as --out"),
         ("leave out recipe= and out=, or not", "leave out --config and --out, or not"),

@@ -1,4 +1,4 @@
-"""What the examples for language models state; that all examples run in one process is in test_layout.py."""
+"""What the examples for models of other libraries state; that all examples run in one process is in test_layout.py."""
 
 from __future__ import annotations
 
@@ -96,3 +96,62 @@ def test_a_model_of_hugging_face_is_tuned_alike_in_one_process_and_two(tmp_path)
     assert alone == together
     before, after = re.search(r": ([0-9.]+) before, ([0-9.]+) after", alone).groups()
     assert float(after) < float(before) / 5
+
+
+OWN_MODEL = """
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+
+    def forward(self, x):
+        return nn.functional.silu(self.norm(self.conv(x)), inplace=True)
+
+
+def build(shape, classes):
+    widths = [shape[0], 8, 16, 32, 32]
+    blocks = [Block(*pair) for pair in zip(widths, widths[1:])]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, classes))
+"""
+
+
+def image_example(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples/timm_models.py"), *args],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def check_trained(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"^ +2 ", done.stdout, re.MULTILINE), done.stdout  # the second stage in the table
+    before, after = re.search(r"test error: ([0-9.]+)% before, ([0-9.]+)% after", done.stdout).groups()
+    assert float(after) < float(before) / 2
+
+
+def test_the_example_for_image_models_trains_a_model_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_MODEL)
+    check_trained(image_example(tmp_path, "mine:build"))
+
+
+@pytest.mark.slow
+def test_the_example_for_image_models_trains_one_of_timm(tmp_path):
+    pytest.importorskip("timm", reason="timm is not installed")
+    check_trained(image_example(tmp_path))
+
+
+def test_the_example_for_image_models_names_the_package_that_it_needs(tmp_path):
+    if importlib.util.find_spec("timm"):
+        pytest.skip("timm is installed")
+    done = image_example(tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip().count("\n") == 0
+    assert "pip install timm" in done.stderr

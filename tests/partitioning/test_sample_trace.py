@@ -417,3 +417,39 @@ def test_a_model_of_a_thousand_modules_is_traced_and_cut_within_a_minute():
     assert time.perf_counter() - began < 60
     assert made.trace == "sample"
     assert made.balance > 0.95
+
+
+class Averaging(nn.Module):
+    """Replaces its buffer, which a program cannot hold: exact as one unit alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return torch.tanh(x - self.mean)
+
+
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Averaging() for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_cuts_between_blocks_are_kept_where_those_inside_are_not_exact():
+    torch.manual_seed(0)
+    model = Averages().double()
+    made = partition(model, 4, rows())
+    assert made.trace == "sample"
+    assert made.names == [f"blocks.{n}" for n in range(6)]
+    expected = wholly(copy.deepcopy(model).train(), rows(3))
+    same(in_stages(model, made.stages, rows(3)), expected)
