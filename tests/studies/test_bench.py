@@ -227,7 +227,9 @@ def test_a_benchmark_with_the_same_folder_adds_the_rounds_it_does_not_have(offbe
         assert after["seconds_per_batch"][0] == before["seconds_per_batch"][0]
     assert both["bound"]["seconds_per_batch"][0] == first["bound"]["seconds_per_batch"][0]
     assert both["settings"]["cuts"] == first["settings"]["cuts"]
-    check_refused(offbeat, (*command, "-M", 2), "already holds bench.json with M = 4, not 2", "choose another --out")
+    check_refused(
+        offbeat, (*command, "-M", 2), "already holds bench.json with M = 4, not 2", "give another folder as --out"
+    )
 
 
 def below(pid: int) -> list[int]:
@@ -316,7 +318,7 @@ def failing(seconds):
         (("-M", 0), ("-M 0",)),
         (("-M", 2, "--method", "adl:M=3"), ("M is 3 in 'adl:M=3' and 2", "give it once")),
         (("--method", "adl:beta=3"), ("adl takes no beta",)),
-        (("--method", "adl:M=3", "--method", "adl:M=2"), ("--method adl is given twice",)),
+        (("--method", "adl:M=3", "--method", "adl:M=2"), ("'adl' is given twice in --method",)),
         (("--model", "resnet20", "-K", "3", "--cuts", "5"), ("1 cuts", "-K 3")),
         (("scaling", "--depths", "resnet21"), ("unknown model 'resnet21'",)),
         (("scaling", "--stages", "2,0"), ("--stages 0",)),
@@ -374,9 +376,7 @@ def test_rows_that_cannot_be_are_left_out_with_a_reason():
         "fr",
         "dsp",
     }
-    assert left_out(ROWS["bp-windows"], SETTING) == (
-        "batches of a window run at the same time only on a GPU: give --device cuda"
-    )
+    assert left_out(ROWS["bp-windows"], SETTING) == ("batches of a window run at the same time only on a GPU")
     assert left_out(ROWS["ddp"], gpu) == "one GPU: its workers need one each"
 
 

@@ -48,7 +48,7 @@ def check(setting: Setting) -> None:
     most = Network.of(setting, device="meta").most
     if most < setting.K:
         raise UserError(
-            f"{setting.K} stages but {setting.model} has only {most} units to cut between: use -K {most} "
+            f"{setting.K} stages but {setting.model} has only {most} units to cut between: use K={most} "
             "or fewer, or a deeper model"
         )
 

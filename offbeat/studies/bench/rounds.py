@@ -343,7 +343,7 @@ def memory_left() -> float:
 
 
 def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], Path]:
-    """The whole benchmark. With --out it continues the record there; Ctrl-C keeps what was measured."""
+    """The whole benchmark. With `out` it continues the record there; Ctrl-C keeps what was measured."""
     setting = request.setting()
     rows = chosen(request.against, request.device, methods=tuple(setting.methods))
     out = folder_for(request.out, f"bench-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", "bench.json")
@@ -370,7 +370,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
         print(f"offbeat: {shared}", file=sys.stderr)
     runner.report(f"{setting.model}, b={setting.batch_size}, K={setting.K}, cuts {list(setting.cuts)}")
     run = Bench(request, setting, runner, rows, made, earlier or {}, load=load)
-    with runner.opened(partial(finish, run), options=f" with --out {out}"):
+    with runner.opened(partial(finish, run), arguments=f" with out={str(out)!r}"):
         with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
             try:
                 run.start(Path(folder))
@@ -412,4 +412,4 @@ def check_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch finds no GPU here: leave it out, or use a machine that has one")
+        raise UserError("device='cuda', but torch finds no GPU here: leave it out, or use a machine that has one")

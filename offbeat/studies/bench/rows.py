@@ -1,6 +1,6 @@
 """What can be timed, and under which name; pure data.
 
-A row is a way to train the same network on the same batch. `bp` and `adl` are always timed; `--against` names the
+A row is a way to train the same network on the same batch. `bp` and `adl` are always timed; `against` names the
 others.
 """
 
@@ -126,14 +126,16 @@ def settings_by_method(texts: Sequence[str], M: int | None) -> dict[str, dict[st
         if M is not None and "M" in settings:
             parsed(text, M=M)  # refuses another M
         if name in found:
-            raise UserError(f"--method {name} is given twice: give all its settings once, as in adl:M=4,corrector=sc")
+            raise UserError(
+                f"{name!r} is given twice in methods=: give all its settings once, as in adl:M=4,corrector=sc"
+            )
         with_settings(name, settings)  # refuses what is wrong
         found[name] = settings
     return found
 
 
 def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) -> list[BenchRow]:
-    """The rows of --against, in the order in which they are listed; "all" are those of the device.
+    """The rows of `against`, in the order in which they are listed; "all" are those of the device.
 
     methods   of ours that are timed too, whether they are listed or not
 
@@ -142,7 +144,7 @@ def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) ->
     """
     wanted = [name.strip() for name in against.split(",") if name.strip()]
     if not wanted:
-        raise UserError(f"--against {against!r} names no row: use all, or some of {', '.join(ROWS)}")
+        raise UserError(f"against={against!r} names no row: use all, or some of {', '.join(ROWS)}")
     for name in wanted:
         if name not in (*ROWS, "all"):
             raise unknown("row", name, ["all", *ROWS])
@@ -162,7 +164,7 @@ def left_out(row: BenchRow, setting: Setting) -> str | None:
         if row.kind == "pipeline" and (reason := method_of(row, setting, 2).why_not_capturable()):
             return f"it {reason}, so its stages cannot be recorded for streams of one GPU"
     elif row.on_gpu:
-        return "batches of a window run at the same time only on a GPU: give --device cuda"
+        return "batches of a window run at the same time only on a GPU"
     if row.kind == "ddp" and b % K:
         return f"a batch of {b} cannot be divided equally among {K} workers"
     if row.swept and not micro_batches(row, setting):

@@ -5,7 +5,7 @@ weak     a network that grows with K, so that a stage has the same amount of wor
 batch    more samples at one K;  depth: deeper networks at one K
 
 Beyond the cores of the machine the clock predicts: memory and staleness follow from the method's program, and time from
-measured units, cut for every K, on links of stated latency and bandwidth. With --out, the record there is continued.
+measured units, cut for every K, on links of stated latency and bandwidth. With `out`, the record there is continued.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class ScalingRequest:
         check_numbers(
             self.minutes,
             {
-                "-K": [self.K],
-                "-M": [1 if self.M is None else self.M],
-                "--batch-size": [self.batch_size],
-                "--stages": self.stages,
-                "--batch-sizes": self.batch_sizes,
-                "--most-stages": [self.most_stages],
-                "--repetitions": [self.repetitions],
-                "--batches": [self.batches],
+                "K": [self.K],
+                "M": [1 if self.M is None else self.M],
+                "batch_size": [self.batch_size],
+                "stages": self.stages,
+                "batch_sizes": self.batch_sizes,
+                "most_stages": [self.most_stages],
+                "repetitions": [self.repetitions],
+                "batches": [self.batches],
             },
         )
         name, settings = parsed(self.method, M=self.M)
@@ -283,7 +283,7 @@ def scaling(request: ScalingRequest, *, show: bool = True) -> tuple[dict[str, An
     study = ScalingStudy(request, runner, base, origin())
     if earlier := stored(out / "scaling.json", study.identity, study.origin):
         study.points, study.simulation = earlier["points"], earlier["simulation"]
-    with runner.opened(study.finish, options=f" with --out {out}"):
+    with runner.opened(study.finish, arguments=f" with out={str(out)!r}"):
         try:
             with tempfile.TemporaryDirectory(prefix="offbeat-scaling-") as folder:
                 measure_all(study, Path(folder))
