@@ -19,7 +19,7 @@ from offbeat.partitioning.chunk import as_stage
 from offbeat.partitioning.cut import balanced, check_blocks, check_stages, cut, forward_flops, is_sequence, split, units
 from offbeat.partitioning.inputs import Inputs, as_dict, depends_on_batch
 from offbeat.partitioning.profile import Profile, profile, profile_blocks
-from offbeat.partitioning.solve import Memory, Solution, solve
+from offbeat.partitioning.solve import Memory, Solution, check_count, solve, too_few_units
 from offbeat.partitioning.ties import Tied, TiedParameter
 from offbeat.partitioning.timing import Load, Meter, one_by_one
 from offbeat.partitioning.trace import Traced, Way
@@ -187,8 +187,7 @@ def partition(
         remedy = "split it into submodules"
         notes = _warned(imbalance(times, names, solution.cuts, found.costs(), remedy=remedy)) if plain else []
     chosen = positions(cuts, names, [unit.module for unit in traced.units])
-    if len(chosen) != K - 1:
-        raise UserError(f"{len(chosen)} cuts {list(cuts)} make {len(chosen) + 1} stages but K={K}: give {K - 1} cuts")
+    check_count(list(cuts), K)
     stages = traced.split(chosen, tied=tied)
     count = None if sample is None else partial(_counted, found, model, sample, traced)
     ties = tuple(traced.ties.values())
@@ -246,7 +245,7 @@ def _too_few_units(traced: Traced, K: int, most: int, *, tied: Tied, sample: Any
         why += "; or give a sample: running it may show more units"
     if shared := traced.shared(tied):
         why += f"; {', '.join(shared)} cannot be used by two stages: give tied='copies', a copy for each"
-    return UserError(f"{K} stages but only {most} unit{'s' * (most > 1)} to cut between: use K <= {most}{why}")
+    return too_few_units(K, most, why)
 
 
 def positions(cuts: Sequence[int | str], names: Sequence[str], modules: Sequence[str]) -> list[int]:

@@ -319,7 +319,7 @@ def failing(seconds):
         (("-M", 2, "--method", "adl:M=3"), ("M is 3 in 'adl:M=3' and 2", "give it once")),
         (("--method", "adl:beta=3"), ("adl takes no beta",)),
         (("--method", "adl:M=3", "--method", "adl:M=2"), ("'adl' is given twice in --method",)),
-        (("--model", "resnet20", "-K", "3", "--cuts", "5"), ("1 cuts", "-K 3")),
+        (("--model", "resnet20", "-K", "3", "--cuts", "5"), ("--cuts 5 gives 2 stages, not -K 3: give 2 cuts",)),
         (("scaling", "--depths", "resnet21"), ("unknown model 'resnet21'",)),
         (("scaling", "--stages", "2,0"), ("--stages 0",)),
     ],
