@@ -82,6 +82,8 @@ def check_stages(model: nn.Module, K: int) -> None:
     """Refuse a K that no cut of this model can give, as far as can be seen without tracing."""
     if isinstance(K, bool) or not isinstance(K, int) or K < 1:
         raise UserError(f"K={K!r} stages: use a whole number from 1 up")
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is of type {type(model).__name__}: give an nn.Module")
     if K > 1 and isinstance(model, torch.jit.ScriptModule):
         raise UserError("a scripted module cannot be cut: give the Python module that was scripted")
 

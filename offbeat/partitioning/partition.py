@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from numbers import Integral
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -116,6 +117,21 @@ def _ties_entries(model: nn.Module) -> bool:
     return sum(map(len, each)) > len(set[int]().union(*each))
 
 
+def check_cutting(*, cuts: Any, units: Units | None, by: By, trace: Trace, tied: Tied) -> None:
+    """Refuse what is wrong whatever the model is."""
+    for name, value, allowed in (
+        ("by", by, By),
+        ("trace", trace, Trace),
+        ("tied", tied, Tied),
+        ("units", units, Units),
+    ):
+        if value not in get_args(allowed) and (name, value) != ("units", None):
+            raise unknown(name, value, get_args(allowed))
+    listed = isinstance(cuts, Iterable) and not isinstance(cuts, str)
+    if cuts is not None and (not listed or not all(isinstance(cut, Integral | str) for cut in cuts)):
+        raise UserError(f"cuts={cuts!r}: give a list of numbers of units, or of names of modules, one less than K")
+
+
 def partition(
     model: nn.Module,
     K: int,
@@ -153,18 +169,15 @@ def partition(
         2  1     2       2          20   50%    96 B                -
     """
     check_stages(model, K)
+    check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)
     sample = as_dict(sample)
     kind = units or default_units(model, K, cuts)
-    if kind not in get_args(Units):
-        raise unknown("units", kind, get_args(Units))
-    if by not in get_args(By):
-        raise unknown("partition", by, get_args(By))
-    if trace not in get_args(Trace):
-        raise unknown("trace", trace, get_args(Trace))
-    if tied not in get_args(Tied):
-        raise unknown("tied", tied, get_args(Tied))
-    if speeds is not None and len(speeds) != K:
-        raise UserError(f"{len(speeds)} speeds for {K} stages: give one for each")
+    if speeds is not None and (not isinstance(speeds, Sequence) or len(speeds) != K):
+        raise UserError(f"speeds={speeds!r} for {K} stages: give a list of numbers, one per stage")
+    if not isinstance(memory, Memory | None):
+        raise UserError(f"memory={memory!r}: give offbeat.partitioning.Memory(...)")
+    if not isinstance(pinned, Iterable):
+        raise UserError(f"pinned={pinned!r}: give a list of numbers of units")
     if K == 1 and not cuts:
         return Partition([as_stage(model, Inputs.of(model, sample))], [], kind, _block_names(model), [])
     plain = by == "flops" and speeds is None and memory is None and not pinned
