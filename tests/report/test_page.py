@@ -17,7 +17,7 @@ from command import Command
 from offbeat import models
 from offbeat.report.cuts import parts as stages
 from offbeat.report.overview import curves, grouped
-from offbeat.report.page import Part, html, parts, write_report
+from offbeat.report.page import ReportPart, html, parts, write_report
 from offbeat.report.read import Epoch, RunRecord, read_run
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.tables import TABLES, Paper, Table
@@ -201,7 +201,7 @@ def test_a_page_of_hundreds_of_long_runs_stays_below_3_megabytes():
     assert families[0].drawings()[0].caption == "One epoch of 4 is drawn."
     values = max(families[0].drawings()[0].chart.to_dict()["datasets"].values(), key=len)
     assert [row["x"] for row in values if row["series"] == "resnet56-adl-k8-m4-sc-0"] == list(range(4, 301, 4))
-    assert len(html([Part("a title", "Reproduction", families)])) < 2_300_000
+    assert len(html([ReportPart("a title", "Reproduction", families)])) < 2_300_000
 
 
 TEXT = {"model": "gpt:layers=2,width=8,heads=1,context=8", "data": "text", "data_dir": __file__, "shape": None}

@@ -9,7 +9,7 @@ from pathlib import Path
 from offbeat import models
 from offbeat.errors import UserError, unknown
 from offbeat.studies.bench.cuts import check
-from offbeat.studies.bench.rows import Setting, settings_by_method
+from offbeat.studies.bench.rows import BenchSetting, settings_by_method
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BenchRequest:
     minutes: float | None = None
     out: Path | None = None
 
-    def setting(self) -> Setting:
+    def setting(self) -> BenchSetting:
         """What all rows share, checked; the cuts are decided later."""
         check_numbers(
             self.minutes,
@@ -60,7 +60,7 @@ class BenchRequest:
         if self.device == "cpu" and self.precision != "fp32":
             raise UserError(f"precision={self.precision!r} on the cpu: the rows of torch are fp32 there, leave it out")
         shape, classes = models.default_size(self.model, shape=self.shape)
-        setting = Setting(
+        setting = BenchSetting(
             self.model,
             shape,
             classes,

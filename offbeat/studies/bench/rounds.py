@@ -26,7 +26,7 @@ from offbeat.studies.bench.rows import (
     ALWAYS,
     OURS,
     BenchRow,
-    Setting,
+    BenchSetting,
     chosen,
     cores_here,
     left_out,
@@ -55,7 +55,7 @@ class Bench:
     """A benchmark that runs: its worker groups, and what they have measured."""
 
     request: BenchRequest
-    setting: Setting
+    setting: BenchSetting
     runner: StudyRunner
     rows: list[BenchRow]
     origin: dict[str, Any]
@@ -356,7 +356,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     earlier = stored(out / "bench.json", identity(request, setting), made)
     if earlier:
         names = setting.as_dict()
-        setting = Setting.of({name: value for name, value in earlier["settings"].items() if name in names})
+        setting = BenchSetting.of({name: value for name, value in earlier["settings"].items() if name in names})
     else:
         setting = placed(
             setting,
@@ -382,7 +382,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     return run.as_dict(), out
 
 
-def identity(request: BenchRequest, setting: Setting) -> dict[str, Any]:
+def identity(request: BenchRequest, setting: BenchSetting) -> dict[str, Any]:
     """The settings by which a record is that of a request."""
     decided = () if request.cuts else ("cuts", "units", "chunk_cuts")  # here, by the first command
     given = {name: value for name, value in setting.as_dict().items() if name not in decided}
