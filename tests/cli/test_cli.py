@@ -198,10 +198,10 @@ def test_a_dry_run_prints_what_would_run_and_writes_nothing(offbeat, monkeypatch
     assert "nothing was trained" in spoken.out
     assert f"K={how[1]}" in spoken.out
 
-    told = offbeat("train", *SMALL, *how, "--batch-size", 3, "--out", "runs/x", "--dry-run", "--json")
-    assert told.code == 0
-    assert told.err == ""
-    checked = json.loads(told.out)
+    printed = offbeat("train", *SMALL, *how, "--batch-size", 3, "--out", "runs/x", "--dry-run", "--json")
+    assert printed.code == 0
+    assert printed.err == ""
+    checked = json.loads(printed.out)
     assert checked["recipe"]["K"] == how[1]
     assert len(checked["recipe"]["cuts"]) == how[1] - 1
     assert checked["batches_an_epoch"] == 3  # 8 samples: the short last batch is used
@@ -253,15 +253,15 @@ def test_models_are_listed_with_parameters_flops_and_largest_k(offbeat, monkeypa
 
 @pytest.mark.parametrize("command", [(), ("train",), ("models",), ("demo",)])
 def test_help_is_printed(offbeat, command, tmp_path):
-    told = offbeat(*command, "--help")
-    assert (told.code, told.err) == (0, "")
-    assert "Usage" in told.out
+    printed = offbeat(*command, "--help")
+    assert (printed.code, printed.err) == (0, "")
+    assert "Usage" in printed.out
     assert contents(tmp_path) == {}
 
 
 def test_the_help_of_train_names_every_option(offbeat, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    told = offbeat("train", "--help").out
+    printed = offbeat("train", "--help").out
     for option in (
         "--model",
         "--data",
@@ -282,7 +282,7 @@ def test_the_help_of_train_names_every_option(offbeat, monkeypatch):
         "--dry-run",
         "--config",
     ):
-        assert option in told
+        assert option in printed
 
 
 def test_the_version_is_printed(offbeat):
@@ -366,7 +366,7 @@ def test_the_rate_ramps_up_over_three_epochs_and_falls_to_a_tenth_per_milestone(
 
 def test_a_reason_of_several_stages_is_reported_once_in_one_line(capsys):
     others = []
-    tell = brief(lambda *told, **more: others.append(told))
+    tell = brief(lambda *reported, **more: others.append(reported))
     for k in (1, 2, 3):
         tell(f"stage {k} is not recorded and runs eagerly: it draws\nrandom numbers", NotRecorded, "x.py", 1)
         tell(NotFused(f"stage {k} is not fused and runs as it is: no BatchNorm"), NotFused, "x.py", 1)

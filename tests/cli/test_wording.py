@@ -86,12 +86,12 @@ def test_settings_without_an_option_are_printed_as_part_of_the_method(method, te
 def test_no_error_of_the_command_line_names_an_argument_of_python(offbeat: Command, name):
     arguments, _ = OPTIONS[name]
     base = SMALL if "--data" not in arguments else ("--model", "mlp", "--epochs", "1")
-    said = offbeat("train", *base, *arguments).err
+    printed = offbeat("train", *base, *arguments).err
     parameters = context().command.params
     options = {parameter.name for parameter in parameters}
-    assert not [found[0] for found in ARGUMENT.finditer(said) if found[1] in options], said
+    assert not [found[0] for found in ARGUMENT.finditer(printed) if found[1] in options], printed
     known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
-    assert set(re.findall(r"(?<!\S)--?[a-zA-Z][-a-z]*", said)) <= known | {"--help", "--epoch"}, said
+    assert set(re.findall(r"(?<!\S)--?[a-zA-Z][-a-z]*", printed)) <= known | {"--help", "--epoch"}, printed
 
 
 def texts_of_errors(path: Path) -> list[str]:
@@ -208,18 +208,18 @@ def refusal(given: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_an_error_of_the_library_suggests_is_python_and_helps(name):
-    said = refusal(WRONG[name])
-    assert said, "not refused"
-    assert "--" not in said
-    for found in ARGUMENT.finditer(said):
+    message = refusal(WRONG[name])
+    assert message, "not refused"
+    assert "--" not in message
+    for found in ARGUMENT.finditer(message):
         assert found[1] in NAMES
         if found[2] not in (None, "nan"):
             ast.parse(f"train({found[0]})")
-    before, _, suggested = said.rpartition(": ")
+    before, _, suggested = message.rpartition(": ")
     arguments = [found for found in ARGUMENT.finditer(suggested) if found[2]]
     for found in arguments:
         if found[0] not in before:
-            assert refusal({**WRONG[name], found[1]: ast.literal_eval(found[2])}) != said
+            assert refusal({**WRONG[name], found[1]: ast.literal_eval(found[2])}) != message
 
 
 @pytest.mark.filterwarnings("always::offbeat.errors.Unbalanced")

@@ -56,9 +56,9 @@ def same(a: object, b: object) -> bool:
 
 
 def refused(words: tuple[str, ...], *arguments: object, **options: object) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         partition(*arguments, **options)
-    line = str(told.value)
+    line = str(raised.value)
     assert "\n" not in line
     for word in words:
         assert word in line, line

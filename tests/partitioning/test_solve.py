@@ -177,7 +177,7 @@ def test_two_thousand_units_into_32_stages_take_less_than_a_second(shape):
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("asked", "message"),
     [
         ({"costs": [1, 2], "K": 0}, r"K=0 stages: use a whole number from 1 up"),
         ({"costs": [1, 2], "K": 1.5}, r"K=1\.5 stages"),
@@ -197,8 +197,8 @@ def test_two_thousand_units_into_32_stages_take_less_than_a_second(shape):
         ({"costs": [1, 2], "K": 2, "exposed_below": [1]}, r"1 exposed_below for 2 units"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(asked, says):
-    with pytest.raises(UserError, match=says) as refused:
+def test_what_cannot_be_is_refused_in_one_line(asked, message):
+    with pytest.raises(UserError, match=message) as refused:
         solve(**asked)
     assert "\n" not in str(refused.value)
 
