@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -172,8 +172,10 @@ def partition(
     check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)
     sample = as_dict(sample)
     kind = units or default_units(model, K, cuts)
-    if speeds is not None and (not isinstance(speeds, Sequence) or len(speeds) != K):
-        raise UserError(f"speeds={speeds!r} for {K} stages: give a list of numbers, one per stage")
+    if speeds is not None and not isinstance(speeds, Sized):
+        raise UserError(f"speeds={speeds!r}: give a list of numbers, one per stage")
+    if speeds is not None and len(speeds) != K:
+        raise UserError(f"{len(speeds)} speeds for {K} stages: give one for each")
     if not isinstance(memory, Memory | None):
         raise UserError(f"memory={memory!r}: give offbeat.partitioning.Memory(...)")
     if not isinstance(pinned, Iterable):

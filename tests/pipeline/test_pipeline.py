@@ -352,7 +352,7 @@ def test_any_optimizer_of_torch_trains_every_stage(optimizer):
         ({"K": 0}, "K=0"),
         ({"K": 3}, "3 stages but only 2 units"),
         ({"K": 2, "cuts": [2]}, "cuts \\[2\\] of 2 units"),
-        ({"K": 2, "cuts": [1, 1]}, "2 cuts"),
+        ({"K": 2, "cuts": [1, 1]}, "gives 3 stages, not K=2: give 1 cut"),
         ({"K": 2, "method": "adll"}, "did you mean 'adl'"),
         ({"K": 2, "method": "adl", "M": 0}, "M=0"),
         ({"K": 2, "M": 3}, "M=3 beside a method"),
