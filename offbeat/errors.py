@@ -55,16 +55,19 @@ class Interrupted(Exception):
     """Ctrl-C, with a line for the user; the command line exits with code 130."""
 
 
-def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
+def unknown(kind: str, name: object, allowed: Iterable[str]) -> UserError:
     """The error for a name that does not exist, with the nearest one that does.
 
     >>> print(unknown("method", "ald", ["adl", "bp"]))
     unknown method 'ald': did you mean 'adl'? (one of adl, bp)
+    >>> print(unknown("on_nan", "skp", ["raise", "skip"]))  # an argument, which the command line prints as its option
+    unknown on_nan='skp': did you mean 'skip'? (one of raise, skip)
     """
     names = list(allowed)
-    nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? (one of " if nearest else "use one of ("
-    return UserError(f"unknown {kind.replace('_', ' ')} {name!r}: {hint}{', '.join(names)})")
+    separator = "=" if "_" in kind else " "
+    return UserError(f"unknown {kind}{separator}{name!r}: {hint}{', '.join(names)})")
 
 
 def number(value: Any, meaning: str, allowed: str, fits: Callable[[float], bool], *, whole: bool = False) -> None:

@@ -38,8 +38,8 @@ def offbeat(monkeypatch, capsys, tmp_path) -> Command:
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
             cli.main()
-        said = capsys.readouterr()
-        return Outcome(0 if exit.value.code is None else exit.value.code, said.out, said.err)
+        printed = capsys.readouterr()
+        return Outcome(0 if exit.value.code is None else exit.value.code, printed.out, printed.err)
 
     return run
 

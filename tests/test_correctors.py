@@ -105,10 +105,10 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_an_invalid_corrector_is_reported_in_one_line(case):
-    given, said = BAD[case]
+    given, message = BAD[case]
     with pytest.raises(offbeat.UserError) as error:
         named("adl", corrector=given)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -276,7 +276,7 @@ def test_a_declaration_that_no_engine_could_carry_out_is_refused():
     from offbeat.methods import lags
 
     head = offbeat.DGL().head
-    for answers, said in (
+    for answers, message in (
         ({"lag": lags.none, "feedback": "local"}, "feedback local needs a head"),
         ({"lag": lags.none, "head": head}, "a head needs feedback"),
         ({"lag": lags.one_way, "feedback": "local", "head": head}, "no lag"),
@@ -284,7 +284,7 @@ def test_a_declaration_that_no_engine_could_carry_out_is_refused():
         ({"lag": lags.one_way, "m": 2}, "with micro-batches there is one update per batch"),
         ({"lag": lags.none, "m": 2, "M": 2}, "with micro-batches there is one update per batch"),
     ):
-        with pytest.raises(offbeat.UserError, match=f"method toy: .*{said}"):
+        with pytest.raises(offbeat.UserError, match=f"method toy: .*{message}"):
             Method(name="toy", **answers)
 
 

@@ -84,11 +84,11 @@ def test_a_lag_that_is_no_formula_is_described_by_its_docstring():
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_table_has_a_line_a_method_and_shortens_nothing(offbeat, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    told = offbeat("methods")
-    assert (told.code, told.err) == (0, "")
-    assert max(map(len, told.out.splitlines())) <= columns
-    assert "…" not in told.out
-    rows = {line.split()[0]: line for line in told.out.splitlines() if line.strip() and line.startswith("  ")}
+    printed = offbeat("methods")
+    assert (printed.code, printed.err) == (0, "")
+    assert max(map(len, printed.out.splitlines())) <= columns
+    assert "…" not in printed.out
+    rows = {line.split()[0]: line for line in printed.out.splitlines() if line.strip() and line.startswith("  ")}
     for name in METHODS:
         described = describe(name)
         assert described.lag in rows[name]
@@ -98,13 +98,13 @@ def test_the_table_has_a_line_a_method_and_shortens_nothing(offbeat, monkeypatch
 
 @pytest.mark.parametrize("name", METHODS)
 def test_one_method_is_described_with_its_docstring_and_its_timeline(offbeat, name):
-    told = offbeat("methods", name)
-    assert (told.code, told.err) == (0, "")
-    assert named(name).title in told.out
-    assert "stage 1 | " in told.out
+    printed = offbeat("methods", name)
+    assert (printed.code, printed.err) == (0, "")
+    assert named(name).title in printed.out
+    assert "stage 1 | " in printed.out
     page = json.loads(offbeat("methods", name, "--json").out)
-    assert page["text"] in told.out
-    assert page["timeline"] in told.out
+    assert page["text"] in printed.out
+    assert page["timeline"] in printed.out
     assert page["name"] == name
 
 

@@ -111,6 +111,16 @@ def test_every_folder_states_what_it_may_import():
         assert "May import" in (ast.get_docstring(ast.parse(path.read_text())) or ""), path
 
 
+def test_no_two_public_classes_of_the_package_share_a_name():
+    found: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
+    assert len(found) > 200
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
 def test_names_of_tests_are_at_most_80_characters():
     files = (ROOT / "tests").rglob("test_*.py")
     names = [name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())]

@@ -60,8 +60,8 @@ def test_drawing_needs_no_torch_and_reads_no_packages():
         "draw(offbeat.ADL(M=2), 2, range(4)); "
         "print('torch' in sys.modules, 'importlib.metadata' in sys.modules)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert told.stdout == "False False\n", told.stderr
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert printed.stdout == "False False\n", printed.stderr
 
 
 def Waiting(M: int = 4, *, slack: int = 2) -> Method:  # noqa: N802
@@ -202,19 +202,19 @@ def offbeat_sgd(parameters):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_name_lists_every_setting_with_its_default(offbeat, name):
-    told = offbeat("methods", name).out
+    printed = offbeat("methods", name).out
     page = json.loads(offbeat("methods", name, "--json").out)
     assert [each["name"] for each in page["settings"]] == list(settings_of(name))
     for setting in settings_of(name).values():
-        assert re.search(rf"\b{re.escape(str(setting))} +{re.escape(setting.allowed)}\n", told)
+        assert re.search(rf"\b{re.escape(str(setting))} +{re.escape(setting.allowed)}\n", printed)
 
 
 def test_methods_reports_packages_that_cannot_be_used(packages, offbeat, monkeypatch):
     monkeypatch.setattr("offbeat.describe.METHODS", methods.METHODS)
-    told = offbeat("methods")
-    assert told.code == 0
-    assert "waiting" in told.out
-    assert sorted(line.split(" (")[0] for line in told.err.splitlines()) == [
+    printed = offbeat("methods")
+    assert printed.code == 0
+    assert "waiting" in printed.out
+    assert sorted(line.split(" (")[0] for line in printed.err.splitlines()) == [
         f"offbeat: method {name} of package others cannot be used" for name in ("adl", "broken", "gone")
     ]
 

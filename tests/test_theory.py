@@ -117,7 +117,7 @@ def test_under_the_corollary_the_bound_of_theorem_2_vanishes():
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda: theory.constant_step_bound(ADL(1), 1, gamma=2, **(KNOWN | {"L": 1})), "use gamma <= 1"),
         (lambda: theory.theorem_3_step(ADL(1), 1, epsilon=1e6, **KNOWN), "use epsilon <= "),
@@ -129,8 +129,8 @@ def test_under_the_corollary_the_bound_of_theorem_2_vanishes():
         (lambda: theory.theorem_3(ADL(1), 1, version="proof", **KNOWN), "unknown version 'proof'"),
     ],
 )
-def test_what_a_theorem_excludes_is_refused(call, says):
-    with pytest.raises(UserError, match=says):
+def test_what_a_theorem_excludes_is_refused(call, message):
+    with pytest.raises(UserError, match=message):
         call()
 
 

@@ -21,7 +21,7 @@ PANELS = {  # headings in the help, per group of options; NUMERICS have their ow
     "Running": "Parallelism",
     "Schedule": "Optimisation",
     "Saving": "Checkpoints",
-    "Diagnosis": "Diagnosis",
+    "DiagnosisOptions": "Diagnosis",
 }
 NUMERICS = ("precision", "compile", "fuse", "tune")
 
@@ -208,7 +208,7 @@ class Saving:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class DiagnosisOptions:
     """Measurements during training, which do not change its results."""
 
     trace: Annotated[
@@ -237,7 +237,7 @@ LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options with severa
 }
 
 
-def chosen(*groups: Data | OneMethod | Stages | Schedule | Saving | Diagnosis) -> dict[str, Any]:
+def chosen(*groups: Data | OneMethod | Stages | Schedule | Saving | DiagnosisOptions) -> dict[str, Any]:
     """The given options, in the names and types of a recipe."""
     values: dict[str, Any] = {}
     for group in groups:

@@ -25,7 +25,7 @@ def train(
     stages: options.Stages,
     schedule: options.Schedule,
     saved: options.Saving,
-    diagnosis: options.Diagnosis,
+    diagnosis: options.DiagnosisOptions,
     seed: Annotated[int | None, typer.Option(help="Random seed. (default 0)")] = None,
     resume: Annotated[
         Path | None,

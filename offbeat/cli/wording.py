@@ -26,7 +26,15 @@ from offbeat.settings import shown, split
 VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()]*\)|\[[^\[\]]*\]|[-+\w](?:[-+.\w]*\w)?"""
 ARGUMENT = re.compile(rf"(?<![\w.:,/='\"-])([A-Za-z]\w*)=({VALUE})?(?![\w=])")
 RUNNING: ContextVar[typer.Context | None] = ContextVar("RUNNING", default=None)  # the command that runs
-ELSEWHERE = {"recipe": "config"}  # arguments whose options have another name
+ELSEWHERE = {  # arguments whose options have another name
+    "recipe": "config",
+    "methods": "method",
+    "minutes": "budget_minutes",
+    "together": "side_by_side",
+    "profile_file": "profile",
+    "pinned": "pin",
+    "by": "partition",
+}
 
 
 @contextmanager
@@ -55,7 +63,7 @@ def in_options(text: str, context: typer.Context) -> str:
 
     def option(found: re.Match[str]) -> str:
         name, value = found[1], found[2]
-        parameter = parameters.get(ELSEWHERE.get(name, name))
+        parameter = parameters.get(name) or parameters.get(ELSEWHERE.get(name, name))
         if _is_setting(name, context) and (parameter is None or context.params.get(name) is None):
             return f"--method {_method(context)}:{name}={_text(value)}" if value else f"{name} of --method"
         if parameter is None and name == "resume" and value:  # of a run that another command has started

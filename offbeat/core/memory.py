@@ -24,7 +24,7 @@ def size(*contents: Any) -> int:
     return sum(places.values())
 
 
-class Saved:
+class SavedTensors:
     """The tensors that autograd keeps for the backward of one forward, other than parameters and buffers."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:

@@ -18,7 +18,7 @@ from offbeat.core.descriptions import USER_CODE_ERRORS, batch_name, shapes
 from offbeat.core.fused import Fused
 from offbeat.core.in_flight import InFlight
 from offbeat.core.lazy_copy import lazy_copy
-from offbeat.core.memory import Saved, size
+from offbeat.core.memory import SavedTensors, size
 from offbeat.core.precision import PrecisionPolicy
 from offbeat.core.random_stream import RandomStream
 from offbeat.core.weights import Version, WeightPolicy, call, substituted
@@ -126,7 +126,7 @@ class StageNetwork:
                 stack.enter_context(self.deferred.collecting())
             if self.batch_bytes is None:
                 own = [*self.module.parameters(), *self.module.buffers(), *self.parameters.values()]
-                saved = Saved([*own, *(version.tensors or {}).values()])
+                saved = SavedTensors([*own, *(version.tensors or {}).values()])
                 stack.enter_context(saved.watching())
             yield
         if self.batch_bytes is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from offbeat.correctors.corrector import Corrector, StageContext, Tensors, nonnegative
 from offbeat.correctors.optimizer import kept_tensors
-from offbeat.errors import number
+from offbeat.errors import UserError, number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,8 @@ class DelayCompensation(Corrector):
     adaptive: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.adaptive, bool):
+            raise UserError(f"adaptive={self.adaptive!r}: use True or False")
         number(self.lambda_, "lambda of the delay compensation", "use a number from 0 up", nonnegative)
 
     def active(self, context: StageContext) -> bool:

@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -98,8 +98,26 @@ def of_folder() -> dict[str, Make]:
         name = make().name
         if name in named:
             raise TypeError(f"{named[name].__module__} and {make.__module__} both declare the method {name!r}")
-        named[name] = make
+        named[name] = checked(make)
     return {name: named[name] for name in sorted(named, key=lambda name: _place(name))}
+
+
+def checked(make: Make) -> Make:
+    """The function of a method, which refuses arguments that its signature does not allow in one line."""
+    signature = inspect.signature(make)
+
+    @wraps(make)
+    def method(*args: Any, **given: Any) -> Method:
+        takes = declared(make)
+        try:
+            bound = signature.bind(*args, **given)
+        except TypeError as error:
+            raise UserError(f"{make.__name__} {error}: {listed(takes)}") from None
+        for name, value in bound.arguments.items():
+            takes[name].check(value)
+        return make(*args, **given)
+
+    return method
 
 
 def _place(name: str) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from offbeat.method import Method
 
 def alone(K: int) -> str | None:
     """Data parallelism does not cut the model."""
-    return None if K == 1 else "its workers hold the whole model: use K = 1, and N for the number of workers"
+    return None if K == 1 else "its workers hold the whole model: use K=1, and N for the number of workers"
 
 
 def ASGD(N: int = 4, *, corrector: CorrectorLike = None) -> Method:  # noqa: N802

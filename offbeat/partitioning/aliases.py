@@ -232,7 +232,7 @@ def returns_several(op: Op, model: nn.Module) -> bool:
     return opaque(op, model) or action(op) in SEVERAL
 
 
-class Memory:
+class AliasedMemory:
     """Which names of a program may share memory, and when that memory is written."""
 
     def __init__(self, program: Program, model: nn.Module) -> None:
@@ -297,7 +297,7 @@ def _crossed_twice(lives: list[tuple[int, int]]) -> Iterator[int]:
             yield from range(place, following)
 
 
-def carriers(program: Program, model: nn.Module, memory: Memory) -> set[str]:
+def carriers(program: Program, model: nn.Module, memory: AliasedMemory) -> set[str]:
     """The names whose values gradients may flow through: not masks, sizes, or what no_grad computes.
 
     Writing x[0] = y makes gradients flow through x, and through all that shares its memory.

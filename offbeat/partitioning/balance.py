@@ -90,7 +90,7 @@ def imbalance(
     largest = max(range(start, end), key=lambda n: costs[n])
     size = costs[largest] / (sum(costs) / len(loads))
     fitting = int(len(loads) / size)
-    fewer = f"use K <= {fitting}, or " if 1 < fitting < len(loads) else ""
+    fewer = f"use K={fitting} or fewer, or " if 1 < fitting < len(loads) else ""
     stage = f"uneven cuts: stage {slowest + 1} of {len(loads)} has {max(loads) / mean:.2f} times the mean cost"
     if size > 1:
         return f"{stage}: {names[largest]} alone has {size:.2f} times; {fewer}{remedy}"

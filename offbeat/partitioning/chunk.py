@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offbeat.errors import UserError
 from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.message import decode, duplicate, each_tensor, encode
-from offbeat.partitioning.program import DEVICE, Held, Step, execute, fill
+from offbeat.partitioning.program import DEVICE, BoundOp, Held, execute, fill
 
 
 class Mode:
@@ -56,7 +56,7 @@ class StageProgram:
 
     batch: Inputs | None  # at the first stage: how the batch becomes its inputs
     inputs: tuple[str, ...]
-    steps: list[Step]
+    steps: list[BoundOp]
     outputs: tuple[str, ...]
     output: Any
     copied: tuple[str, ...]  # inputs that it may write into

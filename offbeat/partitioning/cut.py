@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from offbeat.errors import UserError, first_line
-from offbeat.partitioning.solve import solve
+from offbeat.partitioning.solve import check_count, solve, too_few_units
 
 
 def units(model: nn.Module) -> list[nn.Module]:
@@ -72,8 +72,7 @@ def cut(model: nn.Module, K: int, *, cuts: Sequence[int] | None = None, sample: 
             raise UserError("there is no batch to cut the model by: give a sample, or cuts=[...]")
         return balanced(forward_flops(model, sample), K) if K > 1 else []
     chosen = list(cuts)
-    if len(chosen) != K - 1:
-        raise UserError(f"{len(chosen)} cuts {chosen} make {len(chosen) + 1} stages but K={K}: give {K - 1} cuts")
+    check_count(chosen, K)
     if any(a >= b for a, b in zip([0, *chosen], [*chosen, count], strict=True)):
         raise UserError(f"cuts {chosen} of {count} units: they must increase, from 1 to {count - 1}")
     return chosen
@@ -83,6 +82,8 @@ def check_stages(model: nn.Module, K: int) -> None:
     """Refuse a K that no cut of this model can give, as far as can be seen without tracing."""
     if isinstance(K, bool) or not isinstance(K, int) or K < 1:
         raise UserError(f"K={K!r} stages: use a whole number from 1 up")
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is of type {type(model).__name__}: give an nn.Module")
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if K > 1 and scripted:
         which = f"{scripted[0]} is" if scripted[0] else "the model is"
@@ -99,9 +100,7 @@ def check_blocks(model: nn.Module, K: int) -> None:
             f"own): give one, or a list of {K} stages"
         )
     if count < K:
-        raise UserError(
-            f"{K} stages but only {count} unit{'s' * (count > 1)} to cut between: use K <= {count}, or units='layers'"
-        )
+        raise too_few_units(K, count, ", or units='layers'")
 
 
 def split(model: nn.Module, cuts: Sequence[int]) -> list[nn.Module]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from numbers import Integral
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -19,7 +20,7 @@ from offbeat.partitioning.chunk import as_stage
 from offbeat.partitioning.cut import balanced, check_blocks, check_stages, cut, forward_flops, is_sequence, split, units
 from offbeat.partitioning.inputs import Inputs, as_dict, depends_on_batch
 from offbeat.partitioning.profile import Profile, profile, profile_blocks
-from offbeat.partitioning.solve import Memory, Solution, solve
+from offbeat.partitioning.solve import Memory, Solution, check_count, solve, too_few_units
 from offbeat.partitioning.ties import Tied, TiedParameter
 from offbeat.partitioning.timing import Load, Meter, one_by_one
 from offbeat.partitioning.trace import Traced, Way
@@ -117,6 +118,21 @@ def _ties_entries(model: nn.Module) -> bool:
     return sum(map(len, each)) > len(set[int]().union(*each))
 
 
+def check_cutting(*, cuts: Any, units: Units | None, by: By, trace: Trace, tied: Tied) -> None:
+    """Refuse what is wrong whatever the model is."""
+    for name, value, allowed in (
+        ("by", by, By),
+        ("trace", trace, Trace),
+        ("tied", tied, Tied),
+        ("units", units, Units),
+    ):
+        if value not in get_args(allowed) and (name, value) != ("units", None):
+            raise unknown(name, value, get_args(allowed))
+    listed = isinstance(cuts, Iterable) and not isinstance(cuts, str)
+    if cuts is not None and (not listed or not all(isinstance(cut, Integral | str) for cut in cuts)):
+        raise UserError(f"cuts={cuts!r}: give a list of numbers of units, or of names of modules, one less than K")
+
+
 def partition(
     model: nn.Module,
     K: int,
@@ -154,18 +170,17 @@ def partition(
         2  1     2       2          20   50%    96 B                -
     """
     check_stages(model, K)
+    check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)
     sample = as_dict(sample)
     kind = units or default_units(model, K, cuts)
-    if kind not in get_args(Units):
-        raise unknown("units", kind, get_args(Units))
-    if by not in get_args(By):
-        raise unknown("by", by, get_args(By))
-    if trace not in get_args(Trace):
-        raise unknown("trace", trace, get_args(Trace))
-    if tied not in get_args(Tied):
-        raise unknown("tied", tied, get_args(Tied))
+    if speeds is not None and not isinstance(speeds, Sized):
+        raise UserError(f"speeds={speeds!r}: give a list of numbers, one per stage")
     if speeds is not None and len(speeds) != K:
         raise UserError(f"{len(speeds)} speeds for {K} stages: give one for each")
+    if not isinstance(memory, Memory | None):
+        raise UserError(f"memory={memory!r}: give offbeat.partitioning.Memory(...)")
+    if not isinstance(pinned, Iterable):
+        raise UserError(f"pinned={pinned!r}: give a list of numbers of units")
     if K == 1 and not cuts:
         return Partition([as_stage(model, Inputs.of(model, sample))], [], kind, _block_names(model), [])
     plain = by == "flops" and speeds is None and memory is None and not pinned
@@ -189,8 +204,7 @@ def partition(
         if speeds is None and memory is None and not pinned:
             notes = _warned(imbalance(times, names, solution.cuts, solution.costs, remedy=remedy))
     chosen = positions(cuts, names, [unit.module for unit in traced.units])
-    if len(chosen) != K - 1:
-        raise UserError(f"{len(chosen)} cuts {list(cuts)} make {len(chosen) + 1} stages but K={K}: give {K - 1} cuts")
+    check_count(list(cuts), K)
     stages = traced.split(chosen, tied=tied)
     count = None if sample is None else partial(_counted, found, model, sample, traced)
     ties = tuple(traced.ties.values())
@@ -248,7 +262,7 @@ def _too_few_units(traced: Traced, K: int, most: int, *, tied: Tied, sample: Any
         why += "; or give a sample: running it may show more units"
     if shared := traced.shared(tied):
         why += f"; {', '.join(shared)} cannot be used by two stages: give tied='copies', a copy for each"
-    return UserError(f"{K} stages but only {most} unit{'s' * (most > 1)} to cut between: use K <= {most}{why}")
+    return too_few_units(K, most, why)
 
 
 def positions(cuts: Sequence[int | str], names: Sequence[str], modules: Sequence[str]) -> list[int]:

@@ -112,7 +112,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodCall:
     """A tensor's method as a function."""
 
     name: str
@@ -144,7 +144,7 @@ class Supplied:
 
 
 @dataclass
-class Step:
+class BoundOp:
     """An operation bound to the layers that it runs on; `done` names the values that nobody needs after it."""
 
     name: str
@@ -154,7 +154,7 @@ class Step:
     done: tuple[str, ...] = ()
 
 
-def bind(ops: Sequence[Op], root: nn.Module, keep: set[str], received: Mapping[str, str] = NOTHING) -> list[Step]:
+def bind(ops: Sequence[Op], root: nn.Module, keep: set[str], received: Mapping[str, str] = NOTHING) -> list[BoundOp]:
     """The operations on the layers under `root`, which frees all values but those to keep after their last use.
 
     `received` has the names of the values that stand for parameters of the model, by their paths.
@@ -167,7 +167,7 @@ def bind(ops: Sequence[Op], root: nn.Module, keep: set[str], received: Mapping[s
     return steps
 
 
-def _step(op: Op, root: nn.Module, received: Mapping[str, str]) -> Step:
+def _step(op: Op, root: nn.Module, received: Mapping[str, str]) -> BoundOp:
     args = held(op.args, root, received)
     if op.kind == "call_module":
         call: Callable[..., Any] = root.get_submodule(op.target)
@@ -176,8 +176,8 @@ def _step(op: Op, root: nn.Module, received: Mapping[str, str]) -> Step:
         if given:
             call, args = Supplied(root.get_submodule(op.target), tuple(given)), (tuple(map(Ref, given.values())), *args)
     else:
-        call = Method(op.target) if op.kind == "call_method" else op.target
-    return Step(op.name, call if op.grad else WithoutGrad(call), args, held(op.kwargs, root, received))
+        call = MethodCall(op.target) if op.kind == "call_method" else op.target
+    return BoundOp(op.name, call if op.grad else WithoutGrad(call), args, held(op.kwargs, root, received))
 
 
 def held(content: Any, root: nn.Module, received: Mapping[str, str] = NOTHING) -> Any:
@@ -215,7 +215,7 @@ def fill(content: Any, values: dict[str, Any]) -> Any:
     return content
 
 
-def execute(steps: Sequence[Step], values: dict[str, Any]) -> None:
+def execute(steps: Sequence[BoundOp], values: dict[str, Any]) -> None:
     """Run the steps in order; each adds its value and drops those that nobody needs any more."""
     for step in steps:
         values[step.name] = step.call(*fill(step.args, values), **fill(step.kwargs, values))

@@ -42,7 +42,7 @@ def record(model: nn.Module, inputs: Inputs) -> tuple[dict[bool, Program], dict[
     while True:
         programs, failed = {}, {}
         for training in (True, False):
-            recorder = Recorder(_shadow(model, training), atomic, inputs)
+            recorder = ForwardTracer(_shadow(model, training), atomic, inputs)
             programs[training] = recorder.program()
             failed.update(recorder.failed)
         if not failed:
@@ -101,7 +101,7 @@ def _shadow(model: nn.Module, training: bool) -> nn.Module:
     return shadow if training and model.training else shadow.train(training)
 
 
-class Recorder(fx.Tracer):
+class ForwardTracer(fx.Tracer):
     """Records one forward; goes on where a submodule fails, to find all that do (then the program is no good)."""
 
     def __init__(self, model: nn.Module, atomic: Mapping[str, str], inputs: Inputs) -> None:

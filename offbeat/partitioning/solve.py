@@ -315,14 +315,38 @@ def _plain(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.17g}"
 
 
+def too_few_units(K: int, count: int, otherwise: str = "") -> UserError:
+    """
+    >>> print(too_few_units(4, 2, ", or a deeper model"))
+    4 stages but only 2 units to cut between: use K=2 or fewer, or a deeper model
+    """
+    return UserError(
+        f"{K} stages but only {count} unit{'s' * (count > 1)} to cut between: use {_at_most(count)}{otherwise}"
+    )
+
+
+def check_count(cuts: Sequence[object], K: int) -> None:
+    """Refuse cuts that do not make K stages.
+
+    >>> check_count([3], 3)
+    Traceback (most recent call last):
+    offbeat.errors.UserError: cuts=[3] gives 2 stages, not K=3: give 2 cuts
+    """
+    if len(cuts) != K - 1:
+        needed = f"give {K - 1} cut{'s' * (K > 2)}" if K > 1 else "leave the cuts out"
+        raise UserError(f"cuts={list(cuts)} gives {len(cuts) + 1} stage{'s' * (len(cuts) > 0)}, not K={K}: {needed}")
+
+
+def _at_most(stages: int) -> str:
+    return f"K={stages} or fewer" if stages > 1 else "K=1"
+
+
 def _allowed(count: int, K: int, pinned: Collection[int], legal: Collection[int] | None) -> list[int]:
     """The legal cuts in order; refuses what no partition can satisfy."""
     if isinstance(K, bool) or not isinstance(K, int | np.integer) or K < 1:
         raise UserError(f"K={K!r} stages: use a whole number from 1 up")
     if count < K:
-        raise UserError(
-            f"{K} stages but only {count} unit{'s' * (count > 1)} to cut between: use K <= {count}, or a deeper model"
-        )
+        raise too_few_units(K, count, ", or a deeper model")
     every = range(1, count)
     allowed = list(every) if legal is None else sorted(set(legal))
     for name, cuts in (("legal", allowed), ("pinned", pinned)):
@@ -331,7 +355,7 @@ def _allowed(count: int, K: int, pinned: Collection[int], legal: Collection[int]
             raise UserError(f"{name} cut {outside[0]} of {count} units: cuts are from 1 to {count - 1}")
     if len(allowed) < K - 1:
         raise UserError(
-            f"{K} stages but only {len(allowed)} legal cuts among {count} units: use K <= {len(allowed) + 1}, "
+            f"{K} stages but only {len(allowed)} legal cuts among {count} units: use {_at_most(len(allowed) + 1)}, "
             "or a model that can be cut in more places"
         )
     for cut in sorted(set(pinned) - set(allowed)):
@@ -344,7 +368,7 @@ def _allowed(count: int, K: int, pinned: Collection[int], legal: Collection[int]
     if len(set(pinned)) > K - 1:
         raise UserError(
             f"{len(set(pinned))} pinned cuts {sorted(set(pinned))} but {K} stages have {K - 1}: "
-            f"use K >= {len(set(pinned)) + 1}, or pin fewer"
+            f"use K={len(set(pinned)) + 1} or more, or pin fewer"
         )
     return allowed
 

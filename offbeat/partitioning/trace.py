@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch import nn
 
 from offbeat.errors import UserError, first_line
-from offbeat.partitioning.aliases import Memory, buffers_written, carriers, opaque, returns_several
+from offbeat.partitioning.aliases import AliasedMemory, buffers_written, carriers, opaque, returns_several
 from offbeat.partitioning.chunk import Chunk, StageProgram, as_stage
 from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.program import Op, Program, Ref, State, bind, held, marks
@@ -102,7 +102,7 @@ class Traced:
         self.ties: dict[int, TiedParameter] = {}  # by the identity of the parameter
         self.notes = [_note(model, path, reason) for path, reason in atomic.items()]
         self.whole = "" in atomic
-        self.memory = {mode: Memory(program, model) for mode, program in programs.items()}
+        self.memory = {mode: AliasedMemory(program, model) for mode, program in programs.items()}
         self.last_use = {mode: _last_use(program) for mode, program in programs.items()}
         self.units = self._units()
         self._boundaries = {mode: self._crossing(mode) for mode in programs}

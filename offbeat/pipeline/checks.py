@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from offbeat import methods
-from offbeat import partitioning as cutting
 from offbeat.core.optimization import MakeOptimizer, MakeScheduler, arguments_of
 from offbeat.core.stage_network import Loss
+from offbeat.engines import Engine
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
 
@@ -50,34 +51,52 @@ def _with_M(method: Method, M: int) -> str:  # noqa: N802
 def one_of(given: str, allowed: Any, name: str) -> Any:
     """A value of a Literal type."""
     if given not in get_args(allowed):
-        raise unknown(name, str(given), get_args(allowed))
+        raise unknown(name, given, get_args(allowed))
     return given
 
 
 def device_of(device: torch.device | str | None) -> torch.device | None:
     try:
         return None if device is None else torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise UserError(f"device {device!r}: {first_line(error)}") from error
 
 
-def check_options(*, clip_norm: float | None, compile: bool, fuse: bool) -> None:
+def check_options(*, clip_norm: float | None, seed: int, left_out: Sequence[int], compile: bool, fuse: bool) -> None:
+    check_flags(compile=compile, fuse=fuse)
+    whole(seed, "seed", least=0)
+    listed = isinstance(left_out, Iterable) and not isinstance(left_out, str)
+    if not listed or not all(isinstance(batch, Integral) for batch in left_out):
+        raise UserError(f"left_out={left_out!r}: give the numbers of batches, counted from 0, as a list")
     if compile and fuse:
         raise UserError("compile=True and fuse=True: both join the operations of a stage, so give one of them")
     if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
         raise UserError(f"clip_norm={clip_norm!r}: use a number above 0, or None for no clipping")
 
 
-def check_cutting(*, cuts: Any, units: cutting.Units | None, by: cutting.By, trace: cutting.Trace) -> None:
-    one_of(by, cutting.By, "by")
-    one_of(trace, cutting.Trace, "trace")
-    if units is not None:
-        one_of(units, cutting.Units, "units")
-    if cuts is None:
-        return
-    listed = isinstance(cuts, Iterable) and not isinstance(cuts, str)
-    if not listed or not all(isinstance(cut, Integral | str) for cut in cuts):
-        raise UserError(f"cuts={cuts!r}: give a list of numbers of units, or of names of modules, one less than K")
+def whole(value: Any, name: str, *, least: int) -> None:
+    """Refuse what is no whole number, or a smaller one."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise UserError(f"{name}={value!r}: use a whole number from {least} up")
+
+
+def check_flags(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise UserError(f"{name}={value!r}: use True or False")
+
+
+def check_functions(**given: object) -> None:
+    """Refuse arguments that are neither functions nor None."""
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise UserError(f"{name}={function!r}: give a function, or None")
+
+
+def check_loader(given: object, *, functions: bool = True) -> None:
+    if not isinstance(given, Iterable):
+        more = ", or a function of the epoch" if functions else ""
+        raise UserError(f"the loader is {kind_of(given)}: give an iterable of (x, y) or of dicts{more}")
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -121,9 +140,18 @@ def check_makers(optimizer: MakeOptimizer, scheduler: MakeScheduler | None) -> N
         )
 
 
-def check_stages_of_engine(stages: int, K: int) -> None:
-    if stages != K:
-        raise UserError(f"K={K}, but an engine for {stages} stages: give both the same number")
+def check_engine(engine: Engine, K: int) -> None:
+    if not isinstance(getattr(engine, "K", None), int):
+        raise UserError(f"engine is {kind_of(engine)}: give a name, such as 'simulate', or an engine")
+    if engine.K != K:
+        raise UserError(f"K={K}, but an engine for {engine.K} stages: give both the same number")
+
+
+def path_of(path: str | Path) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise UserError(f"path={path!r}: give the name of a file") from None
 
 
 def kind_of(thing: object) -> str:

@@ -122,11 +122,11 @@ class Pipeline:
         self.method.check(self.K)
         wanted = checks.device_of(device)
         if not isinstance(engine, str | None):
-            checks.check_stages_of_engine(engine.K, self.K)
+            checks.check_engine(engine, self.K)
             wanted = engine.device_for(wanted)
         self.precision = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
-        checks.check_options(clip_norm=clip_norm, compile=compile, fuse=fuse)
-        checks.check_cutting(cuts=cuts, units=units, by=by, trace=trace)
+        checks.check_options(clip_norm=clip_norm, seed=seed, left_out=left_out, compile=compile, fuse=fuse)
+        cutting.check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)
         checks.check_loss(loss, self.method)
         checks.check_makers(optimizer, scheduler)
         cutting.check_stages(self.model, self.K)
@@ -298,6 +298,12 @@ class Pipeline:
     ) -> Iterator[None]:
         """`fit` a little at a time: yields after every batch and every epoch, so that several pipelines of one process
         can take turns. Closed before its end, it leaves the batches in flight as they are."""
+        checks.whole(epochs, "epochs", least=1)
+        checks.whole(first_epoch, "first_epoch", least=0)
+        checks.check_functions(before_step=before_step, after_step=after_step, after_epoch=after_epoch)
+        checks.check_flags(drain=drain)
+        if self.first and loader is not None and not callable(loader):
+            checks.check_loader(loader)
         with self._guard(computes=False):  # other pipelines take turns between its steps
             for epoch in range(first_epoch, epochs):
                 for batch in self._epoch(loader, epoch):
@@ -371,6 +377,8 @@ class Pipeline:
     ) -> Generator[None, None, dict[str, Any]]:
         """`evaluate` a little at a time, as `steps` trains: yields after every batch."""
         given = loader if self.first and loader is not None else ()
+        checks.check_loader(given, functions=False)
+        checks.check_functions(metric=metric)
         entering = (batches.input_and_target(*batches.pair(batch, t)) for t, batch in enumerate(given))
         ahead = next(entering, None) if self._assembly is None else None
         self._assembled(ahead[0] if ahead else None)
@@ -443,7 +451,8 @@ class Pipeline:
 
         At any time; in several processes in all of them, since it compares their clocks.
         """
-        self._observation.request_trace(turns, Path(path), notify)
+        checks.check_functions(notify=notify)
+        self._observation.request_trace(turns, checks.path_of(path), notify)
         self._begin_observing()
 
     def diagnose(self, every: int) -> None:

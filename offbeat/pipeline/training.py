@@ -10,7 +10,7 @@ from offbeat.core.micro_batches import micro_batches
 from offbeat.core.worker import Worker
 from offbeat.errors import UserError
 from offbeat.pipeline.batches import pair
-from offbeat.pipeline.checks import kind_of
+from offbeat.pipeline.checks import check_loader
 
 EPOCH_END = "epoch"  # the kind of a mark after the last batch of an epoch; its number counts all batches so far
 Batches = Iterable[tuple[Any, Any] | Mapping[str, Any]]  # (x, y), or dicts of keyword arguments
@@ -30,10 +30,7 @@ def read_epoch(loader: Loader | None, epoch: int, begin: int) -> Iterator[tuple[
     if loader is None:
         raise UserError("no loader in the first stage's process: give an iterable of (x, y), or of dicts")
     given = loader(epoch) if callable(loader) else loader
-    if not isinstance(given, Iterable):
-        raise UserError(
-            f"the loader is {kind_of(given)}: give an iterable of (x, y) or of dicts, or a function of the epoch"
-        )
+    check_loader(given)
     t = begin
     for batch in given:
         yield pair(batch, t)

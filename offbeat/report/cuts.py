@@ -15,7 +15,7 @@ BYTES = 256  # vocabulary of a text without a tokenizer
 
 
 @dataclass(frozen=True)
-class Part:
+class CutStage:
     """A stage; flops are those of the forward of one sample."""
 
     units: int
@@ -25,7 +25,7 @@ class Part:
     flops: int
 
 
-def parts(recipe: Recipe) -> list[Part]:
+def parts(recipe: Recipe) -> list[CutStage]:
     """The stages of a recipe whose cuts are known, counted without weights; UserError where they cannot be."""
     if recipe.cuts is None and recipe.K > 1:
         raise UserError("the cuts are not in the recipe")
@@ -50,7 +50,7 @@ def _facts(recipe: Recipe) -> tuple[tuple[int, ...] | None, int | None]:
 @lru_cache(maxsize=32)
 def _parts(
     model: str, shape: tuple[int, ...] | None, classes: int | None, cuts: tuple[int, ...], units: str
-) -> tuple[Part, ...]:
+) -> tuple[CutStage, ...]:
     from offbeat import models
     from offbeat import partitioning as cutting
 
@@ -70,6 +70,6 @@ def _parts(
     if any(a >= b for a, b in pairwise(edges)):
         raise UserError(f"the cuts {list(cuts)} do not fit the {len(names)} units of {model}")
     return tuple(
-        Part(end - start, names[start], names[end - 1], sum(parameters[start:end]), sum(flops[start:end]))
+        CutStage(end - start, names[start], names[end - 1], sum(parameters[start:end]), sum(flops[start:end]))
         for start, end in pairwise(edges)
     )

@@ -10,7 +10,7 @@ from offbeat.timeline import Costs, Span, timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class SpanBox:
     """A span as it is drawn.
 
     version    of the weights: those that a forward or backward computes with, or that an update makes
@@ -22,7 +22,7 @@ class Box:
     replayed: float = 0.0
 
 
-def boxes(method: Method, costs: Costs, batches: int) -> list[Box]:
+def boxes(method: Method, costs: Costs, batches: int) -> list[SpanBox]:
     """All spans of that many batches with the versions of their weights, in the order of each stage's program.
 
     >>> from offbeat.methods import ADL
@@ -30,7 +30,7 @@ def boxes(method: Method, costs: Costs, batches: int) -> list[Box]:
     >>> print(" ".join(f"{box.span.operation}@v{box.version}" for box in stage_1))
     F0@v0 F1@v0 F2@v0 B0@v0 U@v1 F3@v1 B1@v0 U@v2 B2@v0 U@v3 B3@v1 U@v4
     """
-    return [Box(span, span.version, span.replayed) for span in timeline(method, batches, costs)]
+    return [SpanBox(span, span.version, span.replayed) for span in timeline(method, batches, costs)]
 
 
 def heading(method: Method, costs: Costs, batches: int) -> str:

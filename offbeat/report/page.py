@@ -28,7 +28,7 @@ WIDTHS = {1: PICTURE, 2: 504, 3: 340}  # pixels of a chart in a file, by how man
 
 
 @dataclass(frozen=True)
-class Part:
+class ReportPart:
     """What a page shows of one folder, or of several runs."""
 
     title: str
@@ -36,7 +36,7 @@ class Part:
     sections: list[Section]
 
 
-def parts(folders: Sequence[Path]) -> list[Part]:
+def parts(folders: Sequence[Path]) -> list[ReportPart]:
     """All runs together, and each other folder by itself; a folder of runs stands for them."""
     kinds = [(path, kind_of(path)) for folder in folders for path in folders_of_runs(folder)]
     runs = [folder for folder, kind in kinds if kind == "run"]
@@ -46,7 +46,7 @@ def parts(folders: Sequence[Path]) -> list[Part]:
         name = slug(f"{folder.resolve().name}" if several else kind)
         if kind == "run":
             if folder == runs[0]:
-                found.append(Part(*studies.runs(list(dict.fromkeys(runs)))))
+                found.append(ReportPart(*studies.runs(list(dict.fromkeys(runs)))))
         else:
             made = {
                 "comparison": studies.comparison,
@@ -54,11 +54,11 @@ def parts(folders: Sequence[Path]) -> list[Part]:
                 "bench": benches.bench,
                 "scaling": scaling.scaling,
             }[kind](folder, name)
-            found.append(Part(*made))
+            found.append(ReportPart(*made))
     return found
 
 
-def html(made: Sequence[Part]) -> str:
+def html(made: Sequence[ReportPart]) -> str:
     """The file."""
     import jinja2
 
@@ -85,7 +85,7 @@ def html(made: Sequence[Part]) -> str:
     )
 
 
-def _drawings(made: Sequence[Part]) -> list[Drawing]:
+def _drawings(made: Sequence[ReportPart]) -> list[Drawing]:
     return [drawing for part in made for section in part.sections for drawing in section.drawings()]
 
 

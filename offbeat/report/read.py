@@ -37,7 +37,7 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class DiagnosisLine:
     """How stale the gradient of one stage was at one update: see --diagnose."""
 
     stage: int
@@ -72,7 +72,7 @@ class RunRecord:
     staleness: list[float] | None = None
     memory: list[float] | None = None
     trace: Trace | None = None
-    diagnosis: list[Diagnosis] = field(default_factory=list)
+    diagnosis: list[DiagnosisLine] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -265,15 +265,15 @@ def _epoch(task: LearningTask, line: dict[str, Any]) -> Epoch:
     return Epoch(int(line["epoch"]) + 1, seconds, metric, _number(line.get(f"train_{task.key}")))
 
 
-def _diagnosis(path: Path, problems: list[str]) -> list[Diagnosis]:
+def _diagnosis(path: Path, problems: list[str]) -> list[DiagnosisLine]:
     if not (path / "diagnosis.jsonl").exists():
         return []
 
-    def make(line: dict[str, Any]) -> Diagnosis:
+    def make(line: dict[str, Any]) -> DiagnosisLine:
         values = [float(line[name]) for name in ("gap", "norm", "gradient", "cosine", "lag")]
         if not all(map(math.isfinite, values)) or int(line["stage"]) < 1:
             raise ValueError
-        return Diagnosis(int(line["stage"]), int(line["update"]), *values)
+        return DiagnosisLine(int(line["stage"]), int(line["update"]), *values)
 
     return _each(list(read_lines(path / "diagnosis.jsonl", problems)), "", make, "diagnosis.jsonl", problems)
 

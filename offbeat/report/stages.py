@@ -8,9 +8,9 @@ from altair import LayerChart
 
 from offbeat.errors import UserError
 from offbeat.report.charts import Axis, Bar, Box, Line, bars, lanes, lines, shares
-from offbeat.report.cuts import Part, parts
+from offbeat.report.cuts import CutStage, parts
 from offbeat.report.formatting import size
-from offbeat.report.read import Diagnosis, RunRecord
+from offbeat.report.read import DiagnosisLine, RunRecord
 from offbeat.report.sections import Drawing, Section, charts, missing, table
 from offbeat.report.style import colour, shade
 from offbeat.report.traces import Trace, alike, planned, planned_idle, usable
@@ -30,7 +30,7 @@ def stage_sections(run: RunRecord, name: str) -> list[Section]:
     ]
 
 
-def _parts(run: RunRecord) -> tuple[list[Part] | None, str]:
+def _parts(run: RunRecord) -> tuple[list[CutStage] | None, str]:
     if run.recipe is None:
         return None, "the recipe is not known"
     try:
@@ -42,7 +42,7 @@ def _parts(run: RunRecord) -> tuple[list[Part] | None, str]:
 # ---- the partition
 
 
-def partition(run: RunRecord, name: str, made: list[Part] | None, why: str) -> Section:
+def partition(run: RunRecord, name: str, made: list[CutStage] | None, why: str) -> Section:
     section = Section(
         "Partition", "Where the network is cut, and what each stage has of it. The slowest stage sets the pace of all."
     )
@@ -149,7 +149,7 @@ def _idle(run: RunRecord, name: str) -> Drawing | None:
 # ---- time
 
 
-def timelines(run: RunRecord, name: str, made: list[Part] | None) -> Section:
+def timelines(run: RunRecord, name: str, made: list[CutStage] | None) -> Section:
     section = Section(
         "Timeline",
         "What every stage does when; stage 1, the input, is at the bottom, so forwards climb and backwards descend.",
@@ -201,7 +201,7 @@ def turns_of(K: int) -> int:
     return min(16, max(6, 2 * K))
 
 
-def _plan_alone(section: Section, recipe: Recipe, name: str, made: list[Part] | None) -> None:
+def _plan_alone(section: Section, recipe: Recipe, name: str, made: list[CutStage] | None) -> None:
     known = made is not None and all(part.flops > 0 for part in made)
     costs = alike([part.flops for part in made] if made and known else [1.0] * recipe.K)
     plan = planned(recipe.make_method(), costs, turns=turns_of(recipe.K))
@@ -223,7 +223,7 @@ def drift(run: RunRecord, name: str) -> Section:
     if not run.diagnosis:
         return section.add(missing(f"no diagnosis: train with `{DIAGNOSE}`"))
 
-    def gap(line: Diagnosis) -> float:
+    def gap(line: DiagnosisLine) -> float:
         return 100 * line.gap / line.norm if line.norm else 0.0
 
     drawn = (
@@ -259,7 +259,7 @@ def drift(run: RunRecord, name: str) -> Section:
     )
 
 
-def _by_update(run: RunRecord, axis: Axis, value: Callable[[Diagnosis], float]) -> LayerChart:
+def _by_update(run: RunRecord, axis: Axis, value: Callable[[DiagnosisLine], float]) -> LayerChart:
     """A line for each stage over the updates, the first stage in full colour and the later ones fainter."""
     stages = sorted({line.stage for line in run.diagnosis})
     drawn = [

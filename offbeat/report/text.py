@@ -18,7 +18,7 @@ from offbeat.clock import draw
 from offbeat.method import Method
 from offbeat.ops import Update
 from offbeat.report.curves import points
-from offbeat.report.gantt import Box, boxes, heading, unit
+from offbeat.report.gantt import SpanBox, boxes, heading, unit
 from offbeat.timeline import Costs
 
 MOST_COLUMNS = 400
@@ -56,7 +56,7 @@ def timeline_text(method: Method, costs: Costs, *, batches: int = 8, title: str 
     return "\n".join(line.rstrip() for line in text)
 
 
-def _parts(box: Box) -> list[tuple[str, float, float]]:
+def _parts(box: SpanBox) -> list[tuple[str, float, float]]:
     """(name, start, end) of what the box shows: a backward that repeats its forward is two."""
     span = box.span
     if isinstance(span.operation, Update):
@@ -67,7 +67,7 @@ def _parts(box: Box) -> list[tuple[str, float, float]]:
     return [(f"R{str(span.operation)[1:]}", span.start, middle), (str(span.operation), middle, span.end)]
 
 
-def _line(drawn: Iterable[Box], column: float) -> list[str]:
+def _line(drawn: Iterable[SpanBox], column: float) -> list[str]:
     """The cells of one stage; an update that is shorter than half a column is appended to the cell before it."""
     cells: list[str] = []
     for box in drawn:

@@ -39,6 +39,15 @@ SMALLEST = {
 RESOLVED = ("M", "weights", "window")  # settings that every recipe contains, given or not
 # Settings of the method that were fields in recipes of earlier versions; None if not given.
 EARLIER = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
+TYPES = {  # of the fields of a recipe, in words
+    "str": "text",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "True or False",
+    "tuple[int, ...]": "a tuple of integers",
+    "tuple[float, ...]": "a tuple of numbers",
+    "dict[str, Any]": "a dict of settings of the method",
+}
 PAPER: dict[str, Any] = {"method": "adl", "K": 1, "batch_size": 32, "seed": 0}
 WARMUP_START = 0.01  # as in the released code: warm-up from 1 % of the learning rate
 
@@ -167,7 +176,8 @@ def make_recipe(**given: Any) -> Recipe:
     >>> make_recipe(method="dni", lr=0.1, settings={"lr": 1e-4}).settings
     {'M': 1, 'weights': 'stash', 'window': 'count', 'lr': 0.0001}
     """
-    values = {**PAPER, **{name: value for name, value in given.items() if value is not None}}
+    values = {**PAPER, **{name: _plain(value) for name, value in given.items() if value is not None}}
+    _check_types(values)
     values["model"], values["data"] = default_names(values.get("model"), values.get("data"))
     task = task_of(values["data"])
     values.setdefault("optimizer", task.defaults["optimizer"])
@@ -192,6 +202,19 @@ def make_recipe(**given: Any) -> Recipe:
     made = Recipe(**{**defaults, **values})
     _check_correctors(made, method)
     return made
+
+
+def _plain(value: Any) -> Any:
+    """A list as a tuple, and a path as text: recipes are hashed, and written as JSON."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    for name, kind in ((each.name, str(each.type)) for each in fields(Recipe)):
+        if name in values and not kind.startswith("Literal") and not _fits(values[name], kind):
+            raise UserError(f"{name}={values[name]!r}: use {TYPES[kind.removesuffix(' | None')]}")
 
 
 def _check_correctors(recipe: Recipe, method: Method) -> None:

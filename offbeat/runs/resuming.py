@@ -41,7 +41,7 @@ SCHEDULE = ("lr", "epochs", "warmup", "milestones")
 
 
 @dataclass(frozen=True)
-class Saved:
+class NewestCheckpoint:
     """The newest checkpoint of a run, the same in every process; `run` is its run.json, empty without a checkpoint."""
 
     path: Path | None
@@ -50,10 +50,10 @@ class Saved:
     notes: list[str]
 
 
-NOTHING_SAVED = Saved(None, {}, True, [])
+NOTHING_SAVED = NewestCheckpoint(None, {}, True, [])
 
 
-def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> Saved:
+def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> NewestCheckpoint:
     """Find the newest checkpoint in the first process, and share it; the folder may have another path elsewhere."""
     shared = None
     if 1 in engine.here:
@@ -61,11 +61,11 @@ def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> Saved:
         run = found.run() if found else {}
         shared = [found and found.path.name, run, exact(recipe, run["recipe"]) if run else True, notes]
     name, run, same, notes = engine.share(shared, 1)
-    return Saved(None if name is None else out / FOLDER / name, run, same, notes)
+    return NewestCheckpoint(None if name is None else out / FOLDER / name, run, same, notes)
 
 
 def resume(
-    recipe: Recipe, pipe: Pipeline, found: Saved, folder: RunFolder | None, apart: Collection[int] = ()
+    recipe: Recipe, pipe: Pipeline, found: NewestCheckpoint, folder: RunFolder | None, apart: Collection[int] = ()
 ) -> list[str]:
     """Load a checkpoint, if there is one, into the pipeline; returns notes on what was lost.
 

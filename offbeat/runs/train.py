@@ -125,8 +125,8 @@ def check_run(
 def _check_options(max_restarts: int, silence: float | None) -> None:
     from offbeat.engines.processes import silence_allowed
 
-    if max_restarts < 0:
-        raise UserError(f"max_restarts={max_restarts}: use an integer of at least 0")
+    if not isinstance(max_restarts, int) or max_restarts < 0:
+        raise UserError(f"max_restarts={max_restarts!r}: use an integer of at least 0")
     if silence is not None:
         silence_allowed(silence)
 
@@ -135,6 +135,9 @@ def resolved(
     recipe: Recipe | None, *, out: Path | str | None, resume: Path | str | None, changes: Mapping[str, Any]
 ) -> tuple[Recipe, Path]:
     """The recipe and the folder of a run, new or resumed; the same in every process of torchrun."""
+    for name, path in (("out", out), ("resume", resume)):
+        if not isinstance(path, str | os.PathLike | None):
+            raise UserError(f"{name}={path!r}: give the name of a folder")
     if resume is None:
         if recipe is None or changes:
             given = ", ".join(f"{name}={value!r}" for name, value in changes.items())

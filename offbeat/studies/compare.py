@@ -37,7 +37,7 @@ ASIDE = "unfinished"  # the folder of runs that were stopped
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """One of --methods: a method, and settings that differ from its defaults, as in adl:M=2,corrector=sc."""
+    """A method to compare, and settings that differ from its defaults, as in adl:M=2,corrector=sc."""
 
     label: str
     method: str
@@ -106,29 +106,29 @@ def _check(
     specs: list[MethodSpec], match: str, seeds: int, M: int, jobs: int, together: int, chosen: Mapping[str, Any]
 ) -> None:
     if not specs:
-        raise UserError("--methods names no method: give some, such as bp,adl")
+        raise UserError("methods= names no method: give some, such as bp,adl")
     names = [folder_name(spec.label) for spec in specs]
     for spec, name in zip(specs, names, strict=True):
         if names.count(name) > 1:
-            raise UserError(f"--methods {spec.label!r} is given twice: name each method once")
+            raise UserError(f"{spec.label!r} is given twice in methods=: name each method once")
     if match not in MATCHES:
         raise unknown("match", match, MATCHES)
-    for option, number in (
-        ("--seeds", seeds),
-        ("-M", M),
-        ("--jobs", jobs),
-        ("--side-by-side", together),
-        ("-K", chosen.get("K", 1)),
+    for name, number in (
+        ("seeds", seeds),
+        ("M", M),
+        ("jobs", jobs),
+        ("together", together),
+        ("K", chosen.get("K", 1)),
     ):
         if number < 1:
-            raise UserError(f"{option} {number}: use a whole number from 1 up")
+            raise UserError(f"{name}={number}: use a whole number from 1 up")
     if jobs > 1 and together > 1:
-        raise UserError(f"--jobs {jobs} with --side-by-side {together}: use one of the two")
-    for option, number in (("--jobs", jobs), ("--side-by-side", together)):
+        raise UserError(f"jobs={jobs} with together={together}: use one of the two")
+    for name, number in (("jobs", jobs), ("together", together)):
         if number > 1 and chosen.get("engine") == "processes":
             raise UserError(
-                f"{option} {number} with --engine processes: runs at the same time need an engine that keeps all "
-                "stages in one process, such as --engine simulate"
+                f"{name}={number} with engine='processes': runs at the same time need an engine that keeps all "
+                "stages in one process, such as engine='simulate'"
             )
     if launch.joined_group():
         raise UserError("compare under torchrun: it starts its own processes, run it without")
@@ -140,7 +140,7 @@ def _check(
 def recipe_of(spec: MethodSpec, asked: Mapping[str, Any]) -> Recipe:
     """The recipe of a method under the comparison's rules, with its seed and cuts still open.
 
-    -M is for the methods whose gradients are late and that accumulate against it; others accumulate where their spec
+    M is for the methods whose gradients are late and that accumulate against it; others accumulate where their spec
     has an M. To match the effective batch a method takes b*M samples per update, in b*M / (its own M) per batch.
     """
     settings = dict(spec.settings)
@@ -153,7 +153,7 @@ def recipe_of(spec: MethodSpec, asked: Mapping[str, Any]) -> Recipe:
         if rest:
             raise UserError(
                 f"{spec.label} with M = {method.M}: {asked['batch_size'] * asked['M']} samples per update "
-                f"cannot be split into {method.M} equal batches, choose another -M or --batch-size"
+                f"cannot be split into {method.M} equal batches, give another M= or batch_size="
             )
     given = {name: value for name, value in asked.items() if name not in ("methods", "match", "seeds", "M")}
     given |= {"threads_per_stage": asked.get("threads_per_stage") or max(1, cores() // asked.get("K", 1))}
@@ -221,13 +221,13 @@ def _stored(runner: StudyRunner, asked: dict[str, Any], at_once: int) -> list[St
             StudyRun(run["label"], run["seed"], make_recipe(**from_json(run["recipe"], path))) for run in there["runs"]
         ]
     except (OSError, KeyError, TypeError, ValueError):
-        raise UserError(f"{folder} does not hold a comparison: choose another --out") from None
+        raise UserError(f"{folder} does not hold a comparison: give another folder as out=") from None
     here = json.loads(json.dumps(asked))
     for name in [*here, *there["asked"]]:
         if there["asked"].get(name) != here.get(name):
             raise UserError(
                 f"{folder} holds another comparison ({name}: {_shown(there['asked'].get(name))} there, "
-                f"{_shown(here.get(name))} here): choose another --out"
+                f"{_shown(here.get(name))} here): give another folder as out="
             )
     if at_once > there["jobs"]:  # speeds are as good as those of the runs with the most others beside them
         there["jobs"] = at_once

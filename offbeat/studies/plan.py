@@ -15,7 +15,7 @@ from offbeat.method import Method
 from offbeat.methods import DECLARED
 from offbeat.partitioning.partition import LAPS, LONGEST, By, refine, rescaled
 from offbeat.partitioning.profile import Profile, profile
-from offbeat.partitioning.solve import Memory, Solution, solve
+from offbeat.partitioning.solve import Memory, Solution, solve, too_few_units
 from offbeat.partitioning.timing import Load, StageTime, Stopwatch, whole_time
 from offbeat.partitioning.trace import Traced, trace
 from offbeat.partitioning.walk import verify
@@ -173,7 +173,7 @@ def _check(K: int, most: int, speeds: Sequence[float] | None, max_staleness: flo
     if max_staleness is not None and not 0 < max_staleness < float("inf"):
         raise UserError(f"a mean staleness of at most {max_staleness}: give a number above 0")
     if most < K:
-        raise UserError(f"{K} stages but only {most} units to cut between: use K <= {most}, or a deeper model")
+        raise too_few_units(K, most, ", or a deeper model")
 
 
 def _stage_plans(costs: Profile, kept: Kept, cuts: Sequence[int], seconds: Sequence[StageTime]) -> list[StagePlan]:

@@ -72,7 +72,7 @@ class PlanRequest:
                 raise UserError(f"{name}={number}: use a whole number from 1 up")
         file = self.profile_file
         if file and (file.is_dir() or not file.resolve().parent.is_dir()):
-            raise UserError(f"--profile {file}: give a file in a folder that exists")
+            raise UserError(f"profile_file={str(file)!r}: give a file in a folder that exists")
 
 
 def show_plan(request: PlanRequest) -> None:
@@ -114,7 +114,7 @@ def show_plan(request: PlanRequest) -> None:
 
 
 def measure(request: PlanRequest) -> Measured:
-    """The network's units, timed here; or as the file of --profile has them, which is written where there is none."""
+    """The network's units, timed here; or as the profile file has them, which is written where there is none."""
     file = request.profile_file
     known = Profile.load(file) if file and file.exists() else None
     torch.set_num_threads(request.threads)

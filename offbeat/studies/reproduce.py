@@ -5,8 +5,9 @@
     DIR/results.json, table.md   the paper's values beside ours
     DIR/curves.png, .svg         test error against the epoch;  curves-time.*: against the time of training
 
-DIR holds no path of this machine, so it can be copied to another one and continue there, bit for bit; --data is given
-each time. Checkpoints are at fixed epochs of the recipe, so a run is the same however often it is stopped.
+DIR holds no path of this machine, so it can be copied to another one and continue there, bit for bit; the folder of
+the data is given each time. Checkpoints are at fixed epochs of the recipe, so a run is the same however often it is
+stopped.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class ReproductionRequest:
 
 
 def rows_of(request: ReproductionRequest) -> tuple[Table, list[TableRow]]:
-    """The table, and those of its rows that --only names and that --method trains."""
+    """The table, and those of its rows that `only` names and that `method` trains."""
     if request.table not in recipes.TABLES:
         raise unknown("table", request.table, recipes.TABLES)
     table, rows = _named_rows(recipes.TABLES[request.table], request)
@@ -90,7 +91,7 @@ def rows_of(request: ReproductionRequest) -> tuple[Table, list[TableRow]]:
     wanted, trained = parsed(request.method)[0], {row.name: row.recipe().method for row in rows}
     if wanted not in trained.values():
         there = ", ".join(dict.fromkeys(trained.values()))
-        raise UserError(f"--method {request.method}: no selected row trains by {wanted}: use one of {there}")
+        raise UserError(f"method={request.method!r}: no selected row trains by {wanted}: use one of {there}")
     return table, [row for row in rows if trained[row.name] == wanted]
 
 
@@ -117,17 +118,17 @@ def _no_row(text: str, table: Table) -> UserError:
     nearest = difflib.get_close_matches(text, names, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return UserError(
-        f"--only {text}: no row of {table.name} has this name: {hint}(see 'offbeat reproduce {table.name} --list')"
+        f"only={text!r}: no row of {table.name} has this name: {hint}(see 'offbeat reproduce {table.name} --list')"
     )
 
 
 def check(request: ReproductionRequest) -> None:
     """Check what can be checked without the data."""
-    for name, number in (("seeds", request.seeds), ("side-by-side", request.together)):
+    for name, number in (("seeds", request.seeds), ("together", request.together)):
         if not 1 <= number <= MOST_RUNS:
-            raise UserError(f"--{name} {number}: use a whole number from 1 to {MOST_RUNS}")
+            raise UserError(f"{name}={number}: use a whole number from 1 to {MOST_RUNS}")
     if request.minutes is not None and not 0 < request.minutes < float("inf"):
-        raise UserError(f"--budget-minutes {request.minutes:g}: use a number above 0, or leave it out for no limit")
+        raise UserError(f"minutes={request.minutes:g}: use a number above 0, or leave it out for no limit")
     if launch.joined_group():
         raise UserError("reproduce under torchrun: it starts its own processes, run it without")
 
@@ -145,7 +146,7 @@ def settings_of(request: ReproductionRequest, table: Table, there: dict[str, Any
             was = "default" if there.get(name) is None else there[name]
             raise UserError(
                 f"{_folder(request)} holds a reproduction with {name} = {was}, not {value}: leave it "
-                "out to continue with that, or choose another --out"
+                "out to continue with that, or give another folder as out="
             )
     return there
 
@@ -204,7 +205,9 @@ def opened(request: ReproductionRequest, table: Table, folder: Path) -> dict[str
         record.check_free(folder)
         return {"table": table.name, "settings": settings_of(request, table, None), "images": None, "invocations": []}
     if there["table"] != table.name:
-        raise UserError(f"{folder} holds a reproduction of {there['table']}, not of {table.name}: choose another --out")
+        raise UserError(
+            f"{folder} holds a reproduction of {there['table']}, not of {table.name}: give another folder as out="
+        )
     return {**there, "settings": settings_of(request, table, there["settings"])}
 
 
@@ -219,7 +222,7 @@ def same_images(table: Table, data_set: DataSet, there: Images | None, folder: P
         return None
     here = Images(data_set.classes, data_set.train_samples, data_set.test_samples)
     if there is not None and there != here:
-        raise UserError(f"--data holds {here}, but the runs in {folder} have {there}: give theirs, or another --out")
+        raise UserError(f"data= holds {here}, but the runs in {folder} have {there}: give theirs, or another out=")
     return here
 
 
@@ -230,9 +233,9 @@ def open_data(request: ReproductionRequest, recipe: Recipe) -> DataSet:
 
     layout = data.KINDS[recipe.data].layout
     if layout and request.data is None and build.default_data_dir() is None:
-        raise UserError(f"{request.table} needs --data DIR: the folder that holds {layout}")
+        raise UserError(f"{request.table} needs data=, the folder that holds {layout}")
     if request.data is not None and not layout:
-        raise UserError(f"--data {request.data}: {recipe.data} takes no folder, leave it out")
+        raise UserError(f"data={str(request.data)!r}: {recipe.data} takes no folder, leave it out")
     return shared_data(recipe, folder=data_folder(request))
 
 
@@ -297,8 +300,8 @@ class Reproducing:
         ]
         if request.together > 1 and any(run.recipe.engine == "processes" for run in runs):
             raise UserError(
-                f"--side-by-side {request.together} with --engine processes: runs at the same time need an engine that "
-                "keeps all stages in one process, such as --engine simulate"
+                f"together={request.together} with engine='processes': runs at the same time need an engine that "
+                "keeps all stages in one process, such as engine='simulate'"
             )
         todo = [run for run in runs if not is_done(folder / "runs" / run.name, run)]
         unknown_images = table.images is not None and content["images"] is None and request.data is not None
@@ -326,15 +329,13 @@ class Reproducing:
         training.execute(self.todo)
         stopped = training.out_of_time
         if self.todo and not training.saved and not stopped:
-            report(
-                f"the budget of {self.request.minutes:g} minutes ended before a run began: give more --budget-minutes"
-            )
+            report(f"the budget of {self.request.minutes:g} minutes ended before a run began: give a larger budget")
         elif stopped and training.saved:
             report(f"stopped by the budget: repeat the command to continue {stopped} run{'s' * (stopped > 1)}")
         elif stopped:
             report(
                 f"no run reached a checkpoint within {self.request.minutes:g} minutes, nor would one the next time: "
-                "give more --budget-minutes, or fewer --side-by-side"
+                "give a larger budget, or run fewer at the same time"
             )
 
     def write_table(self) -> Reproduction:

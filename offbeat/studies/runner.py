@@ -74,15 +74,15 @@ class StudyRunner:
     # ---- the folder
 
     @contextmanager
-    def opened(self, finish: Callable[[], object], *, options: str = "") -> Iterator[None]:
-        """Use the folder alone. After Ctrl-C, `finish` writes what there is; `options` are those with which the
-        command continues."""
+    def opened(self, finish: Callable[[], object], *, arguments: str = "") -> Iterator[None]:
+        """Use the folder alone. After Ctrl-C, `finish` writes what there is; `arguments` are those with which the
+        study continues."""
         with lock.held(self.folder):
             try:
                 yield
             except (Interrupted, KeyboardInterrupt) as error:
                 finish()
-                again = f"repeat the command{options} to continue in {self.folder}"
+                again = f"repeat the command{arguments} to continue in {self.folder}"
                 raise Interrupted(f"{str(error) or 'stopped by Ctrl-C'}; {again}") from None
 
     def write(self, name: str, content: str | dict[str, Any], *, indent: int = 2) -> None:
@@ -92,7 +92,9 @@ class StudyRunner:
             self.folder.mkdir(parents=True, exist_ok=True)
             record.write(self.folder / name, text)
         except OSError as error:
-            raise UserError(f"cannot write to {self.folder} ({first_line(error)}): choose another --out") from error
+            raise UserError(
+                f"cannot write to {self.folder} ({first_line(error)}): give another folder as out="
+            ) from error
 
     # ---- tasks
 

@@ -39,49 +39,49 @@ def damage(made: checkpoints.Checkpoint) -> None:
 def test_ls_has_a_line_for_each(offbeat, tmp_path):
     write(tmp_path / "run", 5)
     made = write(tmp_path / "run", 10)
-    told = offbeat("checkpoint", "ls", "run")
-    assert (told.code, told.err) == (0, "")
-    assert [line.split()[0] for line in told.out.splitlines()] == ["000000005", "000000010"]
-    assert "in-flight  adl K=2" in told.out
+    printed = offbeat("checkpoint", "ls", "run")
+    assert (printed.code, printed.err) == (0, "")
+    assert [line.split()[0] for line in printed.out.splitlines()] == ["000000005", "000000010"]
+    assert "in-flight  adl K=2" in printed.out
     listed = json.loads(offbeat("checkpoint", "ls", "run", "--json").out)
     assert [each["t"] for each in listed] == [5, 10]
     assert listed[1]["bytes"] == made.size
-    assert offbeat("checkpoint", "ls", "run/checkpoints").out == told.out
+    assert offbeat("checkpoint", "ls", "run/checkpoints").out == printed.out
 
 
 def test_show_prints_what_a_checkpoint_holds(offbeat, tmp_path):
     made = write(tmp_path / "run", 10)
-    told = offbeat("checkpoint", "show", "run")
-    assert told.code == 0
-    assert "stage 1: 2 tensors" in told.out
-    assert "counters" in told.out
+    printed = offbeat("checkpoint", "show", "run")
+    assert printed.code == 0
+    assert "stage 1: 2 tensors" in printed.out
+    assert "counters" in printed.out
     assert offbeat("checkpoint", "show", made.path).out.count("\n") == 3
-    said = json.loads(offbeat("checkpoint", "show", made.path, "--json").out)
-    assert said["run"] == {"epoch": 3}
-    assert [stage["tensors"] for stage in said["stages"]] == [2, 2]
-    assert said["stages"][0]["keys"] == {"model": 32, "counters": 0}
+    content = json.loads(offbeat("checkpoint", "show", made.path, "--json").out)
+    assert content["run"] == {"epoch": 3}
+    assert [stage["tensors"] for stage in content["stages"]] == [2, 2]
+    assert content["stages"][0]["keys"] == {"model": 32, "counters": 0}
 
 
 def test_verify_reads_every_byte_and_fails_in_one_line(offbeat, tmp_path):
     write(tmp_path / "run", 5)
     damage(write(tmp_path / "run", 10))
-    told = offbeat("checkpoint", "verify", "run")
-    assert told.code == 2
-    assert told.err == "offbeat: 1 of 2 checkpoints damaged (000000010): use another\n"
-    assert "000000005  sound: 6 files" in told.out
-    assert "000000010  damaged: run/checkpoints/000000010/stage-02.safetensors does not have the bytes" in told.out
+    printed = offbeat("checkpoint", "verify", "run")
+    assert printed.code == 2
+    assert printed.err == "offbeat: 1 of 2 checkpoints damaged (000000010): use another\n"
+    assert "000000005  sound: 6 files" in printed.out
+    assert "000000010  damaged: run/checkpoints/000000010/stage-02.safetensors does not have the bytes" in printed.out
     assert offbeat("checkpoint", "verify", "run/checkpoints/000000005").code == 0
-    said = json.loads(offbeat("checkpoint", "verify", "run", "--json").out)
-    assert [len(each["problems"]) for each in said] == [0, 1]
+    content = json.loads(offbeat("checkpoint", "verify", "run", "--json").out)
+    assert [len(each["problems"]) for each in content] == [0, 1]
 
 
 def test_export_writes_the_plain_model_of_the_newest_sound_checkpoint(offbeat, tmp_path):
     write(tmp_path / "run", 5, value=5.0)
     damage(write(tmp_path / "run", 10, value=10.0))
-    told = offbeat("export", "run", "plain.safetensors")
-    assert told.code == 0
-    assert "4 tensors" in told.out
-    assert "checkpoint 000000010 is damaged" in told.err
+    printed = offbeat("export", "run", "plain.safetensors")
+    assert printed.code == 0
+    assert "4 tensors" in printed.out
+    assert "checkpoint 000000010 is damaged" in printed.err
     held = load_file("plain.safetensors")
     assert set(held) == {"0.weight", "0.running", "1.weight", "tied"}
     assert torch.equal(held["1.weight"], torch.full((4, 3), 5.0))

@@ -47,8 +47,8 @@ def write(run: Path, t: int, K: int = 2, seed: int | None = None) -> checkpoints
     facts = []
     for k in range(1, K + 1):
         facts += checkpoints.write_part(folder, checkpoints.part_name(k), tree(t if seed is None else seed, k))
-    told = {"epoch": 1, "position": t}
-    return checkpoints.finish(folder, facts, t=t, mode="in-flight", K=K, method="adl", run=told)
+    progress = {"epoch": 1, "position": t}
+    return checkpoints.finish(folder, facts, t=t, mode="in-flight", K=K, method="adl", run=progress)
 
 
 def test_what_is_written_is_what_is_found(tmp_path):
@@ -110,8 +110,8 @@ def test_stages_may_write_their_parts_in_any_process_and_order(tmp_path):
         return [facts.as_dict() for facts in checkpoints.write_part(folder, checkpoints.part_name(k), tree(7, k))]
 
     with ThreadPoolExecutor(4) as pool:
-        told = [facts for part in pool.map(part, (4, 2, 1, 3)) for facts in part]
-    made = checkpoints.finish(folder, told, t=7, mode="drained", K=4, method="bp", run={})
+        reported = [facts for part in pool.map(part, (4, 2, 1, 3)) for facts in part]
+    made = checkpoints.finish(folder, reported, t=7, mode="drained", K=4, method="bp", run={})
     assert checkpoints.verify(made.path) == []
     assert all(same(made.stage(k), tree(7, k)) for k in (1, 2, 3, 4))
 
@@ -316,13 +316,13 @@ def forge(path: Path, **changes: object) -> None:
     """A manifest that lies with a right hash."""
     from offbeat.checkpoint.folder import render
 
-    said = json.loads((path / "manifest.json").read_text())
-    said.pop("sha256")
-    files = {each["name"]: each for each in said["files"]}
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest.pop("sha256")
+    files = {each["name"]: each for each in manifest["files"]}
     for name in files:
         if (path / name).exists():
             files[name] = checkpoints.files.measure(path / name).as_dict()
-    (path / "manifest.json").write_bytes(render({**said, "files": list(files.values()), **changes}))
+    (path / "manifest.json").write_bytes(render({**manifest, "files": list(files.values()), **changes}))
 
 
 @pytest.mark.parametrize(
@@ -398,14 +398,14 @@ def test_a_full_disk_stops_the_checkpoint_and_leaves_the_one_before(disk):
 @pytest.mark.parametrize("left", range(0, 12_000, 1000))
 def test_a_disk_that_fills_up_anywhere_never_leaves_a_partial_checkpoint(disk, left):
     fill(disk, left)
-    told = None
+    reported = None
     try:
         write(disk, 1, K=1)
     except CheckpointFailed as error:
-        told = str(error)
+        reported = str(error)
     checkpoints.clean(disk)
-    assert [checkpoints.verify(listed.path) for listed in checkpoints.ls(disk)] == ([[]] if told is None else [])
-    assert told is None or "No space left" in told
+    assert [checkpoints.verify(listed.path) for listed in checkpoints.ls(disk)] == ([[]] if reported is None else [])
+    assert reported is None or "No space left" in reported
 
 
 def test_a_file_size_limit_fails_the_checkpoint(tmp_path):

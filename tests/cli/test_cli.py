@@ -33,7 +33,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # beside SMALL;
     "K=0": (("-K", "0"), ("-K 0", "at least 1")),
     "K=-1": (("-K", "-1"), ("-K -1",)),
     "K=1.5": (("-K", "1.5"), ("-K", "integer")),
-    "K above the units": (("-K", "11"), ("11 stages", "10 units", "K <= 10")),
+    "K above the units": (("-K", "11"), ("11 stages", "10 units", "use -K 10 or fewer")),
     "K far above the units": (("-K", str(10**20)), ("10 units",)),
     "M=0": (("-M", "0"), ("-M 0", "at least 1")),
     "M=-3": (("-M", "-3"), ("-M -3",)),
@@ -54,10 +54,12 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # beside SMALL;
     "milestones in words": (("--milestones", "half"), ("--milestones", "half")),
     "negative seed": (("--seed", "-1"), ("--seed -1",)),
     "no threads": (("--threads-per-stage", "0"), ("--threads-per-stage 0",)),
-    "too few cuts": (("-K", "3", "--cuts", "2"), ("1 cut", "-K 3", "2 cuts")),
-    "too many cuts": (("-K", "2", "--cuts", "1,2"), ("2 cuts", "-K 2")),
-    "no cuts": (("-K", "2", "--cuts", ""), ("cuts",)),
-    "cuts without stages": (("--cuts", "2"), ("-K 1",)),
+    "too few cuts": (("-K", "3", "--cuts", "2"), ("--cuts 2 gives 2 stages, not -K 3: give 2 cuts",)),
+    "too many cuts": (("-K", "2", "--cuts", "1,2"), ("--cuts 1,2 gives 3 stages, not -K 2: give 1 cut",)),
+    "no cuts": (("-K", "2", "--cuts", ""), ("--cuts '' gives 1 stage, not -K 2: give 1 cut",)),
+    "cuts without stages": (("--cuts", "2"), ("--cuts 2 gives 2 stages, not -K 1: leave the cuts out",)),
+    "on nan": (("--on-nan", "skp"), ("unknown --on-nan skp: did you mean 'skip'?",)),
+    "checkpoint mode": (("--checkpoint-mode", "drain"), ("unknown --checkpoint-mode drain: did you mean 'drained'?",)),
     "cuts that fall": (("-K", "3", "--cuts", "3,2"), ("[3, 2]", "increase")),
     "a cut twice": (("-K", "3", "--cuts", "2,2"), ("[2, 2]", "increase")),
     "cut before everything": (("-K", "2", "--cuts", "0"), ("[0]", "from 1 to 4")),
@@ -196,10 +198,10 @@ def test_a_dry_run_prints_what_would_run_and_writes_nothing(offbeat, monkeypatch
     assert "nothing was trained" in spoken.out
     assert f"K={how[1]}" in spoken.out
 
-    told = offbeat("train", *SMALL, *how, "--batch-size", 3, "--out", "runs/x", "--dry-run", "--json")
-    assert told.code == 0
-    assert told.err == ""
-    checked = json.loads(told.out)
+    printed = offbeat("train", *SMALL, *how, "--batch-size", 3, "--out", "runs/x", "--dry-run", "--json")
+    assert printed.code == 0
+    assert printed.err == ""
+    checked = json.loads(printed.out)
     assert checked["recipe"]["K"] == how[1]
     assert len(checked["recipe"]["cuts"]) == how[1] - 1
     assert checked["batches_an_epoch"] == 3  # 8 samples: the short last batch is used
@@ -251,15 +253,15 @@ def test_models_are_listed_with_parameters_flops_and_largest_k(offbeat, monkeypa
 
 @pytest.mark.parametrize("command", [(), ("train",), ("models",), ("demo",)])
 def test_help_is_printed(offbeat, command, tmp_path):
-    told = offbeat(*command, "--help")
-    assert (told.code, told.err) == (0, "")
-    assert "Usage" in told.out
+    printed = offbeat(*command, "--help")
+    assert (printed.code, printed.err) == (0, "")
+    assert "Usage" in printed.out
     assert contents(tmp_path) == {}
 
 
 def test_the_help_of_train_names_every_option(offbeat, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    told = offbeat("train", "--help").out
+    printed = offbeat("train", "--help").out
     for option in (
         "--model",
         "--data",
@@ -280,7 +282,7 @@ def test_the_help_of_train_names_every_option(offbeat, monkeypatch):
         "--dry-run",
         "--config",
     ):
-        assert option in told
+        assert option in printed
 
 
 def test_the_version_is_printed(offbeat):
@@ -364,7 +366,7 @@ def test_the_rate_ramps_up_over_three_epochs_and_falls_to_a_tenth_per_milestone(
 
 def test_a_reason_of_several_stages_is_reported_once_in_one_line(capsys):
     others = []
-    tell = brief(lambda *told, **more: others.append(told))
+    tell = brief(lambda *reported, **more: others.append(reported))
     for k in (1, 2, 3):
         tell(f"stage {k} is not recorded and runs eagerly: it draws\nrandom numbers", NotRecorded, "x.py", 1)
         tell(NotFused(f"stage {k} is not fused and runs as it is: no BatchNorm"), NotFused, "x.py", 1)

@@ -6,6 +6,7 @@ import ast
 import re
 from dataclasses import fields
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,9 @@ from offbeat.methods import METHODS, settings_of
 from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.train import check_run
 
+PACKAGE = Path(offbeat.__file__).parent
+OPTION = re.compile(r"(?<![\w-])(--[a-z][\w-]*|-[KM]\b)")
+OTHER_COMMAND = re.compile(r"'offbeat [^']*'|torchrun --[\w-]+")  # a command that a text names in full
 NAMES = (
     {field.name for field in fields(Recipe)}
     | {name for method in METHODS for name in settings_of(method)}
@@ -83,12 +87,85 @@ def test_settings_without_an_option_are_printed_as_part_of_the_method(method, te
 def test_no_error_of_the_command_line_names_an_argument_of_python(offbeat: Command, name):
     arguments, _ = OPTIONS[name]
     base = SMALL if "--data" not in arguments else ("--model", "mlp", "--epochs", "1")
-    said = offbeat("train", *base, *arguments).err
+    printed = offbeat("train", *base, *arguments).err
     parameters = context().command.params
     options = {parameter.name for parameter in parameters}
-    assert not [found[0] for found in ARGUMENT.finditer(said) if found[1] in options], said
+    assert not [found[0] for found in ARGUMENT.finditer(printed) if found[1] in options], printed
     known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
-    assert set(re.findall(r"(?<!\S)--?[a-zA-Z][-a-z]*", said)) <= known | {"--help", "--epoch"}, said
+    assert set(re.findall(r"(?<!\S)--?[a-zA-Z][-a-z]*", printed)) <= known | {"--help", "--epoch"}, printed
+
+
+def texts_of_errors(path: Path) -> list[str]:
+    """The text of every string in a raise statement, and in a call that makes an error."""
+    made = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise)
+        or (isinstance(node, ast.Call) and re.search(r"(Error|Interrupted|Warning|unknown)$", ast.unparse(node.func)))
+    ]
+    parts = {part for node in made for part in ast.walk(node)}
+    pieces = {piece for part in parts if isinstance(part, ast.JoinedStr) for piece in part.values}
+    whole = [part for part in parts - pieces if isinstance(part, ast.JoinedStr | ast.Constant)]
+    return ["".join(str(getattr(piece, "value", "")) for piece in getattr(text, "values", [text])) for text in whole]
+
+
+def test_errors_of_the_library_name_no_options_of_the_command_line():
+    checked, found = 0, []
+    for path in PACKAGE.rglob("*.py"):
+        if PACKAGE / "cli" not in path.parents:
+            texts = texts_of_errors(path)
+            checked += len(texts)
+            found += [(path.name, text) for text in texts if OPTION.search(OTHER_COMMAND.sub("", text))]
+    assert checked > 500
+    assert found == []
+
+
+BENCH = {"batch_size": 0, "K": 0, "M": 0, "repetitions": 0, "batches": 0, "micro_batches": (0,), "minutes": 0.0}
+SCALING = BENCH.keys() - {"micro_batches"}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    *(("bench", {name: value}) for name, value in BENCH.items()),
+    ("bench", {"K": 1}),
+    ("bench", {"precision": "bf16"}),
+    ("bench", {"methods": ("adl", "adl:M=2")}),
+    *(("scaling", {name: BENCH[name]}) for name in sorted(SCALING)),
+    ("scaling", {"stages": (0,)}),
+    ("scaling", {"most_stages": 0}),
+    *(("reproduce", {name: 0}) for name in ("seeds", "together", "minutes")),
+    *(("compare", {name: 0}) for name in ("seeds", "jobs", "together", "M")),
+    ("compare", {"jobs": 2, "together": 2}),
+    ("compare", {"methods": ""}),
+]
+
+
+def start_study(study: str, given: dict[str, Any]) -> None:
+    """The study with these arguments, as far as its first checks."""
+    from offbeat.studies import compare, reproduce
+    from offbeat.studies.bench.request import BenchRequest
+    from offbeat.studies.bench.scaling import ScalingRequest
+
+    if study == "compare":
+        base = {"methods": "bp", "match": "batch", "seeds": 1, "M": 1, "jobs": 1, "chosen": {}, "out": None}
+        compare.compare(**{**base, **given}, show=False)
+    elif study == "reproduce":
+        base = {"table": "curves", "seeds": 1, "minutes": 1, "together": 1}
+        unset = dict.fromkeys(("only", "epochs", "data", "out"))
+        reproduce.check(reproduce.ReproductionRequest(**{**base, **unset, **given}, running={}))
+    else:
+        (BenchRequest if study == "bench" else ScalingRequest)(**given).setting()
+
+
+@pytest.mark.parametrize(("study", "given"), REQUESTS, ids=str)
+def test_a_refused_study_names_its_arguments_and_options_on_the_command_line(study, given):
+    with pytest.raises(UserError) as refused:
+        start_study(study, given)
+    message = str(refused.value)
+    names = {found[1] for found in ARGUMENT.finditer(message)}
+    assert set(given) <= names
+    assert not OPTION.search(message)
+    command = get_command(app).commands["bench" if study == "scaling" else study]
+    found = command.commands["scaling"] if study == "scaling" else command
+    printed = in_options(message, found.make_context(study, [], resilient_parsing=True))
+    assert not [found[0] for found in ARGUMENT.finditer(printed)]
 
 
 SYNTHETIC = {"model": "mlp", "data": "synthetic", "samples": 64, "shape": (3, 8, 8), "epochs": 1}
@@ -132,18 +209,18 @@ def refusal(given: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_an_error_of_the_library_suggests_is_python_and_helps(name):
-    said = refusal(WRONG[name])
-    assert said, "not refused"
-    assert "--" not in said
-    for found in ARGUMENT.finditer(said):
+    message = refusal(WRONG[name])
+    assert message, "not refused"
+    assert "--" not in message
+    for found in ARGUMENT.finditer(message):
         assert found[1] in NAMES
         if found[2] not in (None, "nan"):
             ast.parse(f"train({found[0]})")
-    before, _, suggested = said.rpartition(": ")
+    before, _, suggested = message.rpartition(": ")
     arguments = [found for found in ARGUMENT.finditer(suggested) if found[2]]
     for found in arguments:
         if found[0] not in before:
-            assert refusal({**WRONG[name], found[1]: ast.literal_eval(found[2])}) != said
+            assert refusal({**WRONG[name], found[1]: ast.literal_eval(found[2])}) != message
 
 
 @pytest.mark.filterwarnings("always::offbeat.errors.Unbalanced")

@@ -144,9 +144,9 @@ def test_2000_mutated_messages_are_the_same_or_refused():
             assert (received.t, received.kind) == (message.t, message.kind)
             assert same(message.content, received.content)
             continue
-        with pytest.raises(MalformedMessage, match=r"^malformed message: .+$") as told:
+        with pytest.raises(MalformedMessage, match=r"^malformed message: .+$") as raised:
             unpack(damaged)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(raised.value)
         refused += 1
     assert refused > 1800
 
@@ -174,7 +174,7 @@ def test_a_well_formed_forgery_is_a_message():
 
 
 @pytest.mark.parametrize(
-    "told",
+    "given",
     [
         header(["float32", [1 << 33], [1], 0]),
         header(["float32", [1 << 62, 0], [1, 1], 0]),
@@ -217,12 +217,12 @@ def test_a_well_formed_forgery_is_a_message():
         None,
         7,
     ],
-    ids=lambda told: str(told)[:60],
+    ids=lambda given: str(given)[:60],
 )
-def test_headers_that_lie_with_the_right_sums_are_refused(told):
+def test_headers_that_lie_with_the_right_sums_are_refused(given):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match=r"^malformed message: .+$") as refused:
-        unpack(forged(told, bytes(16)))
+        unpack(forged(given, bytes(16)))
     assert "\n" not in str(refused.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
 
@@ -324,9 +324,9 @@ def test_a_link_refuses_what_no_stage_sends_and_takes_no_memory_for_it(tmp_path)
     command = [PYTHON, "-c", STRANGER, tmp_path / "store"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-    told = done.stdout.splitlines()
-    assert len(told) == 14
-    assert all(line.startswith("stage 2 is gone: malformed message: ") for line in told), told
+    printed = done.stdout.splitlines()
+    assert len(printed) == 14
+    assert all(line.startswith("stage 2 is gone: malformed message: ") for line in printed), printed
 
 
 # ---- links
@@ -398,14 +398,14 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "reported"),
     [
         ("", "it has stopped"),
         ("ü" * 1000, "ü" * REASON_LIMIT),
     ],
     ids=["at the end", "of a failure"],
 )
-def test_a_link_that_is_closed_while_it_is_full_gives_all_of_it_and_a_goodbye(tmp_path, word, told):
+def test_a_link_that_is_closed_while_it_is_full_gives_all_of_it_and_a_goodbye(tmp_path, word, reported):
     both = [
         subprocess.Popen(
             [PYTHON, "-c", GOODBYE_BEHIND_A_FULL_LINK, str(rank), str(tmp_path / "store"), word],
@@ -416,13 +416,13 @@ def test_a_link_that_is_closed_while_it_is_full_gives_all_of_it_and_a_goodbye(tm
         for rank in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=60) for process in both]
+        printed = [process.communicate(timeout=60) for process in both]
     finally:
         for process in both:
             process.kill()
             process.wait()
-    (sender, _), (receiver, _) = said
+    (sender, _), (receiver, _) = printed
     sent, alive = sender.split()
-    assert alive == "False", said
+    assert alive == "False", printed
     assert 2 < int(sent) < 100, "it was full"
-    assert receiver.split(maxsplit=2) == [sent, "False", f"{told}\n"], said
+    assert receiver.split(maxsplit=2) == [sent, "False", f"{reported}\n"], printed

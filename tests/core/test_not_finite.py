@@ -54,9 +54,9 @@ def run(pipe: offbeat.Pipeline, data: list) -> list[torch.Tensor]:
 
 
 def test_a_loss_that_is_not_finite_stops_and_is_named():
-    with pytest.raises(NotFinite, match=r"the loss of batch 6 is nan .seen at stage 3 of 3") as told:
+    with pytest.raises(NotFinite, match=r"the loss of batch 6 is nan .seen at stage 3 of 3") as raised:
         run(pipeline(offbeat.ADL(M=2)), batches(12, poisoned=(6,)))
-    assert told.value.batches == (6,)
+    assert raised.value.batches == (6,)
 
 
 def test_micro_batches_are_named_by_their_batch():

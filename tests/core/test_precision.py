@@ -317,11 +317,11 @@ def test_a_stage_that_cannot_be_compiled_runs_uncompiled_with_one_message(monkey
     start = {name: tensor.clone() for name, tensor in nn.Sequential(*model).state_dict().items()}
     plain = finish(offbeat.Pipeline(model, **options), data)
     nn.Sequential(*model).load_state_dict(start)
-    with pytest.warns(offbeat.NotCompiled) as told:
+    with pytest.warns(offbeat.NotCompiled) as warned:
         found = finish(offbeat.Pipeline(model, compile=True, **options), data)
     assert same(found, plain)
-    assert len(told) == 1
-    assert str(told[0].message).startswith("stage 1 is not compiled and runs as it is: ")
+    assert len(warned) == 1
+    assert str(warned[0].message).startswith("stage 1 is not compiled and runs as it is: ")
 
 
 @pytest.mark.parametrize(
@@ -332,10 +332,10 @@ def test_a_stage_that_cannot_be_compiled_runs_uncompiled_with_one_message(monkey
     ],
 )
 def test_what_a_compiled_stage_would_compute_otherwise_is_not_compiled(method, why):
-    with pytest.warns(offbeat.NotCompiled) as told:
+    with pytest.warns(offbeat.NotCompiled) as warned:
         pipeline(method, compile=True)
-    assert str(told[0].message).startswith("stage 1 is not compiled and runs as it is: ")
-    assert all(why in str(each.message) for each in told)
+    assert str(warned[0].message).startswith("stage 1 is not compiled and runs as it is: ")
+    assert all(why in str(each.message) for each in warned)
 
 
 def test_an_error_of_the_model_is_raised_as_without_compiling(monkeypatch):
@@ -434,14 +434,14 @@ def test_the_command_line_takes_records_and_shows_precision(offbeat: Command):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("tf32", "precision tf32 on cpu, which has no TF32: use fp32 or bf16"),
         ("bf61", "did you mean 'bf16'?"),
     ],
 )
-def test_an_unavailable_precision_is_reported_in_one_line(offbeat: Command, value, said):
-    check_refused(offbeat, (*RUN, "--precision", value, "--dry-run"), said)
+def test_an_unavailable_precision_is_reported_in_one_line(offbeat: Command, value, message):
+    check_refused(offbeat, (*RUN, "--precision", value, "--dry-run"), message)
 
 
 def test_comparisons_take_precision(offbeat: Command):

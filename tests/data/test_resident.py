@@ -113,8 +113,8 @@ def test_the_size_of_the_pieces_changes_nothing(sets: dict[str, DataSet], batche
 
 def test_what_the_sets_tell_about_themselves_is_kept(data: DataSet) -> None:
     there = moved(data)
-    for told in ("name", "shape", "classes", "train_samples", "test_samples"):
-        assert getattr(there, told) == getattr(data, told)
+    for attribute in ("name", "shape", "classes", "train_samples", "test_samples"):
+        assert getattr(there, attribute) == getattr(data, attribute)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

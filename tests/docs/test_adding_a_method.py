@@ -67,8 +67,8 @@ def test_the_contract_and_the_pages_examples_hold_for_the_new_method(copy):
 def test_the_new_method_is_listed_with_its_settings_and_is_a_public_name(copy):
     code = "import offbeat, sys; print(offbeat.Patient(slack=1).lag(1, 3), offbeat.__file__, 'torch' in sys.modules)"
     assert python(copy, "-c", code).stdout.split() == ["5", str(copy / "offbeat/__init__.py"), "False"]
-    told = python(copy, "-m", "offbeat", "methods", "patient", "--json")
-    settings = {each["name"]: each["default"] for each in json.loads(told.stdout)["settings"]}
+    printed = python(copy, "-m", "offbeat", "methods", "patient", "--json")
+    settings = {each["name"]: each["default"] for each in json.loads(printed.stdout)["settings"]}
     assert settings == {"M": 4, "slack": 2, "weights": "stash", "corrector": None}
 
 

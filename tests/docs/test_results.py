@@ -63,10 +63,10 @@ def test_pages_of_other_records_are_not_current(copied):
         next(row for row in record["found"][0]["rows"] if row["name"] == "ADL, K=8")["ms"] = [0.5, 0.5, 0.5]
 
     changed(copied / "docs/results/gpu-h200-b32.json", faster)
-    told = checked(copied)
-    assert told.returncode == 1
-    assert "results.md, README.md" in told.stderr
-    assert "svg" not in told.stderr
+    reported = checked(copied)
+    assert reported.returncode == 1
+    assert "results.md, README.md" in reported.stderr
+    assert "svg" not in reported.stderr
 
 
 def test_a_picture_of_other_curves_is_not_current(copied):
@@ -137,8 +137,8 @@ def test_the_page_is_made_of_the_torture_records_that_are_there(copied):
 
 def test_the_page_on_reliability_contains_no_figures_of_its_own():
     tried = (ROOT / "docs/reliability.md").read_text().split("## How it is tried")[1]
-    told = [line for line in tried.splitlines() if not line.startswith("    ")]
-    assert not re.search(r"\d", " ".join(told))
+    reported = [line for line in tried.splitlines() if not line.startswith("    ")]
+    assert not re.search(r"\d", " ".join(reported))
     anchor = re.search(r"results\.md#([\w-]+)", tried)[1]
     titles = re.findall(r"^## (.*)$", (ROOT / "docs/results.md").read_text(), re.MULTILINE)
     assert anchor in [title.lower().replace(" ", "-") for title in titles]

@@ -89,8 +89,8 @@ def test_every_page_is_reached_from_the_first():
 
 def test_the_pages_on_choosing_and_questions_contain_no_measurements():
     for name in ("choosing.md", "faq.md"):
-        told = prose(DOCS / name)
-        assert not re.search(r"\d+(\.\d+)? ?(%|x\b|ms\b|times\b|samples/s|MB\b)|\d\.\d", told), name
+        text = prose(DOCS / name)
+        assert not re.search(r"\d+(\.\d+)? ?(%|x\b|ms\b|times\b|samples/s|MB\b)|\d\.\d", text), name
 
 
 def generated(root: Path) -> subprocess.CompletedProcess[str]:
@@ -111,9 +111,9 @@ def test_a_page_of_a_method_that_was_edited_is_missing_or_is_no_methods_is_found
     (pages / "adl.md").write_text((pages / "adl.md").read_text().replace("2(K-k)", "3(K-k)"))
     (pages / "fr.md").unlink()
     (pages / "new.md").write_text("# new\n")
-    told = generated(tmp_path)
-    assert told.returncode == 1
-    assert told.stderr.strip().endswith("adl.md, fr.md, new.md")
+    reported = generated(tmp_path)
+    assert reported.returncode == 1
+    assert reported.stderr.strip().endswith("adl.md, fr.md, new.md")
 
 
 def commands_checked(root: Path) -> subprocess.CompletedProcess[str]:
@@ -154,11 +154,11 @@ def test_the_glossary_is_in_alphabetical_order():
 @pytest.mark.parametrize("name", METHODS)
 def test_the_formulas_of_a_page_give_what_the_method_declares(name):
     method = named(name)
-    told = " ".join((DOCS / f"methods/{name}.md").read_text().split())
+    reported = " ".join((DOCS / f"methods/{name}.md").read_text().split())
     formulas = re.search(
         r"mean staleness in updates (\S+); parameter versions (\S+), including the newest; (?:micro-)?batches between "
         r"forward and backward (\S+)\.",
-        told,
+        reported,
     ).groups()
     K = 4 if method.limit is None or method.limit(4) is None else 1
     for k in range(1, K + 1):

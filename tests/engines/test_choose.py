@@ -54,15 +54,15 @@ def test_silence_reaches_the_engine_of_a_group(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("stream", "unknown engine 'stream': did you mean 'streams'"),
         ("streams", "engine='streams' on device 'cpu': .* use device='cuda', or engine='simulate' or 'processes'"),
         ("processes", "2 stages but 1 process: .*torchrun --nproc-per-node 2"),
     ],
 )
-def test_an_engine_that_cannot_run_here_is_refused_in_one_line(name, said):
-    with pytest.raises(UserError, match=said) as refused:
+def test_an_engine_that_cannot_run_here_is_refused_in_one_line(name, message):
+    with pytest.raises(UserError, match=message) as refused:
         choose_engine(name, 2, method=offbeat.ADL(), device=CPU)
     assert "\n" not in str(refused.value)
 

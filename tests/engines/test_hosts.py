@@ -123,7 +123,7 @@ class Pair:
     def errors(self, rank: int) -> str:
         return (self.folder / f"{rank}.err").read_text()
 
-    def said(self, rank: int) -> list[str]:
+    def lines(self, rank: int) -> list[str]:
         """The lines of ours on standard error."""
         return [line for line in self.errors(rank).splitlines() if line.startswith("offbeat: ")]
 
@@ -207,8 +207,8 @@ def test_hosts_whose_names_are_loopback_connect_over_the_route_to_the_master(pai
     pair.script(tmp_path / "joined", JOIN, [[part for one in zip(masters, ports) for part in one] for masters in cases])
     assert wait_for(pair.ended, START)
     for rank, masters in enumerate(cases):
-        said = (tmp_path / "joined" / f"{rank}.out").read_text().splitlines()
-        assert said == [f"{master} ['here', 'here']" for master in masters], pair.errors(rank)
+        lines = (tmp_path / "joined" / f"{rank}.out").read_text().splitlines()
+        assert lines == [f"{master} ['here', 'here']" for master in masters], pair.errors(rank)
 
 
 IMPATIENT = """
@@ -226,7 +226,7 @@ cli.main()
 def check_not_connected(pair: Pair, interfaces: str) -> None:
     """One line on each host, with both addresses and what to set; nothing about a folder that nobody has made."""
     for rank in range(2):
-        (line,) = pair.said(rank)
+        (line,) = pair.lines(rank)
         for word in ("cannot connect", "127.0.0.1", f"interface {interfaces}", "set GLOO_SOCKET_IFNAME"):
             assert word in line
         assert str(pair.folder) not in line
@@ -274,7 +274,7 @@ def test_a_cut_of_three_quarters_of_the_silence_does_not_end_the_run(pair, tmp_p
     lines = metrics.read_text().count("\n")
     pair.mend(how)
     assert wait_for(lambda: metrics.read_text().count("\n") > lines + 2 or pair.ended(), 60)
-    assert not pair.ended(), [pair.said(rank) for rank in range(2)]
+    assert not pair.ended(), [pair.lines(rank) for rank in range(2)]
 
 
 @pytest.mark.slow
@@ -299,7 +299,7 @@ def test_a_cable_that_is_cut_ends_the_run_on_both_hosts_and_mended_it_runs_again
     assert time.monotonic() - began > SILENCE * 0.7
     for rank, process in enumerate(pair.started):
         assert process.returncode != 0
-        (line,) = pair.said(rank)
+        (line,) = pair.lines(rank)
         assert f"stage {2 - rank} has not answered for {SILENCE:g} s" in line
     assert processes_of(first / "run") == {}
 

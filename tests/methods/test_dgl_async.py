@@ -11,13 +11,13 @@ from offbeat.methods.dgl_async import Buffer
 from offbeat.ops import Drop, Forward, Take
 
 
-def said(operations) -> str:
+def text(operations) -> str:
     return " ".join(map(str, operations))
 
 
 def test_a_new_batch_takes_the_place_of_the_oldest():
     buffer = Buffer(2)
-    assert [said(buffer.add(t)) for t in (0, 1, 2, 3)] == ["+0", "+1", "-0 +2", "-1 +3"]
+    assert [text(buffer.add(t)) for t in (0, 1, 2, 3)] == ["+0", "+1", "-0 +2", "-1 +3"]
 
 
 def test_the_least_used_is_drawn_and_of_those_the_newest():
@@ -36,9 +36,9 @@ def test_a_batch_that_is_added_again_is_the_newest_and_unused():
     buffer.add(0)
     buffer.add(1)
     assert buffer.draw() == 1
-    assert said(buffer.add(0)) == "+0"
+    assert text(buffer.add(0)) == "+0"
     assert buffer.draw() == 0
-    assert said(buffer.add(2)) == "-1 +2", "batch 0 is newer by now"
+    assert text(buffer.add(2)) == "-1 +2", "batch 0 is newer by now"
 
 
 def programs(K: int, n: int, **settings: int) -> list[list]:

@@ -65,7 +65,7 @@ def by_hand(weights: str) -> list[dict[str, float]]:
     a, b, c = 0.9, 0.4, 1.1
     forwarded: list[tuple[float, float]] = []
     sent: list[float] = []
-    told = []
+    reported = []
     for t in range(STEPS + 2):
         if t < STEPS:
             forwarded.append((a, b))
@@ -78,7 +78,7 @@ def by_hand(weights: str) -> list[dict[str, float]]:
             stale = {"stash": (old_b, old_a), "hybrid": (b, old_a), "replay": (b, a)}[weights]
             stale = (g * X * stale[0], g * X * stale[1])
             fresh = (g * X * b, g * X * a)
-            told.append(
+            reported.append(
                 {
                     "gap": math.hypot(a - old_a, b - old_b),
                     "norm": math.hypot(a, b),
@@ -92,7 +92,7 @@ def by_hand(weights: str) -> list[dict[str, float]]:
                 }
             )
             a, b = a - LR * stale[0], b - LR * stale[1]
-    return told
+    return reported
 
 
 def scale(c: float) -> nn.Linear:
@@ -199,10 +199,10 @@ def check_unchanged(make: Any, every: int = 2) -> dict[int, list[dict[str, Any]]
 def test_no_bit_of_any_late_method_depends_on_a_diagnosis(name):
     method = named(name)
     lines = check_unchanged(lambda: pipeline(method, model=network(dropout=0.3)))
-    for k, told in lines.items():
-        assert [line["update"] % 2 for line in told] == [1] * len(told)
-        assert max(line["lag"] for line in told) >= math.floor(method.staleness(k, len(lines)))
-        for line in told:
+    for k, reported in lines.items():
+        assert [line["update"] % 2 for line in reported] == [1] * len(reported)
+        assert max(line["lag"] for line in reported) >= math.floor(method.staleness(k, len(lines)))
+        for line in reported:
             assert 0 < line["norm"] < math.inf
             assert -1.000001 < line["cosine"] < 1.000001
             if line["lag"] == 0 and not method.correctors:
@@ -249,9 +249,9 @@ def test_a_network_that_changes_its_input_is_measured_on_what_it_was_given():
 
 def test_micro_batches_are_never_late():
     lines = check_unchanged(lambda: pipeline(library.GPipe(2)), every=5)
-    for told in lines.values():
-        assert [(line["batch"], line["gap"], line["lag"]) for line in told] == [(t, 0.0, 0) for t in (4, 9, 14, 19)]
-        assert all(line["cosine"] == pytest.approx(1, abs=1e-6) for line in told)
+    for reported in lines.values():
+        assert [(line["batch"], line["gap"], line["lag"]) for line in reported] == [(t, 0.0, 0) for t in (4, 9, 14, 19)]
+        assert all(line["cosine"] == pytest.approx(1, abs=1e-6) for line in reported)
 
 
 def test_a_batch_that_is_skipped_is_not_measured():
@@ -260,7 +260,7 @@ def test_a_batch_that_is_skipped_is_not_measured():
     data[6] = (data[6][0] * math.nan, data[6][1])
     found = diagnosed(pipe, data)
     assert [line["batch"] for line in found[3]] == [0, 1, 2, 4, 5, 7, 8, 9]
-    assert all(line["cosine"] is not None for told in found.values() for line in told)
+    assert all(line["cosine"] is not None for reported in found.values() for line in reported)
 
 
 # ---- the run folder
@@ -319,7 +319,7 @@ def test_lines_after_the_batch_at_which_a_run_resumes_are_removed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--diagnose", "0"], "--diagnose 0: use an integer of at least 1"),
         (["--diagnose", "-1"], "--diagnose -1: use an integer of at least 1"),
@@ -327,9 +327,9 @@ def test_lines_after_the_batch_at_which_a_run_resumes_are_removed(tmp_path):
         (["--diagnose", "5", "--method", "dgl", "-K", "2"], "diagnose with dgl, whose stages learn from heads"),
     ],
 )
-def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, said, tmp_path):
+def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, message, tmp_path):
     run = ("train", "--data", "digits", "--model", "resnet8", *arguments, "--dry-run", "--out", tmp_path / "x")
-    check_refused(offbeat, run, said)
+    check_refused(offbeat, run, message)
 
 
 def test_misuse_of_the_pipeline_is_reported():

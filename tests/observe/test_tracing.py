@@ -114,8 +114,8 @@ def check_order_of_messages(trace: dict, slack: float = 0.0) -> None:
 
 @pytest.mark.parametrize("engine", ["simulate", "streams"])
 def test_a_trace_holds_the_given_number_of_iterations_of_every_full_stage(engine, tmp_path):
-    pipe, told = pipeline(library.ADL(M=2), engine), []
-    pipe.trace(8, tmp_path / "trace.json", notify=told.append)
+    pipe, reported = pipeline(library.ADL(M=2), engine), []
+    pipe.trace(8, tmp_path / "trace.json", notify=reported.append)
     start = 4 + 2 * 2
     for t, (x, y) in enumerate(batches()):
         pipe.step(x, y)
@@ -137,7 +137,7 @@ def test_a_trace_holds_the_given_number_of_iterations_of_every_full_stage(engine
     assert other["clock_uncertainty_us"] == [0.0] * 3
     assert all(0 < share < 1 for share in other["idle"])
     shown = " ".join(f"{100 * share:.0f} %" for share in other["idle"])
-    assert told == [f"trace: 8 iterations of 3 stages in {tmp_path / 'trace.json'}; idle {shown}"]
+    assert reported == [f"trace: 8 iterations of 3 stages in {tmp_path / 'trace.json'}; idle {shown}"]
 
 
 @pytest.mark.parametrize("name", some(METHODS))
@@ -208,12 +208,12 @@ def test_a_second_trace_can_follow_and_evaluations_are_not_idle_time(tmp_path):
 
 
 def test_a_trace_that_cannot_be_written_is_reported_and_training_continues(tmp_path):
-    pipe, told = pipeline(library.ADL(M=2)), []
+    pipe, reported = pipeline(library.ADL(M=2)), []
     (tmp_path / "trace.json").mkdir()
-    pipe.trace(4, tmp_path / "trace.json", notify=told.append)
+    pipe.trace(4, tmp_path / "trace.json", notify=reported.append)
     assert train(pipe) == train(pipeline(library.ADL(M=2)))
-    assert len(told) == 1
-    assert told[0].startswith("trace failed (training continues)")
+    assert len(reported) == 1
+    assert reported[0].startswith("trace failed (training continues)")
 
 
 def test_the_idle_share_is_the_time_without_work_of_ones_own():
@@ -248,15 +248,17 @@ def test_each_message_is_noted_once_and_marks_are_not():
 def test_the_command_reports_the_trace_in_one_line_and_a_resumed_run_keeps_it(offbeat: Command, tmp_path):
     run = tmp_path / "run"
     small = [*RUN, "--engine", "simulate", "--checkpoint-every", "1e"]
-    said = train_here(offbeat, *small, "--trace", 5, "--out", run)
-    assert re.search(r"^trace: 5 iterations of 2 stages in .*trace.json; idle \d+ % \d+ %$", said, re.MULTILINE), said
+    printed = train_here(offbeat, *small, "--trace", 5, "--out", run)
+    assert re.search(r"^trace: 5 iterations of 2 stages in .*trace.json; idle \d+ % \d+ %$", printed, re.MULTILINE), (
+        printed
+    )
     before = (run / "trace.json").read_bytes()
     train_here(offbeat, "--resume", run, "--epochs", "2", "--json")
     assert (run / "trace.json").read_bytes() == before
-    said = train_here(
+    printed = train_here(
         offbeat, *RUN, "--samples", "64", "--engine", "simulate", "--trace", 5, "--out", tmp_path / "short"
     )
-    assert "trace: nothing was recorded, since the run ended before the pipeline was full" in said
+    assert "trace: nothing was recorded, since the run ended before the pipeline was full" in printed
     assert not (tmp_path / "short" / "trace.json").exists()
 
 
@@ -308,7 +310,7 @@ def test_hosts_whose_clocks_differ_are_brought_to_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--trace", "0"], "--trace 0: use an integer of at least 1"),
         (["--trace", "-5"], "--trace -5: use an integer of at least 1"),
@@ -316,9 +318,9 @@ def test_hosts_whose_clocks_differ_are_brought_to_one(tmp_path):
         (["--trace", "many"], "--trace"),
     ],
 )
-def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, said, tmp_path):
+def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, message, tmp_path):
     run = ("train", "--data", "digits", "--model", "resnet8", *arguments, "--dry-run", "--out", tmp_path / "x")
-    check_refused(offbeat, run, said)
+    check_refused(offbeat, run, message)
 
 
 def test_misuse_of_the_pipeline_is_reported(tmp_path):

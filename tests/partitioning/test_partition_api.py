@@ -57,9 +57,9 @@ def same(a: object, b: object) -> bool:
 
 
 def refused(words: tuple[str, ...], *arguments: object, **options: object) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         partition(*arguments, **options)
-    line = str(told.value)
+    line = str(raised.value)
     assert "\n" not in line
     for word in words:
         assert word in line, line
@@ -365,7 +365,7 @@ def test_more_stages_than_units_are_refused():
     model, x = made("skipping mlp")
     most = len(trace(model).legal_cuts) + 1
     assert len(partition(model, most, x).stages) == most
-    refused((f"{most + 1} stages", f"K <= {most}"), model, most + 1, x)
+    refused((f"{most + 1} stages", f"use K={most}"), model, most + 1, x)
     refused(("stages",), model, 0, x)
 
 
@@ -373,7 +373,7 @@ def test_a_model_whose_control_flow_depends_on_data_is_refused_with_the_reason()
     refused(("2 stages", "Branching", "stays one unit"), zoo.Branching(), 2, torch.randn(4, 6))
     model, x = made("mixed")
     most = len(trace(model).legal_cuts) + 1
-    refused((f"K <= {most}", "branching (Branching) stays one unit"), model, most + 1, x)
+    refused((f"use K={most}", "branching (Branching) stays one unit"), model, most + 1, x)
 
 
 def test_a_model_that_cannot_be_traced_at_all_is_refused_with_the_reason():
@@ -444,10 +444,10 @@ BAD = {
     "too few speeds": ({"speeds": [1.0]}, ("1 speeds for 2 stages",)),
     "a speed of nothing": ({"speeds": [1.0, 0.0]}, ("speeds", "above 0")),
     "a pin outside": ({"pinned": [10_000]}, ("10000", "cuts are from 1")),
-    "too many pins": ({"pinned": [1, 2]}, ("2 pinned cuts", "K >= 3")),
+    "too many pins": ({"pinned": [1, 2]}, ("2 pinned cuts", "use K=3 or more")),
     "cuts that fall": ({"cuts": [0]}, ("[0]", "from 1 to")),
-    "too many cuts": ({"cuts": [1, 2]}, ("2 cuts", "K=2")),
-    "too few cuts": ({"cuts": []}, ("0 cuts", "K=2")),
+    "too many cuts": ({"cuts": [1, 2]}, ("cuts=[1, 2] gives 3 stages, not K=2: give 1 cut",)),
+    "too few cuts": ({"cuts": []}, ("cuts=[] gives 1 stage, not K=2: give 1 cut",)),
 }
 
 

@@ -177,14 +177,17 @@ def test_two_thousand_units_into_32_stages_take_less_than_a_second(shape):
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("asked", "message"),
     [
         ({"costs": [1, 2], "K": 0}, r"K=0 stages: use a whole number from 1 up"),
         ({"costs": [1, 2], "K": 1.5}, r"K=1\.5 stages"),
-        ({"costs": [1, 2], "K": 3}, r"3 stages but only 2 units to cut between: use K <= 2"),
-        ({"costs": [1] * 9, "K": 4, "legal": [2, 5]}, r"4 stages but only 2 legal cuts among 9 units: use K <= 3"),
+        ({"costs": [1, 2], "K": 3}, r"3 stages but only 2 units to cut between: use K=2 or fewer"),
+        (
+            {"costs": [1] * 9, "K": 4, "legal": [2, 5]},
+            r"4 stages but only 2 legal cuts among 9 units: use K=3 or fewer",
+        ),
         ({"costs": [1] * 9, "K": 3, "legal": [2, 5], "pinned": [3]}, r"cut 3 is pinned .* pin 2 or 5"),
-        ({"costs": [1] * 9, "K": 2, "pinned": [3, 4]}, r"2 pinned cuts \[3, 4\] but 2 stages have 1: use K >= 3"),
+        ({"costs": [1] * 9, "K": 2, "pinned": [3, 4]}, r"2 pinned cuts \[3, 4\] but 2 stages have 1: use K=3 or more"),
         ({"costs": [1] * 9, "K": 2, "pinned": [9]}, r"pinned cut 9 of 9 units: cuts are from 1 to 8"),
         ({"costs": [1] * 9, "K": 2, "legal": [0, 4]}, r"legal cut 0 of 9 units"),
         ({"costs": [1, -2], "K": 2}, r"costs\[1\] = -2: use finite numbers from 0 up"),
@@ -194,8 +197,8 @@ def test_two_thousand_units_into_32_stages_take_less_than_a_second(shape):
         ({"costs": [1, 2], "K": 2, "exposed_below": [1]}, r"1 exposed_below for 2 units"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(asked, says):
-    with pytest.raises(UserError, match=says) as refused:
+def test_what_cannot_be_is_refused_in_one_line(asked, message):
+    with pytest.raises(UserError, match=message) as refused:
         solve(**asked)
     assert "\n" not in str(refused.value)
 

@@ -199,7 +199,7 @@ def test_what_would_train_nothing_or_too_much_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ([(1, 2, 3)], "batch 0 of the loader is of type tuple with 3 entries: give pairs"),
         ([{"x": 1, "y": 2}], "stage 1 cannot take batch 0 of type dict: "),
@@ -207,8 +207,8 @@ def test_what_would_train_nothing_or_too_much_is_refused():
         (5, "the loader is of type int: give an iterable"),
     ],
 )
-def test_a_loader_that_gives_no_pairs_is_reported(given, said):
-    with pytest.raises(UserError, match=said):
+def test_a_loader_that_gives_no_pairs_is_reported(given, message):
+    with pytest.raises(UserError, match=message):
         pipeline().fit(given)
 
 

@@ -46,23 +46,23 @@ def train(model: nn.Module, batches: list, method: Any, *, loss: Any = cross_ent
 
 
 def refusal(*args: Any, **options: Any) -> str:
-    with pytest.raises(offbeat.UserError) as told:
+    with pytest.raises(offbeat.UserError) as raised:
         train(*args, **options)
-    assert "\n" not in str(told.value)
-    return str(told.value)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_a_label_beyond_the_classes_is_reported_with_stage_and_batch(name):
-    said = refusal(network(), [images(), (images()[0], torch.full((6,), 9))], name)
-    assert "the head of stage 1 cannot take batch 1, outputs of shape (6, 6, 6, 6) float32 and targets of" in said
+    message = refusal(network(), [images(), (images()[0], torch.full((6,), 9))], name)
+    assert "the head of stage 1 cannot take batch 1, outputs of shape (6, 6, 6, 6) float32 and targets of" in message
 
 
 @pytest.mark.parametrize("name", ["dgl", "dgl-async"])
 def test_a_batch_too_small_for_the_heads_own_batchnorm_is_reported(name):
-    said = refusal(network(), [images(), images(1)], name)
-    assert "the head of stage 1 cannot take batch 1, outputs of shape (1, 6, 6, 6)" in said
-    assert "more than 1 value per channel" in said
+    message = refusal(network(), [images(), images(1)], name)
+    assert "the head of stage 1 cannot take batch 1, outputs of shape (1, 6, 6, 6)" in message
+    assert "more than 1 value per channel" in message
 
 
 @pytest.mark.parametrize("name", [name for name in LOCAL if name != "sim"])  # which classifies at the last stage only
@@ -77,22 +77,22 @@ def test_a_loss_that_is_not_of_class_labels_is_reported(name):
 def test_a_batch_that_a_synthesiser_cannot_take_is_reported(conditional):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     batch = torch.randn(1, 4), torch.zeros(1, dtype=torch.int64)
-    said = refusal(model, [batch], offbeat.DNI(conditional=conditional), cuts=(1,))
-    assert "the synthesiser of stage 1 cannot take batch 0 of shape (1, 4)" in said
+    message = refusal(model, [batch], offbeat.DNI(conditional=conditional), cuts=(1,))
+    assert "the synthesiser of stage 1 cannot take batch 0 of shape (1, 4)" in message
 
 
 @pytest.mark.parametrize("name", [name for name in HEADS if named(name).feedback == "local"])
 def test_regression_is_refused(name):
     batch = torch.randn(5, 4), torch.randn(5, 1)
-    said = refusal(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), [batch], name, loss=mse_loss, cuts=(1,))
-    assert f"{name} trains every stage on class labels" in said
+    message = refusal(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), [batch], name, loss=mse_loss, cuts=(1,))
+    assert f"{name} trains every stage on class labels" in message
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_sequences_between_stages_are_refused(name):
     model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(12, 3))
-    said = refusal(model, [(torch.randn(5, 3, 4), torch.zeros(5, dtype=torch.int64))], name, cuts=(1,))
-    assert f"{name} needs vectors or images between stages, but stage 1 gives something else" in said
+    message = refusal(model, [(torch.randn(5, 3, 4), torch.zeros(5, dtype=torch.int64))], name, cuts=(1,))
+    assert f"{name} needs vectors or images between stages, but stage 1 gives something else" in message
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -122,12 +122,12 @@ def test_memory_counts_all_of_a_head(name):
 
 def test_micro_batches_are_named_as_parts_of_their_batch():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 4))
-    said = refusal(model, [images(8), images(6)], offbeat.GPipe(4), cuts=(1,))
-    assert "stage 2 cannot take micro-batch 3 of 4 of batch 1 of shape (1, 4, 4, 4) float32: Expected more" in said
+    message = refusal(model, [images(8), images(6)], offbeat.GPipe(4), cuts=(1,))
+    assert "stage 2 cannot take micro-batch 3 of 4 of batch 1 of shape (1, 4, 4, 4) float32: Expected more" in message
     spoilt = images(8)
     spoilt[0][5] = float("nan")
-    said = refusal(network(), [images(8), spoilt], offbeat.GPipe(4))
-    assert "the loss of micro-batch 3 of 4 of batch 1 is nan" in said
+    message = refusal(network(), [images(8), spoilt], offbeat.GPipe(4))
+    assert "the loss of micro-batch 3 of 4 of batch 1 is nan" in message
     pipe = train(network(), [images(8)] * 3, offbeat.GPipe(4))
     assert [report.t for report in pipe.reports()] == [2, 2, 2]
 
@@ -147,8 +147,8 @@ def test_what_has_no_row_a_sample_is_not_split_into_micro_batches():
     )
     for a, b in zip(found.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-    said = refusal(network(), [(x, {"y": y, "scale": torch.ones(4)})], offbeat.GPipe(4), loss=weighted)
-    assert "batch 0 of 8 samples cannot be split into micro-batches, one of its tensors is of shape (4,)" in said
+    message = refusal(network(), [(x, {"y": y, "scale": torch.ones(4)})], offbeat.GPipe(4), loss=weighted)
+    assert "batch 0 of 8 samples cannot be split into micro-batches, one of its tensors is of shape (4,)" in message
 
 
 def test_synthetic_gradients_need_no_class_labels_unless_they_are_conditional():

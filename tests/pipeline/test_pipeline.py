@@ -347,12 +347,12 @@ def test_any_optimizer_of_torch_trains_every_stage(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"K": 0}, "K=0"),
         ({"K": 3}, "3 stages but only 2 units"),
         ({"K": 2, "cuts": [2]}, "cuts \\[2\\] of 2 units"),
-        ({"K": 2, "cuts": [1, 1]}, "2 cuts"),
+        ({"K": 2, "cuts": [1, 1]}, "gives 3 stages, not K=2: give 1 cut"),
         ({"K": 2, "method": "adll"}, "did you mean 'adl'"),
         ({"K": 2, "method": "adl", "M": 0}, "M=0"),
         ({"K": 2, "M": 3}, "M=3 beside a method"),
@@ -360,10 +360,10 @@ def test_any_optimizer_of_torch_trains_every_stage(optimizer):
         ({"K": 2, "engine": "processes"}, "torchrun --nproc-per-node 2"),
     ],
 )
-def test_bad_arguments_are_reported_in_one_line(options, said):
-    with pytest.raises(offbeat.UserError, match=said) as told:
+def test_bad_arguments_are_reported_in_one_line(options, message):
+    with pytest.raises(offbeat.UserError, match=message) as raised:
         make(linears(6, 5, 4), **options).step(*vectors(1)[0])
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_batch_that_does_not_fit_names_stage_batch_and_shape():

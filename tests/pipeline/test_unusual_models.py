@@ -265,7 +265,7 @@ def test_the_mean_of_a_window_is_clipped_not_its_terms():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"optimizer": lambda p: torch.optim.LBFGS([q for _, q in p])}, "LBFGS repeats the forward"),
         ({"loss": lambda output, target: 1.0}, "return the mean, a tensor"),
@@ -292,12 +292,12 @@ def test_the_mean_of_a_window_is_clipped_not_its_terms():
         ),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(options, said):
+def test_what_cannot_work_is_refused_in_one_line(options, message):
     x, y = vectors(1)[0]
     x, y, model = options.pop("x", x), options.pop("y", y), options.pop("model", linears(6, 4))
-    with pytest.raises(offbeat.UserError, match=said) as told:
+    with pytest.raises(offbeat.UserError, match=message) as raised:
         make(model, K=1, method="bp", **options).step(x, y)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_loader_of_anything_but_pairs_is_refused_in_evaluation():

@@ -17,7 +17,7 @@ from command import Command
 from offbeat import models
 from offbeat.report.cuts import parts as stages
 from offbeat.report.overview import curves, grouped
-from offbeat.report.page import Part, html, parts, write_report
+from offbeat.report.page import ReportPart, html, parts, write_report
 from offbeat.report.read import Epoch, RunRecord, read_run
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.tables import TABLES, Paper, Table
@@ -47,13 +47,13 @@ def page(*folders: Path) -> str:
     """The page without its scripts and styles."""
     text = html(parts(folders))
     assert len(text) < 3_000_000
-    told = re.sub(r"<(style|script)[^>]*>.*?</\1>", "", text, flags=re.DOTALL)
+    reported = re.sub(r"<(style|script)[^>]*>.*?</\1>", "", text, flags=re.DOTALL)
     read = Nested()
-    read.feed(told)
+    read.feed(reported)
     assert not read.open
     assert all(address.startswith("#") or address == "data:," for address in read.addresses)
-    assert not re.search(r"\b((?<!is )(nan|inf)|None)\b", told)
-    return told
+    assert not re.search(r"\b((?<!is )(nan|inf)|None)\b", reported)
+    return reported
 
 
 def data(folder: Path, name: str) -> list[dict]:
@@ -201,7 +201,7 @@ def test_a_page_of_hundreds_of_long_runs_stays_below_3_megabytes():
     assert families[0].drawings()[0].caption == "One epoch of 4 is drawn."
     values = max(families[0].drawings()[0].chart.to_dict()["datasets"].values(), key=len)
     assert [row["x"] for row in values if row["series"] == "resnet56-adl-k8-m4-sc-0"] == list(range(4, 301, 4))
-    assert len(html([Part("a title", "Reproduction", families)])) < 2_300_000
+    assert len(html([ReportPart("a title", "Reproduction", families)])) < 2_300_000
 
 
 TEXT = {"model": "gpt:layers=2,width=8,heads=1,context=8", "data": "text", "data_dir": __file__, "shape": None}
@@ -275,8 +275,8 @@ def test_a_reproduction_has_the_papers_values_beside_ours(offbeat: Command, monk
     monkeypatch.setitem(TABLES, "small", Table(name="small", title="Small", rows=(net_adl, net_diverges)))
     offbeat("reproduce", "small", "--epochs", 2, "--seeds", 1, "--out", "x", "--json")
     text = page(Path("x"))
-    told = json.loads(Path("x/results.json").read_text())
-    ours = next(row for row in told["rows"] if row["error"] is not None and row["paper"])
+    reported = json.loads(Path("x/results.json").read_text())
+    ours = next(row for row in reported["rows"] if row["error"] is not None and row["paper"])
     assert f"<td>{ours['paper']['error']:.2f}</td><td>{ours['error']:.2f}</td>" in text
     assert "div." in text
     assert figures(text, "runs") == "1 of 2"
@@ -411,11 +411,11 @@ def spoil(run: Path, how: str) -> str:
 )
 def test_broken_records_are_reported_and_the_rest_is_shown(tmp_path, how):
     run = made.run(tmp_path / "a")
-    told = spoil(run, how)
+    reported = spoil(run, how)
     text = html(parts([run]))
-    assert told in text
+    assert reported in text
     assert "Peak memory" in text or how in ("nothing recorded", "staleness of other stages", "config is a list")
-    assert told in html(parts([run, made.run(tmp_path / "b", method="bp", K=1)])) or how in (
+    assert reported in html(parts([run, made.run(tmp_path / "b", method="bp", K=1)])) or how in (
         "nothing recorded",
         "last line is half-written",
     )
@@ -494,7 +494,7 @@ def test_pictures_are_files_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["nowhere"], "nowhere is no folder: give the folder of a run"),
         (["empty"], "empty holds none of config.json, metrics.jsonl"),
@@ -503,12 +503,12 @@ def test_pictures_are_files_of_their_own(tmp_path):
         ([], "Missing argument"),
     ],
 )
-def test_misuse_is_one_line(offbeat: Command, tmp_path, arguments, said):
+def test_misuse_is_one_line(offbeat: Command, tmp_path, arguments, message):
     made.run(tmp_path / "a")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     done = offbeat("report", *arguments)
     assert done.code == 2
-    assert said in done.err
+    assert message in done.err
     assert done.err.count("\n") == 1
     shutil.rmtree(tmp_path / "a")

@@ -125,8 +125,8 @@ def test_idle_shares_in_a_recording_are_used_only_if_complete(tmp_path):
     made.trace(tmp_path)
     content = json.loads((tmp_path / "trace.json").read_text())
     counted = read_trace(content).idle()
-    for told, idle in (([0.1, 0.2, 0.3], [0.1, 0.2, 0.3]), ([0.1, 0.2], counted), ([0.1, 0.2, "x"], counted)):
-        content["otherData"]["idle"] = told
+    for reported, idle in (([0.1, 0.2, 0.3], [0.1, 0.2, 0.3]), ([0.1, 0.2], counted), ([0.1, 0.2, "x"], counted)):
+        content["otherData"]["idle"] = reported
         assert read_trace(content).idle() == idle
 
 

@@ -207,9 +207,9 @@ def script(out: Path) -> dict[str, tuple[Last, Last]]:
         )
         for rank in range(2)
     ]
-    told = [process.communicate(timeout=START + 100 * len(CASES))[0] for process in started]
+    reported = [process.communicate(timeout=START + 100 * len(CASES))[0] for process in started]
     ended: dict[str, list[Last]] = {case: [] for case in CASES}
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(reported):
         for line in text.splitlines():
             case, code, when = line.split(":")
             ended[case].append(Last(code, float(when), (out / f"{case}-{rank}.stderr").read_text()))
@@ -300,9 +300,9 @@ def test_a_loss_that_is_not_finite_names_batch_and_stage_in_one_process(monkeypa
     monkeypatch.setattr(sys, "argv", ["offbeat", "train", *arguments, *how, "--out", str(out), "--json"])
     with pytest.raises(SystemExit) as exit:
         cli.main()
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    ended = Ended(exit.value.code, 0.0, said.out, said.err, lines, {}, out)
+    ended = Ended(exit.value.code, 0.0, printed.out, printed.err, lines, {}, out)
     check_stopped(ended, "batch", f"stage {how[1]} of {how[1]}", "learning rate")
 
 

@@ -71,8 +71,8 @@ def test_resuming_a_run_that_still_runs_is_refused_and_changes_nothing(engine, t
         frozen = freeze(run)
         (run.out / "checkpoints" / "000000099.part").mkdir(exist_ok=True)  # that it is about to write
         before = contents(run.out)
-        said = check_refused(offbeat, ("train", "--resume", run.out), *IN_USE, str(run.out), str(run.process.pid))
-        assert "records so far" not in said
+        message = check_refused(offbeat, ("train", "--resume", run.out), *IN_USE, str(run.out), str(run.process.pid))
+        assert "records so far" not in message
         assert contents(run.out) == before
         check_refused(offbeat, ("train", *SMALL, "--out", run.out), "already contains a run")
     finally:

@@ -139,10 +139,10 @@ def test_the_help_names_every_method_and_the_short_forms(offbeat, monkeypatch):
     from offbeat.methods import METHODS
 
     monkeypatch.setenv("COLUMNS", "300")
-    told = offbeat("train", "--help").out
-    assert all(name in told for name in METHODS)
+    printed = offbeat("train", "--help").out
+    assert all(name in printed for name in METHODS)
     for option in ("--corrector", "--weights", "--window", "-M", "adl:M=4,corrector=sc"):
-        assert option in told
+        assert option in printed
 
 
 # ---- recipes of earlier versions, in which the settings were fields of their own
@@ -217,5 +217,5 @@ def test_streams_need_a_gpu_and_a_method_whose_iterations_are_alike():
 @pytest.mark.parametrize("name", ["units", "partition", "device", "precision", "on_nan", "weighting"])
 @pytest.mark.parametrize("word", ["", "other"])
 def test_a_field_of_a_few_words_refuses_others(name, word):
-    with pytest.raises(UserError, match=f"unknown {name.replace('_', '.')} '{word}': "):
+    with pytest.raises(UserError, match=f"unknown {name}[= ]'{word}': "):
         make_recipe(**{name: word})

@@ -67,7 +67,7 @@ def killed(out: Path, before: int, *arguments: str) -> None:
     done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), -signal.SIGKILL)
 
 
-def told(run: Path) -> list[tuple]:
+def recorded(run: Path) -> list[tuple]:
     return [
         (line["kind"], line.get("batch"), line.get("loss"), line.get("test_loss"))
         for line in lines(run)
@@ -93,7 +93,7 @@ def test_a_killed_run_resumes_bit_for_bit(name, tmp_path, offbeat: Command):
     assert [each.checkpoint.t for each in ls(tmp_path / "broken")] == [7, 14]
     train_here(offbeat, "--resume", tmp_path / "broken", "--json")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
-    assert told(tmp_path / "broken") == told(tmp_path / "whole"), "the records are those of one run"
+    assert recorded(tmp_path / "broken") == recorded(tmp_path / "whole"), "the records are those of one run"
 
 
 def test_a_drained_checkpoint_holds_nothing_in_flight_and_resumes_bit_for_bit(tmp_path, offbeat: Command):
@@ -178,9 +178,9 @@ def test_one_signal_saves_and_stops(engine, sent, tmp_path, offbeat: Command):
     broken = start(tmp_path / "broken", *settings, "--engine", engine)
     until(lambda: any(line["kind"] == "train" for line in lines(tmp_path / "broken")))
     broken.send_signal(sent)
-    said = done(broken, 130)
-    assert "with a checkpoint: continue with --resume" in said, said
-    assert said.count("\n") == 1
+    printed = done(broken, 130)
+    assert "with a checkpoint: continue with --resume" in printed, printed
+    assert printed.count("\n") == 1
     assert len(ls(tmp_path / "broken")) == 1
     assert processes_of(tmp_path / "broken") == {}
     train_here(offbeat, "--resume", tmp_path / "broken", "--engine", "simulate", "--json")
@@ -263,7 +263,7 @@ def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--checkpoint-every", "7"], "use a number above 0 and a unit: b"),
         (["--checkpoint-every", "0e"], "use a number above 0 and a unit: b"),
@@ -276,9 +276,9 @@ def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
         (["--resume", "nowhere"], "--resume nowhere holds no config.json"),
     ],
 )
-def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, said, tmp_path):
+def test_misuse_is_reported_in_one_line(offbeat: Command, arguments, message, tmp_path):
     extra = [] if "--resume" in arguments else ["--dry-run", "--out", tmp_path / "x"]
-    check_refused(offbeat, ("train", "--data", "digits", "--model", "resnet8", *arguments, *extra), said)
+    check_refused(offbeat, ("train", "--data", "digits", "--model", "resnet8", *arguments, *extra), message)
 
 
 def test_rates_can_be_changed_when_a_run_resumes(tmp_path, offbeat: Command):

@@ -65,7 +65,7 @@ def checkpoint(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for k in (1, 2) for name, tensor in ls(run)[-1].checkpoint.stage(k)["stage"]["model"].items()}
 
 
-def told(run: Path) -> dict[str, list]:
+def recorded(run: Path) -> dict[str, list]:
     """What the records of a run report, from where it went on."""
     found = lines(run)
     at = max(place for place, line in enumerate(found) if line["kind"] == "resumed")
@@ -109,7 +109,7 @@ def test_a_changed_run_trains_every_sample_that_is_left(change, tmp_path, starte
     epochs = options[1] if change == "epochs" else EPOCHS
     given = options if change == "epochs" else ["--epochs", EPOCHS, *options]
     train_here(offbeat, "--resume", run, "--json", *given)
-    seen = told(run)
+    seen = recorded(run)
     recipe = json.loads((run / "config.json").read_text())["recipe"]
     assert seen["resumed"][-1] | {"time": 0} == {"kind": "resumed", "time": 0, "batch": 18, "exact": exact}
     assert [line["epoch"] for line in seen["epoch"]] == list(range(1, epochs)), "from the middle of the second"
@@ -131,7 +131,7 @@ def test_a_learning_rate_of_ones_own_stays_when_the_batch_size_changes(tmp_path,
     for name, rate in (("own", 0.02), ("rule", 0.1 * 16 * 4 / 256)):
         train_here(offbeat, "--resume", tmp_path / name, "--json", "--batch-size", 16, "--epochs", 3)
         assert json.loads((tmp_path / name / "config.json").read_text())["recipe"]["lr"] == rate
-    assert any("the learning rate is 0.025, it was 0.0125" in note for note in told(tmp_path / "rule")["note"])
+    assert any("the learning rate is 0.025, it was 0.0125" in note for note in recorded(tmp_path / "rule")["note"])
 
 
 def test_the_first_update_after_a_resume_has_the_new_rate(tmp_path, started, offbeat: Command):
@@ -201,7 +201,7 @@ def test_heads_that_still_fit_are_kept(method, change, tmp_path, started, offbea
         "--keep",
         9,
     )
-    assert not any("heads" in note for note in told(run)["note"])
+    assert not any("heads" in note for note in recorded(run)["note"])
     again = ls(run)[-1].checkpoint.stage(1)["stage"]
     assert trained["head"].keys() == again["head"].keys()
     if method == "dgl" and change[0] != "--lr":  # its heads are trained at the same rate, which is 0 now
@@ -251,6 +251,6 @@ def test_heads_move_with_their_cuts_and_what_is_lost_is_reported(tmp_path, start
     again = [made.stage(k)["stage"]["head"] for k in (1, 2)]
     trained = [name for name in heads[1] if "running" not in name and "num_batches" not in name]
     assert all(torch.equal(heads[1][name], again[1][name]) for name in trained), "the cut before unit 3 has stayed"
-    notes = told(run)["note"]
+    notes = recorded(run)["note"]
     assert any("the heads of stages 1 are initialised again" in note for note in notes), notes
     assert any("the heads of stages 1 of the checkpoint are not used" in note for note in notes), notes

@@ -127,10 +127,10 @@ def here(folder, commands) -> Iterator:
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
             cli.main()
-        said = capsys.readouterr()
+        printed = capsys.readouterr()
         assert exit.value.code == 0
-        assert said.err == ""
-        return json.loads(said.out)
+        assert printed.err == ""
+        return json.loads(printed.out)
 
     yield run
     patch.undo()
@@ -183,10 +183,10 @@ def test_the_training_lines_of_two_processes_are_those_of_one(commands, simulate
     commands["processes"].result()
     measured_by_a_clock = ("time", "seconds", "samples_per_second", "out")
 
-    def told(run: Path) -> list[dict]:
+    def recorded(run: Path) -> list[dict]:
         return [{name: line[name] for name in line if name not in measured_by_a_clock} for line in lines(run)]
 
-    assert told(folder / "processes") == told(simulated)
+    assert recorded(folder / "processes") == recorded(simulated)
 
 
 @pytest.mark.slow
@@ -236,9 +236,9 @@ def test_torchrun_writes_the_same_run_folder_as_the_command(commands, simulated,
 
 
 def test_one_stage_runs_in_this_process_and_trains(here, folder, capsys):
-    told = here("one", *SMALL, "-K", 1, "--lr", 0.2, "--warmup", 0, capsys=capsys)
-    assert told["staleness"] == told["staleness_formula"] == [0]
-    assert told["error"] < 50, "better than the 90 % of guessing"
+    recorded = here("one", *SMALL, "-K", 1, "--lr", 0.2, "--warmup", 0, capsys=capsys)
+    assert recorded["staleness"] == recorded["staleness_formula"] == [0]
+    assert recorded["error"] < 50, "better than the 90 % of guessing"
     assert recipe_of(folder / "one")["engine"] == "simulate"
 
 
@@ -274,12 +274,12 @@ def test_the_config_is_complete(run):
 
 
 def test_the_training_lines_are_regular_and_sane(run):
-    told = lines(run, "train")
-    assert len(told) >= 20
-    batches = [line["batch"] for line in told]
+    recorded = lines(run, "train")
+    assert len(recorded) >= 20
+    batches = [line["batch"] for line in recorded]
     assert batches == sorted(set(batches))
     assert batches[-1] == 2 * ceil(1437 / 32) - 1
-    for line in told:
+    for line in recorded:
         assert line["epoch"] == line["batch"] // 45
         assert 0 < line["loss"] < 10
         assert 0 <= line["error"] <= 100
@@ -294,15 +294,15 @@ def test_the_training_lines_are_regular_and_sane(run):
 
 
 def test_an_epoch_line_holds_the_epoch_and_the_test_after_it(run):
-    told = lines(run, "epoch")
-    assert [(line["epoch"], line["batches"]) for line in told] == [(0, 45), (1, 90)]
-    assert told[1]["train_loss"] < told[0]["train_loss"]
-    for line in told:
+    recorded = lines(run, "epoch")
+    assert [(line["epoch"], line["batches"]) for line in recorded] == [(0, 45), (1, 90)]
+    assert recorded[1]["train_loss"] < recorded[0]["train_loss"]
+    for line in recorded:
         assert line["seconds"] > 0
         assert line["samples_per_second"] == pytest.approx(1437 / line["seconds"])
         assert 0 <= line["test_top5"] <= line["test_error"] <= 100
     (result,) = lines(run, "result")
-    assert result["error"] == told[1]["test_error"]
+    assert result["error"] == recorded[1]["test_error"]
     assert lines(run)[-1] == result
 
 
@@ -342,9 +342,9 @@ def test_the_model_file_loads_into_the_unsplit_model(run):
 
 def test_the_command_prints_a_line_an_epoch_and_the_result(commands, run):
     done = commands["processes"].result()
-    told = done.stderr.splitlines()
-    assert [line.split("  ")[0] for line in told] == ["epoch 1/2", "epoch 2/2"], done.stderr
-    for line in told:
+    recorded = done.stderr.splitlines()
+    assert [line.split("  ")[0] for line in recorded] == ["epoch 1/2", "epoch 2/2"], done.stderr
+    for line in recorded:
         assert re.search(r"loss \d.*test error .*samples/s.*staleness 1\.00 0\.00", line)
     assert done.stdout.count("\n") == 1
     assert f"test error {lines(run, 'result')[0]['error']:.2f}%" in done.stdout
@@ -355,8 +355,8 @@ def test_the_command_prints_a_line_an_epoch_and_the_result(commands, run):
 def test_json_is_one_object_on_stdout_and_nothing_else(commands, folder):
     done = succeeded(commands["repeated"].result())
     assert done.stderr == ""
-    told = json.loads(done.stdout)
-    assert told == {**lines(folder / "repeated", "result")[0], "out": str(folder / "repeated")}
+    recorded = json.loads(done.stdout)
+    assert recorded == {**lines(folder / "repeated", "result")[0], "out": str(folder / "repeated")}
     assert done.stdout.count("\n") == 1
 
 

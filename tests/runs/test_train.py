@@ -82,7 +82,7 @@ def test_the_record_of_a_script_names_the_script_as_its_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({}, "no recipe: give train a recipe"),
         ({"epochs": 2}, "epochs=2 without resume="),
@@ -91,10 +91,10 @@ def test_the_record_of_a_script_names_the_script_as_its_command(tmp_path):
         ({"resume": "nowhere", "out": "x"}, "resume='nowhere' names the run folder: leave out recipe= and out="),
     ],
 )
-def test_arguments_that_name_no_run_are_refused(arguments, said):
+def test_arguments_that_name_no_run_are_refused(arguments, message):
     with pytest.raises(offbeat.UserError) as refused:
         offbeat.train(**arguments)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_the_silence_allowed_reaches_worker_processes_on_their_command_line(tmp_path, monkeypatch):

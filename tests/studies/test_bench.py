@@ -29,7 +29,7 @@ from offbeat.studies.bench.cuts import check, counted, placed
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.rows import (
     ROWS,
-    Setting,
+    BenchSetting,
     chosen,
     left_out,
     method_of,
@@ -43,7 +43,7 @@ from offbeat.studies.plan import LinkCost
 pytestmark = pytest.mark.usefixtures("forked_children", "pictures")
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTING = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=2)
+SETTING = BenchSetting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=2)
 
 
 @pytest.fixture
@@ -60,13 +60,13 @@ def one_core():
 TRAIN = """
 import sys, json, torch, torch.distributed as dist
 from offbeat.studies.bench.contenders import Loop, Task, make
-from offbeat.studies.bench.rows import ROWS, Setting
+from offbeat.studies.bench.rows import ROWS, BenchSetting
 from offbeat.studies.bench.cuts import placed
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 torch.set_num_threads(1)
-setting = placed(Setting.of(json.loads(sys.argv[3])), by="flops", cuts=None, units=None)
+setting = placed(BenchSetting.of(json.loads(sys.argv[3])), by="flops", cuts=None, units=None)
 whole = Task.of(setting, 0)
 plain = Loop(whole)
 losses = [plain.step() for _ in range(2)]
@@ -227,7 +227,9 @@ def test_a_benchmark_with_the_same_folder_adds_the_rounds_it_does_not_have(offbe
         assert after["seconds_per_batch"][0] == before["seconds_per_batch"][0]
     assert both["bound"]["seconds_per_batch"][0] == first["bound"]["seconds_per_batch"][0]
     assert both["settings"]["cuts"] == first["settings"]["cuts"]
-    check_refused(offbeat, (*command, "-M", 2), "already holds bench.json with M = 4, not 2", "choose another --out")
+    check_refused(
+        offbeat, (*command, "-M", 2), "already holds bench.json with M = 4, not 2", "give another folder as --out"
+    )
 
 
 def below(pid: int) -> list[int]:
@@ -316,8 +318,8 @@ def failing(seconds):
         (("-M", 0), ("-M 0",)),
         (("-M", 2, "--method", "adl:M=3"), ("M is 3 in 'adl:M=3' and 2", "give it once")),
         (("--method", "adl:beta=3"), ("adl takes no beta",)),
-        (("--method", "adl:M=3", "--method", "adl:M=2"), ("--method adl is given twice",)),
-        (("--model", "resnet20", "-K", "3", "--cuts", "5"), ("1 cuts", "-K 3")),
+        (("--method", "adl:M=3", "--method", "adl:M=2"), ("'adl' is given twice in --method",)),
+        (("--model", "resnet20", "-K", "3", "--cuts", "5"), ("--cuts 5 gives 2 stages, not -K 3: give 2 cuts",)),
         (("scaling", "--depths", "resnet21"), ("unknown model 'resnet21'",)),
         (("scaling", "--stages", "2,0"), ("--stages 0",)),
     ],
@@ -343,7 +345,7 @@ def test_rows_are_named_once_and_all_are_those_listed():
 
 def test_a_method_of_ours_is_timed_with_the_settings_that_are_given():
     given = settings_by_method(["adl:corrector=sc", "gpipe:m=2", "pipedream:weights=hybrid"], None)
-    setting = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=3, methods=given)
+    setting = BenchSetting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=3, methods=given)
     rows = {row.name: row for row in chosen("ddg", methods=list(given))}
     assert list(rows) == ["bp", "adl", "ddg", "gpipe", "pipedream"]
     adl, pipedream = method_of(rows["adl"], setting), method_of(rows["pipedream"], setting)
@@ -351,19 +353,19 @@ def test_a_method_of_ours_is_timed_with_the_settings_that_are_given():
     assert (pipedream.M, pipedream.weights) == (1, "hybrid")
     assert micro_batches(rows["gpipe"], setting) == [2]
     assert note(rows["adl"], setting, None).startswith("corrector=sc; ")
-    assert Setting.of(json.loads(json.dumps(setting.as_dict()))) == setting
+    assert BenchSetting.of(json.loads(json.dumps(setting.as_dict()))) == setting
     assert "methods" not in replace(setting, methods={}).as_dict()
     assert settings_by_method(["adl:M=2"], 2) == {"adl": {"M": 2}}
     assert left_out(row_of("asgd"), setting).startswith("its workers hold the whole model")
 
 
 def test_rows_that_cannot_be_are_left_out_with_a_reason():
-    odd = Setting("mlp", (1, 8, 8), 10, batch_size=15, K=2, M=4)
+    odd = BenchSetting("mlp", (1, 8, 8), 10, batch_size=15, K=2, M=4)
     assert left_out(ROWS["ddp"], odd) == "a batch of 15 cannot be divided equally among 2 workers"
     assert "micro-batches" in left_out(ROWS["torch-gpipe"], odd)
     assert "fewer than 4 units" in left_out(ROWS["torch-interleaved"], SETTING)
     assert left_out(ROWS["torch-interleaved"], placed(SETTING, by="flops", cuts=None, units=None)) is None
-    gpu = Setting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=4, device="cuda")
+    gpu = BenchSetting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=4, device="cuda")
     assert {name for name, row in ROWS.items() if left_out(row, gpu) is None} == {
         "bp",
         "bp-cores",
@@ -374,9 +376,7 @@ def test_rows_that_cannot_be_are_left_out_with_a_reason():
         "fr",
         "dsp",
     }
-    assert left_out(ROWS["bp-windows"], SETTING) == (
-        "batches of a window run at the same time only on a GPU: give --device cuda"
-    )
+    assert left_out(ROWS["bp-windows"], SETTING) == ("batches of a window run at the same time only on a GPU")
     assert left_out(ROWS["ddp"], gpu) == "one GPU: its workers need one each"
 
 
@@ -390,7 +390,7 @@ def test_micro_batches_divide_the_batch_and_come_in_whole_rounds_where_they_must
 
 def test_more_stages_than_units_are_refused():
     with pytest.raises(UserError, match="only"):
-        check(Setting("mlp", (1, 8, 8), 10, batch_size=4, K=40, M=1))
+        check(BenchSetting("mlp", (1, 8, 8), 10, batch_size=4, K=40, M=1))
 
 
 # ---- what a record says

@@ -338,7 +338,7 @@ def test_another_configuration_in_the_folder_is_refused_in_one_line(offbeat, com
     no_training(monkeypatch)
     base = ("compare", "--methods", "bp,adl", *SMALL, "--seeds", 1, "--out", "x")
     for arguments, words in DIFFERENT.values():
-        check_refused(offbeat, (*base, *arguments), "x holds another comparison", words, "choose another --out")
+        check_refused(offbeat, (*base, *arguments), "x holds another comparison", words, "give another folder as --out")
 
 
 def test_a_folder_that_holds_something_else_is_refused(offbeat):

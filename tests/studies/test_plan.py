@@ -309,7 +309,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "partition": (("--partition", "flop"), ("flop", "did you mean 'flops'")),
     "K=0": (("-K", "0"), ("-K 0", "from 1 up")),
     "K=-1": (("-K", "-1"), ("-K -1",)),
-    "K above the units": (("-K", "500"), ("500 stages", "K <= ")),
+    "K above the units": (("-K", "500"), ("500 stages", "use -K ")),
     "M=0": (("-M", "0"), ("-M 0",)),
     "M with ddg": (("--method", "ddg", "-M", "4"), ("ddg takes no M (given: 4)",)),
     "batch size 0": (("--batch-size", "0"), ("--batch-size 0",)),
@@ -423,10 +423,16 @@ TRAIN_OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no speeds": (("--speeds", ""), ("speeds",)),
     "negative speed": (("--speeds", "1,1,-1"), ("speeds", "-1")),
     "speeds in words": (("--speeds", "a,b,c"), ("--speeds",)),
-    "too many stages": (("--units", "layers", "-K", "500"), ("500 stages", "K <= ")),
-    "more stages than blocks": (("--units", "blocks", "-K", "8"), ("8 stages", "K <= 5")),
-    "too few cuts between layers": (("--units", "layers", "--cuts", "3"), ("1 cut", "-K 3")),
-    "too many cuts between layers": (("--units", "layers", "--cuts", "3,5,7"), ("3 cuts", "-K 3")),
+    "too many stages": (("--units", "layers", "-K", "500"), ("500 stages", "use -K ")),
+    "more stages than blocks": (("--units", "blocks", "-K", "8"), ("8 stages", "use -K 5 or fewer")),
+    "too few cuts between layers": (
+        ("--units", "layers", "--cuts", "3"),
+        ("--cuts 3 gives 2 stages, not -K 3: give 2 cuts",),
+    ),
+    "too many cuts between layers": (
+        ("--units", "layers", "--cuts", "3,5,7"),
+        ("--cuts 3,5,7 gives 4 stages, not -K 3",),
+    ),
     "cuts beyond the layers": (("--units", "layers", "--cuts", "3,900"), ("[3, 900]",)),
 }
 

@@ -626,7 +626,7 @@ def test_runs_in_processes_have_the_bits_of_those_in_one_and_stop_with_the_budge
 MISUSE = {
     "another table": (("cifar-table",), ("unknown table 'cifar-table'", "did you mean 'cifar10-table'?")),
     "no such row": (("cifar10-table", "--only", "resnet65"), ("--only resnet65", "did you mean 'resnet56'?", "--list")),
-    "no data": (("cifar10-table",), ("needs --data DIR", "cifar-10-batches-bin")),
+    "no data": (("cifar10-table",), ("needs --data, the folder", "cifar-10-batches-bin")),
     "no such folder": (("cifar10-table", "--data", "nowhere"), ("nowhere", "does not exist")),
     "no seeds": (("cifar10-table", "--seeds", 0), ("--seeds 0: use a whole number from 1 to 1000",)),
     "too many seeds": (("cifar10-table", "--seeds", 10**9), ("--seeds 1000000000: use a whole number from 1 to 1000",)),

@@ -77,8 +77,8 @@ def test_ctrl_c_writes_what_there_is_and_states_how_to_continue(tmp_path):
     def finish() -> None:
         runner.write("found.json", {"points": 3})
 
-    again = "stopped by Ctrl-C; repeat the command with --out x to continue in"
-    with pytest.raises(Interrupted, match=again), runner.opened(finish, options=" with --out x"):
+    again = "stopped by Ctrl-C; repeat the command with out='x' to continue in"
+    with pytest.raises(Interrupted, match=again), runner.opened(finish, arguments=" with out='x'"):
         raise KeyboardInterrupt
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["found.json"]
 
@@ -92,7 +92,7 @@ def test_a_folder_serves_one_study_at_a_time(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="choose another --out"):
+    with pytest.raises(UserError, match="give another folder as out="):
         StudyRunner(Path(tmp_path / "file")).write("record.json", {})
 
 

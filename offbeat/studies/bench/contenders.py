@@ -26,7 +26,7 @@ from offbeat.core.worker import Links, Worker
 from offbeat.partitioning import partition
 from offbeat.pipeline import Pipeline
 from offbeat.runs.build import cross_entropy
-from offbeat.studies.bench.rows import BenchRow, Setting, method_of
+from offbeat.studies.bench.rows import BenchRow, BenchSetting, method_of
 from offbeat.studies.bench.timing import Canned, Tap, sgd
 
 RECORDING = 60  # batches in which stages on streams fill, and record what they do
@@ -53,14 +53,14 @@ class Contender(Protocol):
 class Task:
     """The network, the batch, and the place of this worker."""
 
-    setting: Setting
+    setting: BenchSetting
     rank: int
     model: nn.Module
     x: Tensor
     y: Tensor
 
     @classmethod
-    def of(cls, setting: Setting, rank: int, model: nn.Module | None = None) -> Task:
+    def of(cls, setting: BenchSetting, rank: int, model: nn.Module | None = None) -> Task:
         """The same numbers in every process; `model` takes the place of the named one."""
         torch.manual_seed(0)
         built = model or models.build(setting.model, shape=setting.shape, classes=setting.classes)

@@ -15,7 +15,7 @@ from offbeat.partitioning import Profile, partition, profile, solve
 from offbeat.partitioning.partition import refine
 from offbeat.partitioning.timing import Stopwatch
 from offbeat.partitioning.trace import trace
-from offbeat.studies.bench.rows import Setting, cores_here
+from offbeat.studies.bench.rows import BenchSetting, cores_here
 from offbeat.studies.plan import Measured
 
 
@@ -23,12 +23,12 @@ from offbeat.studies.plan import Measured
 class Network:
     """The network and a batch for it, as every worker will have them."""
 
-    setting: Setting
+    setting: BenchSetting
     model: nn.Module
     sample: Tensor
 
     @classmethod
-    def of(cls, setting: Setting, *, device: str | None = None) -> Network:
+    def of(cls, setting: BenchSetting, *, device: str | None = None) -> Network:
         torch.manual_seed(0)
         where = torch.device(device or "cpu")
         with where:
@@ -43,23 +43,23 @@ class Network:
         return len(trace(self.model).legal_cuts) + 1
 
 
-def check(setting: Setting) -> None:
+def check(setting: BenchSetting) -> None:
     """Refuse what cannot be cut, before anything starts; on the meta device, so that it costs next to nothing."""
     most = Network.of(setting, device="meta").most
     if most < setting.K:
         raise UserError(
-            f"{setting.K} stages but {setting.model} has only {most} units to cut between: use -K {most} "
+            f"{setting.K} stages but {setting.model} has only {most} units to cut between: use K={most} "
             "or fewer, or a deeper model"
         )
 
 
-def counted(setting: Setting) -> Profile:
+def counted(setting: BenchSetting) -> Profile:
     """Sizes and FLOPs of all units: the same on every machine."""
     network = Network.of(setting, device="meta")
     return profile(network.model, network.sample, timed=False)
 
 
-def measured(setting: Setting, file: Path | None = None) -> Measured:
+def measured(setting: BenchSetting, file: Path | None = None) -> Measured:
     """Seconds of all units on one core of this machine; kept in the file, or read from it where it is there."""
     torch.set_num_threads(1)
     network = Network.of(setting)
@@ -71,14 +71,14 @@ def measured(setting: Setting, file: Path | None = None) -> Measured:
 
 
 def placed(
-    setting: Setting,
+    setting: BenchSetting,
     *,
     by: str,
     cuts: Sequence[int] | None,
     units: str | None,
     file: Path | None = None,
     report: Callable[[str], None] = lambda line: None,
-) -> Setting:
+) -> BenchSetting:
     """The setting with its cuts."""
     K = setting.K
     if cuts is not None:
@@ -98,7 +98,7 @@ def placed(
     return _with_chunks(replace(setting, cuts=solution.cuts), costs)
 
 
-def _with_chunks(setting: Setting, costs: Profile) -> Setting:
+def _with_chunks(setting: BenchSetting, costs: Profile) -> BenchSetting:
     n = 2 * setting.K
     if len(costs.legal_cuts) + 1 < n:
         return setting

@@ -16,7 +16,7 @@ ORIGIN = ("machine", "commit", "versions")  # times of another one are not mixed
 
 
 def folder_for(out: Path | None, default: str, file: str) -> Path:
-    """The folder of --out, or a default one that holds no such record yet."""
+    """The folder `out`, or a default one that holds no such record yet."""
     folder, count = out or Path("runs") / default, 1
     while out is None and (folder / file).exists():
         count += 1
@@ -43,10 +43,12 @@ def stored(path: Path, settings: Mapping[str, Any], made: Mapping[str, Any]) -> 
         content: dict[str, Any] = json.loads(path.read_text())
         had = {**content["settings"], **{name: content["provenance"][name] for name in ORIGIN}}
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path.parent} already holds {path.name}, which is no record: choose another --out") from None
+        raise UserError(
+            f"{path.parent} already holds {path.name}, which is no record: give another folder as out="
+        ) from None
     now = json.loads(json.dumps({**settings, **{name: made[name] for name in ORIGIN}}))
     for name, value in now.items():
         if had.get(name) != value:
             differs = f"{name} = {had.get(name)}, not {value}"
-            raise UserError(f"{path.parent} already holds {path.name} with {differs}: choose another --out")
+            raise UserError(f"{path.parent} already holds {path.name} with {differs}: give another folder as out=")
     return content

@@ -9,7 +9,7 @@ from pathlib import Path
 from offbeat import models
 from offbeat.errors import UserError, unknown
 from offbeat.studies.bench.cuts import check
-from offbeat.studies.bench.rows import Setting, settings_by_method
+from offbeat.studies.bench.rows import BenchSetting, settings_by_method
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class BenchRequest:
     minutes: float | None = None
     out: Path | None = None
 
-    def setting(self) -> Setting:
+    def setting(self) -> BenchSetting:
         """What all rows share, checked; the cuts are decided later."""
         check_numbers(
             self.minutes,
             {
-                "-K": [self.K],
-                "-M": [1 if self.M is None else self.M],
-                "--batch-size": [self.batch_size],
-                "--repetitions": [self.repetitions],
-                "--batches": [self.batches],
-                "--micro-batches": self.micro_batches or (),
+                "K": [self.K],
+                "M": [1 if self.M is None else self.M],
+                "batch_size": [self.batch_size],
+                "repetitions": [self.repetitions],
+                "batches": [self.batches],
+                "micro_batches": self.micro_batches or (),
             },
         )
         if self.K < 2:
-            raise UserError("-K 1: one stage leaves nothing to compare, use 2 or more")
+            raise UserError("K=1: one stage leaves nothing to compare, use 2 or more")
         for kind, value, allowed in (
             ("device", self.device, ("cpu", "cuda")),
             ("partition", self.partition, ("measured", "flops")),
@@ -58,9 +58,9 @@ class BenchRequest:
             if value not in allowed:
                 raise unknown(kind, value, allowed)
         if self.device == "cpu" and self.precision != "fp32":
-            raise UserError(f"--precision {self.precision} on the cpu: the rows of torch are fp32 there, leave it out")
+            raise UserError(f"precision={self.precision!r} on the cpu: the rows of torch are fp32 there, leave it out")
         shape, classes = models.default_size(self.model, shape=self.shape)
-        setting = Setting(
+        setting = BenchSetting(
             self.model,
             shape,
             classes,
@@ -76,10 +76,10 @@ class BenchRequest:
 
 
 def check_numbers(minutes: float | None, numbers: Mapping[str, Sequence[int]]) -> None:
-    """Refuse numbers below 1, by the option that they were given for, and a budget of no time."""
-    for option, values in numbers.items():
+    """Refuse numbers below 1, by the argument that they were given for, and a budget of no time."""
+    for name, values in numbers.items():
         for number in values:
             if number < 1:
-                raise UserError(f"{option} {number}: use whole numbers from 1 up")
+                raise UserError(f"{name}={number}: use whole numbers from 1 up")
     if minutes is not None and not minutes > 0:
-        raise UserError(f"--budget-minutes {minutes:g}: use a number above 0")
+        raise UserError(f"minutes={minutes:g}: use a number above 0")

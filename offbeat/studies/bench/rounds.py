@@ -26,7 +26,7 @@ from offbeat.studies.bench.rows import (
     ALWAYS,
     OURS,
     BenchRow,
-    Setting,
+    BenchSetting,
     chosen,
     cores_here,
     left_out,
@@ -55,7 +55,7 @@ class Bench:
     """A benchmark that runs: its worker groups, and what they have measured."""
 
     request: BenchRequest
-    setting: Setting
+    setting: BenchSetting
     runner: StudyRunner
     rows: list[BenchRow]
     origin: dict[str, Any]
@@ -343,7 +343,7 @@ def memory_left() -> float:
 
 
 def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], Path]:
-    """The whole benchmark. With --out it continues the record there; Ctrl-C keeps what was measured."""
+    """The whole benchmark. With `out` it continues the record there; Ctrl-C keeps what was measured."""
     setting = request.setting()
     rows = chosen(request.against, request.device, methods=tuple(setting.methods))
     out = folder_for(request.out, f"bench-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", "bench.json")
@@ -356,7 +356,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     earlier = stored(out / "bench.json", identity(request, setting), made)
     if earlier:
         names = setting.as_dict()
-        setting = Setting.of({name: value for name, value in earlier["settings"].items() if name in names})
+        setting = BenchSetting.of({name: value for name, value in earlier["settings"].items() if name in names})
     else:
         setting = placed(
             setting,
@@ -370,7 +370,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
         print(f"offbeat: {shared}", file=sys.stderr)
     runner.report(f"{setting.model}, b={setting.batch_size}, K={setting.K}, cuts {list(setting.cuts)}")
     run = Bench(request, setting, runner, rows, made, earlier or {}, load=load)
-    with runner.opened(partial(finish, run), options=f" with --out {out}"):
+    with runner.opened(partial(finish, run), arguments=f" with out={str(out)!r}"):
         with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
             try:
                 run.start(Path(folder))
@@ -382,7 +382,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     return run.as_dict(), out
 
 
-def identity(request: BenchRequest, setting: Setting) -> dict[str, Any]:
+def identity(request: BenchRequest, setting: BenchSetting) -> dict[str, Any]:
     """The settings by which a record is that of a request."""
     decided = () if request.cuts else ("cuts", "units", "chunk_cuts")  # here, by the first command
     given = {name: value for name, value in setting.as_dict().items() if name not in decided}
@@ -412,4 +412,4 @@ def check_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch finds no GPU here: leave it out, or use a machine that has one")
+        raise UserError("device='cuda', but torch finds no GPU here: leave it out, or use a machine that has one")

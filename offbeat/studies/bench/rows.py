@@ -1,6 +1,6 @@
 """What can be timed, and under which name; pure data.
 
-A row is a way to train the same network on the same batch. `bp` and `adl` are always timed; `--against` names the
+A row is a way to train the same network on the same batch. `bp` and `adl` are always timed; `against` names the
 others.
 """
 
@@ -73,7 +73,7 @@ ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where
 
 
 @dataclass(frozen=True)
-class Setting:
+class BenchSetting:
     """What all rows have in common."""
 
     model: str
@@ -93,13 +93,13 @@ class Setting:
         return {name: value for name, value in asdict(self).items() if name != "methods" or value}
 
     @classmethod
-    def of(cls, stored: dict[str, Any]) -> Setting:
+    def of(cls, stored: dict[str, Any]) -> BenchSetting:
         """From the result of `as_dict` after a round trip through JSON."""
         lists: dict[str, Any] = {name: tuple(had) if isinstance(had, list) else had for name, had in stored.items()}
         return cls(**lists)
 
 
-def method_of(row: BenchRow, setting: Setting, m: int | None = None) -> Method:
+def method_of(row: BenchRow, setting: BenchSetting, m: int | None = None) -> Method:
     """The method of one of our rows: with the run's M, and m micro-batches, where it takes them."""
     takes = settings_of(row.setting)
     shared = {name: value for name, value in (("M", setting.M), ("m", m)) if name in takes and value is not None}
@@ -126,14 +126,16 @@ def settings_by_method(texts: Sequence[str], M: int | None) -> dict[str, dict[st
         if M is not None and "M" in settings:
             parsed(text, M=M)  # refuses another M
         if name in found:
-            raise UserError(f"--method {name} is given twice: give all its settings once, as in adl:M=4,corrector=sc")
+            raise UserError(
+                f"{name!r} is given twice in methods=: give all its settings once, as in adl:M=4,corrector=sc"
+            )
         with_settings(name, settings)  # refuses what is wrong
         found[name] = settings
     return found
 
 
 def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) -> list[BenchRow]:
-    """The rows of --against, in the order in which they are listed; "all" are those of the device.
+    """The rows of `against`, in the order in which they are listed; "all" are those of the device.
 
     methods   of ours that are timed too, whether they are listed or not
 
@@ -142,7 +144,7 @@ def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) ->
     """
     wanted = [name.strip() for name in against.split(",") if name.strip()]
     if not wanted:
-        raise UserError(f"--against {against!r} names no row: use all, or some of {', '.join(ROWS)}")
+        raise UserError(f"against={against!r} names no row: use all, or some of {', '.join(ROWS)}")
     for name in wanted:
         if name not in (*ROWS, "all"):
             raise unknown("row", name, ["all", *ROWS])
@@ -151,7 +153,7 @@ def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) ->
     return [row for row in LISTED if row.name in (*whole, *wanted, *methods, *ALWAYS)] + others
 
 
-def left_out(row: BenchRow, setting: Setting) -> str | None:
+def left_out(row: BenchRow, setting: BenchSetting) -> str | None:
     """The reason why a row cannot be timed in this setting; None where it can."""
     b, K = setting.batch_size, setting.K
     if row.kind == "pipeline" and (limit := method_of(row, setting).limit) and (reason := limit(K)):
@@ -162,7 +164,7 @@ def left_out(row: BenchRow, setting: Setting) -> str | None:
         if row.kind == "pipeline" and (reason := method_of(row, setting, 2).why_not_capturable()):
             return f"it {reason}, so its stages cannot be recorded for streams of one GPU"
     elif row.on_gpu:
-        return "batches of a window run at the same time only on a GPU: give --device cuda"
+        return "batches of a window run at the same time only on a GPU"
     if row.kind == "ddp" and b % K:
         return f"a batch of {b} cannot be divided equally among {K} workers"
     if row.swept and not micro_batches(row, setting):
@@ -172,7 +174,7 @@ def left_out(row: BenchRow, setting: Setting) -> str | None:
     return None
 
 
-def micro_batches(row: BenchRow, setting: Setting, given: tuple[int, ...] | None = None) -> list[int]:
+def micro_batches(row: BenchRow, setting: BenchSetting, given: tuple[int, ...] | None = None) -> list[int]:
     """The numbers of micro-batches to try: K, 2K and 4K, or those given, as far as they divide the batch.
 
     Interleaved 1F1B needs whole rounds of K.
@@ -183,7 +185,7 @@ def micro_batches(row: BenchRow, setting: Setting, given: tuple[int, ...] | None
     return [m for m in fit if m % K == 0] if row.setting == "ScheduleInterleaved1F1B" else fit
 
 
-def note(row: BenchRow, setting: Setting, m: int | None, tried: int = 1) -> str:
+def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1) -> str:
     """What the figures of a row mean beyond its name; m is the best of `tried` numbers of micro-batches."""
     parts = []
     if row.kind == "loop":

@@ -5,7 +5,7 @@ weak     a network that grows with K, so that a stage has the same amount of wor
 batch    more samples at one K;  depth: deeper networks at one K
 
 Beyond the cores of the machine the clock predicts: memory and staleness follow from the method's program, and time from
-measured units, cut for every K, on links of stated latency and bandwidth. With --out, the record there is continued.
+measured units, cut for every K, on links of stated latency and bandwidth. With `out`, the record there is continued.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offbeat.studies.bench.cuts import counted, measured
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import check_numbers
-from offbeat.studies.bench.rows import ROWS, Setting, cores_here, left_out, row_of
+from offbeat.studies.bench.rows import ROWS, BenchSetting, cores_here, left_out, row_of
 from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
 from offbeat.studies.plan import Kept, LinkCost, stage_sums
 from offbeat.studies.runner import Failure, StudyRunner
@@ -76,19 +76,19 @@ class ScalingRequest:
     def make_method(self) -> Method:
         return with_settings(*parsed(self.method, M=self.M))
 
-    def setting(self) -> Setting:
+    def setting(self) -> BenchSetting:
         """What all points share, checked."""
         check_numbers(
             self.minutes,
             {
-                "-K": [self.K],
-                "-M": [1 if self.M is None else self.M],
-                "--batch-size": [self.batch_size],
-                "--stages": self.stages,
-                "--batch-sizes": self.batch_sizes,
-                "--most-stages": [self.most_stages],
-                "--repetitions": [self.repetitions],
-                "--batches": [self.batches],
+                "K": [self.K],
+                "M": [1 if self.M is None else self.M],
+                "batch_size": [self.batch_size],
+                "stages": self.stages,
+                "batch_sizes": self.batch_sizes,
+                "most_stages": [self.most_stages],
+                "repetitions": [self.repetitions],
+                "batches": [self.batches],
             },
         )
         name, settings = parsed(self.method, M=self.M)
@@ -96,7 +96,7 @@ class ScalingRequest:
             models.default_size(depth)
         shape, classes = models.default_size(self.model)
         M = with_settings(name, settings).M
-        return Setting(self.model, shape, classes, self.batch_size, self.K, M, methods={name: settings})
+        return BenchSetting(self.model, shape, classes, self.batch_size, self.K, M, methods={name: settings})
 
 
 @dataclass
@@ -105,7 +105,7 @@ class ScalingStudy:
 
     request: ScalingRequest
     runner: StudyRunner
-    base: Setting
+    base: BenchSetting
     origin: dict[str, Any]
     points: list[dict[str, Any]] = field(default_factory=list)
     counted: list[dict[str, Any]] = field(default_factory=list)
@@ -147,7 +147,7 @@ class ScalingStudy:
 # ---- counted
 
 
-def kept_by(method: Method, setting: Setting, costs: Profile, cuts: tuple[int, ...]) -> dict[str, Any]:
+def kept_by(method: Method, setting: BenchSetting, costs: Profile, cuts: tuple[int, ...]) -> dict[str, Any]:
     """Memory and staleness of every stage, by the program of the method."""
     K = len(cuts) + 1
     kept = Kept.of(method, K)
@@ -172,7 +172,7 @@ def best_cuts(costs: Profile, K: int) -> tuple[int, ...] | None:
 # ---- measured
 
 
-def points(request: ScalingRequest) -> Iterator[tuple[str, Setting]]:
+def points(request: ScalingRequest) -> Iterator[tuple[str, BenchSetting]]:
     """All points with their axis, the most informative first: a budget may leave out the last ones."""
     base = request.setting()
     n = len(cores_here())
@@ -190,7 +190,7 @@ def points(request: ScalingRequest) -> Iterator[tuple[str, Setting]]:
         yield "depth", replace(at, model=depth, shape=shape, classes=classes)
 
 
-def measure(setting: Setting, request: ScalingRequest, folder: Path, fork_server: ForkServer) -> dict[str, Any]:
+def measure(setting: BenchSetting, request: ScalingRequest, folder: Path, fork_server: ForkServer) -> dict[str, Any]:
     """Time per batch and memory: of the method on K workers, of back-propagation on one."""
     row = row_of(request.make_method().name) if setting.K > 1 else ROWS["bp"]
     workers = WorkerGroup(row, setting, folder, fork_server)
@@ -229,7 +229,7 @@ def period_on(link: LinkCost, method: Method, costs: Profile, cuts: tuple[int, .
     return max([period(method, given), *(size / link.bandwidth for size in sizes)])
 
 
-def simulated(request: ScalingRequest, setting: Setting, K: int) -> dict[str, Method]:
+def simulated(request: ScalingRequest, setting: BenchSetting, K: int) -> dict[str, Method]:
     """The methods that are simulated, by name; GPipe with 4K micro-batches, or as many as there are samples."""
     own = request.make_method()
     m = max(2, min(MOST_MICRO * K, setting.batch_size))
@@ -283,7 +283,7 @@ def scaling(request: ScalingRequest, *, show: bool = True) -> tuple[dict[str, An
     study = ScalingStudy(request, runner, base, origin())
     if earlier := stored(out / "scaling.json", study.identity, study.origin):
         study.points, study.simulation = earlier["points"], earlier["simulation"]
-    with runner.opened(study.finish, options=f" with --out {out}"):
+    with runner.opened(study.finish, arguments=f" with out={str(out)!r}"):
         try:
             with tempfile.TemporaryDirectory(prefix="offbeat-scaling-") as folder:
                 measure_all(study, Path(folder))
@@ -307,7 +307,7 @@ def measure_all(study: ScalingStudy, folder: Path) -> None:
     study.simulation = study.simulation or simulate(study, costs)
     study.write()
 
-    def point(task: tuple[str, Setting]) -> None:
+    def point(task: tuple[str, BenchSetting]) -> None:
         axis, setting = task
         own = counted(setting)
         cuts = best_cuts(costs if axis == "strong" else own, setting.K)  # of the simulation, where the units are those
@@ -319,11 +319,11 @@ def measure_all(study: ScalingStudy, folder: Path) -> None:
         runner.report(f"{titled(task)}: {1000 * median(found['seconds_per_batch']):.0f} ms per batch")
         study.write()
 
-    def leave_out(task: tuple[str, Setting], failure: Failure) -> None:
+    def leave_out(task: tuple[str, BenchSetting], failure: Failure) -> None:
         study.left_out.append(f"{titled(task)}: {failure.reason}")
         runner.report(f"{titled(task)} is left out: {failure.reason}")
 
-    def late(task: tuple[str, Setting]) -> None:
+    def late(task: tuple[str, BenchSetting]) -> None:
         study.left_out.append(f"{titled(task)}: no time in {request.minutes:g} minutes")
 
     done = {(had["axis"], had["model"], had["batch_size"], had["K"]) for had in study.points}
@@ -339,7 +339,7 @@ def measure_all(study: ScalingStudy, folder: Path) -> None:
     runner.run(possible, point, failed=leave_out, late=late, errors=RowFailedError)
 
 
-def titled(task: tuple[str, Setting]) -> str:
+def titled(task: tuple[str, BenchSetting]) -> str:
     axis, setting = task
     return f"{axis}: {setting.model}, b={setting.batch_size}, K={setting.K}"
 

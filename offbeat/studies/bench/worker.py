@@ -27,7 +27,7 @@ from torch import nn
 from offbeat.errors import first_line
 from offbeat.runs import launch
 from offbeat.studies.bench.contenders import Contender, Ours, Task, make
-from offbeat.studies.bench.rows import Setting, row_of
+from offbeat.studies.bench.rows import BenchSetting, row_of
 from offbeat.studies.bench.timing import forget_peak, peak, pin, resident, sgd, timed
 
 
@@ -35,7 +35,7 @@ class RowWorker:
     """What one process knows: its place, and its contender once it is built."""
 
     def __init__(self, start: dict[str, Any]) -> None:
-        self.row, self.setting, self.rank = row_of(start["row"]), Setting.of(start["setting"]), start["rank"]
+        self.row, self.setting, self.rank = row_of(start["row"]), BenchSetting.of(start["setting"]), start["rank"]
         self.on_gpu = self.setting.device != "cpu"
         pin(set(start["cores"]))  # before torch's threads are made: they stay where this one is
         torch.set_num_threads(start["threads"])

@@ -14,7 +14,7 @@ from typing import Any
 from offbeat.core.links import LOOPBACK_INTERFACE
 from offbeat.errors import UserError
 from offbeat.studies.bench.fork_server import ForkedWorker, ForkServer
-from offbeat.studies.bench.rows import BenchRow, Setting, cores_here
+from offbeat.studies.bench.rows import BenchRow, BenchSetting, cores_here
 
 PATIENCE = 600.0  # seconds until a worker must answer: workers that wait for each other never do
 
@@ -32,7 +32,7 @@ class WorkerGroup:
     def __init__(
         self,
         row: BenchRow,
-        setting: Setting,
+        setting: BenchSetting,
         folder: Path,
         fork_server: ForkServer,
         *,
