@@ -19,7 +19,7 @@ PANELS = {  # headings in the help, per group of options; NUMERICS have their ow
     "OneMethod": "Method",
     "Stages": "Parallelism",
     "Running": "Parallelism",
-    "Schedule": "Optimisation",
+    "Optimization": "Optimization",
     "Saving": "Checkpoints",
     "Diagnosis": "Diagnosis",
 }
@@ -152,7 +152,7 @@ else:  # made from Stages, so that a new option there is also one of published e
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Optimization:
     """Length and optimizer of a run."""
 
     epochs: Annotated[int | None, typer.Option(help="Number of epochs. (default 300; image folders 90; text 1)")] = None
@@ -161,23 +161,39 @@ class Schedule:
     weighting: Annotated[
         str | None, typer.Option(help="Average the gradients of an update over batches or samples. (default batches)")
     ] = None
-    optimizer: Annotated[str | None, typer.Option(help="Optimizer: sgd or adamw. (default sgd; text adamw)")] = None
-    lr: Annotated[float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256; adamw 1e-3)")] = None
+    optimizer: Annotated[str | None, typer.Option(help="Optimizer: sgd, adamw or nadam. (default sgd; text adamw)")] = (
+        None
+    )
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256; adamw and nadam 1e-3)")
+    ] = None
     momentum: Annotated[float | None, typer.Option(help="Momentum of sgd. (default 0.9)")] = None
-    betas: Annotated[str | None, typer.Option(help="Betas of adamw. (default 0.9,0.95)")] = None
+    betas: Annotated[str | None, typer.Option(help="Betas of adamw and nadam. (default 0.9,0.95)")] = None
     weight_decay: Annotated[
-        float | None, typer.Option(help="Weight decay. (default 5e-4; image folders 1e-4; adamw 0.1)")
+        float | None, typer.Option(help="Weight decay. (default 5e-4; image folders 1e-4; adamw and nadam 0.1)")
     ] = None
     warmup: Annotated[
         float | None,
-        typer.Option(help="Epochs of linear warm-up from 1 % of the learning rate. (default 3; text 0.02)"),
+        typer.Option(
+            help="Epochs of linear warm-up from 1 % of the learning rate. (default 3; text 5 % of the epochs)"
+        ),
+    ] = None
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rate after the warm-up: steps (--milestones) or cosine (--floor). "
+            "(default steps; text cosine)"
+        ),
     ] = None
     milestones: Annotated[
         str | None,
         typer.Option(
-            help="Divide the learning rate by 10 at these fractions of the epochs. "
+            help="Steps: divide the learning rate by 10 at these fractions of the epochs. "
             "(default 1/2, 3/4, 11/12; image folders 1/3, 2/3, 8/9; text 0.8, 0.95)"
         ),
+    ] = None
+    floor: Annotated[
+        float | None, typer.Option(help="Cosine: the learning rate at the end, as a fraction of --lr. (default 0.1)")
     ] = None
     clip_norm: Annotated[float | None, typer.Option(help="Clip the gradient norm of each stage to this value.")] = None
 
@@ -230,7 +246,7 @@ LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options with severa
 }
 
 
-def chosen(*groups: Data | OneMethod | Stages | Schedule | Saving | Diagnosis) -> dict[str, Any]:
+def chosen(*groups: Data | OneMethod | Stages | Optimization | Saving | Diagnosis) -> dict[str, Any]:
     """The given options, in the names and types of a recipe."""
     values: dict[str, Any] = {}
     for group in groups:

@@ -28,12 +28,14 @@ class OptimizerKind:
     lr         default learning rate, for batch size and M
     defaults   its settings other than the learning rate: fields of a recipe and arguments of the class
     on_gpu     arguments on a GPU, where the optimizer reads its learning rate on the device
+    fixed      arguments that no recipe changes
     """
 
     title: str
     lr: Callable[[int, int], float]
     defaults: Mapping[str, Any]
     on_gpu: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
@@ -43,6 +45,13 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
         lambda batch_size, M: 1e-3,
         {"betas": (0.9, 0.95), "weight_decay": 0.1},
         {"fused": True, "capturable": True},
+    ),
+    "nadam": OptimizerKind(
+        "NAdam",
+        lambda batch_size, M: 1e-3,
+        {"betas": (0.9, 0.95), "weight_decay": 0.1},
+        {"foreach": True, "capturable": True},
+        fixed={"decoupled_weight_decay": True},
     ),
 }
 SETTINGS = tuple(dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.defaults))
@@ -59,7 +68,7 @@ def optimizer_of(recipe: Recipe) -> MakeOptimizer:
 
     kind = OPTIMIZERS[recipe.optimizer]
     on_device = kind.on_gpu if recipe.device == "cuda" else {}
-    return partial(getattr(torch.optim, kind.title), lr=recipe.lr, **options(recipe), **on_device)
+    return partial(getattr(torch.optim, kind.title), lr=recipe.lr, **options(recipe), **kind.fixed, **on_device)
 
 
 def described(recipe: Recipe) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from bisect import bisect_right
@@ -39,6 +40,8 @@ RESOLVED = ("M", "weights", "window")  # settings that every recipe contains, gi
 # Settings of the method that were fields in recipes of earlier versions; None if not given.
 EARLIER = ("M", "weights", "window", "corrector", "m", "beta", "N", "recompute", "barrier", "conditional", "buffer")
 PAPER: dict[str, Any] = {"method": "adl", "K": 1, "batch_size": 32, "seed": 0}
+SCHEDULES = {"steps": "milestones", "cosine": "floor"}  # the setting that each schedule takes
+COSINE_FLOOR = 0.1
 WARMUP_START = 0.01  # as in the released code: warm-up from 1 % of the learning rate
 
 
@@ -74,13 +77,15 @@ class Recipe:
     batch_size: int
     drop_last: bool = False  # drop an incomplete last batch of an epoch
     weighting: Literal["batches", "samples"] = "batches"  # of the mean gradient of an update
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "nadam"] = "sgd"
     lr: float
     momentum: float | None  # of sgd
-    betas: tuple[float, ...] | None = None  # of adamw
+    betas: tuple[float, ...] | None = None  # of adamw and nadam
     weight_decay: float
-    warmup: float
-    milestones: tuple[float, ...]
+    warmup: float  # epochs
+    schedule: Literal["steps", "cosine"] = "steps"
+    milestones: tuple[float, ...]  # of steps
+    floor: float | None = None  # of cosine
     clip_norm: float | None = None
     seed: int
     threads_per_stage: int
@@ -123,21 +128,31 @@ class Recipe:
         return Epochs(samples=samples, batch_size=self.batch_size, drop_last=self.drop_last)
 
     def learning_rate(self, counted: Epochs) -> Callable[[int], float]:
-        """Factor of lr for update s, counted as batch M*s: linear warm-up, then divided by 10 at each milestone.
+        """Factor of lr for update s, counted as batch M*s: linear warm-up, then the schedule.
+
+        steps divides the learning rate by 10 at each milestone; cosine decreases it to `floor` times lr at the end of
+        the last epoch.
 
         >>> recipe = make_recipe(M=2, epochs=4, warmup=1.0, milestones=(0.5, 0.75), batch_size=8)
         >>> factor = recipe.learning_rate(recipe.count(samples=80))
         >>> [round(factor(s), 4) for s in (0, 4, 5, 9, 10, 15)]
         [0.01, 0.802, 1.0, 1.0, 0.1, 0.01]
+        >>> recipe = make_recipe(M=2, epochs=4, warmup=1.0, schedule="cosine", batch_size=8)
+        >>> factor = recipe.learning_rate(recipe.count(samples=80))
+        >>> [round(factor(s), 4) for s in (0, 4, 5, 10, 15, 20)]
+        [0.01, 0.802, 1.0, 0.775, 0.325, 0.1]
         """
-        M, ramp = self.M, self.warmup * counted.per_epoch
-        drops = [fraction * self.epochs * counted.per_epoch for fraction in self.milestones]
+        M, ramp, end = self.M, self.warmup * counted.per_epoch, self.epochs * counted.per_epoch
+        drops = [fraction * end for fraction in self.milestones]
 
         def factor(s: int) -> float:
             batch = counted.progress(M * s)
             if batch < ramp:
                 return WARMUP_START + (1 - WARMUP_START) * batch / ramp
-            return 0.1 ** bisect_right(drops, batch)
+            if self.floor is None:
+                return 0.1 ** bisect_right(drops, batch)
+            left = (1 + math.cos(math.pi * (batch - ramp) / (end - ramp))) / 2 if batch < end else 0.0
+            return self.floor + (1 - self.floor) * left
 
         return factor
 
@@ -158,7 +173,8 @@ def make_recipe(**given: Any) -> Recipe:
 
     Defaults: SGD with lr = 0.1 * batch_size * M / 256 and momentum 0.9; CIFAR and similar data: 300 epochs, weight
     decay 5e-4, learning rate divided by 10 at 1/2, 3/4 and 11/12 of the epochs; image folders: 90 epochs, 1e-4, and
-    1/3, 2/3, 8/9. Text: AdamW with lr = 1e-3, betas 0.9 and 0.95 and weight decay 0.1; one epoch.
+    1/3, 2/3, 8/9. Text: AdamW with lr = 1e-3, betas 0.9 and 0.95 and weight decay 0.1; one epoch; linear warm-up over
+    the first twentieth, then a cosine to 10 %.
 
     >>> recipe = make_recipe(method="adl", K=4, M=4)
     >>> recipe.lr, recipe.epochs, recipe.engine
@@ -170,6 +186,7 @@ def make_recipe(**given: Any) -> Recipe:
     values["model"], values["data"] = default_names(values.get("model"), values.get("data"))
     task = task_of(values["data"])
     values.setdefault("optimizer", task.defaults["optimizer"])
+    values.setdefault("schedule", "steps" if "milestones" in values else task.defaults["schedule"])
     names = {field.name for field in fields(Recipe)}
     given = {**values.pop("settings", {}), **{name: values.pop(name) for name in list(values) if name not in names}}
     _check(values)
@@ -188,6 +205,10 @@ def make_recipe(**given: Any) -> Recipe:
     if values["data"] == "imagefolder":
         defaults |= {"epochs": 90, "milestones": (1 / 3, 2 / 3, 8 / 9)}
         defaults |= {"weight_decay": 1e-4} if values["optimizer"] == "sgd" else {}
+    if task.warmup_share is not None:
+        defaults["warmup"] = task.warmup_share * values.get("epochs", defaults["epochs"])
+    if values["schedule"] == "cosine":
+        defaults |= {"milestones": (), "floor": COSINE_FLOOR}
     made = Recipe(**{**defaults, **values})
     _check_momentum(made, method)
     return made
@@ -265,6 +286,14 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
                 f"{name}={values[name]} with optimizer={values['optimizer']!r}, which takes {', '.join(takes)}: leave "
                 "it out"
             )
+    for schedule, name in SCHEDULES.items():
+        if values.get(name) not in (None, ()) and schedule != values["schedule"]:
+            raise UserError(
+                f"{name}={values[name]} with schedule={values['schedule']!r}: it is for schedule={schedule!r}, "
+                "use that or leave it out"
+            )
+    if not 0 <= values.get("floor", 0) <= 1:
+        raise UserError(f"floor={values['floor']}: use a number from 0 to 1")
     betas = values.get("betas", (0.9, 0.95))
     if len(betas) != 2 or any(not 0 <= beta < 1 for beta in betas):
         raise UserError(f"betas={tuple(betas)}: use two numbers of at least 0 and below 1")
@@ -341,7 +370,7 @@ def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe with some replaced; another method or optimizer starts with its own settings.
+    """The values of a recipe with some replaced; another method, optimizer or schedule starts with its own settings.
 
     >>> changed({"method": "adl", "settings": {"M": 2}}, {"settings": {"corrector": "sc"}})["settings"]
     {'M': 2, 'corrector': 'sc'}
@@ -349,6 +378,9 @@ def changed(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     before = dict(before)
     if given.get("optimizer", before.get("optimizer", "sgd")) != before.get("optimizer", "sgd"):
         for setting in ("lr", *SETTINGS):  # of the other optimizer
+            before.pop(setting, None)
+    if given.get("schedule", before.get("schedule", "steps")) != before.get("schedule", "steps"):
+        for setting in SCHEDULES.values():
             before.pop(setting, None)
     name = given.get("method", before.get("method", PAPER["method"]))
     kept = before.get("settings", {}) if name == before.get("method", PAPER["method"]) else {}
