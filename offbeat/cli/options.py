@@ -49,7 +49,7 @@ class Data:
         str | None,
         typer.Option(
             help="Folder or archive of the data; of text, a file or a folder of text files. "
-            "(default OFFBEAT_DATA_DIR; text: the Python source of torch)"
+            "(default OFFBEAT_DATA_DIR; text: OFFBEAT_TEXT, or the Python source of torch)"
         ),
     ] = None
     shape: Annotated[
@@ -157,6 +157,10 @@ class Optimization:
 
     epochs: Annotated[int | None, typer.Option(help="Number of epochs. (default 300; image folders 90; text 1)")] = None
     batch_size: Annotated[int | None, typer.Option(help="Samples per batch, b. (default 32)")] = None
+    batch_per_update: Annotated[
+        int | None,
+        typer.Option(help="Samples per update instead of --batch-size: each method splits them into M batches."),
+    ] = None
     drop_last: Annotated[bool | None, typer.Option(help="Drop the last batch of an epoch if it is incomplete.")] = None
     weighting: Annotated[
         str | None, typer.Option(help="Average the gradients of an update over batches or samples. (default batches)")

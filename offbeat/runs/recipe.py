@@ -29,6 +29,7 @@ SMALLEST = {
     "K": 1,
     "epochs": 1,
     "batch_size": 1,
+    "batch_per_update": 1,
     "threads_per_stage": 1,
     "data_workers": 0,
     "seed": 0,
@@ -75,6 +76,7 @@ class Recipe:
     speeds: tuple[float, ...] | None = None
     epochs: int
     batch_size: int
+    batch_per_update: int | None = None  # samples, where they were given instead of the batch size
     drop_last: bool = False  # drop an incomplete last batch of an epoch
     weighting: Literal["batches", "samples"] = "batches"  # of the mean gradient of an update
     optimizer: Literal["sgd", "adamw", "nadam"] = "sgd"
@@ -116,6 +118,10 @@ class Recipe:
         return self.settings.get("corrector")
 
     @property
+    def samples_per_update(self) -> int:
+        return self.batch_size * self.M
+
+    @property
     def task(self) -> LearningTask:
         """What the data is for."""
         return task_of(self.data)
@@ -143,7 +149,7 @@ class Recipe:
         [0.01, 0.802, 1.0, 0.775, 0.325, 0.1]
         """
         M, ramp, end = self.M, self.warmup * counted.per_epoch, self.epochs * counted.per_epoch
-        drops = [fraction * end for fraction in self.milestones]
+        drops = [fraction * self.epochs * counted.per_epoch for fraction in self.milestones]
 
         def factor(s: int) -> float:
             batch = counted.progress(M * s)
@@ -169,7 +175,8 @@ def make_recipe(**given: Any) -> Recipe:
     """A recipe with these settings, and for all others the paper's, or those of text; None means not given.
 
     Names that are not fields of `Recipe` are settings of the method. A setting of the method that has the name of a
-    field is given in `settings`.
+    field is given in `settings`. `batch_per_update` instead of `batch_size` is the number of samples of an update,
+    which are split into M batches.
 
     Defaults: SGD with lr = 0.1 * batch_size * M / 256 and momentum 0.9; CIFAR and similar data: 300 epochs, weight
     decay 5e-4, learning rate divided by 10 at 1/2, 3/4 and 11/12 of the epochs; image folders: 90 epochs, 1e-4, and
@@ -179,10 +186,14 @@ def make_recipe(**given: Any) -> Recipe:
     >>> recipe = make_recipe(method="adl", K=4, M=4)
     >>> recipe.lr, recipe.epochs, recipe.engine
     (0.05, 300, 'processes')
+    >>> [(recipe.batch_size, recipe.lr) for M in (1, 4) for recipe in [make_recipe(batch_per_update=256, M=M)]]
+    [(256, 0.1), (64, 0.1)]
     >>> make_recipe(method="dni", lr=0.1, settings={"lr": 1e-4}).settings
     {'M': 1, 'weights': 'stash', 'window': 'count', 'lr': 0.0001}
     """
-    values = {**PAPER, **{name: value for name, value in given.items() if value is not None}}
+    values = {name: value for name, value in given.items() if value is not None}
+    own_size = values.get("batch_size")
+    values = {**PAPER, **values}
     values["model"], values["data"] = default_names(values.get("model"), values.get("data"))
     task = task_of(values["data"])
     values.setdefault("optimizer", task.defaults["optimizer"])
@@ -191,6 +202,13 @@ def make_recipe(**given: Any) -> Recipe:
     given = {**values.pop("settings", {}), **{name: values.pop(name) for name in list(values) if name not in names}}
     _check(values)
     method = with_settings(values["method"], given)
+    if "batch_per_update" in values:
+        values["batch_size"] = split_update(values["batch_per_update"], method.M)
+    if own_size not in (None, values["batch_size"]):
+        raise UserError(
+            f"batch_size={own_size} with batch_per_update={values['batch_per_update']} and M = {method.M}: leave out "
+            "batch_size= or batch_per_update="
+        )
     taken = sorted(given.keys() & settings_of(values["method"]).keys() - set(RESOLVED))
     optimizer = OPTIMIZERS[values["optimizer"]]
     defaults = {
@@ -212,6 +230,16 @@ def make_recipe(**given: Any) -> Recipe:
     made = Recipe(**{**defaults, **values})
     _check_momentum(made, method)
     return made
+
+
+def split_update(samples: int, M: int) -> int:
+    """The size of each of the M batches of an update of this many samples."""
+    if samples % M:
+        raise UserError(
+            f"batch_per_update={samples} with M = {M}: {samples} samples cannot be split into {M} equal batches, use a "
+            f"multiple of {M}"
+        )
+    return samples // M
 
 
 def _check_momentum(recipe: Recipe, method: Method) -> None:
@@ -382,11 +410,22 @@ def changed(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     if given.get("schedule", before.get("schedule", "steps")) != before.get("schedule", "steps"):
         for setting in SCHEDULES.values():
             before.pop(setting, None)
+    if given.get("batch_per_update") or (before.get("batch_per_update") and not given.get("batch_size")):
+        before.pop("batch_size", None)  # follows from M
+    elif given.get("batch_size"):
+        before.pop("batch_per_update", None)
     name = given.get("method", before.get("method", PAPER["method"]))
     kept = before.get("settings", {}) if name == before.get("method", PAPER["method"]) else {}
     takes = settings_of(name)  # what it contains without taking it follows from the others
     kept = {setting: value for setting, value in kept.items() if setting in takes}
     return {**before, **given, "settings": {**kept, **given.get("settings", {})}}
+
+
+def without_default_rate(before: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe without its learning rate, where it is the optimizer's default for batch size and M."""
+    kind = OPTIMIZERS[before.get("optimizer", "sgd")]
+    follows = before["lr"] == kind.lr(before["batch_size"], before["settings"]["M"])
+    return {name: value for name, value in before.items() if name != "lr" or not follows}
 
 
 def _fits(value: Any, annotation: str) -> bool:
