@@ -19,7 +19,7 @@ from offbeat import data
 from offbeat.core import state as stage_state
 from offbeat.data.text import open_text
 from offbeat.runs.begin import begin
-from offbeat.runs.build import check, cross_entropy
+from offbeat.runs.build import check, cross_entropy, open_data
 from offbeat.runs.recipe import Recipe, load, make_recipe
 from offbeat.runs.record import lines
 from offbeat.runs.task import LANGUAGE, bits_per_byte, task_of
@@ -173,6 +173,15 @@ def test_other_betas_apply_from_the_next_update_on(letters, tmp_path):
     for stage in run.pipe.stages.values():
         assert [tuple(group["betas"]) for group in stage.optimization.optimizer.param_groups] == [(0.8, 0.99)]
     run.close()
+
+
+def test_offbeat_text_names_the_text_of_recipes_without_one(letters, tmp_path, monkeypatch):
+    (tmp_path / "other").write_bytes(b"0123456789" * 100)
+    monkeypatch.setenv("OFFBEAT_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("OFFBEAT_TEXT", str(letters))
+    assert open_data(make_recipe(model=GPT)).sha256 == hashlib.sha256(letters.read_bytes()).hexdigest()
+    assert len(open_data(recipe(tmp_path / "other")).training) == 900
+    assert len(open_data(make_recipe(model=GPT), folder=str(tmp_path / "other")).training) == 900
 
 
 def test_a_resumed_run_notes_that_the_text_has_changed(letters, tmp_path):
