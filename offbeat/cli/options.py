@@ -168,13 +168,11 @@ class Optimization:
     optimizer: Annotated[str | None, typer.Option(help="Optimizer: sgd, adamw or nadam. (default sgd; text adamw)")] = (
         None
     )
-    lr: Annotated[
-        float | None, typer.Option(help="Learning rate. (default 0.1 * b * M / 256; adamw and nadam 1e-3)")
-    ] = None
+    lr: Annotated[float | None, typer.Option(help="Learning rate. (default sgd 0.1 * b * M / 256; others 1e-3)")] = None
     momentum: Annotated[float | None, typer.Option(help="Momentum of sgd. (default 0.9)")] = None
-    betas: Annotated[str | None, typer.Option(help="Betas of adamw and nadam. (default 0.9,0.95)")] = None
+    betas: Annotated[str | None, typer.Option(help="Betas of the Adam optimizers. (default 0.9,0.95)")] = None
     weight_decay: Annotated[
-        float | None, typer.Option(help="Weight decay. (default 5e-4; image folders 1e-4; adamw and nadam 0.1)")
+        float | None, typer.Option(help="Weight decay. (default sgd 5e-4, with image folders 1e-4; others 0.1)")
     ] = None
     warmup: Annotated[
         float | None,

@@ -171,6 +171,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def split_update(samples: int, M: int) -> int:
+    """The size of each of the M batches of an update of this many samples."""
+    if samples % M:
+        raise UserError(
+            f"batch_per_update={samples} with M = {M}: {samples} samples cannot be split into {M} equal batches, use a "
+            f"multiple of {M}"
+        )
+    return samples // M
+
+
 def make_recipe(**given: Any) -> Recipe:
     """A recipe with these settings, and for all others the paper's, or those of text; None means not given.
 
@@ -230,16 +240,6 @@ def make_recipe(**given: Any) -> Recipe:
     made = Recipe(**{**defaults, **values})
     _check_momentum(made, method)
     return made
-
-
-def split_update(samples: int, M: int) -> int:
-    """The size of each of the M batches of an update of this many samples."""
-    if samples % M:
-        raise UserError(
-            f"batch_per_update={samples} with M = {M}: {samples} samples cannot be split into {M} equal batches, use a "
-            f"multiple of {M}"
-        )
-    return samples // M
 
 
 def _check_momentum(recipe: Recipe, method: Method) -> None:
