@@ -44,6 +44,8 @@ TOLD = (
     "K",
     "M",
     "batch_size",
+    "batch_per_update",
+    "optimizer",
     "lr",
     "weights",
     "corrector",
@@ -66,6 +68,7 @@ class Joined:
     table: Table
     settings: dict[str, Any]
     images: Images | None
+    text: dict[str, Any] | None
     invocations: list[dict[str, Any]]
     runs: dict[str, Path]
 
@@ -87,6 +90,7 @@ def joined(folders: list[Path]) -> Joined:
     """What all folders hold together; refuses what does not belong together."""
     first: tuple[Path, Table, dict[str, Any]] | None = None
     images: Images | None = None
+    text: dict[str, Any] | None = None
     invocations: list[dict[str, Any]] = []
     runs: dict[str, Path] = {}
     for folder in folders:
@@ -105,6 +109,9 @@ def joined(folders: list[Path]) -> Joined:
         if images and there["images"] and images != there["images"]:
             raise UserError(f"{first[0]} has {images}, {folder} has {there['images']}: join those of the same data")
         images = images or there["images"]
+        if text and there["text"] and text != there["text"]:
+            raise UserError(f"{first[0]} and {folder} have different texts: join those of the same data")
+        text = text or there["text"]
         invocations += there["invocations"]
         for path in sorted((folder / "runs").iterdir()) if (folder / "runs").is_dir() else ():
             check_run(path, first[1], settings)
@@ -115,7 +122,7 @@ def joined(folders: list[Path]) -> Joined:
     if not runs:
         raise UserError(f"no run in {', '.join(map(str, folders))}: there is nothing to join yet")
     invocations.sort(key=lambda invocation: invocation["started"])
-    return Joined(first[1], first[2], images, invocations, runs)
+    return Joined(first[1], first[2], images, text, invocations, runs)
 
 
 def check_alike(first: tuple[Path, Table, dict[str, Any]], folder: Path, table: str, settings: dict[str, Any]) -> None:
@@ -206,6 +213,7 @@ def made(all_of: Joined, found: report.Reproduction) -> dict[str, Any]:
             for row in all_of.table.rows
             if row.name not in begun
         ],
+        **({"text": all_of.text} if all_of.text else {}),
         "invocations": [
             {name: one[name] for name in [*MADE, "commit_set", "gpu_set"] if name in one} for one in all_of.invocations
         ],
@@ -258,6 +266,7 @@ def join(folders: list[Path], into: Path | None = None, given: dict[str, str | N
             "table": all_of.table.name,
             "settings": all_of.settings,
             "images": all_of.images,
+            "text": all_of.text,
             "invocations": all_of.invocations,
         }
         if into is not None:

@@ -11,14 +11,22 @@ from statistics import median
 from page import RECORDS, Record, Records, listed, point, prose
 
 from offbeat.report.formatting import markdown
+from offbeat.runs.task import CLASSIFICATION, LANGUAGE, LearningTask
 
 TITLE = "The paper's rows again"
+LANGUAGE_TITLE = "Language models with late gradients"
 ANCHOR = "the-papers-rows-again"
+STATED = ("error: ", "loss: ", "bits per byte: ", "to BP: ")  # notes that the introduction of a table contains
 STATES = ("done", "diverged", "failed")
 EPOCHS = 300  # of the paper's schedule on CIFAR-10
 
 
 # ---- a row
+
+
+def task_of(record: Record) -> LearningTask:
+    """Records of earlier versions are of images."""
+    return LANGUAGE if record.get("task") == LANGUAGE.name else CLASSIFICATION
 
 
 def runs_of(record: Record, row: Record) -> list[Record]:
@@ -49,16 +57,17 @@ def paper(row: Record) -> str:
     return "-" if row["paper"] is None else "div." if row["paper"]["error"] is None else f"{row['paper']['error']:.2f}"
 
 
-def ours(row: Record) -> str:
+def ours(row: Record, key: str = "error", digits: int = 2) -> str:
     """Median (lowest-highest); of a single seed there is only one."""
-    if row["error"] is None:
+    if row[key] is None:
         return "div." if any(run["state"] == "diverged" for run in row["runs"]) else "-"
-    spread = " ({:.2f}-{:.2f})".format(*row["error_range"]) if row["n"] > 1 else ""
-    return f"{row['error']:.2f}{spread}"
+    lowest, highest = row[f"{key}_range"]
+    spread = f" ({lowest:.{digits}f}-{highest:.{digits}f})" if row["n"] > 1 else ""
+    return f"{row[key]:.{digits}f}{spread}"
 
 
-def signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.2f}"
+def signed(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:+.{digits}f}"
 
 
 def kind(record: Record, row: Record) -> tuple[object, ...]:
@@ -72,7 +81,11 @@ def is_bp(record: Record, row: Record) -> bool:
 
 
 def to_bp(record: Record, row: Record) -> float | None:
-    """Ours minus our BP of the same network, b, M and rate; None where one of them is not done, or it is that BP."""
+    """Ours minus our BP of the same network, b, M and rate; None where one of them is not done, or it is that BP. Rows
+    of text name the BP that they are compared with."""
+    if task_of(record) is LANGUAGE:
+        difference: float | None = row["difference"]
+        return difference
     if row["error"] is None or is_bp(record, row):
         return None
     beside = [one for one in record["rows"] if is_bp(record, one) and kind(record, one) == kind(record, row)]
@@ -94,6 +107,16 @@ def compared(record: Record) -> bool:
 
 def cells(record: Record, row: Record) -> dict[str, str]:
     """The cells of a row, by column."""
+    if task_of(record) is LANGUAGE:
+        return {
+            "row": row["title"],
+            "loss": ours(row, "loss", 3),
+            "n": str(row["n"]),
+            "to BP": signed(row["difference"], 3),
+            LANGUAGE.heading: "-" if row["error"] is None else LANGUAGE.cell(row["error"]),
+            "staleness of stage 1": staleness(record, row),
+            "state": state(row, record["settings"]["epochs"]),
+        }
     told = {
         "row": row["title"],
         "paper": paper(row),
@@ -122,14 +145,16 @@ def verdicts(record: Record) -> list[str]:
     late = {row["title"]: found for row in done if (found := to_bp(record, row)) is not None}
     far = {row["title"]: row["difference"] for row in done if row["difference"] is not None}
 
+    text = task_of(record) is LANGUAGE
+    bp, digits = ("BP with the same optimizer and stages", 3) if text else ("our BP at the same b and M", 2)
+    far = {} if text else far
+
     def those(found: dict[str, float], worse: bool) -> str:
-        return listed([f"{title} ({value:+.2f})" for title, value in found.items() if (value > 0) == worse])
+        return listed([f"{title} ({value:+.{digits}f})" for title, value in found.items() if (value > 0) == worse])
 
     lines = []
     if late:
-        lines.append(
-            point(f"Worse than our BP at the same b and M: {those(late, True)}. Not worse: {those(late, False)}.")
-        )
+        lines.append(point(f"Worse than {bp}: {those(late, True)}. Not worse: {those(late, False)}."))
     if far:
         lines.append(point(f"Above the paper's value: {those(far, True)}. Not above: {those(far, False)}."))
     fallen = [
@@ -158,13 +183,14 @@ def verdicts(record: Record) -> list[str]:
 
 
 def without_bp(record: Record) -> list[str]:
-    """Rows that are done and have no BP of the same b and M beside them yet."""
+    """Rows that are done and have no BP of the same setting yet."""
+    setting = "with the same optimizer and stages" if task_of(record) is LANGUAGE else "at the same b and M"
     alone = [
         row["title"]
         for row in record["rows"]
         if row["error"] is not None and not is_bp(record, row) and to_bp(record, row) is None
     ]
-    return [point(f"BP at the same b and M has not been run for: {listed(alone)}.")] if alone else []
+    return [point(f"BP {setting} has not been run for: {listed(alone)}.")] if alone else []
 
 
 def missing(record: Record) -> list[str]:
@@ -180,7 +206,7 @@ def missing(record: Record) -> list[str]:
 
 def notes(record: Record) -> list[str]:
     """Those of the table, but for what stands above it anyway."""
-    return [point(f"{note}.") for note in record["notes"] if not note.startswith("error: ")]
+    return [point(f"{note}.") for note in record["notes"] if not note.startswith(STATED)]
 
 
 def how(record: Record) -> str:
@@ -262,7 +288,7 @@ def draw(record: Record, path: Path) -> None:
     from offbeat.report import draw_curves
     from offbeat.runs.record import write
 
-    draw_curves(drawn(record), path, title=caption(record))
+    draw_curves(drawn(record), path, title=caption(record), task=task_of(record))
     write(path, path.read_text().replace("</svg>", f"<!-- drawn from {digest(record)} -->\n</svg>"))
 
 
@@ -277,25 +303,44 @@ def repeated(found: Records) -> str:
     return f"there are results [below](#{ANCHOR})."
 
 
+def introduction(record: Record) -> str:
+    if task_of(record) is LANGUAGE:
+        return prose(
+            "Validation loss at the last epoch in nats per token, lower is better: median (lowest-highest) of n seeds;",
+            "the same as bits per byte. `To BP`: loss minus that of BP with the same optimizer, learning rate and",
+            "stages, so with the same clipping, where both are done. Staleness in updates, as measured. All runs:",
+            f"{how(record)}.",
+        )
+    return prose(
+        "Test error (%) at the last epoch. Ours: median (lowest-highest) of n seeds"
+        + ("; the paper's are medians of 3." if compared(record) else "."),
+        "`To BP`: ours minus our own BP with accumulation of the same network, b, M and learning rate,",
+        "where both are done. Staleness in updates, as measured. All runs:",
+        f"{how(record)}.",
+    )
+
+
 def section(found: Records) -> list[str]:
     if not found:
         return []
-    lines = [f"## {TITLE}", ""]
+    lines = []
+    for task, title in ((CLASSIFICATION, TITLE), (LANGUAGE, LANGUAGE_TITLE)):
+        those = {name: record for name, record in found.items() if task_of(record) is task}
+        lines += [f"## {title}", "", *tables(those)] if those else []
+    return lines
+
+
+def tables(found: Records) -> list[str]:
+    lines = []
     for name, record in found.items():
         lines += [
             f"### {record['title']}",
             "",
-            prose(
-                "Test error (%) at the last epoch. Ours: median (lowest-highest) of n seeds"
-                + ("; the paper's are medians of 3." if compared(record) else "."),
-                "`To BP`: ours minus our own BP with accumulation of the same network, b, M and learning rate,",
-                "where both are done. Staleness in updates, as measured. All runs:",
-                f"{how(record)}.",
-            ),
+            introduction(record),
             "",
             table(record),
             "",
-            f"![Test error against the epoch](results/{picture(name).name})",
+            f"![{task_of(record).metric.capitalize()} against the epoch](results/{picture(name).name})",
             "",
             *verdicts(record),
             *without_bp(record),

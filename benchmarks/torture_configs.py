@@ -132,6 +132,8 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "--weight-decay": (("0", "1e-4"), ("-1e-4", "inf", "x")),
     "--warmup": (("0", "3", "0.5"), ("-1", "nan", "x")),
     "--milestones": (("0.5", "0.5,0.75", "0.3,0.6,0.9"), ("0.75,0.5", "0", "-0.5", "x", "nan", "0.5,inf")),
+    "--schedule": (("steps", "cosine"), ("linear", "")),
+    "--floor": (("0", "0.1", "1"), ("-0.1", "1.5", "nan", "x")),
     "--clip-norm": (("1", "0.1"), ("-1", "nan", "x")),
     "--seed": (("0", "7", "123456"), ("-1", "x", "1.5")),
     "--checkpoint-every": (
@@ -363,6 +365,8 @@ ALONE: dict[str, Any] = {  # what can be said of one option
         and found == sorted(found)
         and all(0 < fraction < math.inf for fraction in found)
     ),
+    "--schedule": lambda text: text in ("steps", "cosine"),
+    "--floor": lambda text: real(text) and float(text) <= 1,
     "--clip-norm": real,
     "--seed": lambda text: whole(text, 0),
     "--checkpoint-every": every,
@@ -384,6 +388,9 @@ def together(given: dict[str, str]) -> tuple[str, str]:
             return reason
     if given.get("--checkpoint-mode") == "drained" and given.get("--checkpoint-every", "e").strip()[-1] in "sn":
         return INVALID, "drained by the clock"
+    unused = {"steps": "--floor", "cosine": "--milestones"}[given.get("--schedule", "steps")]
+    if unused in given:
+        return INVALID, "a setting of the other schedule"
     return VALID, ""
 
 

@@ -28,7 +28,7 @@ Command = Callable[..., Outcome]
 def offbeat(monkeypatch, capsys, tmp_path) -> Command:
     """Run the command in an empty folder, with no chance to start a process."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", launch.ERRORS, build.DATA_DIR):
+    for name in ("RANK", "WORLD_SIZE", launch.ERRORS, build.DATA_DIR, build.TEXT):
         monkeypatch.setenv(name, "")  # so that what the command sets is gone afterwards
         monkeypatch.delenv(name)
     monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("started workers"))

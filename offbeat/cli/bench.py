@@ -21,7 +21,11 @@ app.add_typer(benches, name="bench")
 def bench(
     context: typer.Context,
     model: Annotated[str, typer.Option(help=MODEL, metavar="NAME")] = "resnet110",
-    batch_size: Annotated[int, typer.Option(help="Samples per batch, over all workers.")] = 128,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per batch, over all workers. (default 128)")] = None,
+    batch_per_update: Annotated[
+        int | None,
+        typer.Option(help="Samples per update instead of --batch-size: methods with M > 1 split them into M batches."),
+    ] = None,
     K: Annotated[int, typer.Option("-K", help="Number of workers and stages.")] = 4,
     M: Annotated[
         int | None, typer.Option("-M", help="Gradients accumulated per update, for methods that take M. (default 4)")
@@ -73,6 +77,7 @@ def bench(
     request = rounds.BenchRequest(
         model=model,
         batch_size=batch_size,
+        batch_per_update=batch_per_update,
         K=K,
         M=M,
         methods=tuple(method or ()),

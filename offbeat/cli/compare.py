@@ -24,7 +24,7 @@ def compare(
     ],
     data: options.Data,
     stages: options.Stages,
-    schedule: options.Schedule,
+    optimization: options.Optimization,
     M: Annotated[
         int, typer.Option("-M", help="Gradients accumulated per update, for methods with stale gradients that take M.")
     ] = 4,
@@ -48,7 +48,7 @@ def compare(
         match=match,
         seeds=seeds,
         M=M,
-        chosen=options.chosen(data, stages, schedule),
+        chosen=options.chosen(data, stages, optimization),
         out=out,
         jobs=jobs,
         show=not as_json,

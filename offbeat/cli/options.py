@@ -19,7 +19,7 @@ PANELS = {  # headings in the help, per group of options; NUMERICS have their ow
     "OneMethod": "Method",
     "Stages": "Parallelism",
     "Running": "Parallelism",
-    "Schedule": "Optimisation",
+    "Optimization": "Optimization",
     "Saving": "Checkpoints",
     "DiagnosisOptions": "Diagnosis",
 }
@@ -49,7 +49,7 @@ class Data:
         str | None,
         typer.Option(
             help="Folder or archive of the data; of text, a file or a folder of text files. "
-            "(default OFFBEAT_DATA_DIR; text: the Python source of torch)"
+            "(default OFFBEAT_DATA_DIR; text: OFFBEAT_TEXT, or the Python source of torch)"
         ),
     ] = None
     shape: Annotated[
@@ -152,17 +152,21 @@ else:  # made from Stages, so that a new option there is also one of published e
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Optimization:
     """Length and optimizer of a run."""
 
     epochs: Annotated[int | None, typer.Option(help="Number of epochs. (default 300; image folders 90; text 1)")] = None
     batch_size: Annotated[int | None, typer.Option(help="Samples per batch, b. (default 32)")] = None
+    batch_per_update: Annotated[
+        int | None,
+        typer.Option(help="Samples per update instead of --batch-size: each method splits them into M batches."),
+    ] = None
     drop_last: Annotated[bool | None, typer.Option(help="Drop the last batch of an epoch if it is incomplete.")] = None
     weighting: Annotated[
         str | None, typer.Option(help="Average the gradients of an update over batches or samples. (default batches)")
     ] = None
     optimizer: Annotated[
-        str | None, typer.Option(help="Optimizer: sgd, adamw, muon or rotated-adam. (default sgd; text adamw)")
+        str | None, typer.Option(help="Optimizer: sgd, adamw, nadam, muon or rotated-adam. (default sgd; text adamw)")
     ] = None
     lr: Annotated[float | None, typer.Option(help="Learning rate. (default sgd 0.1 * b * M / 256; others 1e-3)")] = None
     momentum: Annotated[float | None, typer.Option(help="Momentum of sgd and muon. (default 0.9; muon 0.95)")] = None
@@ -177,14 +181,26 @@ class Schedule:
     ] = None
     warmup: Annotated[
         float | None,
-        typer.Option(help="Epochs of linear warm-up from 1 % of the learning rate. (default 3; text 0.02)"),
+        typer.Option(
+            help="Epochs of linear warm-up from 1 % of the learning rate. (default 3; text 5 % of the epochs)"
+        ),
+    ] = None
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rate after the warm-up: steps (--milestones) or cosine (--floor). "
+            "(default steps; text cosine)"
+        ),
     ] = None
     milestones: Annotated[
         str | None,
         typer.Option(
-            help="Divide the learning rate by 10 at these fractions of the epochs. "
+            help="Steps: divide the learning rate by 10 at these fractions of the epochs. "
             "(default 1/2, 3/4, 11/12; image folders 1/3, 2/3, 8/9; text 0.8, 0.95)"
         ),
+    ] = None
+    floor: Annotated[
+        float | None, typer.Option(help="Cosine: the learning rate at the end, as a fraction of --lr. (default 0.1)")
     ] = None
     clip_norm: Annotated[float | None, typer.Option(help="Clip the gradient norm of each stage to this value.")] = None
 
@@ -237,7 +253,7 @@ LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options with severa
 }
 
 
-def chosen(*groups: Data | OneMethod | Stages | Schedule | Saving | DiagnosisOptions) -> dict[str, Any]:
+def chosen(*groups: Data | OneMethod | Stages | Optimization | Saving | DiagnosisOptions) -> dict[str, Any]:
     """The given options, in the names and types of a recipe."""
     values: dict[str, Any] = {}
     for group in groups:

@@ -16,7 +16,7 @@ from offbeat.cli.options import spread
 @spread
 def reproduce(
     table: Annotated[
-        str, typer.Argument(help="Table to reproduce: cifar10-table, ablation, curves or imagenet-table.")
+        str, typer.Argument(help="Table to run: cifar10-table, ablation, curves, imagenet-table or gpt-staleness.")
     ],
     running: options.Running,
     only: Annotated[
@@ -26,14 +26,24 @@ def reproduce(
         str | None, typer.Option(help="Only rows of this method; with other settings, as in adl:M=2,corrector=sc.")
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(help="Number of epochs; milestones scale with it. (default: the paper's, 300 or 90)")
+        int | None,
+        typer.Option(help="Number of epochs; milestones scale with it. (default: the table's, 300, 90 or 10)"),
+    ] = None,
+    batch_per_update: Annotated[
+        int | None, typer.Option(help="Samples per update of all rows, which each splits into M batches.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Number of seeds per row.")] = 3,
     budget_minutes: Annotated[
         float | None, typer.Option(help="Time limit in minutes; the same command continues later. (default: none)")
     ] = None,
     side_by_side: Annotated[int, typer.Option(help="Number of runs that take turns in this process.")] = 1,
-    data: Annotated[Path | None, typer.Option(help="Folder or archive of the data. (default OFFBEAT_DATA_DIR)")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder or archive of the data, or a text file. "
+            "(default OFFBEAT_DATA_DIR; text: OFFBEAT_TEXT, or the Python source of torch)"
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of all runs. (default runs/TABLE)")] = None,
     list_rows: Annotated[bool, typer.Option("--list", help="List the rows without training.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything without training.")] = False,
@@ -47,6 +57,7 @@ def reproduce(
         only=only,
         method=method,
         epochs=epochs,
+        batch_per_update=batch_per_update,
         seeds=seeds,
         minutes=budget_minutes,
         together=side_by_side,

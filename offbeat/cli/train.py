@@ -23,7 +23,7 @@ def train(
     data: options.Data,
     method: options.OneMethod,
     stages: options.Stages,
-    schedule: options.Schedule,
+    optimization: options.Optimization,
     saved: options.Saving,
     diagnosis: options.DiagnosisOptions,
     seed: Annotated[int | None, typer.Option(help="Random seed. (default 0)")] = None,
@@ -48,7 +48,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and no progress.")] = False,
 ) -> None:
     """Train a network. The defaults are the recipe of the paper."""
-    chosen = options.chosen(data, method, stages, schedule, saved, diagnosis)
+    chosen = options.chosen(data, method, stages, optimization, saved, diagnosis)
     if seed is not None:
         chosen["seed"] = seed
     recipe = configured(config, chosen) if config is not None or resume is None else None

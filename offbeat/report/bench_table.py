@@ -105,7 +105,9 @@ def setting(record: Record) -> str:
     where = "one GPU" if given["device"] == "cuda" else "one core per worker"
     if given["cores_shared"]:
         where = f"{counted(given['cores'], 'core')} shared by the workers"
-    return f"{given['model']}, b={given['batch_size']}, K={given['K']}, M={given['M']}, {where}"
+    per_update = given.get("batch_per_update")
+    samples = f"{per_update} samples per update" if per_update else f"b={given['batch_size']}"
+    return f"{given['model']}, {samples}, K={given['K']}, M={given['M']}, {where}"
 
 
 def heading(record: Record) -> str:
@@ -180,12 +182,13 @@ def notes(record: Record) -> list[str]:
 
 
 def common_notes(record: Record) -> list[str]:
+    unit = "update" if record["settings"].get("batch_per_update") else "batch"
     made = [
         "x BP: times as fast as BP on one worker; x best sync.: as the fastest pipeline with exact gradients. Ratios, "
         "and shares of the bound, are taken within each round; the median of the rounds is given.",
         "Late: how many updates old the gradient of stage 1 is, on average, by formula; that of the last stage "
         "is never late.",
-        f"Memory: {record['settings']['memory']}. Moved: by all workers together in one batch.",
+        f"Memory: {record['settings']['memory']}. Moved: by all workers together in one {unit}.",
         f"Bound: {record['bound']['meaning']}.",
     ]
     if record["settings"]["device"] == "cpu":

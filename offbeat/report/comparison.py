@@ -49,6 +49,7 @@ class ComparisonRow:
     M: int
     weights: str
     batch_size: int
+    samples_per_update: int
     batchnorm_batch: float
     lr: float
     errors: dict[int, float]
@@ -141,6 +142,7 @@ def _row(label: str, recipe: Recipe, records: dict[int, list[dict[str, Any]]]) -
         M=recipe.M,
         weights=recipe.weights,
         batch_size=recipe.batch_size,
+        samples_per_update=recipe.samples_per_update,
         batchnorm_batch=recipe.batch_size / method.m,
         lr=recipe.lr,
         errors=errors,
@@ -176,18 +178,19 @@ def _title(asked: dict[str, Any], recipes: list[Recipe]) -> str:
     runs = f"{seeds} seeds" if seeds > 1 else "1 seed"
     K = max(recipe.K for recipe in recipes)
     epochs = f"{first.epochs} epochs" if first.epochs > 1 else "1 epoch"
-    return f"{first.model} on {first.data}, K={K}, {epochs}, {runs}, --match {asked['match']}"
+    match = f"{first.batch_per_update} samples per update" if first.batch_per_update else f"--match {asked['match']}"
+    return f"{first.model} on {first.data}, K={K}, {epochs}, {runs}, {match}"
 
 
 def _rule(asked: dict[str, Any], recipes: list[Recipe]) -> str:
     """What is the same for all methods, and what is not."""
-    b, M = asked["batch_size"], asked["M"]
+    per_update = asked.get("batch_per_update") or asked["batch_size"] * asked["M"]
     rates = {recipe.lr for recipe in recipes}
     linear = asked["lr"] is None and recipes[0].optimizer == "sgd"
     rate = "lr = 0.1 b M / 256" if linear else f"lr = {', '.join(f'{rate:g}' for rate in sorted(rates))} for all"
     if asked["match"] == "batch":
-        return f"match batch: b = {b} for all, each method at its own M; {rate}"
-    return f"match effective: {b * M} samples per update for all, b = {b * M} where M = 1; {rate}"
+        return f"match batch: b = {asked['batch_size']} for all, each method at its own M; {rate}"
+    return f"match effective: {per_update} samples per update for all, b = {per_update} where M = 1; {rate}"
 
 
 def _notes(
@@ -195,6 +198,7 @@ def _notes(
 ) -> Iterator[str]:
     """What must be known to read the figures."""
     yield _rule(asked, recipes)
+    yield "per update: samples per update, b M"
     task = recipes[0].task
     of = "error: test error" if task is CLASSIFICATION else f"{task.heading}: of the test text"
     yield f"{of} at the last epoch, median over the seeds (lowest-highest)"
@@ -247,6 +251,7 @@ def cells(row: ComparisonRow, task: LearningTask = CLASSIFICATION) -> list[str]:
     return [
         row.label,
         str(row.M),
+        str(row.samples_per_update),
         f"{row.batchnorm_batch:g}" if task is CLASSIFICATION else "-",
         error,
         "-" if row.samples_per_second is None else f"{row.samples_per_second:,.0f}",
@@ -268,6 +273,7 @@ def columns(comparison: Comparison) -> tuple[str, ...]:
     return (
         "method",
         "M",
+        "per update",
         "BN batch",
         task.heading,
         task.speed_unit,
@@ -287,6 +293,7 @@ def table(comparison: Comparison) -> Table:
     made = Table(title=comparison.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
     for name in (headings[place] for place in shown):
         heading = name.replace(" per stage", "\nper stage").replace("BN batch", "BN\nbatch")
+        heading = heading.replace("per update", "per\nupdate")
         breaks = name == "method" or name.endswith("per stage")
         made.add_column(
             heading,

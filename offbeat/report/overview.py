@@ -106,7 +106,11 @@ def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Ma
         shown["network and data"] = f"{recipe.model} on {recipe.data}, {epochs}, seed {recipe.seed}"
         shown["method"] = f"{title}: K={recipe.K} stages, M={recipe.M}, weights {recipe.weights}"
         shown["method"] += corrector if recipe.corrector else ""
-        shown["optimizer"] = f"{described(recipe)}, batch {recipe.batch_size}, warm-up {recipe.warmup:g} epochs"
+        shown["optimizer"] = (
+            f"{described(recipe)}, batch {recipe.batch_size}, {recipe.samples_per_update} samples per update"
+        )
+        shown["optimizer"] += f", warm-up {recipe.warmup:g} epochs"
+        shown["optimizer"] += f", then a cosine to {100 * recipe.floor:g} %" if recipe.floor is not None else ""
         compiled = ", compiled" * recipe.compile + ", fused" * recipe.fuse
         shown["run by"] = f"engine {recipe.engine}, {recipe.device}, {recipe.precision}{compiled}, {threads} per stage"
     shown.update(more or {})

@@ -4,13 +4,16 @@ paper        test error % at the last epoch, median of 3 runs; div. where traini
 ours         the median over the finished seeds; lowest, highest, and how many there are
 difference   ours - paper
 samples/s    the median over the seeds of each run's own median epoch
+
+A table of language models has the validation loss instead of errors, in nats per token and as bits per byte, and its
+difference to the row of BP with which a row is compared.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from math import isfinite
 from pathlib import Path
@@ -25,7 +28,7 @@ from offbeat.report.formatting import document
 from offbeat.runs.recipe import Recipe, load, make_recipe
 from offbeat.runs.record import lines
 from offbeat.runs.tables import Images, Paper, Table, TableRow
-from offbeat.runs.task import CLASSIFICATION, LearningTask
+from offbeat.runs.task import CLASSIFICATION, LANGUAGE, TASKS, LearningTask
 
 OTHERS = "on other images"  # in a title
 
@@ -42,6 +45,7 @@ class SeedRun:
     epochs: int = 0  # that are complete
     error: float | None = None
     top5: float | None = None
+    loss: float | None = None  # of the test samples
     samples_per_second: float | None = None
     together: int = 1  # most runs that took turns in its process
     reason: str | None = None
@@ -69,7 +73,8 @@ def read_seed_run(path: Path, seed: int, *, task: LearningTask = CLASSIFICATION)
     if last["kind"] == "result" and not isfinite(last["loss"]):
         return SeedRun(seed=seed, state="diverged", reason=f"the test loss is {last['loss']} at the end", **found)
     if last["kind"] == "result":
-        values = {"error": last[task.key], "top5": last["top5"], "samples_per_second": task.speed(last)}
+        values = {name: last[key] for name, key in (("error", task.key), ("top5", "top5"), ("loss", "loss"))}
+        values["samples_per_second"] = task.speed(last)
         return SeedRun(seed=seed, state="done", **values, **found)
     if last["kind"] == "failed":
         state = "diverged" if last.get("diverged") else "failed"
@@ -80,6 +85,7 @@ def read_seed_run(path: Path, seed: int, *, task: LearningTask = CLASSIFICATION)
         values = {
             "error": epochs[-1][f"test_{task.key}"],
             "top5": epochs[-1]["test_top5"],
+            "loss": epochs[-1]["test_loss"],
             "samples_per_second": median(speeds[1:] or speeds),
         }
         return SeedRun(seed=seed, state="done", **values, **found)
@@ -97,7 +103,11 @@ def _epochs(path: Path) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RowResult:
-    """A row over its seeds; figures are of the runs that are done, None where none is."""
+    """A row over its seeds; figures are of the runs that are done, None where none is.
+
+    loss, baseline   of language models: the validation loss in nats per token, and the row that it is compared with
+    difference       of the error to the paper's, or of the loss to that of the baseline
+    """
 
     name: str
     title: str
@@ -111,6 +121,9 @@ class RowResult:
     difference: float | None
     samples_per_second: float | None
     runs: list[SeedRun]
+    loss: float | None = None
+    loss_range: tuple[float, float] | None = None
+    baseline: str | None = None
 
     @property
     def curves(self) -> list[list[float]]:
@@ -132,6 +145,11 @@ class Reproduction:
     rows: list[RowResult]
     notes: list[str]
     provenance: dict[str, Any]
+    task: str = CLASSIFICATION.name
+
+    @property
+    def learning_task(self) -> LearningTask:
+        return next(task for task in TASKS if task.name == self.task)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -157,17 +175,20 @@ def read(
 
     The paper's values are beside ours unless these were trained on other images.
     """
-    rows = []
+    rows, task = [], table.task
     others = images if table.images and images and not table.images.alike(images) else None
     method = settings.get("method")  # with settings that take the place of the rows' own
     other_method = method.partition(":")[0] if method else None
+    per_update = settings.get("batch_per_update")
     for row in table.rows:
         there = {int(path.name.rpartition("-seed")[2]) for path in (folder / "runs").glob(f"{row.name}-seed[0-9]*")}
         wanted = set(range(seeds.get(row.name, 0)))
-        if runs := [read_seed_run(folder / "runs" / run_name(row.name, seed), seed) for seed in sorted(wanted | there)]:
-            recipe = recipes.get(row.name) or _recipe(folder / "runs" / run_name(row.name, runs[0].seed))
-            changed = recipe is not None and recipe.method == other_method
+        paths = {seed: folder / "runs" / run_name(row.name, seed) for seed in sorted(wanted | there)}
+        if runs := [read_seed_run(path, seed, task=task) for seed, path in paths.items()]:
+            recipe = recipes.get(row.name) or _recipe(paths[runs[0].seed])
+            changed = bool(per_update) or (recipe is not None and recipe.method == other_method)
             rows.append(_result(row, recipe, runs, compared=not others and not changed))
+    rows = _to_baselines(rows) if task is LANGUAGE else rows
     epochs = settings["epochs"]
     title = f"{table.title}, {OTHERS}" if others else table.title
     title = f"{title}, {epochs} epoch{'s' * (epochs > 1)}" if epochs else title
@@ -177,14 +198,29 @@ def read(
         settings=settings,
         top5=table.top5,
         rows=rows,
-        notes=[*_notes(table, rows, epochs, others), *_changed(method)],
+        notes=[*_notes(table, rows, settings, others), *_changed(table, method, per_update)],
         provenance=provenance,
+        task=task.name,
     )
 
 
-def _changed(method: str | None) -> list[str]:
-    note = f"settings {method} instead of those of the rows: the paper's values, which are for those, are left out"
-    return [note] if method else []
+def _to_baselines(rows: list[RowResult]) -> list[RowResult]:
+    """The rows with the difference of their loss to that of the rows that they are compared with."""
+    losses = {row.name: row.loss for row in rows}
+
+    def difference(row: RowResult) -> float | None:
+        other = losses.get(row.baseline or "")
+        return None if row.loss is None or other is None else row.loss - other
+
+    return [replace(row, difference=difference(row)) for row in rows]
+
+
+def _changed(table: Table, method: str | None, per_update: int | None) -> Iterator[str]:
+    left_out = ": the paper's values, which are for those, are left out" if any(row.paper for row in table.rows) else ""
+    if method:
+        yield f"settings {method} instead of those of the rows{left_out}"
+    if per_update:
+        yield f"{per_update} samples per update instead of those of the rows{left_out}"
 
 
 def _recipe(path: Path) -> Recipe | None:
@@ -199,6 +235,7 @@ def _result(row: TableRow, recipe: Recipe | None, runs: list[SeedRun], *, compar
     done = [run for run in runs if run.state == "done"]
     errors = [run.error for run in done if run.error is not None]
     tops = [run.top5 for run in done if run.top5 is not None]
+    losses = [run.loss for run in done if run.loss is not None]
     middle = median(errors) if errors else None
     paper = row.paper.error if row.paper and compared else None
     return RowResult(
@@ -214,22 +251,37 @@ def _result(row: TableRow, recipe: Recipe | None, runs: list[SeedRun], *, compar
         difference=None if middle is None or paper is None else middle - paper,
         samples_per_second=median(run.samples_per_second or 0.0 for run in done) if done else None,
         runs=runs,
+        loss=median(losses) if losses else None,
+        loss_range=(min(losses), max(losses)) if losses else None,
+        baseline=row.baseline,
     )
 
 
 def setting(recipe: Recipe) -> str:
     """The settings in which the recipes of rows differ."""
-    return f"K={recipe.K}, M={recipe.M}, b={recipe.batch_size}, lr={recipe.lr:g}"
+    per_update = f", {recipe.batch_per_update} per update" if recipe.batch_per_update else ""
+    return f"K={recipe.K}, M={recipe.M}, b={recipe.batch_size}{per_update}, lr={recipe.lr:g}"
 
 
-def _notes(table: Table, rows: list[RowResult], epochs: int | None, others: Images | None) -> Iterable[str]:
+def _notes(table: Table, rows: list[RowResult], settings: dict[str, Any], others: Images | None) -> Iterable[str]:
+    epochs = settings["epochs"]
+    published = any(row.paper for row in table.rows)
     medians = "" if others else "; the paper's are medians of 3 runs"
-    yield f"error: test error in % at the last epoch, median over the seeds{medians}"
+    if table.task is LANGUAGE:
+        yield "loss: validation loss at the last epoch in nats per token, median over the seeds; lower is better"
+        yield "bits per byte: the same loss in bits, per byte of the text"
+        yield "to BP: loss minus that of BP with the same optimizer and stages, so with the same clipping"
+        first = table.rows[0].recipe(batch_per_update=settings.get("batch_per_update"))
+        per_update = first.samples_per_update
+        if first.samples:
+            yield f"an epoch has {first.samples // per_update} updates of {per_update} samples"
+    else:
+        yield f"error: test error in % at the last epoch, median over the seeds{medians}"
     if others:
         yield f"trained on {others}; the paper's values are for {table.images} and are left out"
     usual = next(iter(table.rows)).recipe().epochs
     if epochs is not None and epochs != usual:
-        longer = ": the paper trained longer" if epochs < usual and not others else ""
+        longer = ": the paper trained longer" if epochs < usual and published and not others else ""
         yield f"{epochs} epoch{'s' * (epochs > 1)} instead of {usual}{longer}"
     remarks: dict[str, list[str]] = {}
     for row in rows:
@@ -252,23 +304,51 @@ def _notes(table: Table, rows: list[RowResult], epochs: int | None, others: Imag
 COLUMNS = ("row", "paper", "ours", "lowest", "highest", "n", "difference", "samples/s", "state")
 SHORT = ("row", "paper", "ours", "n", "diff.", "paper top-5", "ours top-5", "samples/s", "state")
 TOP5 = (*COLUMNS[:7], "paper top-5", "ours top-5", *COLUMNS[7:])
+LOSSES = ("row", "loss", "lowest", "highest", "n", "to BP", LANGUAGE.heading, LANGUAGE.speed_unit, "state")
 
 
-def cells(row: RowResult) -> dict[str, str]:
+def columns(reproduction: Reproduction, *, short: bool = False) -> tuple[str, ...]:
+    """The headings of the table; short: for a terminal, where the range is beside the median."""
+    if reproduction.learning_task is LANGUAGE:
+        return tuple(name for name in LOSSES if not short or name not in ("lowest", "highest"))
+    if short:
+        return tuple(name for name in SHORT if reproduction.top5 or "top-5" not in name)
+    return TOP5 if reproduction.top5 else COLUMNS
+
+
+def cells(row: RowResult, task: LearningTask = CLASSIFICATION) -> dict[str, str]:
     """The figures of a row as text, by column."""
 
     def shown(value: float | None, form: str = ".2f") -> str:
         return "-" if value is None else f"{value:{form}}"
 
+    def middle(value: float | None, form: str = ".2f") -> str:
+        diverged = value is None and any(run.state == "diverged" for run in row.runs)
+        return "div." if diverged else shown(value, form)
+
+    if task is LANGUAGE:
+        lowest, highest = row.loss_range or (None, None)
+        return {
+            "row": row.name,
+            "loss": middle(row.loss, ".3f"),
+            "lowest": shown(lowest, ".3f"),
+            "highest": shown(highest, ".3f"),
+            "n": str(row.n),
+            "to BP": shown(row.difference, "+.3f"),
+            task.heading: shown(row.error, f".{task.digits}f"),
+            task.speed_unit: shown(row.samples_per_second, ",.0f"),
+            "state": _state(row.runs),
+        }
     lowest, highest = row.error_range or (None, None)
     return {
         "row": row.name,
         "paper": "-" if row.paper is None else "div." if row.paper.error is None else f"{row.paper.error:.2f}",
-        "ours": "div." if row.error is None and any(run.state == "diverged" for run in row.runs) else shown(row.error),
+        "ours": middle(row.error),
         "lowest": shown(lowest),
         "highest": shown(highest),
         "n": str(row.n),
         "difference": shown(row.difference, "+.2f"),
+        "diff.": shown(row.difference, "+.2f"),
         "paper top-5": shown(row.paper.top5 if row.paper else None),
         "ours top-5": shown(row.top5),
         "samples/s": shown(row.samples_per_second, ",.0f"),
@@ -296,26 +376,27 @@ def _state(runs: list[SeedRun]) -> str:
 
 def grid(reproduction: Reproduction) -> Grid:
     """For a terminal: the range is beside the median."""
-    columns = [name for name in SHORT if reproduction.top5 or "top-5" not in name]
+    names, task = columns(reproduction, short=True), reproduction.learning_task
+    middle = "loss" if task is LANGUAGE else "ours"
     made = Grid(title=reproduction.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
-    for name in columns:
+    for name in names:
         left = name in ("row", "state")
         heading = name.replace(" top-5", "\ntop-5")
         made.add_column(heading, justify="left" if left else "right", no_wrap=name != "state", overflow="fold")
     for row in reproduction.rows:
-        texts = cells(row)
-        texts["diff."] = texts["difference"]
-        texts["ours"] += f" ({texts['lowest']}-{texts['highest']})" if row.n > 1 else ""
-        made.add_row(*(texts[name] for name in columns))
+        texts = cells(row, task)
+        texts[middle] += f" ({texts['lowest']}-{texts['highest']})" if row.n > 1 else ""
+        made.add_row(*(texts[name] for name in names))
     return made
 
 
 def markdown(reproduction: Reproduction) -> str:
     """The same for documents, with each row's setting and the place of the paper's value."""
-    columns = (*(TOP5 if reproduction.top5 else COLUMNS), "setting", "in the paper")
-    head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    task = reproduction.learning_task
+    names = (*columns(reproduction), "setting", *(() if task is LANGUAGE else ("in the paper",)))
+    head = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     rows = []
     for row in reproduction.rows:
-        texts = {**cells(row), "setting": row.setting, "in the paper": row.place}
-        rows.append(f"| {' | '.join(texts[name] for name in columns)} |")
+        texts = {**cells(row, task), "setting": row.setting, "in the paper": row.place}
+        rows.append(f"| {' | '.join(texts[name] for name in names)} |")
     return document(reproduction.title, [*head, *rows], reproduction.notes, reproduction.provenance)

@@ -160,13 +160,10 @@ def reproduction(folder: Path, name: str) -> Shown:
         title = found.title
         groups = {row.name: groups[row.name] for row in found.rows if row.name in groups}
         first.add(_reproduced(found))
-        columns = (*(reproduced.TOP5 if found.top5 else reproduced.COLUMNS), "setting")
-        cells = [{**reproduced.cells(row), "setting": row.setting} for row in found.rows]
-        section = Section(
-            "Errors",
-            "The paper's test error beside ours: median over the seeds, lowest, highest, how "
-            "many, and ours minus the paper's.",
-        )
+        task = found.learning_task
+        columns = (*reproduced.columns(found), "setting")
+        cells = [{**reproduced.cells(row, task), "setting": row.setting} for row in found.rows]
+        section = Section(*_RESULTS[task.name])
         if cells:
             listed = [[row[column] for column in columns] for row in cells]
             section.add(table(columns, listed, names=("state", "setting")))
@@ -178,14 +175,30 @@ def reproduction(folder: Path, name: str) -> Shown:
     return (title, "Reproduction", [first, *_families(groups, name), *sections, *_each(groups)])
 
 
+_RESULTS = {  # title and description of the table, by task
+    "classification": (
+        "Errors",
+        "The paper's test error beside ours: median over the seeds, lowest, highest, how many, and ours minus the "
+        "paper's.",
+    ),
+    "language": (
+        "Validation loss",
+        "In nats per token, lower is better: median over the seeds, lowest, highest, how many, and the difference to "
+        "BP with the same optimizer and stages.",
+    ),
+}
+
+
 def _reproduced(found: reproduced.Reproduction) -> Block:
     done, total = found.count("done"), sum(len(row.runs) for row in found.rows)
     off = [row.difference for row in found.rows if row.difference is not None]
     known = sum(row.error is not None for row in found.rows)
     shown = [("runs", f"{done} of {total}", "done"), ("rows", f"{known} of {len(found.rows)}", "have a result")]
+    loss = found.learning_task.name == "language"
+    what, unit, digits = ("late minus BP", "nats per token", 3) if loss else ("ours minus paper", "% error", 2)
     if off:
-        shown.append(("ours minus paper", f"{median(off):+.2f}", f"% error, median of {counted(len(off), 'row')}"))
-        shown.append(("range", f"{min(off):+.2f} to {max(off):+.2f}", "lowest and highest row"))
+        shown.append((what, f"{median(off):+.{digits}f}", f"{unit}, median of {counted(len(off), 'row')}"))
+        shown.append(("range", f"{min(off):+.{digits}f} to {max(off):+.{digits}f}", "lowest and highest row"))
     return figures(shown)
 
 

@@ -21,12 +21,12 @@ from offbeat.runs import saving
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.optimizers import optimizer_of
 from offbeat.runs.recipe import Recipe, cores
-from offbeat.runs.task import LANGUAGE
+from offbeat.runs.task import LANGUAGE, task_of
 from offbeat.seeds import derive
 
 TEST_BATCH = 2000 * 3 * 32 * 32  # values in a test batch on a GPU
 MOST_WORKERS = 8  # that decode images, by default
-DATA_DIR = "OFFBEAT_DATA_DIR"  # environment variable: see default_data_dir
+DATA_DIR, TEXT = "OFFBEAT_DATA_DIR", "OFFBEAT_TEXT"  # environment variables: see data_variable
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,24 @@ class Facts:
     samples: int  # per training epoch
 
 
-def default_data_dir() -> str | None:
-    """The folder that the environment variable OFFBEAT_DATA_DIR names: of recipes without a `data_dir`."""
-    return os.environ.get(DATA_DIR)
+def data_variable(data: str) -> str:
+    """The environment variable that names the folder of this data, or the file of a text, for recipes without a
+    `data_dir`."""
+    return TEXT if task_of(data) is LANGUAGE else DATA_DIR
+
+
+def default_data_dir(data: str) -> str | None:
+    return os.environ.get(data_variable(data))
 
 
 def open_data(recipe: Recipe, *, folder: str | None = None) -> data.DataSet:
     """The recipe's data.
 
     folder   where the data is, if the recipe has no `data_dir`: records do not contain it. By default that of the
-             environment variable OFFBEAT_DATA_DIR
+             environment variable OFFBEAT_DATA_DIR, of text OFFBEAT_TEXT
     """
     kind = data.KINDS.get(recipe.data)
-    outside = folder or default_data_dir() if kind and kind.layout else None
+    outside = folder or default_data_dir(recipe.data) if kind and "folder" in kind.takes else None
     if kind and kind.layout and not (recipe.data_dir or outside):
         raise UserError(f"{recipe.data} needs data_dir=: give the folder that holds {kind.layout}, or set {DATA_DIR}")
     workers = min(cores(), MOST_WORKERS) if recipe.data_workers is None else recipe.data_workers
@@ -125,12 +130,18 @@ def choose_cuts(recipe: Recipe, known: Facts) -> dict[str, Any]:
         torch.set_num_threads(recipe.threads_per_stage)
     model = build_model(recipe, known) if measured else models.skeleton(recipe.model, known.shape, known.classes)
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
-    sample = models.random_batch(recipe.batch_size, known.shape, known.classes, device=device)
+    sample = models.random_batch(_sample_size(recipe), known.shape, known.classes, device=device)
     kind = recipe.units or ("layers" if recipe.partition == "measured" else None)
     made = cutting.partition(
         model, recipe.K, sample, cuts=recipe.cuts, units=kind, by=recipe.partition, speeds=recipe.speeds
     )
     return {"cuts": tuple(made.cuts), "units": made.units}
+
+
+def _sample_size(recipe: Recipe) -> int:
+    """The size of the batch on which cuts are decided: the same for all M where samples per update are given."""
+    fixed = recipe.batch_per_update if recipe.partition == "flops" else None
+    return fixed or recipe.batch_size
 
 
 def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
@@ -140,7 +151,7 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
 
 def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) -> Pipeline:
     factor = recipe.learning_rate(epochs)
-    samples = 1 if recipe.model in models.MODELS else recipe.batch_size  # a trace on the sample is that of the cuts
+    samples = 1 if recipe.model in models.MODELS else _sample_size(recipe)  # a trace on the sample is that of the cuts
     pipe = Pipeline(
         build_model(recipe, known),
         recipe.K,

@@ -30,6 +30,7 @@ class OptimizerKind:
     defaults   its settings other than the learning rate: fields of a recipe and arguments of the class
     on_gpu     arguments on a GPU, where the optimizer reads its learning rate on the device
     module     where the class is
+    fixed      arguments that no recipe changes
     """
 
     title: str
@@ -37,6 +38,7 @@ class OptimizerKind:
     defaults: Mapping[str, Any]
     on_gpu: Mapping[str, Any] = field(default_factory=dict)
     module: str = "torch.optim"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
@@ -60,6 +62,13 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
         {"betas": (0.95, 0.95), "weight_decay": 0.1},
         module="offbeat.optim",
     ),
+    "nadam": OptimizerKind(
+        "NAdam",
+        lambda batch_size, M: 1e-3,
+        {"betas": (0.9, 0.95), "weight_decay": 0.1},
+        {"foreach": True, "capturable": True},
+        fixed={"decoupled_weight_decay": True},
+    ),
 }
 SETTINGS = tuple(dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.defaults))
 
@@ -73,7 +82,9 @@ def optimizer_of(recipe: Recipe) -> MakeOptimizer:
     """What makes the optimizer of a stage."""
     kind = OPTIMIZERS[recipe.optimizer]
     on_device = kind.on_gpu if recipe.device == "cuda" else {}
-    return partial(getattr(import_module(kind.module), kind.title), lr=recipe.lr, **options(recipe), **on_device)
+    return partial(
+        getattr(import_module(kind.module), kind.title), lr=recipe.lr, **options(recipe), **kind.fixed, **on_device
+    )
 
 
 def described(recipe: Recipe) -> str:

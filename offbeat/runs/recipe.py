@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from bisect import bisect_right
@@ -29,6 +30,7 @@ SMALLEST = {
     "K": 1,
     "epochs": 1,
     "batch_size": 1,
+    "batch_per_update": 1,
     "threads_per_stage": 1,
     "data_workers": 0,
     "seed": 0,
@@ -49,6 +51,8 @@ TYPES = {  # of the fields of a recipe, in words
     "dict[str, Any]": "a dict of settings of the method",
 }
 PAPER: dict[str, Any] = {"method": "adl", "K": 1, "batch_size": 32, "seed": 0}
+SCHEDULES = {"steps": "milestones", "cosine": "floor"}  # the setting that each schedule takes
+COSINE_FLOOR = 0.1
 WARMUP_START = 0.01  # as in the released code: warm-up from 1 % of the learning rate
 
 
@@ -82,15 +86,18 @@ class Recipe:
     speeds: tuple[float, ...] | None = None
     epochs: int
     batch_size: int
+    batch_per_update: int | None = None  # samples, where they were given instead of the batch size
     drop_last: bool = False  # drop an incomplete last batch of an epoch
     weighting: Literal["batches", "samples"] = "batches"  # of the mean gradient of an update
-    optimizer: Literal["sgd", "adamw", "muon", "rotated-adam"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "nadam", "muon", "rotated-adam"] = "sgd"
     lr: float
     momentum: float | None  # of sgd and muon
-    betas: tuple[float, ...] | None = None  # of adamw, muon and rotated-adam
+    betas: tuple[float, ...] | None = None  # of adamw, nadam, muon and rotated-adam
     weight_decay: float
-    warmup: float
-    milestones: tuple[float, ...]
+    warmup: float  # epochs
+    schedule: Literal["steps", "cosine"] = "steps"
+    milestones: tuple[float, ...]  # of steps
+    floor: float | None = None  # of cosine
     clip_norm: float | None = None
     seed: int
     threads_per_stage: int
@@ -121,6 +128,10 @@ class Recipe:
         return self.settings.get("corrector")
 
     @property
+    def samples_per_update(self) -> int:
+        return self.batch_size * self.M
+
+    @property
     def task(self) -> LearningTask:
         """What the data is for."""
         return task_of(self.data)
@@ -133,21 +144,31 @@ class Recipe:
         return Epochs(samples=samples, batch_size=self.batch_size, drop_last=self.drop_last)
 
     def learning_rate(self, counted: Epochs) -> Callable[[int], float]:
-        """Factor of lr for update s, counted as batch M*s: linear warm-up, then divided by 10 at each milestone.
+        """Factor of lr for update s, counted as batch M*s: linear warm-up, then the schedule.
+
+        steps divides the learning rate by 10 at each milestone; cosine decreases it to `floor` times lr at the end of
+        the last epoch.
 
         >>> recipe = make_recipe(M=2, epochs=4, warmup=1.0, milestones=(0.5, 0.75), batch_size=8)
         >>> factor = recipe.learning_rate(recipe.count(samples=80))
         >>> [round(factor(s), 4) for s in (0, 4, 5, 9, 10, 15)]
         [0.01, 0.802, 1.0, 1.0, 0.1, 0.01]
+        >>> recipe = make_recipe(M=2, epochs=4, warmup=1.0, schedule="cosine", batch_size=8)
+        >>> factor = recipe.learning_rate(recipe.count(samples=80))
+        >>> [round(factor(s), 4) for s in (0, 4, 5, 10, 15, 20)]
+        [0.01, 0.802, 1.0, 0.775, 0.325, 0.1]
         """
-        M, ramp = self.M, self.warmup * counted.per_epoch
+        M, ramp, end = self.M, self.warmup * counted.per_epoch, self.epochs * counted.per_epoch
         drops = [fraction * self.epochs * counted.per_epoch for fraction in self.milestones]
 
         def factor(s: int) -> float:
             batch = counted.progress(M * s)
             if batch < ramp:
                 return WARMUP_START + (1 - WARMUP_START) * batch / ramp
-            return 0.1 ** bisect_right(drops, batch)
+            if self.floor is None:
+                return 0.1 ** bisect_right(drops, batch)
+            left = (1 + math.cos(math.pi * (batch - ramp) / (end - ramp))) / 2 if batch < end else 0.0
+            return self.floor + (1 - self.floor) * left
 
         return factor
 
@@ -160,31 +181,55 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def split_update(samples: int, M: int) -> int:
+    """The size of each of the M batches of an update of this many samples."""
+    if samples % M:
+        raise UserError(
+            f"batch_per_update={samples} with M = {M}: {samples} samples cannot be split into {M} equal batches, use a "
+            f"multiple of {M}"
+        )
+    return samples // M
+
+
 def make_recipe(**given: Any) -> Recipe:
     """A recipe with these settings, and for all others the paper's, or those of text; None means not given.
 
     Names that are not fields of `Recipe` are settings of the method. A setting of the method that has the name of a
-    field is given in `settings`.
+    field is given in `settings`. `batch_per_update` instead of `batch_size` is the number of samples of an update,
+    which are split into M batches.
 
     Defaults: SGD with lr = 0.1 * batch_size * M / 256 and momentum 0.9; CIFAR and similar data: 300 epochs, weight
     decay 5e-4, learning rate divided by 10 at 1/2, 3/4 and 11/12 of the epochs; image folders: 90 epochs, 1e-4, and
-    1/3, 2/3, 8/9. Text: AdamW with lr = 1e-3, betas 0.9 and 0.95 and weight decay 0.1; one epoch.
+    1/3, 2/3, 8/9. Text: AdamW with lr = 1e-3, betas 0.9 and 0.95 and weight decay 0.1; one epoch; linear warm-up over
+    the first twentieth, then a cosine to 10 %.
 
     >>> recipe = make_recipe(method="adl", K=4, M=4)
     >>> recipe.lr, recipe.epochs, recipe.engine
     (0.05, 300, 'processes')
+    >>> [(recipe.batch_size, recipe.lr) for M in (1, 4) for recipe in [make_recipe(batch_per_update=256, M=M)]]
+    [(256, 0.1), (64, 0.1)]
     >>> make_recipe(method="dni", lr=0.1, settings={"lr": 1e-4}).settings
     {'M': 1, 'weights': 'stash', 'window': 'count', 'lr': 0.0001}
     """
-    values = {**PAPER, **{name: _plain(value) for name, value in given.items() if value is not None}}
+    values = {name: _plain(value) for name, value in given.items() if value is not None}
+    own_size = values.get("batch_size")
+    values = {**PAPER, **values}
     _check_types(values)
     values["model"], values["data"] = default_names(values.get("model"), values.get("data"))
     task = task_of(values["data"])
     values.setdefault("optimizer", task.defaults["optimizer"])
+    values.setdefault("schedule", "steps" if "milestones" in values else task.defaults["schedule"])
     names = {field.name for field in fields(Recipe)}
     given = {**values.pop("settings", {}), **{name: values.pop(name) for name in list(values) if name not in names}}
     _check(values)
     method = with_settings(values["method"], given)
+    if "batch_per_update" in values:
+        values["batch_size"] = split_update(values["batch_per_update"], method.M)
+    if own_size not in (None, values["batch_size"]):
+        raise UserError(
+            f"batch_size={own_size} with batch_per_update={values['batch_per_update']} and M = {method.M}: leave out "
+            "batch_size= or batch_per_update="
+        )
     taken = sorted(given.keys() & settings_of(values["method"]).keys() - set(RESOLVED))
     optimizer = OPTIMIZERS[values["optimizer"]]
     defaults = {
@@ -199,6 +244,10 @@ def make_recipe(**given: Any) -> Recipe:
     if values["data"] == "imagefolder":
         defaults |= {"epochs": 90, "milestones": (1 / 3, 2 / 3, 8 / 9)}
         defaults |= {"weight_decay": 1e-4} if values["optimizer"] == "sgd" else {}
+    if task.warmup_share is not None:
+        defaults["warmup"] = task.warmup_share * values.get("epochs", defaults["epochs"])
+    if values["schedule"] == "cosine":
+        defaults |= {"milestones": (), "floor": COSINE_FLOOR}
     made = Recipe(**{**defaults, **values})
     _check_correctors(made, method)
     return made
@@ -295,6 +344,14 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
                 f"{name}={values[name]} with optimizer={values['optimizer']!r}, which takes {', '.join(takes)}: leave "
                 "it out"
             )
+    for schedule, name in SCHEDULES.items():
+        if values.get(name) not in (None, ()) and schedule != values["schedule"]:
+            raise UserError(
+                f"{name}={values[name]} with schedule={values['schedule']!r}: it is for schedule={schedule!r}, "
+                "use that or leave it out"
+            )
+    if not 0 <= values.get("floor", 0) <= 1:
+        raise UserError(f"floor={values['floor']}: use a number from 0 to 1")
     betas = values.get("betas", (0.9, 0.95))
     if len(betas) != 2 or any(not 0 <= beta < 1 for beta in betas):
         raise UserError(f"betas={tuple(betas)}: use two numbers of at least 0 and below 1")
@@ -371,7 +428,7 @@ def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe with some replaced; another method or optimizer starts with its own settings.
+    """The values of a recipe with some replaced; another method, optimizer or schedule starts with its own settings.
 
     >>> changed({"method": "adl", "settings": {"M": 2}}, {"settings": {"corrector": "sc"}})["settings"]
     {'M': 2, 'corrector': 'sc'}
@@ -380,11 +437,25 @@ def changed(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     if given.get("optimizer", before.get("optimizer", "sgd")) != before.get("optimizer", "sgd"):
         for setting in ("lr", *SETTINGS):  # of the other optimizer
             before.pop(setting, None)
+    if given.get("schedule", before.get("schedule", "steps")) != before.get("schedule", "steps"):
+        for setting in SCHEDULES.values():
+            before.pop(setting, None)
+    if given.get("batch_per_update") or (before.get("batch_per_update") and not given.get("batch_size")):
+        before.pop("batch_size", None)  # follows from M
+    elif given.get("batch_size"):
+        before.pop("batch_per_update", None)
     name = given.get("method", before.get("method", PAPER["method"]))
     kept = before.get("settings", {}) if name == before.get("method", PAPER["method"]) else {}
     takes = settings_of(name)  # what it contains without taking it follows from the others
     kept = {setting: value for setting, value in kept.items() if setting in takes}
     return {**before, **given, "settings": {**kept, **given.get("settings", {})}}
+
+
+def without_default_rate(before: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe without its learning rate, where it is the optimizer's default for batch size and M."""
+    kind = OPTIMIZERS[before.get("optimizer", "sgd")]
+    follows = before["lr"] == kind.lr(before["batch_size"], before["settings"]["M"])
+    return {name: value for name, value in before.items() if name != "lr" or not follows}
 
 
 def _fits(value: Any, annotation: str) -> bool:

@@ -35,9 +35,17 @@ SAME = (
     "precision",
     "optimizer",
 )
-EARLIER = {"precision": "fp32", "drop_last": False, "weighting": "batches", "optimizer": "sgd", "betas": None}
+EARLIER = {
+    "precision": "fp32",
+    "drop_last": False,
+    "weighting": "batches",
+    "optimizer": "sgd",
+    "betas": None,
+    "schedule": "steps",
+    "floor": None,
+}
 RATES = ("lr", *optimizers.SETTINGS)
-SCHEDULE = ("lr", "epochs", "warmup", "milestones")
+SCHEDULE = ("lr", "epochs", "warmup", "schedule", "milestones", "floor")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class LearningTask:
     percent     whether it is a percentage
     unit        what speed counts
     defaults    of recipes, by setting
+    warmup_share   of the epochs, by default; None where `defaults` has a number of epochs
     """
 
     name: str
@@ -32,6 +33,7 @@ class LearningTask:
     percent: bool
     unit: str
     defaults: Mapping[str, Any]
+    warmup_share: float | None = None
 
     @property
     def axis(self) -> str:
@@ -96,6 +98,7 @@ CLASSIFICATION = LearningTask(
         "optimizer": "sgd",
         "epochs": 300,
         "warmup": 3.0,
+        "schedule": "steps",
         "milestones": (1 / 2, 3 / 4, 11 / 12),
     },
 )
@@ -110,9 +113,10 @@ LANGUAGE = LearningTask(
     defaults={
         "optimizer": "adamw",
         "epochs": 1,
-        "warmup": 0.02,
-        "milestones": (0.8, 0.95),
+        "schedule": "cosine",
+        "milestones": (0.8, 0.95),  # of steps
     },
+    warmup_share=0.05,  # 75 of 1,500 updates
 )
 TASKS = (CLASSIFICATION, LANGUAGE)
 DATA = {"text": LANGUAGE}  # all other data sets are images

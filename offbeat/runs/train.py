@@ -14,8 +14,7 @@ from typing import Any, NotRequired, TypedDict, cast
 from offbeat.errors import FolderTaken, Interrupted, NotFinite, UserError
 from offbeat.runs import launch
 from offbeat.runs.group import from_first
-from offbeat.runs.optimizers import OPTIMIZERS
-from offbeat.runs.recipe import Recipe, changed, from_json, load, make_recipe
+from offbeat.runs.recipe import Recipe, changed, from_json, load, make_recipe, without_default_rate
 
 MOST_ROLLBACKS = 5  # of one run
 
@@ -230,10 +229,7 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
     if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:
         for name in ("cuts", "units", "threads_per_stage", "speeds", "engine"):
             before.pop(name, None)
-    kind = OPTIMIZERS[before.get("optimizer", "sgd")]
-    if before["lr"] == kind.lr(before["batch_size"], before["settings"]["M"]):  # follows batch size and M
-        before.pop("lr")
-    return make_recipe(**changed(before, chosen))
+    return make_recipe(**changed(without_default_rate(before), chosen))
 
 
 @contextmanager

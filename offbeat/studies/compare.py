@@ -69,6 +69,9 @@ def compare(
     jobs, together   runs at the same time: in processes of their own, or in turns in this one
     """
     specs = [MethodSpec.of(text) for text in split_list(methods)]
+    per_update = chosen.get("batch_per_update")
+    if per_update is not None:
+        match = "effective"
     _check(specs, match, seeds, M, jobs, together, chosen)
     K = chosen.get("K", 1)
     if "engine" not in chosen and chosen.get("device") != "cuda":
@@ -78,7 +81,7 @@ def compare(
         "match": match,
         "seeds": seeds,
         "M": M,
-        "batch_size": 32,
+        "batch_size": 32 if per_update is None else None,
         "lr": None,
         **chosen,
     }
@@ -141,14 +144,15 @@ def recipe_of(spec: MethodSpec, asked: Mapping[str, Any]) -> Recipe:
     """The recipe of a method under the comparison's rules, with its seed and cuts still open.
 
     M is for the methods whose gradients are late and that accumulate against it; others accumulate where their spec
-    has an M. To match the effective batch a method takes b*M samples per update, in b*M / (its own M) per batch.
+    has an M. To match the effective batch a method takes b*M samples per update, in b*M / (its own M) per batch; or the
+    samples per update that are given.
     """
     settings = dict(spec.settings)
     if "M" not in settings and _takes_M(spec):
         settings["M"] = asked["M"]
     method = with_settings(spec.method, settings)
     b = asked["batch_size"]
-    if asked["match"] == "effective":
+    if asked["match"] == "effective" and asked.get("batch_per_update") is None:
         b, rest = divmod(b * asked["M"], method.M)
         if rest:
             raise UserError(
@@ -173,14 +177,17 @@ def one_stage(method: Method) -> bool:
     return method.limit is not None and method.limit(1) is None and method.limit(2) is not None
 
 
-def partitioned(recipes: Mapping[str, Recipe], b: int) -> dict[str, Recipe]:
-    """The recipes with their cuts: one partition, decided here, for all that have several stages."""
+def partitioned(recipes: Mapping[str, Recipe], b: int | None) -> dict[str, Recipe]:
+    """The recipes with their cuts: one partition, decided here, for all that have several stages.
+
+    b   samples of the batch on which it is decided, where not the samples per update are given
+    """
     from offbeat.runs.build import check
 
     decided: dict[int, Recipe] = {}
     for recipe in recipes.values():
         if recipe.K not in decided:
-            decided[recipe.K], _ = check(replace(recipe, batch_size=b))
+            decided[recipe.K], _ = check(recipe if b is None else replace(recipe, batch_size=b))
     return {
         label: replace(recipe, cuts=decided[recipe.K].cuts, units=decided[recipe.K].units)
         for label, recipe in recipes.items()

@@ -3,7 +3,7 @@
     DIR/reproduction.json        the request, and every invocation
     DIR/runs/ROW-seedN/          a run like any other, with one drained checkpoint until it is done
     DIR/results.json, table.md   the paper's values beside ours
-    DIR/curves.png, .svg         test error against the epoch;  curves-time.*: against the time of training
+    DIR/curves.png, .svg         test error (of text: bits per byte) against the epoch;  curves-time.*: against the time
 
 DIR holds no path of this machine, so it can be copied to another one and continue there, bit for bit; the folder of
 the data is given each time. Checkpoints are at fixed epochs of the recipe, so a run is the same however often it is
@@ -52,6 +52,7 @@ class ReproductionRequest:
     only: str | None
     method: str | None = None  # with settings, as text
     epochs: int | None
+    batch_per_update: int | None = None
     seeds: int
     minutes: float | None
     together: int
@@ -67,6 +68,7 @@ class ReproductionRequest:
             "only": self.only,
             "method": self.method,
             "epochs": self.epochs,
+            "batch-per-update": self.batch_per_update,
             "seeds": self.seeds,
             "budget-minutes": self.minutes,
             "side-by-side": self.together if self.together > 1 else None,
@@ -135,7 +137,7 @@ def check(request: ReproductionRequest) -> None:
 
 def settings_of(request: ReproductionRequest, table: Table, there: dict[str, Any] | None) -> dict[str, Any]:
     """What all runs of the folder share. Settings that are not given are kept; those given must not differ."""
-    given = {"epochs": request.epochs, **_asked_method(request), **request.running}
+    given = asked(request)
     if there is None:
         first = recipe_of(table.rows[0], 0, given)
         if request.together > 1 and "engine" not in given and default_engine(table, given) == "processes":
@@ -151,9 +153,11 @@ def settings_of(request: ReproductionRequest, table: Table, there: dict[str, Any
     return there
 
 
-def _asked_method(request: ReproductionRequest) -> dict[str, Any]:
-    """The method whose settings replace those of the rows, if it is given with settings."""
-    return {"method": request.method} if request.method and ":" in request.method else {}
+def asked(request: ReproductionRequest) -> dict[str, Any]:
+    """The settings of all runs that the request gives; a method replaces those of the rows if it has settings."""
+    method = {"method": request.method} if request.method and ":" in request.method else {}
+    per_update = {"batch_per_update": request.batch_per_update} if request.batch_per_update is not None else {}
+    return {"epochs": request.epochs, **per_update, **method, **request.running}
 
 
 def default_engine(table: Table, given: dict[str, Any]) -> str:
@@ -187,11 +191,12 @@ def stored(folder: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text()) if path.exists() else None
         if content is None:
             return None
-        images = content.get("images")  # absent in folders of earlier versions
+        images = content.get("images")  # absent in folders of earlier versions, as is the text
         return {
             "table": content["table"],
             "settings": dict(content["settings"]),
             "images": images and Images(**images),
+            "text": content.get("text"),
             "invocations": list(content["invocations"]),
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -203,7 +208,8 @@ def opened(request: ReproductionRequest, table: Table, folder: Path) -> dict[str
     there = stored(folder)
     if there is None:
         record.check_free(folder)
-        return {"table": table.name, "settings": settings_of(request, table, None), "images": None, "invocations": []}
+        settings = settings_of(request, table, None)
+        return {"table": table.name, "settings": settings, "images": None, "text": None, "invocations": []}
     if there["table"] != table.name:
         raise UserError(
             f"{folder} holds a reproduction of {there['table']}, not of {table.name}: give another folder as out="
@@ -226,15 +232,30 @@ def same_images(table: Table, data_set: DataSet, there: Images | None, folder: P
     return here
 
 
+def same_text(data_set: DataSet, there: dict[str, Any] | None, folder: Path) -> dict[str, Any] | None:
+    """What identifies the text of the folder's runs; UserError unless it is that of earlier runs; None for images."""
+    from offbeat.data.text import Text
+
+    if not isinstance(data_set, Text):
+        return None
+    here = data_set.as_record()
+    if there is not None and there != here:
+        raise UserError(
+            f"data= has another text than the runs in {folder} ({here['tokens']:,} tokens instead of "
+            f"{there['tokens']:,}, or others): give theirs, or another --out"
+        )
+    return here
+
+
 def open_data(request: ReproductionRequest, recipe: Recipe) -> DataSet:
-    """The data of all runs, in the folder of the request or of OFFBEAT_DATA_DIR."""
+    """The data of all runs, in the folder of the request or of the environment variable for this data."""
     from offbeat import data
     from offbeat.runs import build
 
     layout = data.KINDS[recipe.data].layout
-    if layout and request.data is None and build.default_data_dir() is None:
+    if layout and request.data is None and build.default_data_dir(recipe.data) is None:
         raise UserError(f"{request.table} needs data=, the folder that holds {layout}")
-    if request.data is not None and not layout:
+    if request.data is not None and "folder" not in data.KINDS[recipe.data].takes:
         raise UserError(f"data={str(request.data)!r}: {recipe.data} takes no folder, leave it out")
     return shared_data(recipe, folder=data_folder(request))
 
@@ -308,6 +329,7 @@ class Reproducing:
         data_set = open_data(request, runs[0].recipe) if todo or unknown_images else None
         if data_set is not None:
             content["images"] = same_images(table, data_set, content["images"], folder)
+            content["text"] = same_text(data_set, content["text"], folder)
         content["invocations"].append(provenance(request.command, device=settings.get("device")))
         runner.write(ASKED, content_text(content))
         (folder / "runs").mkdir(exist_ok=True)
@@ -357,8 +379,9 @@ def written(runner: StudyRunner, reproduction: Reproduction) -> Reproduction:
     runner.write("table.md", markdown(reproduction))
     curves = {row.name: row.curves for row in reproduction.rows if row.curves}
     times = {row.name: row.times for row in reproduction.rows if row.curves}
+    task = reproduction.learning_task
     for name, against in (("curves", None), ("curves-time", times)):
-        draw = partial(draw_curves, curves, title=reproduction.title, times=against)
+        draw = partial(draw_curves, curves, title=reproduction.title, times=against, task=task)
         by_the_way(draw, folder / f"{name}.png", folder / f"{name}.svg")
     return reproduction
 
@@ -383,7 +406,7 @@ def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:
     """Print the rows in the order of their first runs, with their recipes; nothing is read or run."""
     check(request)
     table, rows = rows_of(request)
-    given = {"epochs": request.epochs, **_asked_method(request), **request.running}
+    given = asked(request)
     first = {row.name: recipe_of(row, 0, given) for row, _ in table.order(1) if row in rows}
     named = {row.name: row for row in rows}
     if as_json:
@@ -407,13 +430,16 @@ def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:
     epochs = ", ".join(f"{number} epochs" for number in sorted({recipe.epochs for recipe in first.values()}))
     title = f"{table.title}, {epochs}, {len(first)} rows, most important first"
     grid = Grid(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
-    for name in ("row", "paper", "setting", "in the paper"):
+    published = any(row.paper for row in table.rows)
+    for name in ("row", "paper", "setting", "in the paper") if published else ("row", "setting", "corrector"):
         grid.add_column(name, no_wrap=name in ("row", "paper"), overflow="fold")
     for name, recipe in first.items():
         paper = named[name].paper
         value = "-" if paper is None else "div." if paper.error is None else f"{paper.error:.2f}"
         value += f" / {paper.top5:.2f}" if paper and paper.top5 else ""
-        grid.add_row(name, value, setting(recipe), paper.place if paper else "(ours)")
+        place = paper.place if paper else "(ours)"
+        cells = (value, setting(recipe), place) if published else (setting(recipe), recipe.corrector or "-")
+        grid.add_row(name, *cells)
     Console(highlight=False).print(grid)
 
 
@@ -428,6 +454,7 @@ def show_ready(request: ReproductionRequest, *, as_json: bool) -> None:
     made = {row.name: recipe_of(row, 0, settings) for row in rows}
     data_set = open_data(request, next(iter(made.values())))
     same_images(table, data_set, content["images"], _folder(request))
+    same_text(data_set, content["text"], _folder(request))
     ready = {name: build.check(recipe, data_set)[0] for name, recipe in made.items()}
     if as_json:
         print(json.dumps({name: recipe.as_dict() for name, recipe in ready.items()}))

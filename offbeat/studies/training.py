@@ -94,7 +94,7 @@ def is_done(path: Path, run: StudyRun) -> bool:
     if (path / "config.json").exists():
         stored_recipe(path, run)
     unsaved = (path / "checkpoints").exists() and not (path / "model.safetensors").exists()  # killed after its training
-    return read_seed_run(path, run.seed).over and not unsaved
+    return read_seed_run(path, run.seed, task=run.recipe.task).over and not unsaved
 
 
 def shared_data(recipe: Recipe, *, folder: str | None = None) -> DataSet:
@@ -189,7 +189,7 @@ class TrainingRuns:
 
     def _launch(self, run: StudyRun) -> None:
         """The budget ends it as Ctrl-C would, with the batches in flight in its checkpoint."""
-        from offbeat.runs.build import DATA_DIR
+        from offbeat.runs.build import data_variable
 
         path = self.path(run)
         self.runner.report(run.described)
@@ -198,7 +198,7 @@ class TrainingRuns:
             recipe = self._prepare(run)
             arguments = ["train", "--config", str(path / "config.json"), "--out", str(path)]
             with lock.held(path), interrupting(self.runner.deadline, spent):
-                environment = {DATA_DIR: self.data_folder} if self.data_folder else {}
+                environment = {data_variable(recipe.data): self.data_folder} if self.data_folder else {}
                 arguments += [] if self.runner.show else ["--json"]
                 launch.launch(recipe.K, arguments, environment=environment)
         except (Interrupted, KeyboardInterrupt):

@@ -794,8 +794,12 @@ def test_the_training_that_sanitizers_watch_launches_whole_ticks(monkeypatch, na
     assert sum(pieces >= 2 * 4 for pieces in launched) >= 5
 
 
-def test_a_gpt_with_the_adamw_of_a_gpu_gives_the_bits_of_simulate(monkeypatch):
+@pytest.mark.parametrize("optimizer", ["adamw", "nadam"])
+def test_a_gpt_with_an_optimizer_of_a_gpu_gives_the_bits_of_simulate(monkeypatch, optimizer):
     capture(monkeypatch)
+    monkeypatch.setattr(sys.modules["torch.optim.nadam"], "_get_capturable_supported_devices", lambda **_: ["cpu"])
+    kind = OPTIMIZERS[optimizer]
+    make = partial(getattr(torch.optim, kind.title), lr=1e-2, **kind.fixed, **kind.on_gpu)
     given = torch.Generator().manual_seed(7)
     data = [torch.randint(256, (2, 4, 8), generator=given) for _ in range(24)]
 
@@ -807,7 +811,7 @@ def test_a_gpt_with_the_adamw_of_a_gpu_gives_the_bits_of_simulate(monkeypatch):
             method=offbeat.ADL(M=2),
             cuts=[1, 2, 3],
             loss=cross_entropy,
-            optimizer=partial(on_device, make=partial(torch.optim.AdamW, lr=1e-2, **OPTIMIZERS["adamw"].on_gpu)),
+            optimizer=partial(on_device, make=make),
             scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda s: 0.9**s),
             engine=engine,
         )

@@ -68,7 +68,32 @@ def test_settings_that_were_not_given_are_left_out_but_for_m_weights_and_window(
     assert make_recipe(method="dsp", K=2).settings == {"M": 1, "weights": "replay", "window": "count"}
 
 
+def test_samples_per_update_stay_when_m_changes_on_resuming():
+    before = make_recipe(batch_per_update=64, M=4, K=2).as_dict()
+    assert make_recipe(**before).as_dict() == before
+    after = make_recipe(**changed(before, {"settings": {"M": 2}}))
+    assert (after.batch_size, after.batch_per_update, after.lr) == (32, 64, 0.1 * 64 / 256)
+    own = make_recipe(**changed(before, {"batch_size": 8}))
+    assert (own.batch_size, own.batch_per_update, own.samples_per_update) == (8, None, 32)
+    again = make_recipe(**changed(make_recipe(batch_size=8, M=2).as_dict(), {"batch_per_update": 8}))
+    assert (again.batch_size, again.batch_per_update) == (4, 8)
+
+
+def test_configurations_written_before_have_no_samples_per_update(tmp_path):
+    now = make_recipe(K=2, batch_size=8).as_dict()
+    now.pop("batch_per_update")
+    (tmp_path / "config.json").write_text(json.dumps({"recipe": now}))
+    assert make_recipe(**load(tmp_path / "config.json")) == make_recipe(K=2, batch_size=8)
+
+
 REFUSED = {
+    "an update in unequal parts": ("adl:M=3", ("--batch-per-update", 8), ("--batch-per-update 8 with M = 3",)),
+    "two batch sizes": (
+        "adl:M=2",
+        ("--batch-per-update", 8, "--batch-size", 8),
+        ("--batch-size 8 with --batch-per-update 8 and M = 2: leave out --batch-size or --batch-per-update",),
+    ),
+    "no samples per update": ("adl", ("--batch-per-update", 0), ("--batch-per-update 0",)),
     "M": ("dsp", ("-M", 4), ("dsp takes no M", "its settings are corrector (default none)")),
     "weights": ("fr", ("--weights", "stash"), ("fr takes no weights",)),
     "micro-batches": ("adl:m=4", (), ("adl takes no m",)),

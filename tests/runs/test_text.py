@@ -19,7 +19,7 @@ from offbeat import data
 from offbeat.core import state as stage_state
 from offbeat.data.text import open_text
 from offbeat.runs.begin import begin
-from offbeat.runs.build import check, cross_entropy
+from offbeat.runs.build import check, cross_entropy, open_data
 from offbeat.runs.recipe import Recipe, load, make_recipe
 from offbeat.runs.record import lines
 from offbeat.runs.task import LANGUAGE, bits_per_byte, task_of
@@ -123,9 +123,11 @@ def stopped(made: Recipe, out: Path, batches: int) -> None:
     run.close()
 
 
-@pytest.mark.parametrize("weights_of", ["stash", "hybrid"])
-def test_a_gpt_resumes_in_flight_to_the_same_bits(letters, tmp_path, weights_of):
-    made = recipe(letters, K=3, checkpoint_every="7b", weights=weights_of)
+@pytest.mark.parametrize(
+    "given", [{"weights": "stash"}, {"weights": "hybrid"}, {"optimizer": "nadam"}], ids=["stash", "hybrid", "nadam"]
+)
+def test_a_gpt_resumes_in_flight_to_the_same_bits(letters, tmp_path, given):
+    made = recipe(letters, K=3, checkpoint_every="7b", **given)
     offbeat.train(made, out=tmp_path / "whole")
     stopped(made, tmp_path / "broken", 17)
     offbeat.train(resume=tmp_path / "broken")
@@ -173,6 +175,15 @@ def test_other_betas_apply_from_the_next_update_on(letters, tmp_path):
     run.close()
 
 
+def test_offbeat_text_names_the_text_of_recipes_without_one(letters, tmp_path, monkeypatch):
+    (tmp_path / "other").write_bytes(b"0123456789" * 100)
+    monkeypatch.setenv("OFFBEAT_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("OFFBEAT_TEXT", str(letters))
+    assert open_data(make_recipe(model=GPT)).sha256 == hashlib.sha256(letters.read_bytes()).hexdigest()
+    assert len(open_data(recipe(tmp_path / "other")).training) == 900
+    assert len(open_data(make_recipe(model=GPT), folder=str(tmp_path / "other")).training) == 900
+
+
 def test_a_resumed_run_notes_that_the_text_has_changed(letters, tmp_path):
     text = tmp_path / "text"
     text.write_bytes(letters.read_bytes())
@@ -181,6 +192,44 @@ def test_a_resumed_run_notes_that_the_text_has_changed(letters, tmp_path):
     run = begin(check(make_recipe(**load(tmp_path / "run/config.json")))[0], tmp_path / "run", folder_ready=True)
     run.close()
     assert len({line["sha256"] for line in found(tmp_path / "run", "text")}) == 2
+
+
+def test_a_text_run_warms_up_for_a_twentieth_and_decreases_to_a_tenth(letters, tmp_path):
+    made = recipe(letters, samples=64, epochs=5, K=1, method="bp", M=2)  # 40 updates
+    assert (made.schedule, made.floor, made.milestones, made.warmup) == ("cosine", 0.1, (), 0.25)
+    stopped(made, tmp_path / "run", 4 * 16)
+    run = begin(check(made)[0], tmp_path / "other", show=False)
+    scheduled = run.pipe.stages[1].optimization.scheduler.lr_lambdas[0]
+    wanted = [0.01, 0.505] + [0.1 + 0.9 * (1 + math.cos(math.pi * s / 38)) / 2 for s in range(39)]
+    assert [scheduled(s) for s in range(41)] == pytest.approx(wanted)
+    run.close()
+    rates = {line["batch"]: line["lr"] for line in found(tmp_path / "run", "train")}
+    assert rates
+    assert rates == pytest.approx({batch: 1e-3 * scheduled((batch + 1) // 2) for batch in rates})
+
+
+def test_a_new_schedule_applies_from_the_next_update_on(letters, tmp_path, offbeat: Command):
+    stopped(recipe(letters, checkpoint_every="7b"), tmp_path / "run", 9)
+    train_here(offbeat, "--resume", tmp_path / "run", "--schedule", "steps", "--warmup", 0)
+    now = json.loads((tmp_path / "run/config.json").read_text())["recipe"]
+    assert (now["schedule"], now["milestones"], now["floor"]) == ("steps", [0.8, 0.95], None)
+    assert {line["lr"] for line in found(tmp_path / "run", "train") if 20 < line["batch"] < 24} == {1e-3}
+
+
+def test_recipes_of_text_written_before_keep_their_steps(tmp_path, letters):
+    now = recipe(letters, schedule="steps", warmup=0.02).as_dict()
+    earlier = {name: value for name, value in now.items() if name not in ("schedule", "floor")}
+    (tmp_path / "config.json").write_text(json.dumps({"recipe": earlier}))
+    assert make_recipe(**load(tmp_path / "config.json")) == make_recipe(**now)
+
+
+def test_the_weight_decay_of_nadam_is_decoupled_from_its_gradients(letters, tmp_path):
+    run = begin(check(recipe(letters, optimizer="nadam", lr=0.5))[0], tmp_path / "run", show=False)
+    optimizer = run.pipe.stages[1].optimization.optimizer
+    assert isinstance(optimizer, torch.optim.NAdam)
+    (group,) = optimizer.param_groups
+    assert (group["decoupled_weight_decay"], group["weight_decay"], group["betas"]) == (True, 0.1, (0.9, 0.95))
+    run.close()
 
 
 def test_recipes_written_before_have_sgd_and_load_unchanged(tmp_path):
@@ -224,6 +273,10 @@ def test_options_of_an_optimizer_on_a_gpu_are_not_those_of_a_cpu():
         (("--model", GPT, "--betas", "0.9"), "--betas 0.9: use two numbers"),
         (("--model", GPT, "--betas", "0.9,1"), "use two numbers of at least 0 and below 1"),
         (("--model", GPT, "--optimizer", "adam"), "unknown optimizer 'adam'"),
+        (("--model", GPT, "--schedule", "linear"), "unknown schedule 'linear'"),
+        (("--model", GPT, "--schedule", "cosine", "--milestones", "0.5"), "--milestones 0.5 with --schedule cosine"),
+        (("--model", GPT, "--schedule", "steps", "--floor", "0.5"), "--floor 0.5 with --schedule steps: it is for"),
+        (("--model", GPT, "--floor", "1.5"), "--floor 1.5: use a number from 0 to 1"),
         (("--model", GPT, "--data-dir", "nowhere"), "folder nowhere does not exist"),
         (("--model", GPT, "--classes", "3"), "text takes no classes"),
         (("--model", GPT, "--tokenizer", "nowhere.json"), "tokenizer nowhere.json cannot be read"),

@@ -156,7 +156,9 @@ def test_no_function_passes_an_argument_through_the_environment():
     assert setting == FOR_LIBRARIES
 
 
-@pytest.mark.parametrize("variable", ["OFFBEAT_DATA_DIR", "OFFBEAT_SILENCE", "OFFBEAT_COMMIT", "OFFBEAT_PAYLOADS"])
+@pytest.mark.parametrize(
+    "variable", ["OFFBEAT_DATA_DIR", "OFFBEAT_TEXT", "OFFBEAT_SILENCE", "OFFBEAT_COMMIT", "OFFBEAT_PAYLOADS"]
+)
 def test_each_variable_that_users_set_is_read_in_one_file(variable):
     reading = [path for path in PACKAGE.rglob("*.py") if f'"{variable}"' in path.read_text()]
     assert len(reading) == 1

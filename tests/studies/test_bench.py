@@ -35,6 +35,7 @@ from offbeat.studies.bench.rows import (
     method_of,
     micro_batches,
     note,
+    of_row,
     row_of,
     settings_by_method,
 )
@@ -232,6 +233,36 @@ def test_a_benchmark_with_the_same_folder_adds_the_rounds_it_does_not_have(offbe
     )
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_core")
+def test_rows_with_the_same_samples_per_update_split_them_into_m_batches(offbeat):  # noqa: F811
+    command = ("bench", "-K", 2, "--model", "mlp", "--batch-per-update", 16, "-M", 4, "--partition", "flops")
+    done = offbeat(*command, "--against", "ddg", "--batches", 2, "--repetitions", 1, "--json", "--out", "found")
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    rows = {row["name"]: row for row in record["rows"]}
+    for row in rows.values():
+        assert row["samples_per_second"] == pytest.approx([16 / value for value in row["seconds_per_batch"]])
+    headers = rows["adl"]["bytes_moved"] / rows["ddg"]["bytes_moved"]  # of four messages per update instead of one
+    assert 1 <= headers < 1.1
+    assert rows["adl"]["note"] == "an update is split into 4 batches of 4"
+    assert rows["adl"]["staleness_measured"] == rows["adl"]["staleness"]
+    assert record["bound"]["seconds_per_batch"] == [max(stages) for stages in record["bound"]["stages"]]
+    assert (record["settings"]["batch_per_update"], record["settings"]["batch_size"]) == (16, 16)
+    page = Path("found/table.md").read_text()
+    assert page.startswith("# mlp, 16 samples per update, K=2, M=4")
+    assert "by all workers together in one update" in page
+
+
+def test_a_row_gets_its_part_of_the_samples_per_update():
+    setting = replace(SETTING, batch_per_update=16, M=4)
+    assert [of_row(ROWS[name], setting).batch_size for name in ("bp", "ddp", "ddg", "gpipe", "adl")] == [16] * 4 + [4]
+    assert of_row(ROWS["adl"], SETTING).batch_size == 16
+    assert left_out(ROWS["adl-1f1b"], replace(setting, M=3)) == (
+        "an update of 16 samples cannot be split into 3 equal batches"
+    )
+
+
 def below(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -316,6 +347,9 @@ def failing(seconds):
         (("--micro-batches", "4,x"), ("--micro-batches", "use numbers")),
         (("--precision", "bf16"), ("--precision bf16 on the cpu",)),
         (("-M", 0), ("-M 0",)),
+        (("--batch-per-update", 0), ("--batch-per-update 0",)),
+        (("--batch-per-update", 16, "-M", 3), ("--batch-per-update 16 with M = 3", "use a multiple of 3")),
+        (("--batch-per-update", 16, "--batch-size", 16), ("--batch-size 16 with --batch-per-update 16",)),
         (("-M", 2, "--method", "adl:M=3"), ("M is 3 in 'adl:M=3' and 2", "give it once")),
         (("--method", "adl:beta=3"), ("adl takes no beta",)),
         (("--method", "adl:M=3", "--method", "adl:M=2"), ("'adl' is given twice in --method",)),

@@ -138,6 +138,28 @@ def test_matching_the_effective_batch_gives_methods_with_m_1_larger_batches():
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_every_method_splits_the_same_samples_per_update(name):
+    made = recipe_of(MethodSpec.of(name), asked(match="effective", batch_size=None, batch_per_update=128))
+    assert (made.batch_size * made.M, made.batch_per_update) == (128, 128)
+    assert made.lr == 0.1 * 128 / 256
+
+
+def test_samples_per_update_are_in_recipes_table_and_title(offbeat):
+    given = [part for part in SMALL if part not in ("--batch-size", 4)]
+    outcome = offbeat(
+        "compare", *given, "--methods", "bp,adl,adl:M=4", "--seeds", 1, "--out", "x", "--batch-per-update", 8
+    )
+    assert outcome.code == 0, outcome.err
+    assert {recipe(f"{run}-seed0")["batch_size"] for run in ("bp", "adl", "adl-M=4")} == {8, 4, 2}
+    assert {recipe(f"{run}-seed0")["batch_per_update"] for run in ("bp", "adl", "adl-M=4")} == {8}
+    assert {recipe(f"{run}-seed0")["lr"] for run in ("bp", "adl", "adl-M=4")} == {0.1 * 8 / 256}
+    assert len({str(recipe(f"{run}-seed0")["cuts"]) for run in ("bp", "adl", "adl-M=4")}) == 1
+    assert "8 samples per update" in outcome.out.splitlines()[0]
+    rows = {row["label"]: row for row in json.loads(Path("x/comparison.json").read_text())["rows"]}
+    assert {row["samples_per_update"] for row in rows.values()} == {8}
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_a_recipe_in_a_comparison(name):
     made = recipe_of(MethodSpec.of(name), asked())
     method = made.make_method()
@@ -173,11 +195,11 @@ def test_the_table_names_the_match_and_the_samples_per_batchnorm_statistic(offbe
     effective = compare(offbeat, "bp,adl", "--match", "effective")
     assert "--match effective" in effective.out.splitlines()[0]
     assert "8 samples per update" in effective.out
-    rows = [line.split()[:3] for line in effective.out.splitlines() if line.startswith(("  bp ", "  adl "))]
-    assert rows == [["bp", "1", "8"], ["adl", "2", "4"]]
+    rows = [line.split()[:4] for line in effective.out.splitlines() if line.startswith(("  bp ", "  adl "))]
+    assert rows == [["bp", "1", "8", "8"], ["adl", "2", "8", "4"]]
     markdown = Path("x/comparison.md").read_text()
     assert "--match effective" in markdown.splitlines()[0]
-    assert "| bp | 1 | 8 |" in markdown
+    assert "| bp | 1 | 8 | 8 |" in markdown
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -468,6 +490,14 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
     "an unknown model": (("--methods", "adl", "--model", "resnet65"), ("did you mean 'resnet56'",)),
     "a rate below 0": (("--methods", "adl", "--lr", -1), ("--lr -1",)),
     "batches that do not match": (("--methods", "adl:M=3", "--match", "effective"), ("8 samples per update",)),
+    "an update that cannot be split": (
+        ("--methods", "adl:M=3", "--batch-per-update", 8),
+        ("--batch-per-update 8 with M = 3", "use a multiple of 3"),
+    ),
+    "two sizes": (
+        ("--methods", "adl:M=2", "--batch-per-update", 64),
+        ("--batch-size 4 with --batch-per-update 64", "leave out"),
+    ),
     "no methods at all": ((), ("--methods",)),
 }
 

@@ -25,6 +25,7 @@ from offbeat.runs import tables as recipes
 from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.tables import TABLES, Images, Paper, Table
+from offbeat.runs.tables.gpt import GPTSetting, gpt_table
 from offbeat.runs.tables.row import row
 from offbeat.studies import reproduce as reproducing
 
@@ -361,6 +362,32 @@ def test_other_images_than_the_papers_have_a_name_and_stand_alone(offbeat, copie
     shutil.copytree("mine", "more")
     Path("more/reproduction.json").write_text(json.dumps(folder))
     assert "join those of the same data" in refused(capsys, "mine", "more")
+
+
+def test_a_record_of_text_has_losses_and_their_difference_to_bp(offbeat, copied, monkeypatch):
+    setting = GPTSetting(model="gpt:layers=1,width=8,heads=1,context=8", batch=16, updates=1, epochs=1, stages=(2,))
+    monkeypatch.setitem(recipes.TABLES, "gpt-staleness", gpt_table(setting))
+    Path("text").write_text("abcdefgh" * 500)
+    for out, name in (("bp", "adamw-bp-k2"), ("late", "adamw-adl-1f1b-k2-m4")):
+        given = ("--out", out, "--only", name, "--seeds", 1, "--data", "text", "--engine", "simulate")
+        assert offbeat("reproduce", "gpt-staleness", *given).code == 0
+    join("bp", "late", "--out", copied / "docs/results/reproduction-gpt.json")
+    assert run(copied).returncode == 0
+    assert run(copied, "--check").returncode == 0
+    record = json.loads((copied / "docs/results/reproduction-gpt.json").read_text())
+    bp, late = record["rows"]
+    assert record["text"]["tokens"] == 4000
+    shown = (copied / "docs/results.md").read_text().partition("## Language models with late gradients\n")[2]
+    assert f"| AdamW, BP, K=2, M=1 | {bp['loss']:.3f} | 1 |  | {bp['error']:.3f} |" in shown
+    difference = late["loss"] - bp["loss"]
+    assert f"ADL on the 1F1B lag, K=2, M=4 | {late['loss']:.3f} | 1 | {difference:+.3f} |" in shown
+    assert "lower is better" in shown
+    assert "![Bits per byte against the epoch](results/reproduction-gpt.svg)" in shown
+    Path("other").write_text("hgfedcba" * 500)
+    again = ("--out", "again", "--only", "nadam-bp-k2", "--seeds", 1, "--data", "other", "--engine", "simulate")
+    assert offbeat("reproduce", "gpt-staleness", *again).code == 0
+    with pytest.raises(SystemExit):
+        join("bp", "again", "--out", "record.json")
 
 
 def test_adl_stands_beside_bp_of_the_same_batch_and_m_whichever_is_better(offbeat, copied):

@@ -1,16 +1,16 @@
-"""A row of a published table: one function that returns its complete recipe, the paper's value, and where it stands."""
+"""A row of a table of experiments: what makes its complete recipe, the paper's value, and where it is printed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from offbeat.methods import parsed
-from offbeat.runs.optimizers import linear_rate
-from offbeat.runs.recipe import Recipe, changed, make_recipe
+from offbeat.runs.recipe import Recipe, changed, make_recipe, without_default_rate
+from offbeat.runs.task import LearningTask
 
-CHECKPOINTS = 30  # drained ones that a run makes at most, at epochs of its recipe: a 300-epoch run every 10 epochs
+CHECKPOINTS = 30  # that a run makes at most, at epochs of its recipe: a 300-epoch run every 10 epochs
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Paper:
 class TableRow:
     """One row: `make(**settings)` is its complete recipe; `paper` is None where the row is our own.
 
-    tier   worth: 1 before 2 before 3 ...; all seeds of tiers 1 and 2 come before the later tiers
+    tier              importance: 1 before 2 before 3 ...; all seeds of tiers 1 and 2 come before the later tiers
+    baseline          the row of the same table that it is compared with, where there is no paper
+    checkpoint_mode   that of its checkpoints; drained ones are smaller, and draining changes the results
     """
 
     name: str  # of its run folders, and for --only
@@ -35,21 +37,26 @@ class TableRow:
     make: Callable[..., Recipe]
     paper: Paper | None = None
     tier: int = 1
+    baseline: str | None = None
+    checkpoint_mode: Literal["in-flight", "drained"] = "drained"
 
-    def recipe(self, *, seed: int = 0, method: str | None = None, **given: Any) -> Recipe:
-        """The recipe of one run of the row, with its checkpoints; what is given and is not None goes before.
+    def recipe(
+        self, *, seed: int = 0, method: str | None = None, batch_per_update: int | None = None, **given: Any
+    ) -> Recipe:
+        """The recipe of one run of the row, with its checkpoints; what is given and is not None replaces its settings.
 
-        method   one with settings, as text: they take the place of the row's own, where it is the row's method
+        method             one with settings, as text: they replace the row's own, where it is the row's method
+        batch_per_update   samples of an update, instead of the row's batch size
         """
         made = self.make(seed=seed, **given)
         name, settings = parsed(method) if method else ("", {})
-        if settings and name == made.method:
-            before = made.as_dict()
-            if before["lr"] == linear_rate(made.batch_size, made.M):  # which follows M
-                before.pop("lr")
-            made = make_recipe(**changed(before, {"settings": settings}))
+        changes: dict[str, Any] = {"settings": settings} if settings and name == made.method else {}
+        if batch_per_update is not None:
+            changes["batch_per_update"] = batch_per_update
+        if changes:
+            made = make_recipe(**changed(without_default_rate(made.as_dict()), changes))
         every = max(1, -(-made.epochs // CHECKPOINTS))
-        return replace(made, checkpoint_every=f"{every}e", checkpoint_mode="drained", keep=1)
+        return replace(made, checkpoint_every=f"{every}e", checkpoint_mode=self.checkpoint_mode, keep=1)
 
 
 def row(tier: int, paper: Paper | None = None) -> Callable[[Callable[..., Recipe]], TableRow]:
@@ -102,6 +109,10 @@ class Table:
     rows: tuple[TableRow, ...]
     top5: bool = False  # whether top-5 errors are shown
     images: Images | None = None
+
+    @property
+    def task(self) -> LearningTask:
+        return self.rows[0].recipe().task
 
     def order(self, seeds: int) -> list[tuple[TableRow, int]]:
         """All (row, seed) by worth: the first seed of tiers 1 and 2, their other seeds, then the later tiers."""

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from offbeat import models
 from offbeat.errors import UserError, unknown
+from offbeat.runs.recipe import split_update
 from offbeat.studies.bench.cuts import check
-from offbeat.studies.bench.rows import BenchSetting, settings_by_method
+from offbeat.studies.bench.rows import OURS, ROWS, BenchSetting, batches_per_update, settings_by_method
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,10 @@ class BenchRequest:
     """The options of `offbeat bench`."""
 
     model: str = "resnet110"
-    batch_size: int = 128
+    batch_size: int | None = None  # None: 128
     K: int = 4
     M: int | None = None  # of all methods that have one; None: 4
+    batch_per_update: int | None = None  # instead of batch_size: rows with M > 1 split them into M batches
     methods: tuple[str, ...] = ()  # of this package, with settings, as text
     against: str = "all"
     shape: tuple[int, ...] | None = None
@@ -42,7 +44,8 @@ class BenchRequest:
             {
                 "K": [self.K],
                 "M": [1 if self.M is None else self.M],
-                "batch_size": [self.batch_size],
+                "batch_size": [1 if self.batch_size is None else self.batch_size],
+                "batch_per_update": [1 if self.batch_per_update is None else self.batch_per_update],
                 "repetitions": [self.repetitions],
                 "batches": [self.batches],
                 "micro_batches": self.micro_batches or (),
@@ -59,18 +62,25 @@ class BenchRequest:
                 raise unknown(kind, value, allowed)
         if self.device == "cpu" and self.precision != "fp32":
             raise UserError(f"precision={self.precision!r} on the cpu: the rows of torch are fp32 there, leave it out")
+        if self.batch_size is not None and self.batch_per_update is not None:
+            raise UserError(
+                f"batch_size={self.batch_size} with batch_per_update={self.batch_per_update}: leave out one of them"
+            )
         shape, classes = models.default_size(self.model, shape=self.shape)
         setting = BenchSetting(
             self.model,
             shape,
             classes,
-            self.batch_size,
+            self.batch_per_update or self.batch_size or 128,
             self.K,
             4 if self.M is None else self.M,
             self.device,
             self.precision,
             methods=settings_by_method(self.methods, self.M),
+            batch_per_update=self.batch_per_update,
         )
+        if self.batch_per_update is not None:
+            split_update(self.batch_per_update, batches_per_update(ROWS[OURS], setting))
         check(setting)
         return setting
 

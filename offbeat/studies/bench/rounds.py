@@ -27,12 +27,14 @@ from offbeat.studies.bench.rows import (
     OURS,
     BenchRow,
     BenchSetting,
+    batches_per_update,
     chosen,
     cores_here,
     left_out,
     method_of,
     micro_batches,
     note,
+    of_row,
 )
 from offbeat.studies.bench.worker_group import PATIENCE, RowFailedError, WorkerGroup
 from offbeat.studies.runner import Failure, StudyRunner, isolated
@@ -86,7 +88,7 @@ class Bench:
             place = len(self.groups) % self._side_by_side()
             self.groups[row.name] = WorkerGroup(
                 row,
-                self.setting,
+                of_row(row, self.setting),
                 folder,
                 self.fork_server,
                 first_core=place * self.setting.K,
@@ -157,8 +159,9 @@ class Bench:
         if m is None or workers.m != m:
             workers.ask("build", m)
             workers.m = m
-        first = median(workers.seconds(0, 1)[0])  # a stage waits for those before it in this one
-        return first, [answer["bytes"] for answer in workers.ask("sent")], workers.ask("look")
+        parts = batches_per_update(workers.row, self.setting)
+        first = parts * median(workers.seconds(0, 1)[0])  # a stage waits for those before it in this one
+        return first, [parts * answer["bytes"] for answer in workers.ask("sent")], workers.ask("look")
 
     def _enter(
         self, workers: WorkerGroup, tried: dict[int, float], first: float, sent: list[int], looked: list[dict[str, Any]]
@@ -234,16 +237,17 @@ class Bench:
 
     def _time(self, row: BenchRow) -> None:
         workers, found = self.groups[row.name], self.found[row.name]
-        batches = self._timed(row, self.batches)
+        batches, parts = self._timed(row, self.batches), batches_per_update(row, self.setting)
         each, busy = workers.seconds(self._warm_up(row), batches)
-        seconds = max(each)
+        seconds = parts * max(each)
         found["seconds_per_batch"].append(seconds)
-        found["processor_seconds"].append(busy)
+        found["processor_seconds"].append(parts * busy)
         speed = self.setting.batch_size / seconds
         found["samples_per_second"].append(speed)
-        self.runner.report(f"{row.name}: {1000 * seconds:.0f} ms per batch, {speed:,.0f} samples/s")
+        unit = "update" if self.setting.batch_per_update else "batch"
+        self.runner.report(f"{row.name}: {1000 * seconds:.0f} ms per {unit}, {speed:,.0f} samples/s")
         if row.name == OURS and self.setting.device == "cpu":
-            stages, _ = workers.seconds(LEAST, batches, what="bound")
+            stages = [parts * seconds for seconds in workers.seconds(LEAST, batches, what="bound")[0]]
             self.bound.setdefault("stages", []).append(stages)
             self.bound.setdefault("seconds_per_batch", []).append(max(stages))
             self.bound.setdefault("samples_per_second", []).append(self.setting.batch_size / max(stages))
@@ -261,7 +265,7 @@ class Bench:
         on_gpu = self.setting.device != "cpu"
         if row.workers == "one":
             return GPU_TIMES * batches if on_gpu else max(LEAST, 2 * batches // self.setting.K)
-        batches *= GPU_TIMES if on_gpu else 1
+        batches *= (GPU_TIMES if on_gpu else 1) * batches_per_update(row, self.setting)
         M = method_of(row, self.setting, self.groups[row.name].m).M if row.kind == "pipeline" else 1
         return -(-batches // M) * M  # whole windows: every stage does the same number of updates
 

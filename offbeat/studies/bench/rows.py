@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from offbeat.errors import UserError, unknown
@@ -74,7 +74,11 @@ ON_GPU = {"bp": "BP, eager", "bp-cores": "BP, recorded"}  # the same rows, where
 
 @dataclass(frozen=True)
 class BenchSetting:
-    """What all rows have in common."""
+    """What all rows have in common.
+
+    batch_size         samples of a batch, over all workers; of an update where samples per update are given
+    batch_per_update   None, or the samples of an update of every row: methods with M > 1 split them into M batches
+    """
 
     model: str
     shape: tuple[int, ...]
@@ -88,9 +92,11 @@ class BenchSetting:
     units: str = "layers"
     chunk_cuts: tuple[int, ...] | None = None  # of 2K chunks between layers, two per worker
     methods: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)  # settings of our methods, by name
+    batch_per_update: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "methods" or value}
+        optional = ("methods", "batch_per_update")  # left out of the record where they are not given
+        return {name: value for name, value in asdict(self).items() if name not in optional or value}
 
     @classmethod
     def of(cls, stored: dict[str, Any]) -> BenchSetting:
@@ -104,6 +110,16 @@ def method_of(row: BenchRow, setting: BenchSetting, m: int | None = None) -> Met
     takes = settings_of(row.setting)
     shared = {name: value for name, value in (("M", setting.M), ("m", m)) if name in takes and value is not None}
     return with_settings(row.setting, {**shared, **setting.methods.get(row.setting, {})})
+
+
+def batches_per_update(row: BenchRow, setting: BenchSetting) -> int:
+    """The batches into which the row splits an update, where samples per update are given; else 1."""
+    return method_of(row, setting).M if setting.batch_per_update and row.kind == "pipeline" else 1
+
+
+def of_row(row: BenchRow, setting: BenchSetting) -> BenchSetting:
+    """The setting with the batch size of the row."""
+    return replace(setting, batch_size=setting.batch_size // batches_per_update(row, setting))
 
 
 def row_of(name: str) -> BenchRow:
@@ -156,6 +172,8 @@ def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) ->
 def left_out(row: BenchRow, setting: BenchSetting) -> str | None:
     """The reason why a row cannot be timed in this setting; None where it can."""
     b, K = setting.batch_size, setting.K
+    if b % (parts := batches_per_update(row, setting)):
+        return f"an update of {b} samples cannot be split into {parts} equal batches"
     if row.kind == "pipeline" and (limit := method_of(row, setting).limit) and (reason := limit(K)):
         return reason
     if setting.device != "cpu":
@@ -214,7 +232,9 @@ def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1) ->
             parts.append(", ".join(f"{name}={shown(value)}" for name, value in own.items()))
         if method.m > 1:
             parts.append("BatchNorm normalises by micro-batch, its running statistics move once per batch")
-        if method.M > 1:
+        if setting.batch_per_update and method.M > 1:
+            parts.append(f"an update is split into {method.M} batches of {setting.batch_per_update // method.M}")
+        elif method.M > 1:
             parts.append(f"an update every {method.M} batches")
         if method.barrier:
             parts.append("all stages wait for each other after every forward, as published")

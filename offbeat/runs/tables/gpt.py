@@ -1,0 +1,142 @@
+"""A GPT with late gradients: validation loss by optimizer, method, stages and micro-batches.
+
+12 blocks of width 256 with 4 heads, 128 bytes of context, 64 sequences per update, 300 updates per epoch; a linear
+warm-up over the first twentieth, then a cosine to 10 %; bf16 on a GPU. Every row has the same samples per update: a
+method with M > 1 splits them into M batches, and the learning rate does not depend on M.
+
+The gradient of each stage is clipped to norm 1, so clipping depends on the cuts. BP is therefore run with the same K,
+in the same stages, as the rows that are compared with it: with the same optimizer, what differs is staleness alone.
+
+Rows of optimizers or correctors that this version does not have are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from offbeat.errors import UserError
+from offbeat.runs.optimizers import OPTIMIZERS
+from offbeat.runs.recipe import Recipe, make_recipe
+from offbeat.runs.tables.row import Table, TableRow
+
+# The learning rate at which BP is best, as a multiple of the optimizer's default: that of all rows but two of BP.
+BEST_RATES = {"adamw": 1.0, "nadam": 1.0, "muon": 1.0, "rotated-adam": 1.0}
+RATES = {1.0: "", 0.5: "-half-rate", 2.0: "-double-rate"}  # of BP, with the ends of their names
+RECOMMENDED = "lookahead:fraction=0.5+sc:extra=1"
+TITLES = {"bp": "BP", "adl-1f1b": "ADL on the 1F1B lag", "2bw": "2BW", "adl": "ADL"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTSetting:
+    """What all rows have in common; stages: the values of K, the most important first."""
+
+    model: str = "gpt:layers=12,width=256,heads=4,context=128"
+    batch: int = 64  # sequences per update
+    updates: int = 300  # per epoch
+    epochs: int = 10
+    stages: tuple[int, ...] = (12, 4, 24)
+
+    def recipe(self, optimizer: str, method: str, *, rate: float = 1.0, **given: Any) -> Recipe:
+        """The recipe of a row; what is given and is not None replaces its settings."""
+        fixed = {
+            "model": self.model,
+            "data": "text",
+            "samples": self.batch * self.updates,
+            "epochs": self.epochs,
+            "batch_per_update": self.batch,
+            "optimizer": optimizer,
+            "lr": rate * OPTIMIZERS[optimizer].lr(self.batch, 1),
+            "clip_norm": 1.0,
+            "precision": "bf16" if given.get("device") == "cuda" else "fp32",
+        }
+        return make_recipe(
+            method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}}
+        )
+
+
+def two_versions(K: int) -> int:
+    """The smallest power of two that 2BW can have as M: with two versions, it needs at least K-1.
+
+    >>> [two_versions(K) for K in (2, 4, 12, 24)]
+    [1, 4, 16, 32]
+    """
+    return 1 << (K - 2).bit_length()
+
+
+def late_methods(K: int) -> list[tuple[str, int, int]]:
+    """The methods with late gradients, their M, and the tier at the most important K."""
+    return [("adl-1f1b", 16, 1), ("adl-1f1b", 4, 1), ("adl-1f1b", 1, 1), ("2bw", two_versions(K), 2), ("adl", 4, 2)]
+
+
+def rows(setting: GPTSetting) -> Iterator[TableRow]:
+    """All rows, by K and optimizer: BP, then each late method without a corrector and with the recommended one."""
+    for place, K in enumerate(setting.stages):
+        for optimizer, best in BEST_RATES.items():
+            if optimizer not in OPTIMIZERS:
+                continue
+            made = partial(_row, setting, optimizer, K=K)
+            baseline = f"{optimizer}-bp-k{K}{RATES[best]}"
+            for rate in RATES if place == 0 else (best,):
+                yield made("bp", M=1, rate=rate, tier=_tier(place, 1), end=RATES[rate])
+            correctors = (None, RECOMMENDED) if _works(setting, optimizer, RECOMMENDED) else (None,)
+            for method, M, tier in late_methods(K):
+                for corrector in correctors:
+                    end = f"-m{M}{'-corrected' if corrector else ''}"
+                    yield made(
+                        method,
+                        M=M,
+                        rate=best,
+                        tier=_tier(place, tier),
+                        end=end,
+                        corrector=corrector,
+                        baseline=baseline,
+                    )
+
+
+def _tier(place: int, tier: int) -> int:
+    return tier if place == 0 else place + 2
+
+
+def _works(setting: GPTSetting, optimizer: str, corrector: str) -> bool:
+    """Whether the corrector works with the optimizer."""
+    try:
+        setting.recipe(optimizer, "adl", K=2, M=1, corrector=corrector)
+    except UserError:
+        return False
+    return True
+
+
+def _row(
+    setting: GPTSetting,
+    optimizer: str,
+    method: str,
+    *,
+    K: int,
+    M: int,
+    rate: float,
+    tier: int,
+    end: str,
+    corrector: str | None = None,
+    baseline: str | None = None,
+) -> TableRow:
+    parts = [OPTIMIZERS[optimizer].title, TITLES[method], f"K={K}", f"M={M}"]
+    parts += [f"{rate:g} times the learning rate"] if rate != BEST_RATES[optimizer] else []
+    parts += ["with the recommended corrector"] if corrector else []
+    return TableRow(
+        name=f"{optimizer}-{method}-k{K}{end}",
+        title=", ".join(parts),
+        make=partial(setting.recipe, optimizer, method, K=K, M=M, rate=rate, corrector=corrector),
+        tier=tier,
+        baseline=baseline,
+        checkpoint_mode="in-flight",
+    )
+
+
+def gpt_table(setting: GPTSetting) -> Table:
+    return Table(name="gpt-staleness", title="GPT with late gradients", rows=tuple(rows(setting)))
+
+
+GPT_STALENESS = gpt_table(GPTSetting())
