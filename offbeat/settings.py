@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from offbeat.correctors import CorrectorLike
 from offbeat.errors import UserError, first_line, unknown
+from offbeat.method import StalenessWarmup
 
 LARGEST = 2**31  # value of an integer
 WORDS = {"yes": True, "true": True, "no": False, "false": False}
@@ -185,6 +186,8 @@ def _allowed(hint: Any) -> str:
     """The allowed values, in words."""
     if hint == CorrectorLike:
         return "correctors such as sc or lwp+sc, or none"
+    if hint == StalenessWarmup:
+        return "a number of updates, methods with numbers of updates such as bp@200+adl-1f1b@300, or none"
     words = {bool: "yes or no", int: "an integer", float: "a number", str: "text", NoneType: "none"}
     found = []
     for kind in reversed(_kinds(hint)):

@@ -111,6 +111,10 @@ class Recipe:
         return self.settings.get("corrector")
 
     @property
+    def staleness_warmup(self) -> int | str | None:
+        return self.settings.get("staleness_warmup")
+
+    @property
     def task(self) -> LearningTask:
         """What the data is for."""
         return task_of(self.data)
