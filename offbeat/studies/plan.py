@@ -327,7 +327,7 @@ def _advice(method: Method, K: int, stages: list[StagePlan], fewest: int, max_st
         f"in flight and {largest.versions} versions"
     )
     for first, updates in method.staleness_warmup:
-        yield f"before that, {updates} updates are trained by {first.name}, after which the pipeline is drained"
+        yield f"{updates} updates are trained by {first.name} before those of this plan (staleness_warmup)"
     if fewest < K:
         yield f"K = {fewest} would be as fast, within {AS_FAST - 1:.0%}"
 

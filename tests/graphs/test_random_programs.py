@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import offbeat
 from offbeat.engines.streams import Streams
 from offbeat.errors import UserError
-from offbeat.methods import METHODS, named
+from offbeat.methods import METHODS, named, with_staleness_warmup
 
 CPU, SIZE = torch.device("cpu"), 5
 ALIKE = [name for name in METHODS if not named(name).why_not_capturable()]
@@ -52,6 +52,9 @@ class Program:
         self.fused = draw.random() < 0.7
         self.frozen = draw.choice([(), (), (0,), (1, 2)])
         self.together = draw.choice([None, None, 1, 2, 3])
+        if draw.random() < 0.4 and self.method.workers == 1 and self.method.lag(1, 2):
+            phases = draw.choice([1, 3, "bp@2", "adl-1f1b@2+bp@1"] if M > 1 else [4, "bp@3+adl-1f1b@6"])
+            self.method = with_staleness_warmup(self.method, phases)
 
     def _fitting(self, draw: random.Random) -> int:
         for K in draw.sample([1, 2, 3, 4], 4):
