@@ -54,7 +54,9 @@ def source_of(name: str) -> str:
 
 def short_form(setting: str) -> str:
     """The option of the command line that sets it by itself, where there is one."""
-    options = {field.name: "-M" if field.name == "M" else f"--{field.name}" for field in fields(OneMethod)}
+    options = {
+        field.name: "-M" if field.name == "M" else f"--{field.name.replace('_', '-')}" for field in fields(OneMethod)
+    }
     return f"`{options[setting]}`" if setting in options else ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -63,6 +63,10 @@ class Method:
 
     correctors corrections of late gradients, see offbeat.correctors
     workers    copies of the model that compute at the same time (data parallelism)
+
+    staleness_warmup
+               (method, updates) pairs that train the first updates: back-propagation, for example, or methods whose lag
+               grows. The pipeline is drained between them. All else here describes what follows the warm-up.
     """
 
     name: str
@@ -85,9 +89,10 @@ class Method:
     top: float = 1.0
     correctors: tuple[Corrector, ...] = ()
     workers: int = 1
+    staleness_warmup: tuple[tuple[Method, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("locks", "correctors"):  # tuples, so that a method can be hashed
+        for name in ("locks", "correctors", "staleness_warmup"):  # tuples, so that a method can be hashed
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for letter, number, meaning in (
             ("M", self.M, "gradients per update"),
@@ -102,6 +107,7 @@ class Method:
         self._check_declaration()
         for corrector in self.correctors:
             self._check(corrector)
+        self._check_warmup()
 
     def _check_declaration(self) -> None:
         """Raise an error for settings that no engine can combine."""
@@ -129,6 +135,28 @@ class Method:
         if reason:
             raise UserError(f"corrector {corrector.name} with {self.name}: {reason}")
 
+    def _check_warmup(self) -> None:
+        for method, updates in self.staleness_warmup:
+            if isinstance(updates, bool) or not isinstance(updates, int) or updates < 1:
+                raise UserError(f"staleness_warmup with {updates!r} updates of {method.name}: use an integer from 1 up")
+            for one, place in ((self, "of"), (method, "with")):
+                if one.feedback != "above" or one.m > 1 or one.workers > 1 or one.order:
+                    raise UserError(
+                        f"staleness_warmup {place} {one.name}: use methods in which whole batches pass through the "
+                        "stages and gradients come back, such as bp and adl"
+                    )
+            if method.M != self.M:
+                raise UserError(
+                    f"staleness_warmup with {method.name} M={method.M} before {self.name} M={self.M}: use the same M, "
+                    "so that updates and the learning rate keep their meaning"
+                )
+            if method.staleness_warmup:
+                raise UserError(
+                    f"staleness_warmup with {method.name}, which has one itself: give all phases in one list"
+                )
+        if self.staleness_warmup and not self.lag(1, 2):
+            raise UserError(f"staleness_warmup of {self.name}, whose gradients are not late: leave it out")
+
     def corrected(self, given: CorrectorLike) -> Method:
         """The method with additional correctors: objects, or text such as "lwp+sc"."""
         more = correctors(given)
@@ -141,6 +169,19 @@ class Method:
                 )
         return replace(self, correctors=correctors((*self.correctors, *more)))
 
+    def phase(self, batch: int) -> Method:
+        """The method that trains this batch: one of the warm-up, or this one without a warm-up."""
+        for method, updates in self.staleness_warmup:
+            batch -= updates * method.M
+            if batch < 0:
+                return method
+        return self.after_warmup
+
+    @property
+    def after_warmup(self) -> Method:
+        """This method without a warm-up."""
+        return replace(self, staleness_warmup=()) if self.staleness_warmup else self
+
     def why_not_capturable(self) -> str | None:
         """The reason why the iterations of a stage differ, so that they cannot be recorded; None if they do not."""
         if self.order:
@@ -151,6 +192,8 @@ class Method:
 
     def check(self, K: int) -> None:
         """Raise an error if the method cannot have K stages."""
+        for method, _ in self.staleness_warmup:
+            method.check(K)
         reason = self.limit(K) if self.limit else None
         if reason:
             raise UserError(f"{self.name} with K={K} stage{'s' * (K > 1)}: {reason}")
@@ -270,3 +313,6 @@ class Method:
     def unused(self, k: int, K: int) -> int:
         """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many iterations."""
         return unused(self, k, K) if k > 1 else 0
+
+
+StalenessWarmup = int | str | Sequence[tuple[Method, int]] | None  # updates, "bp@200+adl-1f1b@300", or such pairs

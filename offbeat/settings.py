@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from offbeat.correctors import CORRECTORS, CorrectorLike
 from offbeat.correctors.registry import settings_of as settings_of_corrector
 from offbeat.errors import UserError, first_line, unknown
+from offbeat.method import StalenessWarmup
 
 LARGEST = 2**31  # value of an integer
 WORDS = {"yes": True, "true": True, "no": False, "false": False}
@@ -202,6 +203,8 @@ def _allowed(hint: Any) -> str:
     """The allowed values, in words."""
     if hint == CorrectorLike:
         return "correctors such as sc or lwp+sc, or none"
+    if hint == StalenessWarmup:
+        return "a number of updates, methods with numbers of updates such as bp@200+adl-1f1b@300, or none"
     words = {bool: "yes or no", int: "an integer", float: "a number", str: "text", NoneType: "none"}
     found = []
     for kind in reversed(_kinds(hint)):

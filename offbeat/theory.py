@@ -89,7 +89,7 @@ def smallest_M(method: Method, K: int, budget: float) -> int | None:  # noqa: N8
     k = max(range(1, K + 1), key=lambda k: method.lag(k, K))  # the stage with the most staleness
 
     def enough(M: int) -> bool:
-        return replace(method, M=M).staleness(k, K) <= budget
+        return replace(method.after_warmup, M=M).staleness(k, K) <= budget
 
     M = 1
     while not enough(M):

@@ -21,6 +21,7 @@ import offbeat
 from offbeat.engines import eager
 from offbeat.engines.processes import Processes
 from offbeat.methods import METHODS
+from offbeat.methods import with_staleness_warmup as warmed_up
 
 
 def some(names: Iterable[str]) -> list[Any]:
@@ -165,6 +166,23 @@ CASES: dict[str, Case] = {
         **nets(torch.float32), method=offbeat.ADL(M=2, weights="replay"), K=2, cuts=(1,), precision="bf16"
     ),
     "bf16-bp": Case(**nets(torch.float32), method=offbeat.BP(M=2), K=2, cuts=(4,), precision="bf16"),
+    "warm-up": Case(
+        **nets(torch.float32),
+        method=warmed_up(offbeat.ADL(M=2), 2),
+        K=2,
+        cuts=(2,),
+        pauses=(7,),
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    ),
+    "warm-up-bf16": Case(
+        **nets(torch.float32), method=warmed_up(offbeat.ADL(M=1), 3), K=2, cuts=(4,), precision="bf16", **ADAM
+    ),
+    "three-growing": Case(
+        **nets(torch.float32),
+        method=warmed_up(offbeat.ADL(M=2, weights="hybrid", corrector="sc"), "bp@1+adl-1f1b@2"),
+        K=3,
+        cuts=(1, 4),
+    ),
     "three": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=3, cuts=(1, 4)),
     "three-replay": Case(**nets(torch.float64), method=offbeat.ADL(M=1, weights="replay"), K=3, cuts=(1, 3)),
     "three-bp": Case(**nets(torch.float32), method=offbeat.BP(), K=3, cuts=(1, 4)),

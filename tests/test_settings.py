@@ -130,7 +130,7 @@ def test_settings_are_those_of_the_signature_with_its_defaults():
         parameters = inspect.signature(make).parameters
         takes = settings_of(name)
         assert list(takes)[: len(parameters)] == list(parameters)
-        assert {*takes} - {*parameters} <= {"corrector"}
+        assert {*takes} - {*parameters} <= {"corrector", "staleness_warmup"}
         assert {setting: takes[setting].default for setting in parameters} == {
             setting: parameter.default for setting, parameter in parameters.items()
         }

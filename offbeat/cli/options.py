@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from offbeat.errors import UserError
-from offbeat.methods import METHODS, parsed
+from offbeat.methods import METHODS, STALENESS_WARMUP, parsed
 
 PANELS = {  # headings in the help, per group of options; NUMERICS have their own
     "Data": "Model and data",
@@ -91,10 +91,19 @@ class OneMethod:
     ] = None
     window: Annotated[str | None, typer.Option(help="Accumulation window: count or aligned. (default count)")] = None
     corrector: Annotated[str | None, typer.Option(help="Corrections of stale gradients, such as sc or lwp+sc.")] = None
+    staleness_warmup: Annotated[
+        str | None,
+        typer.Option(
+            help="Updates of exact back-propagation before the method, such as 500; or methods whose lag grows, such "
+            "as bp@200+adl-1f1b@300."
+        ),
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """The given name and settings of the method, in the form of a recipe."""
         short = {name: getattr(self, name) for name in ("M", "weights", "window", "corrector")}
+        if self.staleness_warmup is not None:
+            short["staleness_warmup"] = STALENESS_WARMUP.read(self.staleness_warmup)
         if self.method is None:
             settings = {name: value for name, value in short.items() if value is not None}
             return {"settings": settings} if settings else {}

@@ -157,6 +157,19 @@ def load(stage: Stage, tree: Tree) -> None:
     stage.in_flight.update(in_flight)
 
 
+def of_another_method(tree: Tree, stage: Stage) -> Tree:
+    """The state of a drained stage, for a new stage of another method at the same place."""
+    assert not tree["in_flight"], "only a drained stage can change its method"
+    return {
+        **tree,
+        "corrections": {},
+        "versions": [],
+        "policy": stage.weights.save([]),
+        "counters": {**tree["counters"], "backwards": 0},  # the first backward of a method is checked
+        "staleness": [],
+    }
+
+
 def _load_counters(stage: Stage, tree: Tree) -> None:
     saved = {**_counters(stage), **tree["counters"]}  # older files lack some
     figures, meter = stage.figures, stage.figures.meter

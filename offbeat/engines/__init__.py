@@ -43,14 +43,15 @@ class Engine(Protocol):
         """Whether stages queue their work, to be launched together with that of the others.
 
         Then calls return before the work is done, `settle` interrupts it, and an operation that is launched by itself
-        (see observe/tracing.py) does not overlap with others. Known once `executor_maker` was called.
+        (see observe/tracing.py) does not overlap with others. Known once there are stages.
         """
 
     def device_for(self, given: torch.device | None) -> torch.device:
         """The device of this process's stages in a pipeline that was given that device (None: no preference)."""
 
     def executor_maker(self, method: Method) -> MakeExecutor:
-        """What executes the operations of a stage: the stage itself, or its recordings. Called once per pipeline."""
+        """What executes the operations of a stage: the stage itself, or its recordings. Called again when a
+        drained pipeline continues with another method."""
 
     def take(self, batch: Any, device: torch.device) -> Any:
         """A batch of the caller, who may use its memory again, in memory of the first stage: its only copy, except

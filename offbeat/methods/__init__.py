@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.correctors import CorrectorLike
 from offbeat.errors import UserError, first_line, unknown
-from offbeat.method import Method
-from offbeat.settings import Setting, declared, listed, shown, split
+from offbeat.method import Method, StalenessWarmup
+from offbeat.settings import LARGEST, Setting, declared, listed, shown, split
 
 if TYPE_CHECKING:  # type checkers do not run the discovery below
     from offbeat.methods.adl import ADL
@@ -176,17 +176,19 @@ def settings_of(name: str) -> dict[str, Setting]:
         raise UserError(f"method {name} {failed[name]}: update or uninstall the package")
     if name not in METHODS:
         raise unknown("method", str(name), METHODS)
-    found = declared(METHODS[name])
-    if "corrector" in found or METHODS[name]().feedback != "above" or METHODS[name]().m > 1:
+    found, method = declared(METHODS[name]), METHODS[name]()
+    if method.feedback != "above" or method.m > 1:
         return found
-    return {**found, "corrector": CORRECTOR}
+    late = method.workers == 1 and method.lag(1, 2) > 0
+    found = found if "corrector" in found else {**found, "corrector": CORRECTOR}
+    return {**found, "staleness_warmup": STALENESS_WARMUP} if late else found
 
 
-def _corrected(*, corrector: CorrectorLike = None) -> None:
-    """Declares the setting that all methods with late gradients have."""
+def _late(*, corrector: CorrectorLike = None, staleness_warmup: StalenessWarmup = None) -> None:
+    """Declares the settings that all methods with late gradients have."""
 
 
-CORRECTOR = declared(_corrected)["corrector"]
+CORRECTOR, STALENESS_WARMUP = declared(_late).values()
 
 
 def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
@@ -208,9 +210,54 @@ def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
         if setting == "corrector":
             CORRECTOR.check(value)
             method = method.corrected(value)
+        elif setting == "staleness_warmup" and setting in takes:
+            continue  # last: it takes up the others
         elif not hasattr(method, setting) or shown(getattr(method, setting)) != shown(value):
             raise UserError(f"{name} takes no {setting} (given: {shown(value)}): leave it out; {listed(takes)}")
-    return method
+    return with_staleness_warmup(method, settings.get("staleness_warmup"))
+
+
+def with_staleness_warmup(method: Method, given: StalenessWarmup) -> Method:
+    """The method after that many updates of back-propagation with the same M; or after the methods of (method, updates)
+    pairs, which may be text.
+
+    In text, methods have M, window, weights and correctors of this one, where they take them.
+
+    >>> grows = with_staleness_warmup(METHODS["adl"](M=4), "bp@200+adl-1f1b@300")
+    >>> [(method.name, method.M, updates) for method, updates in grows.staleness_warmup]
+    [('bp', 4, 200), ('adl-1f1b', 4, 300)]
+    """
+    if given is None or given == 0:
+        return method
+    if method.staleness_warmup:
+        raise UserError(f"staleness_warmup={given!r} for a method that has one: give it once")
+    STALENESS_WARMUP.check(given)
+    if isinstance(given, int) and given < 1:
+        raise UserError(f"staleness_warmup={given}: use a number of updates from 1 up")
+    if isinstance(given, int):
+        return replace(method, staleness_warmup=((METHODS["bp"](M=method.M), given),))
+    phases = [_phase(method, part, given) for part in given.split("+")] if isinstance(given, str) else list(given)
+    for pair in phases:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Method):
+            raise UserError(
+                f"staleness_warmup with {pair!r}: use pairs (method, updates) such as (offbeat.BP(M=4), 500)"
+            )
+    return replace(method, staleness_warmup=tuple(phases))
+
+
+def _phase(method: Method, part: str, text: str) -> tuple[Method, int]:
+    name, _, updates = part.strip().partition("@")
+    if not updates.isdecimal() or int(updates) > LARGEST:
+        raise UserError(
+            f"staleness_warmup={text!r}: use the number of updates of back-propagation, or methods with numbers of "
+            "updates, as in bp@200+adl-1f1b@300"
+        )
+    takes = settings_of(name).keys() & {"M", "window", "weights"}
+    try:
+        phase = with_settings(name, {"M": method.M} | {setting: getattr(method, setting) for setting in takes})
+        return (phase.corrected(method.correctors) if phase.lag(1, 2) else phase), int(updates)
+    except UserError as error:
+        raise UserError(f"staleness_warmup={text!r}: {error}") from None
 
 
 def named(name: str, **settings: Any) -> Method:
@@ -272,4 +319,5 @@ __all__ = [
     "parsed",
     "settings_of",
     "with_settings",
+    "with_staleness_warmup",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from offbeat.core.precision import PrecisionPolicy
 from offbeat.core.stage import Stage
 from offbeat.core.stage_network import Loss
 from offbeat.core.worker import Links, Worker
-from offbeat.engines import Engine, MakeExecutor
+from offbeat.engines import Engine
 from offbeat.engines.devices import present
 from offbeat.errors import NotFinite, UserError, earliest
 from offbeat.method import Method
@@ -32,10 +32,13 @@ class Assembly:
     parts: list[nn.Module]  # of all stages
     cuts: list[int]
     notes: list[str]  # what could not be traced
-    stages: dict[int, Stage]  # of this process, by k
-    workers: list[Worker]  # of the same stages
+    outputs: list[Any]  # shape of one sample's output of every stage and the number of classes, for heads
+    links: dict[int, Links]  # of the stages of this process
     evaluation_links: dict[int, Link | None]  # by the lower stage
     trained: list[tuple[str, nn.Parameter, bool]]  # parameters of the model, and whether they required gradients
+    method: Method  # of the stages
+    stages: dict[int, Stage] = field(default_factory=dict)  # of this process, by k
+    workers: list[Worker] = field(default_factory=list)  # of the same stages
 
     def check_trained(self) -> None:
         """Refuse a parameter of the model that was frozen or unfrozen since the stages were made."""
@@ -78,15 +81,14 @@ class Assembler:
     cut: Callable[..., cutting.Partition]  # takes the sample and the cuts
     loss: Loss
     make_stage: Callable[..., Stage]  # takes the arguments of Stage that are left
-    make_executor: MakeExecutor
 
     @property
     def K(self) -> int:  # noqa: N802
         return self.engine.K
 
-    def assemble(self, cuts: Sequence[int | str] | None, sample: Any, entrance: Link) -> Assembly:
+    def assemble(self, cuts: Sequence[int | str] | None, sample: Any, entrance: Link, *, batch: int) -> Assembly:
         """Cut at the given cuts, or where the sample balances; agree on the cuts and initial weights of the first
-        process; make stages, links and workers."""
+        process; make links, and stages and workers for the method that trains this batch."""
         self.model.to(present(self.device))
         self.precision.lay_out(self.model)
         made = self._agree_on_cuts(cuts, sample)
@@ -96,19 +98,35 @@ class Assembler:
             for part in made.stages:  # a copy may have no name in the model
                 self.engine.share_tensors([tensor for _, tensor in _named_tensors(part)], 1)
         outputs = self._outputs(made.stages, sample) if self.method.head else [None] * self.K
-        stages = {}
-        for k in self.engine.here:
-            loss = self.loss if k == self.K or self.method.feedback == "local" else None
-            stages[k] = self.make_stage(k, self.K, made.stages[k - 1], loss=loss, output=outputs[k - 1])
         links, evaluation_links = self._connect(entrance)
-        workers = [
-            Worker(stage, self.method, links[k], executor=self.make_executor(stage), barrier=self.engine.barrier)
-            for k, stage in stages.items()
-        ]
         trained = [(name, parameter, parameter.requires_grad) for name, parameter in self.model.named_parameters()]
-        return Assembly(
-            self.engine, made.stages, list(made.cuts), made.notes, stages, workers, evaluation_links, trained
+        cut = Assembly(
+            self.engine,
+            made.stages,
+            list(made.cuts),
+            made.notes,
+            outputs,
+            links,
+            evaluation_links,
+            trained,
+            self.method,
         )
+        return self.with_method(cut, self.method.phase(batch))
+
+    def with_method(self, assembly: Assembly, method: Method) -> Assembly:
+        """New stages and workers for this method, on the same cut model and links."""
+        make_executor = self.engine.executor_maker(method)
+        stages, workers = {}, []
+        for k in self.engine.here:
+            loss = self.loss if k == self.K or method.feedback == "local" else None
+            stage = self.make_stage(
+                k, self.K, assembly.parts[k - 1], method=method, loss=loss, output=assembly.outputs[k - 1]
+            )
+            stages[k] = stage
+        for k, stage in stages.items():
+            executor = make_executor(stage)
+            workers.append(Worker(stage, method, assembly.links[k], executor=executor, barrier=self.engine.barrier))
+        return replace(assembly, method=method, stages=stages, workers=workers)
 
     def _agree_on_cuts(self, cuts: Sequence[int | str] | None, sample: Any) -> cutting.Partition:
         """The stages by the first process's cuts, or its refusal in all of them, so that none is left waiting.
@@ -172,9 +190,11 @@ class Assembler:
         up: dict[int, Link | None] = {0: entrance, self.K: None}
         down: dict[int, Link | None] = {0: None, self.K: None}
         evaluation: dict[int, Link | None] = {}
+        phases = [method for method, _ in self.method.staleness_warmup]
         free = self.method.feedback == "local"  # no gradient comes back, so only a full link stops the lower stage
         for k in range(1, self.K):
-            capacity = 2 * (self.method.held(k, self.K) + LESSON) + (8 * self.K if self.method.order else 0)
+            held = max(method.held(k, self.K) for method in (self.method, *phases))
+            capacity = 2 * (held + LESSON) + (8 * self.K if self.method.order else 0)
             up[k] = self.engine.link("activations", k, k + 1, capacity=capacity, patient=free)
             sent = self.method.sends(Backward(0), k + 1, self.K) is not None
             down[k] = self.engine.link("gradients", k + 1, k, capacity=capacity) if sent else None

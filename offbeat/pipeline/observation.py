@@ -40,9 +40,13 @@ class Observation:
 
     def request_trace(self, turns: int, path: Path, notify: Notify | None) -> None:
         stage_tracing.check(turns)
-        if self.tracing is not None or "trace" in self._requested:
+        if self.tracing is not None or self.trace_requested:
             raise UserError("a trace is being recorded: wait until it is written before the next")
         self._requested["trace"] = partial(self._begin_trace, turns=turns, path=path, notify=notify)
+
+    @property
+    def trace_requested(self) -> bool:
+        return "trace" in self._requested
 
     def request_diagnosis(self, every: int) -> None:
         stage_diagnosis.check(every, self.method)
@@ -51,16 +55,17 @@ class Observation:
         self._requested["diagnosis"] = partial(self._begin_diagnosis, every=every)
 
     def begin(self, assembly: Assembly, batches: int) -> None:
-        """Begin what was requested."""
-        while self._requested:
-            self._requested.pop(next(iter(self._requested)))(assembly, batches)
+        """Begin what was requested; a trace only after the warm-up of the staleness."""
+        for name in list(self._requested):
+            if name != "trace" or assembly.method == self.method.after_warmup:
+                self._requested.pop(name)(assembly, batches)
 
     def _begin_trace(self, assembly: Assembly, batches: int, *, turns: int, path: Path, notify: Notify | None) -> None:
         self._trace_links = self._trace_links or TraceLinks.of(self.engine)
         self.tracing = Tracing(
             self.engine,
             assembly.workers,
-            self.method,
+            assembly.method,
             turns=turns,
             path=path,
             at=batches,
@@ -68,6 +73,12 @@ class Observation:
             device=self.device,
             notify=notify,
         )
+
+    def change_stages(self, assembly: Assembly, batches: int) -> None:
+        """Observe new stages, which replace those that were observed."""
+        for diagnosis in self.diagnoses.values():
+            self._requested["diagnosis"] = partial(self._begin_diagnosis, every=diagnosis.every)
+        self.begin(assembly, batches)
 
     def _begin_diagnosis(self, assembly: Assembly, batches: int, *, every: int) -> None:
         for worker in assembly.workers:

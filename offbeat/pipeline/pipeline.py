@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat import methods
 from offbeat import partitioning as cutting
 from offbeat.core.batch_guard import OnNan
 from offbeat.core.links import Link, Message
@@ -27,7 +28,7 @@ from offbeat.core.worker import SAVE, Worker
 from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
 from offbeat.errors import NotFinite, UserError
-from offbeat.method import Method
+from offbeat.method import Method, StalenessWarmup
 from offbeat.observe.tracing import Notify, Tracing
 from offbeat.pipeline import batches, checks, evaluation, saving, training
 from offbeat.pipeline.assembly import Assembler, Assembly
@@ -44,6 +45,9 @@ class Pipeline:
     model       any module that can be traced (also of Hugging Face, timm, torchvision); an nn.Sequential is cut between
                 its entries; or a list of K stages
     method      offbeat.ADL(M=4) and the like, or a name with M=...
+    staleness_warmup
+                optional: that many updates of back-propagation before the method, or a list of (method, updates); the
+                pipeline is drained in between, and optimizer and scheduler, which are made again, continue
     loss        loss(output, target) -> the mean over the batch; None: the loss that the model computes itself
                 (`output.loss`, output["loss"] or the first of a tuple), as models of Hugging Face do with labels
     optimizer   called once per stage with (name in the whole model, parameter) pairs, as torch's optimizers take them;
@@ -94,6 +98,7 @@ class Pipeline:
         loss: Loss | None = None,
         optimizer: MakeOptimizer,
         M: int | None = None,
+        staleness_warmup: StalenessWarmup = None,
         scheduler: MakeScheduler | None = None,
         cuts: Sequence[int | str] | None = None,
         units: cutting.Units | None = None,
@@ -118,7 +123,7 @@ class Pipeline:
             self.model, cuts = checks.chained(model, K, cuts)
             K = len(self.model)
         self.K = 1 if K is None else K
-        self.method = checks.method_of(method, M)
+        self.method = methods.with_staleness_warmup(checks.method_of(method, M), staleness_warmup)
         self.method.check(self.K)
         wanted = checks.device_of(device)
         if not isinstance(engine, str | None):
@@ -163,7 +168,9 @@ class Pipeline:
             fuse=fuse,
             weighting=checks.one_of(weighting, Weighting, "weighting"),
         )
-        self._make_executor = self.engine.executor_maker(self.method)
+        self._assembler = Assembler(
+            self.engine, self.model, self.method, self.device, self.precision, self._cut, self._loss, self._make_stage
+        )
         self._assembly: Assembly | None = None
         late = self.method.head is not None or cutting.needs_batch(
             self.model, self.K, cuts=cuts, units=self.units, trace=trace
@@ -175,18 +182,7 @@ class Pipeline:
         """The stages of this process; made with the first batch, where they could not be made before."""
         if self._assembly is None:
             with self._guard():
-                assembler = Assembler(
-                    self.engine,
-                    self.model,
-                    self.method,
-                    self.device,
-                    self.precision,
-                    self._cut,
-                    self._loss,
-                    self._make_stage,
-                    self._make_executor,
-                )
-                self._assembly = assembler.assemble(self._given_cuts, sample, self.entrance)
+                self._assembly = self._assembler.assemble(self._given_cuts, sample, self.entrance, batch=self.batches)
                 self.cuts = self._assembly.cuts
                 self._observation.begin(self._assembly, self.batches)
         return self._assembly
@@ -254,6 +250,24 @@ class Pipeline:
                 self._guard.failure = f"it was interrupted within batch {t}, which some of its stages have done"
                 raise
         self.batches += 1
+        if self.method.phase(self.batches) != assembly.method:
+            self._change_method(assembly)
+
+    def _change_method(self, before: Assembly) -> None:
+        """Continue with the method of the next batch, after a drain; in all processes after the same batch."""
+        self._finish()
+        with self._guard():
+            states = saving.states(before, self._observation.diagnoses, keep_on=True)
+            after = self.start_at(self.batches)
+            saving.hand_over(before, after, self._observation.diagnoses, states, self.batches)
+
+    def start_at(self, batches: int) -> Assembly:
+        """Stages of the method that trains the next batch, after that many batches."""
+        self.batches, assembly, method = batches, self._assembled(None), self.method.phase(batches)
+        if assembly.method != method:
+            assembly = self._assembly = self._assembler.with_method(assembly, method)
+            self._observation.change_stages(assembly, batches)
+        return assembly
 
     def fit(
         self,
@@ -327,11 +341,15 @@ class Pipeline:
         if self.first:
             yield from training.read_epoch(loader, epoch, self.batches)
         else:
-            yield from training.follow_epoch(self._assembled(None).workers[0], self.batches)
+            yield from training.follow_epoch(lambda: self._assembled(None).workers[0], self.batches)
         training.pass_on(Message(self.batches, kind=training.EPOCH_END), self.workers)
 
     def drain(self) -> nn.Module:
         """Finish every batch in flight and the open window; then the newest weights are in `model` in every process."""
+        self._finish()
+        return self.gather()
+
+    def _finish(self) -> None:
         with self._guard():
             self.engine.settle()  # a drain is many turns in one
             with self._observation.draining(self.batches):
@@ -340,7 +358,6 @@ class Pipeline:
             done = self.engine.exchange([stage.update_index for stage in self.stages.values()])
             for stage in self.stages.values():
                 stage.catch_up(max(chain.from_iterable(done)))
-        return self.gather()
 
     def gather(self) -> nn.Module:
         """The newest weights of all stages, in `model`, in every process; training continues as if nothing happened."""
@@ -389,6 +406,7 @@ class Pipeline:
             assembly.settle()
             while evaluation.forward_next(assembly, entering_all, meter, loss=self._loss, device=self.device):
                 yield
+                assembly = self._assembled(None)
                 self.engine.settle()  # the caller may have trained meanwhile
             result = self.engine.share(meter.read() if self.last else None, self.K)
             self._observation.share_staleness(assembly)
@@ -440,14 +458,14 @@ class Pipeline:
             raise UserError("load() with batches in flight: call drain() before, or load into a new pipeline")
         with self._guard():
             self._assembly.settle()
-            saving.load(self._assembly, self._observation.diagnoses, trees, batches)
-            self.batches = batches
+            saving.load(self.start_at(batches), self._observation.diagnoses, trees, batches)
 
     # ---- observing
 
     def trace(self, turns: int, path: str | Path, *, notify: Notify | None = None) -> None:
-        """Record what every stage does and when, over that many local iterations, once all stages are full; the first
-        process then writes it (see observe/tracing.py) and calls `notify` with one line. Changes no result.
+        """Record what every stage does and when, over that many local iterations, once all stages are full (after a
+        `staleness_warmup`); the first process then writes it (see observe/tracing.py) and calls `notify` with one line.
+        Changes no result.
 
         At any time; in several processes in all of them, since it compares their clocks.
         """
@@ -475,6 +493,11 @@ class Pipeline:
     def tracing(self) -> Tracing | None:
         """The trace that is being recorded or collected, if any."""
         return self._observation.tracing
+
+    @property
+    def trace_requested(self) -> bool:
+        """Whether a trace has yet to begin: before the first batch, or in the warm-up of the staleness."""
+        return self._observation.trace_requested
 
     def reports(self) -> list[Report]:
         """Figures of the stages of this process since the last call."""

@@ -51,6 +51,22 @@ def load(assembly: Assembly, diagnoses: Diagnoses, trees: Mapping[int, Any], bat
             ) from error
 
 
+def hand_over(before: Assembly, after: Assembly, diagnoses: Diagnoses, states: Mapping[int, Any], batches: int) -> None:
+    """Continue with new stages of another method from the states of drained ones. The weights, the optimizer, the
+    schedule, the random streams and all counters continue; the memory of correctors and the measured staleness, which
+    belong to a method, start anew."""
+    for old, new in zip(before.workers, after.workers, strict=True):
+        new.marks = old.marks
+        with after.engine.stage_context():
+            new.loss = None if old.loss is None else old.loss.clone()  # a recorded stage has it in its own memory
+        new.stage.keep(old.stage.keeping)
+    trees = {
+        k: {**tree, "stage": stage_state.of_another_method(tree["stage"], after.stages[k])}
+        for k, tree in states.items()
+    }
+    load(after, diagnoses, trees, batches)
+
+
 def _copied(tree: Any) -> Any:
     """The tree with tensors of its own; what was one tensor in several places stays one."""
     made: dict[int, Tensor] = {}

@@ -42,13 +42,13 @@ def read_epoch(loader: Loader | None, epoch: int, begin: int) -> Iterator[tuple[
         )
 
 
-def follow_epoch(worker: Worker, begin: int) -> Iterator[tuple[None, None]]:
-    """As many empty batches in another process, up to the mark that ends the epoch.
+def follow_epoch(worker: Callable[[], Worker], begin: int) -> Iterator[tuple[None, None]]:
+    """As many empty batches in another process, up to the mark that ends the epoch; `worker` returns the present one.
 
     Not every stage gets a message in every iteration (see methods/dgl_async.py): the mark states how many there are.
     """
     t = begin
-    while (ahead := worker.ahead()).kind != EPOCH_END or t < ahead.t:
+    while (ahead := worker().ahead()).kind != EPOCH_END or t < ahead.t:
         yield None, None
         t += 1
 

@@ -50,6 +50,7 @@ MORE = (
     "weights",
     "window",
     "corrector",
+    "staleness_warmup",
     "engine",
     "optimizer",
     "lr",
@@ -106,6 +107,8 @@ def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Ma
         shown["network and data"] = f"{recipe.model} on {recipe.data}, {epochs}, seed {recipe.seed}"
         shown["method"] = f"{title}: K={recipe.K} stages, M={recipe.M}, weights {recipe.weights}"
         shown["method"] += corrector if recipe.corrector else ""
+        if recipe.staleness_warmup:
+            shown["method"] += f", staleness warm-up {recipe.staleness_warmup}"
         shown["optimizer"] = (
             f"{described(recipe)}, batch {recipe.batch_size}, {recipe.samples_per_update} samples per update"
         )

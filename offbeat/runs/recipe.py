@@ -132,6 +132,10 @@ class Recipe:
         return self.batch_size * self.M
 
     @property
+    def staleness_warmup(self) -> int | str | None:
+        return self.settings.get("staleness_warmup")
+
+    @property
     def task(self) -> LearningTask:
         """What the data is for."""
         return task_of(self.data)

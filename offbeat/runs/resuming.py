@@ -133,11 +133,11 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
         updates = max(part["counters"]["update_index"] for part in parts)
     merged = merge(parts)
     heads = heads_by_cut(parts, saved)
+    pipe.start_at(made.t)
     for stage in pipe.stages.values():
         stage_state.load_model(stage, merged["model"], merged["optimizer"], merged["corrections"])
         stage_state.load_head(stage, heads.get(_end(recipe.as_dict(), stage.k)))
         stage.resume_schedule(updates)
-    pipe.batches = made.t
     return [*notes, *_lost_heads(pipe, heads, recipe, parts), *_new_rate(recipe, saved)]
 
 

@@ -84,7 +84,8 @@ def notice(method: Method, K: int) -> int:
     >>> notice(ADL(M=2), 4), notice(BP(), 4)
     (8, 2)
     """
-    return 2 + max(method.resting(k, K, method.fill(K)) for k in range(1, K + 1))
+    phases = [method, *(phase for phase, _ in method.staleness_warmup)]
+    return 2 + max(phase.resting(k, K, phase.fill(K)) for phase in phases for k in range(1, K + 1))
 
 
 def check(recipe: Recipe) -> None:

@@ -122,7 +122,7 @@ class TrainingRun:
         if self.recipe.diagnose:
             self.telemetry.send()
             self._write(self.telemetry.collect(wait=True))
-        if self.pipe.tracing is not None:
+        if self.pipe.tracing is not None or self.pipe.trace_requested:
             self.progress.print("trace: nothing was recorded, since the run ended before the pipeline was full")
 
     def _write_result(self) -> dict[str, Any]:

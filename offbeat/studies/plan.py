@@ -326,6 +326,8 @@ def _advice(method: Method, K: int, stages: list[StagePlan], fewest: int, max_st
         f"memory is largest at stage {largest.k}: {largest.memory_bytes / 1e6:,.0f} MB for {largest.in_flight} batches "
         f"in flight and {largest.versions} versions"
     )
+    for first, updates in method.staleness_warmup:
+        yield f"{updates} updates are trained by {first.name} before those of this plan (staleness_warmup)"
     if fewest < K:
         yield f"K = {fewest} would be as fast, within {AS_FAST - 1:.0%}"
 

@@ -97,7 +97,8 @@ def show_plan(request: PlanRequest) -> None:
         by_the_way(lambda path: draw_timeline(method, costs, path), request.picture)
     if request.staleness_picture:
         by_the_way(
-            lambda path: draw_staleness(lambda M: replace(method, M=M), request.K, path), request.staleness_picture
+            lambda path: draw_staleness(lambda M: replace(method.after_warmup, M=M), request.K, path),
+            request.staleness_picture,
         )
     if request.as_json:
         print(json.dumps({**plan.as_dict(), **origin()}))

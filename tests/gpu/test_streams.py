@@ -18,7 +18,7 @@ from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded
 from offbeat.graphs.device_guard import CHECK_INTERVAL
 from offbeat.graphs.launch_queue import RecordedOperation
-from offbeat.methods import METHODS, named
+from offbeat.methods import METHODS, named, parsed, with_settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -198,6 +198,15 @@ def test_batches_of_a_window_without_lag_run_at_once(M, precision, seed):
     pipe = check_same(offbeat.BP(M=M), Streams(K, GPU, sleeps=seed), drains=(19,), precision=precision)
     assert [worker.executor.irregular for worker in pipe.workers] == [1] * K
     assert any(pipe.engine.launch_queue.joined.values())
+
+
+@pytest.mark.parametrize("phases", ["3", "bp@4+adl-1f1b@6"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_methods_that_follow_each_other_give_the_bits_of_simulate(phases, precision, seed):
+    method = with_settings(*parsed(f"adl:M=2,corrector=sc,staleness_warmup={phases}"))
+    pipe = check_same(method, Streams(K, GPU, sleeps=seed), drains=(30,), precision=precision)
+    assert [worker.executor.eager for worker in pipe.workers] == [None] * K
 
 
 @pytest.mark.parametrize("method", [offbeat.ADL(M=2), offbeat.ADL1F1B(M=2), offbeat.BP(M=4)], ids=lambda m: m.name)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import offbeat
 from offbeat.engines.streams import Streams
 from offbeat.errors import UserError
-from offbeat.methods import METHODS, named
+from offbeat.methods import METHODS, named, with_staleness_warmup
 
 CPU, SIZE = torch.device("cpu"), 5
 ALIKE = [name for name in METHODS if not named(name).why_not_capturable()]
@@ -64,6 +64,9 @@ class Program:
         self.frozen = draw.choice([(), (), (0,), (1, 2)])
         self.together = draw.choice([None, None, 1, 2, 3])
         self._correct(random.Random(f"correctors {self.seed}"))
+        if draw.random() < 0.4 and self.method.workers == 1 and self.method.lag(1, 2):
+            phases = draw.choice([1, 3, "bp@2", "adl-1f1b@2+bp@1"] if M > 1 else [4, "bp@3+adl-1f1b@6"])
+            self.method = with_staleness_warmup(self.method, phases)
 
     def _correct(self, draw: random.Random) -> None:
         """Another optimizer and correctors for some methods, drawn apart so that the rest of a seed stays."""

@@ -29,7 +29,7 @@ from offbeat.graphs.launch_queue import RecordedOperation
 from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.graphs.recorder import Recorder
 from offbeat.graphs.ring import MAX_LEAD, Ring, _period
-from offbeat.methods import METHODS, named
+from offbeat.methods import METHODS, named, parsed, with_settings
 from offbeat.models.gpt import gpt
 from offbeat.runs.build import cross_entropy
 from offbeat.runs.optimizers import OPTIMIZERS
@@ -116,6 +116,18 @@ def check_same(method: offbeat.Method, *, drains: tuple[int, ...] = (), data=bat
 def test_what_is_launched_together_may_run_in_any_order(monkeypatch, name, seed):
     capture(monkeypatch, seed)
     check_same(named(name), drains=(14,), optimizer=lambda p: sgd(p, fused=True), data=lambda: batches(40))
+
+
+@pytest.mark.parametrize("phases", ["3", "bp@2+adl-1f1b@3", "bp@4"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_methods_that_follow_each_other_are_each_recorded(monkeypatch, phases, captured):
+    if captured:
+        capture(monkeypatch, 1)
+    method = with_settings(*parsed(f"adl:M=2,corrector=sc,staleness_warmup={phases}"))
+    check_same(method, drains=(25,), optimizer=lambda p: sgd(p, fused=True), data=lambda: batches(40))
+    pipe = pipeline(method)
+    train(pipe, batches(40))
+    assert [stage.eager for stage in recorded(pipe)] == [None] * K
 
 
 @pytest.mark.parametrize(

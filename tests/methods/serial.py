@@ -280,13 +280,18 @@ def update(stage: Stage) -> None:
     stage.window = []
 
 
-def lagged(K: int, batches: Batches, rules: Rules, *, shuffle: int | None = None) -> list[Stage]:
-    """Run N batches and drain. `shuffle` seeds the order in which stages are asked, which must not matter."""
+def lagged(
+    K: int, batches: Batches, rules: Rules, *, shuffle: int | None = None, after: list[Stage] | None = None
+) -> list[Stage]:
+    """Run N batches and drain. `shuffle` seeds the order in which stages are asked, which must not matter. `after`: the
+    stages of an earlier call, whose weights and velocity are continued."""
     N = len(batches)
     zeros = [tuple(torch.zeros_like(p) for p in theta) for theta in network(K)]
     stages = [
         Stage(k, K, rules, [theta], zero, zero, zero) for k, (theta, zero) in enumerate(zip(network(K), zeros), start=1)
     ]
+    for stage, before in zip(stages, after or []):
+        stage.versions, stage.velocity = [before.live], before.velocity
     up = {(0, t): x for t, (x, _) in enumerate(batches)}  # up[k, t]: the output of stage k for batch t
     down: dict[tuple[int, int], Tensor] = {}  # down[k, t]: the gradient for the output of stage k
     todo = {stage.k: list(program(stage.lag, rules.M, N)) for stage in stages}

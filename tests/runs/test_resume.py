@@ -36,6 +36,7 @@ METHODS = {
     "adl": ["--method", "adl", "-M", "2"],
     "adl-hybrid": ["--method", "adl", "-M", "2", "--weights", "hybrid"],
     "adl-replay": ["--method", "adl", "-M", "3", "--weights", "replay"],
+    "warm-up": ["--method", "adl", "-M", "2", "--weights", "hybrid", "--staleness-warmup", "bp@4+adl-1f1b@4"],
     "fr": ["--method", "fr"],
     "gpipe": ["--method", "gpipe"],
     "dgl": ["--method", "dgl"],
@@ -85,7 +86,7 @@ def some(values, quick):
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-@pytest.mark.parametrize("name", some(METHODS, ("adl-hybrid",)))
+@pytest.mark.parametrize("name", some(METHODS, ("adl-hybrid", "warm-up")))
 def test_a_killed_run_resumes_bit_for_bit(name, tmp_path, offbeat: Command):
     settings = [*SMALL, "-K", "3", "--checkpoint-every", "7b", *METHODS[name]]
     train_here(offbeat, *settings, "--out", tmp_path / "whole")

@@ -262,7 +262,7 @@ class Ours:
         setting = self.task.setting
         on_gpu = setting.device != "cpu"
         K = 1 if self.alone else setting.K
-        method: Any = "bp" if self.alone else method_of(self.row, setting, self.m)
+        method: Any = "bp" if self.alone else method_of(self.row, setting, self.m).after_warmup
         units: Any = setting.units
         recorded = on_gpu and not (self.alone and self.row.cores == "one")
         self.pipe = Pipeline(

@@ -1,0 +1,198 @@
+"""The first updates by another method: the hand-over, checkpoints around it, and what is reported."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cases import convolutions, images
+from reference import DECAY, LR, MOMENTUM, data, mean_square, network
+from torch import nn
+
+import offbeat
+from offbeat.core import state as stage_state
+from offbeat.engines.simulate import Simulate
+from offbeat.engines.streams import Streams
+from offbeat.errors import UserError
+
+
+class Layer(nn.Module):
+    def __init__(self, W: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.W, self.b = nn.Parameter(W.clone()), nn.Parameter(b.clone())
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(z @ self.W + self.b)
+
+
+def chain(K: int, method: offbeat.Method | str = "adl", **options) -> offbeat.Pipeline:
+    return offbeat.Pipeline(
+        [Layer(*theta) for theta in network(K)],
+        method=method,
+        loss=mean_square,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, weight_decay=DECAY),
+        **options,
+    )
+
+
+def pipeline(method: offbeat.Method, engine: str = "simulate", *, dropout: bool = True, **options) -> offbeat.Pipeline:
+    """With BatchNorm, dropout (which is not recorded), momentum and a schedule: all that has to continue."""
+    torch.manual_seed(0)
+    model = convolutions(torch.float32)
+    if not dropout:
+        model[3], model[6][0] = nn.Identity(), nn.Identity()
+    return offbeat.Pipeline(
+        model,
+        3,
+        method=method,
+        cuts=[1, 4],
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s)),
+        engine=Streams(3, torch.device("cpu")) if engine == "streams" else Simulate(3),
+        seed=3,
+        **options,
+    )
+
+
+def train(pipe: offbeat.Pipeline, batches: list) -> list[float]:
+    return [float(pipe.step(x, y)) for x, y in batches]
+
+
+def bits(pipe: offbeat.Pipeline) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in pipe.drain().state_dict().items()}
+
+
+def check_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+# ---- what is computed
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        offbeat.ADL(M=2),
+        offbeat.ADL(M=2, weights="hybrid"),
+        offbeat.ADL(M=2, weights="replay"),
+        offbeat.ADL(M=2, window="aligned"),
+        offbeat.ADL1F1B(M=2, corrector="lwp+sc"),
+        offbeat.TwoBW(M=2),
+        offbeat.PipeMare(),
+    ],
+    ids=lambda method: f"{method.name}-{method.weights}-{method.window}",
+)
+def test_the_switch_is_a_hand_over_of_a_saved_state(method):
+    batches, end = images(20, torch.float32), 3 * method.M
+    synchronous, late = pipeline(offbeat.BP(M=method.M)), pipeline(method)
+    losses = train(synchronous, batches[:end])
+    synchronous.drain()
+    for k, saved in synchronous.state().items():  # by hand what a run does that is resumed with another method
+        stage, tree = late.stages[k], saved["stage"]
+        stage_state.load_model(stage, tree["model"], tree["optimizer"], {})
+        stage.resume_schedule(3)
+        stage.network.random.state = list(tree["random"])
+        stage.batch_weights.full_batch = tree["counters"]["full_batch"]
+    late.batches = end
+    losses += train(late, batches[end:])
+
+    pipe = pipeline(method, staleness_warmup=3)
+    assert train(pipe, batches) == losses
+    check_same_bits(bits(pipe), bits(late))
+    assert pipe.staleness == late.staleness
+    assert [stage.update_index for stage in pipe.stages.values()] == [
+        stage.update_index for stage in late.stages.values()
+    ]
+
+
+def test_correctors_do_nothing_in_the_warmup():
+    batches = images(7, torch.float32)[:6]
+    method = offbeat.ADL(M=2, corrector="sc")
+    pipe, synchronous = pipeline(method, staleness_warmup=3), pipeline(offbeat.BP(M=2))
+    assert train(pipe, batches) == train(synchronous, batches)
+    check_same_bits(bits(pipe), bits(synchronous))
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
+@pytest.mark.parametrize(
+    ("engine", "into"), [("simulate", "simulate"), ("streams", "simulate"), ("streams", "streams")]
+)
+def test_a_checkpoint_around_the_switch_resumes_bit_for_bit(weights, engine, into):
+    method = offbeat.methods.with_staleness_warmup(offbeat.ADL(M=2, weights=weights), "bp@2+adl-1f1b@2")
+    batches, dropout = images(22, torch.float32), engine == "simulate"
+    whole = pipeline(method, dropout=dropout)
+    losses = train(whole, batches)
+    expected = bits(whole)
+    for at in (3, 4, 5, 8, 9, 16):
+        saved, again = pipeline(method, engine, dropout=dropout), pipeline(method, into, dropout=dropout)
+        saved.keep()
+        train(saved, batches[:at])
+        again.load(saved.state(), batches=at)
+        assert train(again, batches[at:]) == losses[at:], at
+        check_same_bits(bits(again), expected)
+
+
+# ---- what is reported
+
+
+def test_staleness_is_zero_in_the_warmup_and_the_formula_after_it():
+    pipe, batches = chain(3, offbeat.ADL(M=2), staleness_warmup=4), data(40)
+    train(pipe, batches[:7])
+    assert [dict(stage) for stage in pipe.staleness] == [{0: 6}] * 3
+    assert [report.staleness for report in pipe.reports()] == [{0: 6}] * 3
+    train(pipe, batches[7:])
+    assert [stage.mean for stage in pipe.staleness] == [2.0, 1.0, 0.0]
+    reports = pipe.reports()
+    assert [report.updates for report in reports] == [18, 19, 20]
+    assert [report.samples for report in reports] == [3 * 33] * 3  # since the last report
+
+
+def test_a_trace_begins_after_the_warmup(tmp_path):
+    pipe = chain(3, offbeat.ADL(M=2), staleness_warmup=4)
+    pipe.trace(4, tmp_path / "trace.json")
+    train(pipe, data(40))
+    pipe.drain()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    batches = [event["args"]["batch"] for event in events if "batch" in event.get("args", {})]
+    assert batches
+    assert min(batches) >= 8
+
+
+def test_diagnosis_continues_through_the_switch():
+    pipe, method = chain(3, offbeat.ADL(M=2), staleness_warmup=4), offbeat.ADL(M=2)
+    pipe.diagnose(every=1)
+    train(pipe, data(40))
+    pipe.drain()
+    lines = [line for report in pipe.reports() for line in report.diagnosis if line["stage"] == 1]
+    assert [line["update"] for line in lines] == list(range(20))
+    assert {line["lag"] for line in lines[:4]} == {0}
+    assert lines[-1]["lag"] == method.staleness(1, 3)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "line"),
+    [
+        ("adl:M=2", -1, "staleness_warmup=-1: use a number of updates from 1 up"),
+        ("adl:M=2", "bp@0", "staleness_warmup with 0 updates of bp: use an integer from 1 up"),
+        ("adl:M=2", 2.5, "staleness_warmup=2.5: use a number of updates, methods with numbers of updates"),
+        ("adl:M=2", "bp", "staleness_warmup='bp': use the number of updates of back-propagation, or methods"),
+        ("adl:M=2", "gpipe@3", "staleness_warmup='gpipe@3': gpipe takes no M"),
+        ("adl:M=2", [(offbeat.BP(M=1), 3)], "staleness_warmup with bp M=1 before adl M=2: use the same M"),
+        ("adl:M=1", [(offbeat.GPipe(), 3)], "staleness_warmup with gpipe: use methods in which whole batches pass"),
+        ("adl:M=2", [3], r"staleness_warmup with 3: use pairs \(method, updates\)"),
+        ("bp:M=2", 3, "staleness_warmup of bp, whose gradients are not late: leave it out"),
+        ("dgl", 3, "staleness_warmup of dgl: use methods in which whole batches pass through"),
+        ("adl:M=2,staleness_warmup=3", 3, "staleness_warmup=3 for a method that has one: give it once"),
+        ("bp:staleness_warmup=3", None, "bp takes no staleness_warmup"),
+    ],
+)
+def test_a_warmup_that_is_not_possible_is_refused_in_one_line(method, given, line):
+    with pytest.raises(UserError, match=line) as caught:
+        chain(3, method, staleness_warmup=given)
+    assert "\n" not in str(caught.value)

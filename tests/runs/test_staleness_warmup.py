@@ -1,0 +1,85 @@
+"""Runs whose staleness begins after some synchronous updates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from command import Command, check_refused, train_here, weights
+from preloaded import PYTHON
+
+from offbeat.runs.record import lines
+
+RUN = ["--model", "resnet8", "--data", "synthetic", "--samples", "256", "--batch-size", "8", "--shape", "3,8,8"]
+RUN += ["--epochs", "2", "-K", "2", "--threads-per-stage", "1", "--json"]
+WARM = ["--method", "adl:M=2,weights=hybrid,staleness_warmup=20"]  # over after 8 batches of the second epoch
+
+
+def test_a_run_records_no_staleness_in_the_warmup_and_the_formula_after_it(tmp_path, offbeat: Command):
+    train_here(offbeat, *RUN, "--engine", "simulate", *WARM, "--out", tmp_path / "run")
+    found = {line["batch"]: line["staleness"] for line in lines(tmp_path / "run") if line["kind"] == "train"}
+    assert found[31] == [0.0, 0.0]
+    result = lines(tmp_path / "run")[-1]
+    assert result["staleness"] == result["staleness_formula"] == [1.0, 0.0]
+    recipe = json.loads((tmp_path / "run/config.json").read_text())["recipe"]
+    assert recipe["settings"]["staleness_warmup"] == 20
+
+
+def test_the_option_is_the_setting_of_the_method(tmp_path, offbeat: Command):
+    train_here(offbeat, *RUN, "--engine", "simulate", *WARM, "--out", tmp_path / "one")
+    option = ["--method", "adl:M=2,weights=hybrid", "--staleness-warmup", "20"]
+    train_here(offbeat, *RUN, "--engine", "simulate", *option, "--out", tmp_path / "other")
+    assert weights(tmp_path / "one") == weights(tmp_path / "other")
+    recipes = [json.loads((tmp_path / run / "config.json").read_text())["recipe"] for run in ("one", "other")]
+    assert recipes[0] == recipes[1]
+
+
+@pytest.mark.parametrize("every", ["5b", pytest.param("0.1s", marks=pytest.mark.slow)])
+def test_processes_change_the_method_together_and_save_around_it(every, tmp_path, offbeat: Command):
+    train_here(offbeat, *RUN, "--engine", "simulate", *WARM, "--out", tmp_path / "whole")
+    command = [PYTHON, "-m", "offbeat", "train", *RUN, *WARM, "--engine", "processes", "--checkpoint-every", every]
+    done = subprocess.run(
+        [*command, "--keep", "50", "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    made = [line["batch"] for line in lines(tmp_path / "run") if line["kind"] == "checkpoint"]
+    if every == "5b":
+        assert made == [*range(5, 65, 5)]  # the switch is after batch 40
+    resumed = offbeat("train", "--resume", _at(tmp_path / "run", 40 if every == "5b" else made[0]), "--json")
+    assert resumed.code == 0, resumed
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def _at(run: Path, batch: int) -> Path:
+    """The run with that checkpoint as its newest, to be continued in one process."""
+    config = json.loads((run / "config.json").read_text())
+    config["recipe"]["engine"] = "simulate"
+    (run / "config.json").write_text(json.dumps(config))
+    records = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in records if json.loads(line)["kind"] != "result"))
+    (run / "model.safetensors").unlink()
+    for made in (run / "checkpoints").iterdir():
+        if int("".join(filter(str.isdigit, made.name))) > batch:
+            for file in made.iterdir():
+                file.unlink()
+            made.rmdir()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--method", "bp", "--staleness-warmup", "5"], "bp takes no staleness_warmup"),
+        (
+            ["--staleness-warmup", "bp"],
+            "--staleness-warmup bp: use the number of updates of back-propagation, or methods",
+        ),
+        (["--staleness-warmup", "-3"], "--staleness-warmup -3: use a number of updates from 1 up"),
+        (["--staleness-warmup", "5", "--method", "adl:staleness_warmup=6"], "given separately: give it once"),
+    ],
+)
+def test_a_warmup_that_is_not_possible_is_refused(given, words, offbeat: Command):
+    check_refused(offbeat, ("train", *RUN, *given), words)
