@@ -177,7 +177,9 @@ class Optimization:
     optimizer: Annotated[
         str | None, typer.Option(help="Optimizer: sgd, adamw, nadam, muon or rotated-adam. (default sgd; text adamw)")
     ] = None
-    lr: Annotated[float | None, typer.Option(help="Learning rate. (default sgd 0.1 * b * M / 256; others 1e-3)")] = None
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate. (default sgd 0.1 * b * M / 256; muon 3e-3; others 1e-3)")
+    ] = None
     momentum: Annotated[float | None, typer.Option(help="Momentum of sgd and muon. (default 0.9; muon 0.95)")] = None
     betas: Annotated[
         str | None,

@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     ),
     "muon": OptimizerKind(
         "Muon",
-        lambda batch_size, M: 1e-3,
+        lambda batch_size, M: 3e-3,
         {"momentum": 0.95, "betas": (0.9, 0.95), "weight_decay": 0.1},
         {"capturable": True},
         "offbeat.optim",

@@ -25,7 +25,7 @@ from offbeat.runs.tables.row import Table, TableRow
 # The learning rate at which BP is best, as a multiple of the optimizer's default: that of all rows but two of BP.
 BEST_RATES = {"adamw": 1.0, "nadam": 1.0, "muon": 1.0, "rotated-adam": 1.0}
 RATES = {1.0: "", 0.5: "-half-rate", 2.0: "-double-rate"}  # of BP, with the ends of their names
-RECOMMENDED = "lookahead:fraction=0.5+sc:extra=1"
+RECOMMENDED = "lookahead:fraction=0.5+sc"
 TITLES = {"bp": "BP", "adl-1f1b": "ADL on the 1F1B lag", "2bw": "2BW", "adl": "ADL"}
 
 
