@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -23,3 +25,20 @@ def _deterministic():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.fixture
+def no_synchronization():
+    """A context in which an operation that waits for the device raises an error."""
+
+    @contextmanager
+    def refused() -> Iterator[None]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the mode is a prototype
+                torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return refused

@@ -130,7 +130,7 @@ def test_correctors_of_all_optimizers_are_recorded_and_change_no_bit(corrector, 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_steps_with_correctors_do_not_wait_for_the_device(optimizer):
+def test_steps_with_correctors_do_not_wait_for_the_device(optimizer, no_synchronization):
     """After the first steps, which compare the step counters of the parameters."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(8, 8, device=GPU)) for _ in range(3)]
@@ -152,11 +152,8 @@ def test_steps_with_correctors_do_not_wait_for_the_device(optimizer):
 
     for _ in range(3):
         step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(parameter.isfinite().all() for parameter in parameters)
 
 
