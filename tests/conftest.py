@@ -1,4 +1,7 @@
-"""One thread a stage in every test, so that bits can be compared."""
+"""One thread per stage in every test, so that bits can be compared.
+
+The process that only hands tests out to others (`pytest -n`) loads this file too, hence imports in functions.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # reference.py, cases.py, command.py
 sys.path.extend(
@@ -69,13 +70,21 @@ LONG = (
     "test_full_disk",
 )
 
-# A busy machine is no failure, and neither is luck: the same examples every time.
-settings.register_profile("offbeat", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("offbeat")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A busy machine is no failure, and neither is luck: the same examples every time."""
+    if config.getoption("dist", "no") != "no":  # this process runs no tests
+        return
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("offbeat", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("offbeat")
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
+    import torch
+
     torch.set_num_threads(1)
 
 
