@@ -29,8 +29,9 @@ lint: $(READY)
 	$(BIN)/ruff check offbeat tests benchmarks examples
 	$(BIN)/mypy
 
+# compiled modules are kept, whatever the environment says: the tests start many processes that import them
 pytest: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # both at once, since mypy uses one core for half a minute
 test: $(READY)

@@ -2,12 +2,13 @@
 
 As a script under torchrun it trains every case that fits the number of processes and writes the final weights:
 
-    torchrun --nproc-per-node 2 tests/cases.py OUT
+    torchrun --nproc-per-node 2 tests/cases.py OUT plain recorded apart
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -249,19 +250,19 @@ def fingerprint(state: dict[str, Tensor]) -> dict[str, str]:
     return {name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in state.items()}
 
 
-def main(out: str, how: str = "plain") -> None:
+def main(out: str, *ways: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mine = {name: case for name, case in CASES.items() if size == case.K}
-    results = {}
-    for name, case in mine.items():
+    results: dict[str, dict[str, dict]] = {how: {} for how in ways}
+    for how, name in itertools.product(ways, mine):
         options = {}
         if how != "plain":
             options["engine"] = Processes(size, recorded=how == "recorded", payloads="gloo" if how == "apart" else None)
             assert bool(options["engine"].carriers) == (how == "apart")
             assert how == "apart" or options["engine"].executor_maker(offbeat.ADL()) is not eager
-        results[name] = train(case, mine=rank == 0, **options)
+        results[how][name] = train(mine[name], mine=rank == 0, **options)
     with open(f"{out}/{size}-{rank}.json", "w") as file:
         json.dump(results, file)
     torch.distributed.destroy_process_group()

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
-
-from offbeat import cli
-from offbeat.runs import build, launch
 
 
 @dataclass(frozen=True)
@@ -27,6 +23,9 @@ Command = Callable[..., Outcome]
 @pytest.fixture
 def offbeat(monkeypatch, capsys, tmp_path) -> Command:
     """Run the command in an empty folder, with no chance to start a process."""
+    from offbeat import cli
+    from offbeat.runs import build, launch
+
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", launch.ERRORS, build.DATA_DIR, build.TEXT):
         monkeypatch.setenv(name, "")  # so that what the command sets is gone afterwards
@@ -73,4 +72,6 @@ def train_here(offbeat: Command, *arguments: object) -> str:
 
 def weights(run: Path) -> dict[str, bytes]:
     """The bits of the model of a run folder."""
+    from safetensors.torch import load_file
+
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(run / "model.safetensors").items()}

@@ -1,4 +1,7 @@
-"""One thread a stage in every test, so that bits can be compared."""
+"""One thread per stage in every test, so that bits can be compared.
+
+The process that only hands tests out to others (`pytest -n`) loads this file too, hence imports in functions.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # reference.py, cases.py, command.py
 sys.path.extend(
@@ -25,9 +26,12 @@ LONG = (
     "test_streams",
     "test_serial",
     "test_trace",
+    "test_page",
+    "test_page_in_browser",
     "test_runs",
     "test_reproduce",
     "test_plan",
+    "test_interpreter",
     "test_partition_api",
     "test_resume",
     "test_compare",
@@ -39,11 +43,10 @@ LONG = (
     "test_tied",
     "test_resume_changed",
     "test_batches",
-    "test_adding_a_method",
-    "test_tutorial",
     "test_models",
     "test_failures",
     "test_cifar",
+    "test_pictures",
     "test_bench",
     "test_adl_exact",
     "test_links",
@@ -51,7 +54,7 @@ LONG = (
     "test_lock",
     "test_separate_disks",
     "test_hosts",
-    "test_interpreter",
+    "test_tutorial",
     "test_identities",
     "test_tracing",
     "test_timing",
@@ -63,19 +66,28 @@ LONG = (
     "test_torture",
     "test_diagnosis",
     "test_layout",
+    "test_adding_a_method",
     "test_precision",
     "test_silence",
     "test_network",
     "test_full_disk",
 )
 
-# A busy machine is no failure, and neither is luck: the same examples every time.
-settings.register_profile("offbeat", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("offbeat")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A busy machine is no failure, and neither is luck: the same examples every time."""
+    if config.getoption("dist", "no") != "no":  # this process runs no tests
+        return
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("offbeat", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("offbeat")
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
+    import torch
+
     torch.set_num_threads(1)
 
 

@@ -10,11 +10,14 @@ With OFFBEAT_TESTS_EXEC=1 in the environment (`make slow`) PYTHON is the interpr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import importlib.util
+import inspect
+import io
 import json
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -213,27 +216,40 @@ def _run(arguments: list[str]) -> None:
     if arguments[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
         arguments = arguments[2:]
-    if arguments[0] == "-m":
-        sys.argv, sys.path[0] = arguments[1:], os.getcwd()
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    elif arguments[0] == "-c":
-        sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
-        sys.modules["__main__"] = main = types.ModuleType("__main__")
-        exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
+    name, *rest = arguments
+    if name == "-m":
+        sys.path[0] = os.getcwd()
+        spec = importlib.util.find_spec(rest[0])
+        if spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{rest[0]}.__main__")
+        sys.argv, code = [spec.origin, *rest[1:]], spec.loader.get_code(spec.name)
+        attributes = {"__file__": spec.origin, "__spec__": spec, "__package__": spec.parent}
+    elif name == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        code, attributes = compile(rest[0], "<string>", "exec"), {}
     else:
-        sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).parent.resolve())
-        runpy.run_path(arguments[0], run_name="__main__")
+        sys.argv, sys.path[0] = arguments, str(Path(name).parent.resolve())
+        code, attributes = compile(Path(name).read_bytes(), name, "exec"), {"__file__": name}
+    # not by runpy: its frames have no file, for which inspect.stack in torchrun looks through all modules many times
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main.__dict__.update(attributes)
+    exec(code, main.__dict__)
 
 
 def _import_everything() -> None:
+    import sklearn.datasets  # noqa: F401  with scipy, for the digits
     import torch.distributed.launcher.api
     import torch.utils.flop_counter
     import torch.utils.tensorboard
 
+    import offbeat.cli
     import offbeat.runs.train
     import offbeat.studies.bench.worker
-    import offbeat.studies.compare  # noqa: F401
+    import offbeat.studies.compare
 
+    with contextlib.redirect_stdout(io.StringIO()):
+        offbeat.cli.app(["methods"], standalone_mode=False)  # which imports pydantic
+    inspect.stack()  # which finds the file of every module, as torchrun does
     with torch.device("meta"):
         torch.nn.init.kaiming_normal_(torch.empty(2, 2))  # which imports sympy
     parameter = torch.nn.Parameter(torch.zeros(1))

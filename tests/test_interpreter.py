@@ -1,6 +1,7 @@
 """Whoever interprets a program finds the same: clock, timeline, picture, plan, and the pipeline that really trains.
 
-Every method x K x M x window; the pipelines have K linear stages of a few parameters.
+Every method x K x M, with one of two windows in turn (with the slow tests: with both); the pipelines have K linear
+stages of a few parameters.
 """
 
 from __future__ import annotations
@@ -88,14 +89,19 @@ class Run:
         return max(self.method.lag(1, self.K), self.method.M)
 
 
+def in_turn(K: int, *, M: int = 1, window: str | None = None, weights: str | None = None) -> bool:
+    """Whether it is this window's turn: both occur with every K and with every M."""
+    return window is None or weights is not None or window == WINDOWS[(K + ACCUMULATED.index(M)) % 2]
+
+
 @cache
-def runs(name: str) -> list[Run]:
+def runs(name: str, windows: str) -> list[Run]:
     """The grid of one method; a pipeline is trained for each point of it."""
     found = []
     for given in settings(name):
         method = named(name, **given)
         for K in STAGES:
-            if method.limit is None or method.limit(K) is None:
+            if (method.limit is None or method.limit(K) is None) and (windows == "both" or in_turn(K, **given)):
                 batches = 2 * method.lag(1, K) + 3 * method.M + (6 * K if method.order else 2)
                 events = [event for tick in ticks(method, K, range(batches)) for event in tick]
                 found.append(Run(method, K, batches, events, *trained(method, K, batches)))
@@ -138,12 +144,22 @@ def shares(levels: Counter[int]) -> dict[int, float]:
     return {level: count / levels.total() for level, count in sorted(levels.items())}
 
 
-every_method = pytest.mark.parametrize("name", METHODS)
+every_method = pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        *((name, "in turn") for name in METHODS),
+        *(
+            pytest.param(name, "both", marks=pytest.mark.slow)
+            for name in METHODS
+            if "window" in inspect.signature(METHODS[name]).parameters
+        ),
+    ],
+)
 
 
 @every_method
-def test_timeline_and_picture_have_the_operations_and_versions_of_the_clock(name):
-    for run in runs(name):
+def test_timeline_and_picture_have_the_operations_and_versions_of_the_clock(name, windows):
+    for run in runs(name, windows):
         spans = timeline(run.method, run.batches, balanced(run.K))
         drawn = boxes(run.method, balanced(run.K), run.batches)
         for k in run.stages:
@@ -160,8 +176,8 @@ def test_timeline_and_picture_have_the_operations_and_versions_of_the_clock(name
 
 
 @every_method
-def test_measured_staleness_is_that_of_the_clock_and_of_the_method(name):
-    for run in runs(name):
+def test_measured_staleness_is_that_of_the_clock_and_of_the_method(name, windows):
+    for run in runs(name, windows):
         for k, measured in enumerate(run.measured, start=1):
             counted = run.counted(k)
             assert counted, f"{run}, stage {k}: no whole window"
@@ -172,15 +188,15 @@ def test_measured_staleness_is_that_of_the_clock_and_of_the_method(name):
 
 
 @every_method
-def test_steps_count_the_staleness_that_the_pipeline_measures(name):
-    for run in runs(name):
+def test_steps_count_the_staleness_that_the_pipeline_measures(name, windows):
+    for run in runs(name, windows):
         for k, measured in enumerate(run.measured, start=1):
             assert measured == by_steps(run, k), f"{run}, stage {k}"
 
 
 @every_method
-def test_plan_and_method_hold_the_batches_and_versions_that_the_pipeline_holds(name):
-    for run in runs(name):
+def test_plan_and_method_hold_the_batches_and_versions_that_the_pipeline_holds(name, windows):
+    for run in runs(name, windows):
         planned = Kept.of(run.method, run.K)
         assert list(zip(planned.in_flight, planned.versions, strict=True)) == run.held, run
         declared = [(run.method.held(k, run.K), run.method.versions(k, run.K)) for k in run.stages]
@@ -188,8 +204,8 @@ def test_plan_and_method_hold_the_batches_and_versions_that_the_pipeline_holds(n
 
 
 @every_method
-def test_the_plan_expects_the_staleness_that_the_pipeline_measures(name):
-    for run in runs(name):
+def test_the_plan_expects_the_staleness_that_the_pipeline_measures(name, windows):
+    for run in runs(name, windows):
         for expected, measured in zip(Kept.of(run.method, run.K).staleness, run.measured, strict=True):
             assert expected == sum(level * count for level, count in measured.items()) / max(1, measured.total()), run
 

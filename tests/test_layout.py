@@ -149,7 +149,7 @@ def test_no_branch_on_a_methods_name_outside_methods():
 
 def test_every_benchmark_imports_names_that_exist():
     stems = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
-    command = [sys.executable, "-W", "error", "-c", f"import {', '.join(stems)}"]
+    command = [PYTHON, "-W", "error", "-c", f"import {', '.join(stems)}"]
     done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

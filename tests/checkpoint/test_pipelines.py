@@ -39,10 +39,9 @@ def _files(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_resumes_from_a_file(name):
     uninterrupted = finish(pipeline(name), batches(LENGTH))
-    resumed, went_on = interrupted(lambda: pipeline(name), 7)
-    expected = uninterrupted[0][7:], uninterrupted[1]
-    assert same(went_on, expected)
-    assert same(resumed, expected)
+    resumed, went_on = interrupted(lambda: pipeline(name), (7,))
+    assert same(went_on, uninterrupted)
+    assert same(resumed[7], (uninterrupted[0][7:], uninterrupted[1]))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -52,8 +51,8 @@ def test_settings_that_add_state_go_on_from_a_file(name):
         return offbeat.Pipeline(network(), 3, loss=nn.functional.cross_entropy, cuts=[1, 2], seed=3, **options)
 
     expected = finish(make(), batches(LENGTH))
-    resumed, _ = interrupted(make, 7)
-    assert same(resumed, (expected[0][7:], expected[1]))
+    resumed, _ = interrupted(make, (7,))
+    assert same(resumed[7], (expected[0][7:], expected[1]))
 
 
 def test_a_checkpoint_of_a_pipeline_exports_as_the_unsplit_model(tmp_path):

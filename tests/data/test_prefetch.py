@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+from preloaded import PYTHON
 
 from offbeat.data.prefetch import prefetch
 
@@ -116,5 +116,5 @@ def test_the_interpreter_exits_with_an_iterator_still_open() -> None:
         "import itertools\nfrom offbeat.data.prefetch import prefetch\n"
         "items = prefetch(itertools.count())\nprint(next(items), next(items))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 1\n", "")

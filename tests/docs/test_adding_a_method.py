@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from preloaded import PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/adding-a-method.md"
@@ -30,9 +31,21 @@ def copy(tmp_path_factory) -> Path:
     return place
 
 
+# A module is run as by `python -m`, with the package of the folder it is run in.
+MODULE = """
+import runpy, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "offbeat"]:
+    del sys.modules[name]
+sys.argv.pop(0)
+sys.path.insert(0, "")
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
 def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [PYTHON, "-c", MODULE, *arguments[1:]] if arguments[0] == "-m" else [sys.executable, *arguments]
     done = subprocess.run(
-        [sys.executable, *arguments],
+        command,
         cwd=place,
         capture_output=True,
         text=True,

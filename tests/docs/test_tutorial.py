@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from offbeat import data
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -41,7 +44,17 @@ def test_every_block_is_one_that_is_run_here():
     assert len(SCRIPTS) == 1
 
 
-def test_the_code_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("samples", [480, pytest.param(None, marks=pytest.mark.slow)])
+def test_the_code_runs_from_top_to_bottom(samples, tmp_path, monkeypatch, capsys):
+    """With the first samples of the digits, or all of them."""
+    opened = data.open
+
+    def open_some(*given, **options):
+        whole = opened(*given, **options)
+        some = {"train_images": whole.train_images[:samples], "train_labels": whole.train_labels[:samples]}
+        return dataclasses.replace(whole, **some)
+
+    monkeypatch.setattr(data, "open", open_some)
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "tutorial"}
     for code in PYTHON:

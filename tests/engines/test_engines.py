@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,20 +42,28 @@ def test_interleaving_stages_at_random_changes_no_bit(name):
         assert train(CASES[name], engine=Simulate(CASES[name].K, shuffle=seed)) == simulated(name)
 
 
-@pytest.mark.parametrize(
-    ("K", "how"),
-    [  # recorded as on GPUs; and with payloads that go apart from their headers
-        (2, "plain"),
-        (2, "recorded"),
-        (2, "apart"),
-        *(pytest.param(3, how, marks=pytest.mark.slow) for how in ("plain", "recorded", "apart")),
-    ],
-)
-def test_processes_equal_the_simulator_bit_for_bit(K, how, tmp_path):
-    done = torchrun(str(HERE / "cases.py"), str(tmp_path), how, nproc=K)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(K):
-        results = json.loads((tmp_path / f"{K}-{rank}.json").read_text())
+WAYS = ("plain", "recorded", "apart")  # recorded as on GPUs; and with payloads that go apart from their headers
+
+
+@pytest.fixture(scope="module")
+def trained_by(tmp_path_factory) -> Callable[[int], list[dict]]:
+    """What each of K processes found, in all ways: they are started once."""
+
+    @cache
+    def run(K: int) -> list[dict]:
+        out = tmp_path_factory.mktemp("processes")
+        done = torchrun(str(HERE / "cases.py"), str(out), *WAYS, nproc=K)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads((out / f"{K}-{rank}.json").read_text()) for rank in range(K)]
+
+    return run
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("K", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_processes_equal_the_simulator_bit_for_bit(K, how, trained_by):
+    for rank, found in enumerate(trained_by(K)):
+        results = found[how]
         assert set(results) == {name for name, case in CASES.items() if case.K == K}
         for name, result in results.items():
             assert same_but_loss(result, simulated(name)), f"{name}, rank {rank}"
