@@ -52,8 +52,9 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {  # beside the wrong argument
 
 def public() -> list[str]:
     found = [name for name in offbeat.__all__ if name not in ("__version__", *DECLARATIONS)]
+    functions = [name for name in found if callable(getattr(offbeat, name))]
     return [
-        name for name in found if not (isinstance(it := getattr(offbeat, name), type) and issubclass(it, Exception))
+        name for name in functions if not (isinstance(it := getattr(offbeat, name), type) and issubclass(it, Exception))
     ]
 
 

@@ -24,7 +24,7 @@ def compare(
     ],
     data: options.Data,
     stages: options.Stages,
-    optimization: options.Optimization,
+    optimization: options.OptimizationOptions,
     M: Annotated[
         int, typer.Option("-M", help="Gradients accumulated per update, for methods with stale gradients that take M.")
     ] = 4,

@@ -19,7 +19,7 @@ PANELS = {  # headings in the help, per group of options; NUMERICS have their ow
     "OneMethod": "Method",
     "Stages": "Parallelism",
     "Running": "Parallelism",
-    "Optimization": "Optimization",
+    "OptimizationOptions": "Optimization",
     "Saving": "Checkpoints",
     "DiagnosisOptions": "Diagnosis",
 }
@@ -161,7 +161,7 @@ else:  # made from Stages, so that a new option there is also one of published e
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimization:
+class OptimizationOptions:
     """Length and optimizer of a run."""
 
     epochs: Annotated[int | None, typer.Option(help="Number of epochs. (default 300; image folders 90; text 1)")] = None
@@ -264,7 +264,7 @@ LISTS: dict[str, tuple[type[int] | type[float], str]] = {  # options with severa
 }
 
 
-def chosen(*groups: Data | OneMethod | Stages | Optimization | Saving | DiagnosisOptions) -> dict[str, Any]:
+def chosen(*groups: Data | OneMethod | Stages | OptimizationOptions | Saving | DiagnosisOptions) -> dict[str, Any]:
     """The given options, in the names and types of a recipe."""
     values: dict[str, Any] = {}
     for group in groups:

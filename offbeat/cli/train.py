@@ -23,7 +23,7 @@ def train(
     data: options.Data,
     method: options.OneMethod,
     stages: options.Stages,
-    optimization: options.Optimization,
+    optimization: options.OptimizationOptions,
     saved: options.Saving,
     diagnosis: options.DiagnosisOptions,
     seed: Annotated[int | None, typer.Option(help="Random seed. (default 0)")] = None,

@@ -242,7 +242,7 @@ def same_text(data_set: DataSet, there: dict[str, Any] | None, folder: Path) -> 
     if there is not None and there != here:
         raise UserError(
             f"data= has another text than the runs in {folder} ({here['tokens']:,} tokens instead of "
-            f"{there['tokens']:,}, or others): give theirs, or another --out"
+            f"{there['tokens']:,}, or others): give theirs, or another folder as out="
         )
     return here
 

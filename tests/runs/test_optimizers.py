@@ -68,8 +68,8 @@ def test_the_command_line_takes_muon(tmp_path, offbeat: Command):
     offbeat("train", *options, "--optimizer", "muon", "--momentum", "0.9", "--out", out)
     made = json.loads((out / "config.json").read_text())["recipe"]
     settings = ("optimizer", "lr", "momentum", "betas", "weight_decay")
-    assert [made[name] for name in settings] == ["muon", 1e-3, 0.9, [0.9, 0.95], 0.1]
+    assert [made[name] for name in settings] == ["muon", 3e-3, 0.9, [0.9, 0.95], 0.1]
 
 
 def test_an_optimizer_is_described_with_its_settings():
-    assert described(recipe("muon")) == "Muon, lr 0.001, momentum 0.95, betas 0.9 0.95, weight decay 0.1"
+    assert described(recipe("muon")) == "Muon, lr 0.003, momentum 0.95, betas 0.9 0.95, weight decay 0.1"

@@ -267,7 +267,7 @@ def test_options_of_an_optimizer_on_a_gpu_are_not_those_of_a_cpu():
         (("--model", GPT, "--shape", "16"), f"--shape 16, but {GPT} has a context of 8 tokens"),
         (("--model", GPT, "--shape", "3,8,8"), "--shape 3,8,8 of text: give tokens"),
         (("--model", GPT, "--method", "dgl", "-K", "2"), "--method dgl with --data text"),
-        (("--model", GPT, "--method", "adl:corrector=sc"), "corrector sc with --optimizer adamw"),
+        (("--model", GPT, "--method", "adl:corrector=nag"), "corrector nag with --optimizer adamw"),
         (("--model", GPT, "--momentum", "0.9"), "--momentum 0.9 with --optimizer adamw"),
         (("--model", "resnet8", "--betas", "0.9,0.95"), "--betas 0.9,0.95 with --optimizer sgd"),
         (("--model", GPT, "--betas", "0.9"), "--betas 0.9: use two numbers"),

@@ -180,7 +180,7 @@ def test_other_samples_per_update_apply_to_all_rows_and_are_noted(offbeat, text)
     check_refused(offbeat, given, "--batch-per-update 6 with M = 4", "cannot be split into 4 equal batches")
 
 
-def test_the_report_shows_losses(offbeat, text):
+def test_the_report_shows_losses(offbeat, text, pictures):
     reproduce(offbeat, text, "--seeds", 1)
     rows = results()
     report = offbeat("report", "x", "--out", "report.html")
