@@ -16,7 +16,10 @@ from offbeat.cli.options import spread
 @spread
 def reproduce(
     table: Annotated[
-        str, typer.Argument(help="Table to run: cifar10-table, ablation, curves, imagenet-table or gpt-staleness.")
+        str,
+        typer.Argument(
+            help="Table to run: cifar10-table, ablation, curves, imagenet-table, gpt-staleness or small-gpt-staleness."
+        ),
     ],
     running: options.Running,
     only: Annotated[
