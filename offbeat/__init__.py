@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from offbeat import optim
     from offbeat.correctors import (
+        AutoCorrector,
         DelayCompensation,
         Discrepancy,
         NesterovMomentum,
@@ -66,6 +67,7 @@ __all__ = [
     "FR",
     "PB",
     "AsyncDGL",
+    "AutoCorrector",
     "DelayCompensation",
     "Discrepancy",
     "GPipe",

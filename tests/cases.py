@@ -193,6 +193,7 @@ CORRECTED: dict[str, tuple[str, Any]] = {
     "adam": ("lwp:fraction=0.5+sc", lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-2)),
     "adamw": ("lookahead+sc", lambda p, stage: torch.optim.AdamW(p, lr=1e-2 / (1 + stage.delay))),
     "nadam": ("lwp:form=weight+sc", lambda p, stage: torch.optim.NAdam(p, lr=1e-2 * stage.k / stage.K)),
+    "auto": ("auto", lambda p: torch.optim.AdamW(p, lr=1e-2)),
     "adagrad": ("t1:power=1+lookahead:k=1", lambda p: torch.optim.Adagrad(p, lr=1e-2)),
 }
 CASES |= {

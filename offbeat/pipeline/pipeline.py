@@ -210,6 +210,28 @@ class Pipeline:
         return self._assembly.notes if self._assembly else []
 
     @property
+    def correctors(self) -> list[str]:
+        """The correctors of every stage, as text; empty until the model is cut.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> pipe = Pipeline(layers, K=2, method="adl:M=2,corrector=auto", loss=torch.nn.functional.mse_loss, cuts=[1],
+        ...                 optimizer=torch.optim.Adam)
+        >>> pipe.correctors
+        ['lookahead+sc', 'none']
+        """
+        return self._assembly.correctors if self._assembly else []
+
+    def __repr__(self) -> str:
+        engine = type(self.engine).__name__.lower()
+        delays = (f"{self.method.staleness(k, self.K):g}" for k in range(1, self.K + 1))
+        stages = [
+            f"  stage {k}: delay {delay} updates, corrector {correctors}"
+            for k, (delay, correctors) in enumerate(zip(delays, self.correctors, strict=False), start=1)
+        ]
+        first = f"Pipeline(method={self.method.name}, K={self.K}, M={self.method.M}, engine={engine})"
+        return "\n".join([first, *stages])
+
+    @property
     def stages(self) -> dict[int, Stage]:
         """The stages of this process, by k; empty until the model is cut."""
         return self._assembly.stages if self._assembly else {}
