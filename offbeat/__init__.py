@@ -21,7 +21,16 @@ if TYPE_CHECKING:
         StepLookahead,
         WeightPrediction,
     )
-    from offbeat.errors import NotCompiled, NotFinite, NotFused, NotRecorded, StageLost, Unbalanced, UserError
+    from offbeat.errors import (
+        LateGradients,
+        NotCompiled,
+        NotFinite,
+        NotFused,
+        NotRecorded,
+        StageLost,
+        Unbalanced,
+        UserError,
+    )
     from offbeat.method import Method
     from offbeat.methods import (
         ADL,
@@ -71,6 +80,7 @@ __all__ = [
     "DelayCompensation",
     "Discrepancy",
     "GPipe",
+    "LateGradients",
     "Method",
     "Mostafa",
     "NAGAsync",
