@@ -70,6 +70,7 @@ CORRECTORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Any]] = {
     "lookahead": (("weights after a step",), ("stash", "hybrid", "replay"), lambda number: 0 <= number < math.inf),
     "shrink": (("incoming gradient",), ("stash", "hybrid", "replay"), lambda number: 0 < number <= 1),
     "spec": (("forward weights", "backward weights"), ("hybrid", "stash"), None),
+    "auto": (("weights after a step", "rate", "step"), ("stash", "hybrid", "replay"), None),
 }
 
 # ---- what is drawn: for each option values that can be right, and values that cannot

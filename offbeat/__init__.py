@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from offbeat import optim
     from offbeat.correctors import (
+        AutoCorrector,
         DelayCompensation,
         Discrepancy,
         NesterovMomentum,
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
         StepLookahead,
         WeightPrediction,
     )
-    from offbeat.errors import NotCompiled, NotFinite, NotFused, NotRecorded, StageLost, Unbalanced, UserError
+    from offbeat.errors import (
+        LateGradients,
+        NotCompiled,
+        NotFinite,
+        NotFused,
+        NotRecorded,
+        StageLost,
+        Unbalanced,
+        UserError,
+    )
     from offbeat.method import Method
     from offbeat.methods import (
         ADL,
@@ -66,9 +76,11 @@ __all__ = [
     "FR",
     "PB",
     "AsyncDGL",
+    "AutoCorrector",
     "DelayCompensation",
     "Discrepancy",
     "GPipe",
+    "LateGradients",
     "Method",
     "Mostafa",
     "NAGAsync",

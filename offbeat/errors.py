@@ -47,6 +47,10 @@ class NotFused(UserWarning):
     """A stage runs without fused kernels; names the stage and the reason."""
 
 
+class LateGradients(UserWarning):
+    """Method "auto" was not given the samples per update, so that gradients are later than they need be."""
+
+
 class Unbalanced(UserWarning):
     """The slowest stage of a partition is much slower than the mean; names the unit that causes it."""
 

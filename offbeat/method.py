@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from offbeat.correctors import Corrector, CorrectorLike, StageContext, StageInfo, correctors
+from offbeat.correctors import AutoCorrector, Corrector, CorrectorLike, StageContext, StageInfo, correctors
 from offbeat.errors import UserError, unknown
 from offbeat.interpreter import Step, reach, steady_state, steps, unused
 from offbeat.ops import (
@@ -122,6 +122,8 @@ class Method:
                 raise UserError(f"method {self.name}: {reason}")
 
     def _check(self, corrector: Corrector) -> None:
+        if isinstance(corrector, AutoCorrector):  # chooses nothing where gradients are not late
+            return
         if self.feedback != "above" or self.m > 1:
             raise UserError(f"corrector {corrector.name} with {self.name}, whose gradients are not late: leave it out")
         if self.weights not in corrector.supported_weights:

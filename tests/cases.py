@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from offbeat.engines import eager
 from offbeat.engines.processes import Processes
 from offbeat.methods import METHODS
 from offbeat.methods import with_staleness_warmup as warmed_up
+from offbeat.pipeline import choice
 
 
 def some(names: Iterable[str]) -> list[Any]:
@@ -115,7 +117,7 @@ def vectors(n: int, shape: tuple[int, ...] = (6,)) -> list[tuple[Tensor, Tensor]
 class Case:
     model: Callable[[], Any]
     batches: Callable[[], list]
-    method: offbeat.Method
+    method: offbeat.Method | str
     K: int
     cuts: tuple[int, ...] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
@@ -123,6 +125,7 @@ class Case:
     clip_norm: float | None = None
     precision: str = "fp32"
     pauses: tuple[int, ...] = ()  # drain before these batches and go on
+    batch: int | None = None  # samples per update
 
 
 def nets(dtype: torch.dtype, **options: Any) -> dict[str, Any]:
@@ -193,6 +196,7 @@ CORRECTED: dict[str, tuple[str, Any]] = {
     "adam": ("lwp:fraction=0.5+sc", lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-2)),
     "adamw": ("lookahead+sc", lambda p, stage: torch.optim.AdamW(p, lr=1e-2 / (1 + stage.delay))),
     "nadam": ("lwp:form=weight+sc", lambda p, stage: torch.optim.NAdam(p, lr=1e-2 * stage.k / stage.K)),
+    "auto": ("auto", lambda p: torch.optim.AdamW(p, lr=1e-2)),
     "adagrad": ("t1:power=1+lookahead:k=1", lambda p: torch.optim.Adagrad(p, lr=1e-2)),
 }
 CASES |= {
@@ -201,6 +205,15 @@ CASES |= {
     )
     for name, (text, make) in CORRECTED.items()
 }
+CASES["auto"] = Case(
+    lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.2), nn.Linear(6, 4)),
+    lambda: [(torch.cat([x, x[:3]]), torch.cat([y, y[:3]])) for x, y in vectors(9)],
+    method="auto",
+    K=2,
+    batch=8,
+    pauses=(5,),
+    **ADAM,
+)
 CASES |= {
     f"method-{name}": Case(**nets(torch.float32), method=make(), K=3, cuts=(1, 3), pauses=(5,))
     for name, make in METHODS.items()
@@ -209,7 +222,16 @@ CASES |= {
 
 
 def train(case: Case, *, mine: bool = True, **options: Any) -> dict[str, Any]:
-    """Train a case; its final weights, evaluation and staleness. mine=False: another process brings the batches."""
+    """Train a case; its final weights, evaluation and staleness. mine=False: another process brings the batches.
+
+    Other processes would measure other times for method auto: the first one's must win.
+    """
+    seconds = float if mine else lambda size: 1.0
+    with mock.patch.object(choice, "batch_seconds", return_value=seconds):
+        return _train(case, mine, options)
+
+
+def _train(case: Case, mine: bool, options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0 if mine else 1)  # other processes start from other weights: the first one's must win
     pipe = offbeat.Pipeline(
         case.model(),
@@ -220,6 +242,7 @@ def train(case: Case, *, mine: bool = True, **options: Any) -> dict[str, Any]:
         scheduler=case.scheduler,
         clip_norm=case.clip_norm,
         cuts=case.cuts,
+        batch=case.batch,
         seed=3,
         **{"precision": case.precision, **options},
     )
@@ -240,6 +263,7 @@ def train(case: Case, *, mine: bool = True, **options: Any) -> dict[str, Any]:
         "evaluate": pipe.evaluate(batches if mine else None),
         "staleness": [dict(stage) for stage in pipe.staleness],
         "loss": losses[-1],
+        "M": pipe.method.M,
     }
     pipe.close()
     return json.loads(json.dumps(result))  # keys as they come back from a file

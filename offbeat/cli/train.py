@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from offbeat.cli import options
 from offbeat.cli.app import app
 from offbeat.cli.options import spread
+from offbeat.methods import AUTO
 from offbeat.runs import launch
 from offbeat.runs import train as training
 from offbeat.runs.recipe import configured
@@ -52,6 +54,9 @@ def train(
     if seed is not None:
         chosen["seed"] = seed
     recipe = configured(config, chosen) if config is not None or resume is None else None
+    if recipe is not None and chosen.get("method") == AUTO:
+        size = f"{recipe.batch_size} samples per batch"
+        print(f"offbeat: method auto: {recipe.method}, M={recipe.M}, {size}", file=sys.stderr)
     where: dict[str, Any] = {"out": out, "resume": resume, "max_restarts": max_restarts, "silence": silence}
     changes = chosen if resume is not None else {}
     if dry_run:

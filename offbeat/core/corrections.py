@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.correctors import Corrector
+from offbeat.correctors import AutoCorrector, Corrector, StageContext, as_text, resolved
 from offbeat.correctors.optimizer_rules import rule_of, why_not
 from offbeat.errors import UserError
 from offbeat.method import Method
@@ -18,13 +18,13 @@ class Corrections:
     """The method's correctors at stage k, without those that change nothing there."""
 
     def __init__(self, method: Method, k: int, K: int, optimizer: torch.optim.Optimizer | None) -> None:
-        self.place = method.stage_context(k, K)
-        self.place.optimizer = optimizer
-        self.active = [c for c in method.correctors if optimizer is not None and c.active(self.place)]
+        self.place = _context(method, k, K, optimizer)
+        self.active: list[Corrector] = []
         if optimizer is None:
             return
-        self.place.rule = rule = rule_of(optimizer)
-        for corrector in method.correctors:
+        rule, given = self.place.rule, resolved(method.correctors, self.place)
+        self.active = [corrector for corrector in given if corrector.active(self.place)]
+        for corrector in given:
             reason = why_not(corrector.needs, optimizer, rule)
             if reason:
                 raise UserError(f"corrector {corrector.name} with {reason}")
@@ -76,3 +76,21 @@ class Corrections:
     def kept(self) -> Any:
         """The tensors that correctors keep."""
         return [dict(memory) for memory in self.place.memory.values()]
+
+
+def correctors_as_text(method: Method, k: int, K: int, optimizer: torch.optim.Optimizer | None) -> str:
+    """The correctors that are active in stage k, and what `auto` left out because of the optimizer."""
+    place = _context(method, k, K, optimizer)
+    if optimizer is None:
+        return as_text(())
+    text = as_text(corrector for corrector in resolved(method.correctors, place) if corrector.active(place))
+    for auto in (corrector for corrector in method.correctors if isinstance(corrector, AutoCorrector)):
+        missing = auto.missing(place)
+        text += f" (without sc, which does not work with {missing})" if place.delay and missing else ""
+    return text
+
+
+def _context(method: Method, k: int, K: int, optimizer: torch.optim.Optimizer | None) -> StageContext:
+    place = method.stage_context(k, K)
+    place.optimizer, place.rule = optimizer, None if optimizer is None else rule_of(optimizer)
+    return place

@@ -6,17 +6,19 @@ weights of the previous window. A corrector that would change nothing in a stage
 is not applied there, so results stay identical bit for bit.
 
 `corrector.py` has the interface, `optimizer_rules.py` what correctors need of each optimizer, `optimizer.py` what they
-compute from it, `registry.py` the list of all. A new corrector is a new file and an entry in that list.
+compute from it, `registry.py` the list of all. A new corrector is a new file and an entry in that list. `auto.py`
+chooses correctors by optimizer and delay.
 
 May import errors.
 """
 
+from offbeat.correctors.auto import AutoCorrector
 from offbeat.correctors.corrector import Corrector, StageContext, StageInfo
 from offbeat.correctors.delay_compensation import DelayCompensation
 from offbeat.correctors.discrepancy import Discrepancy
 from offbeat.correctors.nesterov import NesterovMomentum
 from offbeat.correctors.optimizer_rules import SelfCompensating
-from offbeat.correctors.registry import CORRECTORS, CorrectorLike, correctors
+from offbeat.correctors.registry import CORRECTORS, CorrectorLike, as_text, correctors, resolved
 from offbeat.correctors.rescheduling import Rescheduling
 from offbeat.correctors.shrink import Shrink
 from offbeat.correctors.speculation import Speculation
@@ -26,6 +28,7 @@ from offbeat.correctors.weight_prediction import WeightPrediction
 
 __all__ = [
     "CORRECTORS",
+    "AutoCorrector",
     "Corrector",
     "CorrectorLike",
     "DelayCompensation",
@@ -40,5 +43,7 @@ __all__ = [
     "StageInfo",
     "StepLookahead",
     "WeightPrediction",
+    "as_text",
     "correctors",
+    "resolved",
 ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, fields
+from itertools import chain
 from typing import Any
 
-from offbeat.correctors.corrector import CHANGES, Corrector
+from offbeat.correctors.auto import AutoCorrector
+from offbeat.correctors.corrector import CHANGES, Corrector, StageContext
 from offbeat.correctors.delay_compensation import DelayCompensation
 from offbeat.correctors.discrepancy import Discrepancy
 from offbeat.correctors.nesterov import NesterovMomentum
@@ -21,6 +23,7 @@ from offbeat.errors import UserError, unknown
 CORRECTORS: dict[str, type[Corrector]] = {
     kind.name: kind
     for kind in (
+        AutoCorrector,
         WeightPrediction,
         SpikeCompensation,
         DelayCompensation,
@@ -42,7 +45,7 @@ def correctors(given: CorrectorLike) -> tuple[Corrector, ...]:
     Settings follow a colon each: the first one by its value alone, or any by name.
 
     >>> correctors("sc:extra=1+t1:500")
-    (Rescheduling(updates=500, power=None), SpikeCompensation(delay=None, extra=1.0))
+    (Rescheduling(updates=500, power=None, above=0.0), SpikeCompensation(delay=None, extra=1.0))
     >>> correctors("lwp:fraction=0.5:form=weight")
     (WeightPrediction(horizon=None, form='weight', fraction=0.5),)
     """
@@ -60,6 +63,34 @@ def correctors(given: CorrectorLike) -> tuple[Corrector, ...]:
         if len(same) > 1:
             raise UserError(f"correctors {' and '.join(same)} both set the {change}: use one of them")
     return tuple(sorted(found, key=lambda corrector: CHANGES.index(corrector.changes[0])))
+
+
+def resolved(given: Iterable[Corrector], context: StageContext) -> tuple[Corrector, ...]:
+    """The correctors of a stage whose optimizer is known, with those that `auto` chooses in its place."""
+    chosen = (
+        (corrector.chosen(context) if isinstance(corrector, AutoCorrector) else (corrector,)) for corrector in given
+    )
+    return correctors(tuple(chain.from_iterable(chosen)))
+
+
+def as_text(given: Iterable[Corrector]) -> str:
+    """Correctors as text that `correctors` reads, without settings at their defaults.
+
+    >>> as_text(correctors("sc:extra=1+t1:power=1")), as_text(())
+    ('t1:power=1+sc:extra=1', 'none')
+    """
+    return "+".join(_text(corrector) for corrector in given) or "none"
+
+
+def _text(corrector: Corrector) -> str:
+    values = {name: (getattr(corrector, field.name), field) for name, field in settings_of(corrector.name).items()}
+    words = {True: "yes", False: "no"}
+    settings = (
+        f":{name}={words[value] if isinstance(value, bool) else value if isinstance(value, str) else f'{value:g}'}"
+        for name, (value, field) in values.items()
+        if value != field.default
+    )
+    return corrector.name + "".join(settings)
 
 
 def _parse(text: str, whole: str) -> Corrector:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from offbeat.correctors.corrector import Corrector, StageContext, nonnegative
 from offbeat.correctors.optimizer import scale_learning_rates, set_learning_rates
-from offbeat.errors import number
+from offbeat.errors import UserError, number
 
 
 @dataclass(frozen=True)
@@ -15,29 +15,33 @@ class Rescheduling(Corrector):
     """T1 of PipeMare: stages with a long delay start with a smaller learning rate.
 
     lr_k(s) = lr(s) / max(tau, 1)^p, p = 1 - min(s / updates, 1), with tau the delay. With `power`, the rate of a stage
-    is lr(s) / (1 + tau)^power in all updates instead.
+    is lr(s) * min(1, (1 + above) / (1 + tau))^power in all updates instead: it stays lr(s) up to a delay of `above`.
     """
 
     name: ClassVar[str] = "t1"
     changes: ClassVar[tuple[str, ...]] = ("rate",)
     updates: int = 1000
     power: float | None = None
+    above: float = 0.0
 
     def __post_init__(self) -> None:
         number(self.updates, "updates of rescheduling", "use a whole number from 1 up", lambda n: n >= 1, whole=True)
         if self.power is not None:
             number(self.power, "power of rescheduling", "use a number from 0 up", nonnegative)
+        number(self.above, "above of rescheduling", "use a number of updates from 0 up", nonnegative)
+        if self.above and self.power is None:
+            raise UserError(f"above={self.above:g} of rescheduling without power: give both, as in t1:power=1:above=3")
 
     @property
     def recordable(self) -> bool:  # type: ignore[override]
         return self.power is not None  # else the factor changes with s
 
     def active(self, context: StageContext) -> bool:
-        return context.delay > 1 if self.power is None else self.power * context.delay > 0
+        return context.delay > 1 if self.power is None else self.power > 0 and context.delay > self.above
 
     def before_step(self, context: StageContext, s: int) -> Any:
         if self.power is not None:
-            return scale_learning_rates(context, (1 + context.delay) ** -self.power)
+            return scale_learning_rates(context, ((1 + context.delay) / (1 + self.above)) ** -self.power)
         p = 1 - min(s / self.updates, 1)
         return scale_learning_rates(context, max(context.delay, 1) ** -p)
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # type checkers do not run the discovery below
 Make = Callable[..., Method]
 
 GROUP = "offbeat.methods"  # of entry points
+AUTO = "auto"  # the name of the method that is chosen for a model and a device, see recommended.py
 # The order in tables; other methods follow these.
 ORDER = (
     "bp",
@@ -172,6 +173,8 @@ def settings_of(name: str) -> dict[str, Setting]:
     >>> [str(setting) for setting in settings_of("bp").values()]
     ['M=1', 'window=count', 'weights=stash', 'corrector=none']
     """
+    if name == AUTO:
+        return {**settings_of("adl-1f1b"), "latency": LATENCY}
     if name not in METHODS and name in (failed := add_packages()):
         raise UserError(f"method {name} {failed[name]}: update or uninstall the package")
     if name not in METHODS:
@@ -188,7 +191,12 @@ def _late(*, corrector: CorrectorLike = None, staleness_warmup: StalenessWarmup 
     """Declares the settings that all methods with late gradients have."""
 
 
+def _chosen(*, latency: float | None = None) -> None:
+    """Declares the setting that only method auto has: seconds that a message takes, one way."""
+
+
 CORRECTOR, STALENESS_WARMUP = declared(_late).values()
+LATENCY = declared(_chosen)["latency"]
 
 
 def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
@@ -199,7 +207,12 @@ def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
     >>> with_settings("adl", {"M": 2}).M, with_settings("dsp", {"weights": "replay"}).weights
     (2, 'replay')
     """
-    takes, function = settings_of(name), METHODS[name]
+    takes = settings_of(name)
+    if name == AUTO:
+        raise UserError(
+            "method auto is chosen for a model and a device: use it in Pipeline, make_recipe, train, compare or plan"
+        )
+    function = METHODS[name]
     own = declared(function)
     for setting in own.keys() & settings.keys():
         own[setting].check(settings[setting])
@@ -292,6 +305,7 @@ __all__ = [
     "ADL",
     "ADL1F1B",
     "ASGD",
+    "AUTO",
     "BP",
     "DCASGD",
     "DDG",
@@ -301,6 +315,7 @@ __all__ = [
     "DSP",
     "FDG",
     "FR",
+    "LATENCY",
     "METHODS",
     "PB",
     "AsyncDGL",

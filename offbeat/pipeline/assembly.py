@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from offbeat import partitioning as cutting
+from offbeat.core.corrections import correctors_as_text
 from offbeat.core.links import Link
 from offbeat.core.outputs import shapes_and_classes
 from offbeat.core.precision import PrecisionPolicy
@@ -39,6 +41,7 @@ class Assembly:
     method: Method  # of the stages
     stages: dict[int, Stage] = field(default_factory=dict)  # of this process, by k
     workers: list[Worker] = field(default_factory=list)  # of the same stages
+    correctors: list[str] = field(default_factory=list)  # of all stages, after a staleness warm-up
 
     def check_trained(self) -> None:
         """Refuse a parameter of the model that was frozen or unfrozen since the stages were made."""
@@ -111,7 +114,8 @@ class Assembler:
             trained,
             self.method,
         )
-        return self.with_method(cut, self.method.phase(batch))
+        made_stages = self.with_method(cut, self.method.phase(batch))
+        return replace(made_stages, correctors=self._correctors(made_stages.stages))
 
     def with_method(self, assembly: Assembly, method: Method) -> Assembly:
         """New stages and workers for this method, on the same cut model and links."""
@@ -127,6 +131,13 @@ class Assembler:
             executor = make_executor(stage)
             workers.append(Worker(stage, method, assembly.links[k], executor=executor, barrier=self.engine.barrier))
         return replace(assembly, method=method, stages=stages, workers=workers)
+
+    def _correctors(self, stages: dict[int, Stage]) -> list[str]:
+        """The correctors of all stages, as text."""
+        if not self.method.correctors:
+            return ["none"] * self.K
+        here = [correctors_as_text(self.method, k, self.K, stage.optimization.optimizer) for k, stage in stages.items()]
+        return list(chain.from_iterable(self.engine.exchange(here)))
 
     def _agree_on_cuts(self, cuts: Sequence[int | str] | None, sample: Any) -> cutting.Partition:
         """The stages by the first process's cuts, or its refusal in all of them, so that none is left waiting.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat import methods
 from offbeat import partitioning as cutting
 from offbeat.core.batch_guard import OnNan
 from offbeat.core.links import Link, Message
@@ -32,9 +32,11 @@ from offbeat.method import Method, StalenessWarmup
 from offbeat.observe.tracing import Notify, Tracing
 from offbeat.pipeline import batches, checks, evaluation, saving, training
 from offbeat.pipeline.assembly import Assembler, Assembly
+from offbeat.pipeline.choice import MethodChoice
 from offbeat.pipeline.guard import Guard
 from offbeat.pipeline.observation import Observation
 from offbeat.pipeline.training import Batches, Loader
+from offbeat.recommended import Recommendation
 
 AfterEpoch = Callable[[int], object]  # returns an iterator of work that is left, done a little at a time, or anything
 
@@ -44,7 +46,11 @@ class Pipeline:
 
     model       any module that can be traced (also of Hugging Face, timm, torchvision); an nn.Sequential is cut between
                 its entries; or a list of K stages
-    method      offbeat.ADL(M=4) and the like, or a name with M=...
+    method      offbeat.ADL(M=4) and the like, or a name with M=...; "auto": chosen for K, `batch` and `latency`, with M
+                from times measured on the first batch, and corrector "auto" (see recommended.py)
+    batch       optional: samples per update. A call of step takes that many and splits them into M micro-batches, each
+                a local iteration, so that one call is one update; the last batch of an epoch may have fewer
+    latency     of method "auto": seconds that a message between stages takes, one way, if it is known
     staleness_warmup
                 optional: that many updates of back-propagation before the method, or a list of (method, updates); the
                 pipeline is drained in between, and optimizer and scheduler, which are made again, continue
@@ -98,6 +104,8 @@ class Pipeline:
         loss: Loss | None = None,
         optimizer: MakeOptimizer,
         M: int | None = None,
+        batch: int | None = None,
+        latency: float | None = None,
         staleness_warmup: StalenessWarmup = None,
         scheduler: MakeScheduler | None = None,
         cuts: Sequence[int | str] | None = None,
@@ -123,7 +131,11 @@ class Pipeline:
             self.model, cuts = checks.chained(model, K, cuts)
             K = len(self.model)
         self.K = 1 if K is None else K
-        self.method = methods.with_staleness_warmup(checks.method_of(method, M), staleness_warmup)
+        self.batch = batch
+        self._choice = MethodChoice.of(
+            method, self.K, M=M, batch=batch, latency=latency, staleness_warmup=staleness_warmup
+        )
+        self.method = self._choice.method
         self.method.check(self.K)
         wanted = checks.device_of(device)
         if not isinstance(engine, str | None):
@@ -155,7 +167,6 @@ class Pipeline:
         self._loss = batches.own_loss if loss is None else loss
         self._make_stage = partial(
             Stage,
-            method=self.method,
             optimizer=optimizer,
             scheduler=scheduler,
             clip_norm=clip_norm,
@@ -172,8 +183,10 @@ class Pipeline:
             self.engine, self.model, self.method, self.device, self.precision, self._cut, self._loss, self._make_stage
         )
         self._assembly: Assembly | None = None
-        late = self.method.head is not None or cutting.needs_batch(
-            self.model, self.K, cuts=cuts, units=self.units, trace=trace
+        late = (
+            self._choice.measures
+            or self.method.head is not None
+            or cutting.needs_batch(self.model, self.K, cuts=cuts, units=self.units, trace=trace)
         )
         if sample is not None or not late:
             self._assembled(cutting.as_dict(sample))
@@ -181,11 +194,22 @@ class Pipeline:
     def _assembled(self, sample: Any) -> Assembly:
         """The stages of this process; made with the first batch, where they could not be made before."""
         if self._assembly is None:
+            self._choose_method(sample)
             with self._guard():
                 self._assembly = self._assembler.assemble(self._given_cuts, sample, self.entrance, batch=self.batches)
                 self.cuts = self._assembly.cuts
                 self._observation.begin(self._assembly, self.batches)
         return self._assembly
+
+    def _choose_method(self, sample: Any) -> None:
+        """Method "auto": choose M and the lag, once; the first process measures, on the first batch or `sample`."""
+        if self._choice.measures:
+            with self._guard():
+                self._choice = self._choice.made(
+                    self.engine, self.model, sample, device=self.device, precision=self.precision
+                )
+            self.method = self._observation.method = self._choice.method
+            self._assembler = replace(self._assembler, method=self.method)
 
     # ---- what there is in this process
 
@@ -210,6 +234,37 @@ class Pipeline:
         return self._assembly.notes if self._assembly else []
 
     @property
+    def recommendation(self) -> Recommendation | None:
+        """What method "auto" chose, with its measurements (in the process of the first stage); None otherwise."""
+        return self._choice.recommendation
+
+    @property
+    def correctors(self) -> list[str]:
+        """The correctors of every stage, as text; empty until the model is cut.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> pipe = Pipeline(layers, K=2, method="adl:M=2,corrector=auto", loss=torch.nn.functional.mse_loss, cuts=[1],
+        ...                 optimizer=torch.optim.Adam)
+        >>> pipe.correctors
+        ['lookahead+sc', 'none']
+        """
+        return self._assembly.correctors if self._assembly else []
+
+    def __repr__(self) -> str:
+        engine = type(self.engine).__name__.lower()
+        delays = (f"{self.method.staleness(k, self.K):g}" for k in range(1, self.K + 1))
+        stages = [
+            f"  stage {k}: delay {delay} updates, corrector {correctors}"
+            for k, (delay, correctors) in enumerate(zip(delays, self.correctors, strict=False), start=1)
+        ]
+        chosen = " (auto)" * (self._choice.recommendation is not None)
+        batch = f"batch={self.batch}, " if self.batch else ""
+        method = "auto (measured on the first batch)" if self._choice.measures else f"{self.method.name}{chosen}"
+        M = "" if self._choice.measures else f"M={self.method.M}, "
+        first = f"Pipeline(method={method}, K={self.K}, {M}{batch}engine={engine})"
+        return "\n".join([first, *stages])
+
+    @property
     def stages(self) -> dict[int, Stage]:
         """The stages of this process, by k; empty until the model is cut."""
         return self._assembly.stages if self._assembly else {}
@@ -225,11 +280,26 @@ class Pipeline:
         """Complete local iteration t of every stage: forward t, backward t-lag, the update if one is due.
 
         x may be a dict of keyword arguments of forward; without y it is the target, too.
-        Returns the loss of batch t in the process that holds the last stage, None elsewhere.
+        Returns the loss of batch t in the process that holds the last stage, None elsewhere. With `batch=` a call is
+        M local iterations, one per micro-batch, and the loss is the mean of theirs.
         """
-        self._step(x, y)
-        loss = self.workers[-1].loss if self.last else None
-        return None if loss is None else self.engine.give(loss)
+        losses = []
+        for part in self._micro_batches(x, y):
+            self._step(*part)
+            loss = self.workers[-1].loss if self.last else None
+            losses.append(None if loss is None else self.engine.give(loss))
+        known = [loss for loss in losses if loss is not None]
+        return known[0] if len(losses) == 1 and known else torch.stack(known).mean() if known else None
+
+    def _micro_batches(self, x: Any, y: Any) -> list[tuple[Any, Any]]:
+        """The micro-batches of an update, if `batch` is given; otherwise the batch itself."""
+        if self.batch is None:
+            return [(x, y)]
+        if self._assembly is None:
+            self._choose_method(cutting.as_dict(x))
+        if not self.first or x is None:
+            return [(x, y)] * self.method.M
+        return training.split(x, y, M=self.method.M, batch=self.batch, t=self.batches)
 
     def _step(self, x: Any, y: Any) -> None:
         """`step` without a loss for the caller."""
@@ -286,7 +356,7 @@ class Pipeline:
         do not flush the pipeline; `drain` finishes the batches in flight after the last one. The callbacks run in every
         process, after the same operations of its stages: `before_step(t)`, `after_step(t)`, `after_epoch(epoch)`.
         Epochs are counted from 0 to `epochs`; a run that is resumed begins with `first_epoch`, of which the loader
-        gives the rest.
+        gives the rest. With `batch=` the loader gives batches of that size; t counts their micro-batches.
         """
         for _ in self.steps(
             loader,
@@ -339,7 +409,8 @@ class Pipeline:
         """The batches of an epoch in the first stage's process, as many empty ones in others; then the mark that ends
         the epoch is passed on."""
         if self.first:
-            yield from training.read_epoch(loader, epoch, self.batches)
+            for batch in training.read_epoch(loader, epoch, self.batches):
+                yield from self._micro_batches(*batch)
         else:
             yield from training.follow_epoch(lambda: self._assembled(None).workers[0], self.batches)
         training.pass_on(Message(self.batches, kind=training.EPOCH_END), self.workers)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from offbeat.core.links import Link, Message
+from offbeat.core.metrics import batch_size
 from offbeat.core.micro_batches import micro_batches
 from offbeat.core.worker import Worker
 from offbeat.errors import UserError
@@ -23,6 +24,19 @@ def enter(t: int, x: Any, y: Any, *, entrance: Link, m: int) -> None:
         raise UserError(f"step() without a batch in the first stage's process: pass x and y, or a dict, for batch {t}")
     for message in micro_batches(t, x, y, m):
         entrance.send(message)
+
+
+def split(x: Any, y: Any, *, M: int, batch: int, t: int) -> list[tuple[Any, Any]]:
+    """A batch of at most `batch` samples as M micro-batches, of which the first is batch t."""
+    samples = batch_size(y, x)
+    if samples > batch:
+        raise UserError(f"{samples} samples with batch={batch}: give at most {batch} samples per call, one update")
+    if samples < M:
+        raise UserError(
+            f"{samples} samples cannot be split into M={M} micro-batches of an update (batch={batch}): leave out short "
+            "batches, as drop_last=True of a DataLoader does"
+        )
+    return [message.content[:2] for message in micro_batches(t, x, y, M)]
 
 
 def read_epoch(loader: Loader | None, epoch: int, begin: int) -> Iterator[tuple[Any, Any]]:

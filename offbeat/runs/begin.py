@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offbeat import data
+from offbeat.correctors import AutoCorrector
 from offbeat.data.text import Text
 from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
@@ -82,6 +84,10 @@ def begin(
         epochs = resuming.continued(recipe, known.samples, found.run)
         pipe = build.make_pipeline(recipe, known, epochs, engine)
         notes = resuming.resume(recipe, pipe, found, folder, apart) if folder_ready else []
+        if any(isinstance(corrector, AutoCorrector) for corrector in method.correctors):
+            notes.append(f"corrector auto: {by_stage(pipe.correctors)}")
+            if folder is not None:
+                folder.line("correctors", stages=pipe.correctors)
         if folder is not None and isinstance(data_set, Text):
             notes += folder.text(data_set.as_record())
         data_set, others = build.move_data(recipe, data_set)
@@ -103,6 +109,20 @@ def begin(
             apart=apart,
             locks=locks.pop_all(),
         )
+
+
+def by_stage(correctors: list[str]) -> str:
+    """The correctors of all stages in one line.
+
+    >>> by_stage(["lookahead+sc", "lookahead+sc", "none"])
+    'stages 1-2 lookahead+sc, stage 3 none'
+    """
+    parts, first = [], 1
+    for text, same in groupby(correctors):
+        last = first + len(list(same)) - 1
+        parts.append(f"stage {first} {text}" if first == last else f"stages {first}-{last} {text}")
+        first = last + 1
+    return ", ".join(parts)
 
 
 def enter(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -15,11 +16,13 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from offbeat.correctors.optimizer_rules import RULES
-from offbeat.errors import UserError, first_line, unknown
+from offbeat.errors import LateGradients, UserError, first_line, unknown
 from offbeat.method import Method, Weights
-from offbeat.methods import settings_of, with_settings
+from offbeat.methods import AUTO, settings_of, with_settings
 from offbeat.ops import WindowRule
+from offbeat.recommended import needs_times, recommend, without_batch
 from offbeat.runs.epochs import Epochs
+from offbeat.runs.group import from_first
 from offbeat.runs.optimizers import OPTIMIZERS, SETTINGS
 from offbeat.runs.task import LearningTask, default_names, task_of
 from offbeat.settings import LARGEST
@@ -200,7 +203,7 @@ def make_recipe(**given: Any) -> Recipe:
 
     Names that are not fields of `Recipe` are settings of the method. A setting of the method that has the name of a
     field is given in `settings`. `batch_per_update` instead of `batch_size` is the number of samples of an update,
-    which are split into M batches.
+    which are split into M batches. method="auto" chooses method and M (see recommended.py), and corrector "auto".
 
     Defaults: SGD with lr = 0.1 * batch_size * M / 256 and momentum 0.9; CIFAR and similar data: 300 epochs, weight
     decay 5e-4, learning rate divided by 10 at 1/2, 3/4 and 11/12 of the epochs; image folders: 90 epochs, 1e-4, and
@@ -216,6 +219,8 @@ def make_recipe(**given: Any) -> Recipe:
     {'M': 1, 'weights': 'stash', 'window': 'count', 'lr': 0.0001}
     """
     values = {name: _plain(value) for name, value in given.items() if value is not None}
+    if values.get("method") == AUTO:
+        values = _with_chosen_method(values)
     own_size = values.get("batch_size")
     values = {**PAPER, **values}
     _check_types(values)
@@ -255,6 +260,31 @@ def make_recipe(**given: Any) -> Recipe:
     made = Recipe(**{**defaults, **values})
     _check_correctors(made, method)
     return made
+
+
+def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The given values with the method that is recommended for them. Where M follows from measured times, the first
+    process measures; the recipe has M, so that a run repeats without measuring."""
+    names = {field.name for field in fields(Recipe)}
+    settings = {**values.get("settings", {}), **{name: value for name, value in values.items() if name not in names}}
+    others = {name: value for name, value in values.items() if name in names and name not in ("method", "settings")}
+    _check_types({**others, "settings": settings})
+    K, batch = others.get("K", PAPER["K"]), others.get("batch_per_update")
+    if batch is None:
+        if "M" not in settings and K > 1:
+            warnings.warn(without_batch("batch_per_update", K), LateGradients, stacklevel=3)
+        settings = {"M": 1, **settings}
+    passed = {name: value for name, value in settings.items() if name != "latency"}
+    trial = make_recipe(**others, method="adl-1f1b" if K > 1 else "bp", settings={"M": 1, **passed})
+    measured: dict[str, Any] = {"batch": batch, "smallest": 1, "times": []}
+    if needs_times(K, batch=batch, settings=settings):
+        from offbeat.runs.measuring import measure_batches
+
+        measured = from_first(lambda: measure_batches(trial, settings), key="auto")
+    known, smallest = dict(measured["times"]).__getitem__, measured["smallest"]
+    method = recommend(K, batch=measured["batch"], settings=settings, seconds=known, smallest=smallest).method
+    chosen = {"M": method.M} | ({} if K == 1 else {"corrector": AUTO})
+    return {**others, "method": method.name, "settings": {**chosen, **passed}}
 
 
 def _plain(value: Any) -> Any:

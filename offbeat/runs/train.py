@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
 from offbeat.errors import FolderTaken, Interrupted, NotFinite, UserError
+from offbeat.methods import AUTO
 from offbeat.runs import launch
 from offbeat.runs.group import from_first
 from offbeat.runs.recipe import Recipe, changed, from_json, load, make_recipe, without_default_rate
@@ -218,6 +219,9 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
     if not (run / "config.json").exists():
         raise UserError(f"resume={str(run)!r} holds no config.json: give the folder of a run that was stopped")
     before = load(run / "config.json")
+    if chosen.get("method") == AUTO:  # it was chosen when the run began
+        chosen = {name: value for name, value in chosen.items() if name != "method"}
+        chosen["settings"] = {name: value for name, value in chosen.get("settings", {}).items() if name != "latency"}
     before.pop("trace", None)  # it has been recorded
     finished = any(line["kind"] == "result" for line in record.lines(run))
     if finished and chosen.get("epochs", 0) <= before["epochs"]:

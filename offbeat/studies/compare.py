@@ -19,7 +19,7 @@ from typing import Any
 
 from offbeat.errors import UserError, unknown
 from offbeat.method import Method
-from offbeat.methods import parsed, settings_of, with_settings
+from offbeat.methods import AUTO, parsed, settings_of, with_settings
 from offbeat.report import draw_curves
 from offbeat.report.comparison import Comparison, markdown, read, table
 from offbeat.report.draw import by_the_way
@@ -145,9 +145,15 @@ def recipe_of(spec: MethodSpec, asked: Mapping[str, Any]) -> Recipe:
 
     M is for the methods whose gradients are late and that accumulate against it; others accumulate where their spec
     has an M. To match the effective batch a method takes b*M samples per update, in b*M / (its own M) per batch; or the
-    samples per update that are given.
+    samples per update that are given. Method auto chooses M for these samples.
     """
     settings = dict(spec.settings)
+    given = {name: value for name, value in asked.items() if name not in ("methods", "match", "seeds", "M")}
+    given |= {"threads_per_stage": asked.get("threads_per_stage") or max(1, cores() // asked.get("K", 1))}
+    if spec.method == AUTO:
+        samples = asked.get("batch_per_update") or asked["batch_size"] * asked["M"]
+        given |= {"method": AUTO, "settings": settings, "batch_size": None, "batch_per_update": samples}
+        return make_recipe(**given)
     if "M" not in settings and _takes_M(spec):
         settings["M"] = asked["M"]
     method = with_settings(spec.method, settings)
@@ -159,8 +165,6 @@ def recipe_of(spec: MethodSpec, asked: Mapping[str, Any]) -> Recipe:
                 f"{spec.label} with M = {method.M}: {asked['batch_size'] * asked['M']} samples per update "
                 f"cannot be split into {method.M} equal batches, give another M= or batch_size="
             )
-    given = {name: value for name, value in asked.items() if name not in ("methods", "match", "seeds", "M")}
-    given |= {"threads_per_stage": asked.get("threads_per_stage") or max(1, cores() // asked.get("K", 1))}
     method.check(1 if one_stage(method) else asked.get("K", 1))
     if one_stage(method):
         given |= {"K": 1, "engine": None, "cuts": None, "speeds": None, "partition": "flops"}

@@ -115,7 +115,7 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, capturable=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=1e-3, capturable=True),
 }
-CORRECTORS = ("sc", "lwp:fraction=0.5+sc:extra=1", "lwp:form=weight", "lookahead+sc", "t1:power=1+lookahead")
+CORRECTORS = ("sc", "lwp:fraction=0.5+sc:extra=1", "lwp:form=weight", "lookahead+sc", "t1:power=1+lookahead", "auto")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -30,6 +30,7 @@ CORRECTORS = (
     "lwp:form=weight",
     "dc",
     "t1:power=1",
+    "auto",
 )
 EVENTS = ("drain", "report", "evaluate", "look", "reload")
 

@@ -48,6 +48,19 @@ def test_a_recipe_is_trained_into_a_run_folder_and_the_result_returned(tmp_path,
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("forked_children")
+def test_the_records_of_a_run_show_what_the_auto_corrector_chose(tmp_path, capsys):
+    given = {**SMALL, "optimizer": "adamw"}
+    offbeat.train(make_recipe(**given, engine="processes", corrector="auto"), out=tmp_path / "auto")
+    offbeat.train(make_recipe(**given, engine="simulate", corrector="lookahead+sc"), out=tmp_path / "by-hand")
+    (record,) = (line for line in lines(tmp_path / "auto") if line["kind"] == "correctors")
+    assert record["stages"] == ["lookahead+sc", "none"]
+    auto, by_hand = (load_file(tmp_path / name / "model.safetensors") for name in ("auto", "by-hand"))
+    assert all(auto[name].equal(by_hand[name]) for name in by_hand)
+    offbeat.train(make_recipe(**given, engine="simulate", corrector="auto"), out=tmp_path / "shown", show=True)
+    assert "corrector auto: stage 1 lookahead+sc, stage 2 none" in capsys.readouterr().err
+
+
 def test_a_run_resumes_from_python_with_other_settings(tmp_path):
     run = str(tmp_path / "run")
     offbeat.train(make_recipe(**SMALL, engine="simulate", checkpoint_every="1e"), out=run)

@@ -7,7 +7,8 @@ method with M > 1 splits them into M batches, and the learning rate does not dep
 The gradient of each stage is clipped to norm 1, so clipping depends on the cuts. BP is therefore run with the same K,
 in the same stages, as the rows that are compared with it: with the same optimizer, what differs is staleness alone.
 
-The same table for a CPU has width 64, 32 bytes of context, 16 sequences per update and 400 updates: two minutes per row.
+The same table for a CPU has width 64, 32 bytes of context, 16 sequences per update, 400 updates and three times the
+learning rates: two minutes per row.
 
 Rows of optimizers or correctors that this version does not have are left out.
 """
@@ -27,7 +28,7 @@ from offbeat.runs.tables.row import Table, TableRow
 # The learning rate at which BP is best, as a multiple of the optimizer's default: that of all rows but two of BP.
 BEST_RATES = {"adamw": 1.0, "nadam": 1.0, "muon": 1.0, "rotated-adam": 1.0}
 RATES = {1.0: "", 0.5: "-half-rate", 2.0: "-double-rate"}  # of BP, with the ends of their names
-RECOMMENDED = "lookahead:fraction=0.5+sc"
+RECOMMENDED = "auto"
 TITLES = {"bp": "BP", "adl-1f1b": "ADL on the 1F1B lag", "2bw": "2BW", "adl": "ADL"}
 
 
@@ -40,6 +41,7 @@ class GPTSetting:
     updates: int = 300  # per epoch
     epochs: int = 10
     stages: tuple[int, ...] = (12, 4, 24)
+    rate: float = 1.0  # learning rates of all rows, as a multiple of the default of each optimizer
 
     def recipe(self, optimizer: str, method: str, *, rate: float = 1.0, **given: Any) -> Recipe:
         """The recipe of a row; what is given and is not None replaces its settings."""
@@ -50,7 +52,7 @@ class GPTSetting:
             "epochs": self.epochs,
             "batch_per_update": self.batch,
             "optimizer": optimizer,
-            "lr": rate * OPTIMIZERS[optimizer].lr(self.batch, 1),
+            "lr": rate * self.rate * OPTIMIZERS[optimizer].lr(self.batch, 1),
             "clip_norm": 1.0,
             "precision": "bf16" if given.get("device") == "cuda" else "fp32",
         }
@@ -143,7 +145,9 @@ def gpt_table(setting: GPTSetting, *, name: str = "gpt-staleness", title: str = 
 
 GPT_STALENESS = gpt_table(GPTSetting())
 SMALL_GPT_STALENESS = gpt_table(
-    GPTSetting(model="gpt:layers=12,width=64,heads=4,context=32", batch=16, updates=100, epochs=4, stages=(12,)),
+    GPTSetting(
+        model="gpt:layers=12,width=64,heads=4,context=32", batch=16, updates=100, epochs=4, stages=(12,), rate=3.0
+    ),
     name="small-gpt-staleness",
     title="A small GPT with late gradients, for a CPU",
 )

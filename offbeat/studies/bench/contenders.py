@@ -312,7 +312,8 @@ class Ours:
         self.step()
         links.inputs, links.gradients = kept
         loss = cross_entropy if rank == K - 1 else None
-        stage = self.pipe._make_stage(rank + 1, K, copy.deepcopy(self.pipe.parts[rank]), loss=loss)
+        part = copy.deepcopy(self.pipe.parts[rank])
+        stage = self.pipe._make_stage(rank + 1, K, part, method=self.pipe.method, loss=loss)
         canned: Any = Links(
             inputs=Canned(taps["inputs"].last),  # type: ignore[arg-type]
             outputs=Canned(None) if rank < K - 1 else None,  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""How long batches of different sizes take: forward and backward of a whole model, on its device."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from offbeat.core.metrics import batch_size
+from offbeat.core.precision import FULL, PrecisionPolicy
+from offbeat.partitioning.chunk import as_stage
+from offbeat.partitioning.inputs import Inputs, as_dict
+
+LAPS, SHORTEST = 3, 0.1  # at least so many, and seconds of them; the shortest counts: other work only ever adds
+
+
+def batch_seconds(
+    model: nn.Module, sample: Any, *, device: torch.device, precision: PrecisionPolicy = FULL
+) -> Callable[[int], float]:
+    """A function of a number of samples: seconds of forward and backward, on batches made of the sample's rows.
+
+    A copy of the model is used, and random generators are restored. On a GPU the work is recorded as a CUDA graph if
+    possible, as stages are: launches of small kernels would count otherwise. inf if there is not enough memory.
+    """
+    sample = as_dict(sample)
+
+    def seconds(samples: int) -> float:
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), precision.switched(), torch.enable_grad():
+            try:
+                twin = copy.deepcopy(model).to(device).train()
+                precision.lay_out(twin)
+                x = _rows(sample, samples, device)
+                return _shortest(_work(as_stage(twin, Inputs.of(twin, sample)), x, precision), device)
+            except torch.OutOfMemoryError:
+                return float("inf")
+
+    return seconds
+
+
+def smallest_batch(model: nn.Module, normalized: int) -> int:
+    """Samples that a micro-batch should have at least: `normalized` for a model with BatchNorm, else 1."""
+    return normalized if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()) else 1
+
+
+def _rows(sample: Any, samples: int, device: torch.device) -> Any:
+    """A batch of that many samples: the rows of the sample, repeated as often as needed."""
+    there = batch_size(sample)
+    chosen = torch.arange(samples) % there
+    return pytree.tree_map_only(
+        Tensor,
+        lambda leaf: (leaf[chosen.to(leaf.device)] if leaf.dim() and len(leaf) == there else leaf).to(device),
+        sample,
+    )
+
+
+def _work(stage: nn.Module, x: Any, precision: PrecisionPolicy) -> Callable[[], None]:
+    """Forward and backward."""
+    parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+
+    def work() -> None:
+        with precision.computing():
+            outputs = stage(precision.entering(pytree.tree_map_only(Tensor, torch.clone, x)))
+        roots = [out for out in pytree.tree_leaves(outputs) if isinstance(out, Tensor) and out.requires_grad]
+        if roots and parameters:
+            torch.autograd.grad(roots, parameters, [torch.ones_like(root) for root in roots], allow_unused=True)
+
+    return work
+
+
+def _shortest(work: Callable[[], None], device: torch.device) -> float:
+    wait: Callable[[], object] = lambda: None  # noqa: E731
+    work()  # the first time pays for memory and for choosing kernels
+    if device.type == "cuda":
+        work, wait = _recorded(work), lambda: torch.cuda.synchronize(device)
+        work()
+    wait()
+    laps, began = list[float](), time.perf_counter()
+    while len(laps) < LAPS or time.perf_counter() - began < SHORTEST:
+        start = time.perf_counter()
+        work()
+        wait()
+        laps.append(time.perf_counter() - start)
+    return min(laps)
+
+
+def _recorded(work: Callable[[], None]) -> Callable[[], None]:
+    """The work as a CUDA graph; itself if it cannot be recorded."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            work()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # it waits for the device, or copies from the host
+        torch.cuda.synchronize()
+        return work
+    return graph.replay

@@ -1,0 +1,152 @@
+"""method="auto": the lag, the number of micro-batches per update and the correctors that are recommended.
+
+One stage: back-propagation. Otherwise ADL on the 1F1B lag with corrector "auto"; ADL's own lag if a message takes
+longer than a stage computes, since only that lag hides it. An update of B samples is split into M micro-batches: with a
+larger M gradients are less late, and with smaller micro-batches the device is used less well. M is the largest power of
+two whose measured time per sample is at most EFFICIENT times the shortest one, and no larger than DELAY needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.errors import UserError
+from offbeat.method import Method
+from offbeat.methods import AUTO, LATENCY, parsed, with_settings, with_staleness_warmup
+
+EFFICIENT = 1.15  # times the shortest time per sample
+DELAY = 0.25  # updates: if the gradients of stage 1 are no later than this, a larger M is not needed
+NORMALIZED = 16  # samples: smallest micro-batch of a model with BatchNorm, whose statistics are those of a micro-batch
+
+Seconds = Callable[[int], float]  # of forward and backward of the whole model, for a number of samples
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """An update of M micro-batches of `size` samples.
+
+    seconds   per sample, forward and backward of the whole model
+    delay     of the gradients of stage 1, in updates
+    """
+
+    M: int
+    size: int
+    seconds: float
+    delay: float
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The recommended method, and the measurements that it follows from; none if there was nothing to choose."""
+
+    method: Method
+    measured: tuple[MicroBatches, ...] = ()
+
+    @property
+    def M(self) -> int:  # noqa: N802
+        return self.method.M
+
+    def as_text(self) -> str:
+        """The method in one line."""
+        chosen = next((row for row in self.measured if row.M == self.M), None)
+        size = f" of {chosen.size} samples, stage 1 {chosen.delay:g} updates late" if chosen else ""
+        correctors = "+".join(corrector.name for corrector in self.method.correctors)
+        return f"{self.method.name}, M={self.M}{size}" + (f", corrector {correctors}" if correctors else "")
+
+
+def parsed_auto(text: object, **besides: Any) -> dict[str, Any] | None:
+    """The settings in the text of method auto and those given as arguments; None if it is another method.
+
+    >>> parsed_auto("auto:weights=hybrid", M=4), parsed_auto("adl", M=4)
+    ({'weights': 'hybrid', 'M': 4}, None)
+    """
+    if not isinstance(text, str) or text.partition(":")[0].strip() != AUTO:
+        return None
+    return parsed(text, **besides)[1]
+
+
+def candidates(batch: int, lag: int, *, smallest: int = 1) -> list[int]:
+    """The numbers of micro-batches, from 1 on, that are compared for an update of that many samples.
+
+    >>> candidates(64, 3), candidates(24, 11), candidates(64, 3, smallest=16), candidates(64, 0)
+    ([1, 2, 4, 8, 16], [1, 2, 4, 8], [1, 2, 4], [1])
+    """
+    found = [1]
+    while lag / found[-1] > DELAY and batch % (2 * found[-1]) == 0 and batch // (2 * found[-1]) >= smallest:
+        found.append(2 * found[-1])
+    return found
+
+
+def largest_efficient(rows: Sequence[MicroBatches]) -> MicroBatches:
+    """The row with the largest M whose time per sample is close to the shortest."""
+    shortest = min(row.seconds for row in rows)
+    return max((row for row in rows if row.seconds <= EFFICIENT * shortest), key=lambda row: row.M)
+
+
+def without_batch(argument: str, K: int) -> str:
+    """The warning that samples per update are not given, by the name of their argument."""
+    return (
+        f'method="auto" without {argument}=: M=1, every batch is an update, and gradients of stage 1 are {K - 1} or '
+        f"more updates late; give {argument}=, the samples per update, so that it can choose M"
+    )
+
+
+def needs_times(K: int, *, batch: int | None, settings: Mapping[str, Any]) -> bool:
+    """Whether `recommend` measures."""
+    several = batch is not None and "M" not in settings and len(candidates(batch, K - 1)) > 1
+    return K > 1 and (several or settings.get("latency") is not None)
+
+
+def measured_times(
+    K: int, *, batch: int, settings: Mapping[str, Any], seconds: Seconds, smallest: int = 1
+) -> list[tuple[int, float]]:
+    """The sizes of batches that `recommend` measures with these arguments, with their seconds, for other processes."""
+    found: dict[int, float] = {}
+
+    def measure(size: int) -> float:
+        found[size] = seconds(size)
+        return found[size]
+
+    recommend(K, batch=batch, settings=settings, seconds=measure, smallest=smallest)
+    return list(found.items())
+
+
+def recommend(
+    K: int, *, batch: int | None, settings: Mapping[str, Any], seconds: Seconds, smallest: int = 1
+) -> Recommendation:
+    """The method for K stages and updates of `batch` samples (None: each batch is an update, M=1).
+
+    settings   of method auto: M, if it is not to be chosen; latency of links in seconds; others are passed on
+    seconds    measures; called only if there is something to choose
+    smallest   micro-batch
+    """
+    given = dict(settings)
+    latency, warmup = given.pop("latency", None), given.pop("staleness_warmup", None)
+    if latency is not None:
+        LATENCY.check(latency)
+        if latency < 0:
+            raise UserError(f"latency={latency:g}: use a number of seconds from 0 up")
+    if K == 1:
+        return Recommendation(with_settings("bp", {"M": 1, **given}))
+    known: dict[int, float] = {}
+
+    def rows(name: str) -> list[MicroBatches]:
+        lag = with_settings(name, {}).lag(1, K)
+        numbers: Iterable[int] = candidates(batch, lag, smallest=smallest) if batch else [1]
+        if "M" in given:
+            numbers = [given["M"]]
+        sizes = {M: (batch or M) // M for M in numbers}
+        if len(sizes) > 1 or latency is not None:
+            known.update({size: seconds(size) / size for size in sizes.values() if size not in known})
+        return [MicroBatches(M, size, known.get(size, 0.0), lag / M) for M, size in sizes.items()]
+
+    name, found = "adl-1f1b", rows("adl-1f1b")
+    chosen = largest_efficient(found)
+    if latency is not None and latency > chosen.seconds * chosen.size / K:
+        name, found = "adl", rows("adl")
+        chosen = largest_efficient(found)
+    method = with_settings(name, {"M": chosen.M, "corrector": AUTO, **given})
+    measured = tuple(found) if known else ()
+    return Recommendation(with_staleness_warmup(method, warmup), measured)

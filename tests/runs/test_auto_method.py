@@ -1,0 +1,118 @@
+"""make_recipe(method="auto") and --method auto: a recipe that has what was chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import check_refused
+
+import offbeat
+from offbeat.runs import measuring
+from offbeat.runs.recipe import make_recipe
+from offbeat.runs.record import lines
+
+SMALL: dict[str, Any] = {
+    "model": "mlp",
+    "data": "synthetic",
+    "shape": (3, 4, 4),
+    "classes": 3,
+    "samples": 64,
+    "epochs": 1,
+    "threads_per_stage": 1,
+    "engine": "simulate",
+}
+OPTIONS = ("--model", "mlp", "--data", "synthetic", "--shape", "3,4,4", "--classes", 3, "--samples", 64, "--epochs", 1)
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """Fixed seconds by size of a batch, efficient down to 4 samples; returns the sizes that were asked for."""
+    asked: list[int] = []
+
+    def seconds(size: int) -> float:
+        asked.append(size)
+        return 1.0 * size if size >= 4 else 2.0 * size
+
+    monkeypatch.setattr(measuring, "batch_seconds", lambda model, sample, **options: seconds)
+    return asked
+
+
+def recipe(run: str | Path) -> dict[str, Any]:
+    return json.loads((Path(run) / "config.json").read_text())["recipe"]
+
+
+def test_a_recipe_has_the_chosen_method_and_trains_it(times, tmp_path):
+    auto = make_recipe(**SMALL, K=3, method="auto", batch_per_update=16, optimizer="adamw")
+    by_hand = make_recipe(
+        **SMALL, K=3, method="adl-1f1b", M=4, corrector="auto", batch_per_update=16, optimizer="adamw"
+    )
+    assert (auto, auto.batch_size, times) == (by_hand, 4, [16, 8, 4, 2])
+    offbeat.train(auto, out=tmp_path / "run")
+    (record,) = (line for line in lines(tmp_path / "run") if line["kind"] == "correctors")
+    assert record["stages"] == ["lookahead+sc", "lookahead+sc", "none"]
+
+
+def test_one_stage_and_a_given_m_need_no_measurement(times):
+    alone = make_recipe(**SMALL, K=1, method="auto", batch_per_update=16)
+    assert (alone.method, alone.M, alone.batch_size, alone.corrector) == ("bp", 1, 16, None)
+    given = make_recipe(**SMALL, K=3, method="auto", M=2, corrector="sc", batch_per_update=16)
+    assert (given.method, given.M, given.batch_size, given.corrector) == ("adl-1f1b", 2, 8, "sc")
+    assert times == []
+
+
+def test_a_long_latency_chooses_the_lag_of_adl(times):
+    assert make_recipe(**SMALL, K=3, method="auto", batch_per_update=16, latency=1.3).method == "adl-1f1b"
+    assert make_recipe(**SMALL, K=3, method="auto", batch_per_update=16, latency=1.4).method == "adl"
+
+
+def test_without_samples_per_update_every_batch_is_an_update():
+    with pytest.warns(offbeat.LateGradients, match="without batch_per_update=: M=1, every batch is an update"):
+        found = make_recipe(**SMALL, K=3, method="auto")
+    assert (found.method, found.M, found.batch_size, found.corrector) == ("adl-1f1b", 1, 32, "auto")
+
+
+def test_the_command_trains_and_resumes_what_was_chosen(offbeat, times):
+    arguments = ("train", *OPTIONS, "-K", 3, "--engine", "simulate", "--method", "auto", "--batch-per-update", 16)
+    outcome = offbeat(*arguments, "--checkpoint-every", "1e", "--out", "run")
+    assert (outcome.code, "method auto: adl-1f1b, M=4, 4 samples per batch" in outcome.err) == (0, True), outcome
+    times.clear()
+    again = offbeat("train", "--resume", "run", "--method", "auto", "--epochs", 2)
+    assert (again.code, times) == (0, []), again
+    assert recipe("run")["settings"]["M"] == 4
+
+
+def test_auto_is_compared_at_the_same_samples_per_update(offbeat, times):
+    outcome = offbeat(
+        "compare",
+        *OPTIONS,
+        "-K",
+        3,
+        "--methods",
+        "bp,auto",
+        "--batch-per-update",
+        16,
+        "--engine",
+        "simulate",
+        "--seeds",
+        1,
+    )
+    assert outcome.code == 0, outcome
+    (folder,) = Path("runs").iterdir()
+    bp, auto = (recipe(path.parent) for name in ("bp", "auto") for path in folder.glob(f"{name}-*/config.json"))
+    assert (auto["method"], auto["settings"]["M"], auto["batch_size"]) == ("adl-1f1b", 4, 4)
+    assert (bp["settings"]["M"], bp["batch_size"], bp["lr"]) == (1, 16, auto["lr"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "auto:latency=-1", "--batch-per-update", 16), ("latency=-1", "seconds from 0 up")),
+        (("--method", "auto:m=3", "--batch-per-update", 16), ("takes no m",)),
+        (("--method", "auto", "-M", 3, "--batch-per-update", 16), ("--batch-per-update 16", "multiple of 3")),
+    ],
+)
+def test_wrong_settings_of_auto_are_refused_in_one_line(offbeat, arguments, words):
+    check_refused(offbeat, ("train", *OPTIONS, "-K", 3, *arguments), *words)

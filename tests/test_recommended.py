@@ -1,0 +1,94 @@
+"""method="auto": the recommended lag and M, from injected times."""
+
+from __future__ import annotations
+
+import pytest
+
+import offbeat
+from offbeat.methods import named
+from offbeat.recommended import candidates, parsed_auto, recommend
+
+
+def flat(size: int) -> float:
+    """No size is less efficient than another."""
+    return 1e-3 * size
+
+
+def overhead(size: int) -> float:
+    """As long as 4 samples, for each batch."""
+    return 1e-3 * (size + 4)
+
+
+def refuse(size: int) -> float:
+    raise AssertionError("measured without a reason")
+
+
+def test_one_stage_is_trained_by_back_propagation_without_measuring():
+    found = recommend(1, batch=64, settings={}, seconds=refuse)
+    assert found.method == named("bp", M=1)
+    assert found.measured == ()
+
+
+def test_m_is_no_larger_than_a_quarter_of_an_update_of_delay_needs():
+    for K, M in ((2, 4), (3, 8), (4, 16), (12, 64)):
+        found = recommend(K, batch=64, settings={}, seconds=flat)
+        assert (found.method.name, found.M, found.method.correctors) == (
+            "adl-1f1b",
+            M,
+            (offbeat.AutoCorrector(),),
+        )
+        assert found.method.staleness(1, K) <= 0.25
+
+
+def test_m_is_limited_by_the_measured_time_per_sample():
+    found = recommend(12, batch=64, settings={}, seconds=overhead)
+    # per sample 1 + 4/b ms: 1.0625 at b=64, 1.125 at b=32, 1.25 at b=16, which is more than 1.15 times the shortest
+    assert found.M == 2
+    assert [(row.M, row.size, row.delay) for row in found.measured][:3] == [(1, 64, 11.0), (2, 32, 5.5), (4, 16, 2.75)]
+    assert found.measured[1].seconds == pytest.approx(1.125e-3)
+    assert found.as_text() == "adl-1f1b, M=2 of 32 samples, stage 1 5.5 updates late, corrector auto"
+
+
+def test_sizes_that_do_not_fit_into_memory_are_left_out():
+    found = recommend(4, batch=64, settings={}, seconds=lambda size: float("inf") if size > 8 else flat(size))
+    assert found.M == 16
+    found = recommend(2, batch=64, settings={}, seconds=lambda size: float("inf") if size < 33 else flat(size))
+    assert found.M == 1
+
+
+def test_m_divides_the_batch_and_keeps_micro_batches_for_batch_norm():
+    assert recommend(12, batch=24, settings={}, seconds=flat).M == 8
+    assert recommend(12, batch=7, settings={}, seconds=flat).M == 1
+    assert recommend(12, batch=64, settings={}, seconds=flat, smallest=16).M == 4
+    assert candidates(8, 11, smallest=16) == [1]
+
+
+def test_the_lag_of_adl_is_chosen_where_a_message_takes_longer_than_a_stage():
+    # 16 micro-batches of 4 samples, 1 ms per sample, 4 stages: 1 ms per stage
+    near = recommend(4, batch=64, settings={"latency": 0.9e-3}, seconds=flat)
+    far = recommend(4, batch=64, settings={"latency": 1.1e-3}, seconds=flat)
+    assert (near.method.name, near.M) == ("adl-1f1b", 16)
+    assert (far.method.name, far.M) == ("adl", 32)
+    assert far.method.staleness(1, 4) <= 0.25
+
+
+def test_given_settings_are_kept_and_nothing_is_measured_for_a_given_m():
+    found = recommend(4, batch=64, settings={"M": 2, "corrector": "sc", "weights": "hybrid"}, seconds=refuse)
+    assert found.method == named("adl-1f1b", M=2, corrector="sc", weights="hybrid")
+    assert recommend(4, batch=None, settings={}, seconds=refuse).method == named("adl-1f1b", M=1, corrector="auto")
+    warmed = recommend(4, batch=64, settings={"M": 2, "staleness_warmup": 5}, seconds=refuse).method
+    assert [(method.name, method.M, updates) for method, updates in warmed.staleness_warmup] == [("bp", 2, 5)]
+
+
+def test_settings_of_auto_are_read_and_wrong_ones_refused_in_one_line():
+    assert parsed_auto("auto:latency=0.01,weights=hybrid", M=2) == {"latency": 0.01, "weights": "hybrid", "M": 2}
+    for text, said in (
+        ("auto:latency=long", "'latency=long': use a number or none"),
+        ("auto:beta=1", "auto takes no beta|adl-1f1b takes no beta"),
+    ):
+        with pytest.raises(offbeat.UserError, match=said):
+            recommend(4, batch=64, settings=parsed_auto(text), seconds=flat)
+    with pytest.raises(offbeat.UserError, match="latency=-1: use a number of seconds from 0 up"):
+        recommend(4, batch=64, settings={"latency": -1.0}, seconds=flat)
+    with pytest.raises(offbeat.UserError, match="method auto is chosen for a model and a device: use it in Pipeline"):
+        named("auto")
