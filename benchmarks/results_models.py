@@ -30,25 +30,23 @@ def row(found: Record) -> list[str]:
 
 def section() -> list[str]:
     found = records("models")
-    lines: list[str] = []
+    if not found:
+        return []
+    settings = next(iter(found.values()))["settings"]  # the same in all
+    lines = [
+        f"## Models of other libraries, K={settings['K']}",
+        "",
+        prose(
+            f"Random weights, batches of {settings['batch_size']}, {settings['pixels']} pixels or",
+            f"{settings['tokens']} tokens, on {settings['device']}. Balance is the mean over the maximum of the",
+            "stages' times; best is that of the best cuts between the same units by the same times, and",
+            "the next column what the largest unit permits. s is the time to trace and cut. Exact: output and all",
+            "gradients through the stages against the unsplit model, else the largest difference relative to the",
+            "largest element.",
+        ),
+        "",
+    ]
     for name, record in found.items():
-        settings = record["settings"]
-        lines += [
-            f"## Models of other libraries, K={settings['K']}",
-            "",
-            prose(
-                f"Random weights, batches of {settings['batch_size']}, {settings['pixels']} pixels or",
-                f"{settings['tokens']} tokens, on {settings['device']}. Balance is the mean over the maximum of the",
-                "stages' times; best is that of the best cuts between the same units by the same times, and",
-                "the next column what the largest unit permits. s is the time to trace and cut. Exact: output and all",
-                "gradients through the stages against the unsplit model, else the largest difference relative to the",
-                "largest element.",
-            ),
-            "",
-            markdown(HEAD, [row(each) for each in record["models"]]),
-            "",
-            *[point(note) for note in record.get("notes", [])],
-            source(name, record),
-            "",
-        ]
+        lines += [markdown(HEAD, [row(each) for each in record["models"]]), ""]
+        lines += [*[point(note) for note in record.get("notes", [])], source(name, record), ""]
     return lines
