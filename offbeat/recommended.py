@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat.correctors import as_text, by_stage, correctors
+from offbeat.correctors.auto import recommended as correctors_for
+from offbeat.correctors.optimizer_rules import AdamRule, SGDRule
 from offbeat.errors import UserError
 from offbeat.method import Method
 from offbeat.methods import AUTO, LATENCY, parsed, with_settings, with_staleness_warmup
@@ -52,8 +55,26 @@ class Recommendation:
         """The method in one line."""
         chosen = next((row for row in self.measured if row.M == self.M), None)
         size = f" of {chosen.size} samples, stage 1 {chosen.delay:g} updates late" if chosen else ""
-        correctors = "+".join(corrector.name for corrector in self.method.correctors)
-        return f"{self.method.name}, M={self.M}{size}" + (f", corrector {correctors}" if correctors else "")
+        corrector = f", corrector {as_text(self.method.correctors)}" if self.method.correctors else ""
+        return f"{self.method.name}, M={self.M}{size}{corrector}"
+
+
+def correctors_by_optimizer(method: Method, K: int) -> dict[str, str]:
+    """What corrector "auto" chooses for the stages of the method, by the optimizers that it distinguishes.
+
+    >>> correctors_by_optimizer(with_settings("adl-1f1b", {"M": 4, "corrector": "auto"}), 4)["SGD with momentum"]
+    'stages 1-3 sc, stage 4 none'
+    """
+    stages = [method.stage_context(k, K) for k in range(1, K + 1)]
+    found = {}
+    for optimizers, rule in (
+        ("SGD with momentum", SGDRule),
+        ("Adam, AdamW, NAdam, Muon, RotatedAdam", AdamRule),
+        ("others", None),
+    ):
+        chosen = ([one for one in correctors_for(rule) if one.active(stage)] for stage in stages)
+        found[optimizers] = by_stage(as_text(correctors(tuple(each))) for each in chosen)
+    return found
 
 
 def parsed_auto(text: object, **besides: Any) -> dict[str, Any] | None:

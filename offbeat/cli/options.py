@@ -79,8 +79,8 @@ class OneMethod:
     method: Annotated[
         str | None,
         typer.Option(
-            help=f"Training method: {', '.join(METHODS)}. With settings as in adl:M=4,corrector=sc; "
-            "'offbeat methods NAME' lists the settings. (default adl)"
+            help=f"Training method: auto (recommended for K and --batch-per-update), {', '.join(METHODS)}. "
+            "With settings as in adl:M=4,corrector=sc; 'offbeat methods NAME' lists the settings. (default adl)"
         ),
     ] = None
     M: Annotated[int | None, typer.Option("-M", help="Gradients accumulated per update. (default: the method's)")] = (
@@ -90,7 +90,7 @@ class OneMethod:
         str | None, typer.Option(help="Weights of the backward: stash, hybrid or replay. (default: the method's)")
     ] = None
     window: Annotated[str | None, typer.Option(help="Accumulation window: count or aligned. (default count)")] = None
-    corrector: Annotated[str | None, typer.Option(help="Corrections of stale gradients, such as sc or lwp+sc.")] = None
+    corrector: Annotated[str | None, typer.Option(help="Corrections of stale gradients: auto, sc, lwp+sc.")] = None
     staleness_warmup: Annotated[
         str | None,
         typer.Option(

@@ -16,11 +16,14 @@ from offbeat.errors import UserError
 def plan(
     model: Annotated[str, typer.Option(help=MODEL, metavar="NAME")] = "resnet56",
     method: Annotated[
-        str, typer.Option(help="Training method, with settings as in adl:M=4,corrector=sc; or all.")
+        str, typer.Option(help="Training method, with settings as in adl:M=4,corrector=sc; or auto, or all.")
     ] = "adl",
     K: Annotated[int, typer.Option("-K", help="Number of stages.")] = 4,
     M: Annotated[int | None, typer.Option("-M", help="Gradients accumulated per update.")] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per batch.")] = 32,
+    batch_per_update: Annotated[
+        int | None, typer.Option(help="Samples per update, split into M batches, instead of --batch-size.")
+    ] = None,
     shape: Annotated[str | None, typer.Option(help=SHAPE)] = None,
     device: Annotated[str, typer.Option(help="Device on which the units are measured: cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads per worker.")] = 1,
@@ -65,6 +68,7 @@ def plan(
         K=K,
         M=M,
         batch_size=batch_size,
+        batch_per_update=batch_per_update,
         shape=numbers(shape, int, "--shape", ",x"),
         device=device,
         threads=threads,

@@ -18,7 +18,7 @@ from offbeat.correctors.delay_compensation import DelayCompensation
 from offbeat.correctors.discrepancy import Discrepancy
 from offbeat.correctors.nesterov import NesterovMomentum
 from offbeat.correctors.optimizer_rules import SelfCompensating
-from offbeat.correctors.registry import CORRECTORS, CorrectorLike, as_text, correctors, resolved
+from offbeat.correctors.registry import CORRECTORS, CorrectorLike, as_text, by_stage, correctors, resolved
 from offbeat.correctors.rescheduling import Rescheduling
 from offbeat.correctors.shrink import Shrink
 from offbeat.correctors.speculation import Speculation
@@ -44,6 +44,7 @@ __all__ = [
     "StepLookahead",
     "WeightPrediction",
     "as_text",
+    "by_stage",
     "correctors",
     "resolved",
 ]

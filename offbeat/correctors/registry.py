@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, fields
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 from offbeat.correctors.auto import AutoCorrector
@@ -80,6 +80,20 @@ def as_text(given: Iterable[Corrector]) -> str:
     ('t1:power=1+sc:extra=1', 'none')
     """
     return "+".join(_text(corrector) for corrector in given) or "none"
+
+
+def by_stage(texts: Iterable[str]) -> str:
+    """The correctors of all stages, given as text, in one line.
+
+    >>> by_stage(["lookahead+sc", "lookahead+sc", "none"])
+    'stages 1-2 lookahead+sc, stage 3 none'
+    """
+    parts, first = [], 1
+    for text, same in groupby(texts):
+        last = first + len(list(same)) - 1
+        parts.append(f"stage {first} {text}" if first == last else f"stages {first}-{last} {text}")
+        first = last + 1
+    return ", ".join(parts)
 
 
 def _text(corrector: Corrector) -> str:

@@ -1,6 +1,6 @@
 """Cut a model into stages: trace, profile, solve, partition.
 
-May import errors, core, engines and what describes methods.
+May import errors, core, graphs, engines and what describes methods.
 """
 
 from offbeat.partitioning.choose import Trace

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offbeat import data
-from offbeat.correctors import AutoCorrector
+from offbeat.correctors import AutoCorrector, by_stage
 from offbeat.data.text import Text
 from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
@@ -109,20 +108,6 @@ def begin(
             apart=apart,
             locks=locks.pop_all(),
         )
-
-
-def by_stage(correctors: list[str]) -> str:
-    """The correctors of all stages in one line.
-
-    >>> by_stage(["lookahead+sc", "lookahead+sc", "none"])
-    'stages 1-2 lookahead+sc, stage 3 none'
-    """
-    parts, first = [], 1
-    for text, same in groupby(correctors):
-        last = first + len(list(same)) - 1
-        parts.append(f"stage {first} {text}" if first == last else f"stages {first}-{last} {text}")
-        first = last + 1
-    return ", ".join(parts)
 
 
 def enter(

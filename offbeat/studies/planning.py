@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from offbeat import models
+from offbeat.correctors import as_text, correctors
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
 from offbeat.methods import DECLARED, METHODS, add_packages, parsed, with_settings
 from offbeat.partitioning import Profile
+from offbeat.partitioning.batch_times import batch_seconds, smallest_batch
 from offbeat.partitioning.loopback import measure_links
+from offbeat.recommended import NORMALIZED, Recommendation, correctors_by_optimizer, parsed_auto, recommend
 from offbeat.report.draw import by_the_way, draw_staleness, draw_timeline
 from offbeat.runs.provenance import provenance
+from offbeat.runs.recipe import split_update
 from offbeat.studies.plan import LinkCost, Measured, Plan, make_plan
 from offbeat.theory import bound_table
 
@@ -49,6 +54,7 @@ class PlanRequest:
     K: int
     M: int | None
     batch_size: int
+    batch_per_update: int | None
     shape: tuple[int, ...] | None
     device: str
     threads: int
@@ -70,6 +76,8 @@ class PlanRequest:
         for name, number in (("K", self.K), ("batch_size", self.batch_size), ("threads", self.threads)):
             if number < 1:
                 raise UserError(f"{name}={number}: use a whole number from 1 up")
+        if self.batch_per_update is not None and self.batch_per_update < 1:
+            raise UserError(f"batch_per_update={self.batch_per_update}: use a whole number from 1 up")
         file = self.profile_file
         if file and (file.is_dir() or not file.resolve().parent.is_dir()):
             raise UserError(f"profile_file={str(file)!r}: give a file in a folder that exists")
@@ -77,11 +85,23 @@ class PlanRequest:
 
 def show_plan(request: PlanRequest) -> None:
     """Everything that the command prints and draws."""
-    method = chosen_method(DEFAULT if request.method in EVERY else request.method, request.M)
+    settings = parsed_auto(request.method, M=request.M)
+    by_default = settings is not None or request.method in EVERY
+    method = chosen_method(DEFAULT if by_default else request.method, request.M)
     request.check()
     method.check(request.K)
-    measured = measure(request)
+    samples = request.batch_per_update or request.batch_size * method.M  # of an update
+    if request.batch_per_update and settings is None:
+        request = replace(request, batch_size=split_update(samples, method.M))
     link = link_cost(request.latency, request.bandwidth, measured=request.measure_links)
+    network = build(request)
+    known_latency = request.latency is not None or request.measure_links
+    found = recommendation(
+        request, network, samples, {"latency": link.latency if known_latency else None, **(settings or {})}
+    )
+    if settings is not None:
+        method, request = found.method, replace(request, batch_size=samples // found.M)
+    measured = measure(request, network)
     plan, costs = make_plan(
         measured,
         method,
@@ -101,41 +121,103 @@ def show_plan(request: PlanRequest) -> None:
             request.staleness_picture,
         )
     if request.as_json:
-        print(json.dumps({**plan.as_dict(), **origin()}))
+        print(json.dumps({**plan.as_dict(), "recommendation": as_record(found, samples), **origin()}))
         return
     console = Console(highlight=False)
     console.print(stage_table(plan))
     console.print(method_table(plan))
+    if found.measured:
+        console.print(recommendation_table(found))
     source = "measured" if request.measure_links else "assumed unless given"
     links = f"messages take {1e3 * link.latency:.3g} ms and {link.bandwidth / 1e6:,.0f} MB/s, {source}"
-    for line in (*plan.advice, links, *plan.notes):
+    advised = recommendation_lines(found, request.K, samples)
+    for line in (*plan.advice, *advised, links, *plan.notes):
         console.print(f"- {line}", soft_wrap=True)
     if request.theory:
         console.print(theory_table(plan))
 
 
-def measure(request: PlanRequest) -> Measured:
-    """The network's units, timed here; or as the profile file has them, which is written where there is none."""
-    file = request.profile_file
-    known = Profile.load(file) if file and file.exists() else None
+@dataclass(frozen=True)
+class Network:
+    """A network on its device, with what its batches are made of."""
+
+    module: torch.nn.Module
+    shape: tuple[int, ...]
+    classes: int
+
+    def batch(self, samples: int, device: str) -> torch.Tensor:
+        return models.random_batch(samples, self.shape, self.classes, device=device)
+
+
+def build(request: PlanRequest) -> Network:
+    """The network on the device; UserError if that cannot hold it, and a batch."""
     torch.set_num_threads(request.threads)
     torch.manual_seed(0)
-    size, classes = models.default_size(request.model, shape=request.shape)
-    network = models.build(request.model, shape=size, classes=classes)
+    shape, classes = models.default_size(request.model, shape=request.shape)
+    module = models.build(request.model, shape=shape, classes=classes)
     try:
         if request.device == "meta":
             raise RuntimeError("it computes nothing")
-        network = network.to(request.device)
-        sample = models.random_batch(request.batch_size, size, classes, device=request.device)
+        network = Network(module.to(request.device), shape, classes)
+        network.batch(request.batch_size, request.device)
     except (RuntimeError, AssertionError, MemoryError, OverflowError) as error:
         raise UserError(
             f"device={request.device!r} cannot hold a batch of {request.batch_size} ({first_line(error)}): use cpu, or "
             "cuda, or a smaller batch_size="
         ) from error
-    measured = Measured.of(request.model, network, sample, request.batch_size, known=known)
+    return network
+
+
+def measure(request: PlanRequest, network: Network) -> Measured:
+    """The network's units, timed here; or as the profile file has them, which is written where there is none."""
+    file = request.profile_file
+    known = Profile.load(file) if file and file.exists() else None
+    sample = network.batch(request.batch_size, request.device)
+    measured = Measured.of(request.model, network.module, sample, request.batch_size, known=known)
     if file and known is None:
         measured.profile.save(file)
     return measured
+
+
+def recommendation(request: PlanRequest, network: Network, samples: int, settings: Mapping[str, Any]) -> Recommendation:
+    """What method auto would be for updates of that many samples, measured here."""
+    sample, device = network.batch(1, request.device), torch.device(request.device)
+    return recommend(
+        request.K,
+        batch=samples,
+        settings={name: value for name, value in settings.items() if value is not None},
+        seconds=batch_seconds(network.module, sample, device=device),
+        smallest=smallest_batch(network.module, NORMALIZED),
+    )
+
+
+def as_record(found: Recommendation, samples: int) -> dict[str, Any]:
+    return {
+        "method": found.method.name,
+        "M": found.M,
+        "batch_per_update": samples,
+        "corrector": as_text(found.method.correctors),
+        "measured": [asdict(row) for row in found.measured],
+    }
+
+
+def recommendation_lines(found: Recommendation, K: int, samples: int) -> list[str]:
+    """The recommendation, and what its corrector is for each kind of optimizer."""
+    lines = [f"recommended (--method auto) for updates of {samples} samples: {found.as_text()}"]
+    if found.method.correctors == correctors("auto"):
+        by_optimizer = correctors_by_optimizer(found.method, K)
+        lines += [f"corrector auto with {names}: {stages}" for names, stages in by_optimizer.items()]
+    return lines
+
+
+def recommendation_table(found: Recommendation) -> Table:
+    table = Table(title="an update in M micro-batches of b samples, forward and backward", box=box.SIMPLE_HEAD)
+    for column in ("b", "M", "ms per sample", "stage 1 late by", ""):
+        table.add_column(column, justify="right")
+    for row in found.measured:
+        chosen = "recommended" if row.M == found.M else ""
+        table.add_row(str(row.size), str(row.M), f"{1e3 * row.seconds:.3f}", f"{row.delay:g} updates", chosen)
+    return table
 
 
 def origin() -> dict[str, Any]:

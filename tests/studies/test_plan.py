@@ -14,8 +14,9 @@ from command import Command, Outcome, check_refused
 
 from offbeat import models
 from offbeat.methods import DECLARED
-from offbeat.partitioning import timing
+from offbeat.partitioning import batch_times, timing
 from offbeat.runs.provenance import provenance
+from offbeat.studies import planning
 
 pytestmark = pytest.mark.usefixtures("forked_children", "pictures")
 
@@ -50,6 +51,7 @@ def few_laps_here(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(timing.TimingWorkers, "possible", staticmethod(lambda twin, K: False))
         patch.setattr(timing, "SHORTEST", 0.0)
+        patch.setattr(batch_times, "SHORTEST", 0.0)
         yield patch
 
 
@@ -241,6 +243,50 @@ def test_the_text_has_both_tables_the_balance_and_advice(offbeat):
     for name in DECLARED:
         assert f" {name} " in said
     assert "- memory is largest at stage" in said
+
+
+MLP = ("plan", "--model", "mlp", "--shape", "1,4,4", "-K", 3)  # without BatchNorm, which keeps micro-batches large
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """Fixed seconds by size of a batch, efficient down to 4 samples."""
+    monkeypatch.setattr(
+        planning, "batch_seconds", lambda *given, **more: lambda size: size * (1.0 if size > 3 else 2.0)
+    )
+
+
+@pytest.mark.usefixtures("times")
+def test_the_recommendation_is_printed_with_the_measured_table(offbeat):
+    said = done(offbeat(*MLP, "--batch-size", 8, "-M", 2)).splitlines()
+    rows = [line.split() for line in said if "updates" in line and not line.startswith("- ")]
+    assert rows[1:] == [
+        ["16", "1", "1000.000", "2", "updates"],
+        ["8", "2", "1000.000", "1", "updates"],
+        ["4", "4", "1000.000", "0.5", "updates", "recommended"],
+        ["2", "8", "2000.000", "0.25", "updates"],
+    ]
+    for line in (
+        "- recommended (--method auto) for updates of 16 samples: adl-1f1b, M=4 of 4 samples, stage 1 0.5 updates "
+        "late, corrector auto",
+        "- corrector auto with SGD with momentum: stages 1-2 sc, stage 3 none",
+        "- corrector auto with Adam, AdamW, NAdam, Muon, RotatedAdam: stages 1-2 lookahead+sc, stage 3 none",
+        "- corrector auto with others: stages 1-2 lookahead, stage 3 none",
+    ):
+        assert line in said
+
+
+@pytest.mark.usefixtures("times")
+def test_auto_is_planned_as_what_it_is(offbeat):
+    plan = json.loads(done(offbeat(*MLP, "--method", "auto", "--batch-per-update", 16, "--json")))
+    assert (plan["method"], plan["M"], plan["batch_size"]) == ("adl-1f1b", 4, 4)
+    found = plan["recommendation"]
+    assert (found["method"], found["M"], found["batch_per_update"], found["corrector"]) == ("adl-1f1b", 4, 16, "auto")
+    assert found["measured"][2] == {"M": 4, "size": 4, "seconds": 1.0, "delay": 0.5}
+    slow = json.loads(done(offbeat(*MLP, "--method", "auto", "--batch-per-update", 16, "--latency", 1500, "--json")))
+    assert slow["method"] == slow["recommendation"]["method"] == "adl"
+    given = json.loads(done(offbeat(*MLP, "--method", "adl", "-M", 2, "--batch-per-update", 16, "--json")))
+    assert (given["method"], given["M"], given["batch_size"]) == ("adl", 2, 8)
 
 
 def test_the_text_fits_eighty_columns(offbeat, monkeypatch):
