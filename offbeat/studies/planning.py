@@ -138,7 +138,7 @@ def show_plan(request: PlanRequest) -> None:
 
 
 @dataclass(frozen=True)
-class Network:
+class PlannedNetwork:
     """A network on its device, with what its batches are made of."""
 
     module: torch.nn.Module
@@ -149,7 +149,7 @@ class Network:
         return models.random_batch(samples, self.shape, self.classes, device=device)
 
 
-def build(request: PlanRequest) -> Network:
+def build(request: PlanRequest) -> PlannedNetwork:
     """The network on the device; UserError if that cannot hold it, and a batch."""
     torch.set_num_threads(request.threads)
     torch.manual_seed(0)
@@ -158,7 +158,7 @@ def build(request: PlanRequest) -> Network:
     try:
         if request.device == "meta":
             raise RuntimeError("it computes nothing")
-        network = Network(module.to(request.device), shape, classes)
+        network = PlannedNetwork(module.to(request.device), shape, classes)
         network.batch(request.batch_size, request.device)
     except (RuntimeError, AssertionError, MemoryError, OverflowError) as error:
         raise UserError(
@@ -168,7 +168,7 @@ def build(request: PlanRequest) -> Network:
     return network
 
 
-def measure(request: PlanRequest, network: Network) -> Measured:
+def measure(request: PlanRequest, network: PlannedNetwork) -> Measured:
     """The network's units, timed here; or as the profile file has them, which is written where there is none."""
     file = request.profile_file
     known = Profile.load(file) if file and file.exists() else None
@@ -179,7 +179,9 @@ def measure(request: PlanRequest, network: Network) -> Measured:
     return measured
 
 
-def recommendation(request: PlanRequest, network: Network, samples: int, settings: Mapping[str, Any]) -> Recommendation:
+def recommendation(
+    request: PlanRequest, network: PlannedNetwork, samples: int, settings: Mapping[str, Any]
+) -> Recommendation:
     """What method auto would be for updates of that many samples, measured here."""
     sample, device = network.batch(1, request.device), torch.device(request.device)
     return recommend(
