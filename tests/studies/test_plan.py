@@ -271,7 +271,7 @@ def test_the_recommendation_is_printed_with_the_measured_table(offbeat):
         "late, corrector auto",
         "- corrector auto with SGD with momentum: stages 1-2 sc, stage 3 none",
         "- corrector auto with Adam, AdamW, NAdam, Muon, RotatedAdam: stages 1-2 lookahead+sc, stage 3 none",
-        "- corrector auto with others: stages 1-2 lookahead, stage 3 none",
+        "- corrector auto with others: stages 1-3 none",
     ):
         assert line in said
 
