@@ -290,9 +290,9 @@ def test_processes_write_the_lines_of_the_simulator_and_the_bits_of_a_plain_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every", "weights"), [("7b", "stash"), ("9b", "hybrid")])
-def test_a_resumed_run_has_every_line_once(every, weights, offbeat: Command, tmp_path):
-    small = [*RUN, "--engine", "simulate", "--diagnose", "1", "--checkpoint-every", every, "--weights", weights]
+@pytest.mark.parametrize(("every", "policy"), [("7b", "stash"), ("9b", "hybrid")])
+def test_a_resumed_run_has_every_line_once(every, policy, offbeat: Command, tmp_path):
+    small = [*RUN, "--engine", "simulate", "--diagnose", "1", "--checkpoint-every", every, "--weights", policy]
     train_here(offbeat, *small, "--out", tmp_path / "whole")
     command = [PYTHON, "-c", KILLED, "41", "train", *small, "--out", str(tmp_path / "broken")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False)
