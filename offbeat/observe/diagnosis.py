@@ -1,4 +1,4 @@
-"""How stale the gradients of a stage really are, measured while it trains.
+"""How stale the gradients of a stage are, and what that costs its updates, measured while it trains.
 
 Every N updates, for the first batch t of an update's window, at its backward:
 
@@ -9,13 +9,27 @@ Every N updates, for the first batch t of an update's window, at its backward:
     cosine    <g', g> / (|| g' || || g ||)      g the fresh gradient
     lag       updates between the forward and now
 
+and when the update is made, for all batches of its window:
+
+    predicted_change    <G', d>     d  the step: the weights after the update minus those before it
+                                    G' the gradient that the update uses: the window's mean, with correctors, before
+                                       its norm is clipped
+    fresh_change        <G, d>      G  the mean of the fresh gradients, with the same weights in the mean
+
+Both are first-order changes of the loss of these batches, negative where it decreases: the one that the stage's late
+gradients predict for its step, and the one that the same step makes at the present weights. They are equal without
+staleness. fresh_change / predicted_change is the share of the predicted decrease that a stage gets; where it is
+negative, the step increases the loss. A single update may predict an increase (momentum, weight decay), so that shares
+are those of sums over updates (see runs/record.py). A replay on the present weights has a share of 1.
+
 The fresh gradient is what a stage can know alone: that of its own function at the present weights, for the input that
 it was given then and the same gradient from above. (Where all stages were at their present weights, input and incoming
 gradient would be others too; that part of the staleness no stage can see.) At the last stage it is that of the loss.
 
-Norms and products are over all parameters of the stage, as forwards use them (in bfloat16 if so), summed in float64.
-Measuring repeats forward and backward twice, on copies: neither BatchNorm's statistics nor random numbers nor anything
-else of training notices.
+Norms and products are over all parameters of the stage, summed in float64; w, w', g' and g are as forwards use them
+(in bfloat16 if so), d is that of the parameters themselves. Measuring repeats forward and backward of each batch of the
+window, and of its first batch twice, on copies: neither BatchNorm's statistics nor random numbers nor anything else of
+training notices.
 """
 
 from __future__ import annotations
@@ -36,7 +50,7 @@ from offbeat.core.worker import Worker
 from offbeat.errors import UserError
 from offbeat.method import Method
 
-FIGURES = ("gap", "norm", "gradient", "cosine")
+FIGURES = ("gap", "norm", "gradient", "cosine", "predicted_change", "fresh_change")
 Gradients = list[Tensor | None]
 
 
@@ -59,6 +73,28 @@ class Given:
     x: Any = None
 
 
+@dataclass
+class MeasuredWindow:
+    """A window whose update will be measured.
+
+    facts    what its line has besides the figures
+    figures  those of its first batch
+    fresh    the sum of the fresh gradients so far, in float64; None if that of some batch is not known
+    """
+
+    facts: dict[str, int]
+    figures: Tensor
+    fresh: list[Tensor] | None
+
+    def add(self, gradients: Gradients, weight: float) -> None:
+        """Add the fresh gradients of a batch that has this weight in the window's mean."""
+        if self.fresh is None:
+            return
+        for total, gradient in zip(self.fresh, gradients, strict=True):
+            if gradient is not None:
+                total.add_(gradient, alpha=weight)
+
+
 class Diagnosis:
     """Gives a stage's operations to the executor of its worker, and measures late gradients every `every` updates."""
 
@@ -66,6 +102,7 @@ class Diagnosis:
         check(every, worker.method)
         self.stage, self.executor, self.every, self.turn = worker.stage, worker.executor, every, worker.newest
         self.given: dict[int, Given] = {}  # of the batches in flight
+        self.window: MeasuredWindow | None = None  # the open window, if it is measured
         self.lasting: tuple[int, Version] | None = None  # a copy of the weights, and of which update
         self.measured: list[tuple[dict[str, int], Tensor]] = []  # figures stay on the device until they are read
         self.restored: list[dict[str, Any]] = []  # measured by an earlier process
@@ -81,13 +118,17 @@ class Diagnosis:
 
     def backward(self, t: int, gradients: Gradients | None) -> Gradients:
         given = self.given.pop(t, None)
-        if given is not None and self._due(t):
+        if self._due(t):
             with self._at_once():
                 self._measure(t, given, gradients)
         return self.executor.backward(t, gradients)
 
     def update(self, over: int) -> None:
-        self.executor.update(over)
+        window, self.window = self.window, None
+        if window is None:
+            self.executor.update(over)
+        else:
+            self.measured.append((window.facts, torch.cat([window.figures, self._update_measured(window, over)])))
 
     def teach(self, t: int, gradients: Gradients) -> None:
         self.executor.teach(t, gradients)
@@ -107,11 +148,19 @@ class Diagnosis:
             return self.lasting[1]
         return batch.version
 
-    def take_up(self, lines: list[dict[str, Any]]) -> None:
-        """Continue with a restored stage: what an earlier process has not reported yet, and its batches in flight.
+    def open_window(self) -> dict[str, Any] | None:
+        """The open window as a tree of tensors and plain values, if it is measured."""
+        return None if self.window is None else dict(vars(self.window))
+
+    def take_up(self, lines: list[dict[str, Any]], window: dict[str, Any] | None) -> None:
+        """Continue with a restored stage: what an earlier process has not reported yet, its open window and its batches
+        in flight.
 
         A replay's are not measured: what forwarded them was not saved.
         """
+        device = self.stage.network.device
+        moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), window)
+        self.window = None if moved is None else MeasuredWindow(**moved)
         self.restored = list(lines)
         self.given = {
             t: Given(batch.kept or batch.version)
@@ -126,10 +175,11 @@ class Diagnosis:
     # ---- measuring
 
     def _due(self, t: int) -> bool:
+        """Whether batch t gives a gradient to a window that is measured."""
         stage = self.stage
-        first = not stage.window.levels
+        begins = not stage.window.levels and (stage.update_index + 1) % self.every == 0
         used = not stage.guard.excludes(t) and bool(stage.parameters)
-        return first and (stage.update_index + 1) % self.every == 0 and used
+        return used and (begins or self.window is not None)
 
     @contextmanager
     def _at_once(self) -> Iterator[None]:
@@ -142,18 +192,30 @@ class Diagnosis:
         finally:
             weights.do = before
 
-    def _measure(self, t: int, given: Given, gradients: Gradients | None) -> None:
-        stage, batch = self.stage, self.stage.in_flight[t]
-        now = self._present()
-        stale = self._stale(t, batch, given, gradients)
+    def _measure(self, t: int, given: Given | None, gradients: Gradients | None) -> None:
+        if given is None:  # forwarded before the diagnosis began
+            if self.window is not None:
+                self.window.fresh = None
+            return
+        batch, now = self.stage.in_flight[t], self._present()
         fresh = self._gradients(t, now, self._roots(t, batch, given, now), batch, gradients)
+        if self.window is None:
+            stale = self._stale(t, batch, given, gradients)
+            self.window = self._begin_window(t, batch, now, given, stale=stale, fresh=fresh)
+        if self.window is not None:
+            self.window.add(fresh, batch.weight)
+
+    def _begin_window(
+        self, t: int, batch: InFlight, now: Version, given: Given, *, stale: Gradients, fresh: Gradients
+    ) -> MeasuredWindow | None:
+        stage = self.stage
         assert now.tensors is not None
         then = list((given.version.tensors or stage.parameters).values())
         pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(now.tensors.values(), then, strict=True)]
         both = [(a.double(), b.double()) for a, b in zip(stale, fresh, strict=True) if a is not None and b is not None]
         if not both:
-            return  # nothing came from above
-        zero = torch.zeros((), dtype=torch.float64, device=stage.network.device)
+            return None  # nothing came from above
+        zero = self._zero()
         gap = sum(((a - b).square().sum() for a, b in pairs), zero).sqrt()
         norm = sum((a.square().sum() for a, _ in pairs), zero).sqrt()
         lengths = [sum((g.square().sum() for g in each), zero).sqrt() for each in zip(*both, strict=True)]
@@ -166,7 +228,31 @@ class Diagnosis:
             "turn": self.turn(),
         }
         figures = torch.stack([gap, norm, lengths[0], product / (lengths[0] * lengths[1])])
-        self.measured.append((facts, figures))
+        sums = [torch.zeros_like(p, dtype=torch.float64, requires_grad=False) for p in stage.parameters.values()]
+        return MeasuredWindow(facts, figures, sums)
+
+    def _update_measured(self, window: MeasuredWindow, over: int) -> Tensor:
+        """Make the update; the changes of the loss that the late and the fresh gradients predict for its step."""
+        stage = self.stage
+        if window.fresh is None:
+            self.executor.update(over)
+            return torch.full((2,), math.nan, dtype=torch.float64, device=stage.network.device)
+        stage.launcher.flush()
+        divisor = stage.window.divisor(over)
+        late = {name: gradient.to(torch.float64, copy=True) for name, gradient in stage.window.gradients().items()}
+        before = [parameter.detach().clone() for parameter in stage.parameters.values()]
+        self.executor.update(over)
+        stage.launcher.flush()
+        predicted = fresh = self._zero()
+        for (name, parameter), old, new in zip(stage.parameters.items(), before, window.fresh, strict=True):
+            step = (parameter.detach().double() - old.double()).flatten()
+            fresh = fresh + (new.flatten() * step).sum()
+            if name in late:
+                predicted = predicted + (late[name].flatten() * step).sum()
+        return torch.stack([predicted, fresh]) / divisor
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.stage.network.device)
 
     def _stale(self, t: int, batch: InFlight, given: Given, gradients: Gradients | None) -> Gradients:
         """The gradient as the method takes it, by a graph that is made again."""

@@ -24,7 +24,7 @@ def states(assembly: Assembly, diagnoses: Diagnoses, *, keep_on: bool) -> dict[i
         for worker in assembly.workers
     }
     for k, diagnosis in diagnoses.items():
-        found[k]["diagnosis"] = diagnosis.lines()
+        found[k]["diagnosis"], found[k]["diagnosed_window"] = diagnosis.lines(), diagnosis.open_window()
     for stage in assembly.stages.values():
         stage.keep(keep_on)
     return found
@@ -42,7 +42,7 @@ def load(assembly: Assembly, diagnoses: Diagnoses, trees: Mapping[int, Any], bat
                 stage_state.load(worker.stage, tree["stage"])
                 worker.load(tree["worker"])
             if k in diagnoses:
-                diagnoses[k].take_up(tree.get("diagnosis", []))
+                diagnoses[k].take_up(tree.get("diagnosis", []), tree.get("diagnosed_window"))
         except (KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
                 f"the state of stage {k} is not one of a pipeline like this "

@@ -168,16 +168,52 @@ class Diagnoses:
         text = self.file.read_text() if self.file.exists() else ""
         lines = [json.loads(line) for line in text.split("\n")[:-1]]  # without an incomplete last line
         kept = [line for line in lines if line["turn"] < batches]
-        self.written = {(line["stage"], line["batch"]) for line in kept}
+        self.written = {_place(line): changes_of(line) for line in kept}
         if text:
             write(self.file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, lines: list[dict[str, Any]]) -> None:
         """Append new lines; a checkpoint may bring back lines that were written before."""
-        new = [line for line in lines if (line["stage"], line["batch"]) not in self.written]
-        self.written.update((line["stage"], line["batch"]) for line in new)
+        new = [line for line in lines if _place(line) not in self.written]
+        self.written.update({_place(line): changes_of(line) for line in new})
         if new:
             append(self.file.parent, self.file.name, "".join(json.dumps(line) + "\n" for line in new))
+
+    def summary(self) -> str | None:
+        """One line with the share of each stage, if there is one."""
+        stages = sorted({stage for stage, _ in self.written})
+        shares = [
+            share_of_decrease(changes for (stage, _), changes in self.written.items() if stage == k) for k in stages
+        ]
+        if all(share is None for share in shares):
+            return None
+        texts = ", ".join("-" if share is None else f"{100 * share:.0f} %" for share in shares)
+        return f"diagnosis: share of the predicted decrease of the loss that stages 1 to {stages[-1]} get: {texts}"
+
+
+Changes = tuple[float, float] | None  # of the loss by one update: as its late gradients predict, and as fresh ones do
+
+
+def changes_of(line: dict[str, Any]) -> Changes:
+    """The changes in a line of diagnosis.jsonl; None where they are not known, as in older files."""
+    predicted, fresh = line.get("predicted_change"), line.get("fresh_change")
+    return None if predicted is None or fresh is None else (float(predicted), float(fresh))
+
+
+def share_of_decrease(changes: Iterable[Changes]) -> float | None:
+    """How much of the decrease of the loss that a stage's late gradients predict it gets, summed over its updates; None
+    if they predict none.
+
+    >>> share_of_decrease([(-0.3, -0.2), None, (0.1, 0.1)])
+    0.5
+    """
+    known = [each for each in changes if each is not None]
+    predicted, fresh = sum(one for one, _ in known), sum(other for _, other in known)
+    return fresh / predicted if predicted < 0 else None
+
+
+def _place(line: dict[str, Any]) -> tuple[int, int]:
+    return line["stage"], line["batch"]
 
 
 def check_free(path: Path) -> None:

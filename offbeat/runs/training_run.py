@@ -118,10 +118,13 @@ class TrainingRun:
         return result
 
     def _report_drain(self) -> None:
-        """Write the diagnosis of the last batches, and print that a trace is missing."""
+        """Write the diagnosis of the last batches and print its summary, and print that a trace is missing."""
         if self.recipe.diagnose:
             self.telemetry.send()
             self._write(self.telemetry.collect(wait=True))
+            summary = self.diagnoses.summary() if self.diagnoses else None
+            if summary:
+                self.progress.print(summary)
         if self.pipe.tracing is not None or self.pipe.trace_requested:
             self.progress.print("trace: nothing was recorded, since the run ended before the pipeline was full")
 

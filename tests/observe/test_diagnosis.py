@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -45,7 +46,10 @@ RUN = [
     "1",
     "--json",
 ]
-FIELDS = {"stage", "update", "batch", "epoch", "gap", "norm", "gradient", "cosine", "lag", "turn"}
+FIELDS = {
+    *("stage", "update", "batch", "epoch", "gap", "norm", "gradient", "cosine", "lag", "turn"),
+    *("predicted_change", "fresh_change"),
+}
 X, Y, LR, STEPS = 0.7, 1.3, 0.05, 12
 
 
@@ -60,38 +64,58 @@ class Product(nn.Module):
         return self.b * (self.a * x)
 
 
-def by_hand(weights: str) -> list[dict[str, float]]:
-    """ADL, K=2, M=1 on (c b a x - y)^2 in plain numbers: the first stage is late by 2, the second never."""
-    a, b, c = 0.9, 0.4, 1.1
-    forwarded: list[tuple[float, float]] = []
+def inputs() -> list[float]:
+    return [X + 0.1 * math.sin(t) for t in range(STEPS)]
+
+
+def dot(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return one[0] * other[0] + one[1] * other[1]
+
+
+def by_hand(weights: str, M: int, momentum: float) -> list[dict[str, float]]:
+    """ADL, K=2 on (c b a x - y)^2 in plain numbers: the first stage is late by 2 batches, the second never."""
+    a, b, c, s = 0.9, 0.4, 1.1, 0
+    velocity, velocity_c = (0.0, 0.0), 0.0
+    forwarded: list[tuple[float, float, int]] = []
     sent: list[float] = []
-    reported = []
+    window: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    window_c: list[float] = []
+    reported: list[dict[str, float]] = []
     for t in range(STEPS + 2):
         if t < STEPS:
-            forwarded.append((a, b))
-            z = b * a * X
+            forwarded.append((a, b, s))
+            z = b * a * inputs()[t]
             error = c * z - Y
             sent.append(2 * error * c)
-            c -= LR * 2 * error * z
+            window_c.append(2 * error * z)
+            if len(window_c) == M:
+                velocity_c = momentum * velocity_c + sum(window_c) / M
+                c -= LR * velocity_c
+                window_c = []
         if t >= 2:
-            (old_a, old_b), g = forwarded[t - 2], sent[t - 2]
+            (old_a, old_b, old_s), g, x = forwarded[t - 2], sent[t - 2], inputs()[t - 2]
             stale = {"stash": (old_b, old_a), "hybrid": (b, old_a), "replay": (b, a)}[weights]
-            stale = (g * X * stale[0], g * X * stale[1])
-            fresh = (g * X * b, g * X * a)
-            reported.append(
-                {
+            stale = (g * x * stale[0], g * x * stale[1])
+            fresh = (g * x * b, g * x * a)
+            if not window:
+                line = {
                     "gap": math.hypot(a - old_a, b - old_b),
                     "norm": math.hypot(a, b),
                     "gradient": math.hypot(*stale),
-                    "cosine": (stale[0] * fresh[0] + stale[1] * fresh[1]) / (math.hypot(*stale) * math.hypot(*fresh)),
-                    "lag": min(t - 2, 2),
+                    "cosine": dot(stale, fresh) / (math.hypot(*stale) * math.hypot(*fresh)),
+                    "lag": s - old_s,
                     "turn": min(t, STEPS - 1),
                     "batch": t - 2,
-                    "update": t - 2,
+                    "update": s,
                     "stage": 1,
                 }
-            )
-            a, b = a - LR * stale[0], b - LR * stale[1]
+            window.append((stale, fresh))
+            if len(window) == M:
+                late, now = (tuple(sum(part) / M for part in zip(*each, strict=True)) for each in zip(*window))
+                velocity = (momentum * velocity[0] + late[0], momentum * velocity[1] + late[1])
+                delta = (-LR * velocity[0], -LR * velocity[1])
+                reported.append({**line, "predicted_change": dot(late, delta), "fresh_change": dot(now, delta)})
+                a, b, s, window = a + delta[0], b + delta[1], s + 1, []
     return reported
 
 
@@ -113,31 +137,36 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def products(engine: Any, **answers: Any) -> library.Pipeline:
+def products(engine: Any, *, M: int = 1, momentum: float = 0.0, **answers: Any) -> library.Pipeline:
     return library.Pipeline(
         [Product(0.9, 0.4), scale(1.1)],
-        method=library.ADL(M=1, **answers),
+        method=library.ADL(M=M, **answers),
         loss=mean_square,
         engine=engine,
-        optimizer=lambda p: torch.optim.SGD(p, lr=LR),
+        optimizer=lambda p: torch.optim.SGD(p, lr=LR, momentum=momentum),
     )
 
 
 @pytest.mark.parametrize("engine", ["simulate", "streams"])
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
-def test_gap_and_cosine_are_those_computed_by_hand(weights, engine):
-    pipe = products(Streams(2, torch.device("cpu")) if engine == "streams" else engine, weights=weights)
-    batch = torch.full((1, 1), X, dtype=torch.float64), torch.full((1, 1), Y, dtype=torch.float64)
-    found = diagnosed(pipe, [batch] * STEPS)
-    expected = by_hand(weights)
-    assert len(found[1]) == len(expected) == STEPS
+@pytest.mark.parametrize(("M", "momentum"), [(1, 0.0), (3, 0.9)])
+def test_every_figure_is_the_one_computed_by_hand(weights, engine, M, momentum):
+    engine = Streams(2, torch.device("cpu")) if engine == "streams" else engine
+    pipe = products(engine, M=M, momentum=momentum, weights=weights)
+    y = torch.full((1, 1), Y, dtype=torch.float64)
+    found = diagnosed(pipe, [(torch.full((1, 1), x, dtype=torch.float64), y) for x in inputs()])
+    expected = by_hand(weights, M, momentum)
+    assert len(found[1]) == len(expected) == STEPS // M
     for line, wanted in zip(found[1], expected, strict=True):
-        assert line == pytest.approx(wanted, rel=1e-9, abs=1e-12)
-    assert all(line["gap"] > 0 for line in found[1][1:])
-    assert (min(line["cosine"] for line in found[1]) < 1 - 1e-4) == (weights != "replay")
+        assert line == pytest.approx(wanted, rel=1e-12, abs=1e-14)
+    assert any(line["gap"] > 0 for line in found[1])
+    late = weights != "replay"
+    assert (min(line["cosine"] for line in found[1]) < 1 - 1e-4) == late
+    assert any(abs(line["fresh_change"] / line["predicted_change"] - 1) > 1e-3 for line in found[1]) == late
     for line in found[2]:
         assert (line["gap"], line["lag"]) == (0.0, 0)
         assert line["cosine"] == pytest.approx(1, abs=1e-12)
+        assert line["fresh_change"] == pytest.approx(line["predicted_change"], rel=1e-12)
 
 
 def network(dropout: float = 0.0) -> nn.Sequential:
@@ -163,9 +192,8 @@ def pipeline(method: library.Method, engine: str = "simulate", model: nn.Module 
         cuts=[1, 2][: K - 1],
         loss=nn.functional.cross_entropy,
         seed=3,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        **{"optimizer": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), **options},
         engine=Streams(K, torch.device("cpu")) if engine == "streams" else engine,
-        **options,
     )
 
 
@@ -208,6 +236,8 @@ def test_no_bit_of_any_late_method_depends_on_a_diagnosis(name):
             if line["lag"] == 0 and not method.correctors:
                 assert line["gap"] == 0.0
                 assert line["cosine"] == pytest.approx(1, abs=1e-6)
+            assert math.isfinite(line["predicted_change"])
+            assert math.isfinite(line["fresh_change"])
 
 
 @pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
@@ -263,6 +293,64 @@ def test_a_batch_that_is_skipped_is_not_measured():
     assert all(line["cosine"] is not None for reported in found.values() for line in reported)
 
 
+def doubles(n: int) -> list:
+    return [(x.double(), y) for x, y in batches(n)]
+
+
+@pytest.mark.parametrize("name", ["bp", "gpipe"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        lambda p: library.optim.Muon(p, lr=0.01),
+    ],
+    ids=["sgd", "adamw", "muon"],
+)
+def test_without_staleness_every_stage_gets_what_it_predicts(name, optimizer):
+    method = library.BP(M=3) if name == "bp" else library.GPipe(2)
+    pipe = pipeline(method, model=network().double(), optimizer=optimizer, clip_norm=0.1)
+    for reported in diagnosed(pipe, doubles(12)).values():
+        assert len(reported) == 12 // method.M
+        for line in reported:
+            assert line["predicted_change"] != 0
+            assert line["fresh_change"] == pytest.approx(line["predicted_change"], rel=1e-9)
+
+
+def test_batches_count_in_the_change_of_the_loss_as_in_the_mean_of_the_window():
+    pipe = pipeline(library.ADL(M=3), model=network().double(), left_out=(4,), weighting="samples")
+    data = doubles(14)  # the last window is not full
+    data[7] = (data[7][0][:2], data[7][1][:2])
+    found = diagnosed(pipe, data)
+    assert [line["batch"] for line in found[3]] == [0, 3, 6, 9, 12]
+    for line in found[3]:  # which is never late
+        assert line["fresh_change"] == pytest.approx(line["predicted_change"], rel=1e-9)
+    assert any(abs(line["fresh_change"] / line["predicted_change"] - 1) > 1e-3 for line in found[1])
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid"])
+def test_a_state_saved_within_a_window_continues_its_measurement(weights):
+    method = library.ADL(M=4, weights=weights)
+    data = batches(20)
+    whole = diagnosed(pipeline(method), data)
+    first, second = pipeline(method), pipeline(method)
+    first.diagnose(1)
+    first.keep()
+    for x, y in data[:10]:
+        first.step(x, y)
+    saved = first.state()
+    before = {report.k: report.diagnosis for report in first.reports()}
+    second.diagnose(1)
+    second.load(saved, batches=10)
+    for x, y in data[10:]:
+        second.step(x, y)
+    second.drain()
+    after = {report.k: report.diagnosis for report in second.reports()}
+    for k, lines in whole.items():
+        assert after[k] == lines  # with those that the saved state had not reported yet
+        assert before[k] == lines[: len(before[k])]
+
+
 # ---- the run folder
 
 
@@ -313,6 +401,39 @@ def test_lines_after_the_batch_at_which_a_run_resumes_are_removed(tmp_path):
     second.add([{"stage": 2, "batch": 3, "turn": 3}, {"stage": 2, "batch": 4, "turn": 4}])
     assert (tmp_path / "diagnosis.jsonl").read_text().count("\n") == 7
     assert os.listdir(tmp_path) == ["diagnosis.jsonl"]
+
+
+def test_the_summary_has_the_share_of_each_stage_also_in_a_resumed_run(tmp_path):
+    first = Diagnoses(tmp_path, 0)
+    assert first.summary() is None
+    first.add([{"stage": 1, "batch": 0, "turn": 0}])  # of an earlier version
+    assert first.summary() is None
+    changes = {1: (-0.5, -0.25), 2: (-0.5, 0.125), 3: (0.5, 0.5)}
+    first.add(
+        [
+            {"stage": k, "batch": t, "turn": t, "predicted_change": predicted, "fresh_change": fresh}
+            for k, (predicted, fresh) in changes.items()
+            for t in (1, 2)
+        ]
+    )
+    first.add([{"stage": 1, "batch": 3, "turn": 3, "predicted_change": None, "fresh_change": None}])
+    expected = "diagnosis: share of the predicted decrease of the loss that stages 1 to 3 get: 50 %, -25 %, -"
+    assert first.summary() == Diagnoses(tmp_path, 2).summary() == expected
+
+
+def test_training_prints_the_share_of_each_stage_at_its_end(offbeat: Command, tmp_path):
+    arguments = [argument for argument in RUN if argument != "--json"]
+    arguments[arguments.index("640")] = "96"
+    done = offbeat("train", *arguments, "--engine", "simulate", "--diagnose", "1", "--out", tmp_path / "run")
+    assert done.code == 0, done.err
+    (printed,) = re.findall(r"diagnosis: .* stages 1 to 2 get: (-?\d+) %, (-?\d+) %", done.out + done.err)
+    found = lines_of(tmp_path / "run")
+    sums = [
+        [sum(line[f"{of}_change"] for line in found if line["stage"] == k) for k in (1, 2)]
+        for of in ("fresh", "predicted")
+    ]
+    assert [int(share) for share in printed] == [round(100 * a / b) for a, b in zip(*sums, strict=True)]
+    assert printed[1] == "100"
 
 
 # ---- misuse
