@@ -72,8 +72,8 @@ def trace(path: Path, *, K: int = 3, M: int = 2, costs: Costs | None = None) -> 
     (path / "trace.json").write_text(json.dumps(content))
 
 
-def diagnosis(path: Path, *, K: int = 3) -> None:
-    """diagnosis.jsonl of ten updates."""
+def diagnosis(path: Path, *, K: int = 3, changes: bool = True) -> None:
+    """diagnosis.jsonl of ten updates; without changes of the loss it is one of an earlier version."""
     lines = [
         {
             "stage": k,
@@ -85,6 +85,7 @@ def diagnosis(path: Path, *, K: int = 3) -> None:
             "gradient": 1.0 / (1 + s),
             "cosine": 1 - 0.05 * (K - k),
             "lag": K - k,
+            **({"predicted_change": -0.5, "fresh_change": -0.5 + 0.125 * (K - k)} if changes else {}),
         }
         for s in range(10)
         for k in range(1, K + 1)

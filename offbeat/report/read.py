@@ -20,7 +20,7 @@ from offbeat.errors import UserError, first_line
 from offbeat.report.formatting import counted
 from offbeat.report.traces import Trace, read_trace
 from offbeat.runs.recipe import Recipe, from_json, make_recipe
-from offbeat.runs.record import standing
+from offbeat.runs.record import Changes, changes_of, standing
 from offbeat.runs.task import CLASSIFICATION, LANGUAGE, LearningTask
 
 T = TypeVar("T")
@@ -47,6 +47,7 @@ class DiagnosisLine:
     gradient: float
     cosine: float
     lag: float
+    changes: Changes = field(default=None, kw_only=True)  # not in older files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +274,10 @@ def _diagnosis(path: Path, problems: list[str]) -> list[DiagnosisLine]:
         values = [float(line[name]) for name in ("gap", "norm", "gradient", "cosine", "lag")]
         if not all(map(math.isfinite, values)) or int(line["stage"]) < 1:
             raise ValueError
-        return DiagnosisLine(int(line["stage"]), int(line["update"]), *values)
+        changes = changes_of(line)
+        if not all(map(math.isfinite, changes or ())):
+            raise ValueError
+        return DiagnosisLine(int(line["stage"]), int(line["update"]), *values, changes=changes)
 
     return _each(list(read_lines(path / "diagnosis.jsonl", problems)), "", make, "diagnosis.jsonl", problems)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from altair import LayerChart
 
@@ -15,6 +16,7 @@ from offbeat.report.sections import Drawing, Section, charts, missing, table
 from offbeat.report.style import colour, shade
 from offbeat.report.traces import Trace, alike, planned, planned_idle, usable
 from offbeat.runs.recipe import Recipe
+from offbeat.runs.record import share_of_decrease
 
 TRACE, DIAGNOSE = "--trace 200", "--diagnose 50"
 
@@ -217,8 +219,8 @@ def _plan_alone(section: Section, recipe: Recipe, name: str, made: list[CutStage
 def drift(run: RunRecord, name: str) -> Section:
     section = Section(
         "Drift",
-        "What staleness does to a gradient: how far the weights move while a batch is in "
-        "flight, and how close its gradient is to the direction of a fresh one.",
+        "What staleness does to a gradient: how far the weights move while a batch is in flight, how close its "
+        "gradient is to the direction of a fresh one, and what that costs each stage.",
     )
     if not run.diagnosis:
         return section.add(missing(f"no diagnosis: train with `{DIAGNOSE}`"))
@@ -249,14 +251,40 @@ def drift(run: RunRecord, name: str) -> Section:
             lambda line: line.cosine,
         ),
     )
-    return section.add(
-        charts(
-            *(
-                Drawing(f"{name}-{what}", title, _by_update(run, axis, value), caption, 3)
-                for what, title, caption, axis, value in drawn
+    cost = _cost(run, name)
+    made = [
+        Drawing(f"{name}-{what}", title, _by_update(run, axis, value), caption, 2 if cost else 3)
+        for what, title, caption, axis, value in drawn
+    ]
+    if cost is None:
+        return section.add(charts(*made), missing(f"which stage pays is not recorded: train with `{DIAGNOSE}` again"))
+    return section.add(charts(*made, cost))
+
+
+def _cost(run: RunRecord, name: str) -> Drawing | None:
+    """The decrease of the loss that each stage predicts and does not get, summed over the measured updates."""
+    stages = sorted({line.stage for line in run.diagnosis if line.changes})
+    if not stages:
+        return None
+    drawn = []
+    for k in stages:
+        measured = sorted((line.update, line.changes) for line in run.diagnosis if line.stage == k and line.changes)
+        lost = accumulate(fresh - predicted for _, (predicted, fresh) in measured)
+        share = share_of_decrease(changes for _, changes in measured)
+        drawn.append(
+            Line(
+                f"stage {k}",
+                [(float(update), value) for (update, _), value in zip(measured, lost, strict=True)],
+                end="" if share is None else f"{100 * share:.0f} %",
+                colour=shade(k, stages[-1]),
             )
         )
+    caption = (
+        "Decrease of the loss that the late gradients of a stage predict for its updates and fresh gradients do not, "
+        "summed over the measured updates. In the legend: the share of the predicted decrease that the stage gets."
     )
+    chart = lines(drawn, x=Axis("update", whole=True), y=Axis("lost decrease", zero=True, format=".3~r"), height=220)
+    return Drawing(f"{name}-cost", "Which stage pays", chart, caption, 2)
 
 
 def _by_update(run: RunRecord, axis: Axis, value: Callable[[DiagnosisLine], float]) -> LayerChart:

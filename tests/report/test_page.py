@@ -112,6 +112,7 @@ def test_a_trace_and_a_diagnosis_are_drawn_where_they_are(tmp_path):
         "Parameter gap",
         "Gradient norm",
         "Stale against fresh",
+        "Which stage pays",
     ]
     assert "no trace" not in text
     assert "no diagnosis" not in text
@@ -120,6 +121,20 @@ def test_a_trace_and_a_diagnosis_are_drawn_where_they_are(tmp_path):
     assert {(row["stage"], row["kind"], row["number"]) for row in data(run, "run-timeline")} == spells
     gaps = {(row["series"], row["x"]): row["y"] for row in data(run, "run-gap")}
     assert gaps["stage 1", 0] == pytest.approx(100 * 0.1 * 2 / 6)
+    lost = {(row["series"], row["x"]): row["y"] for row in data(run, "run-cost")}
+    assert lost == {(f"stage {k}", s): 0.125 * (3 - k) * (s + 1) for k in (1, 2, 3) for s in range(10)}
+    for end in ("stage 1  50 %", "stage 2  75 %", "stage 3  100 %"):
+        assert end in html(parts([run]))
+    assert "not recorded" not in text
+
+
+def test_a_diagnosis_of_an_earlier_version_is_drawn_without_the_changes_of_the_loss(tmp_path):
+    run = made.run(tmp_path / "a")
+    made.diagnosis(run, changes=False)
+    text = page(run)
+    assert titles(text)[-3:] == ["Parameter gap", "Gradient norm", "Stale against fresh"]
+    assert "which stage pays is not recorded: train with --diagnose 50 again" in words(text)
+    assert not read_run(run).problems
 
 
 def test_the_curves_are_those_of_the_epochs(tmp_path):
