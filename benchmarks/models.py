@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import offbeat
+from offbeat.core.layout import as_leaf
 from offbeat.errors import UserError, first_line
 from offbeat.partitioning import Partition
 from offbeat.partitioning.inputs import Inputs
@@ -206,7 +207,7 @@ def through(stages: list[nn.Module], x: Any) -> list[Tensor]:
     value = x
     for k, stage in enumerate(stages):
         if k:
-            value = pytree.tree_map_only(Tensor, _leaf, value)
+            value = pytree.tree_map_only(Tensor, as_leaf, value)
         leaves = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
         value = stage(value)
         tape.append((leaves, [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]))
@@ -218,10 +219,6 @@ def through(stages: list[nn.Module], x: Any) -> list[Tensor]:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         incoming = [t.grad for t in leaves]
     return final
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 def _differentiable(content: Any) -> list[Tensor]:

@@ -52,7 +52,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
         forward(recordings, slot)
         if place is not None:
             for old, new in zip(pytree.tree_leaves(place), pytree.tree_leaves(slot.output), strict=True):
-                old.copy_(new)
+                old.data.copy_(new.detach())
             slot.output = place
 
     def with_places(recordings, x, target, ring):

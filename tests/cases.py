@@ -79,6 +79,38 @@ class Join(nn.Module):
         return self.linear(boundary["branch"] + x) * (1 + 0.1 * index[:, None])
 
 
+class Attended(nn.Module):
+    """A boundary of an activation and of two floating-point arguments of the batch, which need no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(batch["x"]), 9.0 * (batch["keep"][:, None] - 1.0), batch["scale"]
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, boundary: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, mask, scale = boundary
+        assert not mask.requires_grad
+        assert not scale.requires_grad
+        attended = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        return self.linear(attended.mean(1)) * scale[:, None]
+
+
+def masked(n: int) -> list[tuple[dict[str, Tensor], Tensor]]:
+    g = torch.Generator().manual_seed(7)
+    return [
+        ({"x": x, "keep": (torch.rand(5, 3, generator=g) < 0.7).float(), "scale": torch.rand(5, generator=g)}, y)
+        for x, y in vectors(n, (3, 6))
+    ]
+
+
 class MeanPool(nn.Module):
     """Its gradient is expanded: stride 0 over space."""
 
@@ -162,6 +194,12 @@ CASES: dict[str, Case] = {
         cuts=(2,),
     ),
     "tree": Case(lambda: [Pair(), Join()], lambda: vectors(9), method=offbeat.ADL(M=2), K=2),
+    **{
+        f"mask-{weights}": Case(
+            lambda: [Attended(), Weighted()], lambda: masked(9), method=offbeat.ADL(M=2, weights=weights), K=2
+        )
+        for weights in ("stash", "replay")
+    },
     "bf16": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=2, cuts=(2,), precision="bf16"),
     "bf16-hybrid": Case(
         **nets(torch.float32), method=offbeat.ADL(M=2, weights="hybrid"), K=2, cuts=(3,), precision="bf16"

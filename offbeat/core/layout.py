@@ -85,9 +85,14 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def dense_copy(tensor: Tensor) -> Tensor:
-    """The tensor as the other end of a link receives it, on its own device."""
+    """The tensor as the other end of a link receives it, on its own device; a leaf that requires gradients if the
+    tensor does."""
     import torch
 
-    return torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device=tensor.device).copy_(
-        tensor
-    )
+    copy = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    """The same memory without the graph that it was computed by; requires gradients if the tensor does."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -133,8 +133,9 @@ class Stage:
     # ---- forward
 
     def forward(self, t: int, x: Any, target: Any, share: float = 1.0) -> Any:
-        """Forward batch t on the weights that the method gives; the output without its graph, or the loss at the last
-        stage. `share` is that of a micro-batch in its batch: its weight in the gradient."""
+        """Forward batch t on the weights that the method gives; returns the output without its graph, or the loss at
+        the last stage. The backward returns the gradients of those tensors of x that require them. `share` is that of a
+        micro-batch in its batch: its weight in the gradient."""
         steady = self.full()
         return self.forward_on(self.weights.current(), t, x, target, share=share, steady=steady)
 
@@ -147,7 +148,7 @@ class Stage:
         network, random = self.network, self.network.random
         leaves, structure = pytree.tree_flatten(network.entering(x))
         batch = InFlight(
-            network.requiring_gradients(leaves),
+            leaves,
             structure,
             network.to_device(target),
             version,
@@ -164,7 +165,7 @@ class Stage:
         if not replays:
             batch.roots = pytree.tree_leaves(root)
         self.enter(t, batch, batch_size(target, x))
-        return pytree.tree_map_only(Tensor, Tensor.detach, output)
+        return network.outgoing(t, batch, version, output)
 
     def _observe(self, t: int, loss: Tensor, output: Any, target: Any) -> None:
         """Count a training loss, if it is finite."""

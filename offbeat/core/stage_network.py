@@ -17,6 +17,7 @@ from offbeat.core.deferred_statistics import DeferredStatistics
 from offbeat.core.descriptions import USER_CODE_ERRORS, batch_name, shapes
 from offbeat.core.fused import Fused
 from offbeat.core.in_flight import InFlight
+from offbeat.core.layout import as_leaf
 from offbeat.core.lazy_copy import lazy_copy
 from offbeat.core.memory import SavedTensors, size
 from offbeat.core.precision import PrecisionPolicy
@@ -34,7 +35,9 @@ class StageNetwork:
     """The module of stage k, with the loss at the last stage.
 
     parameters           those that are trained, by name
-    input_gradients      whether the stage below needs the gradients of the input
+    sends_gradients      whether the stage below gets gradients of the input
+    gets_gradients       whether the stage above sends gradients of the output
+    differentiable       leaves of the output that require gradients, where forwards keep no graph; None: not known yet
     random               the stream that dropout and the like draw from
     deferred             BatchNorm statistics of micro-batches
     call                 the module, compiled or fused where that is wanted
@@ -62,7 +65,9 @@ class StageNetwork:
         self.k, self.K, self.m, self.module, self.parameters = k, K, method.m, module, parameters
         self.weights, self.guard, self.loss, self.device, self.precision = weights, guard, loss, device, precision
         self.last = k == K
-        self.input_gradients = k > 1 and method.feedback != "local"
+        local = method.feedback == "local"
+        self.sends_gradients, self.gets_gradients = k > 1 and not local, k < K and not local
+        self.differentiable: list[bool] | None = None
         self.deferred = DeferredStatistics(module) if method.m > 1 else None
         self.call = self._compiled() if compile else self._fused() if fuse else partial(call, module)
         self.random = RandomStream(device, seed, "stage", k)
@@ -94,18 +99,39 @@ class StageNetwork:
 
     def to_device(self, content: Any) -> Any:
         if isinstance(content, Tensor):  # by far the most frequent tree
-            return content.to(self.device)
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), content)
+            return self._moved(content)
+        return pytree.tree_map_only(Tensor, self._moved, content)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        moved = tensor.to(self.device)
+        return moved if moved is tensor else as_leaf(moved)
 
     def entering(self, x: Any) -> Any:
         """An input, on this device; batches of the first stage in the type that it computes in."""
         return self.precision.entering(self.to_device(x)) if self.k == 1 else self.to_device(x)
 
-    def requiring_gradients(self, leaves: list[Any]) -> list[Any]:
-        """Leaves of an input, marked where the stage below needs their gradients."""
-        if not self.input_gradients:
-            return leaves
-        return [leaf.requires_grad_() if differentiable(leaf) else leaf for leaf in leaves]
+    # ---- outputs
+
+    def outgoing(self, t: int, batch: InFlight, version: Version, output: Any) -> Any:
+        """The output of a forward as the next stage gets it: without its graph; a tensor requires gradients where it
+        does in the unsplit model, and the next stage sends back the gradients of those alone."""
+        if not self.gets_gradients:
+            return pytree.tree_map_only(Tensor, Tensor.detach, output)
+        if not self.weights.replays:
+            return pytree.tree_map_only(Tensor, as_leaf, output)
+        leaves, structure = pytree.tree_flatten(output)
+        if self.differentiable is None or len(self.differentiable) != len(leaves):
+            self.differentiable = self._differentiable(t, batch, version)
+        marked = zip(leaves, self.differentiable, strict=True)
+        sent = [leaf.detach().requires_grad_(wanted) if isinstance(leaf, Tensor) else leaf for leaf, wanted in marked]
+        return pytree.tree_unflatten(sent, structure)
+
+    def _differentiable(self, t: int, batch: InFlight, version: Version) -> list[bool]:
+        """Which leaves of the output require gradients: those of the same forward with a graph, which is dropped."""
+        unmeasured = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with torch.enable_grad(), unmeasured, self.random.drawing(replay=batch.random):
+            leaves = pytree.tree_leaves(self.repeat(t, batch, version))
+        return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
 
     # ---- calling
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from offbeat.core.in_flight import InFlight
 from offbeat.core.stage import Stage
+from offbeat.core.stage_network import differentiable
 from offbeat.core.weights import Version
 from offbeat.errors import UserError
 
@@ -118,6 +119,7 @@ def _save_batch(t: int, batch: InFlight, versions: list[Version], *, replays: bo
     return {
         "t": t,
         "x": pytree.tree_unflatten([_plain(leaf) for leaf in batch.inputs], batch.structure),
+        "requires_grad": [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batch.inputs],
         "target": batch.target,
         "version": versions.index(used) if used.tensors is not None else None,
         "update": batch.update,
@@ -270,8 +272,11 @@ def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
     forwarded = versions[entry["version"]] if entry["version"] is not None else Version(None)
     network = stage.network
     leaves, structure = pytree.tree_flatten(network.to_device(entry["x"]))  # already in the type of the stage
+    wanted = entry.get("requires_grad")
+    if wanted is None:  # older files: everything differentiable
+        wanted = [network.sends_gradients and differentiable(leaf) for leaf in leaves]
     batch = InFlight(
-        network.requiring_gradients(leaves),
+        [leaf.requires_grad_() if marked else leaf for leaf, marked in zip(leaves, wanted, strict=True)],
         structure,
         network.to_device(entry["target"]),
         forwarded,

@@ -44,7 +44,7 @@ class NeighbourCopies:
             self.launch_queue.flush()
             for place, tensor in zip(places, tensors, strict=True):
                 self.sent[id(tensor)] = tensor
-                place.copy_(tensor)
+                place.copy_(tensor.detach())
             return operation
         copies = [self._copy(place, tensor) for place, tensor in zip(places, tensors, strict=True)]
         self.recurring[id(message)] = message
@@ -55,7 +55,7 @@ class NeighbourCopies:
         key = id(tensor), id(place)
         if key not in self.copies:
             with self.recorder.recording():
-                self.copies[key] = self.recorder.record(partial(place.copy_, tensor))
+                self.copies[key] = self.recorder.record(partial(place.copy_, tensor.detach()))
         return self.copies[key]
 
 

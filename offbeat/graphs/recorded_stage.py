@@ -46,7 +46,7 @@ class RecordedStage:
 
     eager            why nothing is recorded, if so
     irregular        batches that were forwarded eagerly
-    layout           shapes, types and strides of the inputs that were recorded, and of their targets
+    layout           shapes, types, strides and requires_grad of the inputs that were recorded, and of their targets
     policy_work      recorded copies of weights and the like, by key; None when done once
     policy_pool      memory of these recordings, which leave nothing in it
     above            where a recorded backward reads the gradients from above
@@ -199,7 +199,7 @@ class RecordedStage:
         A turn forwards before it backwards, so that nothing in the queue uses this slot, which may just be free.
         """
         for place, tensor in zip(places, tensors_of(content), strict=True):
-            self.launch_queue.first(self.rank, partial(place.copy_, tensor))
+            self.launch_queue.first(self.rank, partial(place.copy_, tensor.detach()))
 
     def _fits(self, t: int, x: Any, target: Any) -> bool:
         """Whether a batch is like those that were recorded; the first one decides."""
@@ -298,8 +298,8 @@ def _why_not_recordable(stage: Stage) -> str | None:
 
 
 def _layout(tree: Any) -> Any:
-    """Shapes, types and strides of the tensors in a tree."""
+    """Shapes, types and strides of the tensors in a tree, and whether they require gradients."""
     if isinstance(tree, Tensor):
-        return tree.shape, tree.dtype, tree.stride()
+        return tree.shape, tree.dtype, tree.stride(), tree.requires_grad
     leaves, structure = pytree.tree_flatten(tree)
     return structure, [_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -14,7 +14,6 @@ from offbeat.core.in_flight import InFlight
 from offbeat.core.layout import dense_copy
 from offbeat.core.metrics import batch_size
 from offbeat.core.stage import Stage
-from offbeat.core.stage_network import differentiable
 from offbeat.core.weights import Stash, Version
 from offbeat.core.window import FixedSums
 from offbeat.graphs.device_guard import DeviceGuard
@@ -42,8 +41,7 @@ class SlotRecordings:
         samples = batch_size(target, x)
         if network.last:
             target = pytree.tree_map_only(Tensor, dense_copy, target)
-        inputs = network.requiring_gradients(leaves)
-        batch = InFlight(inputs, structure, target, version, 0, False, network.random.state)
+        batch = InFlight(leaves, structure, target, version, 0, False, network.random.state)
         return Slot(batch, version, samples)
 
     def _new_version(self) -> Version:
@@ -114,10 +112,9 @@ class SlotRecordings:
 
     def lacks_gradients(self, slot: Slot, gradients: list[Tensor | None] | None) -> bool:
         """Whether a gradient is missing that the warm-up had, so that fewer parameters get one."""
-        outputs = slot.batch.roots or pytree.tree_leaves(slot.output)
         return gradients is not None and any(
-            gradient is None and differentiable(leaf) and (leaf.requires_grad or self.weights.replays)
-            for leaf, gradient in zip(outputs, gradients, strict=True)
+            gradient is None and isinstance(leaf, Tensor) and leaf.requires_grad
+            for leaf, gradient in zip(pytree.tree_leaves(slot.output), gradients, strict=True)
         )
 
     # ---- the work that is recorded
@@ -126,9 +123,9 @@ class SlotRecordings:
         replays = self.weights.replays
         with torch.set_grad_enabled(not replays), self.network.recorded():
             output = self.network.forward(NO_BATCH, slot.batch, slot.weights, self.guard.observe)
+            slot.output = self.network.outgoing(NO_BATCH, slot.batch, slot.weights, output)
         if not replays:
             slot.batch.roots = pytree.tree_leaves(output)
-        slot.output = pytree.tree_map_only(Tensor, Tensor.detach, output)
 
     def backward(self, slot: Slot, gradients: list[Tensor | None] | None) -> None:
         retain = self.recorder.captures

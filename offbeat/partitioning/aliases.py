@@ -309,6 +309,8 @@ def carriers(program: Program, model: nn.Module, memory: AliasedMemory) -> set[s
         reached = inside or any(ref in found for ref in op.refs) or any(path in parameters for path in op.states)
         if op.effects is not None:
             reached = op.effects.differentiable
+        if op.target == "requires_grad_":
+            found.update(op.refs)
         if reached and op.grad and op.name not in memory.descriptions and op.target != "detach":
             found.add(op.name)
             found.update(name for name, roots in memory.roots.items() if writes and roots & writes)

@@ -90,6 +90,15 @@ def advice(model: nn.Module, sample: Any) -> str:
     return ""
 
 
+def settings_advice(model: nn.Module) -> str:
+    """Settings of a transformers model that choose by random numbers what its forward does; nothing where none does."""
+    config = getattr(model, "config", None)
+    masks = any(getattr(config, name, 0) for name in ("mask_time_prob", "mask_feature_prob"))
+    found = ["layerdrop = 0"] if getattr(config, "layerdrop", 0) else []
+    found += ["apply_spec_augment = False"] if masks and getattr(config, "apply_spec_augment", False) else []
+    return f" (to cut it, set {' and '.join(f'model.config.{each}' for each in found)})" if found else ""
+
+
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(model.forward).parameters.values())

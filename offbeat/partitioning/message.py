@@ -1,7 +1,7 @@
 """The values that cross a cut, in a form that every engine carries and from which the next stage restores them exactly.
 
 Tensors, numbers, None and containers of those are sent as they are. A link makes tensors dense and gives each place one
-of its own, and the stages differentiate with respect to each tensor that they receive; so what else a stage must know
+of its own that requires gradients if the sent one does; what else a stage must know
 to compute what the unsplit model does is sent as text:
 
     "=2"                      the tensor at place 2 itself: one tensor under two names stays one, so that its gradient

@@ -421,7 +421,9 @@ class SampleRecorder:
             return function(*resolved(args), **resolved(kwargs))
         if name == "__bool__" and id(args[0]) in self.certain:
             return self.certain[id(args[0])]
-        if name in ("__set__", "__delete__") or name == "requires_grad_":
+        if name in ("__set__", "requires_grad_") and _requires_gradients(function, args, kwargs):
+            return self._call("call_method", "requires_grad_", args[:1], {}, Tensor.requires_grad_)
+        if name in ("__set__", "__delete__", "requires_grad_"):
             raise Untraceable("it sets an attribute of a tensor")
         method = is_tensor_method_or_property(function) or isinstance(function, types.MethodDescriptorType)
         target = name if method else function
@@ -489,6 +491,13 @@ class _Torch(TorchFunctionMode):
         if self.recorder.whole:
             return func(*args, **(kwargs or {}))
         return self.recorder.torch_call(func, args, kwargs or {})
+
+
+def _requires_gradients(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this is tensor.requires_grad = True, or tensor.requires_grad_()."""
+    if function.__name__ == "__set__":
+        return function.__self__.__name__ == "requires_grad" and args[1] is True
+    return (*args[1:], *kwargs.values()) in ((), (True,))
 
 
 def _frames(error: BaseException) -> list[Any]:

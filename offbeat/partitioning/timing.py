@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from offbeat.core.layout import as_leaf, dense_copy
 from offbeat.core.stage import Stage
 from offbeat.errors import first_line
 from offbeat.method import Method
@@ -115,7 +116,7 @@ class Runner:
                 self.laps[2].append(self._now() - began)
             if self.gradients is None:
                 leaves = pytree.tree_leaves(output)
-                self.gradients = [torch.ones_like(leaf) if _differentiable(leaf) else None for leaf in leaves]
+                self.gradients = [torch.ones_like(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def _now(self) -> float:
         self.wait()
@@ -125,10 +126,6 @@ class Runner:
 def _momentum(parameters: Any) -> torch.optim.Optimizer:
     """All the work of SGD with momentum and weight decay, without its effect."""
     return torch.optim.SGD(parameters, lr=0.0, momentum=0.9, weight_decay=5e-4)
-
-
-def _differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def whole_time(twin: Traced, sample: Any) -> StageTime:
@@ -161,8 +158,8 @@ def _parts(twin: Traced, cuts: Sequence[int], sample: Any) -> Iterator[tuple[nn.
     x = sample
     for part in twin.split(list(cuts), tied="copies"):  # whether they may be separated was decided before
         yield part, x
-        with torch.no_grad():
-            x = part.train()(pytree.tree_map_only(Tensor, torch.clone, x))
+        with torch.enable_grad():
+            x = pytree.tree_map_only(Tensor, as_leaf, part.train()(pytree.tree_map_only(Tensor, torch.clone, x)))
 
 
 class Stopwatch:
@@ -298,7 +295,7 @@ def serve() -> None:
         request = json.loads(line)
         try:
             module, x = torch.load(request["path"], weights_only=False)  # written by our parent, in a folder of its own
-            x = pytree.tree_map_only(Tensor, Tensor.clone, x)  # into memory that stages may copy lazily
+            x = pytree.tree_map_only(Tensor, dense_copy, x)  # into memory that stages may copy lazily
             runner = Runner(module, x, first=request["first"], lag=request["lag"], M=request["M"])
             runner.warm_up()
             print("{}", file=replies)

@@ -13,7 +13,7 @@ import bisect
 import copy
 import difflib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from torch import nn
 from offbeat.errors import UserError, first_line
 from offbeat.partitioning.aliases import AliasedMemory, buffers_written, carriers, opaque, returns_several
 from offbeat.partitioning.chunk import Chunk, StageProgram, as_stage
-from offbeat.partitioning.inputs import Inputs
+from offbeat.partitioning.inputs import Inputs, settings_advice
 from offbeat.partitioning.program import Op, Program, Ref, State, bind, held, marks
 from offbeat.partitioning.record import Untraceable, record
 from offbeat.partitioning.sample_trace import record_on_sample
@@ -81,7 +81,7 @@ class Traced:
     """A model as units. Cut c is before unit c; `legal_cuts` are those that keep the model exact.
 
     units       in the order of their running, the same everywhere
-    notes       one line for each submodule that stays one unit, and for each parameter of several stages
+    notes       one line for submodules that stay one unit for the same reason, and for each parameter of several stages
     ties        parameters that several stages use, of the last split
     legal_cuts  neither between two uses of a written buffer or untraceable submodule, nor where a value crosses
                 together with a view of it and is changed in place
@@ -100,7 +100,7 @@ class Traced:
         self.model, self.programs, self.inputs, self.way = model, programs, inputs, way
         self._written = written
         self.ties: dict[int, TiedParameter] = {}  # by the identity of the parameter
-        self.notes = [_note(model, path, reason) for path, reason in atomic.items()]
+        self.notes = _whole_units(model, atomic)
         self.whole = "" in atomic
         self.memory = {mode: AliasedMemory(program, model) for mode, program in programs.items()}
         self.last_use = {mode: _last_use(program) for mode, program in programs.items()}
@@ -429,9 +429,17 @@ def _matches(train: list[Any], evaluate: list[Any]) -> list[tuple[int, int]]:
     return [(block.a + n, block.b + n) for block in blocks for n in range(block.size)]
 
 
-def _note(model: nn.Module, path: str, reason: str) -> str:
-    kind = type(model.get_submodule(path)).__name__
-    return f"{path or 'the model'} ({kind}) stays one unit: {first_line(ValueError(reason))}"
+def _whole_units(model: nn.Module, atomic: Mapping[str, str]) -> list[str]:
+    """One line for all submodules of a class that stay one unit for the same reason."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for path, reason in atomic.items():
+        alike.setdefault((type(model.get_submodule(path)).__name__, first_line(ValueError(reason))), []).append(path)
+    return [
+        f"{paths[0] or 'the model'} ({kind}) "
+        + (f"and {len(paths) - 1} more stay one unit each" if len(paths) > 1 else "stays one unit")
+        + f": {reason}{settings_advice(model)}"
+        for (kind, reason), paths in alike.items()
+    ]
 
 
 def _nearest(cut: int, legal: list[int]) -> str:

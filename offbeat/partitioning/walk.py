@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from offbeat.errors import UserError, first_line
 from offbeat.partitioning.chunk import Whole
-from offbeat.partitioning.inputs import advice
+from offbeat.partitioning.inputs import advice, settings_advice
 from offbeat.partitioning.message import each_tensor
 from offbeat.partitioning.program import DEVICE, bind, execute, marks
 from offbeat.partitioning.sample_trace import without_caches
@@ -96,7 +96,8 @@ def verify(traced: Traced, x: Any) -> None:
             mode = "training" if training else "evaluation"
             raise UserError(
                 f"{type(traced.model).__name__} traced computes something else than untraced in {mode} mode: keep "
-                "what changes between runs out of its forward, or give the pipeline a list of stages"
+                f"what changes between runs out of its forward{settings_advice(traced.model)}, or give the pipeline a "
+                "list of stages"
             )
 
 

@@ -93,6 +93,21 @@ def test_numbers_and_text_of_other_libraries_arrive_as_plain_ones_over_every_lin
 # ---- strangers
 
 
+def test_every_link_marks_the_tensors_that_require_gradients_as_leaves():
+    x = torch.ones(2, 3, requires_grad=True)
+    message = Message(0, {"made": (2 * x).t(), "given": torch.ones(2), "index": torch.arange(3)})
+    link = LocalLink(1)
+    link.send(message)
+    for received in (unpack(pack(message)), unpack(*pack_apart(message, torch.device("cpu"))), link.receive()):
+        assert {name: tensor.requires_grad for name, tensor in received.content.items()} == {
+            "made": True,
+            "given": False,
+            "index": False,
+        }
+        assert received.content["made"].is_leaf
+        assert torch.equal(received.content["made"], 2 * x.t())
+
+
 def samples() -> list[Message]:
     return [
         Message(1, {"a": torch.randn(3, 4), "b": (torch.zeros(2), None), 7: "text"}),
@@ -208,6 +223,8 @@ def test_a_well_formed_forgery_is_a_message():
         header(tree=["size", ["a"]]),
         header(tree=["float", "1e999"]),
         header(["float32", [1], [1], 0], tree=["tensor", 0, {"stride": [1 << 60]}]),
+        header(["float32", [1], [1], 0], tree=["tensor", 0, 1]),
+        header(["int64", [1], [1], 0], tree=["tensor", 0, True]),
         header(t="1"),
         header(t=None),
         header(t=1.0),

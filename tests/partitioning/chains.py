@@ -12,9 +12,8 @@ from offbeat.core.links.wire import pack, unpack
 
 
 def cross(content):
-    """What arrives at the next stage: as any link packs it, leaves of their own that require gradients."""
-    arrived = unpack(pack(Message(0, content))).content
-    return pytree.tree_map_only(Tensor, lambda t: t.requires_grad_() if t.is_floating_point() else t, arrived)
+    """What arrives at the next stage: as any link packs it, leaves that require gradients where the sent tensors do."""
+    return unpack(pack(Message(0, content))).content
 
 
 def tensors(content):
@@ -41,31 +40,38 @@ def call(model, x):
     return model(*x) if isinstance(x, tuple) else model(x)
 
 
-def wholly(model, x):
-    """The unsplit model."""
+def given(x, requires_grad):
+    """A copy of a batch, whose floating-point tensors require gradients if wanted."""
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(requires_grad and t.is_floating_point()), x
+    )
+
+
+def wholly(model, x, requires_grad=True):
+    """The unsplit model; requires_grad: also gradients of the batch."""
     torch.manual_seed(3)
-    x = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), x)
-    inputs = [t.requires_grad_() for t in tensors(x) if t.is_floating_point()]
+    x = given(x, requires_grad)
+    inputs = [t for t in tensors(x) if t.requires_grad]
     outputs = call(model, x)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     wanted = [*parameters.values(), *inputs]
-    roots, given = zip(*((root, seed) for root, seed in zip(tensors(outputs), seeds(outputs)) if root.requires_grad))
-    found = torch.autograd.grad(roots, wanted, given, allow_unused=True)
+    roots, incoming = zip(*((root, seed) for root, seed in zip(tensors(outputs), seeds(outputs)) if root.requires_grad))
+    found = torch.autograd.grad(roots, wanted, incoming, allow_unused=True)
     names = [*parameters, *(f"input {n}" for n in range(len(inputs)))]
     return result(model, outputs, x, dict(zip(names, found)))
 
 
-def in_stages(model, parts, x, snapshots=False):
+def in_stages(model, parts, x, snapshots=False, requires_grad=True):
     """The chain, with nothing between its stages but packed messages there and gradients back.
 
     Gradients go back by hand, with the strides that they have in the unsplit model: a link makes one with gaps
     contiguous (of a slice, say), and some sums then run in another order.
     """
     torch.manual_seed(3)
-    x = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), x)
+    x = given(x, requires_grad)
     tape, value = [], x
     for k, part in enumerate(parts):
-        value = cross(pytree.tree_map_only(Tensor, Tensor.detach, value)) if k else x
+        value = cross(value) if k else x
         leaves = [t for t in tensors(value) if t.requires_grad]
         parameters = {name: p for name, p in part.named_parameters() if p.requires_grad}
         if snapshots:
@@ -81,8 +87,8 @@ def in_stages(model, parts, x, snapshots=False):
         pairs = [(root, g) for root, g in zip(tensors(outputs), incoming) if g is not None and root.requires_grad]
         found = [None] * (len(parameters) + len(leaves))
         if pairs and found:
-            roots, given = zip(*pairs)
-            found = torch.autograd.grad(roots, [*parameters.values(), *leaves], given, allow_unused=True)
+            roots, arrived = zip(*pairs)
+            found = torch.autograd.grad(roots, [*parameters.values(), *leaves], arrived, allow_unused=True)
         gradients |= dict(zip(parameters, found))
         back = iter(found[len(parameters) :])
         incoming = [next(back) if t.requires_grad else None for t in tensors(value)]

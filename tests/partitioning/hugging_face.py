@@ -54,6 +54,21 @@ SEEING = {
     "swin": ("SwinForImageClassification", "SwinConfig", {**SWIN, **LABELS}),
     "clip": ("CLIPVisionModel", "CLIPVisionConfig", VISION),
 }
+SPEECH = {
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 12,
+}
+SPEECH |= {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+SPEECH |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+UNCUT = {"layerdrop": 0.0, "apply_spec_augment": False}  # what prevents a cut by default, switched off
+LISTENING = {
+    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", {**SPEECH, **UNCUT}),
+    "hubert": ("HubertModel", "HubertConfig", {**SPEECH, **UNCUT}),
+    "wavlm": ("WavLMModel", "WavLMConfig", {**SPEECH, **UNCUT}),
+}
 NAMES = [*CAUSAL, *CLASSIFYING, *SEEING, "whisper"]
 TIED = ["gpt2", "opt", "bert with a language model head", "t5"]
 
@@ -68,8 +83,8 @@ def build(name: str, **changed: Any) -> nn.Module:
 
         model: nn.Module = WhisperEncoder(transformers.WhisperConfig(**WHISPER, vocab_size=WORDS))
     else:
-        kind, config, values = {**CAUSAL, **CLASSIFYING, **SEEING}[name]
-        model = getattr(transformers, kind)(getattr(transformers, config)(**values, **changed))
+        kind, config, values = {**CAUSAL, **CLASSIFYING, **SEEING, **LISTENING}[name]
+        model = getattr(transformers, kind)(getattr(transformers, config)(**{**values, **changed}))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -85,6 +100,8 @@ def batch(name: str, rows: int = ROWS, *, length: int = LENGTH, padded: int = 0)
 
     if name == "whisper":
         return {"input_features": draw(rows, 8, 12)}
+    if name in LISTENING:
+        return {"input_values": draw(rows, 400)}
     classes = {"labels": torch.arange(rows) % 3}
     if name in SEEING:
         size: Any = {"swin": 16}.get(name, 8)

@@ -47,10 +47,10 @@ def by_first_names(found: dict, model: nn.Module) -> dict:
     return {names.get(name, name): tensor for name, tensor in found.items()}
 
 
-def check(model: nn.Module, stages: list[nn.Module], x: dict, *, training: bool) -> None:
-    expected = wholly(without_cache(model).train(training), x)
+def check(model: nn.Module, stages: list[nn.Module], x: dict, *, training: bool, requires_grad: bool = True) -> None:
+    expected = wholly(without_cache(model).train(training), x, requires_grad)
     model.train(training)
-    found = by_first_names(in_stages(model, stages, x, snapshots=True), model)
+    found = by_first_names(in_stages(model, stages, x, snapshots=True, requires_grad=requires_grad), model)
     same(found, expected)
 
 
@@ -171,6 +171,23 @@ def test_images_of_another_size_are_refused_where_the_model_depends_on_it():
     stage = partition(hf.build("vit"), 2, hf.batch("vit"), trace="sample").stages[0]
     with pytest.raises(UserError, match=r"pixel_values of shape .* traced for \(any, 3, 8, 8\): give batches of this"):
         stage({"pixel_values": torch.randn(2, 3, 12, 12), "labels": torch.tensor([0, 1])})
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", hf.LISTENING)
+def test_a_model_that_sets_requires_grad_on_a_batch_is_exact_at_every_cut(name, training):
+    model, x = hf.build(name), hf.batch(name)
+    traced = trace(model, sample=x, way="sample")
+    assert len([cut for cut in traced.legal_cuts if "layers" in traced.units[cut].name]) >= 4
+    for cut in traced.legal_cuts:
+        check(model, traced.split([cut]), x, training=training, requires_grad=False)
+
+
+@pytest.mark.parametrize("changed", [{"layerdrop": 0.1}, {"apply_spec_augment": True, "mask_time_length": 2}])
+def test_settings_that_prevent_cuts_are_named_with_their_remedy(changed):
+    remedy = f"set model.config.{next(iter(changed))} = "
+    with pytest.raises(UserError, match=remedy):
+        partition(hf.build("hubert", **changed), 20, hf.batch("hubert"))
 
 
 SCRIPT = """

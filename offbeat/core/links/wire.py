@@ -4,7 +4,8 @@
     (8 bytes each; zeros between the parts)
 
 The header holds the batch index, the kind and the content, as core/codec.py encodes it, with the dtype, shape, strides
-and position of each tensor. Between devices the tensors are in a buffer apart (`pack_apart`), on the device.
+and position of each tensor, and whether it requires gradients: the receiver computes those gradients and no others.
+Between devices the tensors are in a buffer apart (`pack_apart`), on the device.
 
 Tensors arrive dense (core/layout.py): dense layouts keep their strides, all others (such as expanded gradients) become
 contiguous, and each tensor starts on a 64-byte boundary. Links within a process copy tensors into the same layouts
@@ -96,7 +97,11 @@ def pack_apart(message: Message, device: torch.device) -> tuple[Tensor, Tensor |
 def copied(message: Message) -> Message:
     """The message as the other end of a link receives it, its tensors on their own devices."""
     tensors, tree = _encoded(message.content)
-    return message._replace(content=codec.decode(tree, lambda index: dense_copy(tensors[index])))
+
+    def resolve(index: int, requires_grad: bool = False) -> Tensor:
+        return dense_copy(tensors[index]).requires_grad_(requires_grad)
+
+    return message._replace(content=codec.decode(tree, resolve))
 
 
 def _take_apart(message: Message) -> tuple[dict[str, Any], list[Tensor], int]:
@@ -119,7 +124,7 @@ def _encoded(content: Any) -> tuple[list[Tensor], Any]:
             what = f"a {tensor.dtype} {tensor.layout} tensor{codec.at(path)}"
             raise UserError(f"{what} cannot cross stages: use a dense tensor of one of the types {', '.join(DTYPES)}")
         tensors.append(tensor.detach())
-        return [len(tensors) - 1]
+        return [len(tensors) - 1, True] if tensor.requires_grad else [len(tensors) - 1]
 
     return tensors, codec.encode(content, refer, purpose="cross stages")
 
@@ -232,10 +237,10 @@ def unpack(buffer: Tensor, payload: Tensor | None = None) -> Message:
         else:
             tensors = _views(buffer[:0] if payload is None else payload, 0, header.tensors)
 
-        def resolve(index: Any) -> Tensor:
-            if type(index) is not int or not 0 <= index < len(tensors):
-                raise ValueError(f"tensor {index!r:.40} of {len(tensors)}")
-            return tensors[index]
+        def resolve(index: Any, requires_grad: Any = False) -> Tensor:
+            if type(index) is not int or not 0 <= index < len(tensors) or type(requires_grad) is not bool:
+                raise ValueError(f"tensor {index!r:.40} of {len(tensors)}, requires_grad {requires_grad!r:.40}")
+            return tensors[index].requires_grad_(requires_grad)
 
         return Message(header.t, codec.decode(header.tree, resolve), header.kind)
 
