@@ -39,7 +39,7 @@ def save(stage: Stage) -> Tree:
             f"{stage.method.lag(stage.k, stage.K) + 1} batches before saving"
         )
     versions: list[Version] = []
-    in_flight = [_save_batch(t, batch, versions, replays=stage.weights.replays) for t, batch in stage.in_flight.items()]
+    in_flight = [_save_batch(stage, t, batch, versions) for t, batch in stage.in_flight.items()]
     policy = stage.weights.save(versions)
     feedback, optimization, network = stage.feedback, stage.optimization, stage.network
     return {
@@ -112,14 +112,16 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and not value.dim() else value
 
 
-def _save_batch(t: int, batch: InFlight, versions: list[Version], *, replays: bool) -> Tree:
+def _save_batch(stage: Stage, t: int, batch: InFlight, versions: list[Version]) -> Tree:
+    replays = stage.weights.replays
     used = Version(None) if replays else batch.kept or batch.version  # a replay uses the weights of its backward
     if used.tensors is not None and used not in versions:
         versions.append(used)
+    marked = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batch.inputs]
     return {
         "t": t,
         "x": pytree.tree_unflatten([_plain(leaf) for leaf in batch.inputs], batch.structure),
-        "requires_grad": [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batch.inputs],
+        **({} if marked == _usually_required(stage, batch.inputs) else {"requires_grad": marked}),
         "target": batch.target,
         "version": versions.index(used) if used.tensors is not None else None,
         "update": batch.update,
@@ -128,6 +130,11 @@ def _save_batch(t: int, batch: InFlight, versions: list[Version], *, replays: bo
         "share": batch.share,
         "weight": batch.weight,
     }
+
+
+def _usually_required(stage: Stage, inputs: list[Any]) -> list[bool]:
+    """Which inputs require gradients where a file does not state it: all that can, if the stage below gets any."""
+    return [stage.network.sends_gradients and differentiable(leaf) for leaf in inputs]
 
 
 def _plain(leaf: Any) -> Any:
@@ -272,9 +279,7 @@ def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
     forwarded = versions[entry["version"]] if entry["version"] is not None else Version(None)
     network = stage.network
     leaves, structure = pytree.tree_flatten(network.to_device(entry["x"]))  # already in the type of the stage
-    wanted = entry.get("requires_grad")
-    if wanted is None:  # older files: everything differentiable
-        wanted = [network.sends_gradients and differentiable(leaf) for leaf in leaves]
+    wanted = entry.get("requires_grad", _usually_required(stage, leaves))
     batch = InFlight(
         [leaf.requires_grad_() if marked else leaf for leaf, marked in zip(leaves, wanted, strict=True)],
         structure,
