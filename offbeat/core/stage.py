@@ -176,9 +176,16 @@ class Stage:
     def enter(self, t: int, batch: InFlight, samples: int) -> None:
         """Batch t is in flight from now on."""
         self.in_flight[t] = batch
+        batch.version.batches += 1
         batch.weight = self.batch_weights.enter(samples)
         if self.figures.forwarded(t, samples, in_flight=len(self.in_flight), version=id(batch.version)):
             assert self.weights.versions() <= self.figures.most_versions, "more weight versions than the window allows"
+
+    def leave(self, t: int) -> InFlight:
+        """Batch t, which is no longer in flight."""
+        batch = self.in_flight.pop(t)
+        batch.version.batches -= 1
+        return batch
 
     def keep(self, wanted: bool = True) -> None:
         """From now on keep the weights of every forward, so that the batches in flight can be saved."""
@@ -195,7 +202,7 @@ class Stage:
 
         Adds to the open window and returns the gradients of the leaves of the input.
         """
-        batch = self.in_flight.pop(t)
+        batch = self.leave(t)
         taken, below, incoming = self.differentiate(t, batch, self.weights.returning(batch.version), gradients)
         self.window.add(t, taken, self.level(batch), foreign=[*below, *incoming], weight=batch.weight)
         self.figures.backwards += 1
