@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py [--models resnet56,resnet110] [--batch-sizes 32] [-K 8] [-M 4] [--precision bf16]
                              [--compile|--fuse] [--tune] [--rounds 5] [--turns 200] [--device cuda] [--out FILE]
+    python benchmarks/gpu.py --host [-K 8,14,28] [-M 1] [--rounds 20] [--turns 50]
 
 Every round times each row in turn, after a warm-up in which its stages fill and record; what is compared are medians,
 each ratio taken within its round. `host` is the share of the time that the host needs to ask for the work, while
@@ -9,6 +10,11 @@ nothing holds it up: where it is near 1, the host is the bottleneck. The batch l
 "BP, recorded" does one batch after the other; "at once" those of a window, in K stages, which gives the same bits.
 `held` are the bytes of the device that a row keeps; `rings` the slots and versions of its stages beside those that the
 method needs at least.
+
+With --host it prints the time that the host needs per turn, without a GPU: recorded work is emulated as in the tests,
+and once all of it is recorded nothing is computed, so that only the bookkeeping is left (and four small copies of the
+batch). It is the processor time of the fastest round. To compare two commits, alternate between them: the time depends
+on what else the machine does.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +38,8 @@ import offbeat
 from offbeat import models
 from offbeat.engines import Engine
 from offbeat.engines.streams import Streams
+from offbeat.graphs import join as joining
+from offbeat.graphs import recorder
 from offbeat.graphs.launch_queue import AHEAD
 from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.runs.provenance import provenance
@@ -181,6 +190,44 @@ def measured(options: argparse.Namespace, model: str, b: int) -> dict[str, Any]:
     return found
 
 
+def host_microseconds(K: int, M: int, *, rounds: int, turns: int) -> float:
+    """Processor time of the host per turn of ADL, in microseconds, while nothing that is launched computes."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    import pytest
+    from captured import capture
+
+    computes = True
+    with pytest.MonkeyPatch.context() as patch:
+        capture(patch)
+        piece = recorder.Recorded.__call__  # as emulated
+
+        def launcher(nodes: joining.Nodes) -> Callable[[], None]:
+            work: list[Any] = [graph for graph, _ in nodes]
+            return lambda: [one.repeat() for one in work] and None if computes else None
+
+        patch.setattr(recorder.Recorded, "__call__", lambda self: piece(self) if computes else None)
+        patch.setattr(joining, "join", launcher)
+        pipe = offbeat.Pipeline(
+            [nn.Linear(2, 2) for _ in range(K)],
+            method=offbeat.ADL(M=M),
+            loss=nn.functional.cross_entropy,
+            optimizer=sgd,
+            engine=Streams(K, torch.device("cpu")),
+        )
+        x, y = torch.ones(2, 2), torch.zeros(2, dtype=torch.int64)
+
+        def run(n: int) -> float:
+            began = time.thread_time()
+            for _ in range(n):
+                pipe._step(x, y)
+            return (time.thread_time() - began) / n
+
+        run(2 * K + 4 * M)  # all operations have been recorded
+        computes = False
+        run(12 * (2 * K + M))  # and all ticks joined
+        return 1e6 * min(run(turns) for _ in range(rounds))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="resnet56")
@@ -195,8 +242,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--host", action="store_true", help="only the time of the host per turn, without a GPU")
     parser.add_argument("--out")
     options = parser.parse_args()
+    if options.host:
+        torch.set_num_threads(1)
+        for K in map(int, options.K.split(",")):
+            spent = host_microseconds(K, options.M, rounds=options.rounds, turns=options.turns)
+            print(f"ADL K={K} M={options.M}: {spent:.0f} microseconds of the host per turn", flush=True)
+        return
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU here: --device cpu tries the benchmark, its times mean nothing")
     torch.backends.cudnn.benchmark = options.tune

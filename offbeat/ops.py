@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 WindowRule = Literal["count", "aligned"]
@@ -91,6 +92,11 @@ class Drop:
         return f"-{self.t}"
 
 
+# All stages have the same operations, some turns apart; making one takes longer than finding it.
+_forward = lru_cache(maxsize=1024)(Forward)
+_backward = lru_cache(maxsize=1024)(Backward)
+_update = lru_cache(maxsize=1024)(Update)
+
 Operation = Forward | Backward | Update | Barrier | Teach | Take | Drop
 Iteration = tuple[Operation, ...]
 Program = Iterator[Iteration]
@@ -118,17 +124,17 @@ def lagged(batches: Iterable[int], *, lag: int, M: int = 1, window: WindowRule =
             t += 1
         else:
             t = batch
-            operations.append(Forward(t))
+            operations.append(_forward(t))
             in_flight.append(t)
         if idle:
             idle -= 1
         elif in_flight:
-            operations.append(Backward(in_flight.popleft()))
+            operations.append(_backward(in_flight.popleft()))
             gradients += 1
         ended = batch is None and not in_flight
         due = gradients == M if window == "count" else (t + 1) % M == 0
         if due or (ended and gradients):
-            operations.append(Update(gradients if ended else M))
+            operations.append(_update(gradients if ended else M))
             gradients = 0
         yield tuple(operations)
 

@@ -164,7 +164,8 @@ class Stage:
             root = self.feedback.root(t, output, batch.target, updates=self.update_index)
         if not replays:
             batch.roots = pytree.tree_leaves(root)
-        self.enter(t, batch, batch_size(target, x))
+        if self.enter(t, batch, batch_size(target, x)):
+            assert self.weights.versions() <= self.figures.most_versions, "more weight versions than the window allows"
         return network.outgoing(t, batch, version, output)
 
     def _observe(self, t: int, loss: Tensor, output: Any, target: Any) -> None:
@@ -173,12 +174,18 @@ class Stage:
         if self.guard.accepts_loss(t, value, updates=self.update_index):
             self.figures.meter.add(value, output, target)
 
-    def enter(self, t: int, batch: InFlight, samples: int) -> None:
-        """Batch t is in flight from now on."""
+    def enter(self, t: int, batch: InFlight, samples: int) -> bool:
+        """Batch t is in flight from now on; whether no earlier forward used its version."""
         self.in_flight[t] = batch
+        batch.version.batches += 1
         batch.weight = self.batch_weights.enter(samples)
-        if self.figures.forwarded(t, samples, in_flight=len(self.in_flight), version=id(batch.version)):
-            assert self.weights.versions() <= self.figures.most_versions, "more weight versions than the window allows"
+        return self.figures.forwarded(t, samples, in_flight=len(self.in_flight), version=id(batch.version))
+
+    def leave(self, t: int) -> InFlight:
+        """Batch t, which is no longer in flight."""
+        batch = self.in_flight.pop(t)
+        batch.version.batches -= 1
+        return batch
 
     def keep(self, wanted: bool = True) -> None:
         """From now on keep the weights of every forward, so that the batches in flight can be saved."""
@@ -195,7 +202,7 @@ class Stage:
 
         Adds to the open window and returns the gradients of the leaves of the input.
         """
-        batch = self.in_flight.pop(t)
+        batch = self.leave(t)
         taken, below, incoming = self.differentiate(t, batch, self.weights.returning(batch.version), gradients)
         self.window.add(t, taken, self.level(batch), foreign=[*below, *incoming], weight=batch.weight)
         self.figures.backwards += 1
@@ -249,7 +256,8 @@ class Stage:
         `over` counts gradients; where they are weighted, it is the sum of their weights. A window without gradients
         advances the schedule and leaves the weights as they are.
         """
-        self.staleness.update(self.method.counted(self.window.levels))
+        for level in self.method.counted(self.window.levels):
+            self.staleness[level] += 1
         if self.window.levels:
             if self.optimization.apply(self.window, over, self.update_index):
                 self.weights.changed()

@@ -161,9 +161,11 @@ def load(stage: Stage, tree: Tree) -> None:
         for tensors in tree["versions"]
     ]
     stage.weights.load(tree["policy"], versions)
-    in_flight = {entry["t"]: _load_batch(stage, entry, versions) for entry in tree["in_flight"]}
-    stage.in_flight.clear()
-    stage.in_flight.update(in_flight)
+    for t in list(stage.in_flight):
+        stage.leave(t)
+    for entry in tree["in_flight"]:
+        batch = stage.in_flight[entry["t"]] = _load_batch(stage, entry, versions)
+        batch.version.batches += 1
 
 
 def of_another_method(tree: Tree, stage: Stage) -> Tree:

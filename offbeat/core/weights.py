@@ -40,10 +40,11 @@ class Version:
     """The parameters of one forward, by name in the stage; None stands for the module's own.
 
     age: by how many updates they are older than the newest; number: of which version they are a copy, where that counts
+    batches: in flight on them
     """
 
     def __init__(self, tensors: Tensors | None, age: int = 0, number: int = 0) -> None:
-        self.tensors, self.age, self.number = tensors, age, number
+        self.tensors, self.age, self.number, self.batches = tensors, age, number, 0
 
 
 InFlightOn = Callable[[], Iterable[Version]]  # what the batches in flight were forwarded on
@@ -293,7 +294,9 @@ class PredictedHybrid(Hybrid):
 class Stash(Live):
     """Snapshots, made at the first forward after an update and dropped with the last batch that needs them.
 
-    `memory` may hold tensors to put them in, which are used again when nothing needs their contents.
+    `reuse` gives tensors to put them in, which are used again when nothing needs their contents.
+
+    memory    these tensors, the least recently used first; contents: the version in each of them, by id
     """
 
     copies = 1  # of the newest version
@@ -301,8 +304,13 @@ class Stash(Live):
     def __init__(self, sources: WeightSources, in_flight: InFlightOn) -> None:
         self.sources, self.in_flight, self.do = sources, in_flight, at_once
         self.newest: Version | None = None
-        self.memory: list[Tensors] = []
+        self.reuse([])
         self.made = 0  # versions so far
+
+    def reuse(self, memory: list[Tensors]) -> None:
+        """Put the next versions into these tensors."""
+        self.memory = memory
+        self.contents: dict[int, Version] = {}
 
     def current(self) -> Version:
         if self.newest is None:
@@ -310,15 +318,16 @@ class Stash(Live):
         return self.newest
 
     def _make(self) -> Version:
-        place = self.room()
-        if place is not None:  # the least recently used one
-            self.memory = [other for other in self.memory if other is not place] + [place]
-            self.do(id(place), partial(self.sources.snapshot, place))
-        else:
+        free = self.room()
+        if free is None:
             made: list[Tensors] = []
             self.do(None, lambda: made.append(self.sources.snapshot()))
-            place = made[0]
-        return Version(place, number=self.made)
+            return Version(made[0], number=self.made)
+        place = self.memory.pop(free)
+        self.memory.append(place)
+        self.do(id(place), partial(self.sources.snapshot, place))
+        version = self.contents[id(place)] = Version(place, number=self.made)
+        return version
 
     def ready(self) -> list[Version]:
         """Those that the next forwards may use."""
@@ -328,10 +337,14 @@ class Stash(Live):
         """Those, and the ones that batches in flight need."""
         return [*self.in_flight(), *self.ready()]
 
-    def room(self) -> Tensors | None:
-        """Memory for another version, if there is some."""
-        used = {id(version.tensors) for version in self.alive()}
-        return next((place for place in self.memory if id(place) not in used), None)
+    def room(self) -> int | None:
+        """The index of memory for another version, if there is some."""
+        ready = self.ready()
+        for index, place in enumerate(self.memory):
+            version = self.contents.get(id(place))
+            if version is None or (not version.batches and version not in ready):
+                return index
+        return None
 
     def again_elsewhere(self) -> Version:
         """The newest version once more, in memory of its own."""

@@ -85,8 +85,9 @@ class GradientWindow:
 
     def divisor(self, over: int) -> float:
         """What the sum is divided by: `over` gradients, of which those in the window count by their weights."""
-        extra = sum(weight - 1.0 for weight in self.weights)
-        return over + extra if extra else over
+        if self.weights.count(1.0) == len(self.weights):
+            return over
+        return over + sum(weight - 1.0 for weight in self.weights)
 
     def gradients(self) -> dict[str, Tensor]:
         """The sums so far, by name."""

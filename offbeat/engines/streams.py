@@ -71,7 +71,10 @@ class Streams(Simulate):
 
     def take(self, batch: Any, device: torch.device) -> Any:
         """A copy that is made on the caller's stream without waiting; stages copy it into a slot, on their own."""
-        return pytree.tree_map_only(Tensor, self._moved, batch)
+        return [
+            self._moved(part) if isinstance(part, Tensor) else pytree.tree_map_only(Tensor, self._moved, part)
+            for part in batch
+        ]
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if tensor.is_cuda or self.device.type != "cuda":

@@ -238,7 +238,8 @@ class RecordedStage:
         self.launch_queue.put(self.rank, operation)
         self.window.add_recorded(t, stage.level(batch))
         stage.figures.backwards += 1
-        del slots.used[t], stage.in_flight[t]
+        del slots.used[t]
+        stage.leave(t)
         slots.release(slot)
         return slot.input_gradients
 

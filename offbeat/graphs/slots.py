@@ -68,7 +68,7 @@ class Slots:
         self.used: dict[int, Slot] = {}
         self.bypassed: dict[int, Slot] = {}
         if isinstance(self.weights, Stash):
-            self.weights.memory = []
+            self.weights.reuse([])
 
     def __iter__(self) -> Iterator[Slot]:
         return (slot for _, slots in self.groups for slot in slots)
@@ -82,7 +82,7 @@ class Slots:
         """All slots are free, in their first order."""
         self.free = {id(version.tensors): deque(slots) for version, slots in self.groups}
         if isinstance(self.weights, Stash):
-            self.weights.memory = [version.tensors for version, _ in self.groups if version.tensors is not None]
+            self.weights.reuse([version.tensors for version, _ in self.groups if version.tensors is not None])
 
     def restart(self) -> None:
         """All batches are done, and the neighbours have read everything."""

@@ -836,3 +836,55 @@ def test_a_gpt_with_an_optimizer_of_a_gpu_gives_the_bits_of_simulate(monkeypatch
     assert all(isinstance(stage.optimization.operation, RecordedOperation) for stage in other.stages.values())
     for name, value in one.model.state_dict().items():
         assert torch.equal(value, other.model.state_dict()[name]), name
+
+
+def _opcodes(work) -> int:
+    """Instructions of Python that the work executes."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def _counted(work, found: list[int]):
+    """The function, which also notes how many instructions of Python it executes."""
+
+    def counted(*given):
+        made = []
+        found.append(_opcodes(lambda: made.append(work(*given))))
+        return made[0]
+
+    return counted
+
+
+def test_the_host_work_of_a_stage_does_not_grow_with_its_lag(monkeypatch):
+    capture(monkeypatch)
+    counts: dict[int, list[int]] = {2: [], 5: []}
+    for stages, found in counts.items():
+        pipe = offbeat.Pipeline(
+            [nn.Linear(2, 2) for _ in range(stages)],
+            method=offbeat.ADL(M=1),
+            engine=Streams(stages, CPU),
+            loss=nn.functional.cross_entropy,
+            optimizer=lambda p: sgd(p, fused=True),
+        )
+        x, y = torch.ones(2, 2), torch.zeros(2, dtype=torch.int64)
+        for _ in range(40):
+            pipe.step(x, y)
+        first = recorded(pipe)[0]
+        for name in ("forward", "backward", "update"):
+            setattr(first, name, _counted(getattr(first, name), found))
+        pipe.step(x, y)
+    assert len(counts[2]) == 3
+    assert counts[2] == counts[5]
