@@ -121,13 +121,17 @@ class StageNetwork:
             return pytree.tree_map_only(Tensor, as_leaf, output)
         leaves, structure = pytree.tree_flatten(output)
         if self.differentiable is None or len(self.differentiable) != len(leaves):
-            self.differentiable = self._differentiable(t, batch, version)
+            self.differentiable = self._differentiable(t, batch, version, leaves)
         marked = zip(leaves, self.differentiable, strict=True)
         sent = [leaf.detach().requires_grad_(wanted) if isinstance(leaf, Tensor) else leaf for leaf, wanted in marked]
         return pytree.tree_unflatten(sent, structure)
 
-    def _differentiable(self, t: int, batch: InFlight, version: Version) -> list[bool]:
-        """Which leaves of the output require gradients: those of the same forward with a graph, which is dropped."""
+    def _differentiable(self, t: int, batch: InFlight, version: Version, output: list[Any]) -> list[bool]:
+        """Which leaves of the output require gradients: a single tensor if anything does that it may depend on; several
+        as the same forward with a graph, which is dropped, has them."""
+        if sum(map(differentiable, output)) < 2:
+            inputs = [leaf for leaf in batch.inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+            return [differentiable(leaf) and bool(self.parameters or inputs) for leaf in output]
         unmeasured = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with torch.enable_grad(), unmeasured, self.random.drawing(replay=batch.random):
             leaves = pytree.tree_leaves(self.repeat(t, batch, version))
