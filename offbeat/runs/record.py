@@ -204,7 +204,7 @@ def share_of_decrease(changes: Iterable[Changes]) -> float | None:
     """How much of the decrease of the loss that a stage's late gradients predict it gets, summed over its updates; None
     if they predict none.
 
-    >>> share_of_decrease([(-0.3, -0.2), None, (0.1, 0.1)])
+    >>> share_of_decrease([(-0.75, -0.5), None, (0.25, 0.25)])
     0.5
     """
     known = [each for each in changes if each is not None]
