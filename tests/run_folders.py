@@ -9,9 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 
+from small_recipe import SMALL
+
 from offbeat.methods import named
 from offbeat.ops import Backward, Forward, Update
-from offbeat.runs.begin import train_here
+from offbeat.runs.begin import begin, train_here
 from offbeat.runs.build import check
 from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.timeline import Costs, timeline
@@ -21,21 +23,7 @@ NAMES = {Forward: "forward", Backward: "backward", Update: "update"}
 
 def recipe(**given: object) -> Recipe:
     """A network of five units that trains in a moment."""
-    fixed = {
-        "model": "resnet8",
-        "data": "synthetic",
-        "samples": 24,
-        "classes": 3,
-        "shape": (3, 8, 8),
-        "batch_size": 4,
-        "threads_per_stage": 1,
-        "engine": "simulate",
-        "epochs": 3,
-        "method": "adl",
-        "K": 3,
-        "M": 2,
-    }
-    return make_recipe(**{**fixed, **given})
+    return make_recipe(**{**SMALL, "epochs": 3, "method": "adl", "K": 3, "M": 2, **given})
 
 
 @lru_cache
@@ -50,6 +38,18 @@ def run(path: Path, **given: object) -> Path:
     """A real run in a folder of its own; those of the same recipe are trained once."""
     shutil.copytree(_trained(**given), path)
     return path
+
+
+def stopped(made: Recipe, out: Path, batches: int) -> None:
+    """A run that ends after that many batches, without its last checkpoint."""
+    made, _ = check(made)
+    run = begin(made, out, show=False)
+    steps = run.steps()
+    for _ in range(batches):
+        next(steps)
+    steps.close()
+    run.saver.close()
+    run.close()
 
 
 def trace(path: Path, *, K: int = 3, M: int = 2, costs: Costs | None = None) -> None:

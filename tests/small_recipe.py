@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from offbeat.runs.recipe import Recipe, make_recipe
 
+SMALL = {
+    "model": "resnet8",
+    "data": "synthetic",
+    "samples": 24,
+    "classes": 3,
+    "shape": (3, 8, 8),
+    "batch_size": 4,
+    "threads_per_stage": 1,
+    "engine": "simulate",
+}
+
 
 def small(method: str, **given: object) -> Recipe:
     """A network of five units; what is None stays as it is here."""
-    fixed = {
-        "model": "resnet8",
-        "data": "synthetic",
-        "samples": 24,
-        "classes": 3,
-        "shape": (3, 8, 8),
-        "batch_size": 4,
-        "threads_per_stage": 1,
-        "engine": "simulate",
-        "epochs": 4,
-    }
-    return make_recipe(
-        method=method, **{**fixed, **{name: value for name, value in given.items() if value is not None}}
-    )
+    known = {name: value for name, value in given.items() if value is not None}
+    return make_recipe(method=method, **{**SMALL, "epochs": 4, **known})

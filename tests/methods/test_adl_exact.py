@@ -7,20 +7,12 @@ from collections import Counter
 
 import pytest
 import torch
+from engine import Layer
 from formulas import mean_staleness, staleness
 from reference import DECAY, LR, MOMENTUM, adl, data, exact_gradients, mean_square, network
 from torch import nn
 
 import offbeat
-
-
-class Layer(nn.Module):
-    def __init__(self, W: torch.Tensor, b: torch.Tensor) -> None:
-        super().__init__()
-        self.W, self.b = nn.Parameter(W.clone()), nn.Parameter(b.clone())
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(z @ self.W + self.b)
 
 
 def pipeline(K: int, method: offbeat.Method, lr: float = LR, **options) -> offbeat.Pipeline:

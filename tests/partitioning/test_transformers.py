@@ -22,14 +22,6 @@ from offbeat.errors import UserError
 from offbeat.partitioning import partition, trace
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def without_cache(model: nn.Module) -> nn.Module:
     """A copy without caches, as the stages are: keys and values in a cache have another layout, and so other bits."""
     twin = copy.deepcopy(model)

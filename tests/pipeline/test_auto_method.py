@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from fixed_times import fix_times
 from torch import nn
 
 import offbeat
@@ -32,15 +33,7 @@ def pipeline(**options) -> offbeat.Pipeline:
 
 @pytest.fixture
 def times(monkeypatch):
-    """Fixed seconds by size of a batch, efficient down to 4 samples; returns the sizes that were asked for."""
-    asked: list[int] = []
-
-    def seconds(size: int) -> float:
-        asked.append(size)
-        return 1.0 * size if size >= 4 else 2.0 * size
-
-    monkeypatch.setattr(choice, "batch_seconds", lambda model, sample, **options: seconds)
-    return asked
+    return fix_times(monkeypatch, choice)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from cases import convolutions, images
+from engine import Layer
 from reference import DECAY, LR, MOMENTUM, data, mean_square, network
 from torch import nn
 
@@ -15,15 +16,6 @@ from offbeat.core import state as stage_state
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
 from offbeat.errors import UserError
-
-
-class Layer(nn.Module):
-    def __init__(self, W: torch.Tensor, b: torch.Tensor) -> None:
-        super().__init__()
-        self.W, self.b = nn.Parameter(W.clone()), nn.Parameter(b.clone())
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(z @ self.W + self.b)
 
 
 def chain(K: int, method: offbeat.Method | str = "adl", **options) -> offbeat.Pipeline:

@@ -25,14 +25,6 @@ ABOVE += ["gpipe:m=2", "ddg", "fr", "fdg", "dsp", "pipedream", "pipemare", "spec
 TABLE = "embedding.weight"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def equal(one: dict, other: dict) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():

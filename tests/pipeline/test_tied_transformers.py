@@ -22,14 +22,6 @@ from offbeat.engines.simulate import Simulate
 NAMES = ["gpt2", "t5", "bert with a language model head"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def build(name: str) -> nn.Module:
     """In float64 and without dropout, which stages draw from streams of their own; without caches, as stages are."""
     model = hf.build(name).double().eval()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command import check_refused
+from fixed_times import fix_times
 
 import offbeat
 from offbeat.runs import measuring
@@ -29,15 +30,7 @@ OPTIONS = ("--model", "mlp", "--data", "synthetic", "--shape", "3,4,4", "--class
 
 @pytest.fixture
 def times(monkeypatch):
-    """Fixed seconds by size of a batch, efficient down to 4 samples; returns the sizes that were asked for."""
-    asked: list[int] = []
-
-    def seconds(size: int) -> float:
-        asked.append(size)
-        return 1.0 * size if size >= 4 else 2.0 * size
-
-    monkeypatch.setattr(measuring, "batch_seconds", lambda model, sample, **options: seconds)
-    return asked
+    return fix_times(monkeypatch, measuring)
 
 
 def recipe(run: str | Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from command import Command, weights
+from run_folders import stopped
 
 import offbeat
 from offbeat.runs.begin import begin
@@ -24,16 +25,6 @@ GPT = "gpt:layers=2,width=16,heads=2,context=8"
 def recipe(name: str, **given: Any) -> Recipe:
     fixed = {"model": GPT, "samples": 62, "batch_size": 4, "K": 3, "M": 2, "engine": "simulate", "optimizer": name}
     return make_recipe(**{**fixed, "data_dir": str(Path(__file__)), "threads_per_stage": 1, **given})
-
-
-def stopped(made: Recipe, out: Path, batches: int) -> None:
-    run = begin(check(made)[0], out, show=False)
-    steps = run.steps()
-    for _ in range(batches):
-        next(steps)
-    steps.close()
-    run.saver.close()
-    run.close()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from command import Command, check_refused, train_here, weights
+from run_folders import stopped
 from torch.nn import functional
 
 import offbeat
@@ -109,18 +110,6 @@ def test_processes_train_a_gpt_to_the_bits_of_one_process(letters, tmp_path, met
     assert weights(tmp_path / "processes") == weights(tmp_path / "simulate")
     there, here = ([line["loss"] for line in found(tmp_path / engine, "train")] for engine in ("processes", "simulate"))
     assert there == here
-
-
-def stopped(made: Recipe, out: Path, batches: int) -> None:
-    """A run that ends without a word after that many batches."""
-    made, _ = check(made)
-    run = begin(made, out, show=False)
-    steps = run.steps()
-    for _ in range(batches):
-        next(steps)
-    steps.close()
-    run.saver.close()
-    run.close()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import Command, Outcome, check_refused
+from fixed_times import fix_times
 
 from offbeat import models
 from offbeat.methods import DECLARED
@@ -250,10 +251,7 @@ MLP = ("plan", "--model", "mlp", "--shape", "1,4,4", "-K", 3)  # without BatchNo
 
 @pytest.fixture
 def times(monkeypatch):
-    """Fixed seconds by size of a batch, efficient down to 4 samples."""
-    monkeypatch.setattr(
-        planning, "batch_seconds", lambda *given, **more: lambda size: size * (1.0 if size > 3 else 2.0)
-    )
+    return fix_times(monkeypatch, planning)
 
 
 @pytest.mark.usefixtures("times")
