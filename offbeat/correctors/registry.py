@@ -154,6 +154,4 @@ def _read(field: Field[Any], value: str, text: str) -> Any:
         return int(value) if kind == "int" else float(value)
     except ValueError:
         allowed, name = "a whole number" if kind == "int" else "a number", field.name.rstrip("_")
-        raise UserError(
-            f"corrector {text!r}: give {allowed} after the colon, the {name} of {text.split(':')[0]}"
-        ) from None
+        raise UserError(f"corrector {text!r}: give {allowed} as the {name} of {text.split(':')[0]}") from None
