@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from start import arguments
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -35,7 +36,7 @@ from offbeat.partitioning import Partition
 from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.sample_trace import without_caches
 from offbeat.partitioning.solve import solve
-from offbeat.runs import record
+from offbeat.runs.provenance import provenance
 
 TORCHVISION = [
     "alexnet",
@@ -253,7 +254,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
-    provenance = record.provenance()
+    command = ["python", "benchmarks/models.py", *arguments()]
+    made = provenance(command, device=options.device)
     rows = []
     for library, name, build in cases(device):
         if options.only and not {library, name} & set(options.only):
@@ -270,7 +272,7 @@ def main() -> None:
         if options.out:
             settings = {"K": options.K, "device": str(device), "batch_size": ROWS, "pixels": WIDTH, "tokens": LENGTH}
             options.out.write_text(
-                json.dumps({"provenance": provenance, "settings": settings, "models": rows}, indent=1) + "\n"
+                json.dumps({"provenance": made, "settings": settings, "models": rows}, indent=1) + "\n"
             )
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -14,6 +14,8 @@ def row(found: Record) -> list[str]:
     if "failed" in found:
         return [found["library"], found["model"], *["-"] * (len(HEAD) - 3), f"failed: {found['failed']}"]
     exact = "bit for bit" if not found["difference"] else f"to {found['difference']:.0e}"
+    if found["difference"] and "repeated" in found:
+        exact += f", twice the same to {found['repeated']:.0e}" if found["repeated"] else ", twice the same bit for bit"
     return [
         found["library"],
         found["model"],
@@ -42,7 +44,7 @@ def section() -> list[str]:
             "stages' times; best is that of the best cuts between the same units by the same times, and",
             "the next column what the largest unit permits. s is the time to trace and cut. Exact: output and all",
             "gradients through the stages against the unsplit model, else the largest difference relative to the",
-            "largest element.",
+            "largest element; twice the same: two runs of the unsplit model against each other.",
         ),
         "",
     ]

@@ -19,6 +19,7 @@ ANCHOR = "the-papers-rows-again"
 STATED = ("error: ", "loss: ", "bits per byte: ", "to BP: ")  # notes that the introduction of a table contains
 STATES = ("done", "diverged", "failed")
 EPOCHS = 300  # of the paper's schedule on CIFAR-10
+MOST_NAMED = 12  # rows that a sentence names; more are counted
 
 
 # ---- a row
@@ -100,6 +101,11 @@ def staleness(record: Record, row: Record) -> str:
 # ---- tables and words
 
 
+def named(titles: list[str]) -> str:
+    """The rows by name, or their number where they are many."""
+    return listed(titles) if len(titles) <= MOST_NAMED else f"{len(titles)} rows"
+
+
 def compared(record: Record) -> bool:
     """Whether the paper has values for any of the rows; of other images it has none."""
     return any(row["paper"] for row in record["rows"])
@@ -150,7 +156,7 @@ def verdicts(record: Record) -> list[str]:
     far = {} if text else far
 
     def those(found: dict[str, float], worse: bool) -> str:
-        return listed([f"{title} ({value:+.{digits}f})" for title, value in found.items() if (value > 0) == worse])
+        return named([f"{title} ({value:+.{digits}f})" for title, value in found.items() if (value > 0) == worse])
 
     lines = []
     if late:
@@ -163,7 +169,7 @@ def verdicts(record: Record) -> list[str]:
         if (row["paper"] or {}).get("error") is not None and any(run["state"] == "diverged" for run in row["runs"])
     ]
     if fallen:
-        lines.append(point(f"Diverged here, though not in the paper: {listed(fallen)}."))
+        lines.append(point(f"Diverged here, though not in the paper: {named(fallen)}."))
     for row in rows:
         if row["paper"] is not None and row["paper"]["error"] is None:
             here = "here it did not" if row["n"] else "here it is not done"
@@ -176,7 +182,7 @@ def verdicts(record: Record) -> list[str]:
     if single and len(single) == len(done):
         lines.append(point("One seed per row: there is no spread, and a small difference means little."))
     elif single:
-        lines.append(point(f"One seed has no spread, and a small difference means little: {listed(single)}."))
+        lines.append(point(f"One seed has no spread, and a small difference means little: {named(single)}."))
     if any(run["state"] == "under way" for row in rows for run in row["runs"]):
         lines.append(point("An error at an epoch before the last is no result: the rate drops late in the schedule."))
     return lines
@@ -190,7 +196,7 @@ def without_bp(record: Record) -> list[str]:
         for row in record["rows"]
         if row["error"] is not None and not is_bp(record, row) and to_bp(record, row) is None
     ]
-    return [point(f"BP {setting} has not been run for: {listed(alone)}.")] if alone else []
+    return [point(f"BP {setting} has not been run for: {named(alone)}.")] if alone else []
 
 
 def missing(record: Record) -> list[str]:
@@ -200,7 +206,7 @@ def missing(record: Record) -> list[str]:
         near = [row["title"] for row in found if asked or row["tier"] <= 2]
         rest = len(found) - len(near)
         more = [f"and {rest} more of less worth" if near else f"{rest} of less worth"] if rest else []
-        lines += [point(f"{words}: {listed(near + more)}.")] if found else []
+        lines += [point(f"{words}: {listed([named(near), *more] if near else more)}.")] if found else []
     return lines
 
 
