@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.correctors import as_text, by_stage, correctors
+from offbeat.correctors import Corrector, StageContext, as_text, by_stage, correctors
 from offbeat.correctors.auto import recommended as correctors_for
-from offbeat.correctors.optimizer_rules import AdamRule, SGDRule
+from offbeat.correctors.optimizer_rules import RULES, SelfCompensatingRule
 from offbeat.errors import UserError
 from offbeat.method import Method
 from offbeat.methods import AUTO, LATENCY, parsed, with_settings, with_staleness_warmup
@@ -65,16 +65,21 @@ def correctors_by_optimizer(method: Method, K: int) -> dict[str, str]:
     >>> correctors_by_optimizer(with_settings("adl-1f1b", {"M": 4, "corrector": "auto"}), 4)["SGD with momentum"]
     'stages 1-3 sc, stage 4 none'
     """
+    from offbeat import optim
+
+    own = [name for name in optim.__all__ if hasattr(getattr(optim, name), "direction")]
+    rules = {f"{name} {rule.condition}".strip(): rule for name, rule in RULES.items()}
+    rules |= dict.fromkeys(own, SelfCompensatingRule)
+    names: dict[tuple[Corrector, ...], list[str]] = {}
+    for name, rule in rules.items():
+        names.setdefault(correctors_for(rule), []).append(name)
+    names.setdefault(correctors_for(None), []).append("others")
     stages = [method.stage_context(k, K) for k in range(1, K + 1)]
-    found = {}
-    for optimizers, rule in (
-        ("SGD with momentum", SGDRule),
-        ("Adam, AdamW, NAdam, Muon, RotatedAdam", AdamRule),
-        ("others", None),
-    ):
-        chosen = ([one for one in correctors_for(rule) if one.active(stage)] for stage in stages)
-        found[optimizers] = by_stage(as_text(correctors(tuple(each))) for each in chosen)
-    return found
+
+    def chosen(found: tuple[Corrector, ...], stage: StageContext) -> str:
+        return as_text(correctors(tuple(one for one in found if one.active(stage))))
+
+    return {", ".join(those): by_stage(chosen(found, stage) for stage in stages) for found, those in names.items()}
 
 
 def parsed_auto(text: object, **besides: Any) -> dict[str, Any] | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 import offbeat
-from offbeat.methods import named
-from offbeat.recommended import candidates, parsed_auto, recommend
+from offbeat.correctors.optimizer_rules import RULES, AdamRule
+from offbeat.methods import named, with_settings
+from offbeat.recommended import candidates, correctors_by_optimizer, parsed_auto, recommend
 
 
 def flat(size: int) -> float:
@@ -92,3 +93,13 @@ def test_settings_of_auto_are_read_and_wrong_ones_refused_in_one_line():
         recommend(4, batch=64, settings={"latency": -1.0}, seconds=flat)
     with pytest.raises(offbeat.UserError, match="method auto is chosen for a model and a device: use it in Pipeline"):
         named("auto")
+
+
+def test_correctors_are_listed_for_every_optimizer_that_has_a_rule(monkeypatch):
+    monkeypatch.setitem(RULES, "RAdam", AdamRule)
+    found = correctors_by_optimizer(with_settings("adl-1f1b", {"M": 1, "corrector": "auto"}), 3)
+    assert found == {
+        "SGD with momentum": "stages 1-2 sc, stage 3 none",
+        "Adam, AdamW, NAdam, RAdam, Muon, RotatedAdam": "stages 1-2 lookahead+sc, stage 3 none",
+        "others": "stages 1-3 none",
+    }

@@ -47,9 +47,11 @@ class OptimizerRule:
     """What correctors can do with the optimizer of one stage.
 
     provides   the needs that it meets
+    condition  which optimizers of its class it covers, in words; empty if it covers all
     """
 
     provides: ClassVar[tuple[Need, ...]] = ()
+    condition: ClassVar[str] = ""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -89,6 +91,7 @@ class SGDRule(OptimizerRule):
     """v <- m v + g. Compensated: theta <- theta - lr (a v + b g), a = m^D, b = (1 - m^D)/(1 - m)."""
 
     provides = ("direction", "compensation", "nesterov")
+    condition = "with momentum"
 
     def unsupported_options(self) -> str | None:
         for group in self.optimizer.param_groups:
