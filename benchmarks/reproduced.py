@@ -6,7 +6,7 @@
 The record is the table as `offbeat reproduce` gives it for all runs together, with
 
     invocations   of all folders, by time: command, commit, machine, started
-    runs          what tells each run from the others, and the staleness that it measured
+    runs          the settings of each run, its updates until the end of each epoch, and the staleness that it measured
     missing       rows of the table of which no run has begun, and whether they were asked for
 
 A run of which two folders know is refused: which of them counts, only you can say.
@@ -176,18 +176,20 @@ def asked(all_of: Joined) -> dict[str, int]:
 def told_of(path: Path, seed: int) -> dict[str, Any]:
     """What tells a run from the others; staleness is that of its result, or of its last epoch if it has none yet."""
     recipe = make_recipe(**load(path / "config.json"))
-    ends = [line for line in record.lines(path) if line["kind"] in ("epoch", "result") and line.get("staleness")]
+    lines = record.lines(path)
+    ends = [line for line in lines if line["kind"] in ("epoch", "result") and line.get("staleness")]
     last = ends[-1] if ends else {"kind": None, "staleness": None}
     return {
         "seed": seed,
         **{name: getattr(recipe, name) for name in TOLD},
+        "updates": [line["batches"] // recipe.M for line in lines if line["kind"] == "epoch"],
         "staleness": last["staleness"],
         "staleness_of": last["kind"],
     }
 
 
 def rounded(run: dict[str, Any]) -> dict[str, Any]:
-    return {**run, **{name: [round(value, DIGITS) for value in run[name]] for name in ("errors", "times")}}
+    return {**run, **{name: [round(value, DIGITS) for value in run[name]] for name in ("errors", "losses", "times")}}
 
 
 def made(all_of: Joined, found: report.Reproduction) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class SeedRun:
     together: int = 1  # most runs that took turns in its process
     reason: str | None = None
     errors: list[float] = field(default_factory=list)  # test error, or another metric, after each epoch
+    losses: list[float] = field(default_factory=list)  # of the test samples after each epoch
     times: list[float] = field(default_factory=list)  # seconds of training until then
 
     @property
@@ -66,6 +67,7 @@ def read_seed_run(path: Path, seed: int, *, task: LearningTask = CLASSIFICATION)
     found: dict[str, Any] = {
         "epochs": epochs[-1]["epoch"] + 1 if epochs else 0,
         "errors": [line[f"test_{task.key}"] for line in epochs],
+        "losses": [line["test_loss"] for line in epochs],
         "times": list(accumulate(line["seconds"] for line in epochs)),
         "together": max((line["runs"] for line in record if line["kind"] == "together"), default=1),
     }

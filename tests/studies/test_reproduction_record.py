@@ -365,7 +365,7 @@ def test_other_images_than_the_papers_have_a_name_and_stand_alone(offbeat, copie
 
 
 def test_a_record_of_text_has_losses_and_their_difference_to_bp(offbeat, copied, monkeypatch):
-    setting = GPTSetting(model="gpt:layers=1,width=8,heads=1,context=8", batch=16, updates=1, epochs=1, stages=(2,))
+    setting = GPTSetting(model="gpt:layers=1,width=8,heads=1,context=8", batch=16, updates=1, epochs=2, stages=(2,))
     monkeypatch.setitem(recipes.TABLES, "gpt-staleness", gpt_table(setting))
     Path("text").write_text("abcdefgh" * 500)
     for out, name in (("bp", "adamw-bp-k2"), ("late", "adamw-adl-1f1b-k2-m4")):
@@ -374,9 +374,14 @@ def test_a_record_of_text_has_losses_and_their_difference_to_bp(offbeat, copied,
     join("bp", "late", "--out", copied / "docs/results/reproduction-gpt.json")
     assert run(copied).returncode == 0
     assert run(copied, "--check").returncode == 0
-    record = json.loads((copied / "docs/results/reproduction-gpt.json").read_text())
-    bp, late = record["rows"]
-    assert record["text"]["tokens"] == 4000
+    content = json.loads((copied / "docs/results/reproduction-gpt.json").read_text())
+    bp, late = content["rows"]
+    assert content["text"]["tokens"] == 4000
+    for folder, row in (("bp", bp), ("late", late)):
+        lines = record.lines(Path(f"{folder}/runs/{row['name']}-seed0"))
+        ends = [line for line in lines if line["kind"] == "epoch"]
+        assert row["runs"][0]["losses"] == pytest.approx([line["test_loss"] for line in ends], abs=1e-4)
+        assert content["runs"][f"{row['name']}-seed0"]["updates"] == [1, 2]
     shown = (copied / "docs/results.md").read_text().partition("## Language models with late gradients\n")[2]
     assert f"| AdamW, BP, K=2, M=1 | {bp['loss']:.3f} | 1 |  | {bp['error']:.3f} |" in shown
     difference = late["loss"] - bp["loss"]
