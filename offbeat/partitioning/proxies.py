@@ -12,6 +12,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -102,15 +103,20 @@ def patched(recorder: fx.Tracer) -> Iterator[None]:
     """torch.arange and the like, custom autograd functions and isinstance know of the recording while this lasts.
 
     A mode is not enough for them: torch checks the types of sizes before it calls a mode. Like torch.fx's own patches
-    of nn.Module these hold for the whole process: no other thread may run torch meanwhile.
+    of nn.Module these hold for the whole process, but only calls of this thread are recorded.
     """
-    apply = torch.autograd.Function.__dict__["apply"]
+    apply, thread = torch.autograd.Function.__dict__["apply"], get_ident()
 
     def recorded(make: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: recorder.create_proxy("call_function", make, args, kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() != thread:
+                return make(*args, **kwargs)
+            return recorder.create_proxy("call_function", make, args, kwargs)
+
+        return call
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return recorder.create_proxy("call_function", apply.__get__(None, cls), args, kwargs)
+        return recorded(apply.__get__(None, cls))(*args, **kwargs)
 
     changes: list[tuple[Any, str, Any]] = [(torch, name, recorded(getattr(torch, name))) for name in FACTORIES]
     changes.append((torch, "is_tensor", lambda value: _stands_for(value, Tensor)))

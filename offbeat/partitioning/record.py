@@ -17,6 +17,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from threading import get_ident
 from typing import Any
 
 import numpy
@@ -110,6 +111,7 @@ class ForwardTracer(fx.Tracer):
         self.failed: dict[str, str] = {}
         self.owners = [""]
         self.surroundings = surroundings()
+        self.thread = get_ident()  # calls of other threads are not recorded
         self.paths: dict[int, str] = {}
         self.proxies: dict[str, Proxy] = {}
         for path, module in model.named_modules():
@@ -150,6 +152,8 @@ class ForwardTracer(fx.Tracer):
         return is_layer(m)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if get_ident() != self.thread:
+            return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if path in self.atomic or self.is_leaf_module(m, path):
             return self._layer_call(path, args, kwargs)
@@ -183,7 +187,7 @@ class ForwardTracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Proxy]) -> Any:
         path = self.paths.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
-        if path is None:
+        if path is None or get_ident() != self.thread:
             return attr_val
         if path not in self.proxies:
             # The shape of a parameter is a fact; the shape of a buffer may change.

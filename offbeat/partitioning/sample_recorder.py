@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -210,11 +211,12 @@ class SampleRecorder:
             raise Untraceable(READS_VALUES)
 
     def _applier(self, original: Any) -> Callable[..., Any]:
-        """Custom autograd functions, which torch does not hand to modes."""
+        """Custom autograd functions, which torch does not hand to modes. Those of other threads are not recorded."""
+        thread = get_ident()
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             bound = original.__get__(None, cls)
-            if self.whole:
+            if self.whole or get_ident() != thread:
                 return bound(*args, **kwargs)
             return self._call("call_function", bound, args, kwargs, bound)
 

@@ -6,7 +6,9 @@ import copy
 import random
 import re
 import sys
+import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -148,6 +150,44 @@ def test_tracing_is_the_same_every_time_and_leaves_the_model_alone():
     same(before, model.state_dict())
     assert attributes == {key: set(vars(module)) for key, module in model.named_modules()}
     assert model.training
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class WithThread(nn.Module):
+    """Another thread computes while forward runs, as heartbeats and loaders of batches do."""
+
+    found: ClassVar[list[Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def compute() -> None:
+            self.found.append(nn.Sequential(nn.ReLU())(Doubled.apply(torch.tensor([1.0]) + torch.ones(1))))
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+        return self.fc2(self.fc1(x))
+
+
+@pytest.mark.parametrize("way", ["fx", "sample"])
+def test_what_another_thread_computes_is_not_traced(way):
+    WithThread.found.clear()
+    traced = trace(WithThread(), torch.zeros(4, 2), way=way)
+    assert [unit.name for unit in traced.units] == ["fc1", "fc2"]
+    assert traced.notes == []
+    assert [value.tolist() for value in WithThread.found] == [[4.0]] * len(WithThread.found) != []
 
 
 def test_a_part_and_the_model_share_their_mode():
