@@ -59,6 +59,7 @@ site: $(READY)
 	$(BIN)/python benchmarks/method_pages.py --check
 	$(BIN)/python benchmarks/command_pages.py --check
 	$(BIN)/python benchmarks/results.py --check
+	$(BIN)/python benchmarks/staleness.py --check
 	$(BIN)/mkdocs build --strict --quiet
 	@echo "the site is build/site/index.html"
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 
 import pytest
 from command import Command, contents
+from published import ROOT, copy_pages, join, write_pages
 from small_recipe import small
 
 from offbeat.report.reproduction import read_seed_run
@@ -28,19 +25,6 @@ from offbeat.runs.tables import TABLES, Images, Paper, Table
 from offbeat.runs.tables.gpt import GPTSetting, gpt_table
 from offbeat.runs.tables.row import row
 from offbeat.studies import reproduce as reproducing
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where its dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
-
-
-reproduced = script("reproduced")
 
 
 @row(1, Paper(6.18, "Table 0, first", remark="a remark"))
@@ -121,12 +105,6 @@ def make_three(offbeat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(turns.RoundRobin, "_turn", turn)
         reproduce(offbeat, "m2", "resnet56-adl-k3-m2*", "--budget-minutes", 60, seeds=2)
     reproduce(offbeat, "m1", "resnet56-adl-k3-m1")
-
-
-def join(*arguments: object) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "argv", ["reproduced.py", *map(str, arguments)])
-        reproduced.main()
 
 
 def refused(capsys, *arguments: object) -> str:
@@ -292,25 +270,14 @@ def test_a_record_of_five_long_runs_is_small_and_its_curves_are_those_of_the_run
 
 @pytest.fixture
 def copied(tmp_path) -> Path:
-    """Pages without any reproduction, their other records, and the script that makes them."""
-    root = tmp_path / "site"
-    without = shutil.ignore_patterns("reproduction-*")
-    shutil.copytree(ROOT / "docs", root / "docs", ignore=without)
-    shutil.copytree(ROOT / "benchmarks", root / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "README.md", root)
-    return root
-
-
-def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, root / "benchmarks/results.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return copy_pages(tmp_path / "site")
 
 
 def pages(root: Path) -> str:
     """The section, made anew, and current then."""
-    made = run(root)
+    made = write_pages(root)
     assert made.returncode == 0, made.stderr
-    assert run(root, "--check").returncode == 0
+    assert write_pages(root, "--check").returncode == 0
     page = (root / "docs/results.md").read_text()
     return page.partition("## The paper's rows again\n")[2].split("\n## ")[0]
 
@@ -372,16 +339,16 @@ def test_a_record_of_text_has_losses_and_their_difference_to_bp(offbeat, copied,
         given = ("--out", out, "--only", name, "--seeds", 1, "--data", "text", "--engine", "simulate")
         assert offbeat("reproduce", "gpt-staleness", *given).code == 0
     join("bp", "late", "--out", copied / "docs/results/reproduction-gpt.json")
-    assert run(copied).returncode == 0
-    assert run(copied, "--check").returncode == 0
+    assert write_pages(copied).returncode == 0
+    assert write_pages(copied, "--check").returncode == 0
     content = json.loads((copied / "docs/results/reproduction-gpt.json").read_text())
     bp, late = content["rows"]
     assert content["text"]["tokens"] == 4000
-    for folder, row in (("bp", bp), ("late", late)):
-        lines = record.lines(Path(f"{folder}/runs/{row['name']}-seed0"))
+    for folder, found in (("bp", bp), ("late", late)):
+        lines = record.lines(Path(f"{folder}/runs/{found['name']}-seed0"))
         ends = [line for line in lines if line["kind"] == "epoch"]
-        assert row["runs"][0]["losses"] == pytest.approx([line["test_loss"] for line in ends], abs=1e-4)
-        assert content["runs"][f"{row['name']}-seed0"]["updates"] == [1, 2]
+        assert found["runs"][0]["losses"] == pytest.approx([line["test_loss"] for line in ends], abs=1e-4)
+        assert content["runs"][f"{found['name']}-seed0"]["updates"] == [1, 2]
     shown = (copied / "docs/results.md").read_text().partition("## Language models with late gradients\n")[2]
     assert f"| AdamW, BP, K=2, M=1 | {bp['loss']:.3f} | 1 |  | {bp['error']:.3f} |" in shown
     difference = late["loss"] - bp["loss"]
@@ -425,10 +392,10 @@ def test_a_picture_is_current_exactly_while_its_curves_are_the_same(offbeat, thr
     picture = path.with_suffix(".svg")
     before = picture.read_bytes()
     picture.unlink()
-    assert "reproduction-small.svg" in run(copied, "--check").stderr
+    assert "reproduction-small.svg" in write_pages(copied, "--check").stderr
     pages(copied)
     assert picture.read_bytes() == before
     content = json.loads(path.read_text())
     content["rows"][0]["runs"][0]["errors"][0] -= 1
     path.write_text(json.dumps(content))
-    assert run(copied, "--check").stderr.startswith("not current: reproduction-small.svg")
+    assert write_pages(copied, "--check").stderr.startswith("not current: reproduction-small.svg")

@@ -1,0 +1,431 @@
+"""Write docs/staleness.md and its pictures from the records of `offbeat reproduce` in docs/results.
+
+python benchmarks/staleness.py              write them
+python benchmarks/staleness.py --check      only compare, and fail where they are not current
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from statistics import median
+
+from page import ROOT, listed, point, prose, records
+from staleness_pictures import Picture, by_choice, by_stages, by_staleness
+from staleness_records import MeasuredRow, MeasuredTable, images_table, language_tables
+
+from offbeat.methods import with_settings
+from offbeat.recommended import DELAY, EFFICIENT, correctors_by_optimizer, recommend
+from offbeat.report.formatting import markdown
+from offbeat.runs.optimizers import OPTIMIZERS
+
+PAGE = ROOT / "docs/staleness.md"
+COMMAND = "python benchmarks/staleness.py"
+REFERENCE = "adamw"  # whose BP the recommended configuration is compared with
+MARGIN = 0.1  # nats above the last loss of that BP: the loss to which time and updates are measured
+
+# Aims: at most that much above BP with the same optimizer, in nats, for rows of that K up to that staleness in updates
+AIM_STAGES = 12
+AIMS = ((1.0, 0.01), (2.75, 0.03), (11.0, 0.15))
+CHOICE_STAGES = (4, 12, 24)  # where the recommended configuration is to be no worse than BP with AdamW
+IMAGE_AIMS = {8: 0.1, 28: 0.1}  # points of error above BP with the same M, by K
+COMPENSATED = ("auto", "sc")  # what is recommended for SGD
+
+
+@dataclass(frozen=True)
+class Aim:
+    """An aim and its outcome: what was measured, by configuration, and whether each met it.
+
+    wanted   the configurations that the aim is about
+    """
+
+    text: str
+    measured: dict[str, float]
+    limit: float
+    wanted: list[str]
+    digits: int = 3
+
+    @property
+    def outcome(self) -> str:
+        met = [name for name, value in self.measured.items() if round(value, self.digits) <= self.limit]
+        missed = [name for name in self.measured if name not in met]
+        unknown = [name for name in self.wanted if name not in self.measured]
+        found = {"**met**": met, "**missed**": missed, "not measured": unknown}
+        parts = {word: ", ".join(names) for word, names in found.items() if names}
+        return next(iter(parts)) if len(parts) == 1 else "; ".join(f"{word}: {names}" for word, names in parts.items())
+
+    @property
+    def cells(self) -> list[str]:
+        shown = (f"{name} {value:+.{self.digits}f}" for name, value in self.measured.items())
+        return [self.text, ", ".join(shown) or "-", self.outcome]
+
+
+def title_of(optimizer: str) -> str:
+    return OPTIMIZERS[optimizer].title
+
+
+# ---- what is recommended
+
+
+def method_of(K: int, batch: int = 64, *, latency: float = 0.0) -> str:
+    """The method that is recommended if time is proportional to samples."""
+    settings = {"latency": latency}
+    return recommend(K, batch=batch, settings=settings, seconds=lambda size: 1e-3 * size).method.name
+
+
+def recommended_rows(table: MeasuredTable, K: int) -> dict[str, MeasuredRow]:
+    """For each optimizer the recommended method and corrector with the largest M that was measured."""
+    rows = [row for row in table.late(K, corrected=True) if row.method == method_of(K)]
+    return {row.optimizer: row for row in sorted(rows, key=lambda row: row.M)}
+
+
+def above_reference(table: MeasuredTable) -> dict[str, dict[int, float]]:
+    """The loss of the recommended rows minus that of BP with AdamW at its best learning rate, by optimizer and K."""
+    found: dict[str, dict[int, float]] = {}
+    for K in table.stages:
+        bp = table.best_bp(K, REFERENCE)
+        for optimizer, row in recommended_rows(table, K).items() if bp else ():
+            found.setdefault(optimizer, {})[K] = row.value - bp.value
+    return found
+
+
+def best_optimizer(table: MeasuredTable) -> str | None:
+    """The optimizer whose largest difference over all K is the smallest, among those measured at most values of K."""
+    found = above_reference(table)
+    return min(found, key=lambda name: (-len(found[name]), max(found[name].values())), default=None)
+
+
+# ---- aims
+
+
+def language_aims(table: MeasuredTable) -> list[Aim]:
+    found, last = [], 0.0
+    late = [row for row in table.late(AIM_STAGES, corrected=True) if table.to_bp(row) is not None]
+    for limit, margin in AIMS:
+        those = [row for row in late if last < row.staleness <= limit]
+        worst: dict[str, float] = {}
+        for row in those:
+            difference, name = table.to_bp(row), title_of(row.optimizer)
+            worst[name] = max(difference, worst.get(name, difference))
+        where = f"up to {limit:g}" if not last else f"above {last:g}, up to {limit:g}"
+        text = f"K={AIM_STAGES}, staleness {where} updates: within {margin:g} nats of BP with the same optimizer"
+        found.append(Aim(text, worst, margin, [title_of(optimizer) for optimizer in table.optimizers]))
+        last = limit
+    chosen = best_optimizer(table)
+    differences = above_reference(table).get(chosen or "", {})
+    name = f", with {title_of(chosen)}" if chosen else ""
+    text = f"recommended configuration{name}: no worse than BP with {title_of(REFERENCE)} at any K"
+    measured = {f"K={K}": value for K, value in differences.items()}
+    return [*found, Aim(text, measured, 0.0, [f"K={K}" for K in CHOICE_STAGES])]
+
+
+def image_differences(table: MeasuredTable, K: int) -> dict[str, float]:
+    """The error of the recommended method and corrector minus that of BP with the same M and batch size."""
+    found = {}
+    for row in table.rows:
+        if row.K == K and row.method == method_of(K) and row.corrector in COMPENSATED:
+            bp = [one for one in table.rows if one.method == "bp" and one.batch_size == row.batch_size]
+            found |= {f"M={row.M}": row.value - one.value for one in bp if one.M == row.M}
+    return found
+
+
+def image_aims(table: MeasuredTable | None) -> list[Aim]:
+    return [
+        Aim(
+            f"ResNet-56, K={K}: within {limit:g} points of error of BP with the same M",
+            measured := image_differences(table, K) if table else {},
+            limit,
+            list(measured) or ["all"],
+            2,
+        )
+        for K, limit in IMAGE_AIMS.items()
+    ]
+
+
+def aims_section(tables: list[MeasuredTable], images: MeasuredTable | None) -> list[str]:
+    lines = ["## Aims, met and missed", ""]
+    head = ["aim", "measured, difference to BP", "outcome"]
+    for table in tables:
+        lines += [f"{table.title}:", "", markdown(head, [aim.cells for aim in language_aims(table)]), ""]
+    lines += [] if tables else ["There is no record of a language model yet.", ""]
+    lines += [markdown(head, [aim.cells for aim in image_aims(images)]), ""]
+    return [
+        *lines,
+        prose(
+            "Rows with the recommended corrector. Where several rows fall under one aim, the largest difference is",
+            "given. Differences are between medians of the runs: with few runs, those below their spread mean little.",
+            "The optimizer of the recommended configuration is the one that did best in these same runs.",
+        ),
+        "",
+    ]
+
+
+# ---- tables of a language model
+
+
+def differences_table(table: MeasuredTable, K: int) -> str:
+    """BP of each optimizer, and how far the late rows are above it."""
+    columns = {(row.staleness, row.method, row.M): None for row in table.late(K)}
+    head = [f"K={K}", "BP", *(f"`{method}` M={M}: {late:.3g} updates" for late, method, M in columns)]
+    rows = []
+    for optimizer in table.optimizers:
+        bp = table.bp(K, optimizer)
+        for corrected in (False, True):
+            found = {(row.staleness, row.method, row.M): row for row in table.late(K, optimizer, corrected=corrected)}
+            if not found and (corrected or bp is None):
+                continue
+            cells = [difference_cell(table, found.get(column)) for column in columns]
+            title = f"{title_of(optimizer)}{', recommended corrector' if corrected else ''}"
+            rows.append([title, bp.shown(3) if bp and not corrected else "", *cells])
+    return markdown(head, rows)
+
+
+def difference_cell(table: MeasuredTable, row: MeasuredRow | None) -> str:
+    """The difference to BP; without BP the loss."""
+    if row is None:
+        return ""
+    difference = table.to_bp(row)
+    diverged = f", {row.diverged} diverged" if row.diverged else ""
+    return (f"{row.value:.3f}" if difference is None else f"{difference:+.3f}") + diverged
+
+
+def better_rates(table: MeasuredTable) -> list[str]:
+    """Optimizers whose BP has a lower loss at another learning rate than that of the late rows."""
+    lines = []
+    for K in table.stages:
+        for optimizer in table.optimizers:
+            own, best = table.bp(K, optimizer), table.best_bp(K, optimizer)
+            if own and best and best.name != own.name:
+                lines.append(
+                    point(
+                        f"{title_of(optimizer)} at K={K}: BP has {best.value:.3f} with another learning rate",
+                        f"({best.title}), and {own.value:.3f} with that of the rows above.",
+                    )
+                )
+    return lines
+
+
+def worse_with_corrector(table: MeasuredTable) -> list[str]:
+    """Rows that have a higher loss with the recommended corrector than without."""
+    found = []
+    for row in table.rows:
+        if row.corrector is not None:
+            same = (other for other in table.late(row.K, row.optimizer, corrected=False) if other.method == row.method)
+            plain = next((other for other in same if other.M == row.M), None)
+            if plain is not None and round(row.value - plain.value, 3) > 0:
+                setting = f"{title_of(row.optimizer)}, `{row.method}`, K={row.K}, M={row.M}"
+                found.append(f"{setting} ({row.value - plain.value:+.3f})")
+    return [point(f"Worse with the recommended corrector than without: {listed(found)}.")] if found else []
+
+
+def reached_cells(row: MeasuredRow, loss: float) -> list[str]:
+    """Updates and minutes to the loss: the median of the runs that reach it."""
+    found = [reached for run in row.runs if (reached := run.reached(loss)) is not None]
+    if not found:
+        return ["not reached", ""]
+    some = f" ({len(found)} of {len(row.runs)} runs)" if len(found) < len(row.runs) else ""
+    updates, seconds = (median(values) for values in zip(*found, strict=True))
+    return [f"{updates:,.0f}{some}", f"{seconds / 60:.1f}"]
+
+
+def progress_table(table: MeasuredTable, K: int, loss: float) -> str:
+    head = ["row", "runs", "last loss", "best loss", "staleness", "ms per update", "updates", "minutes"]
+    rows = []
+    for row in [one for one in table.rows if one.K == K and one.method == "bp"] + table.late(K):
+        timed = [run for run in row.runs if run.losses and run.updates]
+        if timed:
+            pace = median(1e3 * run.seconds[-1] / run.updates[-1] for run in timed)
+            best, late = median(run.best for run in timed), f"{row.staleness:.2f}"
+            count = str(len(row.runs))
+            rows.append([row.title, count, row.shown(3), f"{best:.3f}", late, f"{pace:.1f}", *reached_cells(row, loss)])
+    return markdown(head, rows) if rows else ""
+
+
+def language_section(table: MeasuredTable) -> list[str]:
+    lines = [f"## {table.title}", ""]
+    lines += [
+        prose(
+            "Every row has the same samples per update, the same learning rate as its BP and the same stages, so that",
+            "with one optimizer staleness is the only difference. Mean staleness of stage 1 in updates, as measured;",
+            "later stages have less, except with `2bw`.",
+        ),
+        "",
+        f"![Validation loss against staleness](results/{by_staleness(table).name})",
+        "",
+        "Validation loss in nats per token above that of BP with the same optimizer:",
+        "",
+    ]
+    for K in table.stages:
+        lines += [differences_table(table, K), ""]
+    notes = worse_with_corrector(table) + better_rates(table)
+    return [*lines, *notes, *([""] if notes else []), *progress_section(table), *sources(table)]
+
+
+def progress_section(table: MeasuredTable) -> list[str]:
+    lines = []
+    for K in table.stages:
+        bp = table.best_bp(K, REFERENCE)
+        if bp is not None and (found := progress_table(table, K, bp.value + MARGIN)):
+            lines += [f"Updates and minutes to a loss of {bp.value + MARGIN:.3f}, K={K}:", "", found, ""]
+    if not lines:
+        return []
+    return [
+        "### Time and updates to a fixed loss",
+        "",
+        prose(
+            f"The loss is the last one of BP with {title_of(REFERENCE)} at the same K plus {MARGIN:g} nats,",
+            "interpolated between the ends of epochs. All stages of a run share one device, often with other runs at",
+            "the same time: minutes compare these rows on that device, and are not those of K devices.",
+        ),
+        "",
+        *lines,
+    ]
+
+
+def sources(table: MeasuredTable) -> list[str]:
+    names = ", ".join(f"[{name}](results/{name})" for name in table.records)
+    return [prose(f"Records: {names}; their commands and commits are in [results](results.md)."), ""]
+
+
+# ---- images
+
+
+def images_section(table: MeasuredTable | None) -> list[str]:
+    if table is None:
+        return []
+    rows = [
+        [row.title, str(row.K), str(row.M), f"{row.staleness:.2f}", row.shown(2), str(len(row.runs))]
+        for row in sorted(table.rows, key=lambda row: (row.K, row.M, row.method, row.corrector or ""))
+    ]
+    return [
+        f"## {table.title}",
+        "",
+        prose(
+            "SGD with momentum, batches of b samples, M batches per update, and a learning rate in proportion to both:",
+            "compare with BP of the same M. Runs of all records together.",
+        ),
+        "",
+        f"![Test error against the number of stages](results/{by_stages(table).name})",
+        "",
+        markdown(["row", "K", "M", "staleness of stage 1", "error %", "runs"], rows),
+        "",
+        *sources(table),
+    ]
+
+
+# ---- what to choose
+
+
+def choice_section(tables: list[MeasuredTable]) -> list[str]:
+    K = AIM_STAGES
+    method = method_of(K)
+    situations = [
+        ["one stage", f"`{method_of(1)}`"],
+        ["several stages, a message takes no longer than a stage computes", f"`{method}`"],
+        ["several stages, a message takes longer than that", f"`{method_of(K, latency=1e6)}`"],
+    ]
+    correctors = {
+        M: correctors_by_optimizer(with_settings(method, {"M": M, "corrector": "auto"}), K) for M in (16, 4, 1)
+    }
+    optimizers = list(correctors[1])
+    late = {M: with_settings(method, {"M": M}).staleness(1, K) for M in correctors}
+    rows = [[f"{late[M]:.3g} updates (K={K}, M={M})", *by.values()] for M, by in correctors.items()]
+    lines = [
+        "## What to choose",
+        "",
+        prose(
+            '`method="auto"` with the samples per update (`batch=`, `--batch-per-update`) chooses all of this but the',
+            "optimizer; `offbeat plan` prints it.",
+        ),
+        "",
+        markdown(["situation", "method"], situations),
+        "",
+        prose(
+            "M is the largest power of two whose measured time per sample is at most",
+            f"{EFFICIENT:g} times the shortest; it stops where stage 1 is {DELAY:g} updates late. The correctors",
+            "follow from the optimizer and the delay of each stage:",
+        ),
+        "",
+        markdown(["staleness of stage 1", *optimizers], rows),
+        "",
+    ]
+    for table in tables:
+        lines += choice_of(table, method)
+    return [*lines, "More on each choice: [choosing K, M and a method](choosing.md).", ""]
+
+
+def choice_of(table: MeasuredTable, method: str) -> list[str]:
+    """What was measured of the recommended configuration, and the optimizer that follows."""
+    found = above_reference(table)
+    best = best_optimizer(table)
+    if best is None:
+        return []
+    rows = []
+    for optimizer, by_stages_ in found.items():
+        cells = [f"{by_stages_[K]:+.3f}" if K in by_stages_ else "" for K in table.stages]
+        name = title_of(optimizer)
+        rows.append([f"**{name}**" if optimizer == best else name, *cells])
+    largest = {K: max(row.M for row in recommended_rows(table, K).values()) for K in table.stages if rows}
+    head = ["optimizer", *(f"K={K}, M={largest[K]}" for K in table.stages)]
+    worst = max(found[best].values())
+    return [
+        prose(
+            f"{table.title}: validation loss of `{method}` with the recommended corrector minus that of BP with",
+            f"{title_of(REFERENCE)} at its best learning rate. {title_of(best)} has the smallest largest difference,",
+            f"{worst:+.3f} nats.",
+        ),
+        "",
+        markdown(head, rows),
+        "",
+        f"![Loss of the recommended method by M](results/{by_choice(table, method, REFERENCE).name})",
+        "",
+    ]
+
+
+# ---- the page
+
+
+def page(tables: list[MeasuredTable], images: MeasuredTable | None) -> str:
+    lines = [
+        "# Staleness: what late gradients cost",
+        "",
+        f"Generated by `{COMMAND}` from the records in `docs/results`; do not edit.",
+        "",
+        prose(
+            "Stages that never wait for each other apply gradients late. The delay of stage k in updates is its lag in",
+            "batches divided by M, the gradients per update: K-k batches on the 1F1B lag, 2(K-k) on ADL's. This page",
+            "shows what the delay costs, how much depends on the optimizer, and what to choose.",
+        ),
+        "",
+        *aims_section(tables, images),
+    ]
+    for table in tables:
+        lines += language_section(table)
+    return "\n".join([*lines, *images_section(images), *choice_section(tables)]).rstrip() + "\n"
+
+
+def pictures(tables: list[MeasuredTable], images: MeasuredTable | None) -> list[Picture]:
+    method = method_of(AIM_STAGES)
+    found = [picture for table in tables for picture in (by_staleness(table), by_choice(table, method, REFERENCE))]
+    found += [by_stages(images)] if images else []
+    return [picture for picture in found if picture.panels]
+
+
+def main() -> None:
+    if unknown := set(sys.argv[1:]) - {"--check"}:
+        sys.exit(f"unknown arguments {' '.join(sorted(unknown))}: use --check, or none")
+    again = records("reproduction")
+    tables, images = language_tables(again), images_table(again)
+    wanted = page(tables, images)
+    drawn = [picture for picture in pictures(tables, images) if not picture.current]
+    stale = [PAGE.name] if not PAGE.exists() or PAGE.read_text("utf-8") != wanted else []
+    stale += [picture.name for picture in drawn]
+    if "--check" in sys.argv:
+        sys.exit(f"not current: {', '.join(stale)}; run {COMMAND}" if stale else 0)
+    PAGE.write_text(wanted, "utf-8")
+    for picture in drawn:
+        picture.draw()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The pictures of docs/staleness.md: loss against staleness, error against K, and loss of what is recommended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from page import RECORDS
+from staleness_records import MeasuredRow, MeasuredTable
+
+from offbeat.runs.optimizers import OPTIMIZERS
+
+DASHED = 1
+LOSS = "validation loss, nats per token"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points with the range of their runs; dashed: a reference; end: what the legend adds to the label."""
+
+    label: str
+    points: list[tuple[float, float]]
+    band: list[tuple[float, float]]
+    colour: int
+    dashed: bool = False
+    end: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    curves: list[Curve]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A file in docs/results, with all that is drawn in it.
+
+    zero      whether 0 is on the x axis
+    columns   of panels
+    """
+
+    name: str
+    title: str
+    x: str
+    y: str
+    zero: bool
+    panels: list[Panel]
+    columns: int = 3
+
+    @property
+    def path(self) -> Path:
+        return RECORDS / self.name
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
+
+    @property
+    def current(self) -> bool:
+        return self.path.exists() and self.digest in self.path.read_text()
+
+    def draw(self) -> None:
+        """The file names what it was drawn from."""
+        from offbeat.report.charts import Axis, Line, lines
+        from offbeat.report.draw import PANEL, PICTURE, panels, rendered
+        from offbeat.runs.record import write
+
+        single = len(self.panels) == 1
+        width = PICTURE if single else PANEL
+        made = []
+        for panel in self.panels:
+            drawn = [
+                Line(one.label, one.points, one.band, one.end, one.colour, DASHED if one.dashed else None)
+                for one in panel.curves
+            ]
+            x = Axis(self.x, doubling=True, zero=self.zero, format="~g")
+            made.append((panel.title, lines(drawn, x=x, y=Axis(self.y), height=320, width=width)))
+        chart = made[0][1] if single else panels(made, columns=self.columns, shared=True)
+        subtitle = "median of the runs, in the band of their range; dashed: back-propagation"
+        title = f"{self.title}, {made[0][0]}" if single and made[0][0] else self.title
+        size = width if single else None
+        content = rendered(chart, "svg", title=title, subtitle=subtitle, width=size).decode()
+        write(self.path, content.replace("</svg>", f"<!-- drawn from {self.digest} -->\n</svg>"))
+
+
+def curve(label: str, rows: Sequence[tuple[float, MeasuredRow]], colour: int, *, end: str = "") -> Curve:
+    """The values of rows at their places on the x axis."""
+    band = [row.range for _, row in rows] if any(len(row.runs) > 1 for _, row in rows) else []
+    return Curve(label, [(x, row.value) for x, row in rows], band, colour, end=end)
+
+
+def reference(label: str, row: MeasuredRow, places: Sequence[float], colour: int, *, end: str = "") -> Curve:
+    """The value of back-propagation across all places."""
+    ends = (min(places), max(places))
+    band = [row.range] * 2 if len(row.runs) > 1 else []
+    return Curve(label, [(x, row.value) for x in ends], band, colour, dashed=True, end=end)
+
+
+def by_staleness(table: MeasuredTable) -> Picture:
+    """Loss against the staleness of stage 1: a panel without and one with correctors for each K."""
+    made = []
+    for K in table.stages:
+        places = [0.0, *(row.staleness for row in table.late(K))]
+        for corrected in (False, True):
+            curves = []
+            for colour, optimizer in enumerate(table.optimizers):
+                title, bp = OPTIMIZERS[optimizer].title, table.bp(K, optimizer)
+                rows = [(row.staleness, row) for row in table.late(K, optimizer, corrected=corrected)]
+                if bp is not None:
+                    rows = [(0.0, bp), *rows]
+                    curves.append(reference(f"{title}, BP", bp, places, colour))
+                curves.append(curve(title, rows, colour))
+            name = f"K={K}, {'with the recommended corrector' if corrected else 'without a corrector'}"
+            made += [Panel(name, curves)] if table.late(K, corrected=corrected) else []
+    title = f"{table.title}: loss against the mean staleness of stage 1"
+    return Picture(f"staleness-{table.slug}.svg", title, "updates", LOSS, True, made, columns=2)
+
+
+def by_stages(table: MeasuredTable) -> Picture:
+    """Error against K: a line for each method, M and corrector."""
+    late = [row for row in table.rows if row.method != "bp"]
+    stages = [row.K for row in table.rows]
+    curves = []
+    for M in sorted({row.M for row in table.rows if row.method == "bp"}):
+        bp = next(row for row in table.rows if row.method == "bp" and row.M == M)
+        curves.append(reference(f"BP, M={M}", bp, stages, len(curves), end=bp.shown(2)))
+    for method, M, corrector in sorted({(row.method, row.M, row.corrector or "") for row in late}):
+        rows = [row for row in late if (row.method, row.M, row.corrector or "") == (method, M, corrector)]
+        rows.sort(key=lambda row: row.K)
+        label = f"{method}, M={M}{f', {corrector}' if corrector else ''}"
+        curves.append(curve(label, [(row.K, row) for row in rows], len(curves), end=rows[-1].shown(2)))
+    return Picture(
+        "staleness-cifar10.svg", f"{table.title}: test error", "stages K", "test error, %", False, [Panel("", curves)]
+    )
+
+
+def by_choice(table: MeasuredTable, method: str, reference_optimizer: str) -> Picture:
+    """Loss of the recommended method with its corrector against M, a panel for each K, with BP of one optimizer."""
+    made = []
+    for K in table.stages:
+        rows = [row for row in table.late(K, corrected=True) if row.method == method]
+        rows.sort(key=lambda row: row.M)
+        curves = []
+        bp = table.best_bp(K, reference_optimizer)
+        if bp is not None and rows:
+            name = f"{OPTIMIZERS[bp.optimizer].title}, BP"
+            curves.append(reference(name, bp, [row.M for row in rows], table.optimizers.index(bp.optimizer)))
+        for colour, optimizer in enumerate(table.optimizers):
+            mine = [(row.M, row) for row in rows if row.optimizer == optimizer]
+            curves += [curve(OPTIMIZERS[optimizer].title, mine, colour)] if mine else []
+        made += [Panel(f"K={K}", curves)] if rows else []
+    title = f"{table.title}: {method} with the recommended corrector, by M"
+    return Picture(f"staleness-choice-{table.slug}.svg", title, "M, micro-batches per update", LOSS, False, made)

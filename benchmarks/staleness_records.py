@@ -1,0 +1,211 @@
+"""The rows of reproduction records, of all records with the same data and length together, for docs/staleness.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from page import Record, Records
+from results_reproduction import EPOCHS, task_of
+
+from offbeat.runs.task import LANGUAGE
+
+NETWORK = "resnet56"
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """One run that has ended.
+
+    value      loss of a language model at the last epoch, error % of a classifier
+    losses     after each epoch; empty in records of earlier versions
+    updates, seconds   from the start until then
+    staleness  mean of stage 1 in updates
+    """
+
+    seed: int
+    value: float
+    losses: tuple[float, ...]
+    updates: tuple[int, ...]
+    seconds: tuple[float, ...]
+    staleness: float
+
+    @property
+    def best(self) -> float:
+        return min(*self.losses, self.value) if self.losses else self.value
+
+    def reached(self, loss: float) -> tuple[float, float] | None:
+        """Updates and seconds until the loss, linear between the ends of epochs; None if it is not reached.
+
+        >>> run = FinishedRun(0, 1.0, (3.0, 2.0, 1.0), (100, 200, 300), (5.0, 10.0, 15.0), 0.0)
+        >>> run.reached(1.5), run.reached(3.5), run.reached(0.5)
+        ((250.0, 12.5), (100.0, 5.0), None)
+        """
+        points = list(zip(self.losses, self.updates, self.seconds, strict=True))
+        for at, (value, updates, seconds) in enumerate(points):
+            if value > loss:
+                continue
+            before, first, start = points[at - 1] if at else (value, updates, seconds)
+            share = (before - loss) / (before - value) if before > loss else 1.0
+            return first + share * (updates - first), start + share * (seconds - start)
+        return None
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """A row of a table with all its runs that have ended."""
+
+    name: str
+    title: str
+    optimizer: str
+    method: str
+    K: int
+    M: int
+    corrector: str | None
+    batch_size: int
+    baseline: str | None
+    runs: tuple[FinishedRun, ...]
+    diverged: int = 0
+
+    @property
+    def value(self) -> float:
+        return median(run.value for run in self.runs)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        values = [run.value for run in self.runs]
+        return min(values), max(values)
+
+    @property
+    def staleness(self) -> float:
+        return median(run.staleness for run in self.runs)
+
+    def shown(self, digits: int) -> str:
+        """Median (lowest-highest)."""
+        lowest, highest = self.range
+        spread = f" ({lowest:.{digits}f}-{highest:.{digits}f})" if len(self.runs) > 1 else ""
+        return f"{self.value:.{digits}f}{spread}"
+
+
+@dataclass(frozen=True)
+class MeasuredTable:
+    """The rows of records that can be compared: the same table, data and number of updates.
+
+    records   their names
+    """
+
+    title: str
+    records: tuple[str, ...]
+    rows: tuple[MeasuredRow, ...]
+
+    @property
+    def slug(self) -> str:
+        return self.records[0].removeprefix("reproduction-").removesuffix(".json")
+
+    @property
+    def stages(self) -> list[int]:
+        """The values of K that rows with late gradients have."""
+        return sorted({row.K for row in self.rows if row.staleness > 0})
+
+    @property
+    def optimizers(self) -> list[str]:
+        return list(dict.fromkeys(row.optimizer for row in self.rows))
+
+    def row(self, name: str | None) -> MeasuredRow | None:
+        return next((row for row in self.rows if row.name == name), None)
+
+    def late(self, K: int, optimizer: str | None = None, *, corrected: bool | None = None) -> list[MeasuredRow]:
+        """The rows with late gradients, by staleness."""
+        found = [row for row in self.rows if row.K == K and row.staleness > 0]
+        found = [row for row in found if optimizer is None or row.optimizer == optimizer]
+        found = [row for row in found if corrected is None or (row.corrector is not None) == corrected]
+        return sorted(found, key=lambda row: (row.staleness, row.method, row.M))
+
+    def bp(self, K: int, optimizer: str) -> MeasuredRow | None:
+        """BP with the learning rate of the late rows, or at its best one if no late row names it."""
+        named = {row.baseline for row in self.late(K, optimizer)}
+        return next((row for row in self.rows if row.name in named), self.best_bp(K, optimizer))
+
+    def best_bp(self, K: int, optimizer: str) -> MeasuredRow | None:
+        """BP at the learning rate with the lowest loss."""
+        found = [row for row in self.rows if row.K == K and row.optimizer == optimizer and row.method == "bp"]
+        return min(found, key=lambda row: row.value, default=None)
+
+    def to_bp(self, row: MeasuredRow) -> float | None:
+        """The loss minus that of BP with the same optimizer, learning rate and stages."""
+        other = self.bp(row.K, row.optimizer)
+        return None if other is None else row.value - other.value
+
+
+def _rows(record: Record) -> Iterator[MeasuredRow]:
+    """The rows of which a run has ended without diverging."""
+    language = task_of(record) is LANGUAGE
+    for row in record["rows"]:
+        done = [run for run in row["runs"] if run["state"] == "done"]
+        settings = {run["seed"]: record["runs"][f"{row['name']}-seed{run['seed']}"] for run in done}
+        if not done:
+            continue
+        first = settings[done[0]["seed"]]
+        yield MeasuredRow(
+            name=row["name"],
+            title=row["title"],
+            optimizer=first.get("optimizer", "sgd"),
+            method=first["method"],
+            K=first["K"],
+            M=first["M"],
+            corrector=first["corrector"],
+            batch_size=first["batch_size"],
+            baseline=row.get("baseline"),
+            runs=tuple(
+                FinishedRun(
+                    seed=run["seed"],
+                    value=run["loss"] if language else run["error"],
+                    losses=tuple(run.get("losses", ())),
+                    updates=tuple(settings[run["seed"]].get("updates", ())),
+                    seconds=tuple(run["times"]) if "updates" in settings[run["seed"]] else (),
+                    staleness=settings[run["seed"]]["staleness"][0],
+                )
+                for run in done
+            ),
+            diverged=sum(run["state"] == "diverged" for run in row["runs"]),
+        )
+
+
+def _joined(records: Sequence[Record]) -> tuple[MeasuredRow, ...]:
+    """The rows of all records; those of one name are one row, and a run that two records contain counts once."""
+    found: dict[str, MeasuredRow] = {}
+    for row in (row for record in records for row in _rows(record)):
+        there = found.get(row.name)
+        if there is not None:
+            new = tuple(run for run in row.runs if run not in there.runs)
+            row = replace(row, runs=there.runs + new, diverged=there.diverged + row.diverged)
+        found[row.name] = row
+    return tuple(found.values())
+
+
+def language_tables(records: Records) -> list[MeasuredTable]:
+    """The records of language models, in tables that can be compared."""
+    groups: dict[str, Records] = {}
+    for name, record in records.items():
+        if task_of(record) is LANGUAGE:
+            settings = record["settings"]
+            key = [record["table"], record["text"], settings["epochs"], settings.get("batch_per_update")]
+            groups.setdefault(json.dumps(key), {})[name] = record
+    found = (
+        MeasuredTable(next(iter(group.values()))["title"], tuple(group), _joined(list(group.values())))
+        for group in groups.values()
+    )
+    return [table for table in found if table.rows]
+
+
+def images_table(records: Records) -> MeasuredTable | None:
+    """ResNet-56 on CIFAR-10 with the paper's number of epochs."""
+    those = {
+        name: record
+        for name, record in records.items()
+        if record["table"] == "cifar10-table" and record["settings"]["epochs"] == EPOCHS
+    }
+    rows = tuple(row for row in _joined(list(those.values())) if row.name.startswith(f"{NETWORK}-"))
+    return MeasuredTable(f"ResNet-56 on CIFAR-10, {EPOCHS} epochs", tuple(those), rows) if rows else None

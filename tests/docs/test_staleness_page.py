@@ -1,0 +1,139 @@
+"""The page on staleness contains what records contain: losses, aims that are met and missed, time to a loss."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from published import ROOT, copy_pages, join, write_pages
+
+from offbeat.runs import tables as recipes
+from offbeat.runs.tables.gpt import GPTSetting, gpt_table
+
+SMALL = GPTSetting(model="gpt:layers=12,width=8,heads=1,context=4", batch=16, updates=1, epochs=3, stages=(12,))
+BP, M16, M4, M1 = "adamw-bp-k12", *(f"adamw-adl-1f1b-k12-m{M}-corrected" for M in (16, 4, 1))
+PLAIN = "adamw-adl-1f1b-k12-m4"
+MADE: list[Path] = []  # the record, made once
+
+
+@pytest.fixture
+def site(offbeat, monkeypatch, tmp_path, tmp_path_factory) -> Path:
+    """Pages with the records of CIFAR-10 and of a small GPT, the latter with the staleness of a full pipeline."""
+    if not MADE:
+        monkeypatch.setitem(recipes.TABLES, "gpt-staleness", gpt_table(SMALL))
+        monkeypatch.setenv("OFFBEAT_COMMIT", "0" * 40)
+        Path("text").write_text("abcdefgh" * 500)
+        rows = ",".join((BP, M16, M4, M1, PLAIN))
+        given = ("--out", "runs", "--only", rows, "--seeds", 1, "--data", "text", "--engine", "simulate")
+        assert offbeat("reproduce", "gpt-staleness", *given).code == 0
+        MADE.append(tmp_path_factory.mktemp("made") / "record.json")
+        join("runs", "--out", MADE[0])
+        content = json.loads(MADE[0].read_text())
+        for run in content["runs"].values():
+            run["staleness"][0] = 0.0 if run["method"] == "bp" else 11 / run["M"]
+        MADE[0].write_text(json.dumps(content))
+    root = copy_pages(tmp_path / "site")
+    shutil.copy(MADE[0], root / "docs/results/reproduction-gpt-small.json")
+    for path in (ROOT / "docs/results").glob("reproduction-cifar10*"):
+        shutil.copy(path, root / "docs/results")
+    return root
+
+
+def record(root: Path) -> Path:
+    return root / "docs/results/reproduction-gpt-small.json"
+
+
+def page(root: Path) -> str:
+    written = write_pages(root, name="staleness")
+    assert written.returncode == 0, written.stderr
+    return (root / "docs/staleness.md").read_text()
+
+
+def set_losses(root: Path, **losses: list[float]) -> None:
+    """Give rows other losses after each epoch, in seconds that are twice the updates."""
+    content = json.loads(record(root).read_text())
+    for row in content["rows"]:
+        curve = losses[row["name"].replace("-", "_")]
+        row["runs"][0] |= {"losses": curve, "loss": curve[-1], "times": [120.0, 240.0, 360.0]}
+        content["runs"][f"{row['name']}-seed0"]["updates"] = [100, 200, 300]
+    record(root).write_text(json.dumps(content))
+
+
+def test_the_page_on_staleness_is_that_of_the_records():
+    checked = write_pages(ROOT, "--check", name="staleness")
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_page_has_the_losses_and_staleness_of_its_runs(site):
+    text = page(site)
+    assert write_pages(site, "--check", name="staleness").returncode == 0
+    rows = {row["name"]: row for row in json.loads(record(site).read_text())["rows"]}
+    bp, late = rows[BP]["loss"], rows[M4]["loss"]
+    assert f"| AdamW | {bp:.3f} |" in text
+    assert "`adl-1f1b` M=16: 0.688 updates | `adl-1f1b` M=4: 2.75 updates | `adl-1f1b` M=1: 11 updates" in text
+    differences = " | ".join(f"{rows[name]['loss'] - bp:+.3f}" for name in (M16, M4, M1))
+    assert f"| AdamW, recommended corrector |  | {differences} |" in text
+    assert f"M=4, with the recommended corrector | 1 | {late:.3f} | {min(rows[M4]['runs'][0]['losses']):.3f}" in text
+    for picture in re.findall(r"\(results/(\S+\.svg)\)", text):
+        assert "drawn from" in (site / "docs/results" / picture).read_text()
+
+
+def test_aims_are_met_and_missed_as_the_losses_are(site):
+    losses = {BP: 2.0, M16: 2.01, M4: 2.031, M1: 2.15, PLAIN: 2.03}
+    set_losses(site, **{name.replace("-", "_"): [3.0, 2.5, value] for name, value in losses.items()})
+    text = page(site)
+    assert "Worse with the recommended corrector than without: AdamW, `adl-1f1b`, K=12, M=4 (+0.001)." in text
+    aims = [line for line in text.splitlines() if line.startswith(("| K=12", "| recommended", "| ResNet"))]
+    ends = [line.split(" | ")[1:] for line in aims if "K=12 | BP" not in line]
+    assert ends[:4] == [
+        ["AdamW +0.010", "**met** |"],
+        ["AdamW +0.031", "**missed** |"],
+        ["AdamW +0.150", "**met** |"],
+        ["K=12 +0.010", "**missed**: K=12; not measured: K=4, K=24 |"],
+    ]
+    (site / "docs/results/reproduction-cifar10-1f1b.json").unlink()
+    assert "K=8: within 0.1 points of error of BP with the same M | - | not measured |" in page(site)
+
+
+def test_updates_and_minutes_to_a_loss_are_read_from_the_curves(site):
+    curves = {BP: [3.0, 2.2, 2.0], M16: [3.0, 2.5, 2.0], M4: [3.0, 2.5, 2.4], M1: [2.0, 2.3, 2.5], PLAIN: [3.0] * 3}
+    set_losses(site, **{name.replace("-", "_"): curve for name, curve in curves.items()})
+    text = page(site)
+    assert "to a loss of 2.100, K=12" in text
+    shown = {line.split(" | ")[0][2:]: line.split(" | ")[3:] for line in text.splitlines() if " | 1 | " in line}
+    late, corrected = "AdamW, ADL on the 1F1B lag, K=12", ", with the recommended corrector"
+    assert shown["AdamW, BP, K=12, M=1"] == ["2.000", "0.00", "1200.0", "250", "5.0 |"]
+    assert shown[f"{late}, M=16{corrected}"] == ["2.000", "0.69", "1200.0", "280", "5.6 |"]
+    assert shown[f"{late}, M=4{corrected}"][-2:] == ["not reached", " |"]
+    assert shown[f"{late}, M=1{corrected}"] == ["2.000", "11.00", "1200.0", "100", "2.0 |"]
+
+
+def test_runs_of_several_records_are_joined_and_copies_count_once(site):
+    content = json.loads(record(site).read_text())
+    again = record(site).with_name("reproduction-gpt-small-again.json")
+    again.write_text(json.dumps(content))
+    single = page(site)
+    assert f"| AdamW | {content['rows'][0]['loss']:.3f} |" in single
+    content["rows"][0]["runs"][0]["loss"] += 1
+    again.write_text(json.dumps(content))
+    loss = content["rows"][0]["runs"][0]["loss"]
+    assert f"| AdamW | {loss - 0.5:.3f} ({loss - 1:.3f}-{loss:.3f}) |" in page(site)
+
+
+def test_a_page_or_picture_of_other_records_is_not_current(site):
+    page(site)
+    changed = json.loads(record(site).read_text())
+    changed["rows"][0]["runs"][0]["loss"] += 1
+    record(site).write_text(json.dumps(changed))
+    checked = write_pages(site, "--check", name="staleness")
+    assert checked.returncode == 1
+    assert checked.stderr.startswith("not current: staleness.md, staleness-gpt-small.svg")
+
+
+def test_without_records_the_page_states_that_there_are_none(tmp_path):
+    text = page(copy_pages(tmp_path / "site"))
+    assert "There is no record of a language model yet." in text
+    assert "within 0.1 points of error of BP with the same M | - | not measured |" in text
