@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from statistics import median
 
-from page import ROOT, listed, point, prose, records
+from page import RECORDS, ROOT, listed, point, prose, records
 from staleness_pictures import Picture, by_choice, by_stages, by_staleness
 from staleness_records import MeasuredRow, MeasuredTable, images_table, language_tables
 
@@ -361,8 +361,9 @@ def choice_of(table: MeasuredTable, method: str) -> list[str]:
     if best is None:
         return []
     rows = []
-    for optimizer, by_stages_ in found.items():
-        cells = [f"{by_stages_[K]:+.3f}" if K in by_stages_ else "" for K in table.stages]
+    for optimizer in sorted(found, key=table.optimizers.index):
+        by_K = found[optimizer]
+        cells = [f"{by_K[K]:+.3f}" if K in by_K else "" for K in table.stages]
         name = title_of(optimizer)
         rows.append([f"**{name}**" if optimizer == best else name, *cells])
     largest = {K: max(row.M for row in recommended_rows(table, K).values()) for K in table.stages if rows}
@@ -371,8 +372,8 @@ def choice_of(table: MeasuredTable, method: str) -> list[str]:
     return [
         prose(
             f"{table.title}: validation loss of `{method}` with the recommended corrector minus that of BP with",
-            f"{title_of(REFERENCE)} at its best learning rate. {title_of(best)} has the smallest largest difference,",
-            f"{worst:+.3f} nats.",
+            f"{title_of(REFERENCE)} at its best learning rate. The largest difference over all K is smallest with",
+            f"{title_of(best)}: {worst:+.3f} nats.",
         ),
         "",
         markdown(head, rows),
@@ -417,14 +418,18 @@ def main() -> None:
     again = records("reproduction")
     tables, images = language_tables(again), images_table(again)
     wanted = page(tables, images)
-    drawn = [picture for picture in pictures(tables, images) if not picture.current]
+    shown = pictures(tables, images)
+    drawn = [picture for picture in shown if not picture.current]
+    left_over = sorted(set(RECORDS.glob("staleness-*.svg")) - {picture.path for picture in shown})
     stale = [PAGE.name] if not PAGE.exists() or PAGE.read_text("utf-8") != wanted else []
-    stale += [picture.name for picture in drawn]
+    stale += [picture.name for picture in drawn] + [path.name for path in left_over]
     if "--check" in sys.argv:
         sys.exit(f"not current: {', '.join(stale)}; run {COMMAND}" if stale else 0)
     PAGE.write_text(wanted, "utf-8")
     for picture in drawn:
         picture.draw()
+    for path in left_over:
+        path.unlink()
 
 
 if __name__ == "__main__":

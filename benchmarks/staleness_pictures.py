@@ -134,7 +134,12 @@ def by_stages(table: MeasuredTable) -> Picture:
         label = f"{method}, M={M}{f', {corrector}' if corrector else ''}"
         curves.append(curve(label, [(row.K, row) for row in rows], len(curves), end=rows[-1].shown(2)))
     return Picture(
-        "staleness-cifar10.svg", f"{table.title}: test error", "stages K", "test error, %", False, [Panel("", curves)]
+        f"staleness-{table.slug}.svg",
+        f"{table.title}: test error",
+        "stages K",
+        "test error, %",
+        False,
+        [Panel("", curves)],
     )
 
 

@@ -10,6 +10,7 @@ from statistics import median
 from page import Record, Records
 from results_reproduction import EPOCHS, task_of
 
+from offbeat.runs.tables import TABLES
 from offbeat.runs.task import LANGUAGE
 
 NETWORK = "resnet56"
@@ -93,16 +94,14 @@ class MeasuredRow:
 class MeasuredTable:
     """The rows of records that can be compared: the same table, data and number of updates.
 
+    slug      its part of the names of files
     records   their names
     """
 
+    slug: str
     title: str
     records: tuple[str, ...]
     rows: tuple[MeasuredRow, ...]
-
-    @property
-    def slug(self) -> str:
-        return self.records[0].removeprefix("reproduction-").removesuffix(".json")
 
     @property
     def stages(self) -> list[int]:
@@ -191,13 +190,22 @@ def language_tables(records: Records) -> list[MeasuredTable]:
     for name, record in records.items():
         if task_of(record) is LANGUAGE:
             settings = record["settings"]
-            key = [record["table"], record["text"], settings["epochs"], settings.get("batch_per_update")]
-            groups.setdefault(json.dumps(key), {})[name] = record
-    found = (
-        MeasuredTable(next(iter(group.values()))["title"], tuple(group), _joined(list(group.values())))
-        for group in groups.values()
-    )
-    return [table for table in found if table.rows]
+            key = [record.get("text"), settings["epochs"], settings.get("batch_per_update")]
+            groups.setdefault(json.dumps([record["table"], *key]), {})[name] = record
+    found: list[MeasuredTable] = []
+    for group in groups.values():
+        first, rows = next(iter(group.values())), _joined(list(group.values()))
+        title = first["title"] if len(group) == 1 else f"{TABLES[first['table']].title}, {updates_of(rows)}"
+        slug = first["table"].removesuffix("-staleness")
+        slug += f"-{len(found) + 1}" * any(table.slug == slug for table in found)
+        found += [MeasuredTable(slug, title, tuple(group), rows)] if rows else []
+    return found
+
+
+def updates_of(rows: Sequence[MeasuredRow]) -> str:
+    """The updates of the runs, in words."""
+    most = {run.updates[-1] for row in rows for run in row.runs if run.updates}
+    return " or ".join(f"{count:,}" for count in sorted(most)) + " updates" if most else "all runs"
 
 
 def images_table(records: Records) -> MeasuredTable | None:
@@ -208,4 +216,4 @@ def images_table(records: Records) -> MeasuredTable | None:
         if record["table"] == "cifar10-table" and record["settings"]["epochs"] == EPOCHS
     }
     rows = tuple(row for row in _joined(list(those.values())) if row.name.startswith(f"{NETWORK}-"))
-    return MeasuredTable(f"ResNet-56 on CIFAR-10, {EPOCHS} epochs", tuple(those), rows) if rows else None
+    return MeasuredTable("cifar10", f"ResNet-56 on CIFAR-10, {EPOCHS} epochs", tuple(those), rows) if rows else None

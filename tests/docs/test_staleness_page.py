@@ -130,10 +130,12 @@ def test_a_page_or_picture_of_other_records_is_not_current(site):
     record(site).write_text(json.dumps(changed))
     checked = write_pages(site, "--check", name="staleness")
     assert checked.returncode == 1
-    assert checked.stderr.startswith("not current: staleness.md, staleness-gpt-small.svg")
+    assert checked.stderr.startswith("not current: staleness.md, staleness-gpt.svg")
 
 
-def test_without_records_the_page_states_that_there_are_none(tmp_path):
-    text = page(copy_pages(tmp_path / "site"))
+def test_without_records_the_page_states_that_there_are_none_and_has_no_pictures(tmp_path):
+    root = copy_pages(tmp_path / "site")
+    text = page(root)
+    assert list((root / "docs/results").glob("staleness-*")) == []
     assert "There is no record of a language model yet." in text
     assert "within 0.1 points of error of BP with the same M | - | not measured |" in text
