@@ -149,11 +149,19 @@ def aims_section(tables: list[MeasuredTable], images: MeasuredTable | None) -> l
         lines += [f"{table.title}:", "", markdown(head, [aim.cells for aim in language_aims(table)]), ""]
     lines += [] if tables else ["There is no record of a language model yet.", ""]
     lines += [markdown(head, [aim.cells for aim in image_aims(images)]), ""]
+    late = [row for table in tables for K in table.stages for row in table.late(K)]
+    single = sum(len(row.runs) == 1 for row in late)
+    seeds = (
+        [f"{single} of the {len(late)} rows of language models with late gradients have a single run."]
+        if single
+        else []
+    )
     return [
         *lines,
         prose(
             "Rows with the recommended corrector. Where several rows fall under one aim, the largest difference is",
             "given. Differences are between medians of the runs: with few runs, those below their spread mean little.",
+            *seeds,
             "The optimizer of the recommended configuration is the one that did best in these same runs.",
         ),
         "",
