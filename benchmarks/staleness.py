@@ -18,6 +18,7 @@ from offbeat.methods import with_settings
 from offbeat.recommended import DELAY, EFFICIENT, correctors_by_optimizer, recommend
 from offbeat.report.formatting import markdown
 from offbeat.runs.optimizers import OPTIMIZERS
+from offbeat.runs.tables.gpt import RECOMMENDED
 
 PAGE = ROOT / "docs/staleness.md"
 COMMAND = "python benchmarks/staleness.py"
@@ -108,7 +109,9 @@ def language_aims(table: MeasuredTable) -> list[Aim]:
             difference, name = table.to_bp(row), title_of(row.optimizer)
             worst[name] = max(difference, worst.get(name, difference))
         where = f"up to {limit:g}" if not last else f"above {last:g}, up to {limit:g}"
-        text = f"K={AIM_STAGES}, staleness {where} updates: within {margin:g} nats of BP with the same optimizer"
+        text = (
+            f"K={AIM_STAGES}, staleness {where} updates: within {margin:g} nats of BP with the same optimizer and rate"
+        )
         found.append(Aim(text, worst, margin, [title_of(optimizer) for optimizer in table.optimizers]))
         last = limit
     chosen = best_optimizer(table)
@@ -159,7 +162,8 @@ def aims_section(tables: list[MeasuredTable], images: MeasuredTable | None) -> l
     return [
         *lines,
         prose(
-            "Rows with the recommended corrector. Where several rows fall under one aim, the largest difference is",
+            "Rows with the recommended corrector; for NAdam that is none. Where several rows fall under one aim, the",
+            "largest difference is",
             "given. Differences are between medians of the runs: with few runs, those below their spread mean little.",
             *seeds,
             "The optimizer of the recommended configuration is the one that did best in these same runs.",
@@ -178,13 +182,15 @@ def differences_table(table: MeasuredTable, K: int) -> str:
     rows = []
     for optimizer in table.optimizers:
         bp = table.bp(K, optimizer)
-        for corrected in (False, True):
-            found = {(row.staleness, row.method, row.M): row for row in table.late(K, optimizer, corrected=corrected)}
-            if not found and (corrected or bp is None):
+        late = table.late(K, optimizer)
+        for corrector in (None, *sorted({row.corrector for row in late if row.corrector})):
+            found = {(row.staleness, row.method, row.M): row for row in late if row.corrector == corrector}
+            if not found and (corrector or bp is None):
                 continue
             cells = [difference_cell(table, found.get(column)) for column in columns]
-            title = f"{title_of(optimizer)}{', recommended corrector' if corrected else ''}"
-            rows.append([title, bp.shown(3) if bp and not corrected else "", *cells])
+            words = "recommended corrector" if corrector == RECOMMENDED else f"`{corrector}`"
+            title = f"{title_of(optimizer)}{f', {words}' if corrector else ''}"
+            rows.append([title, bp.shown(3) if bp and not corrector else "", *cells])
     return markdown(head, rows)
 
 
@@ -217,7 +223,7 @@ def worse_with_corrector(table: MeasuredTable) -> list[str]:
     """Rows that have a higher loss with the recommended corrector than without."""
     found = []
     for row in table.rows:
-        if row.corrector is not None:
+        if row.corrector == RECOMMENDED:
             same = (other for other in table.late(row.K, row.optimizer, corrected=False) if other.method == row.method)
             plain = next((other for other in same if other.M == row.M), None)
             if plain is not None and round(row.value - plain.value, 3) > 0:

@@ -11,6 +11,7 @@ from page import Record, Records
 from results_reproduction import EPOCHS, task_of
 
 from offbeat.runs.tables import TABLES
+from offbeat.runs.tables.gpt import CORRECTORS, RECOMMENDED
 from offbeat.runs.task import LANGUAGE
 
 NETWORK = "resnet56"
@@ -71,6 +72,11 @@ class MeasuredRow:
     diverged: int = 0
 
     @property
+    def recommended(self) -> bool:
+        """Whether it has the recommended corrector, which is none for some optimizers."""
+        return self.corrector == RECOMMENDED or (self.corrector is None and self.optimizer in CORRECTORS)
+
+    @property
     def value(self) -> float:
         return median(run.value for run in self.runs)
 
@@ -116,10 +122,11 @@ class MeasuredTable:
         return next((row for row in self.rows if row.name == name), None)
 
     def late(self, K: int, optimizer: str | None = None, *, corrected: bool | None = None) -> list[MeasuredRow]:
-        """The rows with late gradients, by staleness."""
+        """The rows with late gradients, by staleness: with the recommended corrector, without any, or all."""
         found = [row for row in self.rows if row.K == K and row.staleness > 0]
         found = [row for row in found if optimizer is None or row.optimizer == optimizer]
-        found = [row for row in found if corrected is None or (row.corrector is not None) == corrected]
+        if corrected is not None:
+            found = [row for row in found if (row.recommended if corrected else row.corrector is None)]
         return sorted(found, key=lambda row: (row.staleness, row.method, row.M))
 
     def bp(self, K: int, optimizer: str) -> MeasuredRow | None:

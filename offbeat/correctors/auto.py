@@ -27,7 +27,7 @@ ADAPTIVE = (LOOKAHEAD, RATE, COMPENSATION)
 BY_RULE: dict[type[OptimizerRule], tuple[Corrector, ...]] = {
     SGDRule: (COMPENSATION,),
     AdamRule: ADAPTIVE,
-    NAdamRule: ADAPTIVE,
+    NAdamRule: (),  # its own step already looks ahead: on a GPT all of these made it worse
     SelfCompensatingRule: ADAPTIVE,  # Muon, RotatedAdam
 }
 WITHOUT_RULE: tuple[Corrector, ...] = (RATE,)  # look-ahead works with them, but was worse with RMSprop
@@ -37,11 +37,11 @@ WITHOUT_RULE: tuple[Corrector, ...] = (RATE,)  # look-ahead works with them, but
 class AutoCorrector(Corrector):
     """The correctors that are recommended for the optimizer and the delay of each stage.
 
-    SGD with momentum gets `sc`. Adam, AdamW, NAdam, Muon and RotatedAdam (and others that implement SelfCompensating)
-    get `lookahead` over half the delay and `sc`; stages whose gradients are more than 3 updates late also
-    `t1:power=1:above=3`, the learning rate lr * 4 / (1 + delay). Other optimizers get `t1` alone. Stages
-    without a delay get none, so that synchronous methods stay as they are. `print(pipe)` and the records of a run show
-    what was chosen for each stage.
+    SGD with momentum gets `sc`. Adam, AdamW, Muon and RotatedAdam (and others that implement SelfCompensating) get
+    `lookahead` over half the delay and `sc`; stages whose gradients are more than 3 updates late also
+    `t1:power=1:above=3`, the learning rate lr * 4 / (1 + delay). NAdam gets none, since its own step already looks
+    ahead. Other optimizers get `t1` alone. Stages without a delay get none, so that synchronous methods stay as they
+    are. `print(pipe)` and the records of a run show what was chosen for each stage.
     """
 
     name: ClassVar[str] = "auto"

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from command import Command, Outcome, check_refused
 
+from offbeat.methods import with_settings
+from offbeat.recommended import correctors_by_optimizer
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
 from offbeat.runs.build import Facts, choose_cuts
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.record import lines
-from offbeat.runs.tables.gpt import BEST_RATES, RATES, GPTSetting, gpt_table
-from offbeat.runs.tables.gpt import rows as gpt_rows
+from offbeat.runs.tables.gpt import BEST_RATES, CORRECTORS, RATES, GPTSetting, gpt_table
 
 SMALL = GPTSetting(
     model="gpt:layers=2,width=16,heads=2,context=8", batch=16, updates=3, epochs=4, stages=(3,)
@@ -85,18 +86,16 @@ def test_rows_with_12_stages_and_bp_at_three_rates_come_first():
     first = [row.name for row in order if row.tier <= 2]
     assert first == [row.name for row in order[: len(first)]]
     assert {row.recipe().K for row in order[: len(first)]} == {12}
-    known = [name for name in BEST_RATES if name in OPTIMIZERS]
-    assert {"adamw", "nadam"} <= set(known)
-    for name in known:
+    for name in BEST_RATES:
         rates = sorted(row.recipe().lr for row in order if row.name.startswith(f"{name}-bp-k12"))
         assert rates == pytest.approx(sorted(rate * OPTIMIZERS[name].lr(64, 1) for rate in RATES))
 
 
-def test_optimizers_have_rows_once_recipes_know_them(monkeypatch):
-    monkeypatch.delitem(OPTIMIZERS, "nadam")
-    assert not [row.name for row in gpt_rows(SMALL) if row.name.startswith("nadam")]
-    monkeypatch.setitem(OPTIMIZERS, "muon", OPTIMIZERS["adamw"])
-    assert "muon-adl-1f1b-k3-m4" in [row.name for row in gpt_rows(SMALL)]
+def test_rows_with_named_correctors_are_of_optimizers_that_auto_gives_none():
+    chosen = correctors_by_optimizer(with_settings("adl-1f1b", {"M": 1, "corrector": "auto"}), 12)
+    titles = [name for names, found in chosen.items() if found == "stages 1-12 none" for name in names.split(", ")]
+    assert [OPTIMIZERS[name].title for name in CORRECTORS] == titles
+    assert CORRECTORS["nadam"] in chosen["Adam, AdamW, Muon, RotatedAdam"]
 
 
 def test_rows_on_a_gpu_have_bf16_unless_another_precision_is_given():
