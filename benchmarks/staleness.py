@@ -76,7 +76,7 @@ def method_of(K: int, batch: int = 64, *, latency: float = 0.0) -> str:
 
 def recommended_rows(table: MeasuredTable, K: int) -> dict[str, MeasuredRow]:
     """For each optimizer the recommended method and corrector with the largest M that was measured."""
-    rows = [row for row in table.late(K, corrected=True) if row.method == method_of(K)]
+    rows = [row for row in table.at_best_rates(K, corrected=True) if row.method == method_of(K)]
     return {row.optimizer: row for row in sorted(rows, key=lambda row: row.M)}
 
 
@@ -101,17 +101,15 @@ def best_optimizer(table: MeasuredTable) -> str | None:
 
 def language_aims(table: MeasuredTable) -> list[Aim]:
     found, last = [], 0.0
-    late = [row for row in table.late(AIM_STAGES, corrected=True) if table.to_bp(row) is not None]
+    late = [row for row in table.at_best_rates(AIM_STAGES, corrected=True) if table.to_best_bp(row) is not None]
     for limit, margin in AIMS:
         those = [row for row in late if last < row.staleness <= limit]
         worst: dict[str, float] = {}
         for row in those:
-            difference, name = table.to_bp(row), title_of(row.optimizer)
+            difference, name = table.to_best_bp(row), title_of(row.optimizer)
             worst[name] = max(difference, worst.get(name, difference))
         where = f"up to {limit:g}" if not last else f"above {last:g}, up to {limit:g}"
-        text = (
-            f"K={AIM_STAGES}, staleness {where} updates: within {margin:g} nats of BP with the same optimizer and rate"
-        )
+        text = f"K={AIM_STAGES}, staleness {where} updates: within {margin:g} nats of BP with the same optimizer"
         found.append(Aim(text, worst, margin, [title_of(optimizer) for optimizer in table.optimizers]))
         last = limit
     chosen = best_optimizer(table)
@@ -163,8 +161,9 @@ def aims_section(tables: list[MeasuredTable], images: MeasuredTable | None) -> l
         *lines,
         prose(
             "Rows with the recommended corrector; for NAdam that is none. Where several rows fall under one aim, the",
-            "largest difference is",
-            "given. Differences are between medians of the runs: with few runs, those below their spread mean little.",
+            "largest difference is given. BP is at the best of its learning rates that were measured, and each late",
+            "row at the best of its own, which may be fewer: differences at the same rate are below. Differences are",
+            "between medians of the runs: with few runs, those below their spread mean little.",
             *seeds,
             "The optimizer of the recommended configuration is the one that did best in these same runs.",
         ),
@@ -181,17 +180,20 @@ def differences_table(table: MeasuredTable, K: int) -> str:
     head = [f"K={K}", "BP", *(f"`{method}` M={M}: {late:.3g} updates" for late, method, M in columns)]
     rows = []
     for optimizer in table.optimizers:
-        bp = table.bp(K, optimizer)
-        late = table.late(K, optimizer)
-        for corrector in (None, *sorted({row.corrector for row in late if row.corrector})):
-            found = {(row.staleness, row.method, row.M): row for row in late if row.corrector == corrector}
-            if not found and (corrector or bp is None):
-                continue
-            cells = [difference_cell(table, found.get(column)) for column in columns]
-            words = "recommended corrector" if corrector == RECOMMENDED else f"`{corrector}`"
-            title = f"{title_of(optimizer)}{f', {words}' if corrector else ''}"
-            rows.append([title, bp.shown(3) if bp and not corrector else "", *cells])
+        for bp in table.bps(K, optimizer):
+            late = [row for row in table.late(K, optimizer) if row.baseline == bp.name]
+            for corrector in (None, *sorted({row.corrector for row in late if row.corrector})):
+                found = {(row.staleness, row.method, row.M): row for row in late if row.corrector == corrector}
+                cells = [difference_cell(table, found.get(column)) for column in columns]
+                words = "recommended corrector" if corrector == RECOMMENDED else f"`{corrector}`"
+                title = ", ".join([title_of(optimizer), *rate_of(bp), *([words] if corrector else [])])
+                rows.append([title, "" if corrector else bp.shown(3), *cells])
     return markdown(head, rows)
+
+
+def rate_of(bp: MeasuredRow) -> list[str]:
+    """The learning rate of BP in words, as a multiple of the optimizer's default; none if it is the default."""
+    return [part for part in bp.title.split(", ") if part.endswith("the learning rate")]
 
 
 def difference_cell(table: MeasuredTable, row: MeasuredRow | None) -> str:
@@ -208,13 +210,11 @@ def better_rates(table: MeasuredTable) -> list[str]:
     lines = []
     for K in table.stages:
         for optimizer in table.optimizers:
-            own, best = table.bp(K, optimizer), table.best_bp(K, optimizer)
-            if own and best and best.name != own.name:
+            own, best = table.bps(K, optimizer), table.best_bp(K, optimizer)
+            if best and best not in own:
+                rate = ", ".join(rate_of(best)) or "the default rate"
                 lines.append(
-                    point(
-                        f"{title_of(optimizer)} at K={K}: BP has {best.value:.3f} with another learning rate",
-                        f"({best.title}), and {own.value:.3f} with that of the rows above.",
-                    )
+                    point(f"{title_of(optimizer)} at K={K}: BP has {best.value:.3f} with {rate}; no late row has it.")
                 )
     return lines
 
@@ -225,7 +225,7 @@ def worse_with_corrector(table: MeasuredTable) -> list[str]:
     for row in table.rows:
         if row.corrector == RECOMMENDED:
             same = (other for other in table.late(row.K, row.optimizer, corrected=False) if other.method == row.method)
-            plain = next((other for other in same if other.M == row.M), None)
+            plain = next((other for other in same if (other.M, other.baseline) == (row.M, row.baseline)), None)
             if plain is not None and round(row.value - plain.value, 3) > 0:
                 setting = f"{title_of(row.optimizer)}, `{row.method}`, K={row.K}, M={row.M}"
                 found.append(f"{setting} ({row.value - plain.value:+.3f})")
@@ -266,7 +266,7 @@ def language_section(table: MeasuredTable) -> list[str]:
         "",
         f"![Validation loss against staleness](results/{by_staleness(table).name})",
         "",
-        "Validation loss in nats per token above that of BP with the same optimizer:",
+        "Validation loss in nats per token above that of BP with the same optimizer and learning rate:",
         "",
     ]
     for K in table.stages:

@@ -101,15 +101,16 @@ def reference(label: str, row: MeasuredRow, places: Sequence[float], colour: int
 
 
 def by_staleness(table: MeasuredTable) -> Picture:
-    """Loss against the staleness of stage 1: a panel without and one with correctors for each K."""
+    """Loss against the staleness of stage 1: a panel without and one with correctors for each K. All rows are at the
+    best of their learning rates."""
     made = []
     for K in table.stages:
         places = [0.0, *(row.staleness for row in table.late(K))]
         for corrected in (False, True):
             curves = []
             for colour, optimizer in enumerate(table.optimizers):
-                title, bp = OPTIMIZERS[optimizer].title, table.bp(K, optimizer)
-                rows = [(row.staleness, row) for row in table.late(K, optimizer, corrected=corrected)]
+                title, bp = OPTIMIZERS[optimizer].title, table.best_bp(K, optimizer)
+                rows = [(row.staleness, row) for row in table.at_best_rates(K, optimizer, corrected=corrected)]
                 if bp is not None:
                     rows = [(0.0, bp), *rows]
                     curves.append(reference(f"{title}, BP", bp, places, colour))
@@ -147,7 +148,7 @@ def by_choice(table: MeasuredTable, method: str, reference_optimizer: str) -> Pi
     """Loss of the recommended method with its corrector against M, a panel for each K, with BP of one optimizer."""
     made = []
     for K in table.stages:
-        rows = [row for row in table.late(K, corrected=True) if row.method == method]
+        rows = [row for row in table.at_best_rates(K, corrected=True) if row.method == method]
         rows.sort(key=lambda row: row.M)
         curves = []
         bp = table.best_bp(K, reference_optimizer)

@@ -129,10 +129,21 @@ class MeasuredTable:
             found = [row for row in found if (row.recommended if corrected else row.corrector is None)]
         return sorted(found, key=lambda row: (row.staleness, row.method, row.M))
 
-    def bp(self, K: int, optimizer: str) -> MeasuredRow | None:
-        """BP with the learning rate of the late rows, or at its best one if no late row names it."""
+    def at_best_rates(
+        self, K: int, optimizer: str | None = None, *, corrected: bool | None = None
+    ) -> list[MeasuredRow]:
+        """The same, of rows that differ in the learning rate the one with the lowest loss."""
+        found: dict[tuple[object, ...], MeasuredRow] = {}
+        for row in self.late(K, optimizer, corrected=corrected):
+            key = (row.optimizer, row.method, row.M, row.corrector)
+            found[key] = min(row, found.get(key, row), key=lambda one: one.value)
+        return list(found.values())
+
+    def bps(self, K: int, optimizer: str) -> list[MeasuredRow]:
+        """BP at the learning rates of the late rows, or at its best one if no late row names it."""
         named = {row.baseline for row in self.late(K, optimizer)}
-        return next((row for row in self.rows if row.name in named), self.best_bp(K, optimizer))
+        best = self.best_bp(K, optimizer)
+        return [row for row in self.rows if row.name in named] or ([best] if best else [])
 
     def best_bp(self, K: int, optimizer: str) -> MeasuredRow | None:
         """BP at the learning rate with the lowest loss."""
@@ -141,7 +152,12 @@ class MeasuredTable:
 
     def to_bp(self, row: MeasuredRow) -> float | None:
         """The loss minus that of BP with the same optimizer, learning rate and stages."""
-        other = self.bp(row.K, row.optimizer)
+        other = self.row(row.baseline)
+        return None if other is None else row.value - other.value
+
+    def to_best_bp(self, row: MeasuredRow) -> float | None:
+        """The loss minus that of BP with the same optimizer and stages at its best learning rate."""
+        other = self.best_bp(row.K, row.optimizer)
         return None if other is None else row.value - other.value
 
 

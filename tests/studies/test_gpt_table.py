@@ -20,7 +20,7 @@ from offbeat.runs import tables as recipes
 from offbeat.runs.build import Facts, choose_cuts
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.record import lines
-from offbeat.runs.tables.gpt import BEST_RATES, CORRECTORS, RATES, GPTSetting, gpt_table
+from offbeat.runs.tables.gpt import CORRECTORS, GPT_OPTIMIZERS, RATES, GPTSetting, gpt_table
 
 SMALL = GPTSetting(
     model="gpt:layers=2,width=16,heads=2,context=8", batch=16, updates=3, epochs=4, stages=(3,)
@@ -69,6 +69,23 @@ def test_rows_differ_from_their_bp_in_method_and_m_alone():
         assert differing <= {"method", "settings", "batch_size"}
 
 
+def test_late_rows_have_the_best_rate_of_bp_and_at_the_first_k_the_usual_one():
+    setting = GPTSetting(stages=(12, 4), best_rates={"muon": 2.0})
+    made = {row.name: row for row in gpt_table(setting).rows if "-adl-1f1b-" in row.name}
+    usual = OPTIMIZERS["muon"].lr(64, 1)
+    rates = {name: row.recipe().lr / usual for name, row in made.items() if name.startswith("muon") and "-m16" in name}
+    assert rates == {
+        "muon-adl-1f1b-k12-m16-double-rate": 2.0,
+        "muon-adl-1f1b-k12-m16-corrected-double-rate": 2.0,
+        "muon-adl-1f1b-k12-m16": 1.0,
+        "muon-adl-1f1b-k12-m16-corrected": 1.0,
+        "muon-adl-1f1b-k4-m16-double-rate": 2.0,
+        "muon-adl-1f1b-k4-m16-corrected-double-rate": 2.0,
+    }
+    assert made["muon-adl-1f1b-k12-m16-double-rate"].baseline == "muon-bp-k12-double-rate"
+    assert not [name for name in made if name.startswith("adamw") and name.endswith("-rate")]
+
+
 def test_rows_of_one_k_have_the_same_cuts_whatever_m_is():
     """Between layers, bytes of parameters count beside FLOPs, so cuts depend on the samples."""
     setting = GPTSetting(model="gpt:layers=3,width=64,heads=4,context=32", stages=(8,))
@@ -86,7 +103,7 @@ def test_rows_with_12_stages_and_bp_at_three_rates_come_first():
     first = [row.name for row in order if row.tier <= 2]
     assert first == [row.name for row in order[: len(first)]]
     assert {row.recipe().K for row in order[: len(first)]} == {12}
-    for name in BEST_RATES:
+    for name in GPT_OPTIMIZERS:
         rates = sorted(row.recipe().lr for row in order if row.name.startswith(f"{name}-bp-k12"))
         assert rates == pytest.approx(sorted(rate * OPTIMIZERS[name].lr(64, 1) for rate in RATES))
 

@@ -9,23 +9,22 @@ in the same stages, as the rows that are compared with it: with the same optimiz
 
 The same table for a CPU has width 64, 32 bytes of context, 16 sequences per update, 400 updates and three times the
 learning rates: two minutes per row.
-
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.tables.row import Table, TableRow
 
-# The learning rate at which BP is best, as a multiple of the optimizer's default: that of all rows but two of BP.
-BEST_RATES = {"adamw": 1.0, "nadam": 1.0, "muon": 1.0, "rotated-adam": 1.0}
-RATES = {1.0: "", 0.5: "-half-rate", 2.0: "-double-rate"}  # of BP, with the ends of their names
+GPT_OPTIMIZERS = ("adamw", "nadam", "muon", "rotated-adam")
+RATES = {1.0: "", 0.5: "-half-rate", 2.0: "-double-rate"}  # with the ends of the names of rows
 RECOMMENDED = "auto"
 CORRECTORS = {"nadam": "lookahead+t1:power=1:above=3+sc"}  # "auto" gives NAdam none: these, which AdamW gets, instead
 TITLES = {"bp": "BP", "adl-1f1b": "ADL on the 1F1B lag", "2bw": "2BW", "adl": "ADL"}
@@ -41,6 +40,7 @@ class GPTSetting:
     epochs: int = 10
     stages: tuple[int, ...] = (12, 4, 24)
     rate: float = 1.0  # learning rates of all rows, as a multiple of the default of each optimizer
+    best_rates: Mapping[str, float] = field(default_factory=dict)  # of BP by optimizer, if not 1, as a multiple of that
 
     def recipe(self, optimizer: str, method: str, *, rate: float = 1.0, **given: Any) -> Recipe:
         """The recipe of a row; what is given and is not None replaces its settings."""
@@ -76,25 +76,26 @@ def late_methods(K: int) -> list[tuple[str, int, int]]:
 
 def rows(setting: GPTSetting) -> Iterator[TableRow]:
     """All rows, by K and optimizer: BP, then each late method without a corrector and with the recommended one, or for
-    an optimizer that is recommended without, with the correctors of the others."""
+    an optimizer that is recommended without, with the correctors of the others. Late rows have the learning rate that
+    is best for BP and, at the most important K, the usual one."""
     for place, K in enumerate(setting.stages):
-        for optimizer, best in BEST_RATES.items():
+        for optimizer in GPT_OPTIMIZERS:
+            best = setting.best_rates.get(optimizer, 1.0)
             made = partial(_row, setting, optimizer, K=K)
-            baseline = f"{optimizer}-bp-k{K}{RATES[best]}"
             for rate in RATES if place == 0 else (best,):
                 yield made("bp", M=1, rate=rate, tier=_tier(place, 1), end=RATES[rate])
-            for method, M, tier in late_methods(K):
-                for corrector in (None, CORRECTORS.get(optimizer, RECOMMENDED)):
-                    end = f"-m{M}{'-corrected' if corrector else ''}"
-                    yield made(
-                        method,
-                        M=M,
-                        rate=best,
-                        tier=_tier(place, tier),
-                        end=end,
-                        corrector=corrector,
-                        baseline=baseline,
-                    )
+            rates = dict.fromkeys((best, 1.0) if place == 0 else (best,))
+            correctors = (None, CORRECTORS.get(optimizer, RECOMMENDED))
+            for (method, M, tier), rate, corrector in product(late_methods(K), rates, correctors):
+                yield made(
+                    method,
+                    M=M,
+                    rate=rate,
+                    tier=_tier(place, tier if rate == best else 2),
+                    end=f"-m{M}{'-corrected' if corrector else ''}{RATES[rate]}",
+                    corrector=corrector,
+                    baseline=f"{optimizer}-bp-k{K}{RATES[rate]}",
+                )
 
 
 def _tier(place: int, tier: int) -> int:
@@ -115,7 +116,7 @@ def _row(
     baseline: str | None = None,
 ) -> TableRow:
     parts = [OPTIMIZERS[optimizer].title, TITLES[method], f"K={K}", f"M={M}"]
-    parts += [f"{rate:g} times the learning rate"] if rate != BEST_RATES[optimizer] else []
+    parts += [f"{rate:g} times the learning rate"] if rate != 1.0 else []
     parts += ["with the recommended corrector"] if corrector == RECOMMENDED else []
     parts += ["with the correctors of AdamW"] if corrector and corrector != RECOMMENDED else []
     return TableRow(
@@ -132,7 +133,7 @@ def gpt_table(setting: GPTSetting, *, name: str = "gpt-staleness", title: str = 
     return Table(name=name, title=title, rows=tuple(rows(setting)))
 
 
-GPT_STALENESS = gpt_table(GPTSetting())
+GPT_STALENESS = gpt_table(GPTSetting(best_rates={"adamw": 2.0, "nadam": 2.0, "muon": 2.0}))
 SMALL_GPT_STALENESS = gpt_table(
     GPTSetting(
         model="gpt:layers=12,width=64,heads=4,context=32", batch=16, updates=100, epochs=4, stages=(12,), rate=3.0
