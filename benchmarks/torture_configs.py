@@ -37,11 +37,11 @@ SMALLEST = {"mlp": 1, "resnet8": 4, "resnet14": 4, "resnet20": 4}  # pixels
 METHODS: dict[str, tuple[int, str, str, tuple[str, ...], tuple[str, ...]]] = {
     "bp": (1, "-", "above", (), ("M", "window", "weights")),
     "gpipe": (1, "-", "above", (), ("m", "recompute")),
-    "ddg": (1, "stash", "above", (), ("barrier", "weights", "corrector")),
+    "ddg": (1, "stash", "above", (), ("barrier", "weights", "recompute", "corrector")),
     "fr": (1, "replay", "above", (), ("barrier", "corrector")),
-    "fdg": (1, "stash", "above", ("shrink",), ("beta", "weights", "corrector")),
+    "fdg": (1, "stash", "above", ("shrink",), ("beta", "weights", "recompute", "corrector")),
     "dsp": (1, "replay", "above", (), ("corrector",)),
-    "adl": (4, "stash", "above", (), ("M", "window", "weights", "corrector")),
+    "adl": (4, "stash", "above", (), ("M", "window", "weights", "recompute", "corrector")),
     "dgl": (1, "-", "local", (), ()),
     "dgl-async": (1, "-", "local", (), ("buffer",)),
     "dni": (1, "-", "synthesiser", (), ("conditional",)),
@@ -49,15 +49,15 @@ METHODS: dict[str, tuple[int, str, str, tuple[str, ...], tuple[str, ...]]] = {
     "pred": (1, "-", "local", (), ()),
     "sim": (1, "-", "local", (), ()),
     "predsim": (1, "-", "local", (), ("beta",)),
-    "asgd": (1, "stash", "above", (), ("N", "corrector")),
-    "dc-asgd": (1, "stash", "above", ("dc",), ("N",)),
-    "pipedream": (1, "stash", "above", (), ("weights", "corrector")),
-    "2bw": (8, "stash", "above", (), ("M", "corrector")),
-    "adl-1f1b": (4, "stash", "above", (), ("M", "window", "weights", "corrector")),
+    "asgd": (1, "stash", "above", (), ("N", "recompute", "corrector")),
+    "dc-asgd": (1, "stash", "above", ("dc",), ("N", "recompute")),
+    "pipedream": (1, "stash", "above", (), ("weights", "recompute", "corrector")),
+    "2bw": (8, "stash", "above", (), ("M", "recompute", "corrector")),
+    "adl-1f1b": (4, "stash", "above", (), ("M", "window", "weights", "recompute", "corrector")),
     "pipemare": (1, "hybrid", "above", ("t2",), ("M", "corrector")),
-    "spectrain": (1, "hybrid", "above", ("spec",), ("corrector",)),
-    "pb": (1, "hybrid", "above", ("lwp", "sc"), ("weights", "corrector")),
-    "nag-async": (1, "stash", "above", ("nag",), ("corrector",)),
+    "spectrain": (1, "hybrid", "above", ("spec",), ("recompute", "corrector")),
+    "pb": (1, "hybrid", "above", ("lwp", "sc"), ("weights", "recompute", "corrector")),
+    "nag-async": (1, "stash", "above", ("nag",), ("recompute", "corrector")),
 }
 # what each corrector sets, the weights that it works with, and whether a number behind a colon is right
 CORRECTORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Any]] = {
@@ -115,7 +115,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "beta": (("0.5", "1", "0.99"), ("-0.5", "nan", "inf", "b", "2")),
     "N": (("1", "2", "4"), ("0", "-1", "x")),
     "buffer": (("1", "2", "5"), ("0", "-1", "x")),
-    "recompute": (("yes", "no"), ("maybe", "1")),
+    "recompute": (("yes", "no", "1"), ("maybe", "0", "1+400")),
     "barrier": (("yes", "no"), ("maybe", "2")),
     "conditional": (("yes", "no"), ("maybe",)),
     "-K": (("1", "2", "3", "4", "5"), ("0", "-1", "two", "400", "2.5", "")),
@@ -346,7 +346,8 @@ ALONE: dict[str, Any] = {  # what can be said of one option
     "beta": real,
     "N": lambda text: whole(text, 1),
     "buffer": lambda text: whole(text, 1),
-    **dict.fromkeys(("recompute", "barrier", "conditional"), lambda text: text in ("yes", "no")),
+    "recompute": lambda text: text in ("yes", "no", "1"),
+    **dict.fromkeys(("barrier", "conditional"), lambda text: text in ("yes", "no")),
     "-K": lambda text: whole(text, 1) and int(text) < 400,
     "--engine": lambda text: text in ("simulate", "processes"),
     "--device": lambda text: text == "cpu",
@@ -442,6 +443,9 @@ def _answers(name: str, K: int, given: dict[str, str]) -> tuple[str, str] | None
     beta = float(given["beta"]) if "beta" in given else 0.5
     if beta > 1 or (name == "fdg" and beta == 0) or (name == "predsim" and beta in (0, 1)):
         return INVALID, "beta beyond 1, or of predsim one that leaves out one of its two losses"
+    used = given.get("--weights", weights) if "weights" in takes else weights
+    if given.get("recompute", "no") != "no" and used not in ("stash", "-"):
+        return INVALID, "recompute needs stashed weights"
     if name in ("asgd", "dc-asgd") and K > 1:
         return INVALID, "workers hold the whole model"
     if name == "2bw" and int(given.get("-M", "8")) < K - 1:

@@ -27,6 +27,7 @@ from offbeat.ops import (
 Weights = Literal["stash", "hybrid", "replay"]
 ForwardWeights = Literal["newest", "before"]
 Feedback = Literal["above", "local", "synthesiser"]
+Recompute = bool | Sequence[int]  # all stages or none, or the numbers of the stages, from 1
 Head = Callable[[tuple[int, ...], int], Any]  # (shape of one sample's output, classes) -> nn.Module
 
 
@@ -52,7 +53,9 @@ class Method:
     forward    weights of a forward: the newest ("newest"), or those of the previous window ("before")
     weights    weights of a backward if an update came after its forward: the parameters of its forward ("stash"),
                stored activations with current parameters ("hybrid"), or a repeated forward with current ones ("replay")
-    recompute  whether the backward of a micro-batch repeats its forward, so that inputs are held instead of graphs
+    recompute  whether backwards repeat their forward with the weights, random numbers and buffers of that forward:
+               results are the same, but a stage holds inputs instead of graphs. True, or the numbers of the stages that
+               do so, from 1. A stage that holds a single batch never does.
 
     Gradient of a stage's output
     feedback   from the next stage ("above"), from a local loss ("local"), or from a synthesiser that the next stage
@@ -82,7 +85,7 @@ class Method:
     limit: Callable[[int], str | None] | None = None
     forward: ForwardWeights = "newest"
     weights: Weights = "stash"
-    recompute: bool = False
+    recompute: Recompute = False
     feedback: Feedback = "above"
     head: Head | None = None
     head_lr: float | None = None
@@ -94,6 +97,7 @@ class Method:
     def __post_init__(self) -> None:
         for name in ("locks", "correctors", "staleness_warmup"):  # tuples, so that a method can be hashed
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_recompute()
         for letter, number, meaning in (
             ("M", self.M, "gradients per update"),
             ("m", self.m, "micro-batches"),
@@ -109,6 +113,14 @@ class Method:
             self._check(corrector)
         self._check_warmup()
 
+    def _check_recompute(self) -> None:
+        if isinstance(self.recompute, bool):
+            return
+        stages = tuple(self.recompute) if isinstance(self.recompute, list | tuple) else ()
+        if not stages or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in stages):
+            raise UserError(f"recompute={self.recompute!r}: use all stages, none, or numbers of stages from 1 up")
+        object.__setattr__(self, "recompute", tuple(sorted(set(stages))))
+
     def _check_declaration(self) -> None:
         """Raise an error for settings that no engine can combine."""
         late = self.lag(1, 2) > 0
@@ -116,6 +128,8 @@ class Method:
             (self.feedback != "above" and self.head is None, f"feedback {self.feedback} needs a head"),
             (self.feedback == "above" and self.head is not None, 'a head needs feedback "local" or "synthesiser"'),
             (self.head is not None and (late or self.m > 1), "a stage with a head has no lag and no micro-batches"),
+            (self.recompute and self.weights != "stash", f'recompute needs weights="stash", not {self.weights!r}'),
+            (self.recompute and self.head is not None, "a stage with a head holds one batch: leave out recompute"),
             (self.m > 1 and (late or self.M > 1), "with micro-batches there is one update per batch, and no lag"),
         ):
             if wrong:
@@ -197,6 +211,8 @@ class Method:
         for method, _ in self.staleness_warmup:
             method.check(K)
         reason = self.limit(K) if self.limit else None
+        if not isinstance(self.recompute, bool) and max(self.recompute) > K:
+            reason = f"recompute names stage {max(self.recompute)}: use numbers of stages from 1 to {K}"
         if reason:
             raise UserError(f"{self.name} with K={K} stage{'s' * (K > 1)}: {reason}")
 
@@ -263,7 +279,10 @@ class Method:
 
     def replays(self, k: int, K: int) -> bool:
         """Whether a backward of stage k repeats its forward."""
-        return self.recompute or (self.weights == "replay" and (self.lag(k, K) > 0 or self._predicts(k, K)))
+        if self.weights == "replay":
+            return self.lag(k, K) > 0 or self._predicts(k, K)
+        wanted = self.recompute if isinstance(self.recompute, bool) else k in self.recompute
+        return wanted and self.held(k, K) > 1
 
     def _predicts(self, k: int, K: int) -> bool:
         context = self.stage_context(k, K)

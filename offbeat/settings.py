@@ -9,7 +9,7 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from offbeat.correctors import CORRECTORS, CorrectorLike
 from offbeat.correctors.registry import settings_of as settings_of_corrector
 from offbeat.errors import UserError, first_line, unknown
-from offbeat.method import StalenessWarmup
+from offbeat.method import Recompute, StalenessWarmup
 
 LARGEST = 2**31  # value of an integer
 WORDS = {"yes": True, "true": True, "no": False, "false": False}
@@ -156,9 +156,11 @@ def listed(settings: Mapping[str, Setting]) -> str:
 def shown(value: Any) -> str:
     """A value as written on the command line.
 
-    >>> shown(True), shown(None), shown(0.5), shown("stash")
-    ('yes', 'none', '0.5', 'stash')
+    >>> shown(True), shown(None), shown(0.5), shown("stash"), shown([1, 2])
+    ('yes', 'none', '0.5', 'stash', '1+2')
     """
+    if isinstance(value, list | tuple) and all(type(part) is int for part in value):
+        return "+".join(map(str, value))
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -180,6 +182,8 @@ def _read(kind: Any, text: str) -> Any:
         return {"none": None}[text.lower()]
     if kind in (int, float, str):
         return kind(text)
+    if kind == Sequence[int]:
+        return [int(part) for part in text.split("+")]
     if get_origin(kind) is _CALLABLE and OBJECT.fullmatch(text):
         return text
     raise ValueError(text)
@@ -193,6 +197,8 @@ def _fits(kind: Any, value: Any) -> bool:
         return type(value) is int and abs(value) <= LARGEST
     if kind is float:
         return type(value) in (int, float) and abs(value) < math.inf
+    if kind == Sequence[int]:
+        return isinstance(value, list | tuple) and all(type(part) is int and abs(part) <= LARGEST for part in value)
     if origin is _CALLABLE:
         return callable(value) or (isinstance(value, str) and bool(OBJECT.fullmatch(value)))
     known = origin or kind
@@ -205,6 +211,8 @@ def _allowed(hint: Any) -> str:
         return "correctors such as sc or lwp+sc, or none"
     if hint == StalenessWarmup:
         return "a number of updates, methods with numbers of updates such as bp@200+adl-1f1b@300, or none"
+    if hint == Recompute:
+        return "yes, no or numbers of stages such as 1+2"
     words = {bool: "yes or no", int: "an integer", float: "a number", str: "text", NoneType: "none"}
     found = []
     for kind in reversed(_kinds(hint)):

@@ -22,6 +22,7 @@ class InFlight:
     share       of its batch's samples, for a micro-batch
     kept        a copy of the weights of the forward, where the policy itself does not keep one
     weight      of its gradient in the mean of a window
+    buffers     values before the forward of the buffers that it computes with and writes, where it will be repeated
     roots       leaves of the output tree, or the loss
     """
 
@@ -35,4 +36,5 @@ class InFlight:
     share: float = 1.0
     kept: Version | None = None
     weight: float = 1.0
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     roots: list[Any] = field(default_factory=list)

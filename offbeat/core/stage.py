@@ -159,7 +159,9 @@ class Stage:
             self.weights.remember() if self.keeping else None,
         )
         replays = self.weights.replays
-        with random.drawing(), torch.set_grad_enabled(not replays), network.measured(t, version, batch.inputs):
+        # With recompute the graph is dropped below. Without autograd, torch may choose other kernels, with other bits.
+        graph = not self.weights.replays_on_current
+        with random.drawing(), torch.set_grad_enabled(graph), network.measured(t, version, batch):
             output = network.forward(t, batch, version, self._observe)
             root = self.feedback.root(t, output, batch.target, updates=self.update_index)
         if not replays:
@@ -312,7 +314,8 @@ class Stage:
 
     def memory(self) -> int:
         """Bytes at the fullest so far: parameters, gradients, optimizer state, versions, and what the batches in flight
-        hold. Counted from the first batch; temporaries of a single operation are not."""
+        hold: their graphs, or their inputs and one graph if forwards are repeated. Counted from the first batch;
+        temporaries of a single operation are not."""
         network, feedback = self.network, self.feedback
         own = [*network.module.parameters(), *network.module.buffers(), *self.parameters.values()]
         head = [] if feedback.head is None else [*feedback.head.parameters(), *feedback.head.buffers()]
@@ -324,7 +327,8 @@ class Stage:
         gradients = size(parameters)
         sets = self.figures.most_versions - 1 + self.weights.copies  # older versions, and what the policy copies
         versions = sets * network.precision.version_bytes(parameters, gradients)
-        batches = (network.batch_bytes or 0) * self.figures.most_held
+        batch = network.batch_bytes or 0
+        batches = batch * self.figures.most_held + max(0, (network.graph_bytes or 0) - batch)
         return kept + gradients + versions + batches + self.launcher.reserved()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from offbeat.core.batch_guard import BatchGuard
@@ -43,6 +44,8 @@ class StageNetwork:
     call                 the module, compiled or fused where that is wanted
     recording            whether its work is being recorded, on inputs in a fixed place
     batch_bytes          bytes that one batch in flight holds; None before the first forward
+    graph_bytes          bytes of the graph of a repeated forward, which one batch at a time has; None before the first
+    written              names of the buffers that forwards compute with and write; None before the first forward
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class StageNetwork:
         self.evaluation_random = RandomStream(device, seed, "evaluation", k)
         self.recording = False
         self.batch_bytes: int | None = None
+        self.graph_bytes: int | None = None
+        self.written: list[str] | None = None
 
     def _compiled(self) -> Callable[..., Any]:
         reason = None
@@ -117,7 +122,7 @@ class StageNetwork:
         does in the unsplit model, and the next stage sends back the gradients of those alone."""
         if not self.gets_gradients:
             return pytree.tree_map_only(Tensor, Tensor.detach, output)
-        if not self.weights.replays:
+        if not self.weights.replays_on_current:
             return pytree.tree_map_only(Tensor, as_leaf, output)
         leaves, structure = pytree.tree_flatten(output)
         if self.differentiable is None or len(self.differentiable) != len(leaves):
@@ -149,26 +154,65 @@ class StageNetwork:
             self.recording = before
 
     @contextmanager
-    def measured(self, t: int, version: Version, inputs: list[Any]) -> Iterator[None]:
+    def measured(self, t: int, version: Version, batch: InFlight) -> Iterator[None]:
         """Around a forward: the first one is measured, and micro-batches leave BatchNorm's statistics to the update."""
         with ExitStack() as stack:
             if self.deferred and not self.guard.leaves_out(t):
                 stack.enter_context(self.deferred.collecting())
+            saved = self._saved(version)
             if self.batch_bytes is None:
-                own = [*self.module.parameters(), *self.module.buffers(), *self.parameters.values()]
-                saved = SavedTensors([*own, *(version.tensors or {}).values()])
                 stack.enter_context(saved.watching())
             yield
         if self.batch_bytes is None:
-            self.batch_bytes = max(saved.bytes, size(inputs))
+            self.batch_bytes = size(batch.inputs, batch.buffers)
+            if not self.weights.replays:
+                self.batch_bytes = max(saved.bytes, self.batch_bytes)
+
+    def _saved(self, version: Version) -> SavedTensors:
+        own = [*self.module.parameters(), *self.module.buffers(), *self.parameters.values()]
+        return SavedTensors([*own, *(version.tensors or {}).values()])
 
     def forward(self, t: int, batch: InFlight, version: Version, observe: ObserveLoss) -> Any:
         """The output of the module on one batch, or at the last stage the loss, which is given to `observe`."""
-        return self._run(t, batch, version, counted=not self.guard.leaves_out(t), observe=observe)
+        counted = not self.guard.leaves_out(t)
+        before = self._overwritten() if self.weights.replays and not self.weights.replays_on_current else {}
+        numbers = [buffer._version for buffer in before.values()]
+        batch.buffers = {name: buffer.clone() for name, buffer in before.items()}
+        output = self._run(t, batch, version, counted=counted, observe=observe)
+        if before and counted and self.written is None:
+            now = dict(self.module.named_buffers())
+            changed = [
+                now.get(name) is not before[name] or before[name]._version != n
+                for name, n in zip(before, numbers, strict=True)
+            ]
+            self.written = [name for name, wrote in zip(before, changed, strict=True) if wrote]
+            batch.buffers = {name: batch.buffers[name] for name in self.written}
+        return output
+
+    def _overwritten(self) -> dict[str, Tensor]:
+        """The buffers that a forward may compute with and write, by name; the first forward shows which it writes.
+
+        BatchNorm in training writes its own and does not compute with them.
+        """
+        buffers = dict(self.module.named_buffers())
+        if self.written is not None:
+            return {name: buffers[name] for name in self.written}
+        norms = (layer for layer in self.module.modules() if isinstance(layer, _NormBase))
+        statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
+        return {name: buffer for name, buffer in buffers.items() if id(buffer) not in statistics}
 
     def repeat(self, t: int, batch: InFlight, version: Version) -> Any:
         """The same once more, without a trace in buffers or figures."""
-        return self._run(t, batch, version, counted=False, observe=None)
+        if batch.buffers:
+            overwritten = {name: buffer.clone() for name, buffer in batch.buffers.items()}
+            version = Version({**(version.tensors or {}), **overwritten})
+        if self.graph_bytes is not None or not self.weights.replays:
+            return self._run(t, batch, version, counted=False, observe=None)
+        saved = self._saved(version)
+        with saved.watching():
+            output = self._run(t, batch, version, counted=False, observe=None)
+        self.graph_bytes = saved.bytes
+        return output
 
     def _run(self, t: int, batch: InFlight, version: Version, *, counted: bool, observe: ObserveLoss | None) -> Any:
         leaves = batch.inputs

@@ -2,7 +2,8 @@
 
 Graphs cannot be written down. A batch in flight is kept as what made its graph: its input, the weights of its forward
 and the random state before it; loading repeats the forward, which leaves BatchNorm's statistics alone. Stash has those
-weights anyway; hybrid does not, and keeps copies of them from `stage.keep()` on until they are saved.
+weights anyway; hybrid does not, and keeps copies of them from `stage.keep()` on until they are saved. A stage that
+recomputes saves the same, and leaves the repeated forward to the backward: a state fits with and without `recompute`.
 
 Parameters, gradients and optimizer state go by their names in the unsplit model.
 """
@@ -72,7 +73,7 @@ def save(stage: Stage) -> Tree:
     }
 
 
-def _counters(stage: Stage) -> dict[str, int | None]:
+def _counters(stage: Stage) -> dict[str, Any]:
     figures = stage.figures
     return {
         "update_index": stage.update_index,
@@ -81,6 +82,7 @@ def _counters(stage: Stage) -> dict[str, int | None]:
         "backwards": figures.backwards,
         "most_held": figures.most_held,
         "held_bytes": stage.network.batch_bytes,
+        **({"graph_bytes": stage.network.graph_bytes} if stage.weights.replays else {}),
         "skipped": stage.guard.skipped,
         "full_batch": stage.batch_weights.full_batch,
     }
@@ -113,8 +115,7 @@ def _number(value: Any) -> Any:
 
 
 def _save_batch(stage: Stage, t: int, batch: InFlight, versions: list[Version]) -> Tree:
-    replays = stage.weights.replays
-    used = Version(None) if replays else batch.kept or batch.version  # a replay uses the weights of its backward
+    used = Version(None) if stage.weights.replays_on_current else batch.kept or batch.version
     if used.tensors is not None and used not in versions:
         versions.append(used)
     marked = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batch.inputs]
@@ -129,6 +130,7 @@ def _save_batch(stage: Stage, t: int, batch: InFlight, versions: list[Version]) 
         "random": batch.random,
         "share": batch.share,
         "weight": batch.weight,
+        **({"buffers": dict(batch.buffers)} if batch.buffers else {}),
     }
 
 
@@ -187,7 +189,8 @@ def _load_counters(stage: Stage, tree: Tree) -> None:
     stage.update_index = saved["update_index"]
     figures.samples, figures.last_batch = saved["samples"], saved["last_batch"]
     figures.backwards, figures.most_held = saved["backwards"], saved["most_held"]
-    stage.network.batch_bytes = saved["held_bytes"]
+    if ("graph_bytes" in tree["counters"]) == stage.weights.replays:  # else they are measured again
+        stage.network.batch_bytes, stage.network.graph_bytes = saved["held_bytes"], saved.get("graph_bytes")
     stage.guard.skipped = saved["skipped"]
     stage.batch_weights.full_batch = saved["full_batch"]
     stage.staleness.clear()
@@ -293,6 +296,7 @@ def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
         entry["share"],
         forwarded if stage.weights.forgets else None,
         weight=entry.get("weight", 1.0),
+        buffers=network.to_device(entry.get("buffers", {})),
     )
     if stage.weights.replays:
         return batch

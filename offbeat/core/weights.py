@@ -9,13 +9,17 @@ parameters changed. So a graph never holds the parameters themselves unless no u
     hybrid    aliases of the storage with a version counter of their own: old activations, current parameters
     replay    no graph: the forward is repeated on the current parameters when the gradient arrives
 
+With live, stash and before, the graph of a forward may be dropped and made again when the gradient arrives, from the
+same parameters, random numbers and buffers (`Method.recompute`): the same gradient, with less memory.
+
 A forward, and in hybrid and replay a backward, may run on predicted values instead of the parameters.
 
 Where forwards compute in another type than the parameters', snapshots are in that type, and live, hybrid and replay
 have one set of such copies, which is refreshed once per update.
 
-Buffers (BatchNorm statistics) are not versioned; a replay runs on copies of their present values, so that each batch
-counts once. (A module that computes with a buffer it writes, unlike BatchNorm, is replayed with a later value.)
+Buffers (BatchNorm statistics) are not versioned; a repeated forward runs on copies of their present values, so that
+each batch counts once. A module that computes with a buffer that it writes, unlike BatchNorm, needs the values of the
+first forward: recomputing stages keep them with the batch; with replay a later value is used.
 """
 
 from __future__ import annotations
@@ -103,7 +107,8 @@ class WeightPolicy(Protocol):
     """The parameters that forwards run on, and whether their backwards repeat them."""
 
     sources: WeightSources
-    replays: bool
+    replays: bool  # whether backwards repeat their forward
+    replays_on_current: bool  # whether they do so on the current weights, not on those of the forward
     forgets: bool  # whether the next update overwrites what a forward used
     copies: int  # sets of parameters of its own, besides the optimizer's and the older versions
     forwards: int  # of this program, where the version depends on their number
@@ -149,14 +154,14 @@ class Live:
     In another type: copies of those that have it, refreshed in place, so that forwards and graphs keep using them.
     """
 
-    replays = False
+    replays_on_current = False
     forgets = False
     copies = forwards = 0
     outdated = False  # whether the copies are older than the parameters
     do: Callable[[object, Work], None]
 
-    def __init__(self, sources: WeightSources) -> None:
-        self.sources, precision, self.do = sources, sources.precision, at_once
+    def __init__(self, sources: WeightSources, *, replays: bool = False) -> None:
+        self.sources, precision, self.do, self.replays = sources, sources.precision, at_once, replays
         self.storage: list[Tensor] = [precision.lower(parameter.data) for parameter in sources.parameters.values()]
         if precision.lowers:
             self.copies, self.outdated = 1, True
@@ -220,7 +225,10 @@ class Live:
 class Replay(Live):
     """The module's own parameters (or predicted ones), at the forward without a graph and again at the backward."""
 
-    replays = True
+    replays_on_current = True
+
+    def __init__(self, sources: WeightSources) -> None:
+        super().__init__(sources, replays=True)
 
     def current(self) -> Version:
         return Version(self.sources.snapshot()) if self.sources.forward else super().current()
@@ -301,8 +309,8 @@ class Stash(Live):
 
     copies = 1  # of the newest version
 
-    def __init__(self, sources: WeightSources, in_flight: InFlightOn) -> None:
-        self.sources, self.in_flight, self.do = sources, in_flight, at_once
+    def __init__(self, sources: WeightSources, in_flight: InFlightOn, *, replays: bool = False) -> None:
+        self.sources, self.in_flight, self.do, self.replays = sources, in_flight, at_once, replays
         self.newest: Version | None = None
         self.reuse([])
         self.made = 0  # versions so far
@@ -378,8 +386,8 @@ class Stash(Live):
 class Before(Stash):
     """Snapshots of the last two versions, of which a forward uses the one given by its position in the program."""
 
-    def __init__(self, sources: WeightSources, in_flight: InFlightOn) -> None:
-        super().__init__(sources, in_flight)
+    def __init__(self, sources: WeightSources, in_flight: InFlightOn, *, replays: bool = False) -> None:
+        super().__init__(sources, in_flight, replays=replays)
         self.kept: list[Version] = []  # none before the first forward, since parameters may be loaded until then
         self.forwards = 0
 
@@ -427,14 +435,14 @@ def make_policy(
 ) -> WeightPolicy:
     """The policy for a stage of that lag; `replays`: its backwards repeat their forwards."""
     if sources.version:
-        return Before(sources, in_flight)
-    if replays:
+        return Before(sources, in_flight, replays=replays)
+    if weights == "replay" and replays:
         return Replay(sources)
     if weights == "hybrid" and (sources.forward or sources.backward):
         return PredictedHybrid(sources)
     if not lag and not sources.forward:
-        return Live(sources)
-    return Hybrid(sources) if weights == "hybrid" else Stash(sources, in_flight)
+        return Live(sources, replays=replays)
+    return Hybrid(sources) if weights == "hybrid" else Stash(sources, in_flight, replays=replays)
 
 
 def substituted(module: nn.Module, version: Version) -> AbstractContextManager[object]:
@@ -452,8 +460,9 @@ def call(module: nn.Module, parameters: Tensors | None, arguments: tuple[Any, ..
 
 
 def replacements(module: nn.Module, parameters: Tensors | None, *, buffers: bool) -> Tensors:
-    """What replaces the module's own tensors: those parameters, and copies of buffers that must not change."""
+    """What replaces the module's own tensors: those given (parameters, or buffers of an earlier forward), and copies of
+    buffers that must not change."""
     replaced = dict(parameters or {})
     if not buffers:
-        replaced.update({name: buffer.clone() for name, buffer in module.named_buffers()})
+        replaced |= {name: buffer.clone() for name, buffer in module.named_buffers() if name not in replaced}
     return replaced

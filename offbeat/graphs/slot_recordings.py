@@ -58,7 +58,7 @@ class SlotRecordings:
         before = {p: {key: tensor.clone() for key, tensor in kept.items()} for p, kept in memory.items()}
         try:
             with network.random.drawing(replay=slot.batch.random), network.recorded():
-                with network.measured(NO_BATCH, version, slot.batch.inputs):
+                with network.measured(NO_BATCH, version, slot.batch):
                     self.forward(slot)
                 ones = None if network.last else _ones(slot.output)
                 taken, below, _ = self.stage.differentiate(NO_BATCH, slot.batch, version, ones)

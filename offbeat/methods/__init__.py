@@ -234,7 +234,7 @@ def with_staleness_warmup(method: Method, given: StalenessWarmup) -> Method:
     """The method after that many updates of back-propagation with the same M; or after the methods of (method, updates)
     pairs, which may be text.
 
-    In text, methods have M, window, weights and correctors of this one, where they take them.
+    In text, methods have M, window, weights, recompute and correctors of this one, where they take them.
 
     >>> grows = with_staleness_warmup(METHODS["adl"](M=4), "bp@200+adl-1f1b@300")
     >>> [(method.name, method.M, updates) for method, updates in grows.staleness_warmup]
@@ -265,7 +265,7 @@ def _phase(method: Method, part: str, text: str) -> tuple[Method, int]:
             f"staleness_warmup={text!r}: use the number of updates of back-propagation, or methods with numbers of "
             "updates, as in bp@200+adl-1f1b@300"
         )
-    takes = settings_of(name).keys() & {"M", "window", "weights"}
+    takes = settings_of(name).keys() & {"M", "window", "weights", "recompute"}
     try:
         phase = with_settings(name, {"M": method.M} | {setting: getattr(method, setting) for setting in takes})
         return (phase.corrected(method.correctors) if phase.lag(1, 2) else phase), int(updates)

@@ -12,8 +12,9 @@ backward of batch t-2(K-k) with the weights of that batch's forward. The mean of
     stage 1             | F0  F1    F2B0  F3B1U  F4B2  F5B3U  ...
     stage 2             | -   F0B0  F1B1U F2B2   F3B3U F4B4   ...
 
-Locks: none. Held by stage k: 2(K-k)+1 graphs, ceil(2(K-k)/M)+1 versions. Time per batch: that of the slowest stage.
-A message has a whole tick to arrive, so a latency below the time of a stage costs nothing.
+Locks: none. Held by stage k: 2(K-k)+1 graphs (inputs, with `recompute`), ceil(2(K-k)/M)+1 versions. Time per batch:
+that of the slowest stage; a stage that recomputes takes F longer. A message has a whole tick to arrive, so a latency
+below the time of a stage costs nothing.
 
 A parameter that several stages use (tied weights) has the versions and the staleness of the first of them, in all of
 its uses: that stage sends the version of its forward along with the batch, and its gradient is the sum over all uses.
@@ -22,13 +23,18 @@ its uses: that stage sends the version of its forward along with the batch, and 
 from __future__ import annotations
 
 from offbeat.correctors import CorrectorLike, correctors
-from offbeat.method import Method, Weights
+from offbeat.method import Method, Recompute, Weights
 from offbeat.methods import lags
 from offbeat.ops import WindowRule
 
 
 def ADL(  # noqa: N802
-    M: int = 4, *, window: WindowRule = "count", weights: Weights = "stash", corrector: CorrectorLike = None
+    M: int = 4,
+    *,
+    window: WindowRule = "count",
+    weights: Weights = "stash",
+    recompute: Recompute = False,
+    corrector: CorrectorLike = None,
 ) -> Method:
     """Accumulated Decoupled Learning with M gradients per update.
 
@@ -43,5 +49,6 @@ def ADL(  # noqa: N802
         M=M,
         window=window,
         weights=weights,
+        recompute=recompute,
         correctors=correctors(corrector),
     )

@@ -17,13 +17,18 @@ slowest stage plus two latencies, which the longer lag of ADL hides.
 from __future__ import annotations
 
 from offbeat.correctors import CorrectorLike, correctors
-from offbeat.method import Method, Weights
+from offbeat.method import Method, Recompute, Weights
 from offbeat.methods import lags
 from offbeat.ops import WindowRule
 
 
 def ADL1F1B(  # noqa: N802
-    M: int = 4, *, window: WindowRule = "count", weights: Weights = "stash", corrector: CorrectorLike = None
+    M: int = 4,
+    *,
+    window: WindowRule = "count",
+    weights: Weights = "stash",
+    recompute: Recompute = False,
+    corrector: CorrectorLike = None,
 ) -> Method:
     """ADL with lag K-k and M gradients per update."""
     return Method(
@@ -34,5 +39,6 @@ def ADL1F1B(  # noqa: N802
         M=M,
         window=window,
         weights=weights,
+        recompute=recompute,
         correctors=correctors(corrector),
     )

@@ -16,7 +16,7 @@ workers: (F + B)/N of the whole model.
 from __future__ import annotations
 
 from offbeat.correctors import CorrectorLike, correctors
-from offbeat.method import Method
+from offbeat.method import Method, Recompute
 
 
 def alone(K: int) -> str | None:
@@ -24,7 +24,7 @@ def alone(K: int) -> str | None:
     return None if K == 1 else "its workers hold the whole model: use K=1, and N for the number of workers"
 
 
-def ASGD(N: int = 4, *, corrector: CorrectorLike = None) -> Method:  # noqa: N802
+def ASGD(N: int = 4, *, recompute: Recompute = False, corrector: CorrectorLike = None) -> Method:  # noqa: N802
     """Asynchronous data parallelism with N workers in turn."""
 
     def lag(k: int, K: int) -> int:
@@ -38,5 +38,6 @@ def ASGD(N: int = 4, *, corrector: CorrectorLike = None) -> Method:  # noqa: N80
         lag=lag,
         limit=alone,
         workers=N,
+        recompute=recompute,
         correctors=correctors(corrector),
     )

@@ -17,14 +17,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offbeat.correctors import DelayCompensation, correctors
-from offbeat.method import Method
+from offbeat.method import Method, Recompute
 from offbeat.methods.asgd import ASGD
 
 
-def DCASGD(N: int = 4, *, lambda_: float = 0.04, adaptive: bool = False) -> Method:  # noqa: N802
+def DCASGD(  # noqa: N802
+    N: int = 4, *, lambda_: float = 0.04, adaptive: bool = False, recompute: Recompute = False
+) -> Method:
     """ASGD with delay-compensated gradients."""
     return replace(
-        ASGD(N),
+        ASGD(N, recompute=recompute),
         name="dc-asgd",
         title="ASGD with delay compensation",
         reference="Zheng et al. 2017",

@@ -17,12 +17,16 @@ by stage k: K-k+1 graphs and versions. Time per batch: KF + B with the barrier, 
 from __future__ import annotations
 
 from offbeat.correctors import CorrectorLike, correctors
-from offbeat.method import Method, Weights
+from offbeat.method import Method, Recompute, Weights
 from offbeat.methods import lags
 
 
 def DDG(  # noqa: N802
-    *, barrier: bool = True, weights: Weights = "stash", corrector: CorrectorLike = None
+    *,
+    barrier: bool = True,
+    weights: Weights = "stash",
+    recompute: Recompute = False,
+    corrector: CorrectorLike = None,
 ) -> Method:
     """Delayed gradients with a forward lock; the released code uses weights="hybrid".
 
@@ -36,6 +40,7 @@ def DDG(  # noqa: N802
         locks=("forward",) if barrier else (),
         lag=lags.one_way,
         weights=weights,
+        recompute=recompute,
         barrier=barrier,
         correctors=correctors(corrector),
     )

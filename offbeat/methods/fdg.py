@@ -17,11 +17,17 @@ Locks: none. Staleness 2(K-k); one less in the released code, which updates befo
 from __future__ import annotations
 
 from offbeat.correctors import CorrectorLike, Shrink, correctors
-from offbeat.method import Method, Weights
+from offbeat.method import Method, Recompute, Weights
 from offbeat.methods import lags
 
 
-def FDG(beta: float = 1.0, *, weights: Weights = "stash", corrector: CorrectorLike = None) -> Method:  # noqa: N802
+def FDG(  # noqa: N802
+    beta: float = 1.0,
+    *,
+    weights: Weights = "stash",
+    recompute: Recompute = False,
+    corrector: CorrectorLike = None,
+) -> Method:
     """Delayed gradients, scaled by beta per stage (0.2 to 0.8 in the paper)."""
     return Method(
         name="fdg",
@@ -29,5 +35,6 @@ def FDG(beta: float = 1.0, *, weights: Weights = "stash", corrector: CorrectorLi
         reference="Zhuang et al. 2021 (TNNLS)",
         lag=lags.round_trip,
         weights=weights,
+        recompute=recompute,
         correctors=correctors((Shrink(beta), *correctors(corrector))),
     )

@@ -13,11 +13,11 @@ Lock: update. Staleness 0. Held: graphs of m micro-batches (inputs, with `recomp
 
 from __future__ import annotations
 
-from offbeat.method import Method
+from offbeat.method import Method, Recompute
 from offbeat.methods import lags
 
 
-def GPipe(m: int = 4, *, recompute: bool = False) -> Method:  # noqa: N802
+def GPipe(m: int = 4, *, recompute: Recompute = False) -> Method:  # noqa: N802
     """Fill and drain over the m micro-batches of each batch; one update per batch.
 
     BatchNorm normalises each micro-batch separately; its running statistics are updated once per batch, with the

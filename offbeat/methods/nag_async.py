@@ -18,16 +18,19 @@ k: K-k+1 graphs and versions. Time per batch: F + B and two latencies.
 from __future__ import annotations
 
 from offbeat.correctors import CorrectorLike, NesterovMomentum, correctors
-from offbeat.method import Method
+from offbeat.method import Method, Recompute
 from offbeat.methods import lags
 
 
-def NAGAsync(gamma: float = 0.99, *, corrector: CorrectorLike = None) -> Method:  # noqa: N802
+def NAGAsync(  # noqa: N802
+    gamma: float = 0.99, *, recompute: Recompute = False, corrector: CorrectorLike = None
+) -> Method:
     """1F1B with stashed weights and a Nesterov look-ahead with momentum gamma."""
     return Method(
         name="nag-async",
         title="1F1B with Nesterov look-ahead",
         reference="Ajanthan et al. 2025",
         lag=lags.one_way,
+        recompute=recompute,
         correctors=correctors((NesterovMomentum(gamma), *correctors(corrector))),
     )

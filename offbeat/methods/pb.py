@@ -17,11 +17,13 @@ with momentum; the paper used small batches and GroupNorm.
 from __future__ import annotations
 
 from offbeat.correctors import CorrectorLike, correctors
-from offbeat.method import Method, Weights
+from offbeat.method import Method, Recompute, Weights
 from offbeat.methods import lags
 
 
-def PB(*, weights: Weights = "hybrid", corrector: CorrectorLike = "lwp+sc") -> Method:  # noqa: N802
+def PB(  # noqa: N802
+    *, weights: Weights = "hybrid", recompute: Recompute = False, corrector: CorrectorLike = "lwp+sc"
+) -> Method:
     """Pipelined back-propagation; by default with both correctors, `corrector=()` for none."""
     return Method(
         name="pb",
@@ -29,5 +31,6 @@ def PB(*, weights: Weights = "hybrid", corrector: CorrectorLike = "lwp+sc") -> M
         reference="Kosson et al. 2021",
         lag=lags.round_trip,
         weights=weights,
+        recompute=recompute,
         correctors=correctors(corrector),
     )

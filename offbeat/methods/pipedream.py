@@ -18,11 +18,13 @@ not drain.
 from __future__ import annotations
 
 from offbeat.correctors import CorrectorLike, correctors
-from offbeat.method import Method, Weights
+from offbeat.method import Method, Recompute, Weights
 from offbeat.methods import lags
 
 
-def PipeDream(*, weights: Weights = "stash", corrector: CorrectorLike = None) -> Method:  # noqa: N802
+def PipeDream(  # noqa: N802
+    *, weights: Weights = "stash", recompute: Recompute = False, corrector: CorrectorLike = None
+) -> Method:
     """1F1B with stashed weights and one update per batch."""
     return Method(
         name="pipedream",
@@ -30,5 +32,6 @@ def PipeDream(*, weights: Weights = "stash", corrector: CorrectorLike = None) ->
         reference="Narayanan et al. 2019",
         lag=lags.one_way,
         weights=weights,
+        recompute=recompute,
         correctors=correctors(corrector),
     )

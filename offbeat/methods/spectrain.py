@@ -20,12 +20,14 @@ from typing import Literal
 
 from offbeat.correctors import CorrectorLike, Speculation, correctors
 from offbeat.errors import unknown
-from offbeat.method import Method
+from offbeat.method import Method, Recompute
 from offbeat.methods import lags
 
 
-def SpecTrain(version: Literal[1, 2] = 1, *, corrector: CorrectorLike = None) -> Method:  # noqa: N802
-    """1F1B with predicted weights."""
+def SpecTrain(  # noqa: N802
+    version: Literal[1, 2] = 1, *, recompute: Recompute = False, corrector: CorrectorLike = None
+) -> Method:
+    """1F1B with predicted weights; `recompute` needs version 2, whose backwards use the weights of their forwards."""
     if version not in (1, 2):
         raise unknown("version of spectrain", str(version), ("1", "2"))
     return Method(
@@ -34,5 +36,6 @@ def SpecTrain(version: Literal[1, 2] = 1, *, corrector: CorrectorLike = None) ->
         reference="Chen et al. 2018",
         lag=lags.one_way,
         weights="hybrid" if version == 1 else "stash",
+        recompute=recompute,
         correctors=correctors((Speculation(), *correctors(corrector))),
     )

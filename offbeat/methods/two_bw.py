@@ -16,11 +16,13 @@ graphs, two versions. Time per batch: F + B and two latencies.
 from __future__ import annotations
 
 from offbeat.correctors import CorrectorLike, correctors
-from offbeat.method import Method
+from offbeat.method import Method, Recompute
 from offbeat.methods import lags
 
 
-def TwoBW(M: int = 8, *, corrector: CorrectorLike = None) -> Method:  # noqa: N802
+def TwoBW(  # noqa: N802
+    M: int = 8, *, recompute: Recompute = False, corrector: CorrectorLike = None
+) -> Method:
     """1F1B with two weight buffers and M gradients per update."""
 
     def limit(K: int) -> str | None:
@@ -33,6 +35,7 @@ def TwoBW(M: int = 8, *, corrector: CorrectorLike = None) -> Method:  # noqa: N8
         lag=lags.one_way,
         M=M,
         forward="before",
+        recompute=recompute,
         limit=limit,
         correctors=correctors(corrector),
     )

@@ -165,7 +165,7 @@ class Diagnosis:
         self.given = {
             t: Given(batch.kept or batch.version)
             for t, batch in self.stage.in_flight.items()
-            if not (self.stage.weights.replays and self.stage.method.lag(self.stage.k, self.stage.K))
+            if not (self.stage.weights.replays_on_current and self.stage.method.lag(self.stage.k, self.stage.K))
         }
 
     def _present(self) -> Version:
