@@ -170,6 +170,9 @@ CASES: dict[str, Case] = {
     "conv32": Case(**nets(torch.float32), method=offbeat.ADL(M=3), K=2, cuts=(4,)),
     "conv32-flops": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=2),
     "hybrid": Case(**nets(torch.float32), method=offbeat.ADL(M=1, weights="hybrid"), K=2, cuts=(3,)),
+    "recompute": Case(**nets(torch.float32), method=offbeat.ADL(M=2, recompute=True), K=2, cuts=(4,), pauses=(7,)),
+    "recompute-2bw": Case(**nets(torch.float32), method=offbeat.TwoBW(M=3, recompute=True), K=3, cuts=(1, 4)),
+    "recompute-one": Case(**nets(torch.float64), method=offbeat.ADL(M=2, recompute=[2]), K=3, cuts=(1, 3)),
     "replay": Case(**nets(torch.float32), method=offbeat.ADL(M=2, weights="replay"), K=2, cuts=(1,)),
     "channels-last": Case(
         **nets(torch.float32, memory_format=torch.channels_last), method=offbeat.ADL(M=2), K=2, cuts=(2,)

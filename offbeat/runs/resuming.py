@@ -94,7 +94,8 @@ def exact(recipe: Recipe, saved: dict[str, Any]) -> bool:
     if any(_listed(now[name]) != _listed(before.get(name)) for name in SAME):
         return False
     defaults = {name: setting.default for name, setting in settings_of(recipe.method).items()}
-    return {**defaults, **recipe.settings} == {**defaults, **before["settings"]}
+    free = {"recompute": None}  # a setting that changes no result
+    return {**defaults, **recipe.settings, **free} == {**defaults, **before["settings"], **free}
 
 
 def _listed(value: Any) -> Any:

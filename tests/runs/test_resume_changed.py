@@ -86,6 +86,7 @@ CHANGES = {  # what reliability.md calls changeable: options, and whether the ba
     "M": (["-M", 4], False),
     "method": (["--method", "pipedream"], False),
     "weights": (["--weights", "hybrid"], False),
+    "recompute": (["--method", "adl:recompute=yes"], True),
     "cuts": (["--cuts", 1], False),
     "corrector": (["--corrector", "sc"], False),
     "seed": (["--seed", 1], False),
@@ -97,7 +98,7 @@ CHANGES = {  # what reliability.md calls changeable: options, and whether the ba
 }
 
 
-QUICK = ("epochs", "milestones", "rate", "K", "M", "seed", "batch size 16", "drop-last")
+QUICK = ("recompute", "epochs", "milestones", "rate", "K", "M", "seed", "batch size 16", "drop-last")
 
 
 @pytest.mark.parametrize(
