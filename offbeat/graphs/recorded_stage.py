@@ -293,7 +293,7 @@ def _why_not_recordable(stage: Stage) -> str | None:
     sources = stage.weights.sources
     if stage.guard.on_nan != "stop":
         return f"on_nan={stage.guard.on_nan!r} reads every loss before it continues"
-    if stage.weights.replays and (sources.forward or sources.backward):
+    if stage.weights.replays_on_current and (sources.forward or sources.backward):
         return "its forwards are repeated on predicted weights"
     return None
 

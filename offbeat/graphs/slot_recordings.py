@@ -33,6 +33,8 @@ class SlotRecordings:
         self.stage, self.network, self.weights = stage, stage.network, stage.weights
         self.window, self.guard, self.recorder = window, guard, recorder
         self.input_gradients: list[Tensor | None] = []  # of a batch, for their shapes
+        self.output: Any = None  # of a batch, for its shape
+        self.pool: Any = None  # of all recordings, where forwards are repeated
 
     def _new_slot(self, x: Any, target: Any, version: Version) -> Slot:
         """A slot with copies of that batch."""
@@ -73,13 +75,18 @@ class SlotRecordings:
             self.guard.counters.clear()
         self.window.recorded = self.window.fix(taken)
         self.input_gradients = [None if gradient is None else dense_copy(gradient) for gradient in below]
+        self.output = pytree.tree_map_only(Tensor, dense_copy, slot.output)
+        if slot.batch.buffers:
+            return "its repeated forwards compute with buffers that it writes"
         return "it draws random numbers" if drawn else None
 
     def record_forwards(self, x: Any, target: Any, ring: Ring) -> list[tuple[Version, list[Slot]]]:
         """The slots of the ring, each with its forward, in groups that share the memory of one version.
 
-        Each forward has a pool of its own: what it leaves there must last until its backward, while others run.
+        Each forward has a pool of its own: what it leaves there must last until its backward, while others run. One
+        that is repeated at the backward leaves nothing: its output is outside, and all share the memory of one batch.
         """
+        self.pool = self.recorder.new_pool() if self.weights.replays else None
         groups = []
         for _ in range(ring.groups):
             version = self._new_version()
@@ -90,7 +97,9 @@ class SlotRecordings:
                     [place.data for place in tensors_of(content)] for content in (slot.batch.inputs, targets)
                 )
                 slot.input_gradients = [None if g is None else torch.empty_like(g) for g in self.input_gradients]
-                recorded = self.recorder.record(partial(self.forward, slot), self.recorder.new_pool())
+                if self.weights.replays:
+                    slot.output = pytree.tree_map_only(Tensor, dense_copy, self.output)
+                recorded = self.recorder.record(partial(self.forward, slot), self.pool or self.recorder.new_pool())
                 slot.forward = RecordedOperation(recorded, kind="forward")
             groups.append((version, slots))
         return groups
@@ -103,7 +112,7 @@ class SlotRecordings:
         into = gradients
         if gradients is not None:
             into = [None if g is None else dense_copy(self.network.to_device(g)) for g in gradients]
-        pool = self.recorder.new_pool()
+        pool = self.pool or self.recorder.new_pool()
         with self.recorder.recording():
             for slot in slots:
                 recorded = self.recorder.record(partial(self.backward, slot, into), pool)
@@ -120,12 +129,16 @@ class SlotRecordings:
     # ---- the work that is recorded
 
     def forward(self, slot: Slot) -> None:
-        replays = self.weights.replays
-        with torch.set_grad_enabled(not replays), self.network.recorded():
+        with torch.set_grad_enabled(not self.weights.replays_on_current), self.network.recorded():
             output = self.network.forward(NO_BATCH, slot.batch, slot.weights, self.guard.observe)
-            slot.output = self.network.outgoing(NO_BATCH, slot.batch, slot.weights, output)
-        if not replays:
+            outgoing = self.network.outgoing(NO_BATCH, slot.batch, slot.weights, output)
+        if not self.weights.replays:
             slot.batch.roots = pytree.tree_leaves(output)
+        if self.weights.replays and slot.output is not None:
+            places = [place.detach() for place in tensors_of(slot.output)]
+            torch._foreach_copy_(places, [tensor.detach() for tensor in tensors_of(outgoing)])
+        else:
+            slot.output = outgoing
 
     def backward(self, slot: Slot, gradients: list[Tensor | None] | None) -> None:
         retain = self.recorder.captures

@@ -18,7 +18,7 @@ from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded
 from offbeat.graphs.device_guard import CHECK_INTERVAL
 from offbeat.graphs.launch_queue import RecordedOperation
-from offbeat.methods import METHODS, named, parsed, with_settings
+from offbeat.methods import METHODS, named, parsed, settings_of, with_settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,6 +101,52 @@ def test_adl_gives_the_bits_of_simulate_and_records_all_but_the_short_batch(M, w
     pipe = check_same(offbeat.ADL(M=M, weights=weights), drains=(20,))
     assert [worker.executor.irregular for worker in pipe.workers] == [1] * K
     assert all(isinstance(worker.executor.optimization.operation, RecordedOperation) for worker in pipe.workers)
+
+
+@pytest.mark.parametrize("recompute", [True, [2]])
+@pytest.mark.parametrize("M", [1, 2, 4])
+def test_repeated_forwards_are_recorded_and_change_no_bit(M, recompute):
+    method = offbeat.ADL(M=M, recompute=recompute)
+    pipe = check_same(method, drains=(20,))
+    assert [worker.executor.irregular for worker in pipe.workers] == [1] * K
+    plain = pipeline(offbeat.ADL(M=M), "simulate")
+    train(plain, batches(), (20,))
+    assert all(map(torch.equal, plain.model.state_dict().values(), pipe.model.state_dict().values()))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if "recompute" in settings_of(name) and name != "gpipe"])
+def test_every_method_that_repeats_forwards_gives_the_bits_of_simulate(name):
+    stashed = {"pb": {"weights": "stash"}, "spectrain": {"version": 2}}.get(name, {})
+    check_same(with_settings(name, {**stashed, "recompute": True}), drains=(14,))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_repeated_forwards_that_sleep_at_random_change_no_bit(seed):
+    check_same(offbeat.ADL(M=2, recompute=True), Streams(K, GPU, sleeps=seed), drains=(20,))
+
+
+def test_recorded_stages_that_repeat_their_forwards_need_less_memory():
+    def peak(recompute: bool) -> int:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(*[nn.Conv2d(16, 16, 3, padding=1) for _ in range(8)]) for _ in range(3)]
+        pipe = offbeat.Pipeline(
+            [*blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))],
+            method=offbeat.ADL(M=2, recompute=recompute),
+            loss=nn.functional.cross_entropy,
+            optimizer=sgd,
+            device=GPU,
+            engine="streams",
+        )
+        for _ in range(30):
+            pipe.step(torch.randn(64, 16, 32, 32, device=GPU), torch.randint(10, (64,), device=GPU))
+        pipe.drain()
+        assert [worker.executor.eager for worker in pipe.workers] == [None] * 4
+        return torch.cuda.memory_reserved() - before
+
+    plain = peak(False)
+    assert peak(True) < 0.6 * plain
 
 
 @pytest.mark.parametrize("M", [1, 4])

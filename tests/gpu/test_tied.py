@@ -10,7 +10,15 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-METHODS = ["bp", "adl:M=2", "adl:M=2,weights=hybrid", "adl:M=2,weights=replay", "dsp", "pipemare"]
+METHODS = [
+    "bp",
+    "adl:M=2",
+    "adl:M=2,weights=hybrid",
+    "adl:M=2,weights=replay",
+    "adl:M=2,recompute=yes",
+    "dsp",
+    "pipemare",
+]
 
 
 def sgd(parameters) -> torch.optim.SGD:
