@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from offbeat.errors import UserError
 
+Fits = NDArray[np.bool_] | None  # [end, start]; None: all
 Floats = NDArray[np.float64]
 Exposed = Sequence[float] | Callable[[int], float]
 
@@ -36,12 +37,15 @@ BLOCK = 64  # starts tried at once: their table of times stays in the cache
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What a stage of these units keeps: parameters * versions[k] + held * in_flight[k], at most `limit` per worker.
+    """What a stage of these units keeps: parameters * versions[k] + held * in_flight[k] + entering * inputs[k], at most
+    `limit` per worker.
 
     parameters, held       of each unit: its parameters, and what one batch leaves for its backward
     versions, in_flight    of each stage, from stage 1: weight versions (optimizer state may count as more of them)
                            and batches between their forward and backward
     limit                  of every worker, or one for each
+    entering               of each unit: the input of a stage that begins with it
+    inputs                 of each stage: batches of which it holds the input alone, and repeats the forward (none)
     """
 
     parameters: Sequence[float]
@@ -49,6 +53,8 @@ class Memory:
     versions: Sequence[float]
     in_flight: Sequence[float]
     limit: float | Sequence[float]
+    entering: Sequence[float] | None = None
+    inputs: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +95,15 @@ class Solution:
 
 @dataclass(frozen=True)
 class _Stages:
-    """One problem, one row per stage: time = ends - starts, over the positions 0..n, a start no lower than `first`."""
+    """One problem, one row per stage: time = ends - starts, over the positions 0..n, a start no lower than `first`.
+
+    `fits` has the starts [end, start] that fit, for a stage where these are not all from some position on.
+    """
 
     ends: list[Floats]
     starts: list[Floats]
     first: list[NDArray[np.intp]]
+    fits: list[Fits]
     legal: NDArray[np.bool_]
 
 
@@ -135,12 +145,12 @@ def solve(
     prefix = _prefix(work)
     pins = _last_pin(count, pinned)
     kept = None if memory is None else _Kept.of(memory, count, K)
-    mask = np.zeros(count + 1, bool)
-    mask[allowed] = True
+    mask = _mask(count, allowed)
     stages = _Stages(
         ends=[prefix / speed + below for speed in pace],
         starts=[prefix / speed - above for speed in pace],
         first=[pins] * K if kept is None else [np.maximum(pins, first) for first in kept.first()],
+        fits=[None] * K if kept is None else kept.fits(),
         legal=mask,
     )
     limit = _smallest_limit(stages)
@@ -153,11 +163,48 @@ def solve(
     return Solution(
         cuts=tuple(edges[1:-1]),
         times=tuple(float(stages.ends[k][b] - stages.starts[k][a]) for k, (a, b) in spans),
-        memory=None if kept is None else tuple(float(kept.sums[k][b] - kept.sums[k][a]) for k, (a, b) in spans),
+        memory=None if kept is None else tuple(float(kept.sums[k][b] - kept.starts[k][a]) for k, (a, b) in spans),
         costs=tuple(work.tolist()),
         largest=largest,
         unit_bound=float((prefix[largest[1]] - prefix[largest[0]]) / pace.max()),
     )
+
+
+def fewest_changed(
+    plain: Memory, changed: Memory, K: int, *, pinned: Collection[int] = (), legal: Collection[int] | None = None
+) -> tuple[int, ...] | None:
+    """The fewest stages (from 1) that must keep what `changed` describes instead of `plain` so that K stages fit
+    the limits; None if they do not fit even if all change. Where the choice is free, the last stages stay plain.
+
+    >>> sizes = {"parameters": [0] * 4, "held": [1] * 4, "versions": [0] * 2, "limit": 4}
+    >>> fewest_changed(Memory(**sizes, in_flight=[3, 1]), Memory(**sizes, in_flight=[1, 1]), 2)
+    ()
+    >>> fewest_changed(Memory(**sizes, in_flight=[5, 1]), Memory(**sizes, in_flight=[1, 1]), 2)
+    (1,)
+    """
+    count = len(plain.parameters)
+    mask, pins = _mask(count, _allowed(count, K, pinned, legal)), _last_pin(count, pinned)
+    kept = [_Kept.of(memory, count, K) for memory in (plain, changed)]
+    ways = [list(zip([np.maximum(pins, first) for first in way.first()], way.fits(), strict=True)) for way in kept]
+    positions = np.arange(count + 1)
+    fewest = [np.where(positions == 0, 0.0, np.inf)]  # for k = 0..K: changed stages of k that end at a position
+    for k in range(K):
+        may_end = mask if k < K - 1 else positions == count
+        found = [-_best_start(-fewest[-1], *way[k]) + cost for cost, way in enumerate(ways)]
+        fewest.append(np.where(may_end, np.minimum(*found), np.inf))
+    if not np.isfinite(fewest[K][count]):
+        return None
+    stages: list[int] = []
+    end = count
+    for k in reversed(range(K)):
+        way, end = next(
+            (way, start)
+            for way, (first, fits) in enumerate((ways[0][k], ways[1][k]))
+            for start in range(first[end], end)
+            if (fits is None or fits[end, start]) and fewest[k][start] + way == fewest[k + 1][end]
+        )
+        stages += [k + 1] * way
+    return tuple(reversed(stages))
 
 
 # --- the search ---------------------------------------------------------------------------------------------------
@@ -186,11 +233,22 @@ def _reachable(stages: _Stages, limit: float) -> list[NDArray[np.bool_]]:
     """For k = 0..K, the positions that k stages within the limit can end at."""
     positions = np.arange(len(stages.legal))
     reached = [positions == 0]
-    for k, (ends, starts, first) in enumerate(zip(stages.ends, stages.starts, stages.first, strict=True), start=1):
-        best = _window_max(np.where(reached[-1], starts, -np.inf), first)
+    rows = zip(stages.ends, stages.starts, stages.first, stages.fits, strict=True)
+    for k, (ends, starts, first, fits) in enumerate(rows, start=1):
+        best = _best_start(np.where(reached[-1], starts, -np.inf), first, fits)
         may_end = stages.legal if k < len(stages.ends) else positions == positions[-1]
         reached.append(may_end & (ends - best <= limit))
     return reached
+
+
+def _best_start(values: Floats, first: NDArray[np.intp], fits: Fits) -> Floats:
+    """For every b the maximum of values[first[b]:b], of those that fit; -inf where there is none."""
+    if fits is None:
+        return _window_max(values, first)
+    positions = np.arange(len(values))
+    may = fits & (positions < positions[:, None]) & (positions >= first[:, None])
+    best: Floats = np.where(may, values, -np.inf).max(axis=1)
+    return best
 
 
 def _window_max(values: Floats, first: NDArray[np.intp]) -> Floats:
@@ -236,6 +294,7 @@ def _best_ends(
     x, y, rest_there = stages.ends[k][ends], stages.starts[k][starts], rest[ends]
     begin = np.searchsorted(ends, starts, side="right")
     stop = np.searchsorted(stages.first[k][ends], starts, side="right")  # `first` never falls
+    fits = stages.fits[k]
     from_here_on = np.minimum.accumulate(x[::-1])[::-1]
     total, choice = np.full(len(rest), np.inf), np.zeros(len(rest), np.intp)
     for top in range(0, len(starts), BLOCK):
@@ -247,6 +306,8 @@ def _best_ends(
         times = x[left:right] - y[rows, None]
         column = np.arange(left, right)
         barred = (times > limit) | (column < begin[rows, None]) | (column >= stop[rows, None])
+        if fits is not None:
+            barred |= ~fits[np.ix_(ends[left:right], starts[rows])].T
         np.multiply(times, times, out=times)
         times += rest_there[left:right]
         times[barred] = np.inf
@@ -261,9 +322,10 @@ def _best_ends(
 
 @dataclass(frozen=True)
 class _Kept:
-    """Memory of stage k from a to b: sums[k][b] - sums[k][a]; `alike`: one limit was given for all workers."""
+    """Memory of stage k from a to b: sums[k][b] - starts[k][a]; `alike`: one limit was given for all workers."""
 
     sums: list[Floats]
+    starts: list[Floats]
     limits: Floats
     alike: bool
 
@@ -277,11 +339,32 @@ class _Kept:
         given = np.resize(memory.limit, K) if alike else memory.limit
         limits = _numbers("memory.limit", given, K, of="stages", zero=False)
         sums = [_prefix(parameters * v + held * f) for v, f in zip(versions, in_flight, strict=True)]
-        return cls(sums, limits, alike)
+        if memory.entering is None or memory.inputs is None:
+            return cls(sums, sums, limits, alike)
+        entering = np.append(_numbers("memory.entering", memory.entering, count), 0.0)
+        inputs = _numbers("memory.inputs", memory.inputs, K, of="stages")
+        starts = [each - entering * n if n else each for each, n in zip(sums, inputs, strict=True)]
+        return cls(sums, starts, limits, alike)
 
     def first(self) -> list[NDArray[np.intp]]:
-        """Of each stage and end, the lowest start that fits (the end itself where none does)."""
-        return [_lowest_start(sums, limit) for sums, limit in zip(self.sums, self.limits, strict=True)]
+        """Of each stage and end, the lowest start that fits (the end itself where none does); see `fits`."""
+        return [
+            _lowest_start(sums, limit) if starts is sums else np.zeros(len(sums), np.intp)
+            for sums, starts, limit in zip(self.sums, self.starts, self.limits, strict=True)
+        ]
+
+    def fits(self) -> list[Fits]:
+        """For a stage that holds inputs, which starts [end, start] fit: more units may, if their input is smaller."""
+        return [
+            None if starts is sums else sums[:, None] - starts <= limit
+            for sums, starts, limit in zip(self.sums, self.starts, self.limits, strict=True)
+        ]
+
+
+def _mask(count: int, allowed: Sequence[int]) -> NDArray[np.bool_]:
+    mask = np.zeros(count + 1, bool)
+    mask[allowed] = True
+    return mask
 
 
 def _lowest_start(sums: Floats, limit: float) -> NDArray[np.intp]:
@@ -300,8 +383,11 @@ def _lowest_start(sums: Floats, limit: float) -> NDArray[np.intp]:
 def _too_little(kept: _Kept, pins: NDArray[np.intp], legal: NDArray[np.bool_]) -> UserError:
     """The error for a memory limit that no partition keeps to, with the smallest one that would do."""
     K = len(kept.sums)
-    needed = kept.sums if kept.alike else [sums / limit for sums, limit in zip(kept.sums, kept.limits, strict=True)]
-    least = _smallest_limit(_Stages(ends=needed, starts=needed, first=[pins] * K, legal=legal))
+    ends, starts = (
+        each if kept.alike else [sums / limit for sums, limit in zip(each, kept.limits, strict=True)]
+        for each in (kept.sums, kept.starts)
+    )
+    least = _smallest_limit(_Stages(ends=ends, starts=starts, first=[pins] * K, fits=[None] * K, legal=legal))
     assert least is not None
     if kept.alike:
         given, enough = f"a memory limit of {_plain(kept.limits[0])} per worker", f"at least {_plain(least)}"

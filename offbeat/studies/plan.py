@@ -12,13 +12,14 @@ from torch import nn
 
 from offbeat.errors import UserError
 from offbeat.method import Method
-from offbeat.methods import DECLARED
+from offbeat.methods import DECLARED, METHODS, settings_of
 from offbeat.partitioning.partition import LAPS, LONGEST, By, refine, rescaled
 from offbeat.partitioning.profile import Profile, profile
-from offbeat.partitioning.solve import Memory, Solution, solve, too_few_units
+from offbeat.partitioning.solve import Memory, Solution, fewest_changed, solve, too_few_units
 from offbeat.partitioning.timing import Load, StageTime, Stopwatch, whole_time
 from offbeat.partitioning.trace import Traced, trace
 from offbeat.partitioning.walk import verify
+from offbeat.settings import shown
 from offbeat.theory import smallest_M
 from offbeat.timeline import Costs, period, speed_up
 
@@ -53,6 +54,7 @@ class StagePlan:
     versions: int
     memory_bytes: int
     mean_staleness: float
+    recompute: bool  # whether backwards repeat their forward, so that inputs are held instead of graphs
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,14 @@ def make_plan(
     link = link or LinkCost()
     costs, traced = measured.profile, measured.traced
     _check(K, len(traced.legal_cuts) + 1, speeds, max_staleness)
+    chosen = recompute_to_fit(method, K, costs, memory_limit, pinned)
+    advice = []
+    if chosen is not method:
+        advice.append(f"fits with {chosen.name}:recompute={shown(chosen.recompute)}: these stages repeat forwards")
+        method = chosen
     kept = Kept.of(method, K)
     options: dict[str, Any] = {
-        "speeds": speeds,
+        "speeds": _with_repeated_forwards(method, K, costs, speeds),
         "memory": kept.limited(costs, memory_limit),
         "pinned": pinned,
         "legal": costs.legal_cuts,
@@ -143,7 +150,7 @@ def make_plan(
         baseline=bp / max(rates),
     )
     stages = _stage_plans(costs, kept, solution.cuts, seconds)
-    loads = [time.batch(method.M) for time in seconds]
+    loads = [time.batch(method.M) + timing.replayed(k, method) for k, time in enumerate(seconds, start=1)]
     free = speeds is None and memory_limit is None and not pinned
     fewer = _fewest(method, costs, link, solution, taken) if free else K
     plan = Plan(
@@ -161,7 +168,7 @@ def make_plan(
         methods={
             name: speed_up(method if name == method.name else declare(), timing) for name, declare in DECLARED.items()
         },
-        advice=list(_advice(method, K, stages, fewer, max_staleness)),
+        advice=[*advice, *_advice(method, K, stages, fewer, max_staleness)],
         notes=[*traced.notes, *notes],
     )
     return plan, timing
@@ -190,6 +197,7 @@ def _stage_plans(costs: Profile, kept: Kept, cuts: Sequence[int], seconds: Seque
             versions=kept.versions[k - 1],
             memory_bytes=kept.bytes(costs, k, start, end),
             mean_staleness=kept.staleness[k - 1],
+            recompute=kept.recompute[k - 1],
         )
         for k, (time, (start, end)) in enumerate(
             zip(seconds, pairwise([0, *cuts, len(costs.units)]), strict=True), start=1
@@ -248,11 +256,13 @@ def exposure(method: Method, K: int, forward: float, backward: float, messages: 
 
 @dataclass(frozen=True)
 class Kept:
-    """Of each stage: the batches in flight, the weight versions, and the mean staleness that they are for."""
+    """Of each stage: the batches in flight, the weight versions, the mean staleness that they are for, and whether
+    forwards are repeated, so that one batch at a time has a graph and the others are held as inputs."""
 
     in_flight: list[int]
     versions: list[int]
     staleness: list[float]
+    recompute: list[bool]
 
     @classmethod
     def of(cls, method: Method, K: int) -> Kept:
@@ -261,13 +271,26 @@ class Kept:
             [method.held(k, K) for k in stages],
             [method.versions(k, K) for k in stages],
             [method.staleness(k, K) for k in stages],
+            [method.replays(k, K) for k in stages],
         )
 
+    @property
+    def graphs(self) -> list[int]:
+        """Batches in flight whose activations each stage holds."""
+        return [1 if repeats else held for held, repeats in zip(self.in_flight, self.recompute, strict=True)]
+
+    @property
+    def inputs(self) -> list[int]:
+        """Batches in flight of which each stage holds the input alone."""
+        return [held - graphs for held, graphs in zip(self.in_flight, self.graphs, strict=True)]
+
     def bytes(self, costs: Profile, k: int, start: int, end: int) -> int:
-        """Parameters, gradients and momentum, the versions, and what autograd saves for the batches in flight."""
+        """Parameters, gradients and momentum, the versions, and what autograd saves for the batches in flight, or the
+        inputs of those whose forwards are repeated."""
         parameters = sum(unit.parameter_bytes for unit in costs.units[start:end])
         held = sum(unit.held_bytes for unit in costs.units[start:end])
-        return parameters * (3 + self.versions[k - 1]) + held * self.in_flight[k - 1]
+        inputs = costs.boundary_bytes[start] * self.inputs[k - 1]
+        return parameters * (3 + self.versions[k - 1]) + held * self.graphs[k - 1] + inputs
 
     def limited(self, costs: Profile, limit: float | None) -> Memory | None:
         """The same for the solver."""
@@ -277,9 +300,41 @@ class Kept:
             parameters=[unit.parameter_bytes for unit in costs.units],
             held=[unit.held_bytes for unit in costs.units],
             versions=[count + 3 for count in self.versions],
-            in_flight=self.in_flight,
+            in_flight=self.graphs,
             limit=limit,
+            entering=costs.boundary_bytes,
+            inputs=self.inputs,
         )
+
+
+def recompute_to_fit(method: Method, K: int, costs: Profile, limit: float | None, pinned: Sequence[int] = ()) -> Method:
+    """The method with `recompute` in the fewest stages that fit the memory limit; in all if even that does not fit.
+
+    It stays as it is if it fits, if it recomputes already, or if its weights are not stashed.
+    """
+    takes = method.name in METHODS and "recompute" in settings_of(method.name)
+    if limit is None or method.recompute or method.weights != "stash" or not takes:
+        return method
+    every = replace(method, recompute=True)
+    plain, changed = (Kept.of(each, K).limited(costs, limit) for each in (method, every))
+    assert plain is not None
+    assert changed is not None
+    stages = fewest_changed(plain, changed, K, pinned=pinned, legal=costs.legal_cuts)
+    if stages is None:
+        return every
+    return replace(method, recompute=stages) if stages else method
+
+
+def _with_repeated_forwards(
+    method: Method, K: int, costs: Profile, speeds: Sequence[float] | None
+) -> Sequence[float] | None:
+    """The speeds of the workers for the balance of the cuts: a stage that repeats forwards is slower."""
+    replays = [method.replays(k, K) for k in range(1, K + 1)]
+    forward, backward = (sum(getattr(unit, kind) for unit in costs.units) for kind in ("forward", "backward"))
+    if not any(replays) or not forward:
+        return speeds
+    slower = (forward + backward) / (2 * forward + backward)
+    return [speed * (slower if again else 1.0) for speed, again in zip(speeds or [1.0] * K, replays, strict=True)]
 
 
 def stage_sums(parts: Sequence[float], cuts: Sequence[int]) -> list[float]:
@@ -322,9 +377,10 @@ def _advice(method: Method, K: int, stages: list[StagePlan], fewest: int, max_st
     if max_staleness is not None:
         yield _advised_window(method, K, max_staleness)
     largest = max(stages, key=lambda stage: stage.memory_bytes)
+    held = "inputs of " if largest.recompute else ""
     yield (
-        f"memory is largest at stage {largest.k}: {largest.memory_bytes / 1e6:,.0f} MB for {largest.in_flight} batches "
-        f"in flight and {largest.versions} versions"
+        f"memory is largest at stage {largest.k}: {largest.memory_bytes / 1e6:,.0f} MB for {held}{largest.in_flight} "
+        f"batches in flight and {largest.versions} versions"
     )
     for first, updates in method.staleness_warmup:
         yield f"{updates} updates are trained by {first.name} before those of this plan (staleness_warmup)"

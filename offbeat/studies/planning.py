@@ -25,7 +25,7 @@ from offbeat.recommended import NORMALIZED, Recommendation, correctors_by_optimi
 from offbeat.report.draw import by_the_way, draw_staleness, draw_timeline
 from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import split_update
-from offbeat.studies.plan import LinkCost, Measured, Plan, make_plan
+from offbeat.studies.plan import LinkCost, Measured, Plan, make_plan, recompute_to_fit
 from offbeat.theory import bound_table
 
 EVERY, DEFAULT = ("all",), "adl"  # the speed-up of every method is printed in any case; the stages are those of one
@@ -114,7 +114,9 @@ def show_plan(request: PlanRequest) -> None:
         max_staleness=request.max_staleness,
     )
     if request.picture:
-        by_the_way(lambda path: draw_timeline(method, costs, path), request.picture)
+        limit = request.memory_limit
+        drawn = recompute_to_fit(method, request.K, measured.profile, limit, request.pinned)
+        by_the_way(lambda path: draw_timeline(drawn, costs, path), request.picture)
     if request.staleness_picture:
         by_the_way(
             lambda path: draw_staleness(lambda M: replace(method.after_warmup, M=M), request.K, path),
@@ -241,10 +243,11 @@ def link_cost(latency: float | None, bandwidth: float | None, *, measured: bool)
 
 def stage_table(plan: Plan) -> Table:
     bound = f"{plan.balance:.3f} of at most {plan.balance_bound:.3f} (largest unit)"
+    repeats = "; r: inputs held, forwards repeated" if any(stage.recompute for stage in plan.stages) else ""
     table = Table(
         title=f"{plan.model}, {plan.method}, K={plan.K}, M={plan.M}, b={plan.batch_size}",
         box=box.SIMPLE_HEAD,
-        caption=f"balance (mean / slowest stage) {bound}; mean staleness in updates",
+        caption=f"balance (mean / slowest stage) {bound}; mean staleness in updates{repeats}",
         padding=(0, 0, 0, 1),
     )
     table.add_column("k", no_wrap=True)
@@ -262,7 +265,7 @@ def stage_table(plan: Plan) -> Table:
             f"{stage.forward_ms:.1f}",
             f"{stage.backward_ms:.1f}",
             f"{stage.boundary_bytes / 1e3:,.0f}",
-            str(stage.in_flight),
+            f"{stage.in_flight}{'r' * stage.recompute}",
             str(stage.versions),
             f"{stage.memory_bytes / 1e6:,.0f}",
             f"{stage.mean_staleness:.2f}",

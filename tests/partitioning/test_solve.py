@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import UserError
-from offbeat.partitioning.solve import Memory, solve
+from offbeat.partitioning.solve import Memory, fewest_changed, solve
 
 
 def exhaustive(costs, K, *, speeds=None, exposed_below=None, exposed_above=None, memory=None, pinned=(), legal=None):
@@ -220,3 +221,55 @@ def test_the_solver_itself_imports_no_torch():
         "assert module.solve([1, 1], 2).cuts == (1,); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_fewest_stages_that_hold_inputs_are_chosen(seed):
+    """Against all partitions and all choices of stages."""
+    draw = random.Random(seed)
+    count, K = draw.randint(3, 7), draw.randint(2, 3)
+    in_flight = [2 * (K - k) + 1 for k in range(1, K + 1)]
+    sizes = {
+        "parameters": [draw.randint(0, 3) for _ in range(count)],
+        "held": [draw.randint(2, 9) for _ in range(count)],
+        "versions": [4.0] * K,
+    }
+    entering = [draw.randint(0, 9) for _ in range(count)]
+    limit = draw.randint(20, 120)
+    inputs = [n - 1 for n in in_flight]
+    plain = Memory(**sizes, in_flight=in_flight, limit=limit, entering=entering, inputs=[0] * K)
+    changed = Memory(**sizes, in_flight=[1] * K, limit=limit, entering=entering, inputs=inputs)
+
+    def bytes_of(k, a, b, repeats):
+        held = sum(sizes["held"][a:b]) * (1 if repeats else in_flight[k]) + entering[a] * inputs[k] * repeats
+        return sum(sizes["parameters"][a:b]) * 4.0 + held
+
+    best = None
+    for cuts in itertools.combinations(range(1, count), K - 1):
+        spans = list(enumerate(itertools.pairwise([0, *cuts, count])))
+        needed = [next((r for r in (0, 1) if bytes_of(k, a, b, r) <= limit), None) for k, (a, b) in spans]
+        if None not in needed:
+            best = min(sum(needed), best if best is not None else K)
+    found = fewest_changed(plain, changed, K)
+    assert (found is None) == (best is None)
+    if found is None:
+        return
+    assert len(found) == best
+    chosen = Memory(
+        **sizes,
+        in_flight=[1 if k + 1 in found else n for k, n in enumerate(in_flight)],
+        limit=limit,
+        entering=entering,
+        inputs=[n if k + 1 in found else 0 for k, n in enumerate(inputs)],
+    )
+    solution = solve([1.0] * count, K, memory=chosen)
+    spans = enumerate(itertools.pairwise([0, *solution.cuts, count]))
+    assert solution.memory == tuple(bytes_of(k, a, b, k + 1 in found) for k, (a, b) in spans)
+    assert max(solution.memory) <= limit
+
+
+def test_a_stage_is_not_cut_where_its_input_is_too_large():
+    sizes = {"parameters": [0] * 6, "held": [1] * 6, "versions": [1, 1], "in_flight": [1, 1], "inputs": [4, 4]}
+    solution = solve([1] * 6, 2, memory=Memory(**sizes, entering=[1, 1, 9, 9, 1, 1], limit=12))
+    assert solution.cuts == (4,)
+    assert solution.memory == (8, 6)

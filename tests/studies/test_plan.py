@@ -34,6 +34,7 @@ STAGE = {
     "memory_bytes",
     "mean_staleness",
     "update_ms",
+    "recompute",
 }
 PLAN = {"bp_ms", "model", "method", "K", "M", "batch_size", "balance", "predicted_speedup", "stages", "methods"}
 
@@ -179,6 +180,43 @@ def test_a_memory_limit_that_fits_is_kept(offbeat):
     largest = max(stage["memory_bytes"] for stage in free["stages"])
     kept = planned(offbeat, "-K", 3, "--partition", "flops", "--memory-limit", largest / 1e6)
     assert max(stage["memory_bytes"] for stage in kept["stages"]) <= largest
+
+
+def test_the_fewest_stages_recompute_so_that_a_memory_limit_is_kept(offbeat):
+    """The smallest limit with recompute in all stages needs it; between that and the plain one, in some."""
+    fixed = ("-K", 3, "--partition", "flops", "--method", "adl")
+    plain = planned(offbeat, *fixed)
+    assert not any(stage["recompute"] for stage in plain["stages"])
+    outcome = offbeat(*SMALL, *fixed, "--memory-limit", "0.001")
+    least = float(outcome.err.split("at least ")[1].split(",")[0])
+    largest = max(stage["memory_bytes"] for stage in plain["stages"])
+    assert least < largest
+    counts = []
+    for limit in (1.001 * least, (least + largest) / 2, largest):
+        plan = planned(offbeat, *fixed, "--memory-limit", limit / 1e6)
+        repeating = [stage["k"] for stage in plan["stages"] if stage["recompute"]]
+        counts.append(len(repeating))
+        assert max(stage["memory_bytes"] for stage in plan["stages"]) <= limit
+        told = [line for line in plan["advice"] if "recompute=" in line]
+        assert told == [
+            f"fits with adl:recompute={'+'.join(map(str, repeating))}: these stages repeat forwards"
+        ] * bool(repeating)
+        assert "recompute" not in plan["method"]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 0
+    assert counts[-1] == 0
+
+
+def test_memory_with_recompute_is_that_of_inputs_and_one_graph(offbeat, profile):
+    units = json.loads(profile.read_text())["units"]
+    fixed = ("-K", 3, "--pin", "3,6", "--partition", "flops", "--profile", profile)
+    plain, repeating = (planned(offbeat, *fixed, "--method", f"adl:recompute={given}") for given in ("no", "1"))
+    assert [stage["recompute"] for stage in repeating["stages"]] == [True, False, False]
+    before, after = (plan["stages"][0]["memory_bytes"] for plan in (plain, repeating))
+    inputs = 4 * 3 * 8 * 8 * 4
+    graph = (before - after + 4 * inputs) / 4  # 5 graphs became one, and 4 inputs
+    assert graph == sum(unit["held_bytes"] for unit in units[:3]) > inputs
+    assert [s["memory_bytes"] for s in plain["stages"][1:]] == [s["memory_bytes"] for s in repeating["stages"][1:]]
 
 
 def test_memory_is_given_in_the_same_terms_with_and_without_a_limit(offbeat):
