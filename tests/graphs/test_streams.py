@@ -497,7 +497,7 @@ def test_some_stages_alone_may_repeat_their_recorded_forwards(monkeypatch, M, st
     assert [stage.irregular for stage in recorded(pipe)] == [1] * K
 
 
-def test_an_output_that_needs_no_gradient_does_not_stop_recomputing_from_being_recorded():
+def test_recomputing_is_recorded_where_an_output_needs_no_gradient():
     class Pass(nn.Module):
         def __init__(self) -> None:
             super().__init__()

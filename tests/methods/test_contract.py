@@ -13,7 +13,7 @@ from torch import nn
 import offbeat
 from offbeat.clock import ticks
 from offbeat.engines.simulate import Simulate
-from offbeat.methods import METHODS, named
+from offbeat.methods import METHODS, named, settings_of, with_settings
 from offbeat.ops import Backward, Barrier, Drop, Forward, Take, Teach, Update
 
 K, N, CLASSES = 3, 13, 4
@@ -261,3 +261,18 @@ def test_staleness_of_2bw_is_one_also_in_stages_without_parameters():
         pipe.step(torch.ones(2, 2), torch.zeros(2, 1))
     pipe.drain()
     assert [dict(stage) for stage in pipe.staleness] == [{1: 12}] * 5
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_that_hold_several_batches_on_stashed_weights_take_recompute(name):
+    stages = stages_of(name)
+    stashed = {"pb": {"weights": "stash"}, "spectrain": {"version": 2}}.get(name, {})
+    method = with_settings(name, stashed)
+    several = max(method.held(k, stages) for k in range(1, stages + 1)) > 1
+    assert ("recompute" in settings_of(name)) == (several and method.weights == "stash")
+    if "recompute" in settings_of(name):
+        repeating = with_settings(name, {**stashed, "recompute": True})
+        for k in range(1, stages + 1):
+            assert repeating.replays(k, stages) == (method.held(k, stages) > 1)
+            assert repeating.versions(k, stages) == method.versions(k, stages)
+            assert repeating.staleness(k, stages) == method.staleness(k, stages)
