@@ -118,7 +118,7 @@ class Method:
             return
         stages = tuple(self.recompute) if isinstance(self.recompute, list | tuple) else ()
         if not stages or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in stages):
-            raise UserError(f"recompute={self.recompute!r}: use all stages, none, or numbers of stages from 1 up")
+            raise UserError(f"recompute={self.recompute!r}: use stage numbers from 1 up, or leave it out")
         object.__setattr__(self, "recompute", tuple(sorted(set(stages))))
 
     def _check_declaration(self) -> None:
@@ -128,8 +128,11 @@ class Method:
             (self.feedback != "above" and self.head is None, f"feedback {self.feedback} needs a head"),
             (self.feedback == "above" and self.head is not None, 'a head needs feedback "local" or "synthesiser"'),
             (self.head is not None and (late or self.m > 1), "a stage with a head has no lag and no micro-batches"),
-            (self.recompute and self.weights != "stash", f'recompute needs weights="stash", not {self.weights!r}'),
-            (self.recompute and self.head is not None, "a stage with a head holds one batch: leave out recompute"),
+            (
+                self.recompute and self.weights != "stash",
+                f'recompute needs weights="stash", not {self.weights!r}: use that, or leave out recompute',
+            ),
+            (self.recompute and self.head is not None, "a stage with a head holds a single batch: leave out recompute"),
             (self.m > 1 and (late or self.M > 1), "with micro-batches there is one update per batch, and no lag"),
         ):
             if wrong:
@@ -212,7 +215,7 @@ class Method:
             method.check(K)
         reason = self.limit(K) if self.limit else None
         if not isinstance(self.recompute, bool) and max(self.recompute) > K:
-            reason = f"recompute names stage {max(self.recompute)}: use numbers of stages from 1 to {K}"
+            reason = f"recompute has stage {max(self.recompute)}: use stage numbers from 1 to {K}"
         if reason:
             raise UserError(f"{self.name} with K={K} stage{'s' * (K > 1)}: {reason}")
 

@@ -89,7 +89,7 @@ def declared(make: Callable[..., Any]) -> dict[str, Setting]:
 
     >>> from offbeat.methods import FDG
     >>> [str(setting) for setting in declared(FDG).values()]
-    ['beta=1', 'weights=stash', 'corrector=none']
+    ['beta=1', 'weights=stash', 'recompute=no', 'corrector=none']
     """
     hints = get_type_hints(getattr(make, "func", make))  # a partial has none of its own
     found = {}

@@ -226,7 +226,7 @@ class Stage:
         """Gradients of batch t for the parameters and for the leaves of its input, and those that they come from."""
         network, corrections = self.network, self.optimization.corrections
         if self.weights.replays:
-            with network.random.drawing(replay=batch.random):
+            with torch.enable_grad(), network.random.drawing(replay=batch.random):
                 batch.roots = pytree.tree_leaves(network.repeat(t, batch, version))
         if gradients is None:
             gradients = self.feedback.gradients(t, batch)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
 from offbeat.core.batch_guard import BatchGuard
@@ -29,6 +30,7 @@ from offbeat.kernels import batch_norm
 from offbeat.method import Method
 
 Loss = Callable[[Any, Any], Tensor]
+STATISTICS_NOT_READ = (_BatchNorm.forward, nn.SyncBatchNorm.forward, _InstanceNorm.forward)
 ObserveLoss = Callable[[int, Tensor, Any, Any], None]  # batch, its loss, outputs and targets
 
 
@@ -175,31 +177,30 @@ class StageNetwork:
     def forward(self, t: int, batch: InFlight, version: Version, observe: ObserveLoss) -> Any:
         """The output of the module on one batch, or at the last stage the loss, which is given to `observe`."""
         counted = not self.guard.leaves_out(t)
-        before = self._overwritten() if self.weights.replays and not self.weights.replays_on_current else {}
+        before = self._readable() if self.weights.recomputes else {}
         numbers = [buffer._version for buffer in before.values()]
-        batch.buffers = {name: buffer.clone() for name, buffer in before.items()}
+        kept = before if self.written is None else self.written
+        batch.buffers = {name: before[name].clone() for name in kept}
         output = self._run(t, batch, version, counted=counted, observe=observe)
-        if before and counted and self.written is None:
+        if before and counted:
             now = dict(self.module.named_buffers())
-            changed = [
-                now.get(name) is not before[name] or before[name]._version != n
-                for name, n in zip(before, numbers, strict=True)
-            ]
-            self.written = [name for name, wrote in zip(before, changed, strict=True) if wrote]
-            batch.buffers = {name: batch.buffers[name] for name in self.written}
+            for (name, buffer), number in zip(before.items(), numbers, strict=True):
+                if now.get(name) is buffer and buffer._version == number:
+                    if self.written is None:
+                        del batch.buffers[name]
+                elif name not in batch.buffers:
+                    raise UserError(
+                        f"stage {self.k} writes buffer {name} in {batch_name(t, self.m)} and did not in the first: "
+                        f"batches in flight cannot be recomputed; leave stage {self.k} out of recompute"
+                    )
+            self.written = self.written or list(batch.buffers)
         return output
 
-    def _overwritten(self) -> dict[str, Tensor]:
-        """The buffers that a forward may compute with and write, by name; the first forward shows which it writes.
-
-        BatchNorm in training writes its own and does not compute with them.
-        """
-        buffers = dict(self.module.named_buffers())
-        if self.written is not None:
-            return {name: buffers[name] for name in self.written}
-        norms = (layer for layer in self.module.modules() if isinstance(layer, _NormBase))
-        statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
-        return {name: buffer for name, buffer in buffers.items() if id(buffer) not in statistics}
+    def _readable(self) -> dict[str, Tensor]:
+        """The buffers that forwards may compute with, by name: BatchNorm in training writes its own, and reads none."""
+        norms = (layer for layer in self.module.modules() if type(layer).forward in STATISTICS_NOT_READ)
+        statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        return {name: buffer for name, buffer in self.module.named_buffers() if id(buffer) not in statistics}
 
     def repeat(self, t: int, batch: InFlight, version: Version) -> Any:
         """The same once more, without a trace in buffers or figures."""

@@ -73,7 +73,7 @@ def save(stage: Stage) -> Tree:
     }
 
 
-def _counters(stage: Stage) -> dict[str, Any]:
+def _counters(stage: Stage) -> dict[str, int | None]:
     figures = stage.figures
     return {
         "update_index": stage.update_index,

@@ -114,6 +114,10 @@ class WeightPolicy(Protocol):
     forwards: int  # of this program, where the version depends on their number
     do: Callable[[object, Work], None]  # how its copies are made
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether backwards repeat their forward on its own weights."""
+
     def current(self) -> Version:
         """What a forward uses now."""
 
@@ -166,6 +170,10 @@ class Live:
         if precision.lowers:
             self.copies, self.outdated = 1, True
         self.own = self._aliases() if precision.lowers else Version(None)
+
+    @property
+    def recomputes(self) -> bool:
+        return self.replays and not self.replays_on_current
 
     def _aliases(self) -> Version:
         """`.data` shares storage but not the version counter."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Literal
 
 from offbeat.correctors import CorrectorLike, Speculation, correctors
-from offbeat.errors import unknown
+from offbeat.errors import UserError, unknown
 from offbeat.method import Method, Recompute
 from offbeat.methods import lags
 
@@ -30,6 +30,10 @@ def SpecTrain(  # noqa: N802
     """1F1B with predicted weights; `recompute` needs version 2, whose backwards use the weights of their forwards."""
     if version not in (1, 2):
         raise unknown("version of spectrain", str(version), ("1", "2"))
+    if version == 1 and recompute:
+        raise UserError(
+            "spectrain of version=1 does not keep the weights of its forwards: use version=2, or leave out recompute"
+        )
     return Method(
         name="spectrain",
         title="1F1B on predicted weights",

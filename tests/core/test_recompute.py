@@ -324,15 +324,108 @@ def test_overwritten_buffers_are_in_the_state():
     [
         (lambda: offbeat.ADL(recompute=True, weights="hybrid"), r'recompute needs weights="stash", not \'hybrid\''),
         (lambda: offbeat.PB(recompute=True), r'recompute needs weights="stash"'),
+        (
+            lambda: offbeat.SpecTrain(recompute=True),
+            r"spectrain of version=1 .*: use version=2, or leave out recompute",
+        ),
         (lambda: offbeat.ADL(recompute=1), r"recompute=1: use"),
-        (lambda: offbeat.ADL(recompute=[0]), r"recompute=\[0\]: use .* numbers of stages from 1 up"),
+        (lambda: offbeat.ADL(recompute=[0]), r"recompute=\[0\]: use stage numbers from 1 up"),
         (lambda: offbeat.ADL(recompute=[]), r"recompute=\[\]: use"),
         (
             lambda: pipeline(offbeat.ADL(recompute=[1, 4])),
-            r"recompute names stage 4: use numbers of stages from 1 to 3",
+            r"recompute has stage 4: use stage numbers from 1 to 3",
         ),
     ],
 )
 def test_what_cannot_be_recomputed_is_refused_in_one_line(make, match):
     with pytest.raises(offbeat.UserError, match=match):
         make()
+
+
+class Annealed(nn.Module):
+    """Multiplies by a buffer that it starts to write after some forwards."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.linear, self.first, self.calls = nn.Linear(WIDTH, WIDTH), first, 0
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * self.scale
+        self.calls += 1
+        if self.calls > self.first:
+            with torch.no_grad():
+                self.scale = self.scale * 0.9
+        return x
+
+
+def test_a_buffer_that_is_written_later_than_at_first_is_refused():
+    def made(first):
+        torch.manual_seed(0)
+        return pipeline(offbeat.ADL(M=2, recompute=[1]), model=[Annealed(first), *network(2)])
+
+    with pytest.raises(
+        offbeat.UserError, match=r"stage 1 writes buffer 0.scale in batch 3 .*leave stage 1 out of recompute"
+    ):
+        train(made(3), batches())
+    train(made(0), batches())
+
+
+class RunningNorm(nn.BatchNorm1d):
+    """Normalises by the running statistics, after it has moved them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.running_mean += 0.1 * (x.mean(0) - self.running_mean)
+        return (x - self.running_mean) * self.weight + self.bias
+
+
+def test_a_batch_norm_that_computes_with_its_statistics_has_those_of_then():
+    def model() -> list[nn.Module]:
+        return [nn.Sequential(RunningNorm(WIDTH), part) for part in network(3)]
+
+    plain, repeating = (pipeline(offbeat.ADL(M=2, recompute=given), model=model()) for given in (False, True))
+    assert_same(train(repeating, batches()), train(plain, batches()))
+    assert repeating.stages[1].network.written == ["0.0.running_mean"]
+
+
+def test_autocast_of_the_caller_gives_the_same_bits():
+    def trained(recompute):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return train(pipeline(offbeat.ADL(M=2, recompute=recompute)), batches())
+
+    assert_same(trained(True), trained(False))
+
+
+def test_draining_without_autograd_changes_no_bit():
+    def trained(recompute):
+        pipe = pipeline(offbeat.ADL(M=2, recompute=recompute))
+        losses = [repr(pipe.step(x, y)) for x, y in batches()]
+        with torch.no_grad():
+            pipe.drain()
+        return losses, {name: tensor.clone() for name, tensor in pipe.model.state_dict().items()}
+
+    assert_same(trained(True), trained(False))
+
+
+def test_hooks_on_tensors_of_a_forward_act_once_and_change_no_bit():
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.called = nn.Linear(WIDTH, WIDTH), []
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            x.register_hook(lambda gradient: (self.called.append(1), 0.5 * gradient)[1])
+            return x
+
+    def trained(recompute):
+        torch.manual_seed(0)
+        first, hooked = network(2)[0], Hooked()
+        backwards = []
+        hooked.linear.register_full_backward_hook(lambda *given: backwards.append(1))
+        found = train(pipeline(offbeat.ADL(M=2, recompute=recompute), model=[first, hooked, *network(2)]), batches())
+        assert len(hooked.called) == len(backwards) == N
+        return found
+
+    assert_same(trained(True), trained(False))
