@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from offbeat.errors import UserError
-from offbeat.methods import METHODS, STALENESS_WARMUP, parsed
+from offbeat.methods import METHODS, STALENESS_WARMUP, parsed, settings_of
 
 PANELS = {  # headings in the help, per group of options; NUMERICS have their own
     "Data": "Model and data",
@@ -90,6 +90,13 @@ class OneMethod:
         str | None, typer.Option(help="Weights of the backward: stash, hybrid or replay. (default: the method's)")
     ] = None
     window: Annotated[str | None, typer.Option(help="Accumulation window: count or aligned. (default count)")] = None
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            help="Hold inputs of batches in flight instead of graphs, and repeat forwards, with the same results: yes, "
+            "or numbers of stages such as 1+2. (default no)"
+        ),
+    ] = None
     corrector: Annotated[str | None, typer.Option(help="Corrections of stale gradients: auto, sc, lwp+sc.")] = None
     staleness_warmup: Annotated[
         str | None,
@@ -102,8 +109,9 @@ class OneMethod:
     def given(self) -> dict[str, Any]:
         """The given name and settings of the method, in the form of a recipe."""
         short = {name: getattr(self, name) for name in ("M", "weights", "window", "corrector")}
-        if self.staleness_warmup is not None:
-            short["staleness_warmup"] = STALENESS_WARMUP.read(self.staleness_warmup)
+        for setting in (STALENESS_WARMUP, settings_of("adl")["recompute"]):
+            if (text := getattr(self, setting.name)) is not None:
+                short[setting.name] = setting.read(text)
         if self.method is None:
             settings = {name: value for name, value in short.items() if value is not None}
             return {"settings": settings} if settings else {}
