@@ -4,7 +4,8 @@ An optimizer changes its parameters in place, and autograd refuses (or, through 
 parameters changed. So a graph never holds the parameters themselves unless no update precedes its backward:
 
     live      no lag: the module's own parameters, plain PyTorch
-    stash     a snapshot per update, shared by the batches forwarded until the next one: backward is exact
+    stash     a snapshot per update, shared by the batches forwarded until the next one: backward is exact; versions
+              share the tensors of parameters that did not change between them
     before    snapshots of the last two versions: every batch of a window on the version of the window before
     hybrid    aliases of the storage with a version counter of their own: old activations, current parameters
     replay    no graph: the forward is repeated on the current parameters when the gradient arrives
@@ -24,7 +25,7 @@ first forward: recomputing stages keep them with the batch; with replay a later 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -44,11 +45,14 @@ class Version:
     """The parameters of one forward, by name in the stage; None stands for the module's own.
 
     age: by how many updates they are older than the newest; number: of which version they are a copy, where that counts
+    writes: how often each parameter had been written when it was copied, where that counts
     batches: in flight on them
     """
 
-    def __init__(self, tensors: Tensors | None, age: int = 0, number: int = 0) -> None:
-        self.tensors, self.age, self.number, self.batches = tensors, age, number, 0
+    def __init__(
+        self, tensors: Tensors | None, age: int = 0, number: int = 0, writes: Mapping[str, int] | None = None
+    ) -> None:
+        self.tensors, self.age, self.number, self.writes, self.batches = tensors, age, number, writes or {}, 0
 
 
 InFlightOn = Callable[[], Iterable[Version]]  # what the batches in flight were forwarded on
@@ -79,21 +83,39 @@ class WeightSources:
     def named(self, values: list[Tensor]) -> Tensors:
         return {name: value.requires_grad_() for name, value in zip(self.parameters, values, strict=True)}
 
-    def snapshot(self, place: Tensors | None = None) -> Tensors:
-        """A copy of what forwards use now, in new memory or in that of `place`."""
+    def snapshot(self, place: Tensors | None = None, *, earlier: Version | None = None) -> Tensors:
+        """A copy of what forwards use now, in new memory or in that of `place`.
+
+        A parameter that has not changed since an earlier version is not copied: both have the same tensor.
+        """
+        if place is None and self.forward:
+            return self.named([self.precision.lower(value) for value in self.forward()])
         if place is None:
-            return self.named([self.precision.lower(v) for v in self.forward()] if self.forward else self.copies())
+            return self.named(self.copies(self._unwritten(earlier) if earlier else {}))
         if place:
             values = self.forward() if self.forward else [parameter.detach() for parameter in self.parameters.values()]
             copy_all([tensor.data for tensor in place.values()], values)  # whose graphs are kept
         return place
 
-    def copies(self) -> list[Tensor]:
-        """New tensors with the parameters as forwards use them."""
-        return [
-            self.precision.lower(p.detach()) if self.precision.lowered(p) else p.detach().clone()
-            for p in self.parameters.values()
-        ]
+    def copies(self, candidates: Tensors | None = None) -> list[Tensor]:
+        """Tensors with the parameters as forwards use them: new ones, or those of the candidates that are equal."""
+        return [self._copy(p, (candidates or {}).get(name)) for name, p in self.parameters.items()]
+
+    def _copy(self, parameter: Tensor, candidate: Tensor | None) -> Tensor:
+        lowered = self.precision.lowered(parameter)
+        value = self.precision.lower(parameter.detach()) if lowered else parameter.detach()
+        if candidate is not None and torch.equal(candidate, value):
+            return candidate
+        return value if lowered else value.clone()
+
+    def writes(self) -> dict[str, int]:
+        """How often torch has counted a write to each parameter; writes through `.data` do not count."""
+        return {name: parameter._version for name, parameter in self.parameters.items()}
+
+    def _unwritten(self, version: Version) -> Tensors:
+        """The tensors of a version whose parameters have not been written since, as far as torch counts."""
+        writes = self.writes()
+        return {n: tensor for n, tensor in (version.tensors or {}).items() if version.writes.get(n) == writes[n]}
 
 
 def copy_all(places: list[Tensor], values: list[Tensor]) -> None:
@@ -337,8 +359,11 @@ class Stash(Live):
         free = self.room()
         if free is None:
             made: list[Tensors] = []
-            self.do(None, lambda: made.append(self.sources.snapshot()))
-            return Version(made[0], number=self.made)
+            # memory that is reused, or written by queued work, belongs to one version
+            separate = self.memory or self.do is not at_once
+            earlier = None if separate else max(self.alive(), key=lambda version: version.number, default=None)
+            self.do(None, lambda: made.append(self.sources.snapshot(earlier=earlier)))
+            return Version(made[0], number=self.made, writes=self.sources.writes())
         place = self.memory.pop(free)
         self.memory.append(place)
         self.do(id(place), partial(self.sources.snapshot, place))
