@@ -106,12 +106,15 @@ def scaling_section(name: str, record: Record) -> list[str]:
 
 AIMS = 1.4, 0.9  # of ADL: times the best synchronous pipeline, and of the bound
 SHOWN = ("bp", "bp-cores", "torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "adl")  # in the table of all runs
+EQUAL = ("adl-micro", "adl-recompute")  # and of ADL at as many samples per update, where a run has it
 
 
 def summary() -> list[str]:
     """Samples per second of ADL and of torch's own, a line for each record, and what speaks against ADL."""
     from offbeat.report import bench_table
 
+    timed = {row for record in records("bench").values() for row in bench_table.measured(record)}
+    shown = (*SHOWN, *(row for row in EQUAL if row in timed))
     titles: dict[str, str] = {}
     lines, missed, unsure = [], [], []
     against: dict[str, list[float]] = {"bp-cores": [], "ddp": [], "adl": [], "best": []}
@@ -120,7 +123,7 @@ def summary() -> list[str]:
         if "adl" not in rows or best is None or not bound["seconds_per_batch"]:
             continue
         adl, settings = rows["adl"], record["settings"]
-        titles.update({name: rows[name]["title"] for name in SHOWN if name in rows})
+        titles.update({name: rows[name]["title"] for name in shown if name in rows})
         figures = [bench_table.by_round(adl, other) for other in (best, bound)]
         name = f"{settings['model']}, b={settings['batch_size']}, K={settings['K']}"
         lines.append(
@@ -128,7 +131,7 @@ def summary() -> list[str]:
                 name,
                 str(settings["cores"]),
                 str(settings["rounds"]),
-                *(f"{bench_table.speed(rows[row]):.0f}" if row in rows else "" for row in SHOWN),
+                *(f"{bench_table.speed(rows[row]):.0f}" if row in rows else "" for row in shown),
                 *(ranged(figure, 2) for figure in figures),
             ]
         )
@@ -148,7 +151,7 @@ def summary() -> list[str]:
         "one core per worker",
         "cores",
         "rounds",
-        *(titles.get(row, row) for row in SHOWN),
+        *(titles.get(row, row) for row in shown),
         "ADL / best synchronous pipeline",
         "ADL / bound of its cuts",
     ]

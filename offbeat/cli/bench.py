@@ -41,7 +41,7 @@ def bench(
         str,
         typer.Option(
             help="Rows to time: all, or some of bp-cores, bp-windows (GPU), torch-gpipe, torch-1f1b, torch-interleaved,"
-            " ddp, adl-1f1b, ddg, fr, dsp, gpipe. bp and adl are always included."
+            " ddp, adl-micro, adl-recompute, adl-1f1b, ddg, fr, dsp, gpipe. bp and adl are always included."
         ),
     ] = "all",
     shape: Annotated[str | None, typer.Option(help=SHAPE)] = None,

@@ -134,6 +134,7 @@ def advice(record: Record) -> list[str]:
     if ddp := rows.get("ddp"):
         made.append(_against_ddp(adl, ddp, late))
     if best:
+        made += _at_equal_samples(record, best)
         made.append(
             f"{compared(adl, best)}; it holds {size(adl['memory_per_worker'])} per worker at most, the other "
             f"{size(best['memory_per_worker'])}. The synchronous one is the better choice where the exact "
@@ -152,6 +153,20 @@ def advice(record: Record) -> list[str]:
     share = share_of_bound(adl, record)
     if share is not None:
         made.append(f"ADL reaches {share:.2f} of the speed of its slowest stage alone.")
+    return made
+
+
+def _at_equal_samples(record: Record, best: RowRecord) -> list[str]:
+    """ADL with as many samples per update as the best synchronous pipeline."""
+    rows = measured(record)
+    made = []
+    for row in (rows[name] for name in ("adl-micro", "adl-recompute") if name in rows):
+        memory = row["memory_per_worker"] / best["memory_per_worker"]
+        made.append(
+            f"At {row['samples_per_update']} samples per update, {compared(row, best)}. A worker of ADL holds up to "
+            f"{size(row['memory_per_worker'])} there, {memory:.2f} times as much as one of the other; its gradients "
+            f"are up to {max(row['staleness']):.3g} updates late."
+        )
     return made
 
 
@@ -227,6 +242,14 @@ def page(record: Record) -> str:
     return "\n".join(lines)
 
 
+def _larger_updates(record: Record) -> list[str]:
+    """Which rows, by the names that the terminal shows, have other samples per update than one batch."""
+    batch = record["settings"]["batch_size"]
+    found = {row["name"]: row.get("samples_per_update", batch) for row in measured(record).values()}
+    rows = [f"{name} {samples}" for name, samples in found.items() if samples != batch]
+    return [f"Samples per update: {batch}; {', '.join(rows)}."] if rows else []
+
+
 def show(record: Record, where: str) -> None:
     """On the terminal."""
     from rich import box
@@ -253,6 +276,6 @@ def show(record: Record, where: str) -> None:
             *line[1:5],
         )
     console.print(made)
-    for text in (*advice(record), *common_notes(record)):
+    for text in (*advice(record), *_larger_updates(record), *common_notes(record)):
         console.print(f"- {text}", soft_wrap=True)
     console.print(f"records: {where}", soft_wrap=True)

@@ -37,7 +37,9 @@ from offbeat.studies.bench.rows import (
     note,
     of_row,
     row_of,
+    samples_per_update,
     settings_by_method,
+    title_of,
 )
 from offbeat.studies.plan import LinkCost
 
@@ -261,6 +263,52 @@ def test_a_row_gets_its_part_of_the_samples_per_update():
     assert left_out(ROWS["adl-1f1b"], replace(setting, M=3)) == (
         "an update of 16 samples cannot be split into 3 equal batches"
     )
+
+
+def test_rows_of_micro_batches_have_the_samples_per_update_of_the_others():
+    setting = replace(SETTING, M=3, methods={"adl": {"corrector": "sc"}})
+    for name, recompute in (("adl-micro", False), ("adl-recompute", True)):
+        row = ROWS[name]
+        method = method_of(row, setting, 8)
+        assert (method.M, method.recompute, [c.name for c in method.correctors]) == (8, recompute, ["sc"])
+        assert of_row(row, setting, 8).batch_size == 2
+        assert samples_per_update(row, setting, 8) == 16
+        assert "an update is one batch, in 8 micro-batches of 2, the number with which a synchronous" in note(
+            row, setting, 8
+        )
+        assert ("hold inputs" in note(row, setting, 8)) == recompute
+    assert title_of(ROWS["adl"], setting) == "Offbeat ADL, 48 samples per update"
+    assert title_of(ROWS["ddg"], setting) == "Offbeat DDG"
+    assert title_of(ROWS["gpipe"], setting, 4) == "Offbeat GPipe"
+    assert title_of(ROWS["adl"], replace(setting, batch_per_update=16, M=4)) == "Offbeat ADL"
+    hybrid = replace(setting, methods={"adl": {"weights": "hybrid"}})
+    assert left_out(ROWS["adl-recompute"], hybrid) == "recompute needs weights=stash, not hybrid"
+    assert left_out(ROWS["adl-micro"], hybrid) is None
+    assert "micro-batches" in left_out(ROWS["adl-micro"], replace(setting, batch_size=15))
+
+
+@pytest.mark.usefixtures("one_core")
+def test_adl_takes_the_micro_batches_of_the_best_synchronous_pipeline(offbeat):  # noqa: F811
+    command = ("bench", "-K", 2, "--model", "mlp", "--batch-size", 16, "-M", 3, "--partition", "flops")
+    against = ("--against", "gpipe,adl-micro,adl-recompute", "--batches", 2, "--repetitions", 1)
+    done = offbeat(*command, *against, "--json", "--out", "found")
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    rows = {row["name"]: row for row in record["rows"]}
+    assert list(rows) == ["bp", "adl", "adl-micro", "adl-recompute", "gpipe"]
+    m = rows["gpipe"]["micro_batches"]
+    assert str(m) == min(rows["gpipe"]["sweep"], key=rows["gpipe"]["sweep"].get)
+    assert {name: row["samples_per_update"] for name, row in rows.items()} == dict.fromkeys(rows, 16) | {"adl": 48}
+    for name in ("adl-micro", "adl-recompute"):
+        row = rows[name]
+        assert row["micro_batches"] == m
+        assert row["staleness"] == row["staleness_measured"] == [2 / m, 0]
+        assert row["samples_per_second"] == pytest.approx([16 / value for value in row["seconds_per_batch"]])
+        assert row["bytes_moved"] >= rows["adl"]["bytes_moved"], "of as many samples, with a header per micro-batch"
+    page = Path("found/table.md").read_text()
+    assert "Offbeat ADL, 48 samples per update" in page
+    assert f"Offbeat ADL, micro-batches, recompute, m={m}" in page
+    assert "At 16 samples per update, " in page
 
 
 def below(pid: int) -> list[int]:

@@ -34,7 +34,8 @@ from offbeat.studies.bench.rows import (
     method_of,
     micro_batches,
     note,
-    of_row,
+    samples_per_update,
+    title_of,
 )
 from offbeat.studies.bench.worker_group import PATIENCE, RowFailedError, WorkerGroup
 from offbeat.studies.runner import Failure, StudyRunner, isolated
@@ -88,7 +89,7 @@ class Bench:
             place = len(self.groups) % self._side_by_side()
             self.groups[row.name] = WorkerGroup(
                 row,
-                of_row(row, self.setting),
+                self.setting,
                 folder,
                 self.fork_server,
                 first_core=place * self.setting.K,
@@ -105,15 +106,21 @@ class Bench:
         """Build every row with its best number of micro-batches; measure what it sends and holds.
 
         Rows without micro-batches are built at the same time, as far as there are cores: nothing of it is compared.
+        Those that take the number of the fastest synchronous pipeline are built last.
         """
-        groups = [self.groups[row.name] for row in self._there()]
-        plain = [workers for workers in groups if not workers.row.swept and workers.row.cores == "one"]
+        groups = sorted((self.groups[row.name] for row in self._there()), key=lambda workers: workers.row.micro)
+        plain = [
+            workers
+            for workers in groups
+            if not workers.row.swept and not workers.row.micro and workers.row.cores == "one"
+        ]
         for at in range(0, len(plain), self._side_by_side()):
             self._fill_together(plain[at : at + self._side_by_side()])
         for workers in [workers for workers in groups if workers not in plain]:
             with self._isolated(workers.row):
                 tried = self._sweep(workers) if workers.row.swept else {}
-                self._enter(workers, tried, *self._fill(workers, min(tried, key=lambda m: tried[m]) if tried else None))
+                m = self._micro_batches_of_the_best(workers.row) if workers.row.micro else _fastest(tried)
+                self._enter(workers, tried, *self._fill(workers, m))
         self.found = {row.name: self.found[row.name] for row in self._there()}
         self.batches = self._fitting()
 
@@ -154,12 +161,22 @@ class Bench:
                 break
         return tried
 
+    def _micro_batches_of_the_best(self, row: BenchRow) -> int:
+        """The number of micro-batches of the fastest synchronous pipeline in its sweep; 2K where there is none."""
+        if had := self._earlier(row).get("micro_batches"):
+            return int(had)
+        tried = {
+            seconds: int(m) for found in self.found.values() if found["exact"] for m, seconds in found["sweep"].items()
+        }
+        possible = micro_batches(row, self.setting, self.request.micro_batches) or micro_batches(row, self.setting)
+        return tried[min(tried)] if tried else min(possible, key=lambda m: abs(m - 2 * self.setting.K))
+
     def _fill(self, workers: WorkerGroup, m: int | None) -> tuple[float, list[int], list[dict[str, Any]]]:
         """Seconds of a first batch, bytes that each worker sends per batch, and what the workers hold."""
         if m is None or workers.m != m:
             workers.ask("build", m)
             workers.m = m
-        parts = batches_per_update(workers.row, self.setting)
+        parts = batches_per_update(workers.row, self.setting, m)
         first = parts * median(workers.seconds(0, 1)[0])  # a stage waits for those before it in this one
         return first, [parts * answer["bytes"] for answer in workers.ask("sent")], workers.ask("look")
 
@@ -187,11 +204,12 @@ class Bench:
         earlier = self._earlier(row)
         return {
             "name": row.name,
-            "title": row.title_on(self.setting.device),
+            "title": title_of(row, self.setting, workers.m),
             "family": row.family,
             "exact": not any(levels),
             "workers": K if row.workers == "K" else 1,
             "staleness": levels,
+            "samples_per_update": samples_per_update(row, self.setting, workers.m),
             "micro_batches": workers.m,
             "sweep": {str(m): seconds for m, seconds in tried.items()},
             **{name: list(earlier.get(name, [])) for name in TIMES},
@@ -237,14 +255,14 @@ class Bench:
 
     def _time(self, row: BenchRow) -> None:
         workers, found = self.groups[row.name], self.found[row.name]
-        batches, parts = self._timed(row, self.batches), batches_per_update(row, self.setting)
+        batches, parts = self._timed(row, self.batches), batches_per_update(row, self.setting, workers.m)
         each, busy = workers.seconds(self._warm_up(row), batches)
         seconds = parts * max(each)
         found["seconds_per_batch"].append(seconds)
         found["processor_seconds"].append(parts * busy)
         speed = self.setting.batch_size / seconds
         found["samples_per_second"].append(speed)
-        unit = "update" if self.setting.batch_per_update else "batch"
+        unit = "update" if self.setting.batch_per_update or row.micro else "batch"
         self.runner.report(f"{row.name}: {1000 * seconds:.0f} ms per {unit}, {speed:,.0f} samples/s")
         if row.name == OURS and self.setting.device == "cpu":
             stages = [parts * seconds for seconds in workers.seconds(LEAST, batches, what="bound")[0]]
@@ -265,8 +283,9 @@ class Bench:
         on_gpu = self.setting.device != "cpu"
         if row.workers == "one":
             return GPU_TIMES * batches if on_gpu else max(LEAST, 2 * batches // self.setting.K)
-        batches *= (GPU_TIMES if on_gpu else 1) * batches_per_update(row, self.setting)
-        M = method_of(row, self.setting, self.groups[row.name].m).M if row.kind == "pipeline" else 1
+        m = self.groups[row.name].m
+        batches *= (GPU_TIMES if on_gpu else 1) * batches_per_update(row, self.setting, m)
+        M = method_of(row, self.setting, m).M if row.kind == "pipeline" else 1
         return -(-batches // M) * M  # whole windows: every stage does the same number of updates
 
     def _there(self) -> list[BenchRow]:
@@ -338,6 +357,10 @@ class Bench:
 
     def write(self) -> None:
         self.runner.write("bench.json", self.as_dict(), indent=1)
+
+
+def _fastest(tried: dict[int, float]) -> int | None:
+    return min(tried, key=lambda m: tried[m], default=None)
 
 
 def memory_left() -> float:

@@ -30,6 +30,9 @@ class BenchRow:
     workers   "one", or "K"
     cores     of a worker: "one", or "all"
     swept     whether the number of micro-batches is to be found first
+    micro     whether an update is one batch, which is split into M micro-batches: the number with which a synchronous
+              pipeline is the fastest
+    recompute whether stages hold inputs instead of graphs
     """
 
     name: str
@@ -40,6 +43,8 @@ class BenchRow:
     workers: Literal["one", "K"] = "K"
     cores: Literal["one", "all"] = "one"
     swept: bool = False
+    micro: bool = False
+    recompute: bool = False
     on_gpu: bool = False  # there alone
 
     def title_on(self, device: str) -> str:
@@ -62,6 +67,16 @@ LISTED = (
     ),
     BenchRow("ddp", "torch DistributedDataParallel", "torch", "ddp"),
     BenchRow("adl", "Offbeat ADL", "offbeat", "pipeline", "adl"),
+    BenchRow("adl-micro", "Offbeat ADL, micro-batches", "offbeat", "pipeline", "adl", micro=True),
+    BenchRow(
+        "adl-recompute",
+        "Offbeat ADL, micro-batches, recompute",
+        "offbeat",
+        "pipeline",
+        "adl",
+        micro=True,
+        recompute=True,
+    ),
     BenchRow("adl-1f1b", "Offbeat ADL on the 1F1B lag", "offbeat", "pipeline", "adl-1f1b"),
     BenchRow("ddg", "Offbeat DDG", "offbeat", "pipeline", "ddg"),
     BenchRow("fr", "Offbeat FR", "offbeat", "pipeline", "fr"),
@@ -109,17 +124,37 @@ def method_of(row: BenchRow, setting: BenchSetting, m: int | None = None) -> Met
     """The method of one of our rows: with the run's M, and m micro-batches, where it takes them."""
     takes = settings_of(row.setting)
     shared = {name: value for name, value in (("M", setting.M), ("m", m)) if name in takes and value is not None}
-    return with_settings(row.setting, {**shared, **setting.methods.get(row.setting, {})})
+    own = {"M": m} if row.micro and m is not None else {}
+    recompute = {"recompute": True} if row.recompute else {}
+    return with_settings(row.setting, {**shared, **setting.methods.get(row.setting, {}), **own, **recompute})
 
 
-def batches_per_update(row: BenchRow, setting: BenchSetting) -> int:
-    """The batches into which the row splits an update, where samples per update are given; else 1."""
-    return method_of(row, setting).M if setting.batch_per_update and row.kind == "pipeline" else 1
+def batches_per_update(row: BenchRow, setting: BenchSetting, m: int | None = None) -> int:
+    """The batches that the row splits `setting.batch_size` into, which are an update: M of them in rows of m = M
+    micro-batches, and where samples per update are given; else 1."""
+    splits = row.micro or setting.batch_per_update
+    return method_of(row, setting, m).M if splits and row.kind == "pipeline" else 1
 
 
-def of_row(row: BenchRow, setting: BenchSetting) -> BenchSetting:
+def samples_per_update(row: BenchRow, setting: BenchSetting, m: int | None = None) -> int:
+    M = method_of(row, setting, m).M if row.kind == "pipeline" else 1
+    return setting.batch_size // batches_per_update(row, setting, m) * M
+
+
+def title_of(row: BenchRow, setting: BenchSetting, m: int | None = None) -> str:
+    """The title of a row; with its samples per update where they are not one batch, as those of the other rows.
+
+    >>> setting = BenchSetting("resnet110", (3, 32, 32), 10, batch_size=128, K=4, M=4)
+    >>> title_of(ROWS["adl"], setting), title_of(ROWS["adl-micro"], setting, 8)
+    ('Offbeat ADL, 512 samples per update', 'Offbeat ADL, micro-batches')
+    """
+    samples, title = samples_per_update(row, setting, m), row.title_on(setting.device)
+    return title if samples == setting.batch_size else f"{title}, {samples} samples per update"
+
+
+def of_row(row: BenchRow, setting: BenchSetting, m: int | None = None) -> BenchSetting:
     """The setting with the batch size of the row."""
-    return replace(setting, batch_size=setting.batch_size // batches_per_update(row, setting))
+    return replace(setting, batch_size=setting.batch_size // batches_per_update(row, setting, m))
 
 
 def row_of(name: str) -> BenchRow:
@@ -172,20 +207,24 @@ def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) ->
 def left_out(row: BenchRow, setting: BenchSetting) -> str | None:
     """The reason why a row cannot be timed in this setting; None where it can."""
     b, K = setting.batch_size, setting.K
-    if b % (parts := batches_per_update(row, setting)):
+    if row.recompute and (weights := setting.methods.get(row.setting, {}).get("weights", "stash")) != "stash":
+        return f"recompute needs weights=stash, not {weights}"
+    if not row.micro and b % (parts := batches_per_update(row, setting)):
         return f"an update of {b} samples cannot be split into {parts} equal batches"
     if row.kind == "pipeline" and (limit := method_of(row, setting).limit) and (reason := limit(K)):
         return reason
     if setting.device != "cpu":
         if row.family == "torch":
             return "one GPU: its workers need one each"
+        if row.micro:
+            return "on one GPU there is no synchronous pipeline with micro-batches to compare it with"
         if row.kind == "pipeline" and (reason := method_of(row, setting, 2).why_not_capturable()):
             return f"it {reason}, so its stages cannot be recorded for streams of one GPU"
     elif row.on_gpu:
         return "batches of a window run at the same time only on a GPU"
     if row.kind == "ddp" and b % K:
         return f"a batch of {b} cannot be divided equally among {K} workers"
-    if row.swept and not micro_batches(row, setting):
+    if (row.swept or row.micro) and not micro_batches(row, setting):
         return f"a batch of {b} cannot be split into micro-batches for {K} workers"
     if row.setting == "ScheduleInterleaved1F1B" and setting.chunk_cuts is None:
         return f"the network has fewer than {2 * K} units for its chunks"
@@ -214,7 +253,7 @@ def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1) ->
             if row.cores == "all"
             else "eager"
         )
-    if m:
+    if m and not row.micro:
         best = "the best of those tried" if tried > 1 else "no other number tried"
         parts.append(f"{m} micro-batches of {setting.batch_size // m}, {best}")
     if row.kind == "pipelining":
@@ -232,10 +271,17 @@ def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1) ->
             parts.append(", ".join(f"{name}={shown(value)}" for name, value in own.items()))
         if method.m > 1:
             parts.append("BatchNorm normalises by micro-batch, its running statistics move once per batch")
-        if setting.batch_per_update and method.M > 1:
+        if row.micro:
+            parts.append(
+                f"an update is one batch, in {method.M} micro-batches of {setting.batch_size // method.M}, the number "
+                "with which a synchronous pipeline was the fastest when numbers were tried"
+            )
+        elif setting.batch_per_update and method.M > 1:
             parts.append(f"an update is split into {method.M} batches of {setting.batch_per_update // method.M}")
         elif method.M > 1:
             parts.append(f"an update every {method.M} batches")
+        if method.recompute:
+            parts.append("stages hold inputs instead of graphs and repeat forwards, with the same results")
         if method.barrier:
             parts.append("all stages wait for each other after every forward, as published")
         if method.weights == "replay":

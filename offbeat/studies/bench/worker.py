@@ -27,7 +27,7 @@ from torch import nn
 from offbeat.errors import first_line
 from offbeat.runs import launch
 from offbeat.studies.bench.contenders import Contender, Ours, Task, make
-from offbeat.studies.bench.rows import BenchSetting, row_of
+from offbeat.studies.bench.rows import BenchSetting, of_row, row_of
 from offbeat.studies.bench.timing import forget_peak, peak, pin, resident, sgd, timed
 
 
@@ -73,7 +73,8 @@ class RowWorker:
         if self.contender is None:
             if self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            self.contender = make(self.row, Task.of(self.setting, self.rank), self.m)
+            setting = of_row(self.row, self.setting, self.m)
+            self.contender = make(self.row, Task.of(setting, self.rank), self.m)
             for _ in range(self.contender.fill):
                 self.contender.step()
             self.wait()
