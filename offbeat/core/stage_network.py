@@ -161,14 +161,13 @@ class StageNetwork:
         with ExitStack() as stack:
             if self.deferred and not self.guard.leaves_out(t):
                 stack.enter_context(self.deferred.collecting())
-            saved = self._saved(version)
-            if self.batch_bytes is None:
+            saved = self._saved(version) if self.batch_bytes is None else None
+            if saved:
                 stack.enter_context(saved.watching())
             yield
-        if self.batch_bytes is None:
-            self.batch_bytes = size(batch.inputs, batch.buffers)
-            if not self.weights.replays:
-                self.batch_bytes = max(saved.bytes, self.batch_bytes)
+        if saved:
+            held = size(batch.inputs, batch.buffers)
+            self.batch_bytes = held if self.weights.replays else max(saved.bytes, held)
 
     def _saved(self, version: Version) -> SavedTensors:
         own = [*self.module.parameters(), *self.module.buffers(), *self.parameters.values()]

@@ -429,3 +429,27 @@ def test_hooks_on_tensors_of_a_forward_act_once_and_change_no_bit():
         return found
 
     assert_same(trained(True), trained(False))
+
+
+def test_a_batch_that_is_skipped_gives_the_same_bits():
+    data = batches()
+    data[5] = (torch.full_like(data[5][0], torch.nan), data[5][1])
+
+    def trained(recompute):
+        return train(pipeline(offbeat.ADL(M=2, recompute=recompute), on_nan="skip"), data)
+
+    plain = trained(False)
+    assert_same(trained(True), plain)
+    assert all(value.isfinite().all() for value in plain[1].values())
+
+
+def test_a_diagnosis_measures_the_same():
+    def measured(recompute):
+        pipe = pipeline(offbeat.ADL(M=2, recompute=recompute))
+        pipe.diagnose(2)
+        train(pipe, batches())
+        return [line for report in pipe.reports() for line in report.diagnosis]
+
+    plain = measured(False)
+    assert plain
+    assert measured(True) == plain
