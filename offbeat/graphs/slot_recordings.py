@@ -34,7 +34,7 @@ class SlotRecordings:
         self.window, self.guard, self.recorder = window, guard, recorder
         self.input_gradients: list[Tensor | None] = []  # of a batch, for their shapes
         self.output: Any = None  # of a batch, for its shape
-        self.pool: Any = None  # of all recordings, where forwards are repeated
+        self.pool: Any = None  # of all recordings of a stage that recomputes
 
     def _new_slot(self, x: Any, target: Any, version: Version) -> Slot:
         """A slot with copies of that batch."""
@@ -86,7 +86,7 @@ class SlotRecordings:
         Each forward has a pool of its own: what it leaves there must last until its backward, while others run. One
         that is repeated at the backward leaves nothing: its output is outside, and all share the memory of one batch.
         """
-        self.pool = self.recorder.new_pool() if self.weights.replays else None
+        self.pool = self.recorder.new_pool() if self.weights.recomputes else None
         groups = []
         for _ in range(ring.groups):
             version = self._new_version()
@@ -97,7 +97,7 @@ class SlotRecordings:
                     [place.data for place in tensors_of(content)] for content in (slot.batch.inputs, targets)
                 )
                 slot.input_gradients = [None if g is None else torch.empty_like(g) for g in self.input_gradients]
-                if self.weights.replays:
+                if self.weights.recomputes:
                     slot.output = pytree.tree_map_only(Tensor, dense_copy, self.output)
                 recorded = self.recorder.record(partial(self.forward, slot), self.pool or self.recorder.new_pool())
                 slot.forward = RecordedOperation(recorded, kind="forward")
@@ -134,7 +134,7 @@ class SlotRecordings:
             outgoing = self.network.outgoing(NO_BATCH, slot.batch, slot.weights, output)
         if not self.weights.replays:
             slot.batch.roots = pytree.tree_leaves(output)
-        if self.weights.replays and slot.output is not None:
+        if self.weights.recomputes and slot.output is not None:
             places = [place.detach() for place in tensors_of(slot.output)]
             torch._foreach_copy_(places, [tensor.detach() for tensor in tensors_of(outgoing)])
         else:

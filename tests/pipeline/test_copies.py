@@ -147,6 +147,14 @@ def test_a_recorded_stage_copies_an_activation_twice(monkeypatch, weights):
     assert found == {"entering": 3, "sent": 2, "received": 2}
 
 
+def test_a_recorded_stage_that_recomputes_also_copies_what_it_sends(monkeypatch):
+    """Its graphs share memory, in which an output would not last."""
+    capture(monkeypatch)
+    engine = Streams(2, torch.device("cpu"))
+    found = counted(pipeline(offbeat.ADL(M=2, recompute=True), engine=engine), filled=40)
+    assert found == {"entering": 3, "sent": 3, "received": 3}
+
+
 def test_two_processes_copy_a_batch_once_and_an_activation_into_its_message(tmp_path):
     command = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, tmp_path]
     found = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
