@@ -82,7 +82,14 @@ def test_the_new_method_is_listed_with_its_settings_and_is_a_public_name(copy):
     assert python(copy, "-c", code).stdout.split() == ["5", str(copy / "offbeat/__init__.py"), "False"]
     printed = python(copy, "-m", "offbeat", "methods", "patient", "--json")
     settings = {each["name"]: each["default"] for each in json.loads(printed.stdout)["settings"]}
-    assert settings == {"M": 4, "slack": 2, "weights": "stash", "corrector": None, "staleness_warmup": None}
+    assert settings == {
+        "M": 4,
+        "slack": 2,
+        "weights": "stash",
+        "recompute": False,
+        "corrector": None,
+        "staleness_warmup": None,
+    }
 
 
 def test_the_command_line_trains_with_the_new_method_and_its_own_setting(copy):
@@ -123,5 +130,5 @@ def test_the_command_line_trains_with_the_new_method_and_its_own_setting(copy):
     assert refused.returncode == 2
     assert refused.stderr == (
         "offbeat: patient takes no slac (given: 1): leave it out; its settings are M (default 4), slack (default 2), "
-        "weights (default stash), corrector (default none), staleness_warmup (default none)\n"
+        "weights (default stash), recompute (default no), corrector (default none), staleness_warmup (default none)\n"
     )
