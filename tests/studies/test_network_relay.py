@@ -1,0 +1,98 @@
+"""benchmarks/network_relay.py: hosts in namespaces and lines with a rate and a delay, which are what was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from network_relay import PREFIX, PROFILES, CannotMakeHostsError, Hosts, ip, measured, why_not  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(Hosts(3))
+        except CannotMakeHostsError as reason:
+            pytest.skip(str(reason))
+        yield made
+
+
+@pytest.mark.parametrize("profile", [p for p in PROFILES if p.rate <= 1e9], ids=lambda profile: profile.name)
+def test_a_line_has_the_delay_and_the_rate_that_were_asked_for(hosts, profile):
+    """Never faster; slower only by what a busy machine adds."""
+    found = measured(hosts, profile, seconds=0.5)
+    assert 2 * profile.delay <= found["round_trip"] < 2 * profile.delay + 0.02
+    assert 0.5 * profile.rate < found["rate"] < 1.05 * profile.rate
+
+
+def test_a_cut_line_loses_packets_and_a_mended_one_brings_what_was_sent_again(hosts):
+    hosts.set(PROFILES[3])
+    echo = "import socket; s = socket.create_server(('0.0.0.0', 5001)); print(flush=True); c, _ = s.accept(); \
+print(c.recv(9, socket.MSG_WAITALL).decode(), flush=True)"
+    send = f"import socket, sys; c = socket.create_connection(('{hosts.addresses[2]}', 5001)); c.sendall(b'one'); \
+print(flush=True); sys.stdin.read(1); c.sendall(b'twotri'); sys.stdin.read()"
+    with (
+        subprocess.Popen(hosts.command(2, sys.executable, "-c", echo), stdout=subprocess.PIPE, text=True) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        assert server.stdout.readline() == "\n"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        client = stack.enter_context(subprocess.Popen(hosts.command(0, sys.executable, "-c", send), **pipes))
+        assert client.stdout.readline() == "\n"
+        lost = hosts.counters()["lost"]
+        hosts.cut()
+        client.stdin.write("x")
+        client.stdin.flush()
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(1.0)
+        assert hosts.counters()["lost"] > lost
+        hosts.mend()
+        assert server.stdout.readline() == "onetwotri\n"
+
+
+def namespaces_of(maker: int) -> list[str]:
+    return [line for line in ip("netns", "list").splitlines() if line.startswith(f"{PREFIX}-{maker}-")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_leaves_no_namespace(hosts, number):
+    command = subprocess.Popen([sys.executable, ROOT / "benchmarks/network_relay.py"], stdout=subprocess.PIPE)
+    assert command.stdout.readline().startswith(b"2 hosts")
+    assert len(namespaces_of(command.pid)) == 2
+    command.send_signal(number)
+    command.communicate(timeout=20)
+    assert command.returncode == 130
+    assert namespaces_of(command.pid) == []
+
+
+def test_namespaces_of_a_killed_process_are_removed_by_the_next(hosts):
+    script = (
+        "import network_relay, os, signal; network_relay.Hosts(1).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    path = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    killed = subprocess.Popen([sys.executable, "-c", script], env=path)
+    killed.wait(20)
+    assert len(namespaces_of(killed.pid)) == 1
+    with contextlib.suppress(CannotMakeHostsError):
+        Hosts(1)
+    assert namespaces_of(killed.pid) == []
+
+
+def test_hosts_that_cannot_be_made_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    reason = why_not()
+    assert reason is not None
+    assert "\n" not in reason
+    with pytest.raises(CannotMakeHostsError, match=r"need (Linux|root)"):
+        Hosts(2)
