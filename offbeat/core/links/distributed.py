@@ -1,9 +1,10 @@
 """Links between processes, on torch.distributed.
 
 A gloo send completes only once its receive is posted, and a posted receive cannot be polled. So each end has a thread:
-the receiving one always has the next receive posted, the sending one waits instead of the computation. Header and
-payload are one message. The receiver does not know its length in advance, so both ends keep the same capacity, the
-length of the longest message so far: a longer one is sent in two pieces.
+the receiving one has the next receives posted, the sending one waits instead of the computation. As many messages can
+be in flight as receives are posted; with a single one, each message would wait for a round trip. Header and payload are
+one message. The receiver does not know its length in advance, so both ends know the size of each posted receive
+(`ReceiveSizes`): a longer message is sent in two pieces.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +24,37 @@ from offbeat.core.links import Message
 from offbeat.core.links.wire import PREFIX, pack, read_header, size, unpack
 from offbeat.errors import StageLost, UserError, first_line
 
-FIRST_CAPACITY = 1 << 16
+FIRST_SIZE = 1 << 16  # bytes of a receive, before there was a longer message
+MOST_POSTED = 8  # receives of a link
 GOODBYE = "close"  # kind of the last message; its content is the reason, "" where all is done
 GOODBYE_LIMIT = 4096  # bytes of it
 REASON_LIMIT = 300  # characters of its reason
+
+
+class ReceiveSizes:
+    """Bytes of each receive, computed alike at both ends: a receive is posted once the message `posted` before its own
+    is complete, and is as long as the longest message up to that one.
+
+    >>> sizes = ReceiveSizes(posted=2)
+    >>> [sizes.next_size() for _ in range(2)], sizes.complete(100_000), sizes.next_size()
+    ([65536, 65536], None, 100000)
+    """
+
+    def __init__(self, posted: int) -> None:
+        self.posted, self.longest = posted, FIRST_SIZE
+        self.messages = 0  # whose size was asked for
+        self.lengths: deque[int] = deque()  # of complete messages that later receives have not counted
+
+    def next_size(self) -> int:
+        """Of the receive of the next message."""
+        if self.messages >= self.posted:
+            self.longest = max(self.longest, self.lengths.popleft())
+        self.messages += 1
+        return self.longest
+
+    def complete(self, length: int) -> None:
+        """The next message is complete."""
+        self.lengths.append(length)
 
 
 class Sender:
@@ -43,7 +72,7 @@ class Sender:
     ) -> None:
         self.to_rank, self.tag, self.group, self.patient, self.lost = to_rank, tag, group, patient, lost
         self.outbox: queue.Queue[Any] = queue.Queue(capacity)  # None ends it
-        self.longest = FIRST_CAPACITY
+        self.sizes = ReceiveSizes(min(capacity, MOST_POSTED))
         self.failure: str | None = None  # why nothing more can be sent
         self.closing, self.reason = False, ""
         self.thread = threading.Thread(target=self._post, name=f"offbeat-send-{tag}", daemon=True)
@@ -73,11 +102,11 @@ class Sender:
             self.failure = cause(error)
 
     def _deliver(self, buffer: Any) -> None:
-        head, tail = buffer[: self.longest], buffer[self.longest :]
-        self._send(head, self.tag)
-        if tail.numel():
-            self._send(tail, self.tag + 1)
-            self.longest = buffer.numel()
+        size = self.sizes.next_size()
+        self._send(buffer[:size], self.tag)
+        if buffer.numel() > size:
+            self._send(buffer[size:], self.tag + 1)
+        self.sizes.complete(buffer.numel())
 
     def _send(self, buffer: Tensor, tag: int) -> None:
         work = dist.isend(buffer, self.to_rank, self.group, tag)
@@ -108,30 +137,40 @@ class Receiver:
         self.from_rank, self.tag, self.group, self.lost = from_rank, tag, group, lost
         self.inbox: queue.Queue[Any] = queue.Queue(capacity)  # a text is the reason why no more will come
         self.failure: str | None = None  # why it does not wait any longer
+        self.sizes = ReceiveSizes(min(capacity, MOST_POSTED))
+        self.posted: deque[tuple[Tensor, Any]] = deque()  # receives in order: memory and gloo's handle
         self.next: Message | None = None
         self.last_batch: int | None = None  # index of the last batch received
         self.thread = threading.Thread(target=self._listen, name=f"offbeat-receive-{tag}", daemon=True)
         self.thread.start()
 
     def _listen(self) -> None:
-        capacity = FIRST_CAPACITY
         try:
+            for _ in range(self.sizes.posted):
+                self._post_next()
             while True:
-                head = torch.empty(capacity, dtype=torch.uint8)
-                head[:PREFIX].zero_()  # old memory must not complete a message that is too short
-                self._receive(head, self.tag)
+                head, work = self.posted.popleft()
+                work.wait()
                 length = size(head)
-                if length > capacity:
+                if length > head.numel():
                     whole = torch.empty(length, dtype=torch.uint8)
-                    whole[:capacity] = head
-                    self._receive(whole[capacity:], self.tag + 1)
-                    head, capacity = whole, length
+                    whole[: head.numel()] = head
+                    self._receive(whole[head.numel() :], self.tag + 1).wait()
+                    head = whole
+                self.sizes.complete(length)
                 goodbye = length <= GOODBYE_LIMIT and read_header(head[:length]).kind == GOODBYE
+                if not goodbye:
+                    self._post_next()
                 self.inbox.put(head[:length] if goodbye else self._complete(head[:length]))
                 if goodbye:
                     return
         except (RuntimeError, UserError) as error:  # connection lost, or malformed message
             self.inbox.put(cause(error))
+
+    def _post_next(self) -> None:
+        buffer = torch.empty(self.sizes.next_size(), dtype=torch.uint8)
+        buffer[:PREFIX].zero_()  # old memory must not complete a message that is too short
+        self.posted.append((buffer, self._receive(buffer, self.tag)))
 
     def _complete(self, buffer: Tensor) -> Any:
         """The message that arrived, with its payload where that is sent apart."""
@@ -140,10 +179,11 @@ class Receiver:
     def _read(self, arrived: Any) -> Message:
         return unpack(arrived)
 
-    def _receive(self, buffer: Tensor, tag: int) -> None:
+    def _receive(self, buffer: Tensor, tag: int) -> Any:
+        """Post a receive; the result is to be waited for."""
         work = dist.irecv(buffer, self.from_rank, self.group, tag)
         assert work is not None
-        work.wait()
+        return work
 
     def peek(self) -> Message:
         if self.next is None:
