@@ -25,7 +25,9 @@ MOST_TURNS = 100_000  # largest number of local iterations in a trace, which is 
 class Costs:
     """Seconds per batch of each stage, and seconds that messages take.
 
-    up[k-1] and down[k-1] belong to the boundary between stages k and k+1: up for activations, down for gradients.
+    up[k-1] and down[k-1] belong to the boundary between stages k and k+1: up for activations, down for gradients; a
+    micro-batch takes its share. `latency` is added to every message, whatever its size. With `exclusive` links, one
+    message at a time is transferred in each direction of a boundary, in the order of sending.
     """
 
     forward: Sequence[float]
@@ -33,6 +35,8 @@ class Costs:
     update: Sequence[float] = ()
     up: Sequence[float] = field(default=())
     down: Sequence[float] = field(default=())
+    latency: float = 0.0
+    exclusive: bool = False
     baseline: float | None = None  # seconds per batch of BP on one worker, if workers differ
 
     @property
@@ -57,7 +61,11 @@ class Costs:
         return self.forward[k - 1] / method.m if method.replays(k, self.K) else 0.0
 
     def message_seconds(self, source: int, target: int, method: Method) -> float:
-        """Seconds that a message between two stages takes."""
+        """Seconds that a message between two stages takes, where it does not wait for others."""
+        return self.transfer_seconds(source, target, method) + self.latency
+
+    def transfer_seconds(self, source: int, target: int, method: Method) -> float:
+        """The same without the latency."""
         times = self.up if target > source else self.down
         return times[min(source, target) - 1] / method.m if times else 0.0
 
@@ -89,6 +97,7 @@ def timeline(method: Method, batches: int, costs: Costs) -> list[Span]:
     ahead = [next(program, None) for program in programs]
     durations = [_durations(costs, k, method) for k in range(1, K + 1)]
     free, messages, spans = [0.0] * K, Messages(), list[Span]()
+    transferred: defaultdict[tuple[int, int], float] = defaultdict(float)  # when a link has transferred all messages
     ready = list(range(K, 0, -1))  # stages that may be able to continue
     while ready or any(ahead):
         ready = ready or _pass_barrier(ahead, programs, free)
@@ -104,7 +113,12 @@ def timeline(method: Method, batches: int, costs: Costs) -> list[Span]:
             start = arrived if arrived > now else now
             now = start + seconds.get(kind, 0.0)
             if step.sends is not None:
-                messages.send(step, now + delays[step.sends])
+                arrives = now + delays[step.sends]
+                if costs.exclusive:
+                    waits = max(0.0, transferred[k, step.sends] - now)
+                    arrives += waits
+                    transferred[k, step.sends] = arrives - costs.latency
+                messages.send(step, arrives)
                 ready.append(step.sends)
             spans.append(Span(k, step.operation, start, now, step.version, replayed if kind is Backward else 0.0))
             step = next(program, None)
@@ -151,6 +165,7 @@ def _dependencies(method: Method, costs: Costs) -> dict[Hashable, list[Dependenc
     K, M, size = costs.K, method.M, method.M * method.m
     waits_for: defaultdict[Hashable, list[Dependency]] = defaultdict(list)
     sent: dict[tuple[int, int, int], Hashable] = {}  # (from, to, batch within the period) -> event that sends it
+    transfers: defaultdict[tuple[int, int], list[tuple[Hashable, int]]] = defaultdict(list)  # link -> event, period
     received: list[tuple[Hashable, tuple[int, int, int], float]] = []  # event, message, seconds from sending to its end
     for k in range(1, K + 1):
         seconds, _, _ = _durations(costs, k, method)
@@ -167,11 +182,22 @@ def _dependencies(method: Method, costs: Costs) -> dict[Hashable, list[Dependenc
                 order.append((event, number, own))
                 if target := method.sends(operation, k, K):
                     sent[k, target, place] = event
+                    if costs.exclusive:
+                        transfer: Hashable = ("transfer", k, target, place)
+                        waits_for[transfer].append(Dependency(event, costs.transfer_seconds(k, target, method), 0))
+                        transfers[k, target].append((transfer, number))
+                        sent[k, target, place] = transfer
                 if source := method.receives(operation, k, K):
-                    received.append((event, (source, k, place), costs.message_seconds(source, k, method) + own))
+                    ahead = costs.latency if costs.exclusive else costs.message_seconds(source, k, method)
+                    received.append((event, (source, k, place), ahead + own))
         start, number, own = order[0]
         for (before, earlier, _), (after, later, taken) in pairwise([*order, (start, number + 1, own)]):
             waits_for[after].append(Dependency(before, taken, later - earlier))
+    for (source, target), each in transfers.items():
+        first_transfer, number = each[0]
+        for (event, earlier), (later_event, later) in pairwise([*each, (first_transfer, number + 1)]):
+            seconds_each = costs.transfer_seconds(source, target, method)
+            waits_for[later_event].append(Dependency(event, seconds_each, later - earlier))
     for after, message, taken in received:
         waits_for[after].append(Dependency(sent[message], taken, 0))
     return waits_for

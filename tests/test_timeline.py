@@ -163,3 +163,43 @@ def test_programs_that_wait_for_each_other_are_refused():
     for answer in (lambda: timeline(method, 4, balanced(2)), lambda: period(method, balanced(2))):
         with pytest.raises(UserError, match="stuck with K=2: the programs of its stages wait for each other"):
             answer()
+
+
+# ---- links that transfer one message at a time
+
+
+def test_an_exclusive_link_transfers_micro_batches_one_after_the_other():
+    slow = {"up": [5.0], "down": [5.0]}  # 1.25 per micro-batch
+    assert period(GPipe(4), Costs([1.0] * 2, [2.0] * 2, **slow)) == pytest.approx(6.25)
+    # forwards end at 0.25 .. 1, arrive at 1.5, 2.75, 4, 5.25; backwards end at 6 .. 7.5, arrive at 7.25, 8.5, 9.75, 11
+    assert period(GPipe(4), Costs([1.0] * 2, [2.0] * 2, **slow, exclusive=True)) == pytest.approx(11.5)
+
+
+def test_an_exclusive_link_that_takes_longer_than_any_stage_sets_the_pace_of_adl():
+    up = {"up": [3.5], "down": [0.0]}
+    assert period(ADL(M=1), Costs([1.0] * 2, [2.0] * 2, **up)) == pytest.approx((1 + 3.5 + 3 + 2) / 3)
+    assert period(ADL(M=1), Costs([1.0] * 2, [2.0] * 2, **up, exclusive=True)) == pytest.approx(3.5)
+
+
+def test_a_latency_is_that_of_every_message_and_a_transfer_is_shared_by_micro_batches():
+    whole = Costs([1.0] * 2, [2.0] * 2, up=[0.8], down=[0.8], latency=0.3)
+    assert whole.message_seconds(1, 2, GPipe(4)) == pytest.approx(0.8 / 4 + 0.3)
+    assert whole.transfer_seconds(2, 1, GPipe(4)) == pytest.approx(0.8 / 4)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [BP(M=2), ADL(M=1), ADL(M=4), ADL1F1B(M=2), DSP(), GPipe(4), GPipe(2)],
+    ids=lambda m: f"{m.name}-{m.M}-{m.m}",
+)
+def test_the_period_with_exclusive_links_is_that_of_a_long_timeline(method):
+    draw = random.Random(2)
+    for K in (2, 3, 4):
+        forward, backward = ([draw.uniform(0.5, 2) for _ in range(K)] for _ in range(2))
+        up, down = ([draw.uniform(0, 4) for _ in range(K - 1)] for _ in range(2))
+        costs = Costs(forward, backward, up=up, down=down, latency=draw.uniform(0, 2), exclusive=True)
+        first, last = (Forward(t * method.m) for t in (60, 60 + 840))  # a multiple of all cycles
+        begun = {
+            s.operation: s.start for s in timeline(method, 910, costs) if s.k == 1 and s.operation in (first, last)
+        }
+        assert (begun[last] - begun[first]) / 840 == pytest.approx(period(method, costs))
