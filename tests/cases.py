@@ -12,7 +12,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -158,6 +158,7 @@ class Case:
     precision: str = "fp32"
     pauses: tuple[int, ...] = ()  # drain before these batches and go on
     batch: int | None = None  # samples per update
+    messages: str = "exact"
 
 
 def nets(dtype: torch.dtype, **options: Any) -> dict[str, Any]:
@@ -256,6 +257,19 @@ CASES["auto"] = Case(
     **ADAM,
 )
 CASES |= {
+    f"{messages}-messages-{name}": replace(CASES[name], messages=messages)
+    for messages, name in [
+        ("bf16", "conv64"),
+        ("bf16", "tree"),
+        *(
+            ("int8", name)
+            for name in ("conv64", "conv32", "channels-last", "expanded", "transposed", "tree", "mask-replay", "bf16")
+        ),
+        ("int8", "warm-up"),
+        ("int8", "three"),
+    ]
+}
+CASES |= {
     f"method-{name}": Case(**nets(torch.float32), method=make(), K=3, cuts=(1, 3), pauses=(5,))
     for name, make in METHODS.items()
     if not make().limit or not make().limit(3)
@@ -285,7 +299,7 @@ def _train(case: Case, mine: bool, options: dict[str, Any]) -> dict[str, Any]:
         cuts=case.cuts,
         batch=case.batch,
         seed=3,
-        **{"precision": case.precision, **options},
+        **{"precision": case.precision, "messages": case.messages, **options},
     )
     losses: list[float | None] = []
     batches = case.batches()

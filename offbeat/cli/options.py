@@ -136,6 +136,10 @@ class Stages:
         str | None,
         typer.Option(help="fp32, tf32 (on a GPU) or bf16. Weights and accumulation stay in fp32. (default fp32)"),
     ] = None
+    messages: Annotated[
+        str | None,
+        typer.Option(help="Messages between stages: exact, or for slow links bf16 or int8. (default exact)"),
+    ] = None
     compile: Annotated[bool | None, typer.Option(help="Compile each stage with torch.compile.")] = None
     fuse: Annotated[bool | None, typer.Option(help="Fuse BatchNorm, addition and ReLU into one kernel (GPU).")] = None
     tune: Annotated[

@@ -12,6 +12,7 @@
     state                               all of it as a tree, for checkpoints
     worker                              the loop that runs the program of a stage over its links
     links/                              messages between stages
+    compression                         messages in fewer bytes, and the error feedback of rounded gradients
     micro_batches, outputs, descriptions    batches, shapes, and how messages describe them
     codec, layout                       nested values as JSON and tensors, and the memory layouts that are kept
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from offbeat.core.compression import Compression
 from offbeat.core.links import Link, Message
 from offbeat.core.stage import Stage
 from offbeat.errors import UserError
@@ -48,6 +49,7 @@ class Worker:
     actor       whom the operations are given to: the executor, or an observer of it
     loss        of the newest batch, at the last stage
     marks       batches after which to save -> the reason to stop there, or an empty text
+    compression of the messages to the neighbours
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class Worker:
         *,
         executor: Actor | None = None,
         barrier: Callable[[], None] = lambda: None,
+        compression: Compression | None = None,
     ) -> None:
         self.stage, self.method, self.links, self.barrier = stage, method, links, barrier
         self.executor: Actor = executor or stage
         self.actor = self.executor
+        self.compression = compression or Compression()
         self.loss: Tensor | None = None
         self.marks: dict[int, str] = {}
         self._acts: dict[type, Callable[[Any, Link | None], None]] = {
@@ -105,11 +109,14 @@ class Worker:
         return self.entered[1] - 1
 
     def save(self) -> dict[str, Any]:
-        """The position in the program, the gradients that the stage below has not used, and the buffer."""
+        """The position in the program, the gradients that the stage below has not used, and the buffer; where messages
+        are compressed, the state of the compression."""
+        compressed = self.compression.messages != "exact"
         return {
             "entered": list(self.entered),
             "messages": [[message.t, message.content] for message in self.sent],
             "buffer": [[t, list(content)] for t, content in self.buffer.items()],
+            **({"compression": self.compression.save()} if compressed else {}),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -117,6 +124,7 @@ class Worker:
         for t in range(*saved["entered"]) if saved["entered"] else ():  # none right after a drain
             self._enter(t)
         self.buffer = {t: tuple(content) for t, content in saved["buffer"]}
+        self.compression.load(saved.get("compression"), self.stage.network.device)
         for t, content in saved["messages"]:
             self._feed_back(Message(t, content))
 
@@ -163,7 +171,11 @@ class Worker:
                 f"stage {self.stage.k} is at {operation} but was sent {message.kind} {message.t}: "
                 "call step() and drain() equally often in every process"
             )
-        return message.content
+        content = message.content
+        return self.compression.received(content) if self._from_neighbour(source) else content
+
+    def _from_neighbour(self, source: Link) -> bool:
+        return source is not self.links.inputs or self.stage.k > 1
 
     def ahead(self) -> Message:
         """The next message from below, left in place; marks before it that ask for a checkpoint are handled."""
@@ -204,7 +216,7 @@ class Worker:
             output = None
             self.empty.add(t)
         if self.links.outputs:
-            self.links.outputs.send(Message(t, (output, target, share)))
+            self.links.outputs.send(Message(t, (self.compression.activations(output), target, share)))
         elif output is not None:
             part = output if share == 1 else share * output
             self.loss = part if self.loss is None or t % self.method.m == 0 else self.loss + part
@@ -217,4 +229,4 @@ class Worker:
             gradients = None
         else:
             gradients = self.actor.backward(t, incoming)
-        self._feed_back(Message(t, gradients))
+        self._feed_back(Message(t, self.compression.gradients(gradients)))

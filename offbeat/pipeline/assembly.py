@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from offbeat import partitioning as cutting
+from offbeat.core.compression import Compression, Messages
 from offbeat.core.corrections import correctors_as_text
 from offbeat.core.links import Link
 from offbeat.core.outputs import shapes_and_classes
@@ -84,6 +85,7 @@ class Assembler:
     cut: Callable[..., cutting.Partition]  # takes the sample and the cuts
     loss: Loss
     make_stage: Callable[..., Stage]  # takes the arguments of Stage that are left
+    messages: Messages = "exact"
 
     @property
     def K(self) -> int:  # noqa: N802
@@ -129,7 +131,16 @@ class Assembler:
             stages[k] = stage
         for k, stage in stages.items():
             executor = make_executor(stage)
-            workers.append(Worker(stage, method, assembly.links[k], executor=executor, barrier=self.engine.barrier))
+            workers.append(
+                Worker(
+                    stage,
+                    method,
+                    assembly.links[k],
+                    executor=executor,
+                    barrier=self.engine.barrier,
+                    compression=Compression(self.messages),
+                )
+            )
         return replace(assembly, method=method, stages=stages, workers=workers)
 
     def _correctors(self, stages: dict[int, Stage]) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from offbeat import partitioning as cutting
 from offbeat.core.batch_guard import OnNan
+from offbeat.core.compression import Messages, check_messages
 from offbeat.core.links import Link, Message
 from offbeat.core.links.local import Entrance
 from offbeat.core.metrics import Meter, Metric
@@ -27,6 +28,7 @@ from offbeat.core.window import Weighting
 from offbeat.core.worker import SAVE, Worker
 from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
+from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, UserError
 from offbeat.method import Method, StalenessWarmup
 from offbeat.observe.tracing import Notify, Tracing
@@ -71,6 +73,8 @@ class Pipeline:
     on_nan      what a loss or gradient that is not finite does: "stop" raises NotFinite, "skip" leaves the batch out
     left_out    batches whose gradients are not used
     precision   "fp32", "tf32" (CUDA) or "bf16"; master weights, sums of gradients and optimizer state are float32
+    messages    activations and gradients between stages: "exact", or for slow links rounded to "bf16" or "int8" (see
+                core/compression.py); the same bits in all engines
     compile     whether torch.compile makes a graph of each stage; a stage that cannot be compiled runs eagerly
     fuse        whether BatchNorm, a sum after it and ReLU become two fused kernels, and in bf16 3x3 convolutions with
                 few channels one; on a GPU in tf32 or bf16
@@ -122,6 +126,7 @@ class Pipeline:
         on_nan: OnNan = "stop",
         left_out: Sequence[int] = (),
         precision: Precision = "fp32",
+        messages: Messages = "exact",
         compile: bool = False,
         fuse: bool = False,
     ) -> None:
@@ -142,6 +147,7 @@ class Pipeline:
             checks.check_engine(engine, self.K)
             wanted = engine.device_for(wanted)
         self.precision = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
+        self.messages = check_messages(messages, self.K, streams=engine == "streams")
         checks.check_options(clip_norm=clip_norm, seed=seed, left_out=left_out, compile=compile, fuse=fuse)
         cutting.check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)
         checks.check_loss(loss, self.method)
@@ -180,8 +186,17 @@ class Pipeline:
             weighting=checks.one_of(weighting, Weighting, "weighting"),
         )
         self._assembler = Assembler(
-            self.engine, self.model, self.method, self.device, self.precision, self._cut, self._loss, self._make_stage
+            self.engine,
+            self.model,
+            self.method,
+            self.device,
+            self.precision,
+            self._cut,
+            self._loss,
+            self._make_stage,
+            self.messages,
         )
+        check_messages(self.messages, self.K, streams=isinstance(self.engine, Streams))
         self._assembly: Assembly | None = None
         late = (
             self._choice.measures

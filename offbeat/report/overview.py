@@ -57,6 +57,7 @@ MORE = (
     "epochs",
     "cuts",
     "precision",
+    "messages",
     "threads_per_stage",
 )
 

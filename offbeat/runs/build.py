@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offbeat import data, models
 from offbeat import partitioning as cutting
+from offbeat.core.compression import check_messages
 from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines import Engine
 from offbeat.errors import UserError
@@ -101,6 +102,7 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda', but torch finds no CUDA device: use device='cpu'")
     PrecisionPolicy.of(recipe.precision, torch.device(recipe.device))
+    check_messages(recipe.messages, recipe.K, streams=recipe.engine == "streams")
     recipe.make_method().check(recipe.K)
     if recipe.diagnose:
         diagnosis.check(recipe.diagnose, recipe.make_method())
@@ -169,6 +171,7 @@ def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) 
         left_out=recipe.left_out or (),
         on_nan="skip" if recipe.on_nan == "skip" else "stop",
         precision=recipe.precision,
+        messages=recipe.messages,
         compile=recipe.compile,
         fuse=recipe.fuse,
         weighting=recipe.weighting,

@@ -80,6 +80,7 @@ class Recipe:
     engine: str
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    messages: Literal["exact", "bf16", "int8"] = "exact"
     compile: bool = False
     fuse: bool = False
     tune: bool = False

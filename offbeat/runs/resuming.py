@@ -33,10 +33,12 @@ SAME = (
     "drop_last",
     "weighting",
     "precision",
+    "messages",
     "optimizer",
 )
 EARLIER = {
     "precision": "fp32",
+    "messages": "exact",
     "drop_last": False,
     "weighting": "batches",
     "optimizer": "sgd",

@@ -72,6 +72,10 @@ OPTIONS = {
     },
     "adl-corrected": {"method": offbeat.ADL(M=2, corrector="lwp+sc")},
     "adl-weight-form": {"method": offbeat.ADL(M=1, corrector=offbeat.WeightPrediction(form="weight"))},
+    "adl-bf16-messages": {"method": offbeat.ADL(M=2), "messages": "bf16"},
+    "adl-int8-messages": {"method": offbeat.ADL(M=2), "messages": "int8"},
+    "gpipe-int8-messages": {"method": offbeat.GPipe(m=2), "messages": "int8"},
+    "dgl-int8-messages": {"method": offbeat.DGL(), "messages": "int8", "sample": batches(1)[0][0]},
     "adl-dc": {"method": offbeat.ADL(M=1, corrector=offbeat.DelayCompensation(2.0, adaptive=True))},
 }
 

@@ -42,6 +42,7 @@ METHODS = {
     "dgl": ["--method", "dgl"],
     "dgl-async": ["--method", "dgl-async"],
     "pb": ["--method", "pb"],
+    "int8-messages": ["--method", "adl", "-M", "2", "--messages", "int8"],
     "drained": ["--method", "adl", "-M", "2", "--checkpoint-mode", "drained"],
 }
 
@@ -86,7 +87,7 @@ def some(values, quick):
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-@pytest.mark.parametrize("name", some(METHODS, ("adl-hybrid", "warm-up")))
+@pytest.mark.parametrize("name", some(METHODS, ("adl-hybrid", "warm-up", "int8-messages")))
 def test_a_killed_run_resumes_bit_for_bit(name, tmp_path, offbeat: Command):
     settings = [*SMALL, "-K", "3", "--checkpoint-every", "7b", *METHODS[name]]
     train_here(offbeat, *settings, "--out", tmp_path / "whole")

@@ -1,0 +1,117 @@
+"""Compressed messages: what rounding may change, what it must not, and the error feedback of gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.core.compression import LEVELS, Compression, check_messages, decoded, encoded, row_dimensions
+from offbeat.core.links import Message
+from offbeat.core.links.wire import pack, unpack
+from offbeat.errors import UserError
+
+
+def passed(tensor: torch.Tensor, messages: str) -> torch.Tensor:
+    """The tensor as the other end of a link has it."""
+    return decoded(unpack(pack(Message(0, encoded(tensor, messages)))).content)
+
+
+@pytest.mark.parametrize("shape", [(4, 7, 256), (3, 16, 8, 8), (5, 10), (6,), (2, 1, 1, 1)])
+def test_int8_is_wrong_by_at_most_half_the_scale_of_its_row(shape):
+    tensor = torch.randn(shape, dtype=torch.float64) * torch.logspace(-6, 6, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    scales = tensor.abs().amax(dim=row_dimensions(shape), keepdim=True) / LEVELS
+    assert ((passed(tensor, "int8") - tensor).abs() <= 0.5000001 * scales).all()
+
+
+@pytest.mark.parametrize("messages", ["bf16", "int8"])
+def test_type_layout_and_need_of_gradients_are_those_of_the_tensor(messages):
+    tensor = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
+    found = passed(tensor, messages)
+    assert (found.dtype, found.stride(), found.requires_grad) == (torch.float32, tensor.stride(), True)
+    assert found.is_leaf
+    assert not passed(tensor.detach(), messages).requires_grad
+
+
+def test_integers_and_what_is_short_already_are_sent_as_they_are():
+    numbers, empty, half = torch.arange(5), torch.empty(0, 3), torch.randn(3).to(torch.bfloat16)
+    assert all(encoded(tensor, "int8") is tensor for tensor in (numbers, empty))
+    assert encoded(half, "bf16") is half
+
+
+def test_int8_messages_have_about_a_quarter_of_the_bytes_and_bf16_half():
+    tensor = torch.randn(8, 64, 256)
+    exact, bf16, int8 = (pack(Message(0, encoded(tensor, messages))).numel() for messages in ("exact", "bf16", "int8"))
+    assert bf16 < 0.51 * exact
+    assert int8 < 0.27 * exact
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_stays_so_and_leaves_no_residual(value):
+    tensor = torch.ones(3, 64)
+    tensor[1, 5] = value
+    assert not passed(tensor, "int8")[1].isfinite().all()
+    assert passed(tensor, "int8")[0].isfinite().all()
+    compression = Compression("int8")
+    compression.gradients([tensor])
+    assert compression.residuals[0].isfinite().all()
+
+
+def test_rows_of_zeros_are_exact():
+    assert torch.equal(passed(torch.zeros(2, 64), "int8"), torch.zeros(2, 64))
+
+
+def test_the_sum_of_gradients_with_feedback_stays_within_half_a_scale():
+    torch.manual_seed(0)
+    compression, plain = Compression("int8"), torch.zeros(4, 64, dtype=torch.float64)
+    sent, wanted = plain.clone(), plain.clone()
+    for _ in range(200):
+        gradient = torch.randn(4, 64, dtype=torch.float64)
+        (code,) = compression.gradients([gradient])
+        wanted += gradient
+        sent += decoded(code)
+        plain += passed(gradient, "int8")
+    scales = code["scales"]
+    assert ((sent - wanted).abs() <= 0.51 * scales).all()
+    assert not ((plain - wanted).abs() <= 0.51 * scales).all()  # without feedback the errors add up
+
+
+def test_a_batch_of_another_shape_starts_without_a_residual():
+    compression = Compression("int8")
+    compression.gradients([torch.rand(4, 64)])
+    short = torch.rand(2, 64)
+    (found,) = compression.gradients([short])
+    assert torch.equal(decoded(found), passed(short, "int8"))
+
+
+def test_compression_is_refused_where_it_makes_no_sense():
+    with pytest.raises(UserError, match=r"messages 'int4'.*exact.*bf16.*int8"):
+        check_messages("int4", 2)
+    with pytest.raises(UserError, match="messages='int8' with K=1, which sends none"):
+        check_messages("int8", 1)
+    with pytest.raises(UserError, match="stay on one GPU"):
+        check_messages("bf16", 2, streams=True)
+    check_messages("exact", 1, streams=True)
+
+
+def pipeline(messages: str) -> offbeat.Pipeline:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 4))
+    return offbeat.Pipeline(
+        layers,
+        2,
+        method=offbeat.ADL(M=2),
+        loss=nn.functional.cross_entropy,
+        cuts=[1],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        messages=messages,
+    )
+
+
+def test_a_state_with_other_messages_in_flight_is_refused():
+    first, second = pipeline("int8"), pipeline("exact")
+    for t in range(4):
+        first.step(torch.full((5, 6), float(t)), torch.tensor([0, 1, 2, 3, 0]))
+    with pytest.raises(UserError, match="messages='int8' in flight, this pipeline messages='exact'"):
+        second.load(first.state(), batches=4)
