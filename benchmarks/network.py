@@ -1,0 +1,361 @@
+"""Training over slow networks: DDP, torch's pipelines and ours, each worker on a host of its own.
+
+    python benchmarks/network.py --out docs/results/network-2cores-k2.json
+    python benchmarks/network.py --rows adl,ddp --profiles loopback,100mbit-10ms --rounds 1 --seconds 1 --out FILE
+    python benchmarks/network_relay.py              round trip and throughput of every profile
+
+Hosts are network namespaces on this machine, with lines of a given rate and delay between them (network_relay.py): it
+needs Linux, root and iproute2. Every worker has one core. All rows train the same network with the same samples per
+update. A round times every row on every profile; the workers of a row stay the same on all lines, loopback has its own.
+
+The record is written after every measurement. The same command continues a record that is there; --rounds may be more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from network_relay import (
+    DEVICE,
+    LOOPBACK,
+    PROFILES,
+    CannotMakeHostsError,
+    Hosts,
+    Profile,
+    ending_on_terminate,
+    measured,
+)
+from network_rows import LISTED, NETWORKS, ROWS, SAMPLES, M, Network, NetworkRow
+
+BEGUN = time.monotonic()
+PATIENCE = 900.0  # seconds until a worker must answer
+WORKER = Path(__file__).with_name("network_worker.py")
+REPEATS = 10  # of the times that predictions need
+LEAST_UPDATES, MOST_UPDATES = 2, 50  # of a measurement
+
+
+def say(line: str) -> None:
+    print(f"[{time.monotonic() - BEGUN:5.0f} s] {line}", flush=True)
+
+
+class RowFailedError(Exception):
+    """A row cannot be timed; the reason in one line."""
+
+
+class Group:
+    """The workers of a row, on hosts of their own or, without lines, all on the first."""
+
+    def __init__(
+        self, row: NetworkRow, network: Network, hosts: Hosts, *, cuts: Sequence[int], lines: bool, folder: Path
+    ) -> None:
+        K, cores = len(cuts) + 1, sorted(os.sched_getaffinity(0))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        store = tempfile.mktemp(dir=folder)
+        self.errors = folder / "errors"
+        self.processes: list[subprocess.Popen[str]] = []
+        for rank in range(K):
+            with self.errors.open("w") as errors:
+                process = subprocess.Popen(
+                    hosts.command(rank if lines else 0, sys.executable, str(WORKER)),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C is for the process that writes the record
+                )
+            self.processes.append(process)
+            self._send(
+                rank,
+                {
+                    "row": row.name,
+                    "network": network.as_dict(),
+                    "K": K,
+                    "rank": rank,
+                    "cuts": list(cuts),
+                    "store": store,
+                    "interface": DEVICE if lines else "lo",
+                    "core": cores[rank % len(cores)],
+                },
+            )
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            with contextlib.suppress(BrokenPipeError), process:
+                pass
+
+    def ready(self) -> None:
+        self._receive()
+
+    def ask(self, **request: Any) -> list[dict[str, Any]]:
+        for rank in range(len(self.processes)):
+            self._send(rank, request)
+        return self._receive()
+
+    def _send(self, rank: int, request: dict[str, Any]) -> None:
+        pipe = self.processes[rank].stdin
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):  # one that has ended is noticed when its answer is read
+            pipe.write(json.dumps(request) + "\n")
+            pipe.flush()
+
+    def _receive(self) -> list[dict[str, Any]]:
+        waited: dict[Any, int] = {process.stdout: rank for rank, process in enumerate(self.processes)}
+        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + PATIENCE
+        while waited:
+            ready, _, _ = select.select(list(waited), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RowFailedError(f"worker {min(waited.values())} did not answer within {PATIENCE:.0f} s")
+            for pipe in ready:
+                line, rank = pipe.readline(), waited.pop(pipe)
+                if not line:
+                    lines = self.errors.read_text().strip().splitlines()
+                    raise RowFailedError(f"worker {rank} has ended: {lines[-1] if lines else 'no reason'}")
+                found[rank] = json.loads(line)
+                if "failed" in found[rank]:
+                    raise RowFailedError(found[rank]["failed"])
+        return [found[rank] for rank in range(len(self.processes))]
+
+
+# ---- the record
+
+
+class NetworkRecord:
+    """What was measured so far, in a file that is always complete."""
+
+    def __init__(self, path: Path, settings: dict[str, Any], provenance: dict[str, Any]) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {
+            "settings": settings,
+            "lines": {},
+            "costs": {},
+            "measurements": [],
+            "failed": [],
+            "provenance": provenance,
+        }
+        if path.exists():
+            before = json.loads(path.read_text())
+            fixed = {name: value for name, value in settings.items() if name != "rounds"}
+            if {**before["settings"], **fixed} != {**before["settings"], "rounds": before["settings"]["rounds"]}:
+                sys.exit(f"{path} has other settings: use them, or another --out")
+            self.found = {**before, "settings": settings}
+            self.found.setdefault("continued", []).append(provenance)
+
+    def write(self) -> None:
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.found, indent=1) + "\n")
+        part.replace(self.path)
+
+    def has(self, **key: Any) -> bool:
+        return any(key.items() <= one.items() for kind in ("measurements", "failed") for one in self.found[kind])
+
+    def add(self, kind: str, **measurement: Any) -> None:
+        self.found[kind].append(measurement)
+        self.write()
+
+
+# ---- measuring
+
+
+def updates_within(seconds: float, update: float) -> int:
+    """The updates of a measurement of about that many seconds.
+
+    >>> updates_within(8.0, 0.5), updates_within(8.0, 30.0)
+    (16, 2)
+    """
+    return max(LEAST_UPDATES, min(MOST_UPDATES, round(seconds / update)))
+
+
+def time_on_line(group: Group, hosts: Hosts, profile: Profile, *, seconds: float) -> dict[str, Any]:
+    """Seconds per update of the slowest worker, after a warm-up on the same line; the idle share of the workers; bytes
+    on all lines per update; cores that the relay used."""
+    if profile.name != LOOPBACK:
+        hosts.set(profile)
+    group.ask(run=1)
+    first = group.ask(run=1)
+    before, began = hosts.counters(), time.monotonic()
+    answers = group.ask(run=updates_within(seconds, max(answer["seconds"] for answer in first)))
+    after, wall = hosts.counters(), time.monotonic() - began
+    lines = profile.name != LOOPBACK
+    return {
+        "seconds": max(answer["seconds"] for answer in answers),
+        "idle": 1 - sum(answer["busy"] / answer["seconds"] for answer in answers) / len(answers),
+        "updates": answers[0]["updates"],
+        "bytes": (after["bytes"] - before["bytes"]) / answers[0]["updates"] if lines else None,
+        "relay": (after["processor_seconds"] - before["processor_seconds"]) / wall,
+    }
+
+
+def measure_row(
+    row: NetworkRow,
+    network: Network,
+    cuts: Sequence[int],
+    *,
+    hosts: Hosts,
+    profiles: Sequence[Profile],
+    number: int,
+    seconds: float,
+    record: NetworkRecord,
+    folder: Path,
+) -> None:
+    """One round of a row on all profiles that the record does not have."""
+    key: dict[str, Any] = {"network": network.name, "K": len(cuts) + 1, "row": row.name, "round": number}
+    for lines in (False, True):
+        left = [one for one in profiles if (one.name != LOOPBACK) == lines and not record.has(**key, profile=one.name)]
+        if not left:
+            continue
+        hosts.set(PROFILES[1] if lines else PROFILES[0])  # workers join on a fast line
+        try:
+            with Group(row, network, hosts, cuts=cuts, lines=lines, folder=folder) as group:
+                group.ready()
+                for profile in left:
+                    found = time_on_line(group, hosts, profile, seconds=seconds)
+                    record.add("measurements", **key, profile=profile.name, **found)
+                    say(
+                        f"{network.name}, K={len(cuts) + 1}, round {number}, {profile.name}, {row.title}: "
+                        f"{1000 * found['seconds']:.0f} ms per update, {SAMPLES / found['seconds']:.1f} samples/s, "
+                        f"idle {100 * found['idle']:.0f} %"
+                    )
+        except RowFailedError as reason:
+            for profile in left:
+                if not record.has(**key, profile=profile.name):
+                    record.add("failed", **key, profile=profile.name, reason=str(reason))
+            say(f"{network.name}, {row.title}: left out, {reason}")
+
+
+def measure_costs(network: Network, cuts: Sequence[int], *, hosts: Hosts, record: NetworkRecord, folder: Path) -> None:
+    """Times of the stages and sizes of messages, once per network and K."""
+    name = f"{network.name}-{len(cuts) + 1}"
+    if name in record.found["costs"]:
+        return
+    with Group(ROWS["adl"], network, hosts, cuts=cuts, lines=False, folder=folder) as group:
+        group.ready()
+        record.found["costs"][name] = {"cuts": list(cuts), "workers": group.ask(costs=REPEATS)}
+    record.write()
+    say(f"{network.name}, K={len(cuts) + 1}: stages and messages measured")
+
+
+def cuts_of(network: Network, K: int) -> list[int]:
+    """Where the network is cut: between blocks, balanced FLOPs."""
+    from offbeat import models
+    from offbeat.partitioning import partition
+
+    model = models.build(network.model, shape=network.shape, classes=network.classes)
+    sample = models.random_batch(SAMPLES // M, network.shape, network.classes)
+    return list(partition(model, K, sample, units="blocks").cuts)
+
+
+# ---- the command
+
+
+def chosen(text: str | None, allowed: Sequence[Any], name: Callable[[Any], str]) -> list[Any]:
+    """Those of the given names, in their order; all without any."""
+    if text is None:
+        return list(allowed)
+    wanted = text.split(",")
+    if unknown := [each for each in wanted if each not in map(name, allowed)]:
+        sys.exit(f"unknown {', '.join(unknown)}: use some of {', '.join(map(name, allowed))}")
+    return [one for one in allowed if name(one) in wanted]
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", help=", ".join(NETWORKS))
+    parser.add_argument("--rows", help=", ".join(ROWS))
+    parser.add_argument("--profiles", help=", ".join(profile.name for profile in PROFILES))
+    parser.add_argument("-K", type=int, default=2, help="workers, one core each (default 2)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a measurement (default 8)")
+    parser.add_argument("--out", required=True, help="the record, which is continued if it is there")
+    options = parser.parse_args(arguments)
+    cores = len(os.sched_getaffinity(0))
+    if not 2 <= options.K <= cores:
+        sys.exit(f"-K {options.K} on {cores} cores: every worker needs one, use -K 2 to {cores}")
+    if SAMPLES % (options.K * M):
+        sys.exit(f"-K {options.K}: an update of {SAMPLES} samples cannot be split into {M} batches for every worker")
+    if options.rounds < 1 or options.seconds <= 0:
+        sys.exit(f"--rounds {options.rounds} --seconds {options.seconds:g}: use numbers above 0")
+    return options
+
+
+def measure(options: argparse.Namespace, hosts: Hosts, folder: Path) -> None:
+    from offbeat.runs.provenance import provenance
+
+    networks = chosen(options.networks, list(NETWORKS.values()), lambda network: network.name)
+    profiles = chosen(options.profiles, PROFILES, lambda profile: profile.name)
+    rows = chosen(options.rows, LISTED, lambda row: row.name)
+    settings = {
+        "K": options.K,
+        "samples_per_update": SAMPLES,
+        "M": M,
+        "networks": [network.as_dict() for network in networks],
+        "profiles": [{**asdict(profile), "rate": min(profile.rate, 1e15)} for profile in profiles],
+        "rows": [asdict(row) for row in rows],
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "tcp": hosts.tcp(),
+    }
+    made = provenance(["python", "benchmarks/network.py", *(part for part in sys.argv[1:])])
+    record = NetworkRecord(Path(options.out), settings, made)
+    for profile in profiles:
+        if profile.name != LOOPBACK and profile.name not in record.found["lines"]:
+            record.found["lines"][profile.name] = measured(hosts, profile)
+            record.write()
+    cuts = {network.name: cuts_of(network, options.K) for network in networks}
+    for network in networks:
+        measure_costs(network, cuts[network.name], hosts=hosts, record=record, folder=folder)
+    for number in range(1, options.rounds + 1):
+        for network in networks:
+            for row in rows:
+                measure_row(
+                    row,
+                    network,
+                    cuts[network.name],
+                    hosts=hosts,
+                    profiles=profiles,
+                    number=number,
+                    seconds=options.seconds,
+                    record=record,
+                    folder=folder,
+                )
+    say(f"written: {options.out}")
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = options_of(arguments)
+    try:
+        with (
+            ending_on_terminate(),
+            Hosts(options.K) as hosts,
+            tempfile.TemporaryDirectory(prefix="offbeat-network-") as folder,
+        ):
+            measure(options, hosts, Path(folder))
+    except CannotMakeHostsError as reason:
+        sys.exit(f"{reason}")
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the same command continues {options.out}", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
