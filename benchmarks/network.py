@@ -38,7 +38,8 @@ from network_relay import (
     ending_on_terminate,
     measured,
 )
-from network_rows import LISTED, NETWORKS, ROWS, SAMPLES, M, Network, NetworkRow
+from network_rows import LISTED, MEASURED, ROWS, SAMPLES, TINY, M, Network, NetworkRow
+from start import arguments as given_arguments
 
 BEGUN = time.monotonic()
 PATIENCE = 900.0  # seconds until a worker must answer
@@ -280,7 +281,7 @@ def chosen(text: str | None, allowed: Sequence[Any], name: Callable[[Any], str])
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", help=", ".join(NETWORKS))
+    parser.add_argument("--networks", default="gpt,resnet50", help="gpt, resnet50, tiny (default gpt,resnet50)")
     parser.add_argument("--rows", help=", ".join(ROWS))
     parser.add_argument("--profiles", help=", ".join(profile.name for profile in PROFILES))
     parser.add_argument("-K", type=int, default=2, help="workers, one core each (default 2)")
@@ -301,7 +302,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 def measure(options: argparse.Namespace, hosts: Hosts, folder: Path) -> None:
     from offbeat.runs.provenance import provenance
 
-    networks = chosen(options.networks, list(NETWORKS.values()), lambda network: network.name)
+    networks = chosen(options.networks, (*MEASURED, TINY), lambda network: network.name)
     profiles = chosen(options.profiles, PROFILES, lambda profile: profile.name)
     rows = chosen(options.rows, LISTED, lambda row: row.name)
     settings = {
@@ -315,7 +316,7 @@ def measure(options: argparse.Namespace, hosts: Hosts, folder: Path) -> None:
         "seconds": options.seconds,
         "tcp": hosts.tcp(),
     }
-    made = provenance(["python", "benchmarks/network.py", *(part for part in sys.argv[1:])])
+    made = provenance(["python", "benchmarks/network.py", *given_arguments()])
     record = NetworkRecord(Path(options.out), settings, made)
     for profile in profiles:
         if profile.name != LOOPBACK and profile.name not in record.found["lines"]:

@@ -20,6 +20,7 @@ import first_page
 import results_bench
 import results_gpu
 import results_models
+import results_network
 import results_reproduction
 import results_torture
 import results_trace
@@ -409,6 +410,7 @@ def main() -> None:
         *results_gpu.section(records("gpu")),
         *results_reproduction.section(again),
         *results_bench.section(),
+        *results_network.section(),
         *results_torture.section(),
         *results_models.section(),
         *results_trace.section(),
@@ -423,7 +425,8 @@ def main() -> None:
         stale.append(PICTURE.name)
     if first_page.stale():
         stale.append(first_page.PICTURE.name)
-    pictures = results_reproduction.stale(again)
+    networks = records("network")
+    pictures = results_reproduction.stale(again) + results_network.stale(networks)
     stale += [path.name for path in pictures]
     if unknown := set(sys.argv[1:]) - {"--check", "--picture"}:
         sys.exit(f"unknown arguments {' '.join(sorted(unknown))}: use --check, --picture, or none")
@@ -440,6 +443,9 @@ def main() -> None:
     for name, record in again.items():
         if (path := results_reproduction.picture(name)) in pictures or "--picture" in sys.argv:
             results_reproduction.draw(record, path)
+    for name, record in networks.items():
+        if (path := results_network.picture(name)) in pictures or "--picture" in sys.argv:
+            results_network.draw(record, path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,351 @@
+"""The section of docs/results.md about benchmarks/network.py: which method is fastest on which network.
+
+docs/results/network-*.json are its records; the picture of the same name beside one shows which kind of method the
+timeline predicts to be the fastest for every rate and delay, and which was on the lines that were measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from network_prediction import MeasuredCosts, predicted
+from network_relay import LOOPBACK, Profile
+from network_rows import NetworkRow
+from page import RECORDS, Record, point, prose, records, source
+
+from offbeat.report.formatting import markdown
+
+WITHIN = 0.20  # of the measured time: the aim of predictions
+SAME = 1.02  # times the smallest predicted time that count as equally fast
+RATES = [10e6 * 10 ** (step / 8) for step in range(25)]  # bits per second of the map, the middle of each cell
+DELAYS = [0.1e-3 * 10 ** (step / 6) for step in range(20)]  # seconds
+DDP, SYNCHRONOUS, ONE_WAY, ADL = "DDP", "synchronous pipeline", "1F1B lag (ADL, 2BW)", "ADL"
+KINDS = (DDP, SYNCHRONOUS, ONE_WAY, ADL)  # exact gradients first, then by staleness
+AIMS = {"synchronous pipeline": 2.0, "DDP with accumulation": 4.0}  # of ADL, for the GPT on AIMED
+AIMED = "100mbit-10ms"
+
+
+def kind_of(row: NetworkRow) -> str | None:
+    """Of the rows that are compared at equal samples per update: local SGD is none of them."""
+    if row.kind == "ddp":
+        return DDP
+    if row.kind == "local-sgd":
+        return None
+    return SYNCHRONOUS if not row.late else ADL if row.setting == "adl" else ONE_WAY
+
+
+def rows_of(record: Record) -> list[NetworkRow]:
+    return [NetworkRow(**row) for row in record["settings"]["rows"]]
+
+
+def profiles_of(record: Record) -> list[Profile]:
+    return [Profile(**profile) for profile in record["settings"]["profiles"]]
+
+
+def by_round(record: Record, network: str, profile: str, row: str, *, what: str = "seconds") -> dict[int, float]:
+    """A figure of every round."""
+    return {
+        one["round"]: one[what]
+        for one in record["measurements"]
+        if (one["network"], one["profile"], one["row"]) == (network, profile, row) and one[what] is not None
+    }
+
+
+def fastest(record: Record, network: str, profile: str, rows: Iterable[NetworkRow]) -> str | None:
+    """The row with the smallest median time."""
+    times = {row.name: by_round(record, network, profile, row.name) for row in rows}
+    medians = {name: median(found.values()) for name, found in times.items() if found}
+    return min(medians, key=medians.__getitem__) if medians else None
+
+
+def ratio(record: Record, network: str, profile: str, above: str | None, below: str) -> str:
+    """Median (least-most) of the times of one row over those of another in the same round."""
+    if above is None:
+        return ""
+    first, second = (by_round(record, network, profile, row) for row in (above, below))
+    found = [first[number] / second[number] for number in first if number in second]
+    if not found:
+        return ""
+    return f"{median(found):.2f}" + (f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else "")
+
+
+# ---- tables
+
+
+def lines_table(record: Record) -> list[str]:
+    rows = []
+    for profile in profiles_of(record):
+        if profile.name in record["lines"]:
+            found = record["lines"][profile.name]
+            rows.append(
+                [
+                    profile.name,
+                    f"{profile.rate / 1e6:,.0f}",
+                    f"{found['rate'] / 1e6:,.0f}",
+                    f"{2e3 * profile.delay:.1f}",
+                    f"{1e3 * found['round_trip']:.1f}",
+                ]
+            )
+    return [markdown(["line", "Mbit/s asked for", "measured", "round trip asked for (ms)", "measured"], rows), ""]
+
+
+def speeds_table(record: Record, network: str) -> list[str]:
+    """Samples per second; of rows that differ in their micro-batches, the fastest on each line."""
+    rows, profiles, samples = rows_of(record), profiles_of(record), record["settings"]["samples_per_update"]
+    families: dict[str, list[NetworkRow]] = {}
+    for row in rows:
+        families.setdefault(row.family or row.name, []).append(row)
+    table = []
+    for members in families.values():
+        cells = []
+        for profile in profiles:
+            best = fastest(record, network, profile.name, members)
+            if best is None:
+                cells.append("left out")
+                continue
+            found = by_round(record, network, profile.name, best)
+            chosen = f" (m={best.rpartition('-')[2]})" if len(members) > 1 else ""
+            cells.append(f"{samples / median(found.values()):.1f}{chosen}")
+        table.append([members[0].title.rpartition(",")[0] if len(members) > 1 else members[0].title, *cells])
+    return [markdown(["samples per second", *(profile.name for profile in profiles)], table), ""]
+
+
+def ratios_table(record: Record, network: str) -> list[str]:
+    rows, profiles = rows_of(record), profiles_of(record)
+    kinds = {kind: [row for row in rows if kind_of(row) == kind] for kind in KINDS}
+    others = {
+        "best synchronous pipeline / ADL": kinds[SYNCHRONOUS],
+        "DDP / ADL": [row for row in kinds[DDP] if row.parts == 1],
+        "DDP with accumulation / ADL": [row for row in kinds[DDP] if row.parts > 1],
+        "1F1B lag / ADL": kinds[ONE_WAY],
+        "local SGD / ADL": [row for row in rows if row.kind == "local-sgd"],
+        "ADL / ADL with bf16 messages": [row for row in rows if row.name == "adl-bf16"],
+        "ADL / ADL with int8 messages": [row for row in rows if row.name == "adl-int8"],
+    }
+    table = []
+    for title, members in others.items():
+        cells = []
+        for profile in profiles:
+            best = fastest(record, network, profile.name, members)
+            pair = ("adl", best) if title.startswith("ADL") else (best, "adl")
+            cells.append(ratio(record, network, profile.name, *pair) if best else "")  # type: ignore[arg-type]
+        if any(cells):
+            table.append([title, *cells])
+    winners = []
+    for profile in profiles:
+        best = fastest(record, network, profile.name, [row for row in rows if kind_of(row)])
+        winners.append(next((row.title for row in rows if row.name == best), ""))
+    table.append(["fastest", *winners])
+    return [markdown(["times of an update", *(profile.name for profile in profiles)], table), ""]
+
+
+def bytes_table(record: Record, network: str) -> list[str]:
+    """Bytes and idle shares; bytes are the same on all lines but for what TCP sends again."""
+    profiles = profiles_of(record)
+    table = []
+    for row in rows_of(record):
+        sent, idle = [], []
+        for profile in profiles:
+            sent += by_round(record, network, profile.name, row.name, what="bytes").values()
+            found = by_round(record, network, profile.name, row.name, what="idle").values()
+            idle.append(f"{100 * median(found):.0f}" if found else "")
+        if any(idle):
+            table.append([row.title, f"{median(sent) / 1e6:.2f}" if sent else "", *idle])
+    return [
+        markdown(["row", "MB per update, all lines", *(f"idle %, {profile.name}" for profile in profiles)], table),
+        "",
+    ]
+
+
+def predictions(record: Record, network: str) -> dict[tuple[str, str], tuple[float, float]]:
+    """Predicted and measured seconds per update, by row and profile."""
+    costs = MeasuredCosts(record["costs"][f"{network}-{record['settings']['K']}"]["workers"])
+    found = {}
+    for row in rows_of(record):
+        for profile in profiles_of(record):
+            times = by_round(record, network, profile.name, row.name)
+            if times:
+                found[row.name, profile.name] = predicted(row, costs, profile), median(times.values())
+    return found
+
+
+def predictions_table(record: Record, network: str) -> list[str]:
+    pairs, profiles = predictions(record, network), profiles_of(record)
+    table = []
+    for row in rows_of(record):
+        cells = []
+        for profile in profiles:
+            guessed, found = pairs.get((row.name, profile.name), (0.0, 0.0))
+            cells.append(f"{guessed / found:.2f}" if found else "")
+        if any(cells):
+            table.append([row.title, *cells])
+    good = sum(abs(guessed / found - 1) <= WITHIN for guessed, found in pairs.values())
+    return [
+        markdown(["predicted / measured time", *(profile.name for profile in profiles)], table),
+        "",
+        point(f"{good} of {len(pairs)} predictions are within {100 * WITHIN:.0f} % of the measured time."),
+        "",
+    ]
+
+
+def aims(record: Record) -> list[str]:
+    """What was wanted of ADL for the GPT, and what was measured."""
+    if AIMED not in (profile.name for profile in profiles_of(record)) or "gpt" not in names(record):
+        return []
+    rows = rows_of(record)
+    groups = {
+        "synchronous pipeline": [row for row in rows if kind_of(row) == SYNCHRONOUS],
+        "DDP with accumulation": [row for row in rows if kind_of(row) == DDP and row.parts > 1],
+    }
+    said = []
+    for title, members in groups.items():
+        best = fastest(record, "gpt", AIMED, members)
+        found = ratio(record, "gpt", AIMED, best, "adl")
+        if found:
+            reached = float(found.split()[0]) >= AIMS[title]
+            said.append(
+                f"{found} times the best {title} (aim {AIMS[title]:g}: {'reached' if reached else '**missed**'})"
+            )
+    return [point(f"GPT on {AIMED}: ADL is {'; '.join(said)}."), ""] if said else []
+
+
+# ---- the picture
+
+
+@cache
+def _map(costs: str, rows: tuple[NetworkRow, ...]) -> list[dict[str, Any]]:
+    """For every rate and delay the kind of method with the smallest predicted time."""
+    measured, cells = MeasuredCosts(json.loads(costs)), []
+    for delay in DELAYS:
+        for rate in RATES:
+            line = Profile("", rate, delay)
+            times: dict[str, float] = {}
+            for row in rows:
+                if kind := kind_of(row):
+                    times[kind] = min(times.get(kind, float("inf")), predicted(row, measured, line))
+            least = min(times.values())
+            best = next(kind for kind in KINDS if kind in times and times[kind] <= SAME * least)
+            left, right = (rate * 10 ** (side / 16) / 1e6 for side in (-1, 1))
+            low, high = (1e3 * delay * 10 ** (side / 12) for side in (-1, 1))
+            cells.append({"rate": left, "right": right, "delay": low, "high": high, "kind": best})
+    return cells
+
+
+def names(record: Record) -> list[str]:
+    return [network["name"] for network in record["settings"]["networks"]]
+
+
+def measured_points(record: Record, network: str) -> list[dict[str, Any]]:
+    """The fastest row of every line."""
+    rows, found = rows_of(record), []
+    for profile in profiles_of(record):
+        best = fastest(record, network, profile.name, [row for row in rows if kind_of(row)])
+        if best and profile.name != LOOPBACK:
+            row = next(row for row in rows if row.name == best)
+            found.append({"rate": profile.rate / 1e6, "delay": 1e3 * profile.delay, "kind": kind_of(row), "row": best})
+    return found
+
+
+def picture(name: str) -> Path:
+    return RECORDS / name.replace(".json", ".svg")
+
+
+def digest(record: Record) -> str:
+    """Of what the picture shows."""
+    shown = [record["settings"], record["costs"], [measured_points(record, network) for network in names(record)]]
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+
+
+def stale(found: dict[str, Record]) -> list[Path]:
+    paths = {picture(name): digest(record) for name, record in found.items()}
+    return [path for path, wanted in paths.items() if not path.exists() or wanted not in path.read_text()]
+
+
+def draw(record: Record, path: Path) -> None:
+    """A map for each network: shaded by the predicted fastest kind, with circles for the measured one."""
+    import altair as alt
+
+    from offbeat.report.charts.data import chart_of, layered
+    from offbeat.report.draw import panels, rendered
+    from offbeat.report.style import colour
+    from offbeat.runs.record import write
+
+    hue = alt.Color(
+        "kind:N",
+        scale=alt.Scale(domain=list(KINDS), range=[colour(place) for place in range(len(KINDS))]),
+        legend=alt.Legend(title=None, orient="top"),
+    )
+    charts = []
+    for network in names(record):
+        costs = json.dumps(record["costs"][f"{network}-{record['settings']['K']}"]["workers"])
+        cells, points = _map(costs, tuple(rows_of(record))), measured_points(record, network)
+        x = alt.X("rate:Q", scale=alt.Scale(type="log", nice=False), title="rate of a line (Mbit/s)")
+        y = alt.Y("delay:Q", scale=alt.Scale(type="log", nice=False), title="delay one way (ms)")
+        shaded = chart_of(cells).mark_rect(opacity=0.35).encode(x=x, x2="right", y=y, y2="high", color=hue)
+        circles = chart_of(points).mark_circle(size=130, opacity=1, stroke=colour("ink")).encode(x=x, y=y, fill=hue)
+        labels = chart_of(points).mark_text(dy=-13, fontSize=11, fill=colour("ink")).encode(x=x, y=y, text="row:N")
+        charts.append((network, layered([shaded, circles, labels], cells, points, height=300)))
+    title = f"Fastest at {record['settings']['samples_per_update']} samples per update, K={record['settings']['K']}"
+    subtitle = "shaded: predicted by the timeline; circles: measured"
+    drawn = rendered(panels(charts, shared=True), "svg", title=title, subtitle=subtitle, width=None).decode()
+    write(path, drawn.replace("</svg>", f"<!-- drawn from {digest(record)} -->\n</svg>"))
+
+
+# ---- the section
+
+
+def record_section(name: str, record: Record) -> list[str]:
+    settings = record["settings"]
+    tcp = ", ".join(f"`{setting}` {value}" for setting, value in settings["tcp"].items())
+    lines = [
+        f"### K={settings['K']}, {settings['samples_per_update']} samples per update, {settings['rounds']} rounds",
+        "",
+        *lines_table(record),
+        point(f"TCP: {tcp}."),
+        "",
+        *([f"![Fastest methods by rate and delay of the lines](results/{picture(name).name})", ""]),
+        *aims(record),
+    ]
+    for network in names(record):
+        model = next(one for one in settings["networks"] if one["name"] == network)
+        shape = "x".join(map(str, model["shape"]))
+        lines += [
+            f"#### {model['model']}, samples of {shape}",
+            "",
+            *speeds_table(record, network),
+            *ratios_table(record, network),
+            *bytes_table(record, network),
+            *predictions_table(record, network),
+        ]
+    failed = sorted({f"{one['network']}, {one['row']}, {one['profile']}: {one['reason']}" for one in record["failed"]})
+    return [*lines, *(point(f"Left out: {reason}.") for reason in failed), source(name, record), ""]
+
+
+def section() -> list[str]:
+    """Nothing where there are no records."""
+    found = records("network")
+    if not found:
+        return []
+    lines = [
+        "## Slow networks",
+        "",
+        prose(
+            "`benchmarks/network.py`: every worker is a process with one core on a host of its own (a network",
+            "namespace), and a relay gives the line between every two hosts a rate and a delay, each way. All rows",
+            "have the same samples per update: DDP divides them among the workers (with accumulation, in 4",
+            "micro-batches), synchronous pipelines split them into m micro-batches, late methods into M=4 batches.",
+            "Local SGD averages weights every 50 updates, which is another algorithm; it is shown, and not counted",
+            "among the fastest. No accuracy is measured here. Predictions are from times of the stages without",
+            "messages, sizes of messages, and the rate and delay of the line (`benchmarks/network_prediction.py`).",
+        ),
+        "",
+    ]
+    for name, record in found.items():
+        lines += record_section(name, record)
+    return lines

@@ -1,0 +1,133 @@
+"""benchmarks/network.py: rows on slow lines, a record that is continued, and the section of the results about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import results_network  # noqa: E402
+from network_prediction import MeasuredCosts, one_f_one_b, predicted  # noqa: E402
+from network_relay import PROFILES, Profile, ip, why_not  # noqa: E402
+from network_rows import LISTED, ROWS  # noqa: E402
+
+FEW = "ddp-accumulate,local-sgd,torch-gpipe-4,torch-1f1b-4,gpipe-4,adl,adl-int8,2bw"
+
+
+def command(out: Path, *more: str) -> subprocess.Popen:
+    given = [
+        "--networks",
+        "tiny",
+        "--rows",
+        FEW,
+        "--profiles",
+        "loopback,1gbit-1ms",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.1",
+    ]
+    return subprocess.Popen(
+        [sys.executable, ROOT / "benchmarks/network.py", *given, *more, "--out", out],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_an_interrupted_record_is_continued_and_every_row_is_in_it_once(tmp_path):
+    out = tmp_path / "network-2cores-k2.json"
+    first = command(out)
+    while "ms per update" not in (line := first.stdout.readline()):
+        assert line, first.stderr.read()
+    first.send_signal(signal.SIGINT)
+    _, errors = first.communicate(timeout=60)
+    assert first.returncode == 130
+    assert errors.splitlines()[-1] == f"interrupted; the same command continues {out}"
+    begun = json.loads(out.read_text())["measurements"]
+    assert begun
+    second = command(out)
+    _, errors = second.communicate(timeout=600)
+    assert second.returncode == 0, errors
+    record = json.loads(out.read_text())
+    assert record["failed"] == []
+    assert record["measurements"][: len(begun)] == begun
+    done = [(one["row"], one["profile"]) for one in record["measurements"]]
+    assert sorted(done) == sorted((row, line) for row in FEW.split(",") for line in ("loopback", "1gbit-1ms"))
+    assert not [line for line in ip("netns", "list").splitlines() if f"-{second.pid}-" in line]
+    sent = {one["row"]: one["bytes"] for one in record["measurements"] if one["profile"] == "1gbit-1ms"}
+    assert sent["adl-int8"] < 0.6 * sent["adl"]
+    page = "\n".join(results_network.record_section(out.name, record))
+    assert "Offbeat ADL, int8 messages" in page
+    assert "of 16 predictions are within 20 %" in page
+    other = command(out, "--seconds", "0.2")
+    _, errors = other.communicate(timeout=100)
+    assert other.returncode == 1
+    assert errors == f"{out} has other settings: use them, or another --out\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--rows", "adl,dpp"], "unknown dpp"),
+        (["-K", "1000"], "every worker needs one"),
+        (["--rounds", "0"], "use numbers above 0"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(tmp_path, given, said):
+    done = command(tmp_path / "record.json", *given)
+    _, errors = done.communicate(timeout=60)
+    assert done.returncode == 1
+    assert said in errors or "need" in errors  # without root, that is said first
+    assert errors.count("\n") == 1
+
+
+def costs(K: int = 2) -> MeasuredCosts:
+    """Equal stages: 10 ms forward and 20 ms backward per batch of 8, and 1 MB messages."""
+    worker = {
+        "stages": {"8": [0.01, 0.02, 0.0], "4": [0.005, 0.01, 0.0]},
+        "whole": {"16": [0.04, 0.08], "4": [0.01, 0.02]},
+        "bytes": {"exact": [1_000_000] * 2, "bf16": [500_000] * 2, "int8": [250_000] * 2},
+        "encoding": {"exact": 0.0, "bf16": 0.0, "int8": 0.0},
+        "parameters": 40_000_000,
+    }
+    return MeasuredCosts([worker] * K)
+
+
+FAST, SLOW = PROFILES[0], Profile("slow", 100e6, 10e-3)
+
+
+def test_predictions_on_a_fast_line_are_those_of_the_computation():
+    assert predicted(ROWS["adl"], costs(), FAST) == pytest.approx(4 * 0.03)
+    assert predicted(ROWS["gpipe-4"], costs(), FAST) == pytest.approx(5 * 0.03)
+    assert predicted(ROWS["torch-1f1b-8"], costs(), FAST) == pytest.approx(9 * 0.015)
+    assert predicted(ROWS["ddp"], costs(), FAST) == pytest.approx(0.12)
+    assert predicted(ROWS["local-sgd"], costs(), FAST) == pytest.approx(0.12)
+
+
+def test_predictions_on_a_slow_line_are_those_of_its_transfers():
+    assert predicted(ROWS["adl"], costs(), SLOW) == pytest.approx(4 * 0.08)  # 1 MB at 100 Mbit/s
+    assert predicted(ROWS["adl-int8"], costs(), SLOW) == pytest.approx(
+        4 * 0.12 / 3
+    )  # 3 batches around stages and lines
+    assert predicted(ROWS["ddp"], costs(), SLOW) == pytest.approx(0.04 + 3.2 + 4 * 0.01)  # 40 MB, 2 buckets
+    assert predicted(ROWS["local-sgd"], costs(), SLOW) == pytest.approx(0.12 + (3.2 + 0.02) / 50)
+    for row in LISTED:
+        assert predicted(row, costs(), SLOW) > predicted(row, costs(), FAST)
+
+
+def test_a_synchronous_1f1b_holds_no_more_than_its_distance_to_the_end():
+    (first,), (last,) = ([" ".join(map(str, each)) for each in one_f_one_b(k, 2, range(1), m=3)] for k in (1, 2))
+    assert first == "F0 F1 B0 F2 B1 B2 U"
+    assert last == "F0 B0 F1 B1 F2 B2 U"
