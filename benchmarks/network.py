@@ -286,7 +286,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profiles", help=", ".join(profile.name for profile in PROFILES))
     parser.add_argument("-K", type=int, default=2, help="workers, one core each (default 2)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a measurement (default 8)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a measurement (default 5)")
     parser.add_argument("--out", required=True, help="the record, which is continued if it is there")
     options = parser.parse_args(arguments)
     cores = len(os.sched_getaffinity(0))

@@ -30,7 +30,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(*blocks, nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 16, 10)))
 
 
-def trained(method: str, engine: str, K: int) -> dict:
+def trained(method: str, engine: str, K: int, messages: str = "exact") -> dict:
     """Fingerprints of all tensors after two short epochs, with an evaluation and a drain in between."""
     first = engine != "processes" or int(os.environ["RANK"]) == 0
     made = Processes(K, device=GPU) if engine == "processes" else engine
@@ -43,6 +43,7 @@ def trained(method: str, engine: str, K: int) -> dict:
         optimizer=sgd,
         device=GPU,
         engine=made,
+        messages=messages,
         cuts=[1, 2, 3][: K - 1],
         scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
     )
@@ -70,9 +71,9 @@ def trained(method: str, engine: str, K: int) -> dict:
     }
 
 
-def main(out: str, method: str) -> None:
+def main(out: str, method: str, messages: str) -> None:
     deterministic()
-    found = trained(method, "processes", int(os.environ["WORLD_SIZE"]))
+    found = trained(method, "processes", int(os.environ["WORLD_SIZE"]), messages)
     Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

@@ -19,12 +19,22 @@ pytestmark = [
 SCRIPT = Path(__file__).parent.parent / "ranks.py"
 
 
-@pytest.mark.parametrize(("method", "K"), [("adl", 2), ("adl", 3), ("pipedream", 2), ("fr", 2)])
-def test_processes_on_one_gpu_give_the_bits_of_simulate(method, K, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "K", "messages"),
+    [
+        ("adl", 2, "exact"),
+        ("adl", 3, "exact"),
+        ("pipedream", 2, "exact"),
+        ("fr", 2, "exact"),
+        ("adl", 3, "int8"),
+        ("adl", 2, "bf16"),
+    ],
+)
+def test_processes_on_one_gpu_give_the_bits_of_simulate(method, K, messages, tmp_path):
     surroundings = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={K}"]
     done = subprocess.run(
-        [*command, str(SCRIPT), str(tmp_path), method],
+        [*command, str(SCRIPT), str(tmp_path), method, messages],
         capture_output=True,
         text=True,
         timeout=180,
@@ -32,7 +42,7 @@ def test_processes_on_one_gpu_give_the_bits_of_simulate(method, K, tmp_path):
         env=surroundings,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = json.loads(json.dumps(trained(method, "simulate", K)))
+    expected = json.loads(json.dumps(trained(method, "simulate", K, messages)))
     for rank in range(K):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["recorded"] == [True]
