@@ -41,8 +41,8 @@ TASKS: dict[str, dict[str, Any]] = {
         "data": "text",
         "model": "gpt:layers=6,width=64,heads=2,context=64",
         "K": 4,
-        "samples": 8192,
-        "epochs": 2,
+        "samples": 3072,
+        "epochs": 1,
         "batch_size": 16,
     },
 }

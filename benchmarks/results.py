@@ -19,6 +19,7 @@ from typing import Any
 import first_page
 import results_bench
 import results_gpu
+import results_messages
 import results_models
 import results_network
 import results_reproduction
@@ -411,6 +412,7 @@ def main() -> None:
         *results_reproduction.section(again),
         *results_bench.section(),
         *results_network.section(),
+        *results_messages.section(),
         *results_torture.section(),
         *results_models.section(),
         *results_trace.section(),

@@ -28,7 +28,14 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-@pytest.mark.parametrize("profile", [p for p in PROFILES if p.rate <= 1e9], ids=lambda profile: profile.name)
+@pytest.mark.parametrize(
+    "profile",
+    [
+        pytest.param(profile, id=profile.name, marks=[] if profile.name == "100mbit-10ms" else [pytest.mark.slow])
+        for profile in PROFILES
+        if profile.rate <= 1e9
+    ],
+)
 def test_a_line_has_the_delay_and_the_rate_that_were_asked_for(hosts, profile):
     """Never faster; slower only by what a busy machine adds."""
     found = measured(hosts, profile, seconds=0.5)
