@@ -181,7 +181,7 @@ def test_an_exclusive_link_that_takes_longer_than_any_stage_sets_the_pace_of_adl
     assert period(ADL(M=1), Costs([1.0] * 2, [2.0] * 2, **up, exclusive=True)) == pytest.approx(3.5)
 
 
-def test_a_latency_is_that_of_every_message_and_a_transfer_is_shared_by_micro_batches():
+def test_a_latency_is_of_every_message_and_micro_batches_share_a_transfer():
     whole = Costs([1.0] * 2, [2.0] * 2, up=[0.8], down=[0.8], latency=0.3)
     assert whole.message_seconds(1, 2, GPipe(4)) == pytest.approx(0.8 / 4 + 0.3)
     assert whole.transfer_seconds(2, 1, GPipe(4)) == pytest.approx(0.8 / 4)

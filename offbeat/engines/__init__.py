@@ -33,6 +33,7 @@ class Engine(Protocol):
 
     K: int
     here: Sequence[int]  # stages of this process, from 1, in order
+    on_one_device: bool  # whether messages stay in the memory of one device, where they cannot be compressed
 
     @property
     def waits(self) -> bool:

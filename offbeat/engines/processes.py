@@ -82,6 +82,7 @@ class Processes:
     """
 
     waits = True
+    on_one_device = False
     defers = False  # recorded work is launched at once, since the neighbours wait for it
 
     def __init__(

@@ -21,6 +21,7 @@ class Simulate:
     """All stages in this process. `shuffle` interleaves their operations at random, which must change no result."""
 
     waits = False
+    on_one_device = False  # its results are those of processes
 
     def __init__(self, K: int, *, shuffle: int | None = None) -> None:
         self.K = K

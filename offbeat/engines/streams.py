@@ -39,6 +39,8 @@ class Streams(Simulate):
     device without streams the stages run one after the other; nothing else is different.
     """
 
+    on_one_device = True
+
     def __init__(self, K: int, device: torch.device, *, sleeps: int | None = None, together: int | None = None) -> None:
         super().__init__(K)
         self.device, self.sleeps, self.together = device, sleeps, together

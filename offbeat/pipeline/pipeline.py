@@ -28,7 +28,6 @@ from offbeat.core.window import Weighting
 from offbeat.core.worker import SAVE, Worker
 from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
-from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, UserError
 from offbeat.method import Method, StalenessWarmup
 from offbeat.observe.tracing import Notify, Tracing
@@ -196,7 +195,7 @@ class Pipeline:
             self._make_stage,
             self.messages,
         )
-        check_messages(self.messages, self.K, streams=isinstance(self.engine, Streams))
+        check_messages(self.messages, self.K, streams=self.engine.on_one_device)
         self._assembly: Assembly | None = None
         late = (
             self._choice.measures

@@ -10,6 +10,7 @@ import offbeat
 from offbeat.core.compression import LEVELS, Compression, check_messages, decoded, encoded, row_dimensions
 from offbeat.core.links import Message
 from offbeat.core.links.wire import pack, unpack
+from offbeat.engines.streams import Streams
 from offbeat.errors import UserError
 
 
@@ -107,6 +108,18 @@ def pipeline(messages: str) -> offbeat.Pipeline:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         messages=messages,
     )
+
+
+def test_engine_streams_is_refused_however_it_is_given():
+    with pytest.raises(UserError, match="messages='int8' with engine='streams'"):
+        offbeat.Pipeline(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            2,
+            loss=nn.functional.cross_entropy,
+            optimizer=torch.optim.SGD,
+            engine=Streams(2, torch.device("cpu")),
+            messages="int8",
+        )
 
 
 def test_a_state_with_other_messages_in_flight_is_refused():
