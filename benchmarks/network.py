@@ -65,11 +65,11 @@ class Group:
         K, cores = len(cuts) + 1, sorted(os.sched_getaffinity(0))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        store = tempfile.mktemp(dir=folder)
-        self.errors = folder / "errors"
+        place = Path(tempfile.mkdtemp(dir=folder))
+        self.errors = place / "errors"
         self.processes: list[subprocess.Popen[str]] = []
         for rank in range(K):
-            with self.errors.open("w") as errors:
+            with self.errors.open("a") as errors:
                 process = subprocess.Popen(
                     hosts.command(rank if lines else 0, sys.executable, str(WORKER)),
                     stdin=subprocess.PIPE,
@@ -88,7 +88,7 @@ class Group:
                     "K": K,
                     "rank": rank,
                     "cuts": list(cuts),
-                    "store": store,
+                    "store": str(place / "store"),
                     "interface": DEVICE if lines else "lo",
                     "core": cores[rank % len(cores)],
                 },
@@ -156,8 +156,7 @@ class NetworkRecord:
         }
         if path.exists():
             before = json.loads(path.read_text())
-            fixed = {name: value for name, value in settings.items() if name != "rounds"}
-            if {**before["settings"], **fixed} != {**before["settings"], "rounds": before["settings"]["rounds"]}:
+            if {**before["settings"], "rounds": 0} != {**settings, "rounds": 0}:
                 sys.exit(f"{path} has other settings: use them, or another --out")
             self.found = {**before, "settings": settings}
             self.found.setdefault("continued", []).append(provenance)

@@ -1,7 +1,10 @@
-"""Seconds per update of the rows of benchmarks/network.py, as the timeline predicts them.
+"""Predicted seconds per update of the rows of benchmarks/network.py.
 
 From the measured times of stages without messages, the sizes of messages, and the rate and delay of a line. A line
-transfers one message at a time in each direction. All-reduces are rings, and overlap with the last backward.
+transfers one message at a time in each direction. Rows of this package are predicted by its timeline. In rows of torch
+a gloo send starts when the receiver's notice that it has posted the receive arrives (`rendezvous`): this package posts
+receives ahead, torch.distributed.pipelining when it needs the message. All-reduces are rings with a notice in each
+turn, and overlap with the last backward.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from typing import Any
 from network_relay import Profile
 from network_rows import INNER_STEPS, SAMPLES, M, NetworkRow
 
-from offbeat.method import Method
 from offbeat.methods import named
 from offbeat.ops import Backward, Forward, Program, Update
 from offbeat.timeline import Costs, period
@@ -56,7 +58,9 @@ def predicted(row: NetworkRow, costs: MeasuredCosts, profile: Profile) -> float:
         samples = SAMPLES // costs.K
         alone = costs.whole(0, samples) + costs.whole(1, samples)
         return alone + _all_reduce(costs, profile, buckets=1) / INNER_STEPS
-    method = _method(row)
+    if row.kind == "torch":
+        return rendezvous(row, _costs(row, costs, profile))
+    method = named(row.setting, **({"M": row.parts} if row.late else {"m": row.parts}))
     return (row.parts if row.late else 1) * period(method, _costs(row, costs, profile))
 
 
@@ -66,14 +70,15 @@ def _data_parallel(row: NetworkRow, costs: MeasuredCosts, profile: Profile) -> f
     buckets = -(-costs.workers[0]["parameters"] // BUCKET)
     reduced = _all_reduce(costs, profile, buckets=buckets)
     alone = row.parts * forward + (row.parts - 1) * backward
+    buffers = 2 * profile.delay  # the first worker broadcasts them before the forward
     # the last bucket is complete only when the backward is
-    return alone + max(backward + reduced / buckets, reduced)
+    return alone + buffers + max(backward + reduced / buckets, reduced)
 
 
 def _all_reduce(costs: MeasuredCosts, profile: Profile, *, buckets: int) -> float:
     """A ring: every worker sends 2(K-1) times 1/K of each bucket."""
     turns = 2 * (costs.K - 1)
-    return buckets * turns * profile.delay + turns / costs.K * 8 * costs.workers[0]["parameters"] / profile.rate
+    return buckets * turns * 2 * profile.delay + turns / costs.K * 8 * costs.workers[0]["parameters"] / profile.rate
 
 
 def _costs(row: NetworkRow, costs: MeasuredCosts, profile: Profile) -> Costs:
@@ -96,13 +101,71 @@ def _costs(row: NetworkRow, costs: MeasuredCosts, profile: Profile) -> Costs:
     )
 
 
-def _method(row: NetworkRow) -> Method:
-    if row.setting == "Schedule1F1B":
-        m = row.parts
-        return Method(name="1f1b", lag=lambda k, K: 0, m=m, order=lambda k, K, batches: one_f_one_b(k, K, batches, m=m))
-    if row.setting == "ScheduleGPipe":
-        return named("gpipe", m=row.parts)
-    return named(row.setting, **({"M": row.parts} if row.late else {"m": row.parts}))
+# ---- torch.distributed.pipelining
+
+UPDATES = 8  # simulated, of which the second half is counted
+Key = tuple[int, int, int]  # of a message: source, target, micro-batch
+
+
+def rendezvous(row: NetworkRow, costs: Costs) -> float:
+    """Seconds per update where a transfer starts once the receiver's notice has arrived.
+
+    1F1B posts a send together with the next receive and waits for both; GPipe waits for its sends at the end.
+    """
+    K, m, waits = costs.K, row.parts, row.setting == "Schedule1F1B"
+    order = one_f_one_b if waits else lambda k, K, batches, m: fill_drain_in_order(batches, m=m)
+    programs = [[op for each in order(k, K, range(UPDATES), m=m) for op in each] for k in range(1, K + 1)]
+    method = named("gpipe", m=m)
+    now, place, ends = [0.0] * K, [0] * K, list[float]()
+    sent: dict[Key, float] = {}
+    posted: dict[Key, float] = {}
+    free: dict[tuple[int, int], float] = {}
+    accepted: list[Key | None] = [None] * K  # the send that a stage waits for
+    moved = True
+    while moved:
+        moved = False
+        for k in range(1, K + 1):
+            while place[k - 1] < len(programs[k - 1]):
+                operation = programs[k - 1][place[k - 1]]
+                source = method.receives(operation, k, K)
+                if source:
+                    posted.setdefault((source, k, operation.t), now[k - 1])
+                waited = accepted[k - 1]
+                if waited is not None and waited not in posted:
+                    break
+                if waited is not None:
+                    now[k - 1] = max(now[k - 1], posted[waited] + costs.latency)
+                    accepted[k - 1] = None
+                begins = now[k - 1]
+                if source:
+                    key = (source, k, operation.t)
+                    if key not in sent:
+                        break
+                    starts = max(sent[key], posted[key] + costs.latency, free.get(key[:2], 0.0))
+                    free[key[:2]] = starts + costs.transfer_seconds(source, k, method)
+                    begins = max(begins, free[key[:2]] + costs.latency)
+                now[k - 1] = begins + costs.of(operation, k, method)
+                target = method.sends(operation, k, K)
+                if target:
+                    sent[k, target, operation.t] = now[k - 1]
+                    accepted[k - 1] = (k, target, operation.t) if waits else None
+                if isinstance(operation, Update) and k == 1:
+                    ends.append(now[0])
+                place[k - 1] += 1
+                moved = True
+    half = UPDATES // 2
+    return (ends[-1] - ends[half - 1]) / (UPDATES - half)
+
+
+def fill_drain_in_order(batches: Iterable[int], *, m: int) -> Program:
+    """GPipe of torch: all forwards, then all backwards in the same order.
+
+    >>> [" ".join(map(str, each)) for each in fill_drain_in_order(range(1), m=2)]
+    ['F0 F1 B0 B1 U']
+    """
+    for t in batches:
+        micro = range(t * m, (t + 1) * m)
+        yield (*map(Forward, micro), *map(Backward, micro), Update(1))
 
 
 def one_f_one_b(k: int, K: int, batches: Iterable[int], *, m: int) -> Program:

@@ -121,10 +121,20 @@ def test_predictions_on_a_slow_line_are_those_of_its_transfers():
     assert predicted(ROWS["adl-int8"], costs(), SLOW) == pytest.approx(
         4 * 0.12 / 3
     )  # 3 batches around stages and lines
-    assert predicted(ROWS["ddp"], costs(), SLOW) == pytest.approx(0.04 + 3.2 + 4 * 0.01)  # 40 MB, 2 buckets
-    assert predicted(ROWS["local-sgd"], costs(), SLOW) == pytest.approx(0.12 + (3.2 + 0.02) / 50)
+    assert predicted(ROWS["ddp"], costs(), SLOW) == pytest.approx(0.04 + 0.02 + 3.2 + 8 * 0.01)  # 40 MB, 2 buckets
+    assert predicted(ROWS["local-sgd"], costs(), SLOW) == pytest.approx(0.12 + (3.2 + 0.04) / 50)
     for row in LISTED:
         assert predicted(row, costs(), SLOW) > predicted(row, costs(), FAST)
+
+
+def test_torch_waits_for_a_notice_of_every_receive_and_this_package_does_not():
+    """Stages that take no time, on a line of 10 ms without transfers: in torch each of 3 more micro-batches waits for a
+    round trip up and one down, after the first way up and down."""
+    worker = {**costs().workers[0], "stages": {"8": [0.0] * 3, "4": [0.0] * 3}}
+    idle, line = MeasuredCosts([worker] * 2), Profile("far", float("inf"), 10e-3)
+    assert predicted(ROWS["gpipe-4"], idle, line) == pytest.approx(0.02)
+    assert predicted(ROWS["torch-gpipe-4"], idle, line) > 4 * predicted(ROWS["gpipe-4"], idle, line)
+    assert predicted(ROWS["adl"], idle, line) == pytest.approx(4 * 0.02 / 3)
 
 
 def test_a_synchronous_1f1b_holds_no_more_than_its_distance_to_the_end():
