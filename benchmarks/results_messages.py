@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from page import Record, prose, records, source
+from page import Record, listed, point, prose, records, source
 
 from offbeat.report.formatting import markdown
 
@@ -25,6 +25,16 @@ def table(record: Record, task: str) -> str:
     return markdown(["messages", *metrics.values()], rows)
 
 
+def apart(record: Record, task: str) -> list[str]:
+    """The formats whose test losses are all above, or all below, those of exact messages."""
+    losses: dict[str, list[float]] = {}
+    for run in record["runs"]:
+        if run["task"] == task:
+            losses.setdefault(run["messages"], []).append(run["test_loss"])
+    exact = losses.pop("exact")
+    return [name for name, found in losses.items() if min(found) > max(exact) or max(found) < min(exact)]
+
+
 def section() -> list[str]:
     found = records("messages")
     if not found:
@@ -43,6 +53,11 @@ def section() -> list[str]:
                 ),
                 "",
                 table(record, task),
+                "",
+                point(
+                    f"Test losses that do not overlap with those of exact messages: {listed(apart(record, task))}.",
+                    "Runs as short as these show no small differences.",
+                ),
                 "",
             ]
         lines += [source(name, record), ""]
