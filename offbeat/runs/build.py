@@ -16,7 +16,7 @@ from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines import Engine
 from offbeat.errors import UserError
 from offbeat.observe import diagnosis
-from offbeat.pipeline import Pipeline
+from offbeat.pipeline import Pipeline, checks
 from offbeat.runs import saving
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.optimizers import optimizer_of
@@ -102,6 +102,12 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
         raise UserError("device='cuda', but torch finds no CUDA device: use device='cpu'")
     PrecisionPolicy.of(recipe.precision, torch.device(recipe.device))
     recipe.make_method().check(recipe.K)
+    checks.check_replicas(recipe.make_method(), recipe.replicas)
+    if recipe.diagnose and recipe.replicas > 1:
+        raise UserError(
+            f"diagnose={recipe.diagnose} with replicas={recipe.replicas}: it compares an update with the batches of "
+            "one replica, use replicas=1 with the same M"
+        )
     if recipe.diagnose:
         diagnosis.check(recipe.diagnose, recipe.make_method())
     known = facts(recipe, data_set or open_data(recipe))
@@ -156,6 +162,7 @@ def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) 
         build_model(recipe, known),
         recipe.K,
         method=recipe.make_method(),
+        replicas=recipe.replicas,
         loss=cross_entropy,
         optimizer=optimizer_of(recipe),
         scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),

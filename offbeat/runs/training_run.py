@@ -85,7 +85,7 @@ class TrainingRun:
 
     def stop(self, why: str) -> None:
         """Save a checkpoint soon and stop, in all processes; the first process decides."""
-        if self.pipe.first:
+        if self.pipe.leads:
             self.saver.stop(why)
 
     def fit(self) -> dict[str, Any] | None:
@@ -214,7 +214,7 @@ class TrainingRun:
             if not first.samples or not self.folder:
                 continue
             staleness = [Staleness(report.staleness).mean for report in reports]
-            speed = self.speed.report(first.samples)
+            speed = self.speed.report(first.samples * self.recipe.replicas)
             self.folder.line(
                 "train",
                 batch=first.t,
