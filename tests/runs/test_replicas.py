@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command import Command, check_refused, train_here, weights
 from processes import ENDLESS, Run, check_stopped, processes_of
+from run_folders import run
 from stopped_runs import METHODS, SMALL, done, killed, recorded, start, until
 
 from offbeat.checkpoint import ls
@@ -125,3 +126,12 @@ def test_wrong_settings_of_replicas_are_refused(arguments, words, offbeat: Comma
     given = [*SMALL[:4], "--samples", 100, "--shape", "3,8,8", "-K", 2, "--replicas", 2]
     size = () if "--batch-per-update" in arguments else ("--batch-size", 8)
     check_refused(offbeat, ("train", *given, *size, *arguments), words)
+
+
+def test_the_report_of_a_run_names_its_replicas(tmp_path, offbeat: Command):
+    run(tmp_path / "run", replicas=2)
+    outcome = offbeat("report", tmp_path / "run", "--out", tmp_path / "page.html")
+    assert outcome.code == 0, outcome
+    page = (tmp_path / "page.html").read_text()
+    assert "K=3 stages in 2 replicas, M=2" in page
+    assert "16 samples per update" in page
