@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.core.replicas import Share, add_in_order, replace_sums
+from offbeat.core.replicas import Facts, Share, add_in_order, replace_sums
 from offbeat.core.window import GradientWindow
 
 BUCKET = 25 << 20  # bytes, as in torch's DistributedDataParallel
-FACTS = 3  # gradients, excess, request; then a 1 for each parameter that has a gradient
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,11 @@ class GroupWindowSum:
         self.headers: list[Tensor] = []
         self.header_sent: Any = None
 
-    def start(self, window: GradientWindow) -> None:
-        share, self.request = Share.of(window, self.request), 0
+    def start(self, window: GradientWindow, *, update: int, over: int) -> None:
+        share, self.request = Share.of(window, update=update, over=over, request=self.request), 0
         self.buckets = list(buckets(list(window.parameters.values())))
-        known = [0.0 if each is None else 1.0 for each in share.sums]
-        facts = [float(share.gradients), share.excess, float(share.request), *known]
-        self.header = torch.tensor(facts, dtype=torch.float64)
+        known = [each is not None for each in share.sums]
+        self.header = torch.tensor([*share.facts, *known], dtype=torch.float64)
         self.headers = [torch.empty_like(self.header) for _ in range(self.replicas)]
         with self.collective():
             self.header_sent = dist.all_gather(self.headers, self.header, group=self.group, async_op=True)
@@ -85,7 +83,7 @@ class GroupWindowSum:
 
     def _scatter(self, bucket: Bucket, sums: list[Tensor | None]) -> tuple[Tensor, Any]:
         """Send 1/R of the bucket to each replica."""
-        width = -(-sum(bucket.sizes) // self.replicas)
+        width = max(1, -(-sum(bucket.sizes) // self.replicas))
         given = torch.zeros(self.replicas * width, dtype=bucket.dtype)
         for index, place in zip(bucket.parameters, given[: sum(bucket.sizes)].split(bucket.sizes), strict=True):
             gradient = sums[index]
@@ -111,11 +109,11 @@ class GroupWindowSum:
         for bucket, (parts, _, _) in zip(self.buckets, gathered, strict=True):
             flat = parts.flatten()[: sum(bucket.sizes)]
             found |= dict(zip(bucket.parameters, flat.split(bucket.sizes), strict=True))
-        self.requested = int(self.headers[0][2]) or self.requested
-        given = torch.stack(self.headers)[:, FACTS:].sum(0).tolist()
-        replace_sums(
-            window, self._sums(window.parameters, found, given), [(int(h[0]), float(h[1])) for h in self.headers]
-        )
+        stated = [header.tolist() for header in self.headers]
+        facts = [Facts(int(s), int(over), int(n), excess, int(request)) for s, over, n, excess, request, *_ in stated]
+        given = [any(column) for column in zip(*(each[len(Facts._fields) :] for each in stated), strict=True)]
+        self.requested = facts[0].request or self.requested
+        replace_sums(window, self._sums(window.parameters, found, given), facts)
         self.scattered, self.headers = [], []
 
     def _gather(self, shares: Tensor, transfer: tuple[Any, Tensor]) -> tuple[Tensor, Any, Tensor]:
@@ -127,7 +125,7 @@ class GroupWindowSum:
         return parts, dist.all_gather(rows, total.view(torch.uint8), group=self.group, async_op=True), total
 
     def _sums(
-        self, parameters: Mapping[str, Tensor], found: dict[int, Tensor], given: list[float]
+        self, parameters: Mapping[str, Tensor], found: dict[int, Tensor], given: list[bool]
     ) -> list[Tensor | None]:
         return [
             found[index].view(parameter.shape) if given[index] else None

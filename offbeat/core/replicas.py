@@ -9,14 +9,15 @@ An update applies the mean of the R*M gradients, or its weighted mean where grad
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from offbeat.core.window import GradientWindow
+from offbeat.errors import UserError
 
 
 class WindowSum(Protocol):
@@ -31,14 +32,25 @@ class WindowSum(Protocol):
     request: int
     requested: int
 
-    def start(self, window: GradientWindow) -> None:
-        """Give the gradients of this replica's window."""
+    def start(self, window: GradientWindow, *, update: int, over: int) -> None:
+        """Give the gradients of this replica's window, which are for that update and `over` so many gradients."""
 
     def ready(self) -> bool:
         """Whether `finish` would return at once."""
 
     def finish(self, window: GradientWindow) -> None:
-        """Replace the window's gradients by the sum over all replicas."""
+        """Replace the window's gradients by the sum over all replicas; UserError if theirs are for another update."""
+
+
+class Facts(NamedTuple):
+    """What a replica states about its window: the update and the number of gradients that it is for, how many it has
+    and their excess (see GradientWindow), and the request."""
+
+    update: int
+    over: int
+    gradients: int
+    excess: float
+    request: int
 
 
 @dataclass(frozen=True)
@@ -46,14 +58,13 @@ class Share:
     """What one replica adds: sums by parameter, None where it has no gradient; and how they count in the mean."""
 
     sums: list[Tensor | None]
-    gradients: int
-    excess: float
-    request: int = 0
+    facts: Facts
 
     @classmethod
-    def of(cls, window: GradientWindow, request: int) -> Share:
+    def of(cls, window: GradientWindow, *, update: int, over: int, request: int) -> Share:
         found = window.gradients()
-        return cls([found.get(name) for name in window.parameters], len(window.levels), window.excess(), request)
+        facts = Facts(update, over, len(window.levels), window.excess(), request)
+        return cls([found.get(name) for name in window.parameters], facts)
 
 
 def add_in_order(terms: Iterable[Tensor]) -> Tensor:
@@ -65,11 +76,15 @@ def add_in_order(terms: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def replace_sums(window: GradientWindow, sums: list[Tensor | None], shares: Iterable[tuple[int, float]]) -> None:
-    """Make the window that of all replicas; shares: (gradients, excess) of each, in order."""
-    gradients, excess = 0, 0.0
-    for count, more in shares:
-        gradients, excess = gradients + count, excess + more
+def replace_sums(window: GradientWindow, sums: list[Tensor | None], facts: Sequence[Facts]) -> None:
+    """Make the window that of all replicas; facts: of each, in order."""
+    for replica, each in enumerate(facts):
+        if each[:2] != facts[0][:2]:
+            raise UserError(
+                f"replica {replica} is at update {each.update} of {each.over} gradients where replica 0 is at update "
+                f"{facts[0].update} of {facts[0].over}: call step() and drain() equally often in every process"
+            )
+    gradients, excess = sum(each.gradients for each in facts), sum(each.excess for each in facts)
     named = {name: total for name, total in zip(window.parameters, sums, strict=True) if total is not None}
     window.combine(named, gradients=gradients, excess=excess)
 
@@ -105,8 +120,8 @@ class LocalWindowSum:
         self.stage, self.replica, self.replicas = stage, replica, stage.replicas
         self.request = self.requested = 0
 
-    def start(self, window: GradientWindow) -> None:
-        share, self.request = Share.of(window, self.request), 0
+    def start(self, window: GradientWindow, *, update: int, over: int) -> None:
+        share, self.request = Share.of(window, update=update, over=over, request=self.request), 0
         self.stage.give(self.replica, share, list(window.parameters.values()))
 
     def ready(self) -> bool:
@@ -114,5 +129,5 @@ class LocalWindowSum:
 
     def finish(self, window: GradientWindow) -> None:
         sums, shares = self.stage.results.pop(self.replica)
-        self.requested = shares[0].request or self.requested
-        replace_sums(window, sums, [(share.gradients, share.excess) for share in shares])
+        self.requested = shares[0].facts.request or self.requested
+        replace_sums(window, sums, [share.facts for share in shares])

@@ -143,16 +143,16 @@ class Worker:
                 launcher.pause()
                 yield False
             if self.window_sum is not None and type(operation) is Update:
-                yield from self._add_replicas(self.window_sum, wait=wait)
+                yield from self._add_replicas(self.window_sum, operation.over, wait=wait)
             self._acts[type(operation)](operation, source)
             yield True
         launcher.end_turn()
 
-    def _add_replicas(self, window_sum: WindowSum, *, wait: bool) -> Iterator[bool]:
+    def _add_replicas(self, window_sum: WindowSum, over: int, *, wait: bool) -> Iterator[bool]:
         """Replace the gradients of the window by their sum over all replicas of the stage."""
         launcher = self.stage.launcher
         launcher.flush()
-        window_sum.start(self.stage.window)
+        window_sum.start(self.stage.window, update=self.stage.update_index, over=over)
         while not wait and not window_sum.ready():
             launcher.pause()
             yield False

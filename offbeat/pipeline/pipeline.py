@@ -383,12 +383,14 @@ class Pipeline:
         after_step: Callable[[int], None] | None = None,
         after_epoch: AfterEpoch | None = None,
         drain: bool = True,
+        own_share: bool = False,
     ) -> None:
         """Train for some epochs; only the first stage's process reads the loader.
 
         `loader` is an iterable of (x, y) or of dicts (see `step`), or a function of the epoch that returns one. With R
         replicas it is the same in all of them: replica r trains on its batches r, r + R, ...; those that are left over
-        at the end of an epoch, fewer than R, are not used.
+        at the end of an epoch, fewer than R, are not used. With `own_share` the loader of each process has the batches
+        of its own replica alone, equally many in all, as with a torch DistributedSampler for R and `pipe.replica`.
 
         Epochs do not flush the pipeline; `drain` finishes the batches in flight after the last one. The callbacks run
         in every process, after the same operations of its stages: `before_step(t)`, `after_step(t)`,
@@ -404,6 +406,7 @@ class Pipeline:
             after_step=after_step,
             after_epoch=after_epoch,
             drain=drain,
+            own_share=own_share,
         ):
             pass
 
@@ -417,18 +420,21 @@ class Pipeline:
         after_step: Callable[[int], None] | None = None,
         after_epoch: AfterEpoch | None = None,
         drain: bool = True,
+        own_share: bool = False,
     ) -> Iterator[None]:
         """`fit` a little at a time: yields after every batch and every epoch, so that several pipelines of one process
         can take turns. Closed before its end, it leaves the batches in flight as they are."""
         checks.whole(epochs, "epochs", least=1)
         checks.whole(first_epoch, "first_epoch", least=0)
         checks.check_functions(before_step=before_step, after_step=after_step, after_epoch=after_epoch)
-        checks.check_flags(drain=drain)
+        checks.check_flags(drain=drain, own_share=own_share)
+        if own_share and self.replicas > 1 and len(self.engine.replicas_here) == self.replicas:
+            raise UserError("own_share=True with all replicas in one process: leave it out, the loader is divided here")
         if self.first and loader is not None and not callable(loader):
             checks.check_loader(loader)
         with self._guard(computes=False):  # other pipelines take turns between its steps
             for epoch in range(first_epoch, epochs):
-                for batch in self._epoch(loader, epoch):
+                for batch in self._epoch(loader, epoch, own_share=own_share):
                     if before_step:
                         before_step(self.batches)
                     self._step(batch)
@@ -443,12 +449,13 @@ class Pipeline:
         if drain:
             self.drain()
 
-    def _epoch(self, loader: Loader | None, epoch: int) -> Iterator[list[tuple[Any, Any]]]:
+    def _epoch(self, loader: Loader | None, epoch: int, *, own_share: bool) -> Iterator[list[tuple[Any, Any]]]:
         """The batches of an epoch in the first stage's process, as many empty ones in others; then the mark that ends
         the epoch is passed on."""
         if self.first:
             read = training.read_epoch(loader, epoch, self.batches)
-            for shares in training.shares(read, self.replicas, self.engine.replicas_here):
+            divided = (1, [0]) if own_share else (self.replicas, self.engine.replicas_here)
+            for shares in training.shares(read, *divided):
                 yield from map(list, zip(*(self._micro_batches(*batch) for batch in shares), strict=True))
         else:
             yield from training.follow_epoch(lambda: self._assembled(None).workers[0], self.batches)

@@ -110,6 +110,7 @@ class TrainingRun:
                 before_step=self.saver.before,
                 after_step=self._after_step,
                 after_epoch=self._after_epoch,
+                own_share=self._own_share,
             )
             self.saver.close()
             self._report_drain()
@@ -170,7 +171,13 @@ class TrainingRun:
             epoch=epoch,
             skip=self.epochs.position(self.pipe.batches)[1],  # samples before the checkpoint, if resumed
             drop_last=self.recipe.drop_last,
+            share=(self.pipe.replica, self.pipe.replicas) if self._own_share else (0, 1),
         )
+
+    @property
+    def _own_share(self) -> bool:
+        """Whether this process reads the batches of its own replica alone."""
+        return len(self.pipe.engine.replicas_here) < self.pipe.replicas
 
     def _after_step(self, t: int) -> None:
         self.progress.step()

@@ -15,6 +15,7 @@ import reference
 import torch
 from cases import fingerprint
 from preloaded import PYTHON
+from processes import last_line, two_processes
 from replica_cases import CASES, EXACT, NOT_RECORDED, at, images, layers, pipeline, sgd, train
 from torch import nn
 
@@ -86,6 +87,23 @@ def test_bp_with_two_replicas_equals_ddp_on_the_same_shares(tmp_path):
     assert set(found) == set(expected)
     for name, tensor in expected.items():  # also BatchNorm's statistics, which are those of replica 0
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14, msg=name)
+
+
+UNEQUAL = """
+import torch, offbeat
+layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
+pipe = offbeat.Pipeline(layers, 1, method=offbeat.BP(M=2), replicas=2, loss=loss, optimizer=torch.optim.SGD)
+for _ in range(3 + pipe.replica):
+    pipe.step(torch.ones(1, 2), torch.ones(1, 2))
+pipe.drain()
+"""
+
+
+def test_replicas_with_other_numbers_of_batches_are_refused():
+    with two_processes(UNEQUAL) as started:
+        ends = [last_line(process) for process in started]
+    assert all("call step() and drain() equally often in every process" in end for end in ends), ends
+    assert "replica 1 is at update 1 of 2 gradients where replica 0 is at update 1 of 1" in ends[0]
 
 
 class Layer(nn.Module):
@@ -163,6 +181,8 @@ def test_fit_gives_each_replica_every_rth_batch():
     for t in range(case.N):
         stepped.step(*at(stepped, case, t))
     assert fitted.batches == case.N
+    with pytest.raises(UserError, match="own_share=True with all replicas in one process: leave it out"):
+        fitted.fit(loader, own_share=True)
     assert fingerprint(fitted.model.state_dict()) == fingerprint(stepped.drain().state_dict())
 
 
