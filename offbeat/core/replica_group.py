@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.core.replicas import Facts, Share, add_in_order, replace_sums
+from offbeat.core.replicas import WindowFacts, WindowShare, add_in_order, replace_sums
 from offbeat.core.window import GradientWindow
 
 BUCKET = 25 << 20  # bytes, as in torch's DistributedDataParallel
@@ -72,7 +72,7 @@ class GroupWindowSum:
         self.header_sent: Any = None
 
     def start(self, window: GradientWindow, *, update: int, over: int) -> None:
-        share, self.request = Share.of(window, update=update, over=over, request=self.request), 0
+        share, self.request = WindowShare.of(window, update=update, over=over, request=self.request), 0
         self.buckets = list(buckets(list(window.parameters.values())))
         known = [each is not None for each in share.sums]
         self.header = torch.tensor([*share.facts, *known], dtype=torch.float64)
@@ -110,8 +110,10 @@ class GroupWindowSum:
             flat = parts.flatten()[: sum(bucket.sizes)]
             found |= dict(zip(bucket.parameters, flat.split(bucket.sizes), strict=True))
         stated = [header.tolist() for header in self.headers]
-        facts = [Facts(int(s), int(over), int(n), excess, int(request)) for s, over, n, excess, request, *_ in stated]
-        given = [any(column) for column in zip(*(each[len(Facts._fields) :] for each in stated), strict=True)]
+        facts = [
+            WindowFacts(int(s), int(over), int(n), excess, int(request)) for s, over, n, excess, request, *_ in stated
+        ]
+        given = [any(column) for column in zip(*(each[len(WindowFacts._fields) :] for each in stated), strict=True)]
         self.requested = facts[0].request or self.requested
         replace_sums(window, self._sums(window.parameters, found, given), facts)
         self.scattered, self.headers = [], []

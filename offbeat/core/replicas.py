@@ -33,7 +33,7 @@ class WindowSum(Protocol):
     requested: int
 
     def start(self, window: GradientWindow, *, update: int, over: int) -> None:
-        """Give the gradients of this replica's window, which are for that update and `over` so many gradients."""
+        """Give the gradients of this replica's window, whose update divides by `over`."""
 
     def ready(self) -> bool:
         """Whether `finish` would return at once."""
@@ -42,7 +42,7 @@ class WindowSum(Protocol):
         """Replace the window's gradients by the sum over all replicas; UserError if theirs are for another update."""
 
 
-class Facts(NamedTuple):
+class WindowFacts(NamedTuple):
     """What a replica states about its window: the update and the number of gradients that it is for, how many it has
     and their excess (see GradientWindow), and the request."""
 
@@ -54,16 +54,16 @@ class Facts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
+class WindowShare:
     """What one replica adds: sums by parameter, None where it has no gradient; and how they count in the mean."""
 
     sums: list[Tensor | None]
-    facts: Facts
+    facts: WindowFacts
 
     @classmethod
-    def of(cls, window: GradientWindow, *, update: int, over: int, request: int) -> Share:
+    def of(cls, window: GradientWindow, *, update: int, over: int, request: int) -> WindowShare:
         found = window.gradients()
-        facts = Facts(update, over, len(window.levels), window.excess(), request)
+        facts = WindowFacts(update, over, len(window.levels), window.excess(), request)
         return cls([found.get(name) for name in window.parameters], facts)
 
 
@@ -76,7 +76,7 @@ def add_in_order(terms: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def replace_sums(window: GradientWindow, sums: list[Tensor | None], facts: Sequence[Facts]) -> None:
+def replace_sums(window: GradientWindow, sums: list[Tensor | None], facts: Sequence[WindowFacts]) -> None:
     """Make the window that of all replicas; facts: of each, in order."""
     for replica, each in enumerate(facts):
         if each[:2] != facts[0][:2]:
@@ -94,10 +94,10 @@ class LocalReplicas:
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
-        self.given: dict[int, Share] = {}
-        self.results: dict[int, tuple[list[Tensor | None], list[Share]]] = {}
+        self.given: dict[int, WindowShare] = {}
+        self.results: dict[int, tuple[list[Tensor | None], list[WindowShare]]] = {}
 
-    def give(self, replica: int, share: Share, parameters: list[Tensor]) -> None:
+    def give(self, replica: int, share: WindowShare, parameters: list[Tensor]) -> None:
         self.given[replica] = share
         if len(self.given) < self.replicas:
             return
@@ -121,7 +121,7 @@ class LocalWindowSum:
         self.request = self.requested = 0
 
     def start(self, window: GradientWindow, *, update: int, over: int) -> None:
-        share, self.request = Share.of(window, update=update, over=over, request=self.request), 0
+        share, self.request = WindowShare.of(window, update=update, over=over, request=self.request), 0
         self.stage.give(self.replica, share, list(window.parameters.values()))
 
     def ready(self) -> bool:

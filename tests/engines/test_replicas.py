@@ -267,7 +267,7 @@ def test_wrong_replicas_are_refused_in_one_line(options, words):
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 3, 4, 4), [torch.zeros(2, 3, 4, 4)] * 3, None])
-def test_step_wants_a_batch_for_each_replica_of_its_process(x):
+def test_step_needs_a_batch_for_each_replica_of_its_process(x):
     pipe = pipeline(CASES["method-adl"])
     with pytest.raises(UserError, match=r"step\(\) with replicas=2 in one process, but x is .*: give a list of 2"):
         pipe.step(x, [torch.zeros(2, dtype=torch.int64)] * 2)
