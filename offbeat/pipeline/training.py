@@ -63,8 +63,15 @@ def shares(batches: Iterator[tuple[Any, Any]], replicas: int, here: Sequence[int
     >>> [list(group) for group in shares(iter([(0, 0), (1, 1), (2, 2), (3, 3), (4, 4)]), 2, [1])]
     [[(1, 1)], [(3, 3)]]
     """
+    groups = 0
     while len(group := list(islice(batches, replicas))) == replicas:
+        groups += 1
         yield [group[replica] for replica in here]
+    if not groups:
+        raise UserError(
+            f"a loader of {len(group)} batch{'es' * (len(group) > 1)} with replicas={replicas}: give at least one for "
+            "each replica"
+        )
 
 
 def follow_epoch(worker: Callable[[], Worker], begin: int) -> Iterator[list[tuple[None, None]]]:

@@ -181,6 +181,8 @@ def test_fit_gives_each_replica_every_rth_batch():
     for t in range(case.N):
         stepped.step(*at(stepped, case, t))
     assert fitted.batches == case.N
+    with pytest.raises(UserError, match="a loader of 1 batch with replicas=2: give at least one for each replica"):
+        pipeline(case).fit(loader[:1])
     with pytest.raises(UserError, match="own_share=True with all replicas in one process: leave it out"):
         fitted.fit(loader, own_share=True)
     assert fingerprint(fitted.model.state_dict()) == fingerprint(stepped.drain().state_dict())
