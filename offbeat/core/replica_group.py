@@ -84,10 +84,13 @@ class GroupWindowSum:
     def _scatter(self, bucket: Bucket, sums: list[Tensor | None]) -> tuple[Tensor, Any]:
         """Send 1/R of the bucket to each replica."""
         width = max(1, -(-sum(bucket.sizes) // self.replicas))
-        given = torch.zeros(self.replicas * width, dtype=bucket.dtype)
+        given = torch.empty(self.replicas * width, dtype=bucket.dtype)
+        given[sum(bucket.sizes) :].zero_()
         for index, place in zip(bucket.parameters, given[: sum(bucket.sizes)].split(bucket.sizes), strict=True):
             gradient = sums[index]
-            if gradient is not None:
+            if gradient is None:
+                place.zero_()
+            else:
                 place.view(gradient.shape).copy_(gradient)
         received = torch.empty_like(given)
         # bytes, since gloo does not know all types
