@@ -296,6 +296,7 @@ class Processes:
                 reason = self.failures.first_report(f"{self._name(self.rank)} failed: {first_line(error)}")
             for link in self.links:
                 link.close(reason)
+            self._fail_sums()
             raise
 
     @contextmanager
@@ -326,17 +327,22 @@ class Processes:
         """
         for link in list(self.links):
             link.failure = link.failure or reason
-        other = 1 if self.rank == 0 else 0
-        replica = self.rank + self.K if self.rank < self.K else self.rank - self.K
-        groups = [(self.messages, other), (self.collectives, other)]
-        groups += [] if self.stage_group is None else [(self.stage_group, replica)]
-        for group, other in groups:
-            with suppress(RuntimeError, ValueError):
-                work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+        for group in (self.messages, self.collectives):
+            self._fail_waits(group, 1 if self.rank == 0 else 0)
+        self._fail_sums()
         for carrier in self.carriers.values():
             carrier.abort()
+
+    def _fail_sums(self) -> None:
+        """Make the other replicas of this stage raise, which wait for its gradients."""
+        if self.stage_group is not None:
+            self._fail_waits(self.stage_group, self.rank + self.K if self.rank < self.K else self.rank - self.K)
+
+    def _fail_waits(self, group: dist.ProcessGroup, other: int) -> None:
+        with suppress(RuntimeError, ValueError):
+            work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Send a last message on every link and wait for those of the neighbours.

@@ -15,7 +15,7 @@ import reference
 import torch
 from cases import fingerprint
 from preloaded import PYTHON
-from processes import last_line, two_processes
+from processes import START, last_line, two_processes
 from replica_cases import CASES, EXACT, NOT_RECORDED, at, images, layers, pipeline, sgd, train
 from torch import nn
 
@@ -104,6 +104,26 @@ def test_replicas_with_other_numbers_of_batches_are_refused():
         ends = [last_line(process) for process in started]
     assert all("call step() and drain() equally often in every process" in end for end in ends), ends
     assert "replica 1 is at update 1 of 2 gradients where replica 0 is at update 1 of 1" in ends[0]
+
+
+FAILING = """
+import time, torch, offbeat
+layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
+pipe = offbeat.Pipeline(layers, 1, method="bp", replicas=2, loss=loss, optimizer=torch.optim.SGD)
+pipe.step(torch.ones(1, 2), torch.ones(1, 2))
+try:
+    pipe.step(torch.ones(1, 2 + pipe.replica), torch.ones(1, 2))
+except offbeat.errors.UserError as error:
+    if pipe.replica == 0:
+        raise
+    time.sleep(1000)
+"""
+
+
+def test_a_replica_that_fails_and_lives_on_stops_the_other_with_its_reason():
+    with two_processes(FAILING) as (first, _):
+        printed = first.communicate(timeout=START)[1]
+    assert "StageLost: stage 1 of replica 1 failed: stage 1 cannot take batch 1 of shape (1, 3)" in printed
 
 
 class Layer(nn.Module):
