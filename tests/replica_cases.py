@@ -95,6 +95,7 @@ CASES |= {
     "unused": Case(ADL, model=branching),
     "clipped": Case(offbeat.ADL(M=3, corrector="sc"), N=11, options=(("clip_norm", 0.1),)),
     "skipped": Case(offbeat.ADL(M=1), batches=with_nan, options=(("on_nan", "skip"),)),
+    "recomputed": Case(offbeat.ADL(M=2, recompute=True)),
     "left-out": Case(ADL, options=(("left_out", (2, 3)),)),
     "warmed-up": Case(ADL, options=(("staleness_warmup", 2),)),
     "three": Case(ADL, K=1, R=3),

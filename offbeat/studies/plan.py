@@ -145,7 +145,7 @@ def make_plan(
         method = chosen
     kept = Kept.of(method, K)
     options: dict[str, Any] = {
-        "speeds": _with_repeated_forwards(method, K, costs, speeds),
+        "speeds": with_repeated_forwards(method, K, costs, speeds),
         "memory": kept.limited(costs, memory_limit),
         "pinned": pinned,
         "legal": costs.legal_cuts,
@@ -349,7 +349,7 @@ def recompute_to_fit(method: Method, K: int, costs: Profile, limit: float | None
     return replace(method, recompute=stages) if stages else method
 
 
-def _with_repeated_forwards(
+def with_repeated_forwards(
     method: Method, K: int, costs: Profile, speeds: Sequence[float] | None
 ) -> Sequence[float] | None:
     """The speeds of the workers for the balance of the cuts: a stage that repeats forwards is slower."""

@@ -196,7 +196,8 @@ def split_table(request: PlanRequest, method: Method, found: Sequence[Split], ch
         if split.speedup is not None and split.memory_bytes is not None:
             figures = [f"{split.staleness:.2f}", f"{split.memory_bytes / 1e6:,.0f}", f"{split.speedup:.2f}"]
         row = (str(split.K), str(split.replicas), str(split.M), f"{split.samples_per_update:,}", *figures)
-        table.add_row(*row, "fastest" if split is chosen else "")
+        marks = ["fastest"] * (split is chosen) + [f"recompute {split.recompute}"] * bool(split.recompute)
+        table.add_row(*row, ", ".join(marks))
     return table
 
 

@@ -12,7 +12,16 @@ from offbeat.method import Method
 from offbeat.partitioning.partition import rescaled
 from offbeat.partitioning.solve import solve
 from offbeat.partitioning.timing import whole_time
-from offbeat.studies.plan import Kept, LinkCost, Measured, exposure, stage_sums
+from offbeat.settings import shown
+from offbeat.studies.plan import (
+    Kept,
+    LinkCost,
+    Measured,
+    exposure,
+    recompute_to_fit,
+    stage_sums,
+    with_repeated_forwards,
+)
 from offbeat.theory import smallest_M
 from offbeat.timeline import Costs, period
 
@@ -24,6 +33,7 @@ class Split:
     speedup        in batches per second, over back-propagation on one worker; None where it is not possible
     staleness      the largest mean staleness of a stage, in updates
     memory_bytes   of the fullest worker
+    recompute      stages that repeat forwards, to fit the memory limit
     reason         why it is not possible
     """
 
@@ -34,6 +44,7 @@ class Split:
     staleness: float | None = None
     memory_bytes: int | None = None
     speedup: float | None = None
+    recompute: str = ""
     reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,9 +125,18 @@ def _predicted(
     work = [f + b + (u + s) / method.M for f, b, u, s in zip(forward, backward, update, sums, strict=True)]
     messages = [link.seconds(size) for size in costs.boundary_bytes]
     exposed = exposure(method, K, sum(forward), sum(backward), messages)
+    fitting = recompute_to_fit(method, K, costs, memory_limit)
+    recompute, method = shown(fitting.recompute) if fitting is not method else "", fitting
     kept = Kept.of(method, K)
-    memory = kept.limited(costs, memory_limit)
-    cuts = solve(work, K, memory=memory, legal=costs.legal_cuts, exposed_below=exposed, exposed_above=exposed).cuts
+    cuts = solve(
+        work,
+        K,
+        speeds=with_repeated_forwards(method, K, costs, None),
+        memory=kept.limited(costs, memory_limit),
+        legal=costs.legal_cuts,
+        exposed_below=exposed,
+        exposed_above=exposed,
+    ).cuts
     fixed = link.sum_seconds(0, split.replicas)
     f, b, u, s = (stage_sums(parts, cuts) for parts in (forward, backward, update, sums))
     hops = [messages[cut] for cut in cuts]
@@ -128,4 +148,5 @@ def _predicted(
         staleness=max(kept.staleness),
         memory_bytes=max(kept.bytes(costs, k, start, end) for k, (start, end) in enumerate(edges, start=1)),
         speedup=split.replicas * alone / seconds,
+        recompute=recompute,
     )
