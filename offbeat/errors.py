@@ -96,3 +96,12 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where it has none."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def stage_name(rank: int, K: int, replicas: int = 1) -> str:
+    """The stage of the process of that rank, for errors.
+
+    >>> stage_name(1, 2), stage_name(2, 2, 2)
+    ('stage 2', 'stage 1 of replica 1')
+    """
+    return f"stage {rank % K + 1}{f' of replica {rank // K}' * (replicas > 1)}"

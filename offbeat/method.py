@@ -209,6 +209,13 @@ class Method:
             return "splits batches into micro-batches"
         return "trains auxiliary heads" if self.head else None
 
+    def why_no_replicas(self) -> str | None:
+        """The reason why replicas of a stage could not stay equal by adding the gradients of their windows; None if
+        they do."""
+        if self.head_lr is not None:
+            return "trains its synthesisers by an optimizer of their own, whose gradients are not part of a window"
+        return "has several workers itself" if self.workers > 1 else None
+
     def check(self, K: int) -> None:
         """Raise an error if the method cannot have K stages."""
         for method, _ in self.staleness_warmup:

@@ -40,13 +40,18 @@ MODES = ("in-flight", "drained")
 DIGITS = 9
 
 
-def part_name(k: int) -> str:
-    """The name of stage k's part.
+def part_name(k: int, replica: int = 0) -> str:
+    """The name of the part of stage k of a replica.
 
-    >>> part_name(2)
-    'stage-02'
+    >>> part_name(2), part_name(2, 1)
+    ('stage-02', 'stage-02-replica-01')
     """
-    return f"stage-{k:02d}"
+    return f"stage-{k:02d}{f'-replica-{replica:02d}' if replica else ''}"
+
+
+def part_names(K: int, replicas: int) -> list[str]:
+    """The names of all parts."""
+    return [part_name(k, replica) for replica in range(replicas) for k in range(1, K + 1)]
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Checkpoint:
     method: str
     written: str
     files: tuple[FileFacts, ...]
+    replicas: int = 1
 
     @property
     def size(self) -> int:
@@ -70,11 +76,15 @@ class Checkpoint:
     def facts(self) -> dict[str, FileFacts]:
         return {facts.name: facts for facts in self.files}
 
-    def stage(self, k: int, *, device: torch.device | str | None = None) -> Any:
-        """The tree of stage k."""
+    def stage(self, k: int, *, replica: int = 0, device: torch.device | str | None = None) -> Any:
+        """The tree of stage k; of another replica than 0 it has only what differs."""
         if not 1 <= k <= self.K:
             raise UserError(f"stage {k} of {self.path}: it has the stages 1 to {self.K}, use one of these")
-        return read_part(self.path, part_name(k), self.facts, device=device)
+        if not 0 <= replica < self.replicas:
+            raise UserError(
+                f"replica {replica} of {self.path}: it has {self.replicas}, counted from 0, use one of these"
+            )
+        return read_part(self.path, part_name(k, replica), self.facts, device=device)
 
     def run(self) -> dict[str, Any]:
         """What belongs to the run rather than to a stage."""
@@ -113,6 +123,7 @@ def finish(
     K: int,
     method: str,
     run: Mapping[str, Any],
+    replicas: int = 1,
 ) -> Checkpoint:
     """Check what the stages wrote, add run.json and the manifest, and give the folder its final name.
 
@@ -122,7 +133,7 @@ def finish(
     if mode not in MODES:
         raise UserError(f"mode={mode!r}: use {' or '.join(map(repr, MODES))}")
     try:
-        expected = {f"{part_name(k)}{suffix}" for k in range(1, K + 1) for suffix in (TENSORS, TREE)}
+        expected = {f"{name}{suffix}" for name in part_names(K, replicas) for suffix in (TENSORS, TREE)}
         given = {each.name: each for each in map(FileFacts.of, facts)} if facts is not None else None
         text = json.dumps(dict(run), allow_nan=False, indent=1) + "\n"
         with writing(folder):
@@ -136,6 +147,7 @@ def finish(
             "t": t,
             "mode": mode,
             "K": K,
+            **({"replicas": replicas} if replicas > 1 else {}),
             "method": method,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "files": [each.as_dict() for each in files],
@@ -258,10 +270,12 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointDamaged(f"{file} does not have the bytes that were written (SHA-256)")
     try:
         files = tuple(FileFacts(**each) for each in found["files"])
-        made = Checkpoint(path, found["t"], found["mode"], found["K"], found["method"], found["written"], files)
+        given = {name: found[name] for name in ("t", "mode", "K", "method", "written")}
+        made = Checkpoint(path, **given, files=files, replicas=found.get("replicas", 1))
     except (KeyError, TypeError) as error:
         raise CheckpointDamaged(f"{file} is not a manifest ({first_line(error)})") from error
-    valid = all(type(number) is int and number >= 0 for number in (made.t, made.K, *(each.size for each in files)))
+    numbers = (made.t, made.K, made.replicas, *(each.size for each in files))
+    valid = all(type(number) is int and number >= 0 for number in numbers)
     if not valid or made.mode not in MODES or any(not re.fullmatch(r"[\w-]+\.\w+", each.name) for each in files):
         raise CheckpointDamaged(f"{file} is not a manifest")
     if path.name.removesuffix(UNFINISHED) != f"{made.t:0{DIGITS}d}":
@@ -284,7 +298,8 @@ def verify(path: Path) -> list[str]:
             present = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
     except CheckpointDamaged as error:
         return [str(error)]
-    expected = {f"{part_name(k)}{suffix}" for k in range(1, checkpoint.K + 1) for suffix in (TENSORS, TREE)} | {RUN}
+    names = part_names(checkpoint.K, checkpoint.replicas)
+    expected = {f"{name}{suffix}" for name in names for suffix in (TENSORS, TREE)} | {RUN}
     problems = []
     if set(checkpoint.facts) != expected or len(checkpoint.files) != len(expected):
         problems.append(f"{path / MANIFEST} does not list the files of {checkpoint.K} stages")
@@ -304,13 +319,13 @@ def _problem(check: Callable[[], object]) -> list[str]:
 
 def _content_problems(checkpoint: Checkpoint) -> list[str]:
     """Problems of files that have the bytes that were written, but are not those of a checkpoint."""
-    problems = [each for k in range(1, checkpoint.K + 1) for each in _problem(partial(check_content, checkpoint, k))]
+    names = part_names(checkpoint.K, checkpoint.replicas)
+    problems = [each for name in names for each in _problem(partial(check_content, checkpoint, name))]
     return problems + _problem(checkpoint.run)
 
 
-def check_content(checkpoint: Checkpoint, k: int) -> tuple[Any, dict[str, Any]]:
-    """The tree of stage k as JSON and the positions of its tensors, without reading the tensors."""
-    name = part_name(k)
+def check_content(checkpoint: Checkpoint, name: str) -> tuple[Any, dict[str, Any]]:
+    """The tree of a part as JSON and the positions of its tensors, without reading the tensors."""
     facts = checkpoint.facts[f"{name}{TENSORS}"]
     path = checkpoint.path / facts.name
     with reading(path), path.open("rb") as file:

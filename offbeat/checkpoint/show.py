@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.checkpoint.files import CheckpointDamaged
-from offbeat.checkpoint.folder import FOLDER, MANIFEST, Checkpoint, Listed, check_content, ls, newest, read, verify
+from offbeat.checkpoint.folder import (
+    FOLDER,
+    MANIFEST,
+    Checkpoint,
+    Listed,
+    check_content,
+    ls,
+    newest,
+    part_name,
+    read,
+    verify,
+)
 from offbeat.errors import UserError
 
 
@@ -83,7 +94,7 @@ def _one(folder: Path) -> Checkpoint:
 
 
 def _stage(checkpoint: Checkpoint, k: int) -> dict[str, Any]:
-    tree, stored = check_content(checkpoint, k)
+    tree, stored = check_content(checkpoint, part_name(k))
     sizes = {str(key): 0 for key, _ in tree[1]} if isinstance(tree, list) and tree[0] == "dict" else {}
     for name, each in stored.items():
         key = name.partition("/")[0]
@@ -103,6 +114,7 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "t": checkpoint.t,
         "mode": checkpoint.mode,
         "K": checkpoint.K,
+        **({"replicas": checkpoint.replicas} if checkpoint.replicas > 1 else {}),
         "method": checkpoint.method,
         "written": checkpoint.written,
         "bytes": checkpoint.size,
@@ -110,7 +122,8 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _line(checkpoint: Checkpoint) -> str:
-    line = f"{checkpoint.mode}  {checkpoint.method} K={checkpoint.K}  {_mega(checkpoint.size)}"
+    copies = f" replicas={checkpoint.replicas}" if checkpoint.replicas > 1 else ""
+    line = f"{checkpoint.mode}  {checkpoint.method} K={checkpoint.K}{copies}  {_mega(checkpoint.size)}"
     return f"{line}  written {checkpoint.written}"
 
 

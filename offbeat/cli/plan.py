@@ -18,7 +18,17 @@ def plan(
     method: Annotated[
         str, typer.Option(help="Training method, with settings as in adl:M=4,corrector=sc; or auto, or all.")
     ] = "adl",
-    K: Annotated[int, typer.Option("-K", help="Number of stages.")] = 4,
+    K: Annotated[int | None, typer.Option("-K", help="Number of stages. (default 4)")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Copies of all stages, whose gradients are added once per update. (default 1)")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Compare all divisions of this many workers into stages and replicas, instead of -K and --replicas; "
+            "within --max-staleness (by M) and --memory-limit."
+        ),
+    ] = None,
     M: Annotated[int | None, typer.Option("-M", help="Gradients accumulated per update.")] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per batch.")] = 32,
     batch_per_update: Annotated[
@@ -56,16 +66,31 @@ def plan(
     from offbeat.partitioning import By
     from offbeat.studies.planning import PlanRequest, show_plan
 
+    of_one = {
+        "-K": K,
+        "--replicas": replicas,
+        "--batch-per-update": batch_per_update,
+        "--speeds": speeds,
+        "--pin": pin,
+        "--picture": picture,
+        "--staleness-picture": staleness_picture,
+        "--theory": theory or None,
+    }
+    given = [option for option, value in of_one.items() if value is not None]
+    if workers is not None and given:
+        raise UserError(f"--workers {workers} with {', '.join(given)}: it compares divisions, leave out what is of one")
     if partition not in get_args(By):
         raise unknown("partition", partition, get_args(By))
     if not (0 <= (latency or 0.0) < float("inf") and (bandwidth is None or bandwidth > 0)):
-        given = {name: value for name, value in (("latency", latency), ("bandwidth", bandwidth)) if value is not None}
-        options = ", ".join(f"--{name} {value:g}" for name, value in given.items())
+        costs = {name: value for name, value in (("latency", latency), ("bandwidth", bandwidth)) if value is not None}
+        options = ", ".join(f"--{name} {value:g}" for name, value in costs.items())
         raise UserError(f"{options}: give milliseconds from 0 up, and megabytes per second above 0")
     request = PlanRequest(
         model=model,
         method=method,
-        K=K,
+        K=4 if K is None else K,
+        replicas=1 if replicas is None else replicas,
+        workers=workers,
         M=M,
         batch_size=batch_size,
         batch_per_update=batch_per_update,

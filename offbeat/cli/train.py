@@ -28,6 +28,14 @@ def train(
     optimization: options.OptimizationOptions,
     saved: options.Saving,
     diagnosis: options.DiagnosisOptions,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="Copies of all K stages, each with its own share of the batches: one update is the mean of "
+            "replicas * M gradients, in K * replicas processes. (default 1)",
+            rich_help_panel="Parallelism",
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed. (default 0)")] = None,
     resume: Annotated[
         Path | None,
@@ -51,8 +59,7 @@ def train(
 ) -> None:
     """Train a network. The defaults are the recipe of the paper."""
     chosen = options.chosen(data, method, stages, optimization, saved, diagnosis)
-    if seed is not None:
-        chosen["seed"] = seed
+    chosen |= {name: value for name, value in (("seed", seed), ("replicas", replicas)) if value is not None}
     recipe = configured(config, chosen) if config is not None or resume is None else None
     if recipe is not None and chosen.get("method") == AUTO:
         size = f"{recipe.batch_size} samples per batch"
@@ -71,8 +78,10 @@ def train(
 def ready_line(ready: training.Ready) -> str:
     recipe = ready["recipe"]
     how = f"{recipe['engine']}, {recipe['precision']}{', compiled' * recipe['compile']}{', fused' * recipe['fuse']}"
+    replicas = f" replicas={recipe['replicas']}" if recipe["replicas"] > 1 else ""
     return (
-        f"ready: {recipe['model']} on {recipe['data']}, {recipe['method']} K={recipe['K']} M={recipe['settings']['M']} "
+        f"ready: {recipe['model']} on {recipe['data']}, {recipe['method']} K={recipe['K']}{replicas} "
+        f"M={recipe['settings']['M']} "
         f"({how}), cuts {list(recipe['cuts'])}, {ready['batches_an_epoch']} batches per epoch, "
         f"lr {recipe['lr']:g}; nothing was trained"
     )

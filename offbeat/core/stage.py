@@ -22,6 +22,7 @@ from offbeat.core.stage_report import Report, StageFigures, Staleness
 from offbeat.core.weights import Version, WeightPolicy, WeightSources, make_policy
 from offbeat.core.window import BatchWeights, GradientWindow, Weighting
 from offbeat.method import Method
+from offbeat.seeds import derive
 
 CPU = torch.device("cpu")
 
@@ -61,10 +62,11 @@ class Stage:
         compile: bool = False,
         fuse: bool = False,
         weighting: Weighting = "batches",
+        replica: int = 0,
     ) -> None:
         """module: the stage's part of the model, under the names of the whole; loss: for the last stage, and for all
         that learn from a local loss; output: the shape of one sample's output and the number of classes, for stages
-        with a head. See Pipeline for the others."""
+        with a head; replica: has a random stream of its own. See Pipeline for the others."""
         device = device or CPU
         loss = None if loss is None else precision.in_full(loss)
         self.k, self.K, self.method = k, K, method
@@ -99,7 +101,7 @@ class Stage:
             loss=loss,
             device=device,
             precision=precision,
-            seed=seed,
+            seed=derive(seed, "replica", replica) if replica else seed,
             compile=compile,
             fuse=fuse,
         )
@@ -260,7 +262,7 @@ class Stage:
         """
         for level in self.method.counted(self.window.levels):
             self.staleness[level] += 1
-        if self.window.levels:
+        if self.window.filled():
             if self.optimization.apply(self.window, over, self.update_index):
                 self.weights.changed()
             else:

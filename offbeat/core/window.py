@@ -34,10 +34,15 @@ class BatchWeights:
 
 
 class GradientWindow:
-    """The sum of the window's gradients, kept in `.grad` of the parameters, and the staleness of each."""
+    """The sum of the window's gradients, kept in `.grad` of the parameters, and the staleness of each.
+
+    With replicas, `combined` is (gradients, excess) of all of them once their sums are added (see replicas.py); levels,
+    batches and weights stay those of this replica.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = parameters
+        self.combined: tuple[int, float] | None = None
         self.levels: list[int | None] = []  # None for a gradient of a forward before the stage was full
         self.batches: list[int] = []
         self.weights: list[float] = []  # of the batches in the mean
@@ -85,9 +90,27 @@ class GradientWindow:
 
     def divisor(self, over: int) -> float:
         """What the sum is divided by: `over` gradients, of which those in the window count by their weights."""
-        if self.weights.count(1.0) == len(self.weights):
-            return over
-        return over + sum(weight - 1.0 for weight in self.weights)
+        excess = self.excess() if self.combined is None else self.combined[1]
+        return over + excess if excess else over
+
+    def excess(self) -> float:
+        """By how much the weights of the window's gradients differ from their number."""
+        return sum(weight - 1.0 for weight in self.weights)
+
+    def filled(self) -> bool:
+        """Whether there is a gradient to apply."""
+        return bool(self.levels if self.combined is None else self.combined[0])
+
+    def combine(self, sums: Mapping[str, Tensor], *, gradients: int, excess: float) -> None:
+        """Replace the sums by those of all replicas, of that many gradients; the layout is the parameter's."""
+        for name, parameter in self.parameters.items():
+            if name not in sums:
+                parameter.grad = None
+                continue
+            if parameter.grad is None or parameter.grad.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(sums[name])
+        self.combined = gradients, excess
 
     def gradients(self) -> dict[str, Tensor]:
         """The sums so far, by name."""
@@ -124,6 +147,7 @@ class GradientWindow:
         self.levels.clear()
         self.batches.clear()
         self.weights.clear()
+        self.combined = None
 
 
 class FixedSums(GradientWindow):
@@ -157,6 +181,17 @@ class FixedSums(GradientWindow):
     ) -> None:
         super().load(levels, batches, gradients, weights)
         self.given = frozenset(number for number, name in enumerate(self.parameters) if name in gradients)
+
+    def combine(self, sums: Mapping[str, Tensor], *, gradients: int, excess: float) -> None:
+        found = set()
+        for number, (name, parameter) in enumerate(self.parameters.items()):
+            if name in sums:
+                found.add(number)
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(sums[name])
+        self.given = frozenset(found)
+        self.combined = gradients, excess
 
     def add_recorded(self, t: int, level: int | None) -> None:
         """A recorded backward adds the gradients of batch t."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offbeat.core.compression import Compression
 from offbeat.core.links import Link, Message
+from offbeat.core.replicas import WindowSum
 from offbeat.core.stage import Stage
 from offbeat.errors import UserError
 from offbeat.method import Method
@@ -50,6 +51,7 @@ class Worker:
     loss        of the newest batch, at the last stage
     marks       batches after which to save -> the reason to stop there, or an empty text
     compression of the messages to the neighbours
+    window_sum  adds the windows of all replicas of the stage, where there are several
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class Worker:
         executor: Actor | None = None,
         barrier: Callable[[], None] = lambda: None,
         compression: Compression | None = None,
+        window_sum: WindowSum | None = None,
     ) -> None:
-        self.stage, self.method, self.links, self.barrier = stage, method, links, barrier
+        self.stage, self.method, self.links, self.barrier, self.window_sum = stage, method, links, barrier, window_sum
         self.executor: Actor = executor or stage
         self.actor = self.executor
         self.compression = compression or Compression()
@@ -147,9 +150,21 @@ class Worker:
             while source is not None and not wait and not source.ready():
                 launcher.pause()
                 yield False
+            if self.window_sum is not None and type(operation) is Update:
+                yield from self._add_replicas(self.window_sum, operation.over, wait=wait)
             self._acts[type(operation)](operation, source)
             yield True
         launcher.end_turn()
+
+    def _add_replicas(self, window_sum: WindowSum, over: int, *, wait: bool) -> Iterator[bool]:
+        """Replace the gradients of the window by their sum over all replicas of the stage."""
+        launcher = self.stage.launcher
+        launcher.flush()
+        window_sum.start(self.stage.window, update=self.stage.update_index, over=over)
+        while not wait and not window_sum.ready():
+            launcher.pause()
+            yield False
+        window_sum.finish(self.stage.window)
 
     def _source(self, operation: Operation) -> Link | None:
         """The link from which the operation receives."""
@@ -193,7 +208,8 @@ class Worker:
             self.links.outputs.send(message)
 
     def _update(self, operation: Update, source: Link | None) -> None:
-        self.actor.update(operation.over)
+        replicas = 1 if self.window_sum is None else self.window_sum.replicas
+        self.actor.update(operation.over * replicas)
 
     def _barrier(self, operation: Barrier, source: Link | None) -> None:
         self.barrier()

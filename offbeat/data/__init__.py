@@ -49,10 +49,18 @@ class DataSet(Protocol):
     def test_samples(self) -> int: ...
 
     def train(
-        self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        skip: int = 0,
+        drop_last: bool = False,
+        share: tuple[int, int] = (0, 1),
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """One shuffled and augmented epoch without its first `skip` samples, and without a short last batch where
-        `drop_last`."""
+        `drop_last`. Of a share (r, R) only the batches r, r + R, ..., without the last ones if they are fewer than
+        R."""
 
     def test(self, *, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The test samples once, in their fixed order, without augmentation."""

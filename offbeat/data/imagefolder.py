@@ -64,10 +64,17 @@ class ImageFolder:
         return len(self.test_files.paths)
 
     def train(
-        self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        skip: int = 0,
+        drop_last: bool = False,
+        share: tuple[int, int] = (0, 1),
     ) -> Iterator[Batch]:
         """One shuffled epoch of random-resized crops and flips without its first `skip` samples, which are not read."""
-        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last)
+        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
         order = epoch_order(self.train_samples, seed=seed, epoch=epoch)
         reader = _Reader(self.train_files, self.shape, (seed, epoch))
         return _loaded(reader, [order[part].tolist() for part in parts], self.workers)

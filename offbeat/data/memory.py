@@ -46,9 +46,18 @@ class InMemory:
     def test_samples(self) -> int:
         return len(self.test_labels)
 
-    def train(self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False) -> Batches:
+    def train(
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        skip: int = 0,
+        drop_last: bool = False,
+        share: tuple[int, int] = (0, 1),
+    ) -> Batches:
         """One shuffled and augmented epoch without its first `skip` samples, prefetched."""
-        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last)
+        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
         return prefetch(self._train(parts, seed, epoch))
 
     def test(self, *, batch_size: int) -> Batches:

@@ -21,16 +21,22 @@ def epoch_order(samples: int, *, seed: int, epoch: int) -> Tensor:
     return torch.randperm(samples, generator=generator("order", seed, epoch), device="cpu")
 
 
-def slices(samples: int, *, batch_size: int, skip: int = 0, drop_last: bool = False) -> list[slice]:
+def slices(
+    samples: int, *, batch_size: int, skip: int = 0, drop_last: bool = False, share: tuple[int, int] = (0, 1)
+) -> list[slice]:
     """The batches of one epoch as slices of its order, without its first `skip` samples; the short last batch is
-    included unless `drop_last`.
+    included unless `drop_last`. A share (r, R) has the batches r, r + R, ..., equally many for every r.
 
     >>> slices(10, batch_size=4, skip=4), slices(10, batch_size=4, drop_last=True)
     ([slice(4, 8, None), slice(8, 10, None)], [slice(0, 4, None), slice(4, 8, None)])
+    >>> slices(10, batch_size=2, share=(1, 2))
+    [slice(2, 4, None), slice(6, 8, None)]
     """
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UserError(f"batch_size={batch_size}: give a whole number of at least 1")
     if not isinstance(skip, int) or skip < 0:
         raise UserError(f"skip={skip}: give the number of samples to skip, at least 0")
     end = samples - batch_size + 1 if drop_last else samples
-    return [slice(begin, min(begin + batch_size, samples)) for begin in range(skip, end, batch_size)]
+    found = [slice(begin, min(begin + batch_size, samples)) for begin in range(skip, end, batch_size)]
+    replica, replicas = share
+    return found[: len(found) // replicas * replicas][replica::replicas]

@@ -60,9 +60,18 @@ class Resident:
     channels_last: bool
     piece: int
 
-    def train(self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False) -> Batches:
+    def train(
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        skip: int = 0,
+        drop_last: bool = False,
+        share: tuple[int, int] = (0, 1),
+    ) -> Batches:
         """One shuffled and augmented epoch without its first `skip` samples."""
-        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last)
+        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
         return self._batches(lambda: self.source.epoch(seed, epoch), parts)
 
     def test(self, *, batch_size: int) -> Batches:
@@ -80,7 +89,10 @@ class Resident:
         if not parts:
             return
         make = begin()
-        together = max(1, self.piece // (_finished_bytes(self.shape, self.dtype) * (parts[0].stop - parts[0].start)))
+        size = (parts[1].start if len(parts) > 1 else parts[0].stop) - parts[
+            0
+        ].start  # with the batches of other shares
+        together = max(1, self.piece // (_finished_bytes(self.shape, self.dtype) * size))
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         for at in range(0, len(parts), together):
             batches = parts[at : at + together]

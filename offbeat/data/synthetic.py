@@ -37,9 +37,18 @@ class Synthetic:
     noise: NDArray[np.float32]  # C*H*W + OFFSETS; a sample's noise is the window at its own offset
     name: str = "synthetic"
 
-    def train(self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False) -> Batches:
+    def train(
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        skip: int = 0,
+        drop_last: bool = False,
+        share: tuple[int, int] = (0, 1),
+    ) -> Batches:
         """One shuffled epoch without its first `skip` samples; nothing is augmented."""
-        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last)
+        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
         order = epoch_order(self.train_samples, seed=seed, epoch=epoch).numpy()
         return prefetch(self._batch(order[part]) for part in parts)
 

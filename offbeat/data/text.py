@@ -55,10 +55,19 @@ class Text:
             "bytes_per_token": self.bytes_per_token,
         }
 
-    def train(self, *, batch_size: int, seed: int, epoch: int, skip: int = 0, drop_last: bool = False) -> Batches:
+    def train(
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        skip: int = 0,
+        drop_last: bool = False,
+        share: tuple[int, int] = (0, 1),
+    ) -> Batches:
         """One epoch of `train_samples` windows without its first `skip`. Epochs follow each other through passes over
         all windows, each in an order of its own."""
-        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last)
+        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
         starts = self._starts(seed, epoch)
         return prefetch(self._batch(self.training, starts[part]) for part in parts)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offbeat.core.links import Link
+from offbeat.core.replicas import WindowSum
 from offbeat.core.stage import Stage
 from offbeat.core.worker import Actor
 from offbeat.method import Method
@@ -28,12 +29,18 @@ class Engine(Protocol):
     """The stages of this process, how they are made and run, and how messages and weights reach other processes.
 
     `link` and the collectives (share, share_tensors, exchange) name stages, not processes. Every process must reach a
-    collective.
+    collective. With replicas, links are within the replica of this process, and a collective's source is in replica 0.
     """
 
     K: int
     here: Sequence[int]  # stages of this process, from 1, in order
     on_one_device: bool  # whether messages stay in the memory of one device, where they cannot be compressed
+    replicas: int  # R: copies of all stages, each of which trains on its own share of the batches
+    replicas_here: Sequence[int]  # those of this process, from 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process has the first stage of replica 0, which decides for all."""
 
     @property
     def waits(self) -> bool:
@@ -61,8 +68,23 @@ class Engine(Protocol):
     def give(self, loss: Tensor) -> Tensor:
         """The newest loss of the last stage as a tensor for the caller, which later batches do not change."""
 
-    def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
-        """The end, or both ends, of a link that this process holds; None where it holds neither."""
+    def link(
+        self,
+        channel: str,
+        source: int,
+        target: int,
+        *,
+        capacity: int,
+        patient: bool = False,
+        from_replica: int | None = None,
+    ) -> Link | None:
+        """The end, or both ends, of a link that this process holds; None where it holds neither.
+
+        from_replica: the source is in this replica and the target in replica 0; else both are in that of this process.
+        """
+
+    def window_sum(self, k: int, replica: int) -> WindowSum | None:
+        """Adds the windows of the replicas of stage k, for one of this process; None without replicas."""
 
     def run(self, work: list[Iterator[bool]]) -> None:
         """Run the workers' generators of this process to their ends."""
@@ -74,7 +96,7 @@ class Engine(Protocol):
         """Overwrite the tensors with those of the process that holds stage `source`."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all processes, in the order of their stages."""
+        """The values of all processes, in the order of their stages; those of replica 0 first."""
 
     def barrier(self) -> None:
         """Wait until the workers of all processes reach this call."""

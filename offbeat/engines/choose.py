@@ -18,7 +18,13 @@ NAMES = ("simulate", "processes", "streams")
 
 
 def choose_engine(
-    name: str | None, K: int, *, method: Method, device: torch.device, silence: float | None = None
+    name: str | None,
+    K: int,
+    *,
+    method: Method,
+    device: torch.device,
+    replicas: int = 1,
+    silence: float | None = None,
 ) -> Engine:
     """The engine of that name. Without a name: processes in a process group, streams on a GPU, otherwise simulate.
 
@@ -31,9 +37,15 @@ def choose_engine(
     if name is None and available() > 1:
         name = "processes"
     elif name is None:
-        name = "streams" if device.type == "cuda" and K > 1 and not_recorded is None else "simulate"
+        streams = device.type == "cuda" and K > 1 and not_recorded is None and replicas == 1
+        name = "streams" if streams else "simulate"
     if name == "processes":
-        return Processes(K, device=device, silence=silence)
+        return Processes(K, replicas=replicas, device=device, silence=silence)
+    if name == "streams" and replicas > 1:
+        raise UserError(
+            f"engine='streams' with replicas={replicas}: on one GPU replicas share its time and gain nothing, use a "
+            "larger M or batch instead, or engine='processes' with a GPU per process"
+        )
     if name == "streams" and device.type != "cuda":
         raise UserError(
             f"engine='streams' on device '{device}': it runs the stages on streams of one GPU; use device='cuda', or "
@@ -44,4 +56,4 @@ def choose_engine(
     if name == "streams":
         reason = f"{method.name} {not_recorded}: its stages are not recorded and run one after the other"
         warnings.warn(reason, NotRecorded, stacklevel=3)
-    return Simulate(K)
+    return Simulate(K, replicas=replicas)

@@ -20,8 +20,9 @@ class Failures:
     first process to notice one reports it in the store of the group, and all others repeat that report.
     """
 
-    def __init__(self, rank: int, store: Any, links: Callable[[], list[Any]]) -> None:
-        self.rank, self.store, self.links = rank, store, links
+    def __init__(self, rank: int, name: Callable[[int], str], store: Any, links: Callable[[], list[Any]]) -> None:
+        """name: of the stage of a rank."""
+        self.rank, self.name, self.store, self.links = rank, name, store, links
         self.store_answers = True
         self.silent: str | None = None  # the report of a neighbour that does not answer
 
@@ -29,12 +30,12 @@ class Failures:
         """The error for a lost stage: with the first report, which is the cause, while later ones are consequences."""
         return StageSilent(self.silent) if self.silent else StageLost(self.first_report(report))
 
-    def error_of_link(self, stage: int) -> Callable[[str], StageLost]:
-        """What a link to that stage raises, with the reason that it knows."""
+    def error_of_link(self, rank: int) -> Callable[[str], StageLost]:
+        """What a link to that process raises, with the reason that it knows."""
 
         def lost(reason: str) -> StageLost:
             why = "it no longer heard this stage" if self._is_about_this_stage(reason) else reason
-            return self.error(f"stage {stage} is gone: {why}{self.last_message(stage - 1)}")
+            return self.error(f"{self.name(rank)} is gone: {why}{self.last_message(rank)}")
 
         return lost
 
@@ -63,5 +64,5 @@ class Failures:
 
     def _is_about_this_stage(self, report: str) -> bool:
         """Whether another process reports the loss of this one, whose own report must be another."""
-        own = f"stage {self.rank + 1}"
+        own = self.name(self.rank)
         return report.startswith((f"{own} has not answered", f"{own} is gone"))

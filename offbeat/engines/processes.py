@@ -28,11 +28,13 @@ from offbeat.core.links.device import Carrier, DeviceReceiver, DeviceSender
 from offbeat.core.links.distributed import Receiver, Sender, cause
 from offbeat.core.links.heartbeat import Heartbeat
 from offbeat.core.links.wire import LIMIT, MalformedMessage, pack, unpack
+from offbeat.core.replica_group import GroupWindowSum
+from offbeat.core.replicas import WindowSum
 from offbeat.engines import MakeExecutor, eager
 from offbeat.engines.devices import agreed, present
 from offbeat.engines.failures import Failures
 from offbeat.engines.stage_streams import StageStream, many_queues
-from offbeat.errors import FolderTaken, StageLost, UserError, first_line
+from offbeat.errors import FolderTaken, StageLost, UserError, first_line, stage_name
 from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.method import Method
@@ -75,7 +77,7 @@ def silence_allowed(silence: float | None) -> float:
 
 
 class Processes:
-    """Stage k runs in the process of rank k-1.
+    """Stage k of replica r runs in the process of rank r K + k-1.
 
     A neighbour that dies is noticed at once, one that is frozen or cut off after `silence` seconds (see
     `silence_allowed`); then every wait of this process ends, and the next call raises.
@@ -89,6 +91,7 @@ class Processes:
         self,
         K: int,
         *,
+        replicas: int = 1,
         silence: float | None = None,
         device: torch.device | None = None,
         recorded: bool | None = None,
@@ -102,27 +105,36 @@ class Processes:
         self.device = own_device(device)
         self.recorded = self.device.type == "cuda" if recorded is None else recorded
         self.stage_stream = StageStream(self.device)
-        if available() != K:
+        size = K * replicas
+        if available() != size:
+            copies = f" of {replicas} replicas" if replicas > 1 else ""
             raise UserError(
-                f"{K} stage{'s' * (K > 1)} but {available()} process{'es' * (available() > 1)}: start with "
-                f"torchrun --nproc-per-node {K}, or use engine='simulate'"
+                f"{K} stage{'s' * (K > 1)}{copies} but {available()} process{'es' * (available() > 1)}: start with "
+                f"torchrun --nproc-per-node {size}, or use engine='simulate'"
             )
         opened = network.descriptors()
         self.joined = not dist.is_initialized()
         if self.joined:
-            join(K)
-        self.K = K
+            join(size)
+        self.K, self.replicas = K, replicas
         self.rank = dist.get_rank()
-        self.here: Sequence[int] = [self.rank + 1]
+        self.here: Sequence[int] = [self.rank % K + 1]
+        self.replicas_here: Sequence[int] = [self.rank // K]
         self.collectives = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.messages = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.groups = [self.messages, self.collectives]  # made here
+        self.stage_group = self._make_stage_group()
+        self.sum: GroupWindowSum | None = None
+        if self.stage_group is not None:
+            self.sum = GroupWindowSum(self.stage_group, replicas, collective=self._collective)
         self.links: list[Sender | Receiver] = []
-        self.failures = Failures(self.rank, dist.distributed_c10d._get_default_store(), lambda: self.links)
+        store = dist.distributed_c10d._get_default_store()
+        self.failures = Failures(self.rank, self._name, store, lambda: self.links)
         self.open = True
         self.carriers = self._carriers(payloads or self._payloads())
         network.shorten_retransmission(network.descriptors() - opened, self.silence)
-        neighbours = {rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < K}
+        neighbours = {self._rank(k) for k in (self.here[0] - 1, self.here[0] + 1) if 1 <= k <= K}
+        neighbours |= {rank for rank in (self.rank - K, self.rank + K) if 0 <= rank < size}
         self.heartbeat = Heartbeat(
             neighbours if math.isfinite(self.silence) else (),
             lambda rank: self._tag("heartbeat", min(rank, self.rank)),
@@ -133,21 +145,60 @@ class Processes:
         )
         atexit.register(self.close)
 
-    def _tag(self, channel: str, lower: int) -> int:
-        return 2 * (CHANNELS.index(channel) * (self.K + 1) + lower)
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
 
-    def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
+    def _rank(self, k: int) -> int:
+        """The process of stage k in this replica."""
+        return self.replicas_here[0] * self.K + k - 1
+
+    def _name(self, rank: int) -> str:
+        """The stage of a process, for errors."""
+        return stage_name(rank, self.K, self.replicas)
+
+    def _make_stage_group(self) -> dist.ProcessGroup | None:
+        """The group of the replicas of this stage; all processes make all groups, in the order of the stages."""
+        if self.replicas == 1:
+            return None
+        for k in range(1, self.K + 1):
+            ranks = range(k - 1, self.K * self.replicas, self.K)
+            group = dist.new_group(list(ranks), backend="gloo", timeout=PATIENCE)
+            if self.rank in ranks:
+                own = group
+        self.groups.append(own)
+        return own
+
+    def window_sum(self, k: int, replica: int) -> WindowSum | None:
+        return self.sum
+
+    def _tag(self, channel: str, lower: int) -> int:
+        return 2 * (CHANNELS.index(channel) * (self.K * self.replicas + 1) + lower)
+
+    def link(
+        self,
+        channel: str,
+        source: int,
+        target: int,
+        *,
+        capacity: int,
+        patient: bool = False,
+        from_replica: int | None = None,
+    ) -> Link | None:
+        replica = self.replicas_here[0]
+        from_rank = (replica if from_replica is None else from_replica) * self.K + source - 1
+        to_rank = (replica if from_replica is None else 0) * self.K + target - 1
         lower = min(source, target)
         tag, carrier = self._tag(channel, lower), self.carriers.get((channel, lower))
         link: Sender | Receiver
-        if source - 1 == self.rank:
+        if from_rank == self.rank:
             sender = Sender if carrier is None else partial(DeviceSender, carrier=carrier)
-            lost = self.failures.error_of_link(target)
-            link = sender(target - 1, tag, self.messages, capacity=capacity, patient=patient, lost=lost)
-        elif target - 1 == self.rank:
+            lost = self.failures.error_of_link(to_rank)
+            link = sender(to_rank, tag, self.messages, capacity=capacity, patient=patient, lost=lost)
+        elif to_rank == self.rank:
             receiver = Receiver if carrier is None else partial(DeviceReceiver, carrier=carrier)
-            lost = self.failures.error_of_link(source)
-            link = receiver(source - 1, tag, self.messages, capacity=capacity, lost=lost)
+            lost = self.failures.error_of_link(from_rank)
+            link = receiver(from_rank, tag, self.messages, capacity=capacity, lost=lost)
         else:
             return None
         self.links.append(link)
@@ -158,17 +209,19 @@ class Processes:
         able = self.device.type == "cuda" and dist.is_nccl_available() and os.environ.get("OFFBEAT_PAYLOADS") != "host"
         mine = str(torch.cuda.get_device_properties(self.device).uuid) if able else ""
         there = [one[0] for one in self.exchange([mine])]
-        return "nccl" if all(there) and len(set(there)) == self.K else None
+        return "nccl" if all(there) and len(set(there)) == len(there) else None
 
     def _carriers(self, backend: str | None) -> dict[tuple[str, int], Carrier]:
         """This process's ends of the links between devices, by channel and lower stage; all make all groups."""
         found = {}
-        for lower in range(1, self.K) if backend else ():
+        pairs = [(r, lower) for r in range(self.replicas) for lower in range(1, self.K)] if backend else []
+        for replica, lower in pairs:
+            ranks = [replica * self.K + lower - 1, replica * self.K + lower]
             for channel in ("activations", "gradients"):
-                group = dist.new_group([lower - 1, lower], backend=backend, timeout=PATIENCE)
-                if self.rank in (lower - 1, lower):
+                group = dist.new_group(ranks, backend=backend, timeout=PATIENCE)
+                if self.rank in ranks:
                     self.groups.append(group)
-                    found[channel, lower] = Carrier(2 * lower - 1 - self.rank, group, self.device)
+                    found[channel, lower] = Carrier(sum(ranks) - self.rank, group, self.device)
         return found
 
     def run(self, work: list[Iterator[bool]]) -> None:
@@ -184,7 +237,7 @@ class Processes:
         """Recordings, where stages are to be recorded and the method's operations can be; else the stage itself."""
         if not self.recorded or method.why_not_capturable() is not None:
             return eager
-        return partial(RecordedStage, launch_queue=LaunchQueue())
+        return partial(RecordedStage, launch_queue=LaunchQueue(), replicas=self.replicas)
 
     def take(self, batch: Any, device: torch.device) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), batch)
@@ -193,16 +246,20 @@ class Processes:
         return loss.detach().clone()  # of a recorded stage it is in a slot, which is used again
 
     def share(self, value: Any, source: int) -> Any:
-        sends = source - 1 == self.rank
+        return self._broadcast(value, source - 1)
+
+    def _broadcast(self, value: Any, rank: int) -> Any:
+        """The value of one process, in all of them."""
+        sends = rank == self.rank
         buffer = pack(Message(0, value)) if sends else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([buffer.numel()])
         with self._collective():
-            dist.broadcast(length, source - 1, group=self.collectives)
+            dist.broadcast(length, rank, group=self.collectives)
             if not 0 < int(length) <= LIMIT:
                 raise MalformedMessage(f"malformed message: {int(length)} bytes announced")
             if not sends:
                 buffer = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(buffer, source - 1, group=self.collectives)
+            dist.broadcast(buffer, rank, group=self.collectives)
         return value if sends else unpack(buffer).content
 
     def share_tensors(self, tensors: list[Tensor], source: int) -> None:
@@ -216,7 +273,7 @@ class Processes:
                     tensor.copy_(part.view(tensor.shape))
 
     def exchange(self, value: Any) -> list[Any]:
-        return [self.share(value, source) for source in range(1, self.K + 1)]
+        return [self._broadcast(value, rank) for rank in range(self.K * self.replicas)]
 
     def barrier(self) -> None:
         with self._collective():
@@ -237,9 +294,10 @@ class Processes:
         except Exception as error:
             reason = str(error)
             if not isinstance(error, StageLost | FolderTaken):  # which all processes know of
-                reason = self.failures.first_report(f"stage {self.rank + 1} failed: {first_line(error)}")
+                reason = self.failures.first_report(f"{self._name(self.rank)} failed: {first_line(error)}")
             for link in self.links:
                 link.close(reason)
+            self._fail_sums()
             raise
 
     @contextmanager
@@ -252,14 +310,14 @@ class Processes:
 
     def _on_silence(self, rank: int) -> None:
         failures = self.failures
-        failures.silent = f"stage {rank + 1} has not answered for {self.silence:g} s{failures.last_message(rank)}"
+        failures.silent = f"{self._name(rank)} has not answered for {self.silence:g} s{failures.last_message(rank)}"
         failures.silent = failures.first_report(failures.silent)
         self._end_all_waits(failures.silent)
 
     def _on_break(self, rank: int) -> None:
         time.sleep(0.5)  # a process that ends may still send the reason on its links
         if self.open:
-            report = f"stage {rank + 1} is gone: its process has died{self.failures.last_message(rank)}"
+            report = f"{self._name(rank)} is gone: its process has died{self.failures.last_message(rank)}"
             self._end_all_waits(self.failures.first_report(report))
 
     def _end_all_waits(self, reason: str) -> None:
@@ -270,14 +328,22 @@ class Processes:
         """
         for link in list(self.links):
             link.failure = link.failure or reason
-        other = 1 if self.rank == 0 else 0
         for group in (self.messages, self.collectives):
-            with suppress(RuntimeError, ValueError):
-                work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+            self._fail_waits(group, 1 if self.rank == 0 else 0)
+        self._fail_sums()
         for carrier in self.carriers.values():
             carrier.abort()
+
+    def _fail_sums(self) -> None:
+        """Make the other replicas of this stage raise, which wait for its gradients."""
+        if self.stage_group is not None:
+            self._fail_waits(self.stage_group, self.rank + self.K if self.rank < self.K else self.rank - self.K)
+
+    def _fail_waits(self, group: dist.ProcessGroup, other: int) -> None:
+        with suppress(RuntimeError, ValueError):
+            work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Send a last message on every link and wait for those of the neighbours.

@@ -13,23 +13,40 @@ from torch.utils import _pytree as pytree
 
 from offbeat.core.links import Link
 from offbeat.core.links.local import LocalLink
+from offbeat.core.replicas import LocalReplicas, LocalWindowSum, WindowSum
 from offbeat.engines import MakeExecutor, eager
 from offbeat.method import Method
 
 
 class Simulate:
-    """All stages in this process. `shuffle` interleaves their operations at random, which must change no result."""
+    """All stages of all replicas in this process. `shuffle` interleaves their operations at random, which must change
+    no result."""
 
     waits = False
     on_one_device = False  # its results are those of processes
+    leads = True
 
-    def __init__(self, K: int, *, shuffle: int | None = None) -> None:
-        self.K = K
+    def __init__(self, K: int, *, replicas: int = 1, shuffle: int | None = None) -> None:
+        self.K, self.replicas = K, replicas
         self.here: Sequence[int] = range(1, K + 1)
+        self.replicas_here: Sequence[int] = range(replicas)
+        self.sums = {k: LocalReplicas(replicas) for k in self.here}
         self.order = None if shuffle is None else random.Random(shuffle)
 
-    def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
+    def link(
+        self,
+        channel: str,
+        source: int,
+        target: int,
+        *,
+        capacity: int,
+        patient: bool = False,
+        from_replica: int | None = None,
+    ) -> Link | None:
         return LocalLink(capacity)
+
+    def window_sum(self, k: int, replica: int) -> WindowSum | None:
+        return LocalWindowSum(self.sums[k], replica) if self.replicas > 1 else None
 
     def run(self, work: list[Iterator[bool]]) -> None:
         unfinished = list(work)

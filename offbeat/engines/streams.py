@@ -94,7 +94,16 @@ class Streams(Simulate):
             self.launch_queue.later(self.K - 1, lambda: copy.copy_(loss))
         return DeferredTensor.of(copy, self.settle)
 
-    def link(self, channel: str, source: int, target: int, *, capacity: int, patient: bool = False) -> Link | None:
+    def link(
+        self,
+        channel: str,
+        source: int,
+        target: int,
+        *,
+        capacity: int,
+        patient: bool = False,
+        from_replica: int | None = None,
+    ) -> Link | None:
         """Passes references: a message stays in a slot of the sender's ring, which is not reused before it is read."""
         return Entrance()
 

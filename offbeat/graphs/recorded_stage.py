@@ -52,7 +52,7 @@ class RecordedStage:
     above            where a recorded backward reads the gradients from above
     """
 
-    def __init__(self, stage: Stage, *, launch_queue: LaunchQueue) -> None:
+    def __init__(self, stage: Stage, *, launch_queue: LaunchQueue, replicas: int = 1) -> None:
         self.stage, self.launch_queue, self.rank = stage, launch_queue, stage.k - 1
         self.flush, self.pause = launch_queue.flush, launch_queue.pause
         self.end_turn = partial(launch_queue.close, self.rank)
@@ -69,7 +69,7 @@ class RecordedStage:
         self.optimization = RecordedOptimization(
             stage.optimization,
             self.window,
-            M=method.M,
+            M=method.M * replicas,
             guard=self.guard,
             recorder=self.recorder,
             launch_queue=launch_queue,

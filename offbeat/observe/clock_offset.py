@@ -43,8 +43,10 @@ def clock() -> str:
 
 
 def clock_offsets(engine: Engine, down: Mapping[int, Link], up: Mapping[int, Link]) -> dict[int, ClockOffset]:
-    """The clocks of all stages; collective. `down` and `up` are links from and to the first stage, by the other one."""
-    clocks = engine.exchange(clock())
+    """The clocks of all stages of this replica; collective. `down` and `up` are links from and to the first stage, by
+    the other one."""
+    begin = engine.replicas_here[0] * engine.K
+    clocks = engine.exchange(clock())[begin : begin + engine.K]
     found = {k: ClockOffset() for k in range(1, engine.K + 1)}
     for k, its in enumerate(clocks, start=1):
         if its == clocks[0]:

@@ -215,7 +215,7 @@ class Tracing:
         notify: Notify | None,
     ) -> None:
         check(turns)
-        if 1 in engine.here and not path.parent.is_dir():
+        if engine.leads and not path.parent.is_dir():
             raise UserError(f"trace in {path}: there is no folder {path.parent}, make it first")
         self.engine, self.workers, self.method = engine, workers, method
         self.turns, self.path, self.links, self.device, self.notify = turns, path, links, device, notify
@@ -309,7 +309,8 @@ class Tracing:
                     self.found[k] = link.receive().content
             if len(self.found) < self.engine.K:
                 return
-            self._write()
+            if self.engine.leads:  # the trace of replica 0
+                self._write()
         self.finished = True
 
     def _write(self) -> None:

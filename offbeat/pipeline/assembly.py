@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -15,6 +16,7 @@ from offbeat import partitioning as cutting
 from offbeat.core.compression import Compression, Messages
 from offbeat.core.corrections import correctors_as_text
 from offbeat.core.links import Link
+from offbeat.core.links.local import Entrance
 from offbeat.core.outputs import shapes_and_classes
 from offbeat.core.precision import PrecisionPolicy
 from offbeat.core.stage import Stage
@@ -29,7 +31,7 @@ from offbeat.ops import LESSON, Backward
 
 @dataclass(frozen=True)
 class Assembly:
-    """A model that is cut, with the stages of this process."""
+    """A model that is cut, with the stages of this process; of one replica, and `others` are its other replicas."""
 
     engine: Engine
     parts: list[nn.Module]  # of all stages
@@ -43,6 +45,18 @@ class Assembly:
     stages: dict[int, Stage] = field(default_factory=dict)  # of this process, by k
     workers: list[Worker] = field(default_factory=list)  # of the same stages
     correctors: list[str] = field(default_factory=list)  # of all stages, after a staleness warm-up
+    replica: int = 0
+    others: list[Assembly] = field(default_factory=list)  # with copies of the model, in the order of the replicas
+
+    @property
+    def replicas(self) -> list[Assembly]:
+        """All replicas of this process."""
+        return [self, *self.others]
+
+    @property
+    def all_workers(self) -> list[Worker]:
+        """The workers of all replicas of this process."""
+        return [worker for assembly in self.replicas for worker in assembly.workers]
 
     def check_trained(self) -> None:
         """Refuse a parameter of the model that was frozen or unfrozen since the stages were made."""
@@ -68,9 +82,12 @@ class Assembly:
             raise earliest(found)
 
     def share_weights(self) -> None:
-        """The newest weights of every stage, in all processes."""
+        """The newest weights of every stage, in all processes; buffers (BatchNorm) are those of replica 0, except that
+        another replica keeps its own in the stages that it trains."""
         for k, part in enumerate(self.parts, start=1):
-            self.engine.share_tensors([tensor for _, tensor in _named_tensors(part)], k)
+            trains = self.replica > 0 and k in self.stages
+            tensors = [tensor for _, tensor in _named_tensors(part)]
+            self.engine.share_tensors([tensor.clone() for tensor in tensors] if trains else tensors, k)
 
 
 @dataclass(frozen=True)
@@ -115,29 +132,47 @@ class Assembler:
             evaluation_links,
             trained,
             self.method,
+            replica=self.engine.replicas_here[0],
         )
-        made_stages = self.with_method(cut, self.method.phase(batch))
+        others = [self._copied(cut, replica) for replica in self.engine.replicas_here[1:]]
+        made_stages = self.with_method(replace(cut, others=others), self.method.phase(batch))
         return replace(made_stages, correctors=self._correctors(made_stages.stages))
 
     def with_method(self, assembly: Assembly, method: Method) -> Assembly:
-        """New stages and workers for this method, on the same cut model and links."""
+        """New stages and workers for this method, on the same cut model and links, in all replicas."""
+        others = [self._with_method(other, method) for other in assembly.others]
+        return replace(self._with_method(assembly, method), others=others)
+
+    def _copied(self, assembly: Assembly, replica: int) -> Assembly:
+        """Another replica in this process, with its own copy of the model and its own links."""
+        links, evaluation_links = self._connect(Entrance())
+        parts = copy.deepcopy(assembly.parts)
+        return replace(assembly, parts=parts, links=links, evaluation_links=evaluation_links, replica=replica)
+
+    def _with_method(self, assembly: Assembly, method: Method) -> Assembly:
         make_executor = self.engine.executor_maker(method)
         stages, workers = {}, []
         for k in self.engine.here:
             loss = self.loss if k == self.K or method.feedback == "local" else None
             stage = self.make_stage(
-                k, self.K, assembly.parts[k - 1], method=method, loss=loss, output=assembly.outputs[k - 1]
+                k,
+                self.K,
+                assembly.parts[k - 1],
+                method=method,
+                loss=loss,
+                output=assembly.outputs[k - 1],
+                replica=assembly.replica,
             )
             stages[k] = stage
         for k, stage in stages.items():
-            executor = make_executor(stage)
             workers.append(
                 Worker(
                     stage,
                     method,
                     assembly.links[k],
-                    executor=executor,
+                    executor=make_executor(stage),
                     barrier=self.engine.barrier,
+                    window_sum=self.engine.window_sum(k, assembly.replica),
                     compression=Compression(self.messages),
                 )
             )
@@ -148,7 +183,7 @@ class Assembler:
         if not self.method.correctors:
             return ["none"] * self.K
         here = [correctors_as_text(self.method, k, self.K, stage.optimization.optimizer) for k, stage in stages.items()]
-        return list(chain.from_iterable(self.engine.exchange(here)))
+        return list(chain.from_iterable(self.engine.exchange(here)))[: self.K]
 
     def _agree_on_cuts(self, cuts: Sequence[int | str] | None, sample: Any) -> cutting.Partition:
         """The stages by the first process's cuts, or its refusal in all of them, so that none is left waiting.
@@ -157,7 +192,7 @@ class Assembler:
         """
         decision: dict[str, Any] = {}
         made = None
-        if 1 in self.engine.here:
+        if self.engine.leads:
             try:
                 made = self.cut(sample, cuts=cuts)
                 self._check_ties(made)
@@ -196,7 +231,7 @@ class Assembler:
     def _outputs(self, parts: list[nn.Module], sample: Any) -> list[Any]:
         """Shape of one sample's output of every stage, and the number of classes, found by the first process."""
         found: dict[str, Any] = {}
-        if 1 in self.engine.here:
+        if self.engine.leads:
             try:
                 found = shapes_and_classes(self.model, parts, sample, self.device, self.method.name)
             except UserError as error:

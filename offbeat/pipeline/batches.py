@@ -28,6 +28,22 @@ def pair(batch: Any, t: int) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+def of_replicas(x: Any, y: Any, replicas: int, *, first: bool) -> list[tuple[Any, Any]]:
+    """What `step` was given, as a batch (x, y) for each replica of this process."""
+    if replicas == 1 or not first:
+        return [(x, y)]
+    for name, given in (("x", x), ("y", y)):
+        if given is None and name == "y":
+            continue
+        if not isinstance(given, tuple | list) or len(given) != replicas:
+            found = f"{len(given)} entries" if isinstance(given, tuple | list) else kind_of(given)
+            raise UserError(
+                f"step() with replicas={replicas} in one process, but {name} is {found}: give a list of {replicas}, "
+                "the batch of each replica"
+            )
+    return list(zip(x, [None] * replicas if y is None else y, strict=True))
+
+
 def input_and_target(x: Any, y: Any, *, target_is_read: bool = True) -> tuple[Any, Any]:
     """What goes through the stages: without y, a dict is its own target.
 

@@ -140,11 +140,30 @@ def check_makers(optimizer: MakeOptimizer, scheduler: MakeScheduler | None) -> N
         )
 
 
-def check_engine(engine: Engine, K: int) -> None:
+def batch_of_replica(batch: int | None, replicas: int) -> int | None:
+    """The share of one replica in the samples of an update."""
+    if batch is None or replicas == 1:
+        return batch
+    whole(batch, "batch", least=1)
+    if batch % replicas:
+        raise UserError(f"batch={batch} with replicas={replicas}: use a multiple of {replicas}, which splits it")
+    return batch // replicas
+
+
+def check_replicas(method: Method, replicas: int) -> None:
+    """Refuse a method whose gradients are not all applied by the updates of its windows."""
+    reason = method.why_no_replicas()
+    if replicas > 1 and reason:
+        raise UserError(f"{method.name} with replicas={replicas}: it {reason}, use another method, or replicas=1")
+
+
+def check_engine(engine: Engine, K: int, replicas: int = 1) -> None:
     if not isinstance(getattr(engine, "K", None), int):
         raise UserError(f"engine is {kind_of(engine)}: give a name, such as 'simulate', or an engine")
     if engine.K != K:
         raise UserError(f"K={K}, but an engine for {engine.K} stages: give both the same number")
+    if engine.replicas != replicas:
+        raise UserError(f"replicas={replicas}, but an engine for {engine.replicas}: give both the same number")
 
 
 def path_of(path: str | Path) -> Path:

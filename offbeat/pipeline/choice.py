@@ -82,7 +82,7 @@ class MethodChoice:
         if self.batch is None:
             settings = {"M": 1, **settings}
         measured: dict[str, Any] = {}
-        if 1 in engine.here:
+        if engine.leads:
             batch = self.batch or batch_size(sample)
             try:
                 if sample is None:

@@ -70,6 +70,9 @@ class Pipeline:
     clip_norm   optional: largest norm of the gradient of an update, per stage
     weighting   of the gradients of an update: equal for all "batches" (also for a short one), or by their "samples"
     on_nan      what a loss or gradient that is not finite does: "stop" raises NotFinite, "skip" leaves the batch out
+    replicas    R copies of the K stages, each of which trains on its own batches; an update applies the mean of the R*M
+                gradients of a stage. Random numbers and statistics of BatchNorm are each replica's own, as in torch's
+                DistributedDataParallel; the model, evaluation and checkpoints have those of replica 0
     left_out    batches whose gradients are not used
     precision   "fp32", "tf32" (CUDA) or "bf16"; master weights, sums of gradients and optimizer state are float32
     messages    activations and gradients between stages: "exact", or for slow links rounded to "bf16" or "int8" (see
@@ -77,9 +80,9 @@ class Pipeline:
     compile     whether torch.compile makes a graph of each stage; a stage that cannot be compiled runs eagerly
     fuse        whether BatchNorm, a sum after it and ReLU become two fused kernels, and in bf16 3x3 convolutions with
                 few channels one; on a GPU in tf32 or bf16
-    engine      "simulate" (all stages in this process, one after the other), "processes" (one stage per process, under
-                torchrun) or "streams" (all stages in this process, at the same time on one GPU); by default chosen by
-                how this process was started
+    engine      "simulate" (all stages in this process, one after the other), "processes" (one stage per process, K*R
+                of them, under torchrun) or "streams" (all stages in this process, at the same time on one GPU); by
+                default chosen by how this process was started
 
     A batch is step(x, y), or step(batch) with a dict (any mapping) whose keys are arguments of forward: input_ids,
     attention_mask, labels. Then the target of the loss is the batch. Without `sample`, the stages are made with the
@@ -87,6 +90,9 @@ class Pipeline:
 
     In several processes each one makes the same calls. Batches are read in the first stage's process alone; what the
     others pass is ignored. `drain`, `gather`, `evaluate`, `fit` and the first `step` are collective.
+
+    With replicas, each process passes the batches of its replica (`pipe.replica`) to `step`; in one process,
+    step([x0, x1], [y0, y1]) takes the batches of all R.
 
     >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     >>> pipe = Pipeline(layers, K=2, method="adl", M=2, loss=torch.nn.functional.mse_loss,
@@ -110,6 +116,7 @@ class Pipeline:
         batch: int | None = None,
         latency: float | None = None,
         staleness_warmup: StalenessWarmup = None,
+        replicas: int = 1,
         scheduler: MakeScheduler | None = None,
         cuts: Sequence[int | str] | None = None,
         units: cutting.Units | None = None,
@@ -135,15 +142,17 @@ class Pipeline:
             self.model, cuts = checks.chained(model, K, cuts)
             K = len(self.model)
         self.K = 1 if K is None else K
-        self.batch = batch
+        checks.whole(replicas, "replicas", least=1)
+        self.replicas, self.batch = replicas, checks.batch_of_replica(batch, replicas)
         self._choice = MethodChoice.of(
-            method, self.K, M=M, batch=batch, latency=latency, staleness_warmup=staleness_warmup
+            method, self.K, M=M, batch=self.batch, latency=latency, staleness_warmup=staleness_warmup
         )
         self.method = self._choice.method
         self.method.check(self.K)
+        checks.check_replicas(self.method, replicas)
         wanted = checks.device_of(device)
         if not isinstance(engine, str | None):
-            checks.check_engine(engine, self.K)
+            checks.check_engine(engine, self.K, replicas)
             wanted = engine.device_for(wanted)
         self.precision = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
         self.messages = check_messages(messages, self.K, streams=engine == "streams")
@@ -162,7 +171,9 @@ class Pipeline:
         self.cuts: list[int] | None = None  # where it is cut, once it is
         self._cut = partial(cutting.partition, self.model, self.K, units=self.units, by=by, trace=trace, tied=tied)
         if isinstance(engine, str | None):
-            engine = choose_engine(engine, self.K, method=self.method, device=wanted or torch.device("cpu"))
+            engine = choose_engine(
+                engine, self.K, method=self.method, device=wanted or torch.device("cpu"), replicas=replicas
+            )
         self.engine: Engine = engine
         self.device = self.engine.device_for(wanted)
         self.batches = 0  # t of the next batch
@@ -228,8 +239,18 @@ class Pipeline:
     # ---- what there is in this process
 
     @property
+    def replica(self) -> int:
+        """The replica of this process, from 0; 0 where one process has all of them."""
+        return self.engine.replicas_here[0]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides for all: it holds the first stage of replica 0."""
+        return self.engine.leads
+
+    @property
     def first(self) -> bool:
-        """Whether this process holds the first stage, where batches enter."""
+        """Whether this process holds the first stage (of its replica), where batches enter."""
         return 1 in self.engine.here
 
     @property
@@ -275,7 +296,8 @@ class Pipeline:
         batch = f"batch={self.batch}, " if self.batch else ""
         method = "auto (measured on the first batch)" if self._choice.measures else f"{self.method.name}{chosen}"
         M = "" if self._choice.measures else f"M={self.method.M}, "
-        first = f"Pipeline(method={method}, K={self.K}, {M}{batch}engine={engine})"
+        replicas = f"replicas={self.replicas}, " if self.replicas > 1 else ""
+        first = f"Pipeline(method={method}, K={self.K}, {M}{batch}{replicas}engine={engine})"
         return "\n".join([first, *stages])
 
     @property
@@ -288,6 +310,11 @@ class Pipeline:
         """What runs the stages of this process, in the same order."""
         return self._assembly.workers if self._assembly else []
 
+    @property
+    def all_stages(self) -> list[Stage]:
+        """The stages of all replicas of this process."""
+        return [worker.stage for worker in self._assembly.all_workers] if self._assembly else []
+
     # ---- training
 
     def step(self, x: Any = None, y: Any = None) -> Tensor | None:
@@ -295,15 +322,17 @@ class Pipeline:
 
         x may be a dict of keyword arguments of forward; without y it is the target, too.
         Returns the loss of batch t in the process that holds the last stage, None elsewhere. With `batch=` a call is
-        M local iterations, one per micro-batch, and the loss is the mean of theirs.
+        M local iterations, one per micro-batch, and the loss is the mean of theirs. Where this process has several
+        replicas, x and y are lists with a batch of each, and the loss is the mean of theirs.
         """
-        losses = []
-        for part in self._micro_batches(x, y):
-            self._step(*part)
-            loss = self.workers[-1].loss if self.last else None
-            losses.append(None if loss is None else self.engine.give(loss))
-        known = [loss for loss in losses if loss is not None]
-        return known[0] if len(losses) == 1 and known else torch.stack(known).mean() if known else None
+        known = []
+        given = batches.of_replicas(x, y, len(self.engine.replicas_here), first=self.first)
+        for parts in zip(*(self._micro_batches(*one) for one in given), strict=True):
+            self._step(list(parts))
+            assembly = self._assembled(None)
+            losses = [each.workers[-1].loss for each in assembly.replicas] if self.last else []
+            known += [self.engine.give(loss) for loss in losses if loss is not None]
+        return known[0] if len(known) == 1 else torch.stack(known).mean() if known else None
 
     def _micro_batches(self, x: Any, y: Any) -> list[tuple[Any, Any]]:
         """The micro-batches of an update, if `batch` is given; otherwise the batch itself."""
@@ -315,18 +344,21 @@ class Pipeline:
             return [(x, y)] * self.method.M
         return training.split(x, y, M=self.method.M, batch=self.batch, t=self.batches)
 
-    def _step(self, x: Any, y: Any) -> None:
-        """`step` without a loss for the caller."""
-        x, y = batches.input_and_target(x, y, target_is_read=self._loss is not batches.own_loss)
-        assembly = self._assembled(x)
+    def _step(self, given: list[tuple[Any, Any]]) -> None:
+        """`step` without a loss for the caller, with a batch for each replica of this process."""
+        read = self._loss is not batches.own_loss
+        entering = [batches.input_and_target(x, y, target_is_read=read) for x, y in given]
+        assembly = self._assembled(entering[0][0])
         assembly.check_trained()
         t = self.batches
         with self._guard():
             if self.first:
-                batch = self.engine.take((x, y), self.device)
-                training.enter(t, *batch, entrance=self.entrance, m=self.method.m)
+                for replica, each in zip(assembly.replicas, entering, strict=True):
+                    batch = self.engine.take(each, self.device)
+                    training.enter(t, *batch, entrance=replica.links[1].inputs, m=self.method.m)
             try:
-                self._observation.run(t, [worker.iteration(t, wait=self.engine.waits) for worker in assembly.workers])
+                work = [worker.iteration(t, wait=self.engine.waits) for worker in assembly.all_workers]
+                self._observation.run(t, work)
             except NotFinite:
                 assembly.settle()  # another stage may have found the cause
                 raise
@@ -341,9 +373,11 @@ class Pipeline:
         """Continue with the method of the next batch, after a drain; in all processes after the same batch."""
         self._finish()
         with self._guard():
-            states = saving.states(before, self._observation.diagnoses, keep_on=True)
+            diagnoses = self._observation.diagnoses
+            states = [saving.states(one, diagnoses, keep_on=True) for one in before.replicas]
             after = self.start_at(self.batches)
-            saving.hand_over(before, after, self._observation.diagnoses, states, self.batches)
+            for old, new, trees in zip(before.replicas, after.replicas, states, strict=True):
+                saving.hand_over(old, new, diagnoses, trees, self.batches)
 
     def start_at(self, batches: int) -> Assembly:
         """Stages of the method that trains the next batch, after that many batches."""
@@ -363,14 +397,20 @@ class Pipeline:
         after_step: Callable[[int], None] | None = None,
         after_epoch: AfterEpoch | None = None,
         drain: bool = True,
+        own_share: bool = False,
     ) -> None:
         """Train for some epochs; only the first stage's process reads the loader.
 
-        `loader` is an iterable of (x, y) or of dicts (see `step`), or a function of the epoch that returns one. Epochs
-        do not flush the pipeline; `drain` finishes the batches in flight after the last one. The callbacks run in every
-        process, after the same operations of its stages: `before_step(t)`, `after_step(t)`, `after_epoch(epoch)`.
-        Epochs are counted from 0 to `epochs`; a run that is resumed begins with `first_epoch`, of which the loader
-        gives the rest. With `batch=` the loader gives batches of that size; t counts their micro-batches.
+        `loader` is an iterable of (x, y) or of dicts (see `step`), or a function of the epoch that returns one. With R
+        replicas it is the same in all of them: replica r trains on its batches r, r + R, ...; those that are left over
+        at the end of an epoch, fewer than R, are not used. With `own_share` the loader of each process has the batches
+        of its own replica alone, equally many in all, as with a torch DistributedSampler for R and `pipe.replica`.
+
+        Epochs do not flush the pipeline; `drain` finishes the batches in flight after the last one. The callbacks run
+        in every process, after the same operations of its stages: `before_step(t)`, `after_step(t)`,
+        `after_epoch(epoch)`. Epochs are counted from 0 to `epochs`; a run that is resumed begins with `first_epoch`, of
+        which the loader gives the rest. With `batch=` the loader gives batches of that size (divided by R, with
+        replicas); t counts their micro-batches.
         """
         for _ in self.steps(
             loader,
@@ -380,6 +420,7 @@ class Pipeline:
             after_step=after_step,
             after_epoch=after_epoch,
             drain=drain,
+            own_share=own_share,
         ):
             pass
 
@@ -393,21 +434,24 @@ class Pipeline:
         after_step: Callable[[int], None] | None = None,
         after_epoch: AfterEpoch | None = None,
         drain: bool = True,
+        own_share: bool = False,
     ) -> Iterator[None]:
         """`fit` a little at a time: yields after every batch and every epoch, so that several pipelines of one process
         can take turns. Closed before its end, it leaves the batches in flight as they are."""
         checks.whole(epochs, "epochs", least=1)
         checks.whole(first_epoch, "first_epoch", least=0)
         checks.check_functions(before_step=before_step, after_step=after_step, after_epoch=after_epoch)
-        checks.check_flags(drain=drain)
+        checks.check_flags(drain=drain, own_share=own_share)
+        if own_share and self.replicas > 1 and len(self.engine.replicas_here) == self.replicas:
+            raise UserError("own_share=True with all replicas in one process: leave it out, the loader is divided here")
         if self.first and loader is not None and not callable(loader):
             checks.check_loader(loader)
         with self._guard(computes=False):  # other pipelines take turns between its steps
             for epoch in range(first_epoch, epochs):
-                for batch in self._epoch(loader, epoch):
+                for batch in self._epoch(loader, epoch, own_share=own_share):
                     if before_step:
                         before_step(self.batches)
-                    self._step(*batch)
+                    self._step(batch)
                     if after_step:
                         after_step(self.batches - 1)
                     yield
@@ -419,15 +463,18 @@ class Pipeline:
         if drain:
             self.drain()
 
-    def _epoch(self, loader: Loader | None, epoch: int) -> Iterator[tuple[Any, Any]]:
+    def _epoch(self, loader: Loader | None, epoch: int, *, own_share: bool) -> Iterator[list[tuple[Any, Any]]]:
         """The batches of an epoch in the first stage's process, as many empty ones in others; then the mark that ends
         the epoch is passed on."""
         if self.first:
-            for batch in training.read_epoch(loader, epoch, self.batches):
-                yield from self._micro_batches(*batch)
+            read = training.read_epoch(loader, epoch, self.batches)
+            divided = (1, [0]) if own_share else (self.replicas, self.engine.replicas_here)
+            for shares in training.shares(read, *divided):
+                yield from map(list, zip(*(self._micro_batches(*batch) for batch in shares), strict=True))
         else:
             yield from training.follow_epoch(lambda: self._assembled(None).workers[0], self.batches)
-        training.pass_on(Message(self.batches, kind=training.EPOCH_END), self.workers)
+        for assembly in self._assembly.replicas if self._assembly else ():
+            training.pass_on(Message(self.batches, kind=training.EPOCH_END), assembly.workers)
 
     def drain(self) -> nn.Module:
         """Finish every batch in flight and the open window; then the newest weights are in `model` in every process."""
@@ -438,11 +485,12 @@ class Pipeline:
         with self._guard():
             self.engine.settle()  # a drain is many turns in one
             with self._observation.draining(self.batches):
-                self.engine.run([worker.drain(wait=self.engine.waits) for worker in self.workers])
+                workers = self._assembly.all_workers if self._assembly else []
+                self.engine.run([worker.drain(wait=self.engine.waits) for worker in workers])
                 self._settle()
             done = self.engine.exchange([stage.update_index for stage in self.stages.values()])
-            for stage in self.stages.values():
-                stage.catch_up(max(chain.from_iterable(done)))
+            for worker in workers:
+                worker.stage.catch_up(max(chain.from_iterable(done)))
 
     def gather(self) -> nn.Module:
         """The newest weights of all stages, in `model`, in every process; training continues as if nothing happened."""
@@ -478,7 +526,7 @@ class Pipeline:
         self, loader: Batches | None = None, *, metric: Metric | None = None
     ) -> Generator[None, None, dict[str, Any]]:
         """`evaluate` a little at a time, as `steps` trains: yields after every batch."""
-        given = loader if self.first and loader is not None else ()
+        given = loader if self.leads and loader is not None else ()
         checks.check_loader(given, functions=False)
         checks.check_functions(metric=metric)
         entering = (batches.input_and_target(*batches.pair(batch, t)) for t, batch in enumerate(given))
@@ -489,7 +537,9 @@ class Pipeline:
         meter, began = Meter(metric), time.perf_counter_ns()
         with self._guard():
             assembly.settle()
-            while evaluation.forward_next(assembly, entering_all, meter, loss=self._loss, device=self.device):
+            while self.replica == 0 and evaluation.forward_next(
+                assembly, entering_all, meter, loss=self._loss, device=self.device
+            ):
                 yield
                 assembly = self._assembled(None)
                 self.engine.settle()  # the caller may have trained meanwhile
@@ -505,14 +555,14 @@ class Pipeline:
     def keep(self) -> None:
         """From the next batch on, keep what is needed to save this process's stages with their batches in flight; it is
         complete after `lag` more batches."""
-        for stage in self.stages.values():
-            stage.keep()
+        for worker in self._assembly.all_workers if self._assembly else ():
+            worker.stage.keep()
 
     def mark(self, batches: int, *, stop: str = "") -> None:
         """In the first process, ahead of a batch: have all stages save after that many batches, and stop there if a
         reason is given."""
         if len(self.workers) == self.K:
-            for worker in self.workers:
+            for worker in self._assembled(None).all_workers:
                 worker.marks[batches] = stop
                 worker.stage.keep()
         else:
@@ -526,6 +576,9 @@ class Pipeline:
     def state(self, *, keep_on: bool = False) -> dict[int, Any]:
         """The state of each stage of this process between batches: a tree of its own tensors, to be written at once.
 
+        Stage k of replica r has the key r K + k. Replicas above 0 have only what differs from replica 0: their
+        batches in flight, gradients, buffers and random streams.
+
         With weights="hybrid" and batches in flight, `keep` must have been called far enough ahead; with `keep_on` the
         stages continue to keep what the next call needs.
         """
@@ -533,17 +586,27 @@ class Pipeline:
             return {}
         with self._guard():
             self._assembly.settle()
-        return saving.states(self._assembly, self._observation.diagnoses, keep_on=keep_on)
+        found = {}
+        for assembly in self._assembly.replicas:
+            for k, tree in saving.states(assembly, self._observation.diagnoses, keep_on=keep_on).items():
+                own = saving.without_first(tree, assembly.stages[k]) if assembly.replica else tree
+                found[saving.number(k, assembly)] = own
+        return found
 
     def load(self, trees: Mapping[int, Any], batches: int) -> None:
-        """Continue from saved states of the same method, K, cuts, optimizer and scheduler, after that many batches."""
+        """Continue from saved states of the same method, K, cuts, optimizer and scheduler, after that many batches.
+
+        With replicas each process needs the states of its stages in its own replica and in replica 0. A state without
+        batches in flight and without an open window can be loaded with another number of replicas.
+        """
         if self._assembly is None:
             raise UserError("load() before there are stages, which the first batch makes: give sample=")
         if any(stage.in_flight for stage in self.stages.values()):
             raise UserError("load() with batches in flight: call drain() before, or load into a new pipeline")
         with self._guard():
             self._assembly.settle()
-            saving.load(self.start_at(batches), self._observation.diagnoses, trees, batches)
+            for replica in self.start_at(batches).replicas:
+                saving.load(replica, self._observation.diagnoses, trees, batches)
 
     # ---- observing
 
@@ -567,6 +630,11 @@ class Pipeline:
 
         The figures are in `diagnosis` of `reports`. Changes no result.
         """
+        if self.replicas > 1:
+            raise UserError(
+                f"diagnose() with replicas={self.replicas}: it compares an update with the batches of one replica, use "
+                "replicas=1 with the same M"
+            )
         self._observation.request_diagnosis(every)
         self._begin_observing()
 

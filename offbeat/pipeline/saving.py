@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,17 +10,24 @@ from torch.utils import _pytree as pytree
 
 from offbeat.core import state as stage_state
 from offbeat.core.stage import Stage
+from offbeat.core.worker import Worker
 from offbeat.errors import UserError, first_line
 from offbeat.observe.diagnosis import Diagnosis
 from offbeat.pipeline.assembly import Assembly
 
 Diagnoses = Mapping[int, Diagnosis]  # of the stages of this process that have one
+SAME_IN_REPLICAS = ("optimizer", "groups", "scheduler", "corrections", "versions", "policy")
 
 
 def states(assembly: Assembly, diagnoses: Diagnoses, *, keep_on: bool) -> dict[int, Any]:
-    """The state of each stage of this process, which has settled: a tree of the stage's own tensors."""
+    """The state of each stage of this process and replica, which has settled: a tree of the stage's own tensors."""
+    replicas = assembly.engine.replicas
     found: dict[int, Any] = {
-        worker.stage.k: {"stage": stage_state.save(worker.stage), "worker": worker.save()}
+        worker.stage.k: {
+            "stage": stage_state.save(worker.stage),
+            "worker": worker.save(),
+            **({"replicas": replicas} if replicas > 1 else {}),
+        }
         for worker in assembly.workers
     }
     for k, diagnosis in diagnoses.items():
@@ -30,25 +37,61 @@ def states(assembly: Assembly, diagnoses: Diagnoses, *, keep_on: bool) -> dict[i
     return found
 
 
+def number(k: int, assembly: Assembly) -> int:
+    """The number of stage k of this replica among the stages of all replicas."""
+    return assembly.replica * assembly.engine.K + k
+
+
+def without_first(tree: Any, stage: Stage) -> Any:
+    """The state of a stage of another replica, without what is the same in replica 0."""
+    own = {name: value for name, value in tree["stage"].items() if name not in SAME_IN_REPLICAS}
+    own["model"] = dict(stage.network.module.named_buffers())
+    return {**tree, "stage": own}
+
+
 def load(assembly: Assembly, diagnoses: Diagnoses, trees: Mapping[int, Any], batches: int) -> None:
-    """Put the stages of this process, which have settled, into states of the same method, K, cuts, optimizer and
-    scheduler."""
+    """Put the stages of this process and replica, which have settled, into states of the same method, K, cuts,
+    optimizer and scheduler; trees: by `number`."""
     for worker in assembly.workers:
-        k = worker.stage.k
-        try:
-            tree = _copied(trees[k])  # may be loaded again
-            _check_place(worker.stage, tree, batches)
-            with assembly.engine.stage_context():
-                stage_state.load(worker.stage, tree["stage"])
-                worker.load(tree["worker"])
-            if k in diagnoses:
-                diagnoses[k].take_up(tree.get("diagnosis", []), tree.get("diagnosed_window"))
-        except (KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
-            raise UserError(
-                f"the state of stage {k} is not one of a pipeline like this "
-                f"({type(error).__name__}: {first_line(error)}): load what state() returned with the "
-                "same method, K, cuts, optimizer and scheduler"
-            ) from error
+        _load(worker, lambda stage: _of_replica(stage, trees, assembly), diagnoses, batches, assembly)
+
+
+def _load(
+    worker: Worker, state: Callable[[Stage], Any], diagnoses: Diagnoses, batches: int, assembly: Assembly
+) -> None:
+    stage = worker.stage
+    try:
+        tree = _copied(state(stage))  # may be loaded again
+        _check_place(stage, tree, batches)
+        with assembly.engine.stage_context():
+            stage_state.load(stage, tree["stage"])
+            worker.load(tree["worker"])
+        if stage.k in diagnoses:
+            diagnoses[stage.k].take_up(tree.get("diagnosis", []), tree.get("diagnosed_window"))
+    except (KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
+        raise UserError(
+            f"the state of stage {stage.k} is not one of a pipeline like this "
+            f"({type(error).__name__}: {first_line(error)}): load what state() returned with the "
+            "same method, K, cuts, optimizer and scheduler"
+        ) from error
+
+
+def _of_replica(stage: Stage, trees: Mapping[int, Any], assembly: Assembly) -> Any:
+    """The complete state of a stage of this replica."""
+    first, replicas = trees[stage.k], assembly.engine.replicas
+    saved = first.get("replicas", 1)
+    if saved != replicas and (first["stage"]["in_flight"] or first["stage"]["window"]["levels"]):
+        raise UserError(
+            f"a state of {saved} replica{'s' * (saved > 1)} with batches in flight or an open window, where there are "
+            f"replicas={replicas}: give replicas={saved}, or drain() before state()"
+        )
+    if assembly.replica == 0:
+        return first
+    if saved != replicas:  # with a random stream of its own
+        return {**first, "stage": {**first["stage"], "random": stage.network.random.state}}
+    own = trees[number(stage.k, assembly)]
+    model = {**first["stage"]["model"], **own["stage"]["model"]}
+    return {**own, "stage": {**first["stage"], **own["stage"], "model": model}}
 
 
 def hand_over(before: Assembly, after: Assembly, diagnoses: Diagnoses, states: Mapping[int, Any], batches: int) -> None:
@@ -64,7 +107,8 @@ def hand_over(before: Assembly, after: Assembly, diagnoses: Diagnoses, states: M
         k: {**tree, "stage": stage_state.of_another_method(tree["stage"], after.stages[k])}
         for k, tree in states.items()
     }
-    load(after, diagnoses, trees, batches)
+    for worker in after.workers:
+        _load(worker, lambda stage: trees[stage.k], diagnoses, batches, after)
 
 
 def _copied(tree: Any) -> Any:

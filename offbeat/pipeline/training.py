@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from offbeat.core.links import Link, Message
@@ -56,14 +57,31 @@ def read_epoch(loader: Loader | None, epoch: int, begin: int) -> Iterator[tuple[
         )
 
 
-def follow_epoch(worker: Callable[[], Worker], begin: int) -> Iterator[tuple[None, None]]:
+def shares(batches: Iterator[tuple[Any, Any]], replicas: int, here: Sequence[int]) -> Iterator[list[tuple[Any, Any]]]:
+    """The batches of the replicas of this process: batch r of every R, without an incomplete last group.
+
+    >>> [list(group) for group in shares(iter([(0, 0), (1, 1), (2, 2), (3, 3), (4, 4)]), 2, [1])]
+    [[(1, 1)], [(3, 3)]]
+    """
+    groups = 0
+    while len(group := list(islice(batches, replicas))) == replicas:
+        groups += 1
+        yield [group[replica] for replica in here]
+    if not groups:
+        raise UserError(
+            f"a loader of {len(group)} batch{'es' * (len(group) > 1)} with replicas={replicas}: give at least one for "
+            "each replica"
+        )
+
+
+def follow_epoch(worker: Callable[[], Worker], begin: int) -> Iterator[list[tuple[None, None]]]:
     """As many empty batches in another process, up to the mark that ends the epoch; `worker` returns the present one.
 
     Not every stage gets a message in every iteration (see methods/dgl_async.py): the mark states how many there are.
     """
     t = begin
     while (ahead := worker().ahead()).kind != EPOCH_END or t < ahead.t:
-        yield None, None
+        yield [(None, None)]
         t += 1
 
 

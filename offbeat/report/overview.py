@@ -32,7 +32,9 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
     made = {}
     for recipe in known:
         accumulated = f" M={recipe.M}" if recipe.M > 1 else ""
-        made[_key(recipe)] = f"{recipe.method} K={recipe.K}{accumulated}{f' {recipe.model}' if several else ''}"
+        replicas = f" replicas={recipe.replicas}" if recipe.replicas > 1 else ""
+        network = f" {recipe.model}" if several else ""
+        made[_key(recipe)] = f"{recipe.method} K={recipe.K}{replicas}{accumulated}{network}"
     for name in MORE:
         values = {_key(recipe): getattr(recipe, name) for recipe in known}
         before = dict(made)
@@ -106,7 +108,8 @@ def ran(provenance: Mapping[str, Any], recipe: Recipe | None = None, *, more: Ma
         epochs, threads = counted(recipe.epochs, "epoch"), counted(recipe.threads_per_stage, "thread")
         title, corrector = recipe.make_method().title or recipe.method, f", corrector {recipe.corrector}"
         shown["network and data"] = f"{recipe.model} on {recipe.data}, {epochs}, seed {recipe.seed}"
-        shown["method"] = f"{title}: K={recipe.K} stages, M={recipe.M}, weights {recipe.weights}"
+        stages = f"K={recipe.K} stages{f' in {recipe.replicas} replicas' if recipe.replicas > 1 else ''}"
+        shown["method"] = f"{title}: {stages}, M={recipe.M}, weights {recipe.weights}"
         shown["method"] += corrector if recipe.corrector else ""
         if recipe.staleness_warmup:
             shown["method"] += f", staleness warm-up {recipe.staleness_warmup}"

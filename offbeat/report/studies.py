@@ -65,7 +65,10 @@ def runs(folders: Sequence[Path]) -> Shown:
 
 def _run(run: RunRecord) -> Shown:
     recipe = run.recipe
-    title = f"{recipe.model} on {recipe.data}, {recipe.method}, K={recipe.K}, M={recipe.M}" if recipe else run.path.name
+    title = run.path.name
+    if recipe:
+        replicas = f", replicas={recipe.replicas}" if recipe.replicas > 1 else ""
+        title = f"{recipe.model} on {recipe.data}, {recipe.method}, K={recipe.K}{replicas}, M={recipe.M}"
     first = _problems(Section("What was run").add(overview.headline(run)), [("", run)])
     first.add(overview.ran(run.provenance, recipe))
     groups = {overview.labels([run])[0]: [run]}

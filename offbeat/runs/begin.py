@@ -14,7 +14,7 @@ from offbeat.correctors import AutoCorrector, by_stage
 from offbeat.data.text import Text
 from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
-from offbeat.errors import FolderTaken, UserError
+from offbeat.errors import FolderTaken, UserError, stage_name
 from offbeat.runs import build, lock, resuming
 from offbeat.runs.build import Facts
 from offbeat.runs.recipe import Recipe
@@ -67,13 +67,15 @@ def begin(
     torch.set_num_threads(recipe.threads_per_stage)
     torch.backends.cudnn.benchmark = recipe.tune
     device, method = torch.device(recipe.device), recipe.make_method()
-    engine = choose_engine(recipe.engine, recipe.K, method=method, device=device, silence=silence)
+    engine = choose_engine(
+        recipe.engine, recipe.K, method=method, device=device, replicas=recipe.replicas, silence=silence
+    )
     with engine.guard(), ExitStack() as locks:
         known = None
         if 1 in engine.here:
             data_set = data_set or build.open_data(recipe)
             known = build.facts(recipe, data_set)
-            if recipe.cuts is None:
+            if recipe.cuts is None and engine.leads:
                 recipe = replace(recipe, **build.choose_cuts(recipe, known))
         shared = engine.share(known and [known.shape, known.classes, known.samples, recipe.cuts, recipe.units], 1)
         known = Facts(*shared[:3])
@@ -91,7 +93,8 @@ def begin(
             notes += folder.text(data_set.as_record())
         data_set, others = build.move_data(recipe, data_set)
         if apart:
-            others.append(f"stages {apart} do not see {out}: they send their parts of checkpoints to stage 1")
+            names = ", ".join(stage_name(number - 1, recipe.K, recipe.replicas) for number in apart)
+            others.append(f"stages that do not see {out} send their parts of checkpoints to stage 1: {names}")
         return TrainingRun(
             recipe,
             known,
@@ -113,13 +116,13 @@ def begin(
 def enter(
     recipe: Recipe, out: Path, engine: Engine, locks: ExitStack, *, ready: bool, rewrite: bool
 ) -> tuple[RunFolder | None, list[int]]:
-    """Lock the run folder in all processes. Returns it in the process of the first stage, and the stages whose
-    processes do not see it.
+    """Lock the run folder in all processes. Returns it in the process of the first stage, and the processes that do not
+    see it, from 1 in the order of stages and replicas.
 
     If the folder cannot be used, all processes raise the same error.
     """
     folder, state = None, {}
-    if 1 in engine.here:
+    if engine.leads:
         try:
             state["token"] = locks.enter_context(lock.held(out))
             folder = RunFolder(out) if ready and not rewrite else RunFolder.create(out, recipe, again=rewrite)

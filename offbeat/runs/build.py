@@ -17,7 +17,7 @@ from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines import Engine
 from offbeat.errors import UserError
 from offbeat.observe import diagnosis
-from offbeat.pipeline import Pipeline
+from offbeat.pipeline import Pipeline, checks
 from offbeat.runs import saving
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.optimizers import optimizer_of
@@ -104,6 +104,12 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
     PrecisionPolicy.of(recipe.precision, torch.device(recipe.device))
     check_messages(recipe.messages, recipe.K, streams=recipe.engine == "streams")
     recipe.make_method().check(recipe.K)
+    checks.check_replicas(recipe.make_method(), recipe.replicas)
+    if recipe.diagnose and recipe.replicas > 1:
+        raise UserError(
+            f"diagnose={recipe.diagnose} with replicas={recipe.replicas}: it compares an update with the batches of "
+            "one replica, use replicas=1 with the same M"
+        )
     if recipe.diagnose:
         diagnosis.check(recipe.diagnose, recipe.make_method())
     known = facts(recipe, data_set or open_data(recipe))
@@ -158,6 +164,7 @@ def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) 
         build_model(recipe, known),
         recipe.K,
         method=recipe.make_method(),
+        replicas=recipe.replicas,
         loss=cross_entropy,
         optimizer=optimizer_of(recipe),
         scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, factor),

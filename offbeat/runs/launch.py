@@ -1,4 +1,4 @@
-"""Start K local worker processes with the elastic launcher of torch, and raise one error when they fail.
+"""Start local worker processes, one per stage, with the elastic launcher of torch, and raise one error when they fail.
 
 The launcher passes two environment variables to its workers, as torchrun passes RANK: where to report errors, and the
 process of the launcher.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.links import LOOPBACK_INTERFACE
-from offbeat.errors import Interrupted, NotFinite, StageLost, UserError
+from offbeat.errors import Interrupted, NotFinite, StageLost, UserError, stage_name
 
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # of workers: the folder to which they write their errors
 LAUNCHER = "OFFBEAT_LAUNCHER"  # of workers: the process that started them
@@ -42,9 +42,14 @@ def joined_group() -> bool:
 
 
 def launch(
-    K: int, arguments: list[str], *, max_restarts: int = 0, environment: Mapping[str, str] | None = None
+    K: int,
+    arguments: list[str],
+    *,
+    replicas: int = 1,
+    max_restarts: int = 0,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run `offbeat ARGUMENTS` in K processes on this machine; raises UserError or Interrupted if they fail.
+    """Run `offbeat ARGUMENTS` in K processes per replica on this machine; raises UserError or Interrupted if they fail.
 
     When one fails, all are stopped; they are started again as a group up to `max_restarts` times.
 
@@ -69,7 +74,7 @@ def launch(
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=K,
+            nproc_per_node=K * replicas,
             run_id=uuid.uuid4().hex,
             rdzv_backend=rendezvous.register(),
             local_addr=rendezvous.LOOPBACK,
@@ -95,7 +100,7 @@ def launch(
             for entry in worker_errors(folder):
                 if entry["kind"] == NotFinite.__name__:
                     raise NotFinite(str(entry["text"]), entry["batches"]) from None
-            raise UserError(reason(folder, error.failures)) from None
+            raise UserError(reason(folder, error.failures, K, replicas)) from None
         finally:
             over.set()
             logging.disable(logging.NOTSET)
@@ -143,7 +148,7 @@ def interrupted(folder: str) -> str | None:
     return next((str(entry["text"]) for entry in worker_errors(folder) if entry["kind"] == Interrupted.__name__), None)
 
 
-def reason(folder: str, failures: dict[int, Any]) -> str:
+def reason(folder: str, failures: dict[int, Any], K: int, replicas: int = 1) -> str:
     """The cause of a failure: a worker's own error, else a signal that killed a worker, else what others noticed."""
     errors = worker_errors(folder)
     for entry in errors:
@@ -155,7 +160,8 @@ def reason(folder: str, failures: dict[int, Any]) -> str:
         how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         found = [match[1] for entry in errors if (match := re.search(r"message was of batch (\d+)", entry["text"]))]
         where = f", its last message was of batch {found[0]}" if found else ""
-        return f"stage {rank + 1} has died ({how}, process {failure.pid}{where}); the other stages were stopped"
+        name = stage_name(rank, K, replicas)
+        return f"{name} has died ({how}, process {failure.pid}{where}); the other stages were stopped"
     return str(errors[0]["text"]) if errors else "the workers stopped without an error message"
 
 

@@ -31,6 +31,7 @@ from offbeat.timeline import MOST_TURNS
 ENGINES = ("simulate", "processes", "streams")
 SMALLEST = {
     "K": 1,
+    "replicas": 1,
     "epochs": 1,
     "batch_size": 1,
     "batch_per_update": 1,
@@ -77,6 +78,7 @@ class Recipe:
     method: str
     settings: dict[str, Any] = field(hash=False)
     K: int
+    replicas: int = 1  # copies of all stages, each with its own share of the batches
     engine: str
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
@@ -133,7 +135,7 @@ class Recipe:
 
     @property
     def samples_per_update(self) -> int:
-        return self.batch_size * self.M
+        return self.batch_size * self.M * self.replicas
 
     @property
     def staleness_warmup(self) -> int | str | None:
@@ -148,8 +150,15 @@ class Recipe:
         return with_settings(self.method, self.settings)
 
     def count(self, samples: int) -> Epochs:
-        """The epochs of a new run of this recipe, with this many samples per epoch."""
-        return Epochs(samples=samples, batch_size=self.batch_size, drop_last=self.drop_last)
+        """The epochs of a new run of this recipe, with this many samples per epoch; a batch of each replica counts as
+        one."""
+        size = self.batch_size * self.replicas
+        if self.replicas > 1 and samples < size:
+            raise UserError(
+                f"replicas={self.replicas} with batch_size={self.batch_size}: a batch of each needs {size} samples, "
+                f"but an epoch has {samples}; use a smaller batch_size= or fewer replicas="
+            )
+        return Epochs(samples=samples, batch_size=size, drop_last=self.drop_last)
 
     def learning_rate(self, counted: Epochs) -> Callable[[int], float]:
         """Factor of lr for update s, counted as batch M*s: linear warm-up, then the schedule.
@@ -189,14 +198,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def split_update(samples: int, M: int) -> int:
-    """The size of each of the M batches of an update of this many samples."""
+def split_update(samples: int, M: int, replicas: int = 1) -> int:
+    """The size of each of the M batches of each replica, in an update of this many samples."""
+    if replicas > 1 and samples % (M * replicas):
+        raise UserError(
+            f"batch_per_update={samples} with M = {M} and replicas={replicas}: {samples} samples cannot be split into "
+            f"{M * replicas} equal batches, use a multiple of {M * replicas}"
+        )
     if samples % M:
         raise UserError(
             f"batch_per_update={samples} with M = {M}: {samples} samples cannot be split into {M} equal batches, use a "
             f"multiple of {M}"
         )
-    return samples // M
+    return samples // (M * replicas)
 
 
 def make_recipe(**given: Any) -> Recipe:
@@ -206,10 +220,12 @@ def make_recipe(**given: Any) -> Recipe:
     field is given in `settings`. `batch_per_update` instead of `batch_size` is the number of samples of an update,
     which are split into M batches. method="auto" chooses method and M (see recommended.py), and corrector "auto".
 
-    Defaults: SGD with lr = 0.1 * batch_size * M / 256 and momentum 0.9; CIFAR and similar data: 300 epochs, weight
-    decay 5e-4, learning rate divided by 10 at 1/2, 3/4 and 11/12 of the epochs; image folders: 90 epochs, 1e-4, and
-    1/3, 2/3, 8/9. Text: AdamW with lr = 1e-3, betas 0.9 and 0.95 and weight decay 0.1; one epoch; linear warm-up over
-    the first twentieth, then a cosine to 10 %.
+    With `replicas`, each has batches of `batch_size` samples, and an incomplete last one is not used (`drop_last`).
+
+    Defaults: SGD with lr = 0.1 * batch_size * M * replicas / 256 and momentum 0.9; CIFAR and similar data: 300 epochs,
+    weight decay 5e-4, learning rate divided by 10 at 1/2, 3/4 and 11/12 of the epochs; image folders: 90 epochs, 1e-4,
+    and 1/3, 2/3, 8/9. Text: AdamW with lr = 1e-3, betas 0.9 and 0.95 and weight decay 0.1; one epoch; linear warm-up
+    over the first twentieth, then a cosine to 10 %.
 
     >>> recipe = make_recipe(method="adl", K=4, M=4)
     >>> recipe.lr, recipe.epochs, recipe.engine
@@ -234,22 +250,25 @@ def make_recipe(**given: Any) -> Recipe:
     _check(values)
     method = with_settings(values["method"], given)
     if "batch_per_update" in values:
-        values["batch_size"] = split_update(values["batch_per_update"], method.M)
+        values["batch_size"] = split_update(values["batch_per_update"], method.M, values.get("replicas", 1))
     if own_size not in (None, values["batch_size"]):
         raise UserError(
             f"batch_size={own_size} with batch_per_update={values['batch_per_update']} and M = {method.M}: leave out "
             "batch_size= or batch_per_update="
         )
+    replicas = values.get("replicas", 1)
+    if replicas > 1:
+        values["drop_last"] = True  # replicas must have equally many batches
     taken = sorted(given.keys() & settings_of(values["method"]).keys() - set(RESOLVED))
     optimizer = OPTIMIZERS[values["optimizer"]]
     defaults = {
         "settings": {name: getattr(method, name) for name in RESOLVED} | {name: given[name] for name in taken},
         "engine": _engine(values, method),
-        "lr": optimizer.lr(values["batch_size"], method.M),
+        "lr": optimizer.lr(values["batch_size"] * replicas, method.M),
         **task.defaults,
         **dict.fromkeys(SETTINGS),
         **optimizer.defaults,
-        "threads_per_stage": max(1, cores() // values["K"]),
+        "threads_per_stage": max(1, cores() // (values["K"] * replicas)),
     }
     if values["data"] == "imagefolder":
         defaults |= {"epochs": 90, "milestones": (1 / 3, 2 / 3, 8 / 9)}
@@ -271,6 +290,8 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
     others = {name: value for name, value in values.items() if name in names and name not in ("method", "settings")}
     _check_types({**others, "settings": settings})
     K, batch = others.get("K", PAPER["K"]), others.get("batch_per_update")
+    if batch is not None:
+        batch = split_update(batch, 1, others.get("replicas", 1))  # of one replica
     if batch is None:
         if "M" not in settings and K > 1:
             warnings.warn(without_batch("batch_per_update", K), LateGradients, stacklevel=3)
@@ -327,10 +348,17 @@ def _engine(values: Mapping[str, Any], method: Method) -> str:
     on_gpu, reason = values.get("device") == "cuda", method.why_not_capturable()
     if values.get("engine") == "streams" and not on_gpu:
         raise UserError("engine='streams' without a GPU: it runs the stages on CUDA streams, add device='cuda'")
+    if values.get("engine") == "streams" and values.get("replicas", 1) > 1:
+        raise UserError(
+            f"engine='streams' with replicas={values['replicas']}: on one GPU replicas share its time and gain "
+            "nothing, use a larger M or batch_size, or engine='processes'"
+        )
     if values.get("engine") == "streams" and reason:
         raise UserError(
             f"engine='streams' with {method.name}, which {reason}: use engine='simulate' or engine='processes'"
         )
+    if values.get("replicas", 1) > 1:
+        return "processes"
     if values["K"] == 1 or (on_gpu and reason):
         return "simulate"
     return "streams" if on_gpu else "processes"
@@ -489,7 +517,8 @@ def changed(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 def without_default_rate(before: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a recipe without its learning rate, where it is the optimizer's default for batch size and M."""
     kind = OPTIMIZERS[before.get("optimizer", "sgd")]
-    follows = before["lr"] == kind.lr(before["batch_size"], before["settings"]["M"])
+    size = before["batch_size"] * before.get("replicas", 1)
+    follows = before["lr"] == kind.lr(size, before["settings"]["M"])
     return {name: value for name, value in before.items() if name != "lr" or not follows}
 
 

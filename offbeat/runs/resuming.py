@@ -26,6 +26,7 @@ SAME = (
     "model",
     "method",
     "K",
+    "replicas",
     "cuts",
     "units",
     "seed",
@@ -37,6 +38,7 @@ SAME = (
     "optimizer",
 )
 EARLIER = {
+    "replicas": 1,
     "precision": "fp32",
     "messages": "exact",
     "drop_last": False,
@@ -66,7 +68,7 @@ NOTHING_SAVED = NewestCheckpoint(None, {}, True, [])
 def find_checkpoint(recipe: Recipe, engine: Engine, out: Path) -> NewestCheckpoint:
     """Find the newest checkpoint in the first process, and share it; the folder may have another path elsewhere."""
     shared = None
-    if 1 in engine.here:
+    if engine.leads:
         found, notes = find(out)
         run = found.run() if found else {}
         shared = [found and found.path.name, run, exact(recipe, run["recipe"]) if run else True, notes]
@@ -121,8 +123,8 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
     """Load a checkpoint of the recipe `saved` into the stages of this process; returns notes on what was lost."""
     made = checkpoint.read(Path(path))
     if same:
-        pipe.load({k: made.stage(k) for k in pipe.stages}, batches=made.t)
-        for stage in pipe.stages.values():
+        pipe.load(_trees(made, pipe), batches=made.t)
+        for stage in pipe.all_stages:
             change_rates(stage, recipe, saved)
         return []
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
@@ -137,11 +139,17 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
     merged = merge(parts)
     heads = heads_by_cut(parts, saved)
     pipe.start_at(made.t)
-    for stage in pipe.stages.values():
+    for stage in pipe.all_stages:
         stage_state.load_model(stage, merged["model"], merged["optimizer"], merged["corrections"])
         stage_state.load_head(stage, heads.get(_end(recipe.as_dict(), stage.k)))
         stage.resume_schedule(updates)
     return [*notes, *_lost_heads(pipe, heads, recipe, parts), *_new_rate(recipe, saved)]
+
+
+def _trees(made: Checkpoint, pipe: Pipeline) -> dict[int, Any]:
+    """The states of the stages of this process, and of the same stages in replica 0, by their number."""
+    replicas = sorted({0, *pipe.engine.replicas_here})
+    return {replica * pipe.K + k: made.stage(k, replica=replica) for replica in replicas for k in pipe.stages}
 
 
 def merge(parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -33,6 +33,7 @@ from offbeat.runs.epochs import Epochs
 from offbeat.runs.recipe import Recipe
 
 RECORDS = 1 << 20  # bytes to keep free for records
+REASONS = ("", "Ctrl-C", "SIGTERM")  # why a run stops at a checkpoint, as replicas send it; "": it does not stop
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Pending:
     mode: str
     run: dict[str, Any]
     facts: list[Any] = field(default_factory=list)
-    heard: list[Link] = field(default_factory=list)  # from stages of other processes that have reported
+    heard: list[Link] = field(default_factory=list)  # from other processes that have reported
     coming: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)  # parts that other processes send
     failed: str | None = None
     pause: float = 0.0
@@ -125,7 +126,7 @@ class Saver:
         *,
         apart: Collection[int] = (),
     ) -> None:
-        """apart: stages whose processes do not see the folder."""
+        """apart: processes that do not see the folder, from 1 in the order of stages and replicas."""
         self.recipe, self.epochs, self.pipe, self.folder, self.note = recipe, epochs, pipe, folder, note
         self.every = Every.of(recipe.checkpoint_every)
         self.began = time.monotonic()
@@ -135,18 +136,30 @@ class Saver:
         self.pending: dict[int, Pending] = {}
         self.model_bytes = sum(tensor.nbytes for tensor in pipe.model.state_dict().values())
         self.disk_full = False  # whether checkpoints were removed for lack of space
-        self.links: dict[int, Link] = {}  # from stages of other processes to the first
-        for k in range(2, pipe.K + 1):
-            if pipe.first and k in pipe.stages:
-                continue
-            link = pipe.engine.link("checkpoint", k, 1, capacity=16, patient=True)
-            if link is not None:
-                self.links[k] = link
+        self.links = self._links()
         self.apart = apart
-        self.writers = {k: ThreadPoolExecutor(1, f"offbeat-part-{k}") for k in apart if pipe.first}
+        self.writers = {number: ThreadPoolExecutor(1, f"offbeat-part-{number}") for number in apart if pipe.leads}
+        self.window_sum = pipe.workers[0].window_sum if len(pipe.engine.replicas_here) < pipe.replicas else None
         self.notice = notice(pipe.method, pipe.K)
         if any(self._counted(batches) for batches in range(pipe.batches + 1, pipe.batches + self.notice + 1)):
             pipe.keep()
+
+    def _links(self) -> dict[int, Link]:
+        """From other processes to the first; by number, from 1 in the order of stages and replicas."""
+        pipe, found = self.pipe, {}
+        for number in range(2, pipe.K * pipe.replicas + 1):
+            replica, k = divmod(number - 1, pipe.K)
+            if pipe.leads and replica in pipe.engine.replicas_here and k + 1 in pipe.stages:
+                continue
+            link = pipe.engine.link("checkpoint", k + 1, 1, capacity=16, patient=True, from_replica=replica)
+            if link is not None:
+                found[number] = link
+        return found
+
+    def _part(self, number: int) -> str:
+        """The name of the part of a process."""
+        replica, k = divmod(number - 1, self.pipe.K)
+        return checkpoint.part_name(k + 1, replica)
 
     def _counted(self, batches: int) -> bool:
         return self.every.counted(batches, self.epochs)
@@ -160,10 +173,21 @@ class Saver:
         if self._counted(t + self.notice):
             self.pipe.keep()
         overdue = self.every.seconds is not None and time.monotonic() - self.began >= self.every.seconds
-        if self.pipe.first and self.requested is None and (overdue or self.stop_reason):
+        wanted = self.pipe.leads and self.requested is None and (overdue or bool(self.stop_reason))
+        reason = self._of_replicas(wanted) if self.window_sum else self.stop_reason if wanted else None
+        if self.pipe.first and self.requested is None and reason is not None:
             self.requested = t + self.pipe.method.reach(self.pipe.K, t) + self.notice
-            self.pipe.mark(self.requested, stop=self.stop_reason)
+            self.pipe.mark(self.requested, stop=reason)
             self.stop_reason = ""
+
+    def _of_replicas(self, wanted: bool) -> str | None:
+        """Why to save, or an empty text, if the first replica wants to: with its next window the request reaches all
+        replicas ahead of the same batch."""
+        assert self.window_sum is not None
+        if wanted:
+            self.window_sum.request = REASONS.index(self.stop_reason) + 1
+        number, self.window_sum.requested = self.window_sum.requested, 0
+        return REASONS[number - 1] if number else None
 
     def due(self, batches: int) -> bool:
         """Whether to save after this many batches."""
@@ -180,28 +204,29 @@ class Saver:
         folder = None
         try:
             near = any(self.due(batches) for batches in range(t + 1, t + self.notice + 1))
-            for k, tree in self.pipe.state(keep_on=near).items():
-                if k in self.apart:
-                    made = transfer.send_part(self.links[k], t, k, tree)
+            for number, tree in self.pipe.state(keep_on=near).items():
+                if number in self.apart:
+                    made = transfer.send_part(self.links[number], t, self._part(number), tree)
                 else:
                     folder = checkpoint.begin(self.folder, t)
-                    write = partial(checkpoint.write_part, folder, checkpoint.part_name(k), tree)
+                    write = partial(checkpoint.write_part, folder, self._part(number), tree)
                     made = checkpoint.with_room(self.folder, write)
                 report["facts"] += [facts.as_dict() for facts in made]
         except UserError as error:  # CheckpointFailed, or a state that cannot be written down
             report["failed"] = str(error)
         report["pause"] = time.perf_counter() - began
-        if self.pipe.first:
+        if self.pipe.leads:
             mode = "in-flight" if any(stage.in_flight for stage in self.pipe.stages.values()) else "drained"
             self.pending[t] = Pending(
                 folder, mode, {**run, "batches": t, "recipe": self.recipe.as_dict(), "epochs": self.epochs.as_dict()}
             )
-            for k, writer in self.writers.items():
-                self.pending[t].coming[k] = writer.submit(transfer.receive_part, self.links[k], folder, k)
+            for number, writer in self.writers.items():
+                receive = partial(transfer.receive_part, self.links[number], folder, self._part(number))
+                self.pending[t].coming[number] = writer.submit(receive)
             self._add(t, report)
         else:
-            for k in self.pipe.stages:
-                self.links[k].send(Message(t, report))
+            for link in self.links.values():
+                link.send(Message(t, report))
         if stop:
             self.close()
             raise Interrupted(
@@ -210,7 +235,7 @@ class Saver:
 
     def collect(self, *, wait: bool = False) -> None:
         """Complete the checkpoints of which all stages have reported; with wait=True, wait for all."""
-        if not self.pipe.first:
+        if not self.pipe.leads:
             return
         for k, link in self.links.items():  # each stage reports each checkpoint once, in order
             if k in self.apart:
@@ -258,6 +283,7 @@ class Saver:
                 t=t,
                 mode=pending.mode,
                 K=self.pipe.K,
+                replicas=self.pipe.replicas,
                 method=self.pipe.method.name,
                 run=pending.run,
             )

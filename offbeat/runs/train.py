@@ -68,8 +68,9 @@ def train(
     """Train a recipe into a run folder and return the result; or resume a run.
 
     Args:
-        recipe: what to train, as `make_recipe` makes it. Its engine decides where: in this process, or in K worker
-            processes that are started here. Under torchrun, every process calls `train` with the same arguments.
+        recipe: what to train, as `make_recipe` makes it. Its engine decides where: in this process, or in worker
+            processes that are started here, one per stage and replica. Under torchrun, every process calls `train`
+            with the same arguments.
         out: the run folder, which must not contain a run. Default: a new one in ``runs/``.
         resume: the folder of a run that was stopped. It continues from its newest checkpoint.
         show: print the progress to stderr.
@@ -201,7 +202,7 @@ def _train_with_rollbacks(
                 arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
                 arguments += [] if show else ["--json"]
                 arguments += [] if silence is None else ["--silence", str(silence)]
-                launch.launch(recipe.K, arguments, max_restarts=max_restarts)
+                launch.launch(recipe.K, arguments, replicas=recipe.replicas, max_restarts=max_restarts)
                 results = [line for line in record.lines(out) if line["kind"] == "result"]
                 return cast(Result, {**results[-1], "out": str(out)}) if results else None
         except NotFinite as error:
@@ -232,6 +233,9 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
         raise UserError(f"{run} has no valid checkpoint to resume from: start a new run, with checkpoint_every=")
     if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:
         for name in ("cuts", "units", "threads_per_stage", "speeds", "engine"):
+            before.pop(name, None)
+    if chosen.get("replicas", before.get("replicas", 1)) != before.get("replicas", 1):
+        for name in ("threads_per_stage", "engine"):
             before.pop(name, None)
     return make_recipe(**changed(without_default_rate(before), chosen))
 
@@ -284,7 +288,9 @@ def file_name(model: str) -> str:
 
 def free_folder(recipe: Recipe) -> Path:
     """The default run folder, with a number appended if it exists."""
-    name = f"{recipe.data}-{file_name(recipe.model)}-{recipe.method}-K{recipe.K}-M{recipe.M}-seed{recipe.seed}"
+    copies = f"-R{recipe.replicas}" if recipe.replicas > 1 else ""
+    stages = f"K{recipe.K}{copies}-M{recipe.M}"
+    name = f"{recipe.data}-{file_name(recipe.model)}-{recipe.method}-{stages}-seed{recipe.seed}"
     folder, count = Path("runs") / name, 1
     while (folder / "config.json").exists() and not launch.is_worker():
         count += 1

@@ -85,7 +85,7 @@ class TrainingRun:
 
     def stop(self, why: str) -> None:
         """Save a checkpoint soon and stop, in all processes; the first process decides."""
-        if self.pipe.first:
+        if self.pipe.leads:
             self.saver.stop(why)
 
     def fit(self) -> dict[str, Any] | None:
@@ -110,6 +110,7 @@ class TrainingRun:
                 before_step=self.saver.before,
                 after_step=self._after_step,
                 after_epoch=self._after_epoch,
+                own_share=self._own_share,
             )
             self.saver.close()
             self._report_drain()
@@ -170,7 +171,13 @@ class TrainingRun:
             epoch=epoch,
             skip=self.epochs.position(self.pipe.batches)[1],  # samples before the checkpoint, if resumed
             drop_last=self.recipe.drop_last,
+            share=(self.pipe.replica, self.pipe.replicas) if self._own_share else (0, 1),
         )
+
+    @property
+    def _own_share(self) -> bool:
+        """Whether this process reads the batches of its own replica alone."""
+        return len(self.pipe.engine.replicas_here) < self.pipe.replicas
 
     def _after_step(self, t: int) -> None:
         self.progress.step()
@@ -214,7 +221,7 @@ class TrainingRun:
             if not first.samples or not self.folder:
                 continue
             staleness = [Staleness(report.staleness).mean for report in reports]
-            speed = self.speed.report(first.samples)
+            speed = self.speed.report(first.samples * self.recipe.replicas)
             self.folder.line(
                 "train",
                 batch=first.t,

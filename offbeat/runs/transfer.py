@@ -27,10 +27,10 @@ from offbeat.engines import Engine
 PIECE = "piece"  # the kind of a message with bytes of a file
 
 
-def send_part(link: Link, t: int, k: int, tree: Any) -> list[FileFacts]:
-    """Send the files of stage k's part of checkpoint t; returns their entries in the manifest."""
+def send_part(link: Link, t: int, part: str, tree: Any) -> list[FileFacts]:
+    """Send the files of a part of checkpoint t; returns their entries in the manifest."""
     facts = []
-    for name, chunks in part_files(part_name(k), *flatten(tree)).items():
+    for name, chunks in part_files(part, *flatten(tree)).items():
         digest, size = hashlib.sha256(), 0
         for piece in pieces(chunks):
             digest.update(piece)
@@ -40,8 +40,8 @@ def send_part(link: Link, t: int, k: int, tree: Any) -> list[FileFacts]:
     return facts
 
 
-def receive_part(link: Link, folder: Path | None, k: int) -> dict[str, Any]:
-    """Write the files that stage k sends to a folder, if there is one; returns the report that follows them.
+def receive_part(link: Link, folder: Path | None, part: str) -> dict[str, Any]:
+    """Write the files of a part to a folder, if there is one, as they arrive; returns the report that follows them.
 
     A file that cannot be written is reported as if the stage had failed to write it.
     """
@@ -54,7 +54,7 @@ def receive_part(link: Link, folder: Path | None, k: int) -> dict[str, Any]:
 
     failed = None
     for name, group in groupby(arriving(), key=lambda content: content[0]):
-        if folder is None or failed or Path(name).stem != part_name(k):
+        if folder is None or failed or Path(name).stem != part:
             continue
         try:
             write_file(folder / name, (piece.numpy().data for _, piece in group))
@@ -67,15 +67,16 @@ def receive_part(link: Link, folder: Path | None, k: int) -> dict[str, Any]:
 
 @contextmanager
 def at_hand(engine: Engine, path: Path, apart: Collection[int], *, whole: bool) -> Iterator[Path]:
-    """The folder of a checkpoint, or a copy of it in the processes of stages in `apart`; a collective operation.
+    """The folder of a checkpoint, or a copy of it in the processes in `apart`; a collective operation.
 
     whole: the copy holds the parts of all stages, not only those of this process.
     """
     if not apart:
         yield path
         return
-    first, away = 1 in engine.here, engine.here[0] in apart
-    own = tuple(f"{part_name(k)}." for k in engine.here)
+    replica = engine.replicas_here[0]
+    first, away = engine.leads, replica * engine.K + engine.here[0] in apart
+    own = tuple(f"{part_name(k, of)}." for of in {0, replica} for k in engine.here)
     with tempfile.TemporaryDirectory(prefix="offbeat-checkpoint-") if away else nullcontext(path.parent) as place:
         folder = Path(place) / path.name
         folder.mkdir(exist_ok=not away)

@@ -35,8 +35,17 @@ class LinkCost:
     latency: float = 1e-4
     bandwidth: float = 2e9
 
-    def seconds(self, size: int) -> float:
+    def seconds(self, size: float) -> float:
         return self.latency + size / self.bandwidth
+
+    def sum_seconds(self, size: float, replicas: int) -> float:
+        """Adding gradients of that many bytes over R replicas: an all-to-all and an all-gather, in each of which a
+        worker sends (R-1)/R of them (see core/replica_group.py).
+
+        >>> LinkCost(latency=1.0, bandwidth=4.0).sum_seconds(8, 2), LinkCost().sum_seconds(8, 1)
+        (4.0, 0.0)
+        """
+        return 2 * self.seconds(size * (replicas - 1) / replicas) if replicas > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class StagePlan:
     memory_bytes: int
     mean_staleness: float
     recompute: bool  # whether backwards repeat their forward, so that inputs are held instead of graphs
+    sum_ms: float = 0.0  # adding the gradients of all replicas, once per update
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ class Plan:
     methods: dict[str, float]
     advice: list[str]
     notes: list[str]
+    replicas: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,8 +128,13 @@ def make_plan(
     memory_limit: float | None = None,
     pinned: Sequence[int] = (),
     max_staleness: float | None = None,
+    replicas: int = 1,
 ) -> tuple[Plan, Costs]:
-    """Cut the model for the method, measure the stages, and predict their timeline by the clock."""
+    """Cut the model for the method, measure the stages, and predict their timeline by the clock.
+
+    With replicas, an update includes the sum of their gradients, and a worker of each replica trains a batch at a time:
+    the speed-up counts the batches of all.
+    """
     link = link or LinkCost()
     costs, traced = measured.profile, measured.traced
     _check(K, len(traced.legal_cuts) + 1, speeds, max_staleness)
@@ -129,7 +145,7 @@ def make_plan(
         method = chosen
     kept = Kept.of(method, K)
     options: dict[str, Any] = {
-        "speeds": _with_repeated_forwards(method, K, costs, speeds),
+        "speeds": with_repeated_forwards(method, K, costs, speeds),
         "memory": kept.limited(costs, memory_limit),
         "pinned": pinned,
         "legal": costs.legal_cuts,
@@ -141,15 +157,17 @@ def make_plan(
         for time, rate in zip(taken, rates, strict=True)
     ]
     messages = [link.seconds(costs.boundary_bytes[cut]) for cut in solution.cuts]
+    sizes = stage_sums([unit.parameter_bytes for unit in costs.units], solution.cuts)
+    sums = [link.sum_seconds(size, replicas) for size in sizes]
     timing = Costs(
         [time.forward for time in seconds],
         [time.backward for time in seconds],
-        [time.update for time in seconds],
+        [time.update + adding for time, adding in zip(seconds, sums, strict=True)],
         up=messages,
         down=messages,
         baseline=bp / max(rates),
     )
-    stages = _stage_plans(costs, kept, solution.cuts, seconds)
+    stages = _stage_plans(costs, kept, solution.cuts, seconds, sums)
     loads = [time.batch(method.M) + timing.replayed(k, method) for k, time in enumerate(seconds, start=1)]
     free = speeds is None and memory_limit is None and not pinned
     fewer = _fewest(method, costs, link, solution, taken) if free else K
@@ -163,13 +181,16 @@ def make_plan(
         balance=sum(loads) / K / max(loads),
         balance_bound=solution.balance_bound,
         bp_ms=1000 * timing.alone,
-        predicted_speedup=speed_up(method, timing),
+        predicted_speedup=replicas * speed_up(method, timing),
         stages=stages,
         methods={
-            name: speed_up(method if name == method.name else declare(), timing) for name, declare in DECLARED.items()
+            name: replicas * speed_up(method if name == method.name else declare(), timing)
+            for name, declare in DECLARED.items()
+            if replicas == 1 or declare().why_no_replicas() is None
         },
         advice=[*advice, *_advice(method, K, stages, fewer, max_staleness)],
         notes=[*traced.notes, *notes],
+        replicas=replicas,
     )
     return plan, timing
 
@@ -183,7 +204,9 @@ def _check(K: int, most: int, speeds: Sequence[float] | None, max_staleness: flo
         raise too_few_units(K, most, ", or a deeper model")
 
 
-def _stage_plans(costs: Profile, kept: Kept, cuts: Sequence[int], seconds: Sequence[StageTime]) -> list[StagePlan]:
+def _stage_plans(
+    costs: Profile, kept: Kept, cuts: Sequence[int], seconds: Sequence[StageTime], sums: Sequence[float]
+) -> list[StagePlan]:
     return [
         StagePlan(
             k=k,
@@ -198,6 +221,7 @@ def _stage_plans(costs: Profile, kept: Kept, cuts: Sequence[int], seconds: Seque
             memory_bytes=kept.bytes(costs, k, start, end),
             mean_staleness=kept.staleness[k - 1],
             recompute=kept.recompute[k - 1],
+            sum_ms=1000 * sums[k - 1],
         )
         for k, (time, (start, end)) in enumerate(
             zip(seconds, pairwise([0, *cuts, len(costs.units)]), strict=True), start=1
@@ -325,7 +349,7 @@ def recompute_to_fit(method: Method, K: int, costs: Profile, limit: float | None
     return replace(method, recompute=stages) if stages else method
 
 
-def _with_repeated_forwards(
+def with_repeated_forwards(
     method: Method, K: int, costs: Profile, speeds: Sequence[float] | None
 ) -> Sequence[float] | None:
     """The speeds of the workers for the balance of the cuts: a stage that repeats forwards is slower."""

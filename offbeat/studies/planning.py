@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from offbeat.methods import DECLARED, METHODS, add_packages, parsed, with_settin
 from offbeat.partitioning import Profile
 from offbeat.partitioning.batch_times import batch_seconds, smallest_batch
 from offbeat.partitioning.loopback import measure_links
+from offbeat.pipeline.checks import check_replicas
 from offbeat.recommended import NORMALIZED, Recommendation, correctors_by_optimizer, parsed_auto, recommend
 from offbeat.report.draw import by_the_way, draw_staleness, draw_timeline
 from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import split_update
 from offbeat.studies.plan import LinkCost, Measured, Plan, make_plan, recompute_to_fit
+from offbeat.studies.splits import Split, best, splits
 from offbeat.theory import bound_table
 
 EVERY, DEFAULT = ("all",), "adl"  # the speed-up of every method is printed in any case; the stages are those of one
@@ -52,6 +54,8 @@ class PlanRequest:
     model: str
     method: str
     K: int
+    replicas: int
+    workers: int | None  # to divide into stages and replicas, instead of K and replicas
     M: int | None
     batch_size: int
     batch_per_update: int | None
@@ -73,8 +77,9 @@ class PlanRequest:
     as_json: bool
 
     def check(self) -> None:
-        for name, number in (("K", self.K), ("batch_size", self.batch_size), ("threads", self.threads)):
-            if number < 1:
+        numbers = {name: getattr(self, name) for name in ("K", "replicas", "workers", "batch_size", "threads")}
+        for name, number in numbers.items():
+            if number is not None and number < 1:
                 raise UserError(f"{name}={number}: use a whole number from 1 up")
         if self.batch_per_update is not None and self.batch_per_update < 1:
             raise UserError(f"batch_per_update={self.batch_per_update}: use a whole number from 1 up")
@@ -89,18 +94,25 @@ def show_plan(request: PlanRequest) -> None:
     by_default = settings is not None or request.method in EVERY
     method = chosen_method(DEFAULT if by_default else request.method, request.M)
     request.check()
+    if request.workers is not None:
+        if by_default:
+            raise UserError(f"method={request.method!r} with workers={request.workers}: name one method, such as adl")
+        show_splits(request, method)
+        return
     method.check(request.K)
-    samples = request.batch_per_update or request.batch_size * method.M  # of an update
+    check_replicas(method, request.replicas)
+    samples = request.batch_per_update or request.batch_size * method.M * request.replicas  # of an update
     if request.batch_per_update and settings is None:
-        request = replace(request, batch_size=split_update(samples, method.M))
+        request = replace(request, batch_size=split_update(samples, method.M, request.replicas))
     link = link_cost(request.latency, request.bandwidth, measured=request.measure_links)
     network = build(request)
     known_latency = request.latency is not None or request.measure_links
+    of_replica = split_update(samples, 1, request.replicas)
     found = recommendation(
-        request, network, samples, {"latency": link.latency if known_latency else None, **(settings or {})}
+        request, network, of_replica, {"latency": link.latency if known_latency else None, **(settings or {})}
     )
     if settings is not None:
-        method, request = found.method, replace(request, batch_size=samples // found.M)
+        method, request = found.method, replace(request, batch_size=of_replica // found.M)
     measured = measure(request, network)
     plan, costs = make_plan(
         measured,
@@ -112,6 +124,7 @@ def show_plan(request: PlanRequest) -> None:
         memory_limit=request.memory_limit,
         pinned=request.pinned,
         max_staleness=request.max_staleness,
+        replicas=request.replicas,
     )
     if request.picture:
         limit = request.memory_limit
@@ -133,10 +146,59 @@ def show_plan(request: PlanRequest) -> None:
     source = "measured" if request.measure_links else "assumed unless given"
     links = f"messages take {1e3 * link.latency:.3g} ms and {link.bandwidth / 1e6:,.0f} MB/s, {source}"
     advised = recommendation_lines(found, request.K, samples)
-    for line in (*plan.advice, *advised, links, *plan.notes):
+    slowest = max(stage.sum_ms for stage in plan.stages)
+    summed = [f"adding the gradients of {plan.replicas} replicas takes {slowest:.3g} ms per update at most"]
+    for line in (*plan.advice, *advised, links, *(summed if plan.replicas > 1 else ()), *plan.notes):
         console.print(f"- {line}", soft_wrap=True)
     if request.theory:
         console.print(theory_table(plan))
+
+
+def show_splits(request: PlanRequest, method: Method) -> None:
+    """Every division of the workers into stages and replicas, and the fastest."""
+    assert request.workers is not None
+    link = link_cost(request.latency, request.bandwidth, measured=request.measure_links)
+    found = splits(
+        measure(request, build(request)),
+        method,
+        request.workers,
+        link=link,
+        memory_limit=request.memory_limit,
+        max_staleness=request.max_staleness,
+    )
+    chosen = best(found)
+    if request.as_json:
+        rows = [split.as_dict() for split in found]
+        print(json.dumps({"workers": request.workers, "splits": rows, "best": chosen.as_dict(), **origin()}))
+        return
+    console = Console(highlight=False)
+    console.print(split_table(request, method, found, chosen))
+    console.print(
+        f"- fastest: -K {chosen.K} --replicas {chosen.replicas} -M {chosen.M}; 'offbeat plan' with these options "
+        "measures its stages",
+        soft_wrap=True,
+    )
+    for split in found:
+        if split.reason:
+            console.print(f"- K={split.K}, replicas={split.replicas} is not possible: {split.reason}", soft_wrap=True)
+
+
+def split_table(request: PlanRequest, method: Method, found: Sequence[Split], chosen: Split) -> Table:
+    table = Table(
+        title=f"{request.model}, {method.name}, {request.workers} workers, b={request.batch_size}",
+        box=box.SIMPLE_HEAD,
+        caption="predicted from the profile of the units; LoS: mean staleness of stage 1 in updates; MB: of a worker",
+    )
+    for column in ("K", "replicas", "M", "samples\nper update", "LoS", "MB", "speed-up", ""):
+        table.add_column(column, justify="right")
+    for split in found:
+        figures = ["-"] * 3
+        if split.speedup is not None and split.memory_bytes is not None:
+            figures = [f"{split.staleness:.2f}", f"{split.memory_bytes / 1e6:,.0f}", f"{split.speedup:.2f}"]
+        row = (str(split.K), str(split.replicas), str(split.M), f"{split.samples_per_update:,}", *figures)
+        marks = ["fastest"] * (split is chosen) + [f"recompute {split.recompute}"] * bool(split.recompute)
+        table.add_row(*row, ", ".join(marks))
+    return table
 
 
 @dataclass(frozen=True)
@@ -242,10 +304,11 @@ def link_cost(latency: float | None, bandwidth: float | None, *, measured: bool)
 
 
 def stage_table(plan: Plan) -> Table:
+    replicas = f", replicas={plan.replicas}" if plan.replicas > 1 else ""
     bound = f"{plan.balance:.3f} of at most {plan.balance_bound:.3f} (largest unit)"
     repeats = "; r: inputs held, forwards repeated" if any(stage.recompute for stage in plan.stages) else ""
     table = Table(
-        title=f"{plan.model}, {plan.method}, K={plan.K}, M={plan.M}, b={plan.batch_size}",
+        title=f"{plan.model}, {plan.method}, K={plan.K}{replicas}, M={plan.M}, b={plan.batch_size}",
         box=box.SIMPLE_HEAD,
         caption=f"balance (mean / slowest stage) {bound}; mean staleness in updates{repeats}",
         padding=(0, 0, 0, 1),

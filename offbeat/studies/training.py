@@ -200,7 +200,7 @@ class TrainingRuns:
             with lock.held(path), interrupting(self.runner.deadline, spent):
                 environment = {data_variable(recipe.data): self.data_folder} if self.data_folder else {}
                 arguments += [] if self.runner.show else ["--json"]
-                launch.launch(recipe.K, arguments, environment=environment)
+                launch.launch(recipe.K, arguments, replicas=recipe.replicas, environment=environment)
         except (Interrupted, KeyboardInterrupt):
             if not spent.is_set():
                 raise

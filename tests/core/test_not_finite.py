@@ -179,8 +179,8 @@ def poisoned(monkeypatch):
     def with_poison(recipe):
         data = opened(recipe)
 
-        def epoch(*, batch_size, seed, epoch, skip=0, drop_last=False):
-            made = data.train(batch_size=batch_size, seed=seed, epoch=epoch, skip=skip, drop_last=drop_last)
+        def epoch(*, batch_size, epoch, skip=0, **others):
+            made = data.train(batch_size=batch_size, epoch=epoch, skip=skip, **others)
             for number, (x, y) in enumerate(made, skip // batch_size):
                 yield (x * math.nan if (epoch, number) == (0, 7) else x), y
 

@@ -123,6 +123,15 @@ def test_skipping_samples_gives_the_same_bits_as_the_whole_epoch(data: DataSet) 
         assert same(whole[start:], list(data.train(batch_size=size, seed=3, epoch=2, skip=start * size)))
 
 
+def test_shares_of_an_epoch_are_its_batches_in_turn(data: DataSet) -> None:
+    size = max(1, data.train_samples // 8)
+    whole = list(data.train(batch_size=size, seed=3, epoch=2))
+    groups = len(whole) // 3
+    for replica in range(3):
+        share = list(data.train(batch_size=size, seed=3, epoch=2, share=(replica, 3)))
+        assert same(whole[replica : 3 * groups : 3], share)
+
+
 def test_the_labels_follow_the_epoch_order_and_each_sample_appears_once(data: DataSet) -> None:
     fixed = {"cifar10": "train_labels", "digits": "train_labels"}.get(data.name)
     if data.name == "imagefolder":

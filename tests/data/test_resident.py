@@ -100,8 +100,9 @@ def test_batches_are_those_of_the_host_path_bit_for_bit(data: DataSet, size: int
 def test_resuming_in_mid_epoch_gives_the_same_bits(data: DataSet, device: str) -> None:
     there = moved(data, device, piece=70 * sample_bytes(data))
     for start in [0, 1, 2, 3, data.train_samples // 30, data.train_samples // 30 + 1, 1000]:
-        asked = {"batch_size": 30, "seed": 2, "epoch": 5, "skip": 30 * start}
-        assert_same(there.train(**asked), data.train(**asked))
+        for share in ((0, 1), (1, 2)):
+            asked = {"batch_size": 30, "seed": 2, "epoch": 5, "skip": 30 * start, "share": share}
+            assert_same(there.train(**asked), data.train(**asked))
 
 
 @pytest.mark.parametrize("batches", [0, 1, 3, 100])

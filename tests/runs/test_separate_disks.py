@@ -129,6 +129,21 @@ def test_checkpoints_without_a_shared_folder_are_whole_and_resume(start, tmp_pat
 
 
 @pytest.mark.slow
+def test_replicas_without_a_shared_folder_save_and_resume(tmp_path, offbeat: Command):
+    disks = [tmp_path / name for name in "abcd"]
+    settings = (*SMALL, "-K", 2, "--replicas", 2, "-M", 2, "--checkpoint-every", "4b")
+    succeeded(members(disks, *settings, "--epochs", 1, "--out", "run"))
+    run = disks[0] / "run"
+    assert [checkpoints.verify(each.path) for each in checkpoints.ls(run)] == [[], [], []]
+    assert offbeat("train", *settings, "--epochs", 1, "--engine", "simulate", "--json", "--out", "whole").code == 0
+    succeeded(members(disks, "--resume", "run", "--epochs", 2))
+    assert offbeat("train", "--resume", "whole", "--epochs", 2, "--engine", "simulate", "--json").code == 0
+    assert weights(run) == weights(tmp_path / "whole")
+    for disk in disks[1:]:
+        untouched(disk)
+
+
+@pytest.mark.slow
 def test_a_run_without_checkpoints_needs_no_shared_folder(tmp_path, offbeat: Command):
     disks = [tmp_path / "a", tmp_path / "b"]
     for disk in disks:
@@ -136,7 +151,7 @@ def test_a_run_without_checkpoints_needs_no_shared_folder(tmp_path, offbeat: Com
     settings = ("train", *SMALL, "-K", 2, "--epochs", 1)
     done = group(disks, *settings, "--out", "run")
     assert [each.returncode for each in done] == [0, 0], done
-    assert "do not see run send their parts of checkpoints to stage 1: [2]" in done[0].stderr
+    assert "do not see run send their parts of checkpoints to stage 1: stage 2" in done[0].stderr
     assert list(disks[1].iterdir()) == []
     assert offbeat(*settings, "--engine", "simulate", "--json", "--out", "whole").code == 0
     assert weights(disks[0] / "run") == weights(tmp_path / "whole")

@@ -384,6 +384,53 @@ def test_pictures_are_drawn(offbeat, suffix):
         assert "F0" in Path("time.txt").read_text()
 
 
+# ---- replicas
+
+
+def test_replicas_multiply_the_speed_up_less_the_time_of_their_sum(offbeat, profile):
+    fast, slow = (planned(offbeat, "-K", 2, "-M", 2, "--replicas", 3, "--bandwidth", rate) for rate in (1e9, 0.1))
+    assert (fast["replicas"], fast["K"]) == (3, 2)
+    for plan, bandwidth in ((fast, 1e15), (slow, 1e5)):
+        for stage in plan["stages"]:
+            assert stage["sum_ms"] == pytest.approx(1e3 * 2 * (1e-4 + 4 * stage["params"] * 2 / 3 / bandwidth))
+        computing = [stage["forward_ms"] + stage["backward_ms"] for stage in plan["stages"]]
+        loads = [time + (s["update_ms"] + s["sum_ms"]) / 2 for time, s in zip(computing, plan["stages"], strict=True)]
+        assert plan["predicted_speedup"] <= 3 * plan["bp_ms"] / max(loads) + 1e-6
+    assert slow["predicted_speedup"] < fast["predicted_speedup"] / 10
+    assert "dni" not in fast["methods"]
+
+
+def test_workers_are_divided_into_stages_and_replicas_within_the_limits(offbeat, profile):
+    def rows(*options: object) -> dict[tuple[int, int], dict]:
+        found = planned(offbeat, "--workers", 4, "--profile", profile, *options)
+        made = {(row["K"], row["replicas"]): row for row in found["splits"]}
+        fastest = max((row for row in made.values() if row["speedup"]), key=lambda row: row["speedup"])
+        assert found["best"] == fastest
+        return made
+
+    free = rows("-M", 2)
+    assert set(free) == {(1, 4), (2, 2), (4, 1)}
+    assert [row["staleness"] for row in free.values()] == [0, 1, 3]
+    assert [row["samples_per_update"] for row in free.values()] == [4 * 2 * 4, 4 * 2 * 2, 4 * 2]
+    for (_, _), row in free.items():
+        assert 0 < row["speedup"] < 4.5
+    calm = rows("--max-staleness", 0.5)
+    assert [(row["M"], row["staleness"]) for row in calm.values()] == [(1, 0), (4, 0.5), (12, 0.5)]
+    most = free[1, 4]["memory_bytes"]
+    small = rows("-M", 2, "--memory-limit", (most - 1) / 1e6)
+    assert small[1, 4]["speedup"] is None
+    assert "do not fit a memory limit" in small[1, 4]["reason"]
+    apart = rows("-M", 2, "--bandwidth", 0.01, "--latency", 0)  # on slow links replicas are as slow as their sums
+    assert apart[1, 4]["speedup"] < 1 / 100
+
+
+def test_the_table_of_divisions_names_the_fastest(offbeat, profile):
+    text = done(offbeat(*SMALL, "--workers", 2, "--profile", profile))
+    assert "replicas" in text
+    assert "- fastest: -K " in text
+    assert text.count("fastest") == 2
+
+
 # ---- bad input
 
 OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -421,6 +468,15 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "negative memory": (("-K", "2", "--memory-limit", "-1"), ("memory",)),
     "staleness of nothing": (("--max-staleness", "0"), ("staleness", "above 0")),
     "nan staleness": (("--max-staleness", "nan"), ("staleness",)),
+    "no replicas": (("--replicas", "0"), ("--replicas 0", "from 1 up")),
+    "replicas of dni": (("--method", "dni", "--replicas", "2"), ("dni with --replicas 2", "synthesisers")),
+    "no workers": (("--workers", "0"), ("--workers 0", "from 1 up")),
+    "workers and stages": (("--workers", "4", "-K", "2"), ("--workers 4 with -K: it compares divisions",)),
+    "workers of auto": (("--workers", "4", "--method", "auto"), ("--method auto with --workers 4", "name one method")),
+    "workers without memory": (
+        ("--workers", "2", "--memory-limit", "0.001"),
+        ("no division of 2 workers", "do not fit"),
+    ),
     "unknown option": (("--pictures", "a.svg"), ("--pictures", "plan --help")),
 }
 

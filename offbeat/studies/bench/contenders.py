@@ -282,7 +282,7 @@ class Ours:
 
     def step(self) -> Tensor | None:
         if self.pipe.engine.defers:  # without waiting for the loss
-            self.pipe._step(self.task.x, self.task.y)
+            self.pipe._step([(self.task.x, self.task.y)])
             return None
         return self.pipe.step(self.task.x, self.task.y)
 

@@ -1,0 +1,138 @@
+"""The replicas of a stage in several processes: the sum of their windows on torch.distributed.
+
+An all-reduce whose order of adding does not depend on the number of replicas or the backend. Each replica adds 1/R of
+every bucket and gives the result to the others, so that 2 (R-1)/R of the gradients are sent and as much received, as by
+a ring:
+
+    bucket of replica 0   [ a0 | b0 ]   all-to-all   [ a0 a1 ]  a0 + a1   all-gather   [ a | b ]
+    bucket of replica 1   [ a1 | b1 ]                [ b0 b1 ]  b0 + b1                [ a | b ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.core.replicas import WindowFacts, WindowShare, add_in_order, replace_sums
+from offbeat.core.window import GradientWindow
+
+BUCKET = 25 << 20  # bytes, as in torch's DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one type whose gradients are sent together, by their index."""
+
+    parameters: list[int]
+    sizes: list[int]
+    dtype: torch.dtype
+
+
+def buckets(parameters: list[Tensor]) -> Iterator[Bucket]:
+    """All parameters in order, type by type, in buckets of about BUCKET bytes.
+
+    >>> [bucket.sizes for bucket in buckets([torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(4)])]
+    [[3, 4], [2]]
+    """
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        open_bucket = Bucket([], [], dtype)
+        for index, parameter in enumerate(parameters):
+            if parameter.dtype != dtype:
+                continue
+            if open_bucket.sizes and (sum(open_bucket.sizes) + parameter.numel()) * dtype.itemsize > BUCKET:
+                yield open_bucket
+                open_bucket = Bucket([], [], dtype)
+            open_bucket.parameters.append(index)
+            open_bucket.sizes.append(parameter.numel())
+        yield open_bucket
+
+
+class GroupWindowSum:
+    """The sum over replicas in other processes, see WindowSum. Tensors are sent from host memory.
+
+    collective   around what may fail when another process does
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, replicas: int, *, collective: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.group, self.replicas, self.collective = group, replicas, collective
+        self.replica = dist.get_rank(group)
+        self.request = self.requested = 0
+        self.buckets: list[Bucket] = []
+        self.header = torch.empty(0)
+        self.scattered: list[tuple[Tensor, Any]] = []  # (the replicas' shares of a bucket, its transfer)
+        self.headers: list[Tensor] = []
+        self.header_sent: Any = None
+
+    def start(self, window: GradientWindow, *, update: int, over: int) -> None:
+        share, self.request = WindowShare.of(window, update=update, over=over, request=self.request), 0
+        self.buckets = list(buckets(list(window.parameters.values())))
+        known = [each is not None for each in share.sums]
+        self.header = torch.tensor([*share.facts, *known], dtype=torch.float64)
+        self.headers = [torch.empty_like(self.header) for _ in range(self.replicas)]
+        with self.collective():
+            self.header_sent = dist.all_gather(self.headers, self.header, group=self.group, async_op=True)
+            self.scattered = [self._scatter(bucket, share.sums) for bucket in self.buckets]
+
+    def _scatter(self, bucket: Bucket, sums: list[Tensor | None]) -> tuple[Tensor, Any]:
+        """Send 1/R of the bucket to each replica."""
+        width = max(1, -(-sum(bucket.sizes) // self.replicas))
+        given = torch.empty(self.replicas * width, dtype=bucket.dtype)
+        given[sum(bucket.sizes) :].zero_()
+        for index, place in zip(bucket.parameters, given[: sum(bucket.sizes)].split(bucket.sizes), strict=True):
+            gradient = sums[index]
+            if gradient is None:
+                place.zero_()
+            else:
+                place.view(gradient.shape).copy_(gradient)
+        received = torch.empty_like(given)
+        # bytes, since gloo does not know all types
+        sent = dist.all_to_all_single(
+            received.view(torch.uint8), given.view(torch.uint8), group=self.group, async_op=True
+        )
+        return received.view(self.replicas, width), (sent, given)
+
+    def ready(self) -> bool:
+        return False
+
+    def finish(self, window: GradientWindow) -> None:
+        with self.collective():
+            gathered = [self._gather(*one) for one in self.scattered]
+            self.header_sent.wait()
+            for _, work, _ in gathered:
+                work.wait()
+        found: dict[int, Tensor] = {}
+        for bucket, (parts, _, _) in zip(self.buckets, gathered, strict=True):
+            flat = parts.flatten()[: sum(bucket.sizes)]
+            found |= dict(zip(bucket.parameters, flat.split(bucket.sizes), strict=True))
+        stated = [header.tolist() for header in self.headers]
+        facts = [
+            WindowFacts(int(s), int(over), int(n), excess, int(request)) for s, over, n, excess, request, *_ in stated
+        ]
+        given = [any(column) for column in zip(*(each[len(WindowFacts._fields) :] for each in stated), strict=True)]
+        self.requested = facts[0].request or self.requested
+        replace_sums(window, self._sums(window.parameters, found, given), facts)
+        self.scattered, self.headers = [], []
+
+    def _gather(self, shares: Tensor, transfer: tuple[Any, Tensor]) -> tuple[Tensor, Any, Tensor]:
+        """Add the replicas' shares of a bucket, and send the sum to all."""
+        transfer[0].wait()
+        total = add_in_order(shares.unbind())
+        parts = torch.empty_like(shares)
+        rows = [part.view(torch.uint8) for part in parts.unbind()]
+        return parts, dist.all_gather(rows, total.view(torch.uint8), group=self.group, async_op=True), total
+
+    def _sums(
+        self, parameters: Mapping[str, Tensor], found: dict[int, Tensor], given: list[bool]
+    ) -> list[Tensor | None]:
+        return [
+            found[index].view(parameter.shape) if given[index] else None
+            for index, parameter in enumerate(parameters.values())
+        ]

@@ -1,0 +1,133 @@
+"""Replicas of a stage: at the end of a window they add their gradients.
+
+    replica 0   F0 B0 F1 B1 | sum | U       R replicas have the same weights and each its own batches. The gradients of
+    replica 1   F0 B0 F1 B1 | sum | U       their windows are added in the order of the replicas, so the sum, and the
+                                            update that each makes of it, are the same bits in all of them and engines
+
+An update applies the mean of the R*M gradients, or its weighted mean where gradients are weighted by their samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from offbeat.core.window import GradientWindow
+from offbeat.errors import UserError
+
+
+class WindowSum(Protocol):
+    """One replica's part in the sum of its stage's windows.
+
+    replicas    R
+    request     a number above 0 that replica 0 sends with its next window, 0 for none
+    requested   the last number that replica 0 sent: all replicas have it after the same update
+    """
+
+    replicas: int
+    request: int
+    requested: int
+
+    def start(self, window: GradientWindow, *, update: int, over: int) -> None:
+        """Give the gradients of this replica's window, whose update divides by `over`."""
+
+    def ready(self) -> bool:
+        """Whether `finish` would return at once."""
+
+    def finish(self, window: GradientWindow) -> None:
+        """Replace the window's gradients by the sum over all replicas; UserError if theirs are for another update."""
+
+
+class WindowFacts(NamedTuple):
+    """What a replica states about its window: the update and the number of gradients that it is for, how many it has
+    and their excess (see GradientWindow), and the request."""
+
+    update: int
+    over: int
+    gradients: int
+    excess: float
+    request: int
+
+
+@dataclass(frozen=True)
+class WindowShare:
+    """What one replica adds: sums by parameter, None where it has no gradient; and how they count in the mean."""
+
+    sums: list[Tensor | None]
+    facts: WindowFacts
+
+    @classmethod
+    def of(cls, window: GradientWindow, *, update: int, over: int, request: int) -> WindowShare:
+        found = window.gradients()
+        facts = WindowFacts(update, over, len(window.levels), window.excess(), request)
+        return cls([found.get(name) for name in window.parameters], facts)
+
+
+def add_in_order(terms: Iterable[Tensor]) -> Tensor:
+    """((g0 + g1) + g2) + ..., in new memory."""
+    first, *others = terms
+    total = first.clone()
+    for term in others:
+        total += term
+    return total
+
+
+def replace_sums(window: GradientWindow, sums: list[Tensor | None], facts: Sequence[WindowFacts]) -> None:
+    """Make the window that of all replicas; facts: of each, in order."""
+    for replica, each in enumerate(facts):
+        if each[:2] != facts[0][:2]:
+            raise UserError(
+                f"replica {replica} is at update {each.update} of {each.over} gradients where replica 0 is at update "
+                f"{facts[0].update} of {facts[0].over}: call step() and drain() equally often in every process"
+            )
+    gradients, excess = sum(each.gradients for each in facts), sum(each.excess for each in facts)
+    named = {name: total for name, total in zip(window.parameters, sums, strict=True) if total is not None}
+    window.combine(named, gradients=gradients, excess=excess)
+
+
+class LocalReplicas:
+    """The replicas of a stage in one process: the last one that gives its window adds them."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self.given: dict[int, WindowShare] = {}
+        self.results: dict[int, tuple[list[Tensor | None], list[WindowShare]]] = {}
+
+    def give(self, replica: int, share: WindowShare, parameters: list[Tensor]) -> None:
+        self.given[replica] = share
+        if len(self.given) < self.replicas:
+            return
+        shares = [self.given[r] for r in range(self.replicas)]
+        self.given = {}
+        columns = zip(*(share.sums for share in shares), strict=True)
+        sums = [self._sum(terms, parameter) for terms, parameter in zip(columns, parameters, strict=True)]
+        self.results = dict.fromkeys(range(self.replicas), (sums, shares))
+
+    def _sum(self, terms: tuple[Tensor | None, ...], parameter: Tensor) -> Tensor | None:
+        if all(term is None for term in terms):
+            return None
+        return add_in_order(torch.zeros_like(parameter) if term is None else term for term in terms)
+
+
+class LocalWindowSum:
+    """The sum over replicas of one process, see WindowSum."""
+
+    def __init__(self, stage: LocalReplicas, replica: int) -> None:
+        self.stage, self.replica, self.replicas = stage, replica, stage.replicas
+        self.request = self.requested = 0
+
+    def start(self, window: GradientWindow, *, update: int, over: int) -> None:
+        share, self.request = WindowShare.of(window, update=update, over=over, request=self.request), 0
+        self.stage.give(self.replica, share, list(window.parameters.values()))
+
+    def ready(self) -> bool:
+        return self.replica in self.stage.results
+
+    def finish(self, window: GradientWindow) -> None:
+        sums, shares = self.stage.results.pop(self.replica)
+        self.requested = shares[0].facts.request or self.requested
+        replace_sums(window, sums, [share.facts for share in shares])

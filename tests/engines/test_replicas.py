@@ -1,0 +1,300 @@
+"""Replicas of all stages: the mean of their gradients, in one process and in several, against literal references."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from cases import fingerprint
+from preloaded import PYTHON
+from processes import START, last_line, two_processes
+from replica_cases import CASES, EXACT, NOT_RECORDED, at, images, layers, pipeline, sgd, train
+from torch import nn
+
+import offbeat
+from offbeat.engines.simulate import Simulate
+from offbeat.errors import UserError
+
+HERE = Path(__file__).parent.parent
+
+
+@cache
+def simulated(name: str) -> dict:
+    return train(CASES[name])
+
+
+def torchrun(*arguments: str, nproc: int) -> None:
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def trained_by(tmp_path_factory) -> Callable[[int], list[dict]]:
+    """What each of several processes found, in all ways: they are started once."""
+
+    @cache
+    def run(size: int) -> list[dict]:
+        out = tmp_path_factory.mktemp("replicas")
+        torchrun(str(HERE / "replica_cases.py"), str(out), "plain", "recorded", nproc=size)
+        return [json.loads((out / f"{size}-{rank}.json").read_text()) for rank in range(size)]
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interleaving_replicas_at_random_changes_no_bit(name):
+    case = CASES[name]
+    assert train(case, engine=Simulate(case.K, replicas=case.R, shuffle=1)) == simulated(name)
+
+
+@pytest.mark.parametrize("how", ["plain", "recorded"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_replicas_in_processes_equal_the_simulator_bit_for_bit(size, how, trained_by):
+    names = {name for name, case in CASES.items() if size == case.K * case.R}
+    for rank, found in enumerate(trained_by(size)):
+        assert set(found[how]) == names - set(NOT_RECORDED if how == "recorded" else ())
+        for name, result in found[how].items():
+            expected, case = simulated(name), CASES[name]
+            assert result["replica"] == rank // case.K
+            for part in ("weights", "evaluate", "staleness"):
+                assert result[part] == expected[part], f"{name}, rank {rank}, {part}"
+            if result["replica"] == 0:
+                assert result["buffers"] == expected["buffers"], f"{name}, rank {rank}"
+    for name in trained_by(size)[0][how]:
+        K, R = CASES[name].K, CASES[name].R
+        last = [trained_by(size)[replica * K + K - 1][how][name]["losses"] for replica in range(R)]
+        means = [None if None in at else sum(at) / R for at in zip(*last, strict=True)]
+        for found, expected in zip(means, simulated(name)["losses"], strict=True):
+            assert found == (None if expected is None else pytest.approx(expected, rel=1e-6, nan_ok=True)), name
+
+
+def test_bp_with_two_replicas_equals_ddp_on_the_same_shares(tmp_path):
+    torchrun(str(HERE / "replica_cases.py"), str(tmp_path), "ddp", nproc=2)
+    expected = torch.load(tmp_path / "ddp.pt")
+    pipe = pipeline(EXACT, scheduler=None)
+    for t in range(EXACT.N):
+        pipe.step(*at(pipe, EXACT, t))
+    found = pipe.drain().state_dict()
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():  # also BatchNorm's statistics, which are those of replica 0
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14, msg=name)
+
+
+UNEQUAL = """
+import torch, offbeat
+layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
+pipe = offbeat.Pipeline(layers, 1, method=offbeat.BP(M=2), replicas=2, loss=loss, optimizer=torch.optim.SGD)
+for _ in range(3 + pipe.replica):
+    pipe.step(torch.ones(1, 2), torch.ones(1, 2))
+pipe.drain()
+"""
+
+
+def test_replicas_with_other_numbers_of_batches_are_refused():
+    with two_processes(UNEQUAL) as started:
+        ends = [last_line(process) for process in started]
+    assert all("call step() and drain() equally often in every process" in end for end in ends), ends
+    assert "replica 1 is at update 1 of 2 gradients where replica 0 is at update 1 of 1" in ends[0]
+
+
+FAILING = """
+import time, torch, offbeat
+layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
+pipe = offbeat.Pipeline(layers, 1, method="bp", replicas=2, loss=loss, optimizer=torch.optim.SGD)
+pipe.step(torch.ones(1, 2), torch.ones(1, 2))
+try:
+    pipe.step(torch.ones(1, 2 + pipe.replica), torch.ones(1, 2))
+except offbeat.errors.UserError as error:
+    if pipe.replica == 0:
+        raise
+    time.sleep(1000)
+"""
+
+
+def test_a_replica_that_fails_and_lives_on_stops_the_other_with_its_reason():
+    with two_processes(FAILING) as (first, _):
+        printed = first.communicate(timeout=START)[1]
+    assert "StageLost: stage 1 of replica 1 failed: stage 1 cannot take batch 1 of shape (1, 3)" in printed
+
+
+class Layer(nn.Module):
+    """Normalised by the mean of its batch, so that a batch of all replicas gives other gradients."""
+
+    def __init__(self, W: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.W, self.b = nn.Parameter(W.clone()), nn.Parameter(b.clone())
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return run_layer((self.W, self.b), z)
+
+
+def run_layer(theta: tuple[torch.Tensor, ...], z: torch.Tensor) -> torch.Tensor:
+    h = z @ theta[0]
+    return torch.tanh(h - h.mean(0) + theta[1])
+
+
+def literal(K: int, M: int, shares: list) -> list[tuple[torch.Tensor, ...]]:
+    """ADL with R replicas, written down: the newest weights of every stage.
+
+    g_k^r(t)      = d loss(batch t of replica r) / d theta_k    at theta_j^(v_j(t)) for every stage j
+    v_k(t)        = floor(max(0, t - 2(K-k)) / M)
+    theta_k^(s+1) = theta_k^s - lr u_s,    u_s = momentum u_(s-1) + (1/RM) sum_r sum_(j<M) g_k^r(Ms+j) + decay theta_k^s
+    """
+    N, versions, momentum = len(shares[0]), [[theta] for theta in reference.network(K)], [None] * K
+    for s in range(-(-N // M)):
+        window = range(M * s, min(M * (s + 1), N))
+        sums = [[torch.zeros_like(p) for p in each[-1]] for each in versions]
+        for share in shares:
+            for t in window:
+                at_t = [versions[k - 1][max(0, t - 2 * (K - k)) // M] for k in range(1, K + 1)]
+                leaves = [tuple(p.clone().requires_grad_() for p in theta) for theta in at_t]
+                z, y = share[t]
+                for theta in leaves:
+                    z = run_layer(theta, z)
+                loss = reference.mean_square(z, y)
+                for k, theta in enumerate(leaves):
+                    for total, g in zip(sums[k], torch.autograd.grad(loss, theta, retain_graph=True), strict=True):
+                        total += g
+        for k in range(K):
+            theta, over = versions[k][-1], len(shares) * len(window)
+            step = [g / over + reference.DECAY * p for g, p in zip(sums[k], theta, strict=True)]
+            before = momentum[k] or [torch.zeros_like(g) for g in step]
+            momentum[k] = [reference.MOMENTUM * m + g for m, g in zip(before, step, strict=True)]
+            versions[k].append(tuple(p - reference.LR * u for p, u in zip(theta, momentum[k], strict=True)))
+    return [each[-1] for each in versions]
+
+
+@pytest.mark.parametrize(("K", "M", "R"), [(1, 1, 2), (2, 2, 2), (3, 1, 3), (3, 4, 2)])
+def test_adl_with_replicas_equals_the_literal_computation(K, M, R):
+    N = 11
+    given = reference.data(N * R)
+    shares = [given[r::R] for r in range(R)]
+    settings = {"lr": reference.LR, "momentum": reference.MOMENTUM, "weight_decay": reference.DECAY}
+    pipe = offbeat.Pipeline(
+        [Layer(*theta) for theta in reference.network(K)],
+        method=offbeat.ADL(M=M),
+        replicas=R,
+        loss=reference.mean_square,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, **settings),
+    )
+    for t in range(N):
+        pipe.step([share[t][0] for share in shares], [share[t][1] for share in shares])
+    model = pipe.drain()
+    for layer, expected in zip(model, literal(K, M, shares), strict=True):
+        torch.testing.assert_close([layer.W.detach(), layer.b.detach()], list(expected), rtol=0, atol=1e-12)
+
+
+def test_fit_gives_each_replica_every_rth_batch():
+    case = CASES["method-adl"]
+    loader = images(2 * case.N + 1)  # the last has no partner
+    fitted, stepped = pipeline(case), pipeline(case)
+    fitted.fit(loader)
+    for t in range(case.N):
+        stepped.step(*at(stepped, case, t))
+    assert fitted.batches == case.N
+    with pytest.raises(UserError, match="a loader of 1 batch with replicas=2: give at least one for each replica"):
+        pipeline(case).fit(loader[:1])
+    with pytest.raises(UserError, match="own_share=True with all replicas in one process: leave it out"):
+        fitted.fit(loader, own_share=True)
+    assert fingerprint(fitted.model.state_dict()) == fingerprint(stepped.drain().state_dict())
+
+
+def test_batch_is_split_over_replicas_and_micro_batches():
+    options = {"batch": 12, "replicas": 2, "loss": nn.functional.cross_entropy, "optimizer": sgd, "K": 2, "cuts": [1]}
+    whole = offbeat.Pipeline(layers(), method="adl", M=3, **options)
+    x, y = images(1, sizes=(6,))[0]
+    whole.step([x, x], [y, y])
+    assert whole.batches == 3
+    with pytest.raises(UserError, match="batch=7 with replicas=2: use a multiple of 2, which splits it"):
+        offbeat.Pipeline(layers(), method="adl", M=3, **{**options, "batch": 7})
+
+
+@pytest.mark.parametrize("name", ["method-adl", "method-dsp", "method-gpipe", "method-dgl", "uneven", "clipped"])
+@pytest.mark.parametrize("stop", [3, 5])
+def test_replicas_continue_from_a_state_bit_for_bit(name, stop):
+    case = CASES[name]
+    straight, before, after = pipeline(case), pipeline(case), pipeline(case)
+    for t in range(case.N):
+        straight.step(*at(straight, case, t))
+    before.keep()
+    for t in range(stop):
+        before.step(*at(before, case, t))
+    trees = before.state()
+    assert set(trees) == {1, 2, 3, 4}
+    assert "optimizer" not in trees[3]["stage"]  # the same in replica 0
+    after.load(trees, stop)
+    for t in range(stop, case.N):
+        after.step(*at(after, case, t))
+    assert fingerprint(after.drain().state_dict()) == fingerprint(straight.drain().state_dict())
+
+
+def test_a_drained_state_is_loaded_with_another_number_of_replicas():
+    case = CASES["method-adl"]
+    before, other = pipeline(case), pipeline(replace(case, R=3))
+    for t in range(4):
+        before.step(*at(before, case, t))
+    before.drain()
+    other.load(before.state(), 4)
+    assert fingerprint(other.gather().state_dict()) == fingerprint(before.gather().state_dict())
+    for t in range(4, 8):
+        other.step(*at(other, replace(case, R=3), t))
+    copies = [dict(worker.stage.parameters) for worker in other._assembly.all_workers]
+    for first, *others in ((copies[k], copies[k + 2], copies[k + 4]) for k in range(2)):
+        assert all(torch.equal(first[name], copy[name]) for copy in others for name in first)
+
+
+def test_batches_in_flight_of_another_number_of_replicas_are_refused():
+    case = CASES["method-adl"]
+    before = pipeline(case)
+    for t in range(4):
+        before.step(*at(before, case, t))
+    with pytest.raises(UserError, match=r"a state of 2 replicas with batches in flight .* replicas=1: give replicas=2"):
+        pipeline(replace(case, R=1)).load(before.state(), 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replicas": 0}, "replicas=0: use a whole number from 1 up"),
+        ({"replicas": True}, "replicas=True: use a whole number from 1 up"),
+        (
+            {"replicas": 2, "method": "dni"},
+            "dni with replicas=2: it trains its synthesisers by an optimizer of their own",
+        ),
+        (
+            {"replicas": 2, "method": "asgd", "K": 1, "cuts": None},
+            "asgd with replicas=2: it has several workers itself",
+        ),
+        ({"replicas": 2, "engine": Simulate(2)}, "replicas=2, but an engine for 1: give both the same number"),
+        ({"replicas": 2, "engine": "streams"}, "engine='streams' with replicas=2: on one GPU replicas share its time"),
+        (
+            {"replicas": 2, "engine": "processes"},
+            "2 stages of 2 replicas but 1 process: start with torchrun --nproc-per",
+        ),
+    ],
+)
+def test_wrong_replicas_are_refused_in_one_line(options, words):
+    given = {"K": 2, "method": "adl", "cuts": [1], **options}
+    with pytest.raises(UserError, match=re.escape(words)):
+        offbeat.Pipeline(layers(), loss=nn.functional.cross_entropy, optimizer=sgd, **given)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(2, 3, 4, 4), [torch.zeros(2, 3, 4, 4)] * 3, None])
+def test_step_needs_a_batch_for_each_replica_of_its_process(x):
+    pipe = pipeline(CASES["method-adl"])
+    with pytest.raises(UserError, match=r"step\(\) with replicas=2 in one process, but x is .*: give a list of 2"):
+        pipe.step(x, [torch.zeros(2, dtype=torch.int64)] * 2)
+
+
+def test_diagnosis_of_replicas_is_refused():
+    with pytest.raises(UserError, match=r"diagnose\(\) with replicas=2: it compares an update with the batches of one"):
+        pipeline(CASES["method-adl"]).diagnose(2)
