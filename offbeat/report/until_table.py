@@ -130,6 +130,9 @@ def advice(record: Record) -> list[str]:
             made.append(f"Only rows with late gradients reached the target, {_named(others)} first.")
     elif exact is not None and others is not None:
         made.append(_compared(exact, others))
+        same = fastest([row for row in late(record) if row["optimizer"] == exact["optimizer"]])
+        if same is not None and same is not others:
+            made.append(f"With the same optimizer: {_compared(exact, same)}")
     return made
 
 
