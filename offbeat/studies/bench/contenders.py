@@ -93,15 +93,15 @@ class Task:
     def parts(self, cuts: tuple[int, ...], units: Any) -> list[nn.Module]:
         return partition(self.model, len(cuts) + 1, self.x, cuts=list(cuts), units=units).stages
 
-    def optimize(self, parameters: Iterable[Tensor]) -> Optimize:
+    def optimize(self, parameters: Iterable[Tensor]) -> ScheduledOptimizer:
         """The optimizer of these parameters of the model, which it takes with their names."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         optimizer = self.optimizer([(names[parameter], parameter) for parameter in parameters])
-        return Optimize(optimizer, self.scheduler(optimizer) if self.scheduler else None)
+        return ScheduledOptimizer(optimizer, self.scheduler(optimizer) if self.scheduler else None)
 
 
 @dataclass
-class Optimize:
+class ScheduledOptimizer:
     """An optimizer with the schedule of its learning rate."""
 
     optimizer: torch.optim.Optimizer

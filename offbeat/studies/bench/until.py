@@ -76,11 +76,12 @@ class UntilRequest(BenchRequest):
     @property
     def target(self) -> Target:
         """The loss or error, checked."""
-        if (self.until_loss is None) == (self.until_error is None):
+        if self.until_loss is not None and self.until_error is not None:
             raise UserError("until_loss= with until_error=: give one of them")
         metric: Literal["loss", "error"] = "loss" if self.until_error is None else "error"
         value = self.until_loss if self.until_error is None else self.until_error
-        assert value is not None
+        if value is None:
+            raise UserError("no target: give until_loss= or until_error=")
         if not (0 < value < math.inf):
             raise UserError(f"until_{metric}={value:g}: use a number above 0")
         if metric == "error" and value >= 100:
@@ -128,19 +129,16 @@ class UntilRequest(BenchRequest):
 
     def check(self) -> None:
         """Refuse what is wrong before the data are opened."""
-        self.target  # noqa: B018
-        numbers = {"samples": self.samples, "every": self.every or 1, "validation_samples": self.validation_samples}
-        if self.every == 0:
-            numbers["every"] = 0
+        metric = self.target.metric
+        every = 1 if self.every is None else self.every
+        numbers = {"samples": self.samples, "every": every, "validation_samples": self.validation_samples}
         check_numbers(None, {name: [number] for name, number in numbers.items()})
         if self.seed < 0:
             raise UserError(f"seed={self.seed}: use a whole number from 0 up")
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
         if self.device != "cpu":
-            raise UserError(
-                f"device={self.device!r} with until_{self.target.metric}=: rows are trained on the cpu only"
-            )
+            raise UserError(f"device={self.device!r} with until_{metric}=: rows are trained on the cpu only")
 
 
 @dataclass(frozen=True)
@@ -352,7 +350,7 @@ class UntilBench:
         return {
             "settings": {
                 **self.setting.as_dict(),
-                **asked(self.request, self.data),
+                **settings_of_request(self.request, self.data),
                 "partition": self.request.partition,
                 "every": self.every,
                 "warmup_samples": int(WARMUP * self.updates) * self.setting.batch_size,
@@ -368,7 +366,7 @@ class UntilBench:
         self.runner.write(RECORD, self.as_dict(), indent=1)
 
 
-def asked(request: UntilRequest, data: DataSet) -> dict[str, Any]:
+def settings_of_request(request: UntilRequest, data: DataSet) -> dict[str, Any]:
     """What a record must have in common with a command that continues it, besides the setting of its rows."""
     described = getattr(data, "as_record", None)
     return {
@@ -401,7 +399,7 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     out = folder_for(request.out, f"until-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", RECORD)
     made = origin()
     runner = StudyRunner(out, request.minutes, show)
-    settings = {**identity(request, setting), **asked(request, data)}
+    settings = {**identity(request, setting), **settings_of_request(request, data)}
     if request.every:
         settings["every"] = request.every
     earlier = stored(out / RECORD, settings, made) or {}
