@@ -1,6 +1,7 @@
-"""The sections of docs/results.md that show the records of `offbeat bench` and `offbeat bench scaling`, if any.
+"""The sections of docs/results.md that show the records of `offbeat bench`, `offbeat bench --until-loss` and
+`offbeat bench scaling`, if any.
 
-docs/results/bench-*.json, scaling-*.json: bench.json and scaling.json of a run, renamed; a picture of the same name
+docs/results/bench-*.json, until-*.json, scaling-*.json: the record of a run, renamed; a picture of the same name
 beside one (bench-*.svg, scaling-*.svg) is shown, too
 """
 
@@ -197,11 +198,39 @@ def summary() -> list[str]:
     ]
 
 
+def until_section(name: str, record: Record) -> list[str]:
+    from offbeat.report import until_table
+
+    return [
+        f"### {until_table.heading(record)}",
+        "",
+        markdown(list(until_table.HEAD), until_table.cells(record)),
+        "",
+        *(point(line) for line in until_table.advice(record)),
+        "",
+        *(point(line) for line in until_table.notes(record)),
+        *(point(f"Measured {remark}.") for remark in [record["provenance"].get("remark")] if remark),
+        "",
+        source(name, record),
+        "",
+    ]
+
+
+def time_to_a_loss() -> list[str]:
+    """Nothing where there are no records."""
+    found = records("until")
+    if not found:
+        return []
+    intro = "`offbeat bench --until-loss`: every row is trained on data until a validation loss or error."
+    lines = ["## Time to a loss", "", intro, ""]
+    return lines + [line for name, record in found.items() for line in until_section(name, record)]
+
+
 def section() -> list[str]:
     """Nothing where there are no records."""
     benches, studies = records("bench"), records("scaling")
     if not benches and not studies:
-        return []
+        return time_to_a_loss()
     lines = ["## Beside what people use today", ""]
     if benches:
         lines += [
@@ -216,4 +245,4 @@ def section() -> list[str]:
         lines += bench_section(name, record)
     for name, record in studies.items():
         lines += scaling_section(name, record)
-    return lines
+    return lines + time_to_a_loss()

@@ -1,15 +1,20 @@
-"""offbeat bench, offbeat bench scaling."""
+"""offbeat bench, also with --until-loss; offbeat bench scaling."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from offbeat.cli.app import Application, app
 from offbeat.cli.options import MODEL, SHAPE, numbers
+from offbeat.errors import UserError
+
+TRAINING = "Training until a loss or error"
+TRAINED_ONLY = ("samples", "every", "validation_samples", "data", "data_dir", "optimizer", "seed")
+TIMED_ONLY = ("repetitions", "batches")
 
 benches = Application(
     help="Time torch.distributed.pipelining, DDP and Offbeat with the same cuts.", invoke_without_command=True
@@ -38,12 +43,13 @@ def bench(
         ),
     ] = None,
     against: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Rows to time: all, or some of bp-cores, bp-windows (GPU), torch-gpipe, torch-1f1b, torch-interleaved,"
-            " ddp, adl-micro, adl-recompute, adl-1f1b, ddg, fr, dsp, gpipe. bp and adl are always included."
+            " ddp, adl-micro, adl-recompute, adl-1f1b, ddg, fr, dsp, gpipe. bp and adl are always included. "
+            "(default all; with --until-loss ddp,torch-1f1b,adl-1f1b)"
         ),
-    ] = "all",
+    ] = None,
     shape: Annotated[str | None, typer.Option(help=SHAPE)] = None,
     device: Annotated[str, typer.Option(help="cpu (one core per worker) or cuda (one GPU).")] = "cpu",
     precision: Annotated[str, typer.Option(help="fp32, or on a GPU tf32 or bf16.")] = "fp32",
@@ -67,21 +73,70 @@ def bench(
         typer.Option(help="Folder of the records; repeated, the command adds to them. (default runs/bench-MODEL-b-K)"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and no progress.")] = False,
+    until_loss: Annotated[
+        float | None,
+        typer.Option(
+            help="Train every row on data until this validation loss, with three learning rates each, and report time "
+            "and samples.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    until_error: Annotated[
+        float | None,
+        typer.Option(help="The same until this validation error, in percent.", rich_help_panel=TRAINING),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="Training samples after which a run ends.", rich_help_panel=TRAINING)
+    ] = 100_000,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            help="Updates between two validations. (default: 50 validations per run)", rich_help_panel=TRAINING
+        ),
+    ] = None,
+    validation_samples: Annotated[
+        int, typer.Option(help="Test samples of a validation.", rich_help_panel=TRAINING)
+    ] = 2000,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Data set: cifar10, cifar100, imagefolder, digits, synthetic or text. (default cifar10; for gpt text)",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    data_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or archive of the data; of text, a file or a folder of text files. (default as in train)",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Optimizer of all rows. (default sgd; for text adamw, and muon too in rows with late gradients)",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of initial weights and order of samples.", rich_help_panel=TRAINING)
+    ] = 0,
 ) -> None:
-    """Time BP, torch.distributed.pipelining, DDP and Offbeat's methods with the same cuts, in interleaved rounds."""
+    """Time BP, torch.distributed.pipelining, DDP and Offbeat's methods with the same cuts, in interleaved rounds.
+
+    With --until-loss or --until-error, train them on data until that loss or error instead.
+    """
     if context.invoked_subcommand:
         return
-    from offbeat.report import bench_table
-    from offbeat.studies.bench import rounds
-
-    request = rounds.BenchRequest(
+    trains = until_loss is not None or until_error is not None
+    _refuse_options_of_the_other_benchmark(context, trains=trains)
+    shared = dict[str, Any](
         model=model,
         batch_size=batch_size,
         batch_per_update=batch_per_update,
         K=K,
         M=M,
         methods=tuple(method or ()),
-        against=against,
         shape=numbers(shape, int, "--shape", ",x"),
         device=device,
         precision=precision,
@@ -90,16 +145,50 @@ def bench(
         units=units,
         profile=profile,
         micro_batches=numbers(micro_batches, int, "--micro-batches"),
-        repetitions=repetitions,
-        batches=batches,
         minutes=budget_minutes,
         out=out,
     )
-    found, folder = rounds.bench(request, show=not as_json)
+    if against is not None:
+        shared["against"] = against
+    if trains:
+        from offbeat.report import until_table
+        from offbeat.studies.bench import until
+
+        training = until.UntilRequest(
+            **shared,
+            until_loss=until_loss,
+            until_error=until_error,
+            samples=samples,
+            every=every,
+            validation_samples=validation_samples,
+            data=data,
+            data_dir=data_dir,
+            optimizer=optimizer,
+            seed=seed,
+        )
+        found, folder = until.until(training, show=not as_json)
+        show = until_table.show
+    else:
+        from offbeat.report import bench_table
+        from offbeat.studies.bench import rounds
+
+        request = rounds.BenchRequest(**shared, repetitions=repetitions, batches=batches)
+        found, folder = rounds.bench(request, show=not as_json)
+        show = bench_table.show
     if as_json:
         print(json.dumps(found))
     else:
-        bench_table.show(found, str(folder))
+        show(found, str(folder))
+
+
+def _refuse_options_of_the_other_benchmark(context: typer.Context, *, trains: bool) -> None:
+    for name in TIMED_ONLY if trains else TRAINED_ONLY:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            if trains:
+                raise UserError(f"{option} with --until-loss or --until-error: it is for timed rounds, leave it out")
+            raise UserError(f"{option} without --until-loss or --until-error: add one of them, or leave it out")
 
 
 @benches.command("scaling")

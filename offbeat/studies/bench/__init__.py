@@ -8,8 +8,11 @@ worker          a process that builds one contender and times it on request
 worker_group    the workers of one row, seen from the process that started them
 fork_server     the process that workers are forked from, which has imported torch
 rounds          the benchmark: every round times every row once
+until           the other benchmark: every row is trained until a loss or error
+target          when a curve has reached it
+row_training    a row that is trained on data, as one of its workers
 scaling         how time, memory and staleness grow, measured and, for more stages than cores, by the clock
 records         where records are written, and which of them a command continues
 
-report/bench_table.py makes the tables of a record, for pages and reports alike.
+report/bench_table.py and report/until_table.py make the tables of records, for pages and reports alike.
 """

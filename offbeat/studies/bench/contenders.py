@@ -1,13 +1,13 @@
 """Each row as one of its workers: an object with a `step()`, which also counts what it sends.
 
-All train the same network on the same batch of random numbers, with the same loss and optimizer. Gradients are means
-over the whole batch in all of them.
+All train the same network with the same loss and optimizer: on one batch of random numbers where they are timed, on the
+batches of a data set where they are trained (row_training.py). Gradients are means over the whole batch in all of them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,20 +22,28 @@ from torch.utils import _pytree as pytree
 from offbeat import models
 from offbeat.core.links import Message
 from offbeat.core.links.wire import pack
+from offbeat.core.metrics import Meter
+from offbeat.core.optimization import MakeScheduler
 from offbeat.core.worker import Links, Worker
 from offbeat.partitioning import partition
 from offbeat.pipeline import Pipeline
 from offbeat.runs.build import cross_entropy
-from offbeat.studies.bench.rows import BenchRow, BenchSetting, method_of
+from offbeat.studies.bench.rows import BenchRow, BenchSetting, batches_per_update, method_of
 from offbeat.studies.bench.timing import Canned, Tap, sgd
 
+Batch = tuple[Tensor, Tensor]
 RECORDING = 60  # batches in which stages on streams fill, and record what they do
 
 
 class Contender(Protocol):
-    """A worker of a row. `fill`: steps until it is in steady state."""
+    """A worker of a row.
+
+    fill    steps until it is in steady state
+    reads   whether this worker needs the batches on which it is trained
+    """
 
     fill: int
+    reads: bool
 
     def step(self) -> Tensor | None:
         """One batch; the loss (of a pipeline: in the worker that has the last stage), where it is cheap to read."""
@@ -46,18 +54,30 @@ class Contender(Protocol):
     def staleness(self) -> list[float]:
         """Mean measured level of the stages that are here."""
 
+    def update(self, batch: Batch | None) -> None:
+        """One update on the samples of a batch, which is None in workers that do not need it."""
+
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, Any] | None:
+        """Loss and error on the newest weights; None in workers that do not know them."""
+
     def close(self) -> None: ...
 
 
 @dataclass
 class Task:
-    """The network, the batch, and the place of this worker."""
+    """The network, the batch, and the place of this worker.
+
+    optimizer   makes one for named parameters
+    scheduler   of the learning rate, where the row is trained; None where it is timed
+    """
 
     setting: BenchSetting
     rank: int
     model: nn.Module
     x: Tensor
     y: Tensor
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    scheduler: MakeScheduler | None = None
 
     @classmethod
     def of(cls, setting: BenchSetting, rank: int, model: nn.Module | None = None) -> Task:
@@ -72,6 +92,40 @@ class Task:
 
     def parts(self, cuts: tuple[int, ...], units: Any) -> list[nn.Module]:
         return partition(self.model, len(cuts) + 1, self.x, cuts=list(cuts), units=units).stages
+
+    def optimize(self, parameters: Iterable[Tensor]) -> ScheduledOptimizer:
+        """The optimizer of these parameters of the model, which it takes with their names."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        optimizer = self.optimizer([(names[parameter], parameter) for parameter in parameters])
+        return ScheduledOptimizer(optimizer, self.scheduler(optimizer) if self.scheduler else None)
+
+
+@dataclass
+class ScheduledOptimizer:
+    """An optimizer with the schedule of its learning rate."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        if self.scheduler:
+            self.scheduler.step()
+
+
+def evaluated(model: nn.Module, batches: Iterable[Batch]) -> dict[str, Any]:
+    """Loss and error of the whole model in evaluation mode."""
+    meter = Meter()
+    model.eval()
+    with torch.no_grad():
+        for x, y in batches:
+            scores = model(x)
+            meter.add(float(cross_entropy(scores, y)), scores, y)
+    model.train()
+    return meter.read()
 
 
 def make(row: BenchRow, task: Task, m: int | None = None) -> Contender:
@@ -90,10 +144,12 @@ class Loop:
     """Back-propagation in a plain loop."""
 
     fill = 1
+    reads = True
 
     def __init__(self, task: Task) -> None:
-        self.model, self.x, self.y = task.model, task.x, task.y
-        self.optimizer = sgd(self.model.parameters())
+        self.whole = self.model = task.model
+        self.x, self.y = task.x, task.y
+        self.optimizer = task.optimize(self.model.parameters())
 
     def step(self) -> Tensor:
         self.optimizer.zero_grad()
@@ -108,6 +164,14 @@ class Loop:
     def staleness(self) -> list[float]:
         return [0.0]
 
+    def update(self, batch: Batch | None) -> None:
+        assert batch is not None
+        self.x, self.y = batch
+        self.step()
+
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, Any] | None:
+        return evaluated(self.whole, batches())
+
     def close(self) -> None:
         pass
 
@@ -119,10 +183,21 @@ class DataParallel(Loop):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        K = dist.get_world_size()
-        self.whole = task.model
+        self.rank = task.rank
         self.model = nn.parallel.DistributedDataParallel(task.model)
-        self.x, self.y = (tensor.tensor_split(K)[task.rank].contiguous() for tensor in (task.x, task.y))
+        self.x, self.y = self._share(task.x), self._share(task.y)
+
+    def _share(self, tensor: Tensor) -> Tensor:
+        """The samples of this worker."""
+        return tensor.tensor_split(dist.get_world_size())[self.rank].contiguous()
+
+    def update(self, batch: Batch | None) -> None:
+        assert batch is not None
+        x, y = batch
+        super().update((self._share(x), self._share(y)))
+
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, Any] | None:
+        return super().evaluate(batches) if self.rank == 0 else None
 
     def sent(self) -> int:
         """By the formula of a ring: 2(K-1)/K of the gradients; and the first worker's buffers to all others."""
@@ -199,19 +274,24 @@ class TorchPipelining:
             parts = task.parts(setting.cuts, setting.units)
         n, x = len(parts), task.x[: setting.batch_size // m]
         stages = []
+        self.parts = dict(enumerate(parts))
         self.parameters: list[Tensor] = []
+        buffers = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
         for index, part in enumerate(parts):
-            with torch.no_grad():  # statistics of BatchNorm move once by this: no gradient in training depends on them
+            with torch.no_grad():
                 y = part.train()(pytree.tree_map_only(Tensor, torch.clone, x))
             if index % K == task.rank:
                 flat = Flat(part, x, y, self.counter, last=index == n - 1)
                 stages.append(pipelining.PipelineStage(flat, index, n, task.x.device))
                 self.parameters += list(part.parameters())
             x = y
+        for name, buffer in task.model.named_buffers():  # the forwards have changed the statistics of BatchNorm
+            buffer.copy_(buffers[name])
         kind = getattr(pipelining, schedule)
         self.schedule = kind(stages if several else stages[0], m, loss_fn=cross_entropy)
-        self.optimizer = sgd(self.parameters)
+        self.optimizer = task.optimize(self.parameters)
         self.first, self.last = task.rank == 0, (n - 1) % K == task.rank
+        self.reads = self.first or self.last
 
     def step(self) -> Tensor | None:
         self.optimizer.zero_grad()
@@ -229,6 +309,23 @@ class TorchPipelining:
 
     def staleness(self) -> list[float]:
         return [0.0]
+
+    def update(self, batch: Batch | None) -> None:
+        if batch is not None:
+            self.task.x, self.task.y = batch
+        self.step()
+
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, Any] | None:
+        """In the first worker, which gets the weights of the others' stages."""
+        K, rank = self.task.setting.K, self.task.rank
+        mine = {index: part.state_dict() for index, part in self.parts.items() if index % K == rank}
+        found: list[dict[int, Any]] | None = [{}] * K if self.first else None
+        dist.gather_object(mine, found)
+        if found is None:
+            return None
+        for index, state in (item for states in found for item in states.items()):
+            self.parts[index].load_state_dict(state)
+        return evaluated(self.task.model, batches())
 
     def close(self) -> None:
         pass
@@ -262,7 +359,9 @@ class Ours:
         setting = self.task.setting
         on_gpu = setting.device != "cpu"
         K = 1 if self.alone else setting.K
-        method: Any = "bp" if self.alone else method_of(self.row, setting, self.m).after_warmup
+        method: Any = "bp" if self.alone else method_of(self.row, setting, self.m)
+        if not self.alone and self.task.scheduler is None:  # timed as it is after a staleness warm-up
+            method = method.after_warmup
         units: Any = setting.units
         recorded = on_gpu and not (self.alone and self.row.cores == "one")
         self.pipe = Pipeline(
@@ -270,7 +369,8 @@ class Ours:
             K,
             method=method,
             loss=cross_entropy,
-            optimizer=partial(sgd, fused=on_gpu),
+            optimizer=partial(sgd, fused=True) if on_gpu else self.task.optimizer,
+            scheduler=self.task.scheduler,
             sample=self.task.x,
             cuts=None if self.alone else list(setting.cuts),
             units=None if self.alone else units,
@@ -279,6 +379,7 @@ class Ours:
             engine=("streams" if recorded else "simulate") if on_gpu else "processes",
         )
         self.fill = RECORDING if on_gpu else self.pipe.method.fill(K) + 2
+        self.reads = self.pipe.first
 
     def step(self) -> Tensor | None:
         if self.pipe.engine.defers:  # without waiting for the loss
@@ -300,6 +401,17 @@ class Ours:
 
     def staleness(self) -> list[float]:
         return [stage.staleness.mean for stage in self.pipe.stages.values()]
+
+    def update(self, batch: Batch | None) -> None:
+        M = batches_per_update(self.row, self.task.setting, self.m)
+        parts: Iterable[tuple[Any, Any]] = [(None, None)] * M
+        if batch is not None:
+            parts = zip(*(tensor.tensor_split(M) for tensor in batch), strict=True)
+        for x, y in parts:
+            self.pipe._step([(x, y)])
+
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, Any] | None:
+        return self.pipe.evaluate(batches() if self.reads else None)
 
     def unlinked(self) -> Callable[[], None]:
         """The stage that is here, on canned messages: what it takes where nothing is sent. Takes a step."""

@@ -11,7 +11,7 @@ from offbeat.errors import UserError
 from offbeat.runs import record
 from offbeat.runs.provenance import provenance
 
-PATHS = ("--out", "--profile")  # options that name files of this machine
+PATHS = ("--out", "--profile", "--data-dir")  # options that name files of this machine
 ORIGIN = ("machine", "commit", "versions")  # times of another one are not mixed with those of this one
 
 

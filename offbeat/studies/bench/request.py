@@ -66,7 +66,7 @@ class BenchRequest:
             raise UserError(
                 f"batch_size={self.batch_size} with batch_per_update={self.batch_per_update}: leave out one of them"
             )
-        shape, classes = models.default_size(self.model, shape=self.shape)
+        shape, classes = self.size()
         setting = BenchSetting(
             self.model,
             shape,
@@ -83,6 +83,10 @@ class BenchRequest:
             split_update(self.batch_per_update, batches_per_update(ROWS[OURS], setting))
         check(setting)
         return setting
+
+    def size(self) -> tuple[tuple[int, ...], int]:
+        """The shape of a sample, and the number of classes."""
+        return models.default_size(self.model, shape=self.shape)
 
 
 def check_numbers(minutes: float | None, numbers: Mapping[str, Sequence[int]]) -> None:

@@ -7,6 +7,9 @@
     {"bound": [warm_up, batches]}   the same of its stage alone, on canned messages
     {"rest": null}                  give its memory back; it is built again when it is next timed
     {"look": null}                  -> {"memory": .., "staleness": [..]}
+    {"begin": {...}}                make the row anew and train it on data (row_training.py) -> {"weights": hash}
+    {"train": updates}              -> {"seconds": ..} of these updates
+    {"evaluate": null}              -> {"found": {"loss": .., "error": ..} or null, "order": hash of the targets read}
 
 Between two lines it waits for its standard input, which takes no processor time.
 """
@@ -17,6 +20,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offbeat.errors import first_line
+from offbeat.errors import NotFinite, first_line
 from offbeat.runs import launch
 from offbeat.studies.bench.contenders import Contender, Ours, Task, make
+from offbeat.studies.bench.row_training import RowTraining
 from offbeat.studies.bench.rows import BenchSetting, of_row, row_of
 from offbeat.studies.bench.timing import forget_peak, peak, pin, resident, sgd, timed
 
@@ -53,6 +58,7 @@ class RowWorker:
         self.m: int | None = None
         self.contender: Contender | None = None
         self.unlinked: Callable[[], None] | None = None
+        self.training: RowTraining | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         ((what, given),) = request.items()
@@ -101,6 +107,22 @@ class RowWorker:
         staleness = self.contender.staleness() if self.contender else []
         return {"memory": used, "staleness": staleness}
 
+    def on_begin(self, given: dict[str, Any]) -> dict[str, Any]:
+        self.on_rest()
+        self.training = RowTraining.of(self.row, self.setting, self.rank, given)
+        return {"weights": self.training.weights}
+
+    def on_train(self, updates: int) -> dict[str, Any]:
+        assert self.training is not None
+        began = time.perf_counter()
+        for _ in range(updates):
+            self.training.update()
+        return {"seconds": time.perf_counter() - began}
+
+    def on_evaluate(self, _: Any = None) -> dict[str, Any]:
+        assert self.training is not None
+        return {"found": self.training.evaluate(), "order": self.training.order}
+
     def on_rest(self, _: Any = None) -> dict[str, Any]:
         if self.contender:
             self.wait()
@@ -125,6 +147,7 @@ def serve() -> None:
                 answer = row_worker.answer(request)
         except Exception as error:  # whatever it is, the row is left out, with this for a reason
             answer = {"failed": f"{type(error).__name__}: {first_line(error)}"}
+            answer |= {"diverged": True} if isinstance(error, NotFinite) else {}
         print(json.dumps(answer), file=replies)
         if "failed" in answer:
             break

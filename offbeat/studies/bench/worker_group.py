@@ -20,7 +20,11 @@ PATIENCE = 600.0  # seconds until a worker must answer: workers that wait for ea
 
 
 class RowFailedError(UserError):
-    """A row cannot be timed; the reason in one line."""
+    """A row cannot be timed or trained; the reason in one line. `diverged`: its loss is not finite."""
+
+    def __init__(self, text: str, *, diverged: bool = False) -> None:
+        super().__init__(text)
+        self.diverged = diverged
 
 
 class WorkerGroup:
@@ -111,7 +115,8 @@ class WorkerGroup:
                     raise RowFailedError(f"worker {rank} has ended: {self._last_line(rank)}")
                 found[rank] = json.loads(line)
                 if "failed" in found[rank]:
-                    raise RowFailedError(found[rank]["failed"])
+                    diverged = bool(found[rank].get("diverged"))
+                    raise RowFailedError(found[rank]["failed"], diverged=diverged)
         return [found[rank] for rank in range(self.count)]
 
     def _errors(self, rank: int) -> Path:
