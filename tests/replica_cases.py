@@ -96,6 +96,7 @@ CASES |= {
     "clipped": Case(offbeat.ADL(M=3, corrector="sc"), N=11, options=(("clip_norm", 0.1),)),
     "skipped": Case(offbeat.ADL(M=1), batches=with_nan, options=(("on_nan", "skip"),)),
     "recomputed": Case(offbeat.ADL(M=2, recompute=True)),
+    "int8-messages": Case(ADL, options=(("messages", "int8"),)),
     "left-out": Case(ADL, options=(("left_out", (2, 3)),)),
     "warmed-up": Case(ADL, options=(("staleness_warmup", 2),)),
     "three": Case(ADL, K=1, R=3),
@@ -107,7 +108,17 @@ CASES |= {
 EXACT = Case(
     offbeat.BP(), model=lambda: layers(dropout=0.0).double(), batches=lambda n: [(x.double(), y) for x, y in images(n)]
 )
-NOT_RECORDED = ("unused",)  # a recording repeats the branch that it saw
+RECORDED = (
+    "method-adl",
+    "method-2bw",
+    "method-gpipe",
+    "method-fr",
+    "uneven",
+    "clipped",
+    "skipped",
+    "recomputed",
+    "three",
+)
 
 
 def pipeline(case: Case, **options: Any) -> offbeat.Pipeline:
@@ -189,7 +200,7 @@ def main(out: str, *ways: str) -> None:
         return torch.distributed.destroy_process_group()
     results: dict[str, dict[str, dict]] = {how: {} for how in ways}
     for how, (name, case) in itertools.product(ways, CASES.items()):
-        if size == case.K * case.R and (how == "plain" or name not in NOT_RECORDED):
+        if size == case.K * case.R and (how == "plain" or name in RECORDED):
             engine = Processes(case.K, replicas=case.R, recorded=how == "recorded")
             results[how][name] = train(case, engine=engine)
     with open(f"{out}/{size}-{rank}.json", "w") as file:

@@ -86,6 +86,7 @@ engine.close()
 """
 
 
+@pytest.mark.slow  # by the clock
 def test_messages_do_not_wait_for_a_round_trip_each(hosts):
     with started(hosts, "-c", MESSAGES) as processes:
         printed = [process.communicate(timeout=START) for process in processes]

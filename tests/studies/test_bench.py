@@ -213,7 +213,7 @@ def test_the_command_writes_all_results_and_continues_after_a_row_fails(offbeat,
     assert record["settings"]["cores_shared"] is True
     assert "--out" not in record["provenance"]["command"]
     page = (out / "table.md").read_text()
-    assert re.search(r"^\| Offbeat ADL \|.*\| late by 0.5 \|", page, re.MULTILINE)
+    assert re.search(r"^\| Offbeat ADL, 128 samples per update \|.*\| late by 0.5 \|", page, re.MULTILINE)
     assert "m=4" in page
     assert "gpipe is left out: worker 0 has ended" in page
 
