@@ -26,6 +26,7 @@ from offbeat.runs.tables.row import Table, TableRow
 GPT_OPTIMIZERS = ("adamw", "nadam", "muon", "rotated-adam")
 RATES = {1.0: "", 0.5: "-half-rate", 2.0: "-double-rate"}  # with the ends of the names of rows
 RECOMMENDED = "auto"
+WARMUP = 150  # synchronous updates before the late ones, in the rows that have them
 CORRECTORS = {"nadam": "lookahead+t1:power=1:above=3+sc"}  # "auto" gives NAdam none: these, which AdamW gets, instead
 TITLES = {"bp": "BP", "adl-1f1b": "ADL on the 1F1B lag", "2bw": "2BW", "adl": "ADL"}
 
@@ -77,7 +78,7 @@ def late_methods(K: int) -> list[tuple[str, int, int]]:
 def rows(setting: GPTSetting) -> Iterator[TableRow]:
     """All rows, by K and optimizer: BP, then each late method without a corrector and with the recommended one, or for
     an optimizer that is recommended without, with the correctors of the others. Late rows have the learning rate that
-    is best for BP and, at the most important K, the usual one."""
+    is best for BP and, at the most important K, the usual one; there, one row per optimizer is synchronous at first."""
     for place, K in enumerate(setting.stages):
         for optimizer in GPT_OPTIMIZERS:
             best = setting.best_rates.get(optimizer, 1.0)
@@ -96,6 +97,17 @@ def rows(setting: GPTSetting) -> Iterator[TableRow]:
                     corrector=corrector,
                     baseline=f"{optimizer}-bp-k{K}{RATES[rate]}",
                 )
+            if place == 0:
+                yield made(
+                    "adl-1f1b",
+                    M=4,
+                    rate=best,
+                    tier=2,
+                    end=f"-m4-corrected-warmup{RATES[best]}",
+                    corrector=RECOMMENDED,
+                    warmup=WARMUP,
+                    baseline=f"{optimizer}-bp-k{K}{RATES[best]}",
+                )
 
 
 def _tier(place: int, tier: int) -> int:
@@ -113,16 +125,20 @@ def _row(
     tier: int,
     end: str,
     corrector: str | None = None,
+    warmup: int | None = None,
     baseline: str | None = None,
 ) -> TableRow:
     parts = [OPTIMIZERS[optimizer].title, TITLES[method], f"K={K}", f"M={M}"]
     parts += [f"{rate:g} times the learning rate"] if rate != 1.0 else []
     parts += ["with the recommended corrector"] if corrector == RECOMMENDED else []
     parts += ["with the correctors of AdamW"] if corrector and corrector != RECOMMENDED else []
+    parts += [f"the first {warmup} updates synchronous"] if warmup else []
     return TableRow(
         name=f"{optimizer}-{method}-k{K}{end}",
         title=", ".join(parts),
-        make=partial(setting.recipe, optimizer, method, K=K, M=M, rate=rate, corrector=corrector),
+        make=partial(
+            setting.recipe, optimizer, method, K=K, M=M, rate=rate, corrector=corrector, staleness_warmup=warmup
+        ),
         tier=tier,
         baseline=baseline,
         checkpoint_mode="in-flight",
