@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from offbeat.errors import UserError
 from offbeat.partitioning.profile import Profile, profile
@@ -22,7 +23,13 @@ BALANCED = 0.9  # enough not to look for cuts inside blocks
 
 
 def choose_trace(model: nn.Module, K: int, sample: Any, way: Trace, *, tied: Tied) -> tuple[Traced, Profile | None]:
-    """The model's trace, verified on the sample where there is one, and its profile where it was needed to choose."""
+    """The model's trace, verified on the sample where there is one, and its profile where it was needed to choose.
+
+    The sample may be on another device than the model: batches in host memory train a model on a GPU.
+    """
+    own = next((parameter.device for parameter in model.parameters()), None)
+    if own is not None:
+        sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(own), sample)
     if way == "sample":
         return _on_sample(model, K, sample, tied)[:2]
     followed = trace(model, sample, way="fx")

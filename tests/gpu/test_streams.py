@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import offbeat
+from offbeat import models
 from offbeat.correctors import StageContext, correctors
 from offbeat.correctors.optimizer_rules import rule_of
 from offbeat.engines.streams import Streams
@@ -329,3 +331,17 @@ def test_10_000_turns_leak_no_memory():
 
     before = turns(500)
     assert turns(10_000) <= before + 2**20
+
+
+def test_a_model_on_the_gpu_is_cut_inside_its_blocks_by_a_batch_in_host_memory():
+    model = models.build("gpt:layers=2,width=16,heads=2,context=8", shape=(8,), classes=16).cuda()
+
+    def loss(scores, tokens):
+        return nn.functional.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    pipe = offbeat.Pipeline(model, 4, method="adl:M=2", loss=loss, optimizer=optimizer, device="cuda", units="layers")
+    tokens = torch.randint(16, (4, 8))
+    pipe.step(tokens, tokens)
+    pipe.drain()
+    assert len(pipe.cuts) == 3

@@ -407,6 +407,14 @@ def test_a_sample_that_the_model_cannot_take_is_refused(kind):
     refused((), model, 2, WRONG[kind])
 
 
+def test_a_sample_on_another_device_than_the_model_is_moved_to_it():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8)).to("meta")
+    devices = []
+    model[0].register_forward_pre_hook(lambda module, inputs: devices.append(inputs[0].device.type))
+    offbeat.partition(model, 2, units="layers", sample=torch.zeros(2, 3, dtype=torch.long))
+    assert set(devices) == {"meta"}
+
+
 def test_no_sample_and_no_cuts_are_refused():
     refused(("sample", "cuts"), made("vgg")[0], 2)
 
