@@ -16,6 +16,7 @@ from typing import Any
 import results_gpu
 import results_reproduction
 from page import ROOT, Record, Records, point, records
+from staleness_records import language_tables
 
 from offbeat.method import Method
 from offbeat.methods import ADL, BP, GPipe
@@ -174,24 +175,31 @@ def cpu_runs(found: Records) -> list[tuple[Record, dict[str, Record]]]:
     return runs
 
 
+COMPARED = (  # rows of benchmarks, and what the second one is
+    ("adl", "best", "the best synchronous pipeline, K cores"),
+    ("adl-micro", "best", "the same with as many samples per update"),
+    ("adl", "bp-cores", "BP on all free cores"),
+)
+
+
 def cpu_rows(found: Records) -> list[Cells]:
     """ADL on one core per stage against the best synchronous pipeline on as many, and against BP on all cores."""
     lines = []
-    for other, title in (("best", "the best synchronous pipeline, K cores"), ("bp-cores", "BP on all free cores")):
-        runs = [(record, rows) for record, rows in cpu_runs(found) if other in rows]
+    for own, other, title in COMPARED:
+        runs = [(record, rows) for record, rows in cpu_runs(found) if {own, other} <= rows.keys()]
         if not runs:
             continue
         settings = [record["settings"] for record, _ in runs]
         stages = " and ".join(dict.fromkeys(f"K={one['K']}" for one in settings))
         networks = ", ".join(dict.fromkeys(f"{network(one['model'])}, b={one['batch_size']}" for one in settings))
         machines = ", ".join(dict.fromkeys(record["provenance"]["machine"].split(", ")[-1] for record, _ in runs))
-        speeds = [[bench_table.speed(rows[name]) for _, rows in runs] for name in ("adl", other)]
+        speeds = [[bench_table.speed(rows[name]) for _, rows in runs] for name in (own, other)]
         ours, theirs = (between(values, "{:.0f}".format) for values in speeds)
-        ratios = [bench_table.times_faster(rows["adl"], rows[other]) for _, rows in runs]
+        ratios = [bench_table.times_faster(rows[own], rows[other]) for _, rows in runs]
         lines.append(
             [
                 "samples per second",
-                f"{networks}, {stages}, {machines}; {len(runs)} runs",
+                f"{networks}, {stages}, {machines}; {len(runs)} run{'s' * (len(runs) > 1)}",
                 ours,
                 f"{title}: {theirs}",
                 f"{between(ratios, '{:.2f}'.format)} times as fast",
@@ -200,7 +208,7 @@ def cpu_rows(found: Records) -> list[Cells]:
     return lines
 
 
-SHOWN = ("resnet56-adl-k8-m4", "resnet56-adl-1f1b-k8-m4-sc", "resnet18-adl-k8-m4")  # rows of reproductions
+SHOWN = ("resnet56-adl-1f1b-k8-m4-sc", "resnet18-adl-k8-m4")  # rows of reproductions
 
 
 def bp_beside(found: Records, record: Record, row: Record) -> list[float]:
@@ -234,6 +242,28 @@ def error_rows(found: Records) -> list[Cells]:
                     ]
                 )
     return lines
+
+
+LANGUAGE_ROWS = (  # of the GPT with late gradients: the recommended optimizer, and the usual one with a longer delay
+    "muon-adl-1f1b-k12-m16-corrected-double-rate",
+    "adamw-adl-1f1b-k12-m4-corrected-double-rate",
+)
+
+
+def language_rows(found: Records) -> list[Cells]:
+    """Chosen rows of language models, each against BP with the same optimizer at its best learning rate."""
+    return [
+        [
+            "validation loss, nats",
+            f"a GPT on Python source, {row.runs[0].updates[-1]:,} updates: {row.title}",
+            row.shown(3),
+            f"BP, same optimizer and samples: {bp.shown(3)}",
+            f"{row.above(bp):+.3f}",
+        ]
+        for table in language_tables(found)
+        for row in table.rows
+        if row.name in LANGUAGE_ROWS and (bp := table.best_bp(row.K, row.optimizer)) is not None
+    ]
 
 
 def short_row(compared: Records) -> list[Cells]:
@@ -287,5 +317,11 @@ def table() -> str:
     """The strongest and the weakest measured results, from the records that are there."""
     compared, benches = records("methods-cifar10"), records("bench")
     again = records("reproduction")
-    rows = [*gpu_rows(records("gpu")), *cpu_rows(benches), *error_rows(again), *short_row(compared)]
+    rows = [
+        *gpu_rows(records("gpu")),
+        *cpu_rows(benches),
+        *error_rows(again),
+        *short_row(compared),
+        *language_rows(again),
+    ]
     return "\n".join([markdown(HEAD, rows), "", *notes(benches, again)])

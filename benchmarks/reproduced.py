@@ -49,6 +49,7 @@ TOLD = (
     "lr",
     "weights",
     "corrector",
+    "staleness_warmup",
     "cuts",
     "units",
     "engine",

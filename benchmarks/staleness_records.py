@@ -57,7 +57,10 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """A row of a table with all its runs that have ended."""
+    """A row of a table with all its runs that have ended.
+
+    warmup   synchronous updates before the late ones
+    """
 
     name: str
     title: str
@@ -70,6 +73,7 @@ class MeasuredRow:
     baseline: str | None
     runs: tuple[FinishedRun, ...]
     diverged: int = 0
+    warmup: int | None = None
 
     @property
     def recommended(self) -> bool:
@@ -88,6 +92,19 @@ class MeasuredRow:
     @property
     def staleness(self) -> float:
         return median(run.staleness for run in self.runs)
+
+    def above(self, other: MeasuredRow) -> float:
+        """How far its value is above the other's: the median over the seeds that both have, which begin with the same
+        weights and see the same batches; the difference of the medians where there is no such seed.
+
+        >>> def row(*values): return MeasuredRow("r", "", "sgd", "bp", 1, 1, None, 8, None, tuple(
+        ...     FinishedRun(seed, value, (), (), (), 0.0) for seed, value in values))
+        >>> row((0, 1.5), (1, 2.5)).above(row((0, 1.0), (1, 2.25), (2, 9.0))), row((3, 1.5)).above(row((0, 1.0)))
+        (0.375, 0.5)
+        """
+        others = {run.seed: run.value for run in other.runs}
+        found = [run.value - others[run.seed] for run in self.runs if run.seed in others]
+        return median(found) if found else self.value - other.value
 
     def shown(self, digits: int) -> str:
         """Median (lowest-highest)."""
@@ -121,23 +138,36 @@ class MeasuredTable:
     def row(self, name: str | None) -> MeasuredRow | None:
         return next((row for row in self.rows if row.name == name), None)
 
-    def late(self, K: int, optimizer: str | None = None, *, corrected: bool | None = None) -> list[MeasuredRow]:
-        """The rows with late gradients, by staleness: with the recommended corrector, without any, or all."""
-        found = [row for row in self.rows if row.K == K and row.staleness > 0]
+    def late(
+        self, K: int, optimizer: str | None = None, *, corrected: bool | None = None, warmup: bool = False
+    ) -> list[MeasuredRow]:
+        """The rows with late gradients, by staleness: with the recommended corrector, without any, or all; those that
+        are late from the start, or those with a synchronous start."""
+        found = [row for row in self.rows if row.K == K and row.staleness > 0 and bool(row.warmup) == warmup]
         found = [row for row in found if optimizer is None or row.optimizer == optimizer]
         if corrected is not None:
             found = [row for row in found if (row.recommended if corrected else row.corrector is None)]
         return sorted(found, key=lambda row: (row.staleness, row.method, row.M))
 
     def at_best_rates(
-        self, K: int, optimizer: str | None = None, *, corrected: bool | None = None
+        self, K: int, optimizer: str | None = None, *, corrected: bool | None = None, warmup: bool = False
     ) -> list[MeasuredRow]:
         """The same, of rows that differ in the learning rate the one with the lowest loss."""
         found: dict[tuple[object, ...], MeasuredRow] = {}
-        for row in self.late(K, optimizer, corrected=corrected):
+        for row in self.late(K, optimizer, corrected=corrected, warmup=warmup):
             key = (row.optimizer, row.method, row.M, row.corrector)
             found[key] = min(row, found.get(key, row), key=lambda one: one.value)
         return list(found.values())
+
+    def without_warmup(self, row: MeasuredRow) -> MeasuredRow | None:
+        """The row that differs from this one, which has a synchronous start, in that alone."""
+        same = (row.optimizer, row.method, row.M, row.corrector, row.baseline)
+        found = (
+            other
+            for other in self.late(row.K)
+            if (other.optimizer, other.method, other.M, other.corrector, other.baseline) == same
+        )
+        return next(found, None)
 
     def bps(self, K: int, optimizer: str) -> list[MeasuredRow]:
         """BP at the learning rates of the late rows, or at its best one if no late row names it."""
@@ -153,12 +183,12 @@ class MeasuredTable:
     def to_bp(self, row: MeasuredRow) -> float | None:
         """The loss minus that of BP with the same optimizer, learning rate and stages."""
         other = self.row(row.baseline)
-        return None if other is None else row.value - other.value
+        return None if other is None else row.above(other)
 
     def to_best_bp(self, row: MeasuredRow) -> float | None:
         """The loss minus that of BP with the same optimizer and stages at its best learning rate."""
         other = self.best_bp(row.K, row.optimizer)
-        return None if other is None else row.value - other.value
+        return None if other is None else row.above(other)
 
 
 def _rows(record: Record) -> Iterator[MeasuredRow]:
@@ -192,6 +222,7 @@ def _rows(record: Record) -> Iterator[MeasuredRow]:
                 for run in done
             ),
             diverged=sum(run["state"] == "diverged" for run in row["runs"]),
+            warmup=first.get("staleness_warmup"),
         )
 
 

@@ -15,7 +15,8 @@ from offbeat.runs.tables.gpt import GPTSetting, gpt_table
 
 SMALL = GPTSetting(model="gpt:layers=12,width=8,heads=1,context=4", batch=16, updates=1, epochs=3, stages=(12,))
 BP, M16, M4, M1 = "adamw-bp-k12", *(f"adamw-adl-1f1b-k12-m{M}-corrected" for M in (16, 4, 1))
-PLAIN = "adamw-adl-1f1b-k12-m4"
+PLAIN, WARM = "adamw-adl-1f1b-k12-m4", f"{M4}-warmup"
+LATE = "AdamW `adl-1f1b` M=4"
 MADE: list[Path] = []  # the record, made once
 
 
@@ -26,7 +27,7 @@ def site(offbeat, monkeypatch, tmp_path, tmp_path_factory) -> Path:
         monkeypatch.setitem(recipes.TABLES, "gpt-staleness", gpt_table(SMALL))
         monkeypatch.setenv("OFFBEAT_COMMIT", "0" * 40)
         Path("text").write_text("abcdefgh" * 500)
-        rows = ",".join((BP, M16, M4, M1, PLAIN))
+        rows = ",".join((BP, M16, M4, M1, PLAIN, WARM))
         given = ("--out", "runs", "--only", rows, "--seeds", 1, "--data", "text", "--engine", "simulate")
         assert offbeat("reproduce", "gpt-staleness", *given).code == 0
         MADE.append(tmp_path_factory.mktemp("made") / "record.json")
@@ -82,24 +83,43 @@ def test_the_page_has_the_losses_and_staleness_of_its_runs(site):
 
 
 def test_aims_are_met_and_missed_as_the_losses_are(site):
-    losses = {BP: 2.0, M16: 2.01, M4: 2.031, M1: 2.15, PLAIN: 2.03}
+    losses = {BP: 2.0, M16: 2.01, M4: 2.031, M1: 2.15, PLAIN: 2.03, WARM: 2.02}
     set_losses(site, **{name.replace("-", "_"): [3.0, 2.5, value] for name, value in losses.items()})
     text = page(site)
     assert "Worse with the recommended corrector than without: AdamW, `adl-1f1b`, K=12, M=4 (+0.001)." in text
     aims = [line for line in text.splitlines() if line.startswith(("| K=12", "| recommended", "| ResNet"))]
     ends = [line.split(" | ")[1:] for line in aims if "K=12 | BP" not in line]
     assert ends[:4] == [
-        ["AdamW +0.010", "**met** |"],
-        ["AdamW +0.031", "**missed** |"],
-        ["AdamW +0.150", "**met** |"],
+        ["AdamW `adl-1f1b` M=16 +0.010", "**met** |"],
+        [
+            f"{LATE} +0.031, {LATE} with a synchronous start +0.020",
+            f"**met**: {LATE} with a synchronous start; **missed**: {LATE} |",
+        ],
+        ["AdamW `adl-1f1b` M=1 +0.150", "**met** |"],
         ["K=12 +0.010", "**missed**: K=12; not measured: K=4, K=24 |"],
     ]
     (site / "docs/results/reproduction-cifar10-1f1b.json").unlink()
     assert "K=8: within 0.1 points of error of BP with the same M | - | not measured |" in page(site)
 
 
+def test_a_synchronous_start_is_compared_with_the_same_row_without(site):
+    losses = {BP: 2.0, M16: 2.0, M4: 2.5, M1: 2.5, PLAIN: 2.5, WARM: 2.25}
+    set_losses(site, **{name.replace("-", "_"): [3.0, 3.0, value] for name, value in losses.items()})
+    text = page(site)
+    assert "With a synchronous start, per seed: AdamW, `adl-1f1b`, K=12, M=4: -0.250 (first 150 updates)." in text
+    assert "| AdamW, recommended corrector |  | +0.000 | +0.500 | +0.500 |" in text
+    assert "| AdamW, recommended corrector, first 150 updates synchronous |  |  | +0.250 |  |" in text
+
+
 def test_updates_and_minutes_to_a_loss_are_read_from_the_curves(site):
-    curves = {BP: [3.0, 2.2, 2.0], M16: [3.0, 2.5, 2.0], M4: [3.0, 2.5, 2.4], M1: [2.0, 2.3, 2.5], PLAIN: [3.0] * 3}
+    curves = {
+        BP: [3.0, 2.2, 2.0],
+        M16: [3.0, 2.5, 2.0],
+        M4: [3.0, 2.5, 2.4],
+        M1: [2.0, 2.3, 2.5],
+        PLAIN: [3.0] * 3,
+        WARM: [3.0] * 3,
+    }
     set_losses(site, **{name.replace("-", "_"): curve for name, curve in curves.items()})
     text = page(site)
     assert "to a loss of 2.100, K=12" in text

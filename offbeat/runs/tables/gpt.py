@@ -78,7 +78,8 @@ def late_methods(K: int) -> list[tuple[str, int, int]]:
 def rows(setting: GPTSetting) -> Iterator[TableRow]:
     """All rows, by K and optimizer: BP, then each late method without a corrector and with the recommended one, or for
     an optimizer that is recommended without, with the correctors of the others. Late rows have the learning rate that
-    is best for BP and, at the most important K, the usual one; there, one row per optimizer is synchronous at first."""
+    is best for BP and, at the most important K, the usual one; there, three rows per optimizer are synchronous at
+    first."""
     for place, K in enumerate(setting.stages):
         for optimizer in GPT_OPTIMIZERS:
             best = setting.best_rates.get(optimizer, 1.0)
@@ -97,13 +98,13 @@ def rows(setting: GPTSetting) -> Iterator[TableRow]:
                     corrector=corrector,
                     baseline=f"{optimizer}-bp-k{K}{RATES[rate]}",
                 )
-            if place == 0:
+            for method, M in (("adl-1f1b", 4), ("adl-1f1b", 1), ("adl", 4)) if place == 0 else ():
                 yield made(
-                    "adl-1f1b",
-                    M=4,
+                    method,
+                    M=M,
                     rate=best,
                     tier=2,
-                    end=f"-m4-corrected-warmup{RATES[best]}",
+                    end=f"-m{M}-corrected-warmup{RATES[best]}",
                     corrector=RECOMMENDED,
                     warmup=WARMUP,
                     baseline=f"{optimizer}-bp-k{K}{RATES[best]}",
