@@ -71,14 +71,20 @@ class Picture:
 
         single = len(self.panels) == 1
         width = PICTURE if single else PANEL
-        made = []
-        for panel in self.panels:
-            drawn = [
+        drawn = {
+            panel.title: [
                 Line(one.label, one.points, one.band, one.end, one.colour, DASHED if one.dashed else None)
                 for one in panel.curves
+                if one.points
             ]
+            for panel in self.panels
+        }
+        all_lines = {line.label: line for those in drawn.values() for line in those}
+        made = []
+        for name, those in drawn.items():
             x = Axis(self.x, doubling=True, zero=self.zero, format="~g")
-            made.append((panel.title, lines(drawn, x=x, y=Axis(self.y), height=320, width=width)))
+            chart = lines(those, x=x, y=Axis(self.y), height=320, width=width, shared_legend=list(all_lines.values()))
+            made.append((name, chart))
         chart = made[0][1] if single else panels(made, columns=self.columns, shared=True)
         subtitle = "median of the runs, in the band of their range; dashed: back-propagation"
         title = f"{self.title}, {made[0][0]}" if single and made[0][0] else self.title

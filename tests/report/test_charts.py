@@ -73,6 +73,13 @@ def test_every_line_of_many_looks_different():
     assert len(set(pairs)) == 3 * COLOURS
 
 
+def test_charts_with_one_legend_give_each_line_the_same_colour():
+    both = [Line("a", [(1, 2), (2, 1)]), Line("b", [(1, 1), (2, 2)])]
+    charts = [lines(those, x=Axis("x"), y=Axis("y"), shared_legend=both) for those in (both, both[1:])]
+    assert [scale(chart, "color")["domain"] for chart in charts] == [["a", "b"]] * 2
+    assert len({tuple(scale(chart, "color")["range"]) for chart in charts}) == 1
+
+
 def test_few_whole_numbers_are_each_on_the_axis():
     chart = figures.curves(figures.curve_lines(RUNS))
     assert next(e["x"]["axis"]["values"] for e in encodings(chart) if "axis" in e["x"]) == [1, 2, 3]

@@ -412,8 +412,7 @@ def test_workers_are_divided_into_stages_and_replicas_within_the_limits(offbeat,
     assert set(free) == {(1, 4), (2, 2), (4, 1)}
     assert [row["staleness"] for row in free.values()] == [0, 1, 3]
     assert [row["samples_per_update"] for row in free.values()] == [4 * 2 * 4, 4 * 2 * 2, 4 * 2]
-    for (_, _), row in free.items():
-        assert 0 < row["speedup"] < 4.5
+    assert all(row["speedup"] > 0 for row in free.values())
     calm = rows("--max-staleness", 0.5)
     assert [(row["M"], row["staleness"]) for row in calm.values()] == [(1, 0), (4, 0.5), (12, 0.5)]
     most = free[1, 4]["memory_bytes"]

@@ -59,19 +59,29 @@ class Axis:
     most: float | None = None
 
 
-def lines(drawn: Sequence[Line], *, x: Axis, y: Axis, height: int = 300, width: int | None = None) -> alt.LayerChart:
+def lines(
+    drawn: Sequence[Line],
+    *,
+    x: Axis,
+    y: Axis,
+    height: int = 300,
+    width: int | None = None,
+    shared_legend: Sequence[Line] = (),
+) -> alt.LayerChart:
     """A line for each series, in a band where it stands for several runs; its points can be pointed at.
 
     width: in a file, where nothing can be clicked
+    shared_legend: the lines of all charts that have one legend, each with its own label; default: these
     """
     drawn = [line for line in drawn if line.points]
     if not drawn:
         empty = [{"text": "nothing recorded yet"}]
         return layered([chart_of(empty).mark_text(fill=colour("soft")).encode(text="text:N")], empty, height=height)
     rows = [row for line in drawn for row in _rows(line)]
-    names = {line.label: f"{line.label}  {line.end}".rstrip() for line in drawn}
+    named = shared_legend or drawn
+    names = {line.label: f"{line.label}  {line.end}".rstrip() for line in named}
     shown = legend(names, symbol="stroke", offset=30, width=width)  # above the title of the y axis
-    hue, dash = _looks(drawn, list(names), shown)
+    hue, dash = _looks(named, list(names), shown)
     chart = chart_of(rows)
     pick = chosen("series")
     interactive = width is None and shown is not None
