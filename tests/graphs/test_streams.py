@@ -9,6 +9,7 @@ import math
 import runpy
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -385,8 +386,17 @@ def test_stages_that_give_several_tensors_wait_for_all_of_them(monkeypatch, name
     assert sum(pieces >= 2 * K for pieces in launched) > 20
 
 
-@pytest.mark.parametrize("weights", ["stash", "hybrid", "replay"])
-@pytest.mark.parametrize(("M", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
+QUICK = [(1, "stash"), (2, "hybrid"), (3, "replay")]
+LAUNCHED = product([(1, "fp32"), (2, "bf16"), (3, "fp32")], ["stash", "hybrid", "replay"])
+
+
+@pytest.mark.parametrize(
+    ("M", "precision", "weights"),
+    [
+        pytest.param(*how, weights, marks=[] if (how[0], weights) in QUICK else pytest.mark.slow)
+        for how, weights in LAUNCHED
+    ],
+)
 def test_adl_launches_a_tick_at_a_time_and_in_any_order_gives_the_bits_of_simulate(monkeypatch, M, weights, precision):
     launched = capture(monkeypatch, seed=M)
     pipe = check_same(
@@ -401,7 +411,7 @@ def test_adl_launches_a_tick_at_a_time_and_in_any_order_gives_the_bits_of_simula
     assert sum(pieces >= 2 * K for pieces in launched) > 20
 
 
-@pytest.mark.parametrize("weights", ["stash", "hybrid"])
+@pytest.mark.parametrize("weights", ["stash", pytest.param("hybrid", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("corrector", ["lwp+sc", "lwp:form=weight:fraction=0.5", "t1:power=1+lookahead+sc:extra=1"])
 def test_predicted_weights_are_recorded_and_launched_with_the_other_work(monkeypatch, corrector, weights):
     launched = capture(monkeypatch, seed=1)
@@ -468,8 +478,13 @@ def test_adl_gives_the_bits_of_simulate(M, weights, window):
 RECOMPUTING = [name for name in ALIKE if "recompute" in settings_of(name)]
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("name", RECOMPUTING)
+@pytest.mark.parametrize(
+    ("name", "captured"),
+    [
+        pytest.param(name, captured, marks=[] if captured or name == "adl" else pytest.mark.slow)
+        for name, captured in product(RECOMPUTING, [False, True])
+    ],
+)
 def test_forwards_are_repeated_by_the_recorded_backward_with_the_same_bits(monkeypatch, name, captured):
     if captured:
         capture(monkeypatch, 1)
