@@ -160,7 +160,9 @@ class Worker:
         """Replace the gradients of the window by their sum over all replicas of the stage."""
         launcher = self.stage.launcher
         launcher.flush()
-        window_sum.start(self.stage.window, update=self.stage.update_index, over=over)
+        window_sum.start(
+            self.stage.window, update=self.stage.update_index, over=over, unit=self.stage.batch_weights.unit
+        )
         while not wait and not window_sum.ready():
             launcher.pause()
             yield False
