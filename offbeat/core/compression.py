@@ -70,7 +70,7 @@ class Compression:
         return [None if each is None else self._gradient(place, each) for place, each in enumerate(gradients)]
 
     def _gradient(self, place: int, gradient: Tensor) -> Any:
-        if self.messages != "int8" or not gradient.is_floating_point():
+        if self.messages != "int8" or not gradient.is_floating_point() or not gradient.numel():
             return encoded(gradient, self.messages)
         wanted = gradient if gradient.dtype == torch.float64 else gradient.float()
         left = self.residuals.get(place)
