@@ -91,9 +91,12 @@ class Compression:
     def save(self) -> dict[str, Any]:
         return {"messages": self.messages, "residuals": [[place, left] for place, left in self.residuals.items()]}
 
-    def load(self, saved: dict[str, Any] | None, device: torch.device) -> None:
+    def load(self, saved: dict[str, Any] | None, device: torch.device, *, drained: bool) -> None:
+        """Continue with the residuals that were saved; other messages start without."""
         before = saved["messages"] if saved else "exact"
         if before != self.messages:
+            saved = None
+        if before != self.messages and not drained:
             raise UserError(
                 f"this state has messages={before!r} in flight, this pipeline messages={self.messages!r}: make the "
                 "pipeline with the same, or drain() before state()"

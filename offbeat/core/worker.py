@@ -127,7 +127,7 @@ class Worker:
         for t in range(*saved["entered"]) if saved["entered"] else ():  # none right after a drain
             self._enter(t)
         self.buffer = {t: tuple(content) for t, content in saved["buffer"]}
-        self.compression.load(saved.get("compression"), self.stage.network.device)
+        self.compression.load(saved.get("compression"), self.stage.network.device, drained=not saved["entered"])
         for t, content in saved["messages"]:
             self._feed_back(Message(t, content))
 
