@@ -92,6 +92,9 @@ CASES = {f"method-{name}": Case(method) for name, method in TRAINED.items() if n
 ADL = offbeat.ADL(M=2)
 CASES |= {
     "uneven": Case(ADL, batches=lambda n: images(n, sizes=(5, 3, 4)), options=(("weighting", "samples"),)),
+    "uneven-gpipe": Case(
+        offbeat.GPipe(m=2), batches=lambda n: images(n, sizes=(5, 3, 4)), options=(("weighting", "samples"),)
+    ),
     "unused": Case(ADL, model=branching),
     "clipped": Case(offbeat.ADL(M=3, corrector="sc"), N=11, options=(("clip_norm", 0.1),)),
     "skipped": Case(offbeat.ADL(M=1), batches=with_nan, options=(("on_nan", "skip"),)),

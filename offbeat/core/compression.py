@@ -70,7 +70,7 @@ class Compression:
         return [None if each is None else self._gradient(place, each) for place, each in enumerate(gradients)]
 
     def _gradient(self, place: int, gradient: Tensor) -> Any:
-        if self.messages != "int8" or not gradient.is_floating_point():
+        if self.messages != "int8" or not gradient.is_floating_point() or not gradient.numel():
             return encoded(gradient, self.messages)
         wanted = gradient if gradient.dtype == torch.float64 else gradient.float()
         left = self.residuals.get(place)
@@ -91,9 +91,12 @@ class Compression:
     def save(self) -> dict[str, Any]:
         return {"messages": self.messages, "residuals": [[place, left] for place, left in self.residuals.items()]}
 
-    def load(self, saved: dict[str, Any] | None, device: torch.device) -> None:
+    def load(self, saved: dict[str, Any] | None, device: torch.device, *, drained: bool) -> None:
+        """Continue with the residuals that were saved; other messages start without."""
         before = saved["messages"] if saved else "exact"
         if before != self.messages:
+            saved = None
+        if before != self.messages and not drained:
             raise UserError(
                 f"this state has messages={before!r} in flight, this pipeline messages={self.messages!r}: make the "
                 "pipeline with the same, or drain() before state()"

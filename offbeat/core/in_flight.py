@@ -22,7 +22,7 @@ class InFlight:
     share       of its batch's samples, for a micro-batch
     kept        a copy of the weights of the forward, where the policy itself does not keep one
     weight      of its gradient in the mean of a window
-    buffers     values before the forward of the buffers that it computes with and writes, where it will be repeated
+    buffers     values before the forward of the buffers that it computes with and writes, where it may be repeated
     roots       leaves of the output tree, or the loss
     """
 

@@ -71,8 +71,9 @@ class GroupWindowSum:
         self.headers: list[Tensor] = []
         self.header_sent: Any = None
 
-    def start(self, window: GradientWindow, *, update: int, over: int) -> None:
-        share, self.request = WindowShare.of(window, update=update, over=over, request=self.request), 0
+    def start(self, window: GradientWindow, *, update: int, over: int, unit: int) -> None:
+        share = WindowShare.of(window, update=update, over=over, unit=unit, request=self.request)
+        self.request = 0
         self.buckets = list(buckets(list(window.parameters.values())))
         known = [each is not None for each in share.sums]
         self.header = torch.tensor([*share.facts, *known], dtype=torch.float64)
@@ -104,27 +105,30 @@ class GroupWindowSum:
 
     def finish(self, window: GradientWindow) -> None:
         with self.collective():
-            gathered = [self._gather(*one) for one in self.scattered]
             self.header_sent.wait()
+            stated = [header.tolist() for header in self.headers]
+            facts = [
+                WindowFacts(int(update), int(over), int(count), excess, int(unit), int(request))
+                for update, over, count, excess, unit, request, *_ in stated
+            ]
+            gathered = [self._gather(*one, facts) for one in self.scattered]
             for _, work, _ in gathered:
                 work.wait()
         found: dict[int, Tensor] = {}
         for bucket, (parts, _, _) in zip(self.buckets, gathered, strict=True):
             flat = parts.flatten()[: sum(bucket.sizes)]
             found |= dict(zip(bucket.parameters, flat.split(bucket.sizes), strict=True))
-        stated = [header.tolist() for header in self.headers]
-        facts = [
-            WindowFacts(int(s), int(over), int(n), excess, int(request)) for s, over, n, excess, request, *_ in stated
-        ]
         given = [any(column) for column in zip(*(each[len(WindowFacts._fields) :] for each in stated), strict=True)]
         self.requested = facts[0].request or self.requested
         replace_sums(window, self._sums(window.parameters, found, given), facts)
         self.scattered, self.headers = [], []
 
-    def _gather(self, shares: Tensor, transfer: tuple[Any, Tensor]) -> tuple[Tensor, Any, Tensor]:
+    def _gather(
+        self, shares: Tensor, transfer: tuple[Any, Tensor], facts: list[WindowFacts]
+    ) -> tuple[Tensor, Any, Tensor]:
         """Add the replicas' shares of a bucket, and send the sum to all."""
         transfer[0].wait()
-        total = add_in_order(shares.unbind())
+        total = add_in_order(shares.unbind(), facts)
         parts = torch.empty_like(shares)
         rows = [part.view(torch.uint8) for part in parts.unbind()]
         return parts, dist.all_gather(rows, total.view(torch.uint8), group=self.group, async_op=True), total

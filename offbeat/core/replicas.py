@@ -32,8 +32,8 @@ class WindowSum(Protocol):
     request: int
     requested: int
 
-    def start(self, window: GradientWindow, *, update: int, over: int) -> None:
-        """Give the gradients of this replica's window, whose update divides by `over`."""
+    def start(self, window: GradientWindow, *, update: int, over: int, unit: int) -> None:
+        """Give the gradients of this replica's window, whose update divides by `over`; unit: see WindowFacts."""
 
     def ready(self) -> bool:
         """Whether `finish` would return at once."""
@@ -44,12 +44,13 @@ class WindowSum(Protocol):
 
 class WindowFacts(NamedTuple):
     """What a replica states about its window: the update and the number of gradients that it is for, how many it has
-    and their excess (see GradientWindow), and the request."""
+    and their excess (see GradientWindow), the samples of a gradient of weight 1, and the request."""
 
     update: int
     over: int
     gradients: int
     excess: float
+    unit: int
     request: int
 
 
@@ -61,19 +62,26 @@ class WindowShare:
     facts: WindowFacts
 
     @classmethod
-    def of(cls, window: GradientWindow, *, update: int, over: int, request: int) -> WindowShare:
+    def of(cls, window: GradientWindow, *, update: int, over: int, unit: int, request: int) -> WindowShare:
         found = window.gradients()
-        facts = WindowFacts(update, over, len(window.levels), window.excess(), request)
+        facts = WindowFacts(update, over, len(window.levels), window.excess(), unit, request)
         return cls([found.get(name) for name in window.parameters], facts)
 
 
-def add_in_order(terms: Iterable[Tensor]) -> Tensor:
-    """((g0 + g1) + g2) + ..., in new memory."""
+def add_in_order(terms: Iterable[Tensor], facts: Sequence[WindowFacts]) -> Tensor:
+    """((g0 + g1) + g2) + ..., in new memory, with the weights of all in the unit of replica 0."""
     first, *others = terms
     total = first.clone()
-    for term in others:
-        total += term
+    for term, each in zip(others, facts[1:], strict=True):
+        total += term if each.unit == facts[0].unit else term * (each.unit / facts[0].unit)
     return total
+
+
+def excess_in_unit(facts: WindowFacts, unit: int) -> float:
+    """The excess of a replica's window, if that many samples have weight 1."""
+    if facts.unit == unit:
+        return facts.excess
+    return (facts.over + facts.excess) * facts.unit / unit - facts.over
 
 
 def replace_sums(window: GradientWindow, sums: list[Tensor | None], facts: Sequence[WindowFacts]) -> None:
@@ -84,7 +92,8 @@ def replace_sums(window: GradientWindow, sums: list[Tensor | None], facts: Seque
                 f"replica {replica} is at update {each.update} of {each.over} gradients where replica 0 is at update "
                 f"{facts[0].update} of {facts[0].over}: call step() and drain() equally often in every process"
             )
-    gradients, excess = sum(each.gradients for each in facts), sum(each.excess for each in facts)
+    gradients = sum(each.gradients for each in facts)
+    excess = sum(excess_in_unit(each, facts[0].unit) for each in facts)
     named = {name: total for name, total in zip(window.parameters, sums, strict=True) if total is not None}
     window.combine(named, gradients=gradients, excess=excess)
 
@@ -104,13 +113,14 @@ class LocalReplicas:
         shares = [self.given[r] for r in range(self.replicas)]
         self.given = {}
         columns = zip(*(share.sums for share in shares), strict=True)
-        sums = [self._sum(terms, parameter) for terms, parameter in zip(columns, parameters, strict=True)]
+        facts = [share.facts for share in shares]
+        sums = [self._sum(terms, parameter, facts) for terms, parameter in zip(columns, parameters, strict=True)]
         self.results = dict.fromkeys(range(self.replicas), (sums, shares))
 
-    def _sum(self, terms: tuple[Tensor | None, ...], parameter: Tensor) -> Tensor | None:
+    def _sum(self, terms: tuple[Tensor | None, ...], parameter: Tensor, facts: Sequence[WindowFacts]) -> Tensor | None:
         if all(term is None for term in terms):
             return None
-        return add_in_order(torch.zeros_like(parameter) if term is None else term for term in terms)
+        return add_in_order((torch.zeros_like(parameter) if term is None else term for term in terms), facts)
 
 
 class LocalWindowSum:
@@ -120,8 +130,9 @@ class LocalWindowSum:
         self.stage, self.replica, self.replicas = stage, replica, stage.replicas
         self.request = self.requested = 0
 
-    def start(self, window: GradientWindow, *, update: int, over: int) -> None:
-        share, self.request = WindowShare.of(window, update=update, over=over, request=self.request), 0
+    def start(self, window: GradientWindow, *, update: int, over: int, unit: int) -> None:
+        share = WindowShare.of(window, update=update, over=over, unit=unit, request=self.request)
+        self.request = 0
         self.stage.give(self.replica, share, list(window.parameters.values()))
 
     def ready(self) -> bool:

@@ -63,10 +63,11 @@ class Stage:
         fuse: bool = False,
         weighting: Weighting = "batches",
         replica: int = 0,
+        replicas: int = 1,
     ) -> None:
         """module: the stage's part of the model, under the names of the whole; loss: for the last stage, and for all
         that learn from a local loss; output: the shape of one sample's output and the number of classes, for stages
-        with a head; replica: has a random stream of its own. See Pipeline for the others."""
+        with a head; replica: of several, has a random stream of its own. See Pipeline for the others."""
         device = device or CPU
         loss = None if loss is None else precision.in_full(loss)
         self.k, self.K, self.method = k, K, method
@@ -106,7 +107,7 @@ class Stage:
             fuse=fuse,
         )
         self.feedback = Feedback(method, self.network, self.guard, head=head, loss=loss)
-        self.batch_weights = BatchWeights(weighting, method.M)
+        self.batch_weights = BatchWeights(weighting, method.M * replicas)
         self.window = GradientWindow(self.parameters)
         self.launcher: Launcher = Immediate()
         self.figures = StageFigures(most_in_flight=method.held(k, K), most_versions=method.versions(k, K))
@@ -182,7 +183,7 @@ class Stage:
         """Batch t is in flight from now on; whether no earlier forward used its version."""
         self.in_flight[t] = batch
         batch.version.batches += 1
-        batch.weight = self.batch_weights.enter(samples)
+        batch.weight = self.batch_weights.enter(samples, batch.share)
         return self.figures.forwarded(t, samples, in_flight=len(self.in_flight), version=id(batch.version))
 
     def leave(self, t: int) -> InFlight:
@@ -208,7 +209,9 @@ class Stage:
         """
         batch = self.leave(t)
         taken, below, incoming = self.differentiate(t, batch, self.weights.returning(batch.version), gradients)
-        self.window.add(t, taken, self.level(batch), foreign=[*below, *incoming], weight=batch.weight)
+        self.window.add(
+            t, taken, self.level(batch), foreign=[*below, *incoming], weight=batch.weight, share=batch.share
+        )
         self.figures.backwards += 1
         return below
 

@@ -176,12 +176,12 @@ class StageNetwork:
     def forward(self, t: int, batch: InFlight, version: Version, observe: ObserveLoss) -> Any:
         """The output of the module on one batch, or at the last stage the loss, which is given to `observe`."""
         counted = not self.guard.leaves_out(t)
-        before = self._readable() if self.weights.recomputes else {}
+        before = self._maybe_written()
         numbers = [buffer._version for buffer in before.values()]
-        kept = before if self.written is None else self.written
+        kept = before if self.written is None or not before else self.written
         batch.buffers = {name: before[name].clone() for name in kept}
         output = self._run(t, batch, version, counted=counted, observe=observe)
-        if before and counted:
+        if counted and (before or not self.recording):
             now = dict(self.module.named_buffers())
             for (name, buffer), number in zip(before.items(), numbers, strict=True):
                 if now.get(name) is buffer and buffer._version == number:
@@ -194,6 +194,18 @@ class StageNetwork:
                     )
             self.written = self.written or list(batch.buffers)
         return output
+
+    def _maybe_written(self) -> dict[str, Tensor]:
+        """The buffers whose values of now are needed if this forward is repeated, for its backward or from a state: all
+        that it may compute with, until it is known which ones it writes. A recorded forward keeps none for a state."""
+        if self.weights.recomputes:
+            return self._readable()
+        if self.weights.replays_on_current or self.recording:
+            return {}
+        if self.written is None:
+            return self._readable()
+        own = dict(self.module.named_buffers()) if self.written else {}
+        return {name: own[name] for name in self.written}
 
     def _readable(self) -> dict[str, Tensor]:
         """The buffers that forwards may compute with, by name: BatchNorm in training writes its own, and reads none."""

@@ -20,7 +20,8 @@ have one set of such copies, which is refreshed once per update.
 
 Buffers (BatchNorm statistics) are not versioned; a repeated forward runs on copies of their present values, so that
 each batch counts once. A module that computes with a buffer that it writes, unlike BatchNorm, needs the values of the
-first forward: recomputing stages keep them with the batch; with replay a later value is used.
+first forward, which is repeated to recompute or from a state: they are kept with the batch. With replay, and in states
+of recorded stages, later values are used.
 """
 
 from __future__ import annotations

@@ -15,19 +15,25 @@ Weighting = Literal["batches", "samples"]
 
 
 class BatchWeights:
-    """The weight of each batch's gradient in the mean of a window: 1, or its samples relative to the first batch's.
+    """The weight of each batch's gradient in the mean of an update: 1, or its samples relative to the first batch's.
 
-    A micro-batch has its share already, and the mean of one gradient needs no weights.
+    gradients: in the mean, of all replicas; the mean of one gradient needs no weights
     """
 
-    def __init__(self, weighting: Weighting, M: int) -> None:
-        self.by_samples = weighting == "samples" and M > 1
+    def __init__(self, weighting: Weighting, gradients: int) -> None:
+        self.by_samples = weighting == "samples" and gradients > 1
         self.full_batch: int | None = None  # samples of the first batch
 
-    def enter(self, samples: int) -> float:
-        """The weight of a batch of that many samples, which is forwarded now."""
-        self.full_batch = self.full_batch or samples
-        return self.weight(samples)
+    def enter(self, samples: int, share: float = 1.0) -> float:
+        """The weight of the batch of which that many samples are forwarded now; `share`: of all that it has."""
+        batch = round(samples / share)
+        self.full_batch = self.full_batch or batch
+        return self.weight(batch)
+
+    @property
+    def unit(self) -> int:
+        """Samples of a batch of weight 1; 1 where batches are not weighted."""
+        return self.full_batch if self.by_samples and self.full_batch else 1
 
     def weight(self, samples: int) -> float:
         return samples / self.full_batch if self.by_samples and self.full_batch else 1.0
@@ -55,9 +61,10 @@ class GradientWindow:
         foreign: Iterable[Tensor | None],
         *,
         weight: float = 1.0,
+        share: float = 1.0,
     ) -> None:
         """Add the gradients of batch t, times `weight`; `foreign` are tensors that others hold, whose memory a sum must
-        not take over."""
+        not take over. `share`: of a micro-batch, by which its gradients are multiplied already."""
         gradients = _weighted(gradients, weight)
         if not self.levels:
             # Not right after the step: with the gradients gone, malloc gives the memory of a whole graph back to the
@@ -80,7 +87,7 @@ class GradientWindow:
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format) if shared else gradient
         if sums:
             torch._foreach_add_(sums, terms)
-        self.count(t, level, weight)
+        self.count(t, level, weight if share == 1 else 1 + share * (weight - 1))
 
     def count(self, t: int, level: int | None, weight: float = 1.0) -> None:
         """Batch t has been added."""
@@ -244,13 +251,14 @@ class FixedSums(GradientWindow):
         foreign: Iterable[Tensor | None],
         *,
         weight: float = 1.0,
+        share: float = 1.0,
     ) -> None:
         gradients = list(_weighted(gradients, weight))
         if not self.levels:
             self.zero()
         self.given |= self.fix(gradients)
         self.sum(gradients)
-        self.count(t, level, weight)
+        self.count(t, level, weight if share == 1 else 1 + share * (weight - 1))
 
 
 def _weighted(gradients: Iterable[Tensor | None], weight: float) -> Iterable[Tensor | None]:

@@ -127,7 +127,7 @@ class Worker:
         for t in range(*saved["entered"]) if saved["entered"] else ():  # none right after a drain
             self._enter(t)
         self.buffer = {t: tuple(content) for t, content in saved["buffer"]}
-        self.compression.load(saved.get("compression"), self.stage.network.device)
+        self.compression.load(saved.get("compression"), self.stage.network.device, drained=not saved["entered"])
         for t, content in saved["messages"]:
             self._feed_back(Message(t, content))
 
@@ -160,7 +160,9 @@ class Worker:
         """Replace the gradients of the window by their sum over all replicas of the stage."""
         launcher = self.stage.launcher
         launcher.flush()
-        window_sum.start(self.stage.window, update=self.stage.update_index, over=over)
+        window_sum.start(
+            self.stage.window, update=self.stage.update_index, over=over, unit=self.stage.batch_weights.unit
+        )
         while not wait and not window_sum.ready():
             launcher.pause()
             yield False

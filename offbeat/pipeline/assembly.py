@@ -162,6 +162,7 @@ class Assembler:
                 loss=loss,
                 output=assembly.outputs[k - 1],
                 replica=assembly.replica,
+                replicas=self.engine.replicas,
             )
             stages[k] = stage
         for k, stage in stages.items():

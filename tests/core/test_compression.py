@@ -63,6 +63,12 @@ def test_rows_of_zeros_are_exact():
     assert torch.equal(passed(torch.zeros(2, 64), "int8"), torch.zeros(2, 64))
 
 
+@pytest.mark.parametrize("messages", ["bf16", "int8"])
+def test_tensors_without_elements_are_sent_as_they_are(messages):
+    sent = Compression(messages).gradients([torch.zeros(4, 0), torch.zeros(0, 3), None])
+    assert [getattr(each, "shape", None) for each in sent] == [(4, 0), (0, 3), None]
+
+
 def test_the_sum_of_gradients_with_feedback_stays_within_half_a_scale():
     torch.manual_seed(0)
     compression, plain = Compression("int8"), torch.zeros(4, 64, dtype=torch.float64)
@@ -128,3 +134,15 @@ def test_a_state_with_other_messages_in_flight_is_refused():
         first.step(torch.full((5, 6), float(t)), torch.tensor([0, 1, 2, 3, 0]))
     with pytest.raises(UserError, match="messages='int8' in flight, this pipeline messages='exact'"):
         second.load(first.state(), batches=4)
+
+
+@pytest.mark.parametrize("messages", ["exact", "bf16"])
+def test_a_drained_state_is_loaded_with_other_messages(messages):
+    first, second = pipeline("int8"), pipeline(messages)
+    for t in range(4):
+        first.step(torch.full((5, 6), float(t)), torch.tensor([0, 1, 2, 3, 0]))
+    first.drain()
+    second.load(first.state(), batches=4)
+    assert [worker.compression.residuals for worker in second.workers] == [{}, {}]
+    x, y = torch.ones(5, 6), torch.tensor([0, 1, 2, 3, 0])
+    assert second.evaluate([(x, y)]) == first.evaluate([(x, y)])

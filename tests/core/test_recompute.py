@@ -301,15 +301,16 @@ def test_a_state_in_flight_continues_with_and_without_recompute(name, saved_with
             assert second.stages[k].memory() == fresh.stages[k].memory()
 
 
-def test_overwritten_buffers_are_in_the_state():
-    def made():
+@pytest.mark.parametrize(("saved_with", "loaded_with"), [(True, True), (False, False), (False, True), ([1], [2])])
+def test_overwritten_buffers_are_in_the_state(saved_with, loaded_with):
+    def made(recompute):
         torch.manual_seed(0)
         parts = [nn.Sequential(spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(3)]
-        return pipeline(offbeat.ADL(M=2, recompute=True), model=parts)
+        return pipeline(offbeat.ADL(M=2, recompute=recompute), model=parts)
 
     data = batches()
-    expected = train(made(), data)
-    first, second = made(), made()
+    expected = train(made(False), data)
+    first, second = made(saved_with), made(loaded_with)
     for x, y in data[:8]:
         first.step(x, y)
     second.load(moved(first.state()), batches=8)

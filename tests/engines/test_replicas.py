@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -191,6 +192,35 @@ def test_adl_with_replicas_equals_the_literal_computation(K, M, R):
     model = pipe.drain()
     for layer, expected in zip(model, literal(K, M, shares), strict=True):
         torch.testing.assert_close([layer.W.detach(), layer.b.detach()], list(expected), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [offbeat.BP(), offbeat.BP(M=2), offbeat.GPipe(m=2)], ids=["bp", "bp-2", "gpipe"])
+@pytest.mark.parametrize("sizes", [(3, 8, 8, 5), (8, 3, 5, 8)])
+def test_weighting_by_samples_is_the_mean_over_the_samples_of_all_replicas(method, sizes):
+    given = [(x.double().flatten(1), y) for x, y in images(4, sizes=sizes)]
+    torch.manual_seed(0)
+    trained = nn.Sequential(nn.Sequential(nn.Linear(48, 6), nn.Tanh()), nn.Linear(6, 4)).double()
+    expected = copy.deepcopy(trained)
+    pipe = offbeat.Pipeline(
+        trained,
+        K=2,
+        cuts=[1],
+        method=method,
+        replicas=2,
+        loss=nn.functional.cross_entropy,
+        optimizer=sgd,
+        weighting="samples",
+    )
+    for first, second in (given[:2], given[2:]):
+        pipe.step(*map(list, zip(first, second, strict=True)))
+    pipe.drain()
+    optimizer = sgd(expected.parameters())
+    for at_once in [given[i : i + 2 * method.M] for i in range(0, 4, 2 * method.M)]:
+        optimizer.zero_grad()
+        x, y = map(torch.cat, zip(*at_once, strict=True))
+        nn.functional.cross_entropy(expected(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(trained.state_dict(), expected.state_dict(), rtol=0, atol=1e-12)
 
 
 def test_fit_gives_each_replica_every_rth_batch():
