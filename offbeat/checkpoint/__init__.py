@@ -26,7 +26,7 @@ A tree (see `flatten`) is made of dicts, lists, tuples, None, bool, int, float, 
 tensors. Tensors are read with their bits and their memory layout, which is part of the numerics; the same tensor in
 two places is stored once and read as one. Parameters are read as plain tensors, on the CPU or the given device.
 
-The part of stage k holds what `Pipeline.state` returns for it (see core/state.py and worker.py, which define it):
+The part of stage k holds what `Pipeline.stage_states` returns for it (defined in core/state.py and worker.py):
 
     stage
         model       {name: tensor}       parameters and buffers, by the names of the unsplit model, as they are now

@@ -573,7 +573,7 @@ class Pipeline:
         """After which batches the first stage asked this process to save, and the reason to stop there, or ""."""
         return self.workers[-1].marks
 
-    def state(self, *, keep_on: bool = False) -> dict[int, Any]:
+    def stage_states(self, *, keep_on: bool = False) -> dict[int, Any]:
         """The state of each stage of this process between batches: a tree of its own tensors, to be written at once.
 
         Stage k of replica r has the key r K + k. Replicas above 0 have only what differs from replica 0: their
@@ -593,16 +593,16 @@ class Pipeline:
                 found[saving.number(k, assembly)] = own
         return found
 
-    def load(self, trees: Mapping[int, Any], batches: int) -> None:
+    def load_stage_states(self, trees: Mapping[int, Any], batches: int) -> None:
         """Continue from saved states of the same method, K, cuts, optimizer and scheduler, after that many batches.
 
         With replicas each process needs the states of its stages in its own replica and in replica 0. A state without
         batches in flight and without an open window can be loaded with another number of replicas.
         """
         if self._assembly is None:
-            raise UserError("load() before there are stages, which the first batch makes: give sample=")
+            raise UserError("load_stage_states() before there are stages, which the first batch makes: give sample=")
         if any(stage.in_flight for stage in self.stages.values()):
-            raise UserError("load() with batches in flight: call drain() before, or load into a new pipeline")
+            raise UserError("loading with batches in flight: call drain() before, or load into a new pipeline")
         with self._guard():
             self._assembly.settle()
             for replica in self.start_at(batches).replicas:

@@ -127,4 +127,4 @@ def test_a_state_with_other_messages_in_flight_is_refused():
     for t in range(4):
         first.step(torch.full((5, 6), float(t)), torch.tensor([0, 1, 2, 3, 0]))
     with pytest.raises(UserError, match="messages='int8' in flight, this pipeline messages='exact'"):
-        second.load(first.state(), batches=4)
+        second.load_stage_states(first.stage_states(), batches=4)
