@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     )
     from offbeat.errors import (
         LateGradients,
+        ModelOutdated,
         NotCompiled,
         NotFinite,
         NotFused,
         NotRecorded,
+        NotRestored,
         StageLost,
         Unbalanced,
         UserError,
@@ -82,6 +84,7 @@ __all__ = [
     "GPipe",
     "LateGradients",
     "Method",
+    "ModelOutdated",
     "Mostafa",
     "NAGAsync",
     "NesterovMomentum",
@@ -89,6 +92,7 @@ __all__ = [
     "NotFinite",
     "NotFused",
     "NotRecorded",
+    "NotRestored",
     "PipeDream",
     "PipeMare",
     "Pipeline",

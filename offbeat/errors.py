@@ -55,6 +55,14 @@ class Unbalanced(UserWarning):
     """The slowest stage of a partition is much slower than the mean; names the unit that causes it."""
 
 
+class ModelOutdated(UserWarning):
+    """`pipe.model` was read where the weights of other processes' stages are not the newest."""
+
+
+class NotRestored(UserWarning):
+    """Part of a checkpoint could not be used: batches in flight at another K, or a newer checkpoint that is damaged."""
+
+
 class Interrupted(Exception):
     """Ctrl-C, with a line for the user; the command line exits with code 130."""
 

@@ -51,6 +51,8 @@ May import errors, and codec and layout of core.
 
 from offbeat.checkpoint.files import CheckpointDamaged, CheckpointFailed, FileFacts
 from offbeat.checkpoint.folder import (
+    DIGITS,
+    UNFINISHED,
     Checkpoint,
     Listed,
     abandon,
@@ -69,6 +71,8 @@ from offbeat.checkpoint.room import free, is_full, make_room, with_room
 from offbeat.checkpoint.tree import flatten, unflatten
 
 __all__ = [
+    "DIGITS",
+    "UNFINISHED",
     "Checkpoint",
     "CheckpointDamaged",
     "CheckpointFailed",

@@ -111,6 +111,26 @@ def hand_over(before: Assembly, after: Assembly, diagnoses: Diagnoses, states: M
         _load(worker, lambda stage: trees[stage.k], diagnoses, batches, after)
 
 
+def merge(parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The whole model of a checkpoint by parameter name, with the state of optimizers and correctors. Without heads,
+    whose names are the same in several stages."""
+    merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "corrections": {}}
+    for part in parts:
+        for kind, values in merged.items():
+            values.update({name: value for name, value in part[kind].items() if name in part["model"]})
+    return merged
+
+
+def lost_batches(parts: list[dict[str, Any]]) -> list[str]:
+    """A note on the batches in flight, if there are any, which another pipeline cannot continue."""
+    lost = sorted({entry["t"] for part in parts for entry in part["in_flight"]})
+    if not lost:
+        return []
+    if len(lost) == 1:
+        return [f"batch {lost[0]}, which was in flight, is lost by the change"]
+    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost by the change"]
+
+
 def _copied(tree: Any) -> Any:
     """The tree with tensors of its own; what was one tensor in several places stays one."""
     made: dict[int, Tensor] = {}

@@ -156,7 +156,7 @@ def test_states_that_do_not_fit_are_refused_in_one_line():
     fresh = offbeat.Pipeline(network(), 2, method="adl", loss=cross_entropy, optimizer=sgd)
     with pytest.raises(UserError, match=r"load_stage_states\(\) before there are stages.*give sample="):
         fresh.load_stage_states(state, 7)
-    with pytest.raises(UserError, match=r"loading with batches in flight: call drain\(\)"):
+    with pytest.raises(UserError, match=r"load_stage_states\(\) with batches in flight: call drain\(\)"):
         pipe.load_stage_states(state, 7)
     with pytest.raises(UserError, match=r"batches=77.*, but this state was saved after 7 batches"):
         pipeline(offbeat.ADL(M=2)).load_stage_states(state, 77)
