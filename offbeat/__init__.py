@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         WeightPrediction,
     )
     from offbeat.errors import (
+        CallTimeout,
         LateGradients,
         ModelOutdated,
         NotCompiled,
@@ -79,6 +80,7 @@ __all__ = [
     "PB",
     "AsyncDGL",
     "AutoCorrector",
+    "CallTimeout",
     "DelayCompensation",
     "Discrepancy",
     "GPipe",

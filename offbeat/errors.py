@@ -35,6 +35,10 @@ class StageSilent(StageLost):
     """The process of another stage runs, as far as is known, but has not answered for too long; names the stage."""
 
 
+class CallTimeout(StageLost):
+    """The processes have waited for each other for too long, since their calls differ; names the call of each."""
+
+
 class NotRecorded(UserWarning):
     """A stage launches its operations one by one on a GPU, and could replay a recording; names the stage and reason."""
 

@@ -30,6 +30,7 @@ from offbeat.core.window import Weighting
 from offbeat.core.worker import SAVE, Worker
 from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
+from offbeat.engines.processes import TIMEOUT, seconds_of
 from offbeat.errors import NotFinite, UserError
 from offbeat.method import Method, StalenessWarmup
 from offbeat.observe.tracing import Notify, Tracing
@@ -86,6 +87,9 @@ class Pipeline:
     engine      "simulate" (all stages in this process, one after the other), "processes" (one stage per process, K*R
                 of them, under torchrun) or "streams" (all stages in this process, at the same time on one GPU); by
                 default chosen by how this process was started
+    timeout     seconds that a call waits for other processes, by default 10 minutes; then all raise CallTimeout, which
+                names the call of each. Give more where a process may take longer between two calls (slow data, a
+                first compilation, work of your own in one process), or float("inf")
 
     A batch is step(x, y), or step(batch) with a dict (any mapping) whose keys are arguments of forward: input_ids,
     attention_mask, labels. Then the target of the loss is the batch. Without `sample`, the stages are made with the
@@ -138,6 +142,7 @@ class Pipeline:
         messages: Messages = "exact",
         compile: bool = False,
         fuse: bool = False,
+        timeout: float = TIMEOUT,
     ) -> None:
         if isinstance(model, nn.Module):
             self._model: nn.Module = model
@@ -153,6 +158,7 @@ class Pipeline:
         self.method = self._choice.method
         self.method.check(self.K)
         checks.check_replicas(self.method, replicas)
+        timeout = seconds_of(timeout, "timeout")
         wanted = checks.device_of(device)
         if not isinstance(engine, str | None):
             checks.check_engine(engine, self.K, replicas)
@@ -175,7 +181,12 @@ class Pipeline:
         self._cut = partial(cutting.partition, self._model, self.K, units=self.units, by=by, trace=trace, tied=tied)
         if isinstance(engine, str | None):
             engine = choose_engine(
-                engine, self.K, method=self.method, device=wanted or torch.device("cpu"), replicas=replicas
+                engine,
+                self.K,
+                method=self.method,
+                device=wanted or torch.device("cpu"),
+                replicas=replicas,
+                timeout=timeout,
             )
         self.engine: Engine = engine
         self.device = self.engine.device_for(wanted)
@@ -556,7 +567,8 @@ class Pipeline:
 
         error and top5 are percentages of wrong answers (None where outputs are not class scores).
         `metric(output, target)`, a mean over the batch, replaces error; if it returns a dict, the result has the means
-        under its keys. Where the loader gives dicts, the target is the batch.
+        under its keys. Where the loader gives dicts, the target is the batch. If the loader, the model or the metric
+        raises, training can continue; in several processes the others raise a UserError with the reason.
         """
         steps = self.evaluating(loader, metric=metric)
         while True:
@@ -570,26 +582,27 @@ class Pipeline:
         self, loader: Batches | None = None, *, metric: Metric | None = None
     ) -> Generator[None, None, dict[str, Any]]:
         """`evaluate` a little at a time, as `steps` trains: yields after every batch."""
-        given = loader if self.leads and loader is not None else ()
-        checks.check_loader(given, functions=False)
         checks.check_functions(metric=metric)
-        entering = (batches.input_and_target(*batches.pair(batch, t)) for t, batch in enumerate(given))
-        ahead = next(entering, None) if self._assembly is None else None
-        self._assembled(ahead[0] if ahead else None)
+        entering = evaluation.batches_of(loader if self.leads and loader is not None else ())
+        with self.engine.guard():  # without stages, other processes cannot continue
+            ahead = next(entering, None) if self._assembly is None else None
+        assembly = self._assembled(ahead[0] if ahead else None)
         entering_all = chain([ahead] if ahead else [], entering)
-        assembly = self._assembled(None)
-        meter, began = Meter(metric), time.perf_counter_ns()
+        meter, failure, began = Meter(metric), evaluation.EvaluationFailure(), time.perf_counter_ns()
         with self._guard():
             assembly.settle()
             while self.replica == 0 and evaluation.forward_next(
-                assembly, entering_all, meter, loss=self._loss, device=self.device
+                assembly, entering_all, meter, failure, loss=self._loss, device=self.device
             ):
                 yield
                 assembly = self._assembled(None)
                 self.engine.settle()  # the caller may have trained meanwhile
-            result = self.engine.share(meter.read() if self.last else None, self.K)
+            result, failure.reason = self.engine.share(
+                (None if failure.reason else meter.read(), failure.reason) if self.last else None, self.K
+            )
             self._observation.share_staleness(assembly)
         self._observation.evaluated(time.perf_counter_ns() - began)
+        failure.check()
         if not result["samples"]:
             raise UserError("the loader is empty: give at least one batch")
         return result
