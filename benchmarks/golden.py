@@ -298,7 +298,7 @@ def run_case(case: Case, engine: Any) -> dict[str, Any]:
     states: dict[int, list[str]] = {}
 
     def save() -> Any:
-        state = pipe.state()
+        state = pipe.stage_states()
         for k, tree in state.items():
             states.setdefault(k, []).append(sha(tree))
         return state
@@ -312,7 +312,7 @@ def run_case(case: Case, engine: Any) -> dict[str, Any]:
             if case.resumed:
                 pipe.close()
                 pipe = make(case, engine)
-                pipe.load(state, SAVED)
+                pipe.load_stage_states(state, SAVED)
         loss = pipe.step(x, y)
         losses.append(None if loss is None else float(loss))
     weights = sha(dict(pipe.drain().state_dict()))

@@ -35,6 +35,10 @@ class StageSilent(StageLost):
     """The process of another stage runs, as far as is known, but has not answered for too long; names the stage."""
 
 
+class CallTimeout(StageLost):
+    """The processes have waited for each other for too long, since their calls differ; names the call of each."""
+
+
 class NotRecorded(UserWarning):
     """A stage launches its operations one by one on a GPU, and could replay a recording; names the stage and reason."""
 
@@ -53,6 +57,14 @@ class LateGradients(UserWarning):
 
 class Unbalanced(UserWarning):
     """The slowest stage of a partition is much slower than the mean; names the unit that causes it."""
+
+
+class ModelOutdated(UserWarning):
+    """`pipe.model` was read where the weights of other processes' stages are not the newest."""
+
+
+class NotRestored(UserWarning):
+    """Part of a checkpoint could not be used: batches in flight at another K, or a newer checkpoint that is damaged."""
 
 
 class Interrupted(Exception):

@@ -26,7 +26,7 @@ A tree (see `flatten`) is made of dicts, lists, tuples, None, bool, int, float, 
 tensors. Tensors are read with their bits and their memory layout, which is part of the numerics; the same tensor in
 two places is stored once and read as one. Parameters are read as plain tensors, on the CPU or the given device.
 
-The part of stage k holds what `Pipeline.state` returns for it (see core/state.py and worker.py, which define it):
+The part of stage k holds what `Pipeline.stage_states` returns for it (defined in core/state.py and worker.py):
 
     stage
         model       {name: tensor}       parameters and buffers, by the names of the unsplit model, as they are now
@@ -51,6 +51,8 @@ May import errors, and codec and layout of core.
 
 from offbeat.checkpoint.files import CheckpointDamaged, CheckpointFailed, FileFacts
 from offbeat.checkpoint.folder import (
+    DIGITS,
+    UNFINISHED,
     Checkpoint,
     Listed,
     abandon,
@@ -69,6 +71,8 @@ from offbeat.checkpoint.room import free, is_full, make_room, with_room
 from offbeat.checkpoint.tree import flatten, unflatten
 
 __all__ = [
+    "DIGITS",
+    "UNFINISHED",
     "Checkpoint",
     "CheckpointDamaged",
     "CheckpointFailed",

@@ -99,7 +99,7 @@ class Compression:
         if before != self.messages and not drained:
             raise UserError(
                 f"this state has messages={before!r} in flight, this pipeline messages={self.messages!r}: make the "
-                "pipeline with the same, or drain() before state()"
+                "pipeline with the same, or drain() before saving"
             )
         self.residuals = {place: left.to(device) for place, left in saved["residuals"]} if saved else {}
 

@@ -281,6 +281,12 @@ class Stage:
         self.update_index = updates
         self.optimization.resume_schedule(updates)
 
+    def advance_schedule(self, updates: int) -> None:
+        """Continue as if that many updates had been made: of a new stage, with any schedule that counts steps."""
+        self.update_index = updates
+        for _ in range(updates):
+            self.optimization.advance()
+
     def restart(self) -> None:
         """All batches are done; the program starts again."""
         self.weights.restart()

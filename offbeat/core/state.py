@@ -37,7 +37,7 @@ def save(stage: Stage) -> Tree:
     if stage.weights.forgets and any(batch.kept is None for batch in stage.in_flight.values()):
         raise UserError(
             f"stage {stage.k} has not kept the weights of its batches in flight: call keep() "
-            f"{stage.method.lag(stage.k, stage.K) + 1} batches before saving"
+            f"{stage.method.lag(stage.k, stage.K) + 1} batches before saving, or drain() first"
         )
     versions: list[Version] = []
     in_flight = [_save_batch(stage, t, batch, versions) for t, batch in stage.in_flight.items()]
@@ -46,10 +46,10 @@ def save(stage: Stage) -> Tree:
     return {
         "k": stage.k,
         "K": stage.K,
-        "model": dict(_tensors(stage)),
+        "model": dict(tensors(stage)),
         "head": None if feedback.head is None else dict(feedback.head.state_dict()),
         "teacher": None if feedback.teacher is None else feedback.teacher.state_dict(),
-        **_optimizer(stage),
+        **optimizer_state(stage),
         "scheduler": optimization.scheduler.state_dict() if optimization.scheduler else None,
         "corrections": {
             name: dict(optimization.corrections.place.memory.get(p, {})) for name, p in stage.parameters.items()
@@ -88,12 +88,13 @@ def _counters(stage: Stage) -> dict[str, int | None]:
     }
 
 
-def _tensors(stage: Stage) -> dict[str, Tensor]:
+def tensors(stage: Stage) -> dict[str, Tensor]:
     """Parameters (also frozen ones) and buffers, by name."""
     return {**dict(stage.network.module.named_parameters()), **dict(stage.network.module.named_buffers())}
 
 
-def _optimizer(stage: Stage) -> Tree:
+def optimizer_state(stage: Stage) -> Tree:
+    """The per-parameter state and the groups of the optimizer, by names."""
     optimizer = stage.optimization.optimizer
     if optimizer is None:
         return {"optimizer": {}, "groups": []}
@@ -204,7 +205,7 @@ def load_model(
     """Parameters, buffers and per-parameter state of the stage's part of the model by name, from one stage or from all
     of another cut."""
     stage.launcher.reset()
-    own = _tensors(stage)
+    own = tensors(stage)
     with torch.no_grad():
         for name, tensor in own.items():
             if name not in model or model[name].shape != tensor.shape:
@@ -225,7 +226,7 @@ def load_head(stage: Stage, tree: Tree | None) -> None:
     feedback.head.load_state_dict(tree["head"])
     if feedback.teacher is not None:
         feedback.teacher.load_state_dict(_as_torch(tree["teacher"]))
-    own = _tensors(stage)
+    own = tensors(stage)
     _load_state(stage, [name for name in stage.parameters if name not in own], tree["optimizer"], tree["corrections"])
 
 
@@ -266,13 +267,19 @@ def _load_groups(stage: Stage, groups: list[Tree]) -> None:
                 group[option] = value
 
 
-def _check_groups(stage: Stage, optimizer: torch.optim.Optimizer, groups: list[Tree]) -> None:
-    """Raise UserError unless the parameter groups were saved by the same kind of optimizer."""
-    kind = type(optimizer).__name__
+def check_kind(optimizer: torch.optim.Optimizer, groups: list[Tree]) -> None:
+    """Raise UserError if the groups were saved by another kind of optimizer."""
     for group, saved in zip(optimizer.param_groups, groups, strict=False):
         if KINDS & group.keys() != KINDS & saved.keys():
             theirs = ", ".join(sorted(KINDS & saved.keys())) or "other options"
+            kind = type(optimizer).__name__
             raise UserError(f"this state is of another optimizer than {kind}, with {theirs}: make the same one")
+
+
+def _check_groups(stage: Stage, optimizer: torch.optim.Optimizer, groups: list[Tree]) -> None:
+    """Raise UserError unless the parameter groups were saved by the same kind of optimizer."""
+    check_kind(optimizer, groups)
+    kind = type(optimizer).__name__
     names = {id(parameter): name for name, parameter in stage.parameters.items()}
     own = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if own != [list(saved["names"]) for saved in groups]:

@@ -8,7 +8,7 @@ import torch
 
 from offbeat.engines import Engine
 from offbeat.engines.devices import present
-from offbeat.engines.processes import Processes, available
+from offbeat.engines.processes import TIMEOUT, Processes, available
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotRecorded, UserError, unknown
@@ -25,11 +25,12 @@ def choose_engine(
     device: torch.device,
     replicas: int = 1,
     silence: float | None = None,
+    timeout: float = TIMEOUT,
 ) -> Engine:
     """The engine of that name. Without a name: processes in a process group, streams on a GPU, otherwise simulate.
 
     A method whose operations cannot be recorded runs on simulate instead of streams, with a NotRecorded warning where
-    streams was given. `silence` is for processes, see there.
+    streams was given. `silence` and `timeout` are for processes, see there.
     """
     if name not in (None, *NAMES):
         raise unknown("engine", str(name), NAMES)
@@ -40,7 +41,7 @@ def choose_engine(
         streams = device.type == "cuda" and K > 1 and not_recorded is None and replicas == 1
         name = "streams" if streams else "simulate"
     if name == "processes":
-        return Processes(K, replicas=replicas, device=device, silence=silence)
+        return Processes(K, replicas=replicas, device=device, silence=silence, timeout=timeout)
     if name == "streams" and replicas > 1:
         raise UserError(
             f"engine='streams' with replicas={replicas}: on one GPU replicas share its time and gain nothing, use a "

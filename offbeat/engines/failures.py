@@ -7,9 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from offbeat.core.links.distributed import Receiver
-from offbeat.errors import StageLost, StageSilent
+from offbeat.core.links.distributed import LATE, STOPPED, Receiver
+from offbeat.engines.calls import Calls
+from offbeat.errors import CallTimeout, StageLost, StageSilent
 
+WAITED = "the processes have waited for each other"
 STORE_SECONDS = 2.0  # for the store to answer, which may be on a machine that is cut off
 
 
@@ -20,22 +22,37 @@ class Failures:
     first process to notice one reports it in the store of the group, and all others repeat that report.
     """
 
-    def __init__(self, rank: int, name: Callable[[int], str], store: Any, links: Callable[[], list[Any]]) -> None:
+    def __init__(
+        self, rank: int, name: Callable[[int], str], store: Any, links: Callable[[], list[Any]], calls: Calls
+    ) -> None:
         """name: of the stage of a rank."""
-        self.rank, self.name, self.store, self.links = rank, name, store, links
+        self.rank, self.name, self.store, self.links, self.calls = rank, name, store, links, calls
         self.store_answers = True
         self.silent: str | None = None  # the report of a neighbour that does not answer
 
     def error(self, report: str) -> StageLost:
         """The error for a lost stage: with the first report, which is the cause, while later ones are consequences."""
-        return StageSilent(self.silent) if self.silent else StageLost(self.first_report(report))
+        if self.silent:
+            return StageSilent(self.silent)
+        first = self.first_report(report)
+        return CallTimeout(first) if first.startswith(WAITED) else StageLost(first)
+
+    def timed_out(self) -> StageLost:
+        """The error for a wait that is over, while all processes are alive."""
+        return self.error(
+            f"{WAITED} for more than {self.calls.timeout:g} s ({self.calls.report()}): make the same calls in every "
+            "process, or set a longer timeout="
+        )
 
     def error_of_link(self, rank: int) -> Callable[[str], StageLost]:
         """What a link to that process raises, with the reason that it knows."""
 
         def lost(reason: str) -> StageLost:
+            if reason == LATE:
+                return self.timed_out()
             why = "it no longer heard this stage" if self._is_about_this_stage(reason) else reason
-            return self.error(f"{self.name(rank)} is gone: {why}{self.last_message(rank)}")
+            own = f", while {self.name(self.rank)} was in {self.calls}" if why.startswith(STOPPED) else ""
+            return self.error(f"{self.name(rank)} is gone: {why}{self.last_message(rank)}{own}")
 
         return lost
 

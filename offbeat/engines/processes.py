@@ -25,12 +25,13 @@ from torch.utils import _pytree as pytree
 
 from offbeat.core.links import LOOPBACK_INTERFACE, Link, Message, network
 from offbeat.core.links.device import Carrier, DeviceReceiver, DeviceSender
-from offbeat.core.links.distributed import Receiver, Sender, cause
+from offbeat.core.links.distributed import STOPPED, Receiver, Sender, cause
 from offbeat.core.links.heartbeat import Heartbeat
 from offbeat.core.links.wire import LIMIT, MalformedMessage, pack, unpack
 from offbeat.core.replica_group import GroupWindowSum
 from offbeat.core.replicas import WindowSum
 from offbeat.engines import MakeExecutor, eager
+from offbeat.engines.calls import Calls
 from offbeat.engines.devices import agreed, present
 from offbeat.engines.failures import Failures
 from offbeat.engines.stage_streams import StageStream, many_queues
@@ -42,7 +43,8 @@ from offbeat.method import Method
 CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "heartbeat", "abort", "trace")
 JOINING = timedelta(minutes=10)  # for all processes to join
 PARTING = 5.0  # seconds to wait for the last messages of neighbours
-PATIENCE = timedelta(days=365)  # an idle link is no failure: a dead process closes it, and heartbeats detect silence
+PATIENCE = timedelta(days=365)  # of threads that wait for the next message: an idle link is no failure
+TIMEOUT = 600.0  # seconds that a call waits for other processes
 SILENCE = 30.0  # seconds without a sign of life from a neighbour
 
 
@@ -66,13 +68,21 @@ def own_device(device: torch.device) -> torch.device:
 
 def silence_allowed(silence: float | None) -> float:
     """Seconds that a neighbour may be silent: as given, by OFFBEAT_SILENCE, or 30; `inf`: without limit."""
-    given = os.environ.get("OFFBEAT_SILENCE", SILENCE) if silence is None else silence
+    return seconds_of(os.environ.get("OFFBEAT_SILENCE", SILENCE) if silence is None else silence, "silence")
+
+
+def seconds_of(given: Any, name: str) -> float:
+    """A limit in seconds.
+
+    >>> seconds_of("7.5", "timeout"), seconds_of("inf", "timeout")
+    (7.5, inf)
+    """
     try:
         seconds = float(given)
     except (TypeError, ValueError):
         seconds = math.nan
     if not seconds > 0:
-        raise UserError(f"silence={given}: use a number of seconds above 0, or inf for no limit")
+        raise UserError(f"{name}={given}: use a number of seconds above 0, or inf for no limit")
     return seconds
 
 
@@ -80,7 +90,8 @@ class Processes:
     """Stage k of replica r runs in the process of rank r K + k-1.
 
     A neighbour that dies is noticed at once, one that is frozen or cut off after `silence` seconds (see
-    `silence_allowed`); then every wait of this process ends, and the next call raises.
+    `silence_allowed`); then every wait of this process ends, and the next call raises. Where all processes are alive
+    and a call has waited for others for `timeout` seconds, all of them raise CallTimeout.
     """
 
     waits = True
@@ -93,13 +104,14 @@ class Processes:
         *,
         replicas: int = 1,
         silence: float | None = None,
+        timeout: float = TIMEOUT,
         device: torch.device | None = None,
         recorded: bool | None = None,
         payloads: str | None = None,
     ) -> None:
         """recorded: whether the operations of the stage are, by default on a GPU; payloads: the backend that sends
         tensors from device to device, by default NCCL where every process has its own GPU."""
-        self.silence = silence_allowed(silence)
+        self.silence, self.timeout = silence_allowed(silence), seconds_of(timeout, "timeout")
         device = device or torch.device("cpu")
         many_queues(device)
         self.device = own_device(device)
@@ -120,7 +132,9 @@ class Processes:
         self.rank = dist.get_rank()
         self.here: Sequence[int] = [self.rank % K + 1]
         self.replicas_here: Sequence[int] = [self.rank // K]
-        self.collectives = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.patience = min(PATIENCE, timedelta(seconds=min(self.timeout, PATIENCE.total_seconds())))
+        self.aborted = False  # whether this process ended its own waits
+        self.collectives = dist.new_group(backend="gloo", timeout=self.patience)
         self.messages = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.groups = [self.messages, self.collectives]  # made here
         self.stage_group = self._make_stage_group()
@@ -129,7 +143,8 @@ class Processes:
             self.sum = GroupWindowSum(self.stage_group, replicas, collective=self._collective)
         self.links: list[Sender | Receiver] = []
         store = dist.distributed_c10d._get_default_store()
-        self.failures = Failures(self.rank, self._name, store, lambda: self.links)
+        self.calls = Calls(self.rank, [self._name(rank) for rank in range(size)], store, timeout=self.timeout)
+        self.failures = Failures(self.rank, self._name, store, lambda: self.links, self.calls)
         self.open = True
         self.carriers = self._carriers(payloads or self._payloads())
         network.shorten_retransmission(network.descriptors() - opened, self.silence)
@@ -163,7 +178,7 @@ class Processes:
             return None
         for k in range(1, self.K + 1):
             ranks = range(k - 1, self.K * self.replicas, self.K)
-            group = dist.new_group(list(ranks), backend="gloo", timeout=PATIENCE)
+            group = dist.new_group(list(ranks), backend="gloo", timeout=self.patience)
             if self.rank in ranks:
                 own = group
         self.groups.append(own)
@@ -201,6 +216,7 @@ class Processes:
             link = receiver(from_rank, tag, self.messages, capacity=capacity, lost=lost)
         else:
             return None
+        link.timeout = self.timeout
         self.links.append(link)
         return link
 
@@ -290,7 +306,8 @@ class Processes:
     def guard(self) -> Iterator[None]:
         """When this process fails, report the reason to the others and close the links, whatever its user does next."""
         try:
-            yield
+            with self.calls:
+                yield
         except Exception as error:
             reason = str(error)
             if not isinstance(error, StageLost | FolderTaken):  # which all processes know of
@@ -305,6 +322,8 @@ class Processes:
         try:
             yield
         except RuntimeError as error:
+            if "imed out" in str(error) and not self.aborted:
+                raise self.failures.timed_out() from error
             time.sleep(0.5)  # a neighbour of the lost stage knows the cause and is about to report it
             raise self.failures.error(f"another stage is gone: {cause(error)}") from error
 
@@ -326,6 +345,7 @@ class Processes:
         A receive that times out makes gloo fail everything else that waits in its group and close the connections,
         which the other processes notice.
         """
+        self.aborted = True
         for link in list(self.links):
             link.failure = link.failure or reason
         for group in (self.messages, self.collectives):
@@ -353,10 +373,11 @@ class Processes:
         atexit.unregister(self.close)
         links, self.links = self.links, []
         for link in links:
-            link.close()
+            link.close(f"{STOPPED}, after {self.calls.call}" if self.calls.call else "")
+        self.calls.close()
         self.heartbeat.close()
         deadline = time.monotonic() + PARTING
-        for thread in [*(link.thread for link in links), *self.heartbeat.threads]:
+        for thread in [*(link.thread for link in links), *self.heartbeat.threads, *self.calls.threads]:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not self.open or not dist.is_initialized():
             return

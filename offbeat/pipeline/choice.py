@@ -73,6 +73,14 @@ class MethodChoice:
         first = recommend(K, batch=batch, settings=settings, seconds=float)
         return cls(first.method, K, batch, settings, measures, None if measures else first)
 
+    def with_M(self, M: int) -> MethodChoice:  # noqa: N802
+        """The method "auto" with this M, as a checkpoint has it; the lag is measured, if `latency` is given."""
+        settings = {**(self.settings or {}), "M": M}
+        measures = needs_times(self.K, batch=self.batch, settings=settings)
+        found = recommend(self.K, batch=self.batch, settings=settings, seconds=float)
+        recommendation = None if measures else found
+        return replace(self, method=found.method, settings=settings, measures=measures, recommendation=recommendation)
+
     def made(
         self, engine: Engine, model: nn.Module, sample: Any, *, device: torch.device, precision: PrecisionPolicy
     ) -> MethodChoice:

@@ -1,8 +1,17 @@
-"""A pass of a loader through the stages on their newest weights, beside training and without draining."""
+"""A pass of a loader through the stages on their newest weights, beside training and without draining.
+
+A failure of the loader, of a stage or of the metric ends the pass in all processes, and leaves the links empty:
+
+    stage 1   batch | batch | batch | end
+    stage 2   batch | fails: sends the reason up, and receives the rest
+    stage 3   batch | the reason
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,32 +20,87 @@ from torch.utils import _pytree as pytree
 
 from offbeat.core.links import Message
 from offbeat.core.metrics import Meter
+from offbeat.core.stage import Stage
 from offbeat.core.stage_network import Loss
+from offbeat.errors import UserError, first_line
+from offbeat.pipeline import batches, checks
 from offbeat.pipeline.assembly import Assembly
+from offbeat.pipeline.training import Batches
 
 END = Message(-1, kind="end")
+FAILED = "failed"  # the kind of a message with the reason why an evaluation failed
+
+
+@dataclass
+class EvaluationFailure:
+    """Why an evaluation failed: the error of this process, and the reason as all processes know it."""
+
+    error: Exception | None = None
+    reason: str | None = None
+
+    def trying(self, k: int, work: Callable[[], Message]) -> Message:
+        """The message of stage k that `work`, which calls the user's code, returns; or the one with its failure."""
+        try:
+            return work()
+        except Exception as error:
+            self.error = error
+            return Message(0, f"evaluate failed in stage {k} ({type(error).__name__}: {first_line(error)})", FAILED)
+
+    def check(self) -> None:
+        """Raise the failure, if there is one."""
+        if self.error is not None:
+            raise self.error
+        if self.reason is not None:
+            raise UserError(f"{self.reason}: correct it there; training can continue")
+
+
+def batches_of(loader: Batches) -> Iterator[tuple[Any, Any]]:
+    """Inputs and targets of a loader, which is checked first."""
+    checks.check_loader(loader, functions=False)
+    for t, batch in enumerate(loader):
+        yield batches.input_and_target(*batches.pair(batch, t))
 
 
 def forward_next(
-    assembly: Assembly, batches: Iterator[tuple[Any, Any]], meter: Meter, *, loss: Loss, device: torch.device
+    assembly: Assembly,
+    entering: Iterator[tuple[Any, Any]],
+    meter: Meter,
+    failure: EvaluationFailure,
+    *,
+    loss: Loss,
+    device: torch.device,
 ) -> bool:
     """Forward one batch through the stages of this process, and add its loss to the meter at the last; False at the
-    end of the batches, which enter at the first stage."""
+    end of the batches, which enter at the first stage, and after a failure."""
     message = END
     for k, stage in assembly.stages.items():
         below, above = assembly.evaluation_links.get(k - 1), assembly.evaluation_links.get(k)
-        if below is None:
-            batch = next(batches, None)
-            message = END if batch is None else Message(0, batch)
-        else:
-            message = below.receive()
+        message = failure.trying(k, partial(_read, entering)) if below is None else below.receive()
         if message.kind == "batch":
-            x, y = message.content
-            output = stage.evaluate(x)
-            if above is None:
-                y = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), y)
-                meter.add(float(loss(output, y)), output, y)
-            message = Message(0, (output, y))
+            add = partial(_add, meter, loss, device) if above is None else None
+            message = failure.trying(k, partial(_forward, stage, *message.content, add=add))
+            if message.kind == FAILED and below is not None and k - 1 not in assembly.stages:
+                while below.receive().kind == "batch":
+                    pass
+        if message.kind == FAILED:
+            failure.reason = message.content
         if above is not None:
             above.send(message)
     return message.kind == "batch"
+
+
+def _read(entering: Iterator[tuple[Any, Any]]) -> Message:
+    batch = next(entering, None)
+    return END if batch is None else Message(0, batch)
+
+
+def _forward(stage: Stage, x: Any, y: Any, *, add: Callable[[Any, Any], None] | None) -> Message:
+    output = stage.evaluate(x)
+    if add is not None:
+        add(output, y)
+    return Message(0, (output, y))
+
+
+def _add(meter: Meter, loss: Loss, device: torch.device, output: Any, y: Any) -> None:
+    y = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), y)
+    meter.add(float(loss(output, y)), output, y)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +30,15 @@ from offbeat.core.window import Weighting
 from offbeat.core.worker import SAVE, Worker
 from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
+from offbeat.engines.processes import TIMEOUT, seconds_of
 from offbeat.errors import NotFinite, UserError
 from offbeat.method import Method, StalenessWarmup
 from offbeat.observe.tracing import Notify, Tracing
-from offbeat.pipeline import batches, checks, evaluation, saving, training
+from offbeat.pipeline import batches, checkpoints, checks, evaluation, saving, training
 from offbeat.pipeline.assembly import Assembler, Assembly
 from offbeat.pipeline.choice import MethodChoice
 from offbeat.pipeline.guard import Guard
+from offbeat.pipeline.model_state import ModelState
 from offbeat.pipeline.observation import Observation
 from offbeat.pipeline.training import Batches, Loader
 from offbeat.recommended import Recommendation
@@ -83,6 +87,9 @@ class Pipeline:
     engine      "simulate" (all stages in this process, one after the other), "processes" (one stage per process, K*R
                 of them, under torchrun) or "streams" (all stages in this process, at the same time on one GPU); by
                 default chosen by how this process was started
+    timeout     seconds that a call waits for other processes, by default 10 minutes; then all raise CallTimeout, which
+                names the call of each. Give more where a process may take longer between two calls (slow data, a
+                first compilation, work of your own in one process), or float("inf")
 
     A batch is step(x, y), or step(batch) with a dict (any mapping) whose keys are arguments of forward: input_ids,
     attention_mask, labels. Then the target of the loss is the batch. Without `sample`, the stages are made with the
@@ -135,12 +142,13 @@ class Pipeline:
         messages: Messages = "exact",
         compile: bool = False,
         fuse: bool = False,
+        timeout: float = TIMEOUT,
     ) -> None:
         if isinstance(model, nn.Module):
-            self.model: nn.Module = model
+            self._model: nn.Module = model
         else:
-            self.model, cuts = checks.chained(model, K, cuts)
-            K = len(self.model)
+            self._model, cuts = checks.chained(model, K, cuts)
+            K = len(self._model)
         self.K = 1 if K is None else K
         checks.whole(replicas, "replicas", least=1)
         self.replicas, self.batch = replicas, checks.batch_of_replica(batch, replicas)
@@ -150,6 +158,7 @@ class Pipeline:
         self.method = self._choice.method
         self.method.check(self.K)
         checks.check_replicas(self.method, replicas)
+        timeout = seconds_of(timeout, "timeout")
         wanted = checks.device_of(device)
         if not isinstance(engine, str | None):
             checks.check_engine(engine, self.K, replicas)
@@ -160,23 +169,31 @@ class Pipeline:
         cutting.check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)
         checks.check_loss(loss, self.method)
         checks.check_makers(optimizer, scheduler)
-        cutting.check_stages(self.model, self.K)
-        checks.check_hooks(self.model)
-        blocks = by == "flops" and cutting.default_units(self.model, self.K, cuts) == "blocks"
+        cutting.check_stages(self._model, self.K)
+        checks.check_hooks(self._model)
+        blocks = by == "flops" and cutting.default_units(self._model, self.K, cuts) == "blocks"
         self.units: cutting.Units = units or ("blocks" if blocks else "layers")
         if cuts is not None and self.units == "blocks":
             # refuses wrong ones before anything starts
-            cuts = cutting.cut(self.model, self.K, cuts=cutting.block_cuts(self.model, cuts))
+            cuts = cutting.cut(self._model, self.K, cuts=cutting.block_cuts(self._model, cuts))
         self._given_cuts = cuts
         self.cuts: list[int] | None = None  # where it is cut, once it is
-        self._cut = partial(cutting.partition, self.model, self.K, units=self.units, by=by, trace=trace, tied=tied)
+        self._cut = partial(cutting.partition, self._model, self.K, units=self.units, by=by, trace=trace, tied=tied)
         if isinstance(engine, str | None):
             engine = choose_engine(
-                engine, self.K, method=self.method, device=wanted or torch.device("cpu"), replicas=replicas
+                engine,
+                self.K,
+                method=self.method,
+                device=wanted or torch.device("cpu"),
+                replicas=replicas,
+                timeout=timeout,
             )
         self.engine: Engine = engine
         self.device = self.engine.device_for(wanted)
         self.batches = 0  # t of the next batch
+        self.epoch_start = (0, 0)  # an epoch, and the number of its first batch
+        self._model_state = ModelState(whole=len(self.engine.here) == self.K)
+        self._found: checkpoints.Found | None = None  # a checkpoint to load once there are stages
         self.entrance: Link = Entrance()
         self._guard = Guard(self.engine, self.precision)
         self._observation = Observation(self.engine, self.method, self.device)
@@ -197,7 +214,7 @@ class Pipeline:
         )
         self._assembler = Assembler(
             self.engine,
-            self.model,
+            self._model,
             self.method,
             self.device,
             self.precision,
@@ -211,7 +228,7 @@ class Pipeline:
         late = (
             self._choice.measures
             or self.method.head is not None
-            or cutting.needs_batch(self.model, self.K, cuts=cuts, units=self.units, trace=trace)
+            or cutting.needs_batch(self._model, self.K, cuts=cuts, units=self.units, trace=trace)
         )
         if sample is not None or not late:
             self._assembled(cutting.as_dict(sample))
@@ -224,19 +241,33 @@ class Pipeline:
                 self._assembly = self._assembler.assemble(self._given_cuts, sample, self.entrance, batch=self.batches)
                 self.cuts = self._assembly.cuts
                 self._observation.begin(self._assembly, self.batches)
+            self._load_found()
         return self._assembly
 
     def _choose_method(self, sample: Any) -> None:
         """Method "auto": choose M and the lag, once; the first process measures, on the first batch or `sample`."""
         if self._choice.measures:
             with self._guard():
-                self._choice = self._choice.made(
-                    self.engine, self.model, sample, device=self.device, precision=self.precision
+                self._set_choice(
+                    self._choice.made(self.engine, self._model, sample, device=self.device, precision=self.precision)
                 )
-            self.method = self._observation.method = self._choice.method
-            self._assembler = replace(self._assembler, method=self.method)
+
+    def _set_choice(self, choice: MethodChoice) -> None:
+        self._choice, self.method = choice, choice.method
+        self._observation.method = self.method
+        self._assembler = replace(self._assembler, method=self.method)
 
     # ---- what there is in this process
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, with the newest weights of the stages of this process.
+
+        The weights of stages in other processes are as of the last `drain`, `gather` or `load`; reading an outdated
+        model warns once (`offbeat.ModelOutdated`).
+        """
+        self._model_state.check()
+        return self._model
 
     @property
     def replica(self) -> int:
@@ -366,6 +397,7 @@ class Pipeline:
                 self._guard.failure = f"it was interrupted within batch {t}, which some of its stages have done"
                 raise
         self.batches += 1
+        self._model_state.newest = False
         if self.method.phase(self.batches) != assembly.method:
             self._change_method(assembly)
 
@@ -379,10 +411,11 @@ class Pipeline:
             for old, new, trees in zip(before.replicas, after.replicas, states, strict=True):
                 saving.hand_over(old, new, diagnoses, trees, self.batches)
 
-    def start_at(self, batches: int) -> Assembly:
-        """Stages of the method that trains the next batch, after that many batches."""
+    def start_at(self, batches: int, *, new: bool = False) -> Assembly:
+        """Stages of the method that trains the next batch, after that many batches; `new`: made again, with new
+        optimizers and schedulers."""
         self.batches, assembly, method = batches, self._assembled(None), self.method.phase(batches)
-        if assembly.method != method:
+        if new or assembly.method != method:
             assembly = self._assembly = self._assembler.with_method(assembly, method)
             self._observation.change_stages(assembly, batches)
         return assembly
@@ -393,6 +426,7 @@ class Pipeline:
         epochs: int = 1,
         *,
         first_epoch: int = 0,
+        resume: bool = False,
         before_step: Callable[[int], None] | None = None,
         after_step: Callable[[int], None] | None = None,
         after_epoch: AfterEpoch | None = None,
@@ -416,6 +450,7 @@ class Pipeline:
             loader,
             epochs,
             first_epoch=first_epoch,
+            resume=resume,
             before_step=before_step,
             after_step=after_step,
             after_epoch=after_epoch,
@@ -430,6 +465,7 @@ class Pipeline:
         epochs: int = 1,
         *,
         first_epoch: int = 0,
+        resume: bool = False,
         before_step: Callable[[int], None] | None = None,
         after_step: Callable[[int], None] | None = None,
         after_epoch: AfterEpoch | None = None,
@@ -441,13 +477,19 @@ class Pipeline:
         checks.whole(epochs, "epochs", least=1)
         checks.whole(first_epoch, "first_epoch", least=0)
         checks.check_functions(before_step=before_step, after_step=after_step, after_epoch=after_epoch)
-        checks.check_flags(drain=drain, own_share=own_share)
+        checks.check_flags(drain=drain, own_share=own_share, resume=resume)
+        if resume and first_epoch:
+            raise UserError(
+                f"first_epoch={first_epoch} with resume=True, which continues in the saved epoch: leave one out"
+            )
         if own_share and self.replicas > 1 and len(self.engine.replicas_here) == self.replicas:
             raise UserError("own_share=True with all replicas in one process: leave it out, the loader is divided here")
         if self.first and loader is not None and not callable(loader):
             checks.check_loader(loader)
         with self._guard(computes=False):  # other pipelines take turns between its steps
-            for epoch in range(first_epoch, epochs):
+            begun = self.epoch_start if resume else (first_epoch, self.batches)
+            for epoch in range(begun[0], epochs):
+                self.epoch_start = begun if epoch == begun[0] else (epoch, self.batches)
                 for batch in self._epoch(loader, epoch, own_share=own_share):
                     if before_step:
                         before_step(self.batches)
@@ -455,6 +497,7 @@ class Pipeline:
                     if after_step:
                         after_step(self.batches - 1)
                     yield
+                self.epoch_start = (epoch + 1, self.batches)
                 if after_epoch:
                     left = after_epoch(epoch)
                     if isinstance(left, Iterator):
@@ -463,14 +506,23 @@ class Pipeline:
         if drain:
             self.drain()
 
+    def _split(self, groups: Iterator[list[tuple[Any, Any]]]) -> Iterator[list[tuple[Any, Any]]]:
+        for shares in groups:
+            yield from map(list, zip(*(self._micro_batches(*batch) for batch in shares), strict=True))
+
     def _epoch(self, loader: Loader | None, epoch: int, *, own_share: bool) -> Iterator[list[tuple[Any, Any]]]:
         """The batches of an epoch in the first stage's process, as many empty ones in others; then the mark that ends
         the epoch is passed on."""
         if self.first:
-            read = training.read_epoch(loader, epoch, self.batches)
+            trained = self.batches - self.epoch_start[1]
+            read = training.read_epoch(loader, epoch, self.batches - trained)
             divided = (1, [0]) if own_share else (self.replicas, self.engine.replicas_here)
-            for shares in training.shares(read, *divided):
-                yield from map(list, zip(*(self._micro_batches(*batch) for batch in shares), strict=True))
+            groups = self._split(training.shares(read, *divided))
+            if self._found is not None:  # the trained batches may be all
+                ahead = next(groups)
+                self._assembled(batches.input_and_target(*ahead[0])[0])
+                groups = chain([ahead], groups)
+            yield from training.after(trained, epoch, groups)
         else:
             yield from training.follow_epoch(lambda: self._assembled(None).workers[0], self.batches)
         for assembly in self._assembly.replicas if self._assembly else ():
@@ -482,6 +534,8 @@ class Pipeline:
         return self.gather()
 
     def _finish(self) -> None:
+        if self._found is not None and self._found.mode != "drained":
+            raise UserError(f"drain() before the first batch, which loads {self._found.path}: give sample=")
         with self._guard():
             self.engine.settle()  # a drain is many turns in one
             with self._observation.draining(self.batches):
@@ -499,7 +553,8 @@ class Pipeline:
                 self._assembly.settle()
                 self._assembly.share_weights()
                 self._observation.share_staleness(self._assembly)
-        return self.model
+        self._model_state.newest = True
+        return self._model
 
     def _settle(self) -> None:
         if self._assembly is not None:
@@ -512,7 +567,8 @@ class Pipeline:
 
         error and top5 are percentages of wrong answers (None where outputs are not class scores).
         `metric(output, target)`, a mean over the batch, replaces error; if it returns a dict, the result has the means
-        under its keys. Where the loader gives dicts, the target is the batch.
+        under its keys. Where the loader gives dicts, the target is the batch. If the loader, the model or the metric
+        raises, training can continue; in several processes the others raise a UserError with the reason.
         """
         steps = self.evaluating(loader, metric=metric)
         while True:
@@ -526,31 +582,127 @@ class Pipeline:
         self, loader: Batches | None = None, *, metric: Metric | None = None
     ) -> Generator[None, None, dict[str, Any]]:
         """`evaluate` a little at a time, as `steps` trains: yields after every batch."""
-        given = loader if self.leads and loader is not None else ()
-        checks.check_loader(given, functions=False)
         checks.check_functions(metric=metric)
-        entering = (batches.input_and_target(*batches.pair(batch, t)) for t, batch in enumerate(given))
-        ahead = next(entering, None) if self._assembly is None else None
-        self._assembled(ahead[0] if ahead else None)
+        entering = evaluation.batches_of(loader if self.leads and loader is not None else ())
+        with self.engine.guard():  # without stages, other processes cannot continue
+            ahead = next(entering, None) if self._assembly is None else None
+        assembly = self._assembled(ahead[0] if ahead else None)
         entering_all = chain([ahead] if ahead else [], entering)
-        assembly = self._assembled(None)
-        meter, began = Meter(metric), time.perf_counter_ns()
+        meter, failure, began = Meter(metric), evaluation.EvaluationFailure(), time.perf_counter_ns()
         with self._guard():
             assembly.settle()
             while self.replica == 0 and evaluation.forward_next(
-                assembly, entering_all, meter, loss=self._loss, device=self.device
+                assembly, entering_all, meter, failure, loss=self._loss, device=self.device
             ):
                 yield
                 assembly = self._assembled(None)
                 self.engine.settle()  # the caller may have trained meanwhile
-            result = self.engine.share(meter.read() if self.last else None, self.K)
+            result, failure.reason = self.engine.share(
+                (None if failure.reason else meter.read(), failure.reason) if self.last else None, self.K
+            )
             self._observation.share_staleness(assembly)
         self._observation.evaluated(time.perf_counter_ns() - began)
+        failure.check()
         if not result["samples"]:
             raise UserError("the loader is empty: give at least one batch")
         return result
 
     # ---- saving
+
+    def save(self, folder: str | Path, *, drain: bool = False, keep: int = 3) -> Path:
+        """Write a checkpoint into a folder, in the format of `offbeat train`; returns its own folder in there.
+
+        It has everything: weights, optimizers, schedulers, random streams, batches in flight, and the position in the
+        epoch of `fit`. A pipeline that loads it continues with the same bits. The folder may have several, of which
+        the newest `keep` remain. In several processes every process calls it, and all see the folder. If it cannot be
+        written, all raise CheckpointFailed, and training can continue.
+
+        drain   finish the batches in flight first, which changes results as `drain` does; such a checkpoint can be
+                loaded without loss at another K. weights="hybrid" needs it, or `keep()` some batches ahead
+
+        >>> import tempfile
+        >>> pipe = Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)), K=2,
+        ...                 loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> _ = pipe.step(torch.ones(4, 2), torch.zeros(4, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pipe.save(folder).name
+        '000000001'
+        """
+        checks.check_flags(drain=drain)
+        checks.whole(keep, "keep", least=1)
+        if self._assembly is None:
+            raise UserError(
+                "save() before there are stages, which the first batch makes: train a batch, or give sample="
+            )
+        if drain:
+            self.drain()
+        with self._guard():
+            self._assembly.settle()
+        return checkpoints.save(self, checks.path_of(folder), keep=keep)
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from the newest valid checkpoint in a folder that `save` or `offbeat train` wrote, or from one
+        checkpoint by its own folder.
+
+        The pipeline must be built in the same way. Then it continues with the same bits, with batches in flight or
+        drained; `fit(..., resume=True)` continues in the middle of the epoch. It may have another K, other cuts,
+        another M or another engine: then weights, the state of the optimizer and the learning rate continue, and
+        batches in flight are lost, with a `NotRestored` warning. In several processes every process calls it.
+
+        Before there are stages, the checkpoint is loaded when the first batch makes them.
+
+        >>> import tempfile
+        >>> def build():
+        ...     torch.manual_seed(0)
+        ...     return Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)), K=2,
+        ...                     loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> first, second, batch = build(), build(), (torch.ones(4, 2), torch.zeros(4, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = first.step(*batch), first.save(folder), second.load(folder)
+        ...     bool(first.step(*batch) == second.step(*batch)), second.batches
+        (True, 2)
+        """
+        if any(stage.in_flight for stage in self.stages.values()):
+            raise UserError("load() with batches in flight: call drain() before, or load into a new pipeline")
+        self._found = found = checkpoints.find(self.engine, checks.path_of(folder))
+        self.batches, self.epoch_start = found.t, found.epoch_start
+        if self._assembly is not None:
+            self._load_found()
+            return
+        if found.K == self.K and self._given_cuts is None:
+            self._given_cuts = found.cuts
+        if self._choice.measures and found.M:
+            self._set_choice(self._choice.with_M(found.M))
+        checkpoints.load_model(self._model, found)
+
+    def _load_found(self) -> None:
+        """Load the checkpoint that was found, into stages."""
+        found, self._found = self._found, None
+        if found is not None:
+            with self._guard():
+                self._settle()
+                checkpoints.restore(self, found)
+            self.gather()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model and the optimizers' state of the stages of this process, by the names of the unsplit model, for
+        `torch.distributed.checkpoint`.
+
+        `model` has parameters and buffers. `optimizer` has torch's flat form (`flatten_optimizer_state_dict`):
+        `state.<parameter>.<key>` and `param_groups.<parameter>.<option>`. Every process has the names of its own
+        stages, so `dcp.save(pipe.state_dict(), checkpoint_id=folder)` in all processes writes one checkpoint of the
+        whole model, which loads into a plain model: `dcp.load({"model": model.state_dict()}, checkpoint_id=folder)`.
+        The tensors are not copies. To continue training, use `save` and `load`.
+
+        >>> pipe = Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1, bias=False)), K=2,
+        ...                 cuts=[1], loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> list(pipe.state_dict()["model"]), pipe.state_dict()["optimizer"]["param_groups.1.weight.lr"]
+        (['0.weight', '0.bias', '1.weight'], 0.001)
+        """
+        if self._assembly is not None:
+            with self._guard():
+                self._assembly.settle()
+        return checkpoints.exported(self._model, self.stages if self.replica == 0 else {})
 
     def keep(self) -> None:
         """From the next batch on, keep what is needed to save this process's stages with their batches in flight; it is
@@ -573,7 +725,7 @@ class Pipeline:
         """After which batches the first stage asked this process to save, and the reason to stop there, or ""."""
         return self.workers[-1].marks
 
-    def state(self, *, keep_on: bool = False) -> dict[int, Any]:
+    def stage_states(self, *, keep_on: bool = False) -> dict[int, Any]:
         """The state of each stage of this process between batches: a tree of its own tensors, to be written at once.
 
         Stage k of replica r has the key r K + k. Replicas above 0 have only what differs from replica 0: their
@@ -593,16 +745,18 @@ class Pipeline:
                 found[saving.number(k, assembly)] = own
         return found
 
-    def load(self, trees: Mapping[int, Any], batches: int) -> None:
+    def load_stage_states(self, trees: Mapping[int, Any], batches: int) -> None:
         """Continue from saved states of the same method, K, cuts, optimizer and scheduler, after that many batches.
 
         With replicas each process needs the states of its stages in its own replica and in replica 0. A state without
         batches in flight and without an open window can be loaded with another number of replicas.
         """
         if self._assembly is None:
-            raise UserError("load() before there are stages, which the first batch makes: give sample=")
+            raise UserError("load_stage_states() before there are stages, which the first batch makes: give sample=")
         if any(stage.in_flight for stage in self.stages.values()):
-            raise UserError("load() with batches in flight: call drain() before, or load into a new pipeline")
+            raise UserError(
+                "load_stage_states() with batches in flight: call drain() before, or load into a new pipeline"
+            )
         with self._guard():
             self._assembly.settle()
             for replica in self.start_at(batches).replicas:
@@ -672,3 +826,13 @@ class Pipeline:
     def close(self) -> None:
         """End the links to other processes; the model stays."""
         self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, where: TracebackType | None) -> None:
+        """Close the pipeline; an exception is reported to the other processes, which then end."""
+        if isinstance(error, Exception):
+            with suppress(Exception), self.engine.guard():
+                raise error.with_traceback(where)
+        self.close()

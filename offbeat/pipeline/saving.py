@@ -71,7 +71,7 @@ def _load(
     except (KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
         raise UserError(
             f"the state of stage {stage.k} is not one of a pipeline like this "
-            f"({type(error).__name__}: {first_line(error)}): load what state() returned with the "
+            f"({type(error).__name__}: {first_line(error)}): load what stage_states() returned with the "
             "same method, K, cuts, optimizer and scheduler"
         ) from error
 
@@ -83,7 +83,7 @@ def _of_replica(stage: Stage, trees: Mapping[int, Any], assembly: Assembly) -> A
     if saved != replicas and (first["stage"]["in_flight"] or first["stage"]["window"]["levels"]):
         raise UserError(
             f"a state of {saved} replica{'s' * (saved > 1)} with batches in flight or an open window, where there are "
-            f"replicas={replicas}: give replicas={saved}, or drain() before state()"
+            f"replicas={replicas}: give replicas={saved}, or drain() before saving"
         )
     if assembly.replica == 0:
         return first
@@ -111,6 +111,26 @@ def hand_over(before: Assembly, after: Assembly, diagnoses: Diagnoses, states: M
         _load(worker, lambda stage: trees[stage.k], diagnoses, batches, after)
 
 
+def merge(parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The whole model of a checkpoint by parameter name, with the state of optimizers and correctors. Without heads,
+    whose names are the same in several stages."""
+    merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "corrections": {}}
+    for part in parts:
+        for kind, values in merged.items():
+            values.update({name: value for name, value in part[kind].items() if name in part["model"]})
+    return merged
+
+
+def lost_batches(parts: list[dict[str, Any]]) -> list[str]:
+    """A note on the batches in flight, if there are any, which another pipeline cannot continue."""
+    lost = sorted({entry["t"] for part in parts for entry in part["in_flight"]})
+    if not lost:
+        return []
+    if len(lost) == 1:
+        return [f"batch {lost[0]}, which was in flight, is lost by the change"]
+    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost by the change"]
+
+
 def _copied(tree: Any) -> Any:
     """The tree with tensors of its own; what was one tensor in several places stays one."""
     made: dict[int, Tensor] = {}
@@ -122,10 +142,10 @@ def _check_place(stage: Stage, tree: Mapping[str, Any], batches: int) -> None:
     method has there."""
     begun, entered = tree["worker"]["entered"] or (batches, batches)  # empty right after a drain
     if entered != batches:
-        raise UserError(f"load(..., batches={batches}), but this state was saved after {entered} batches: give that")
+        raise UserError(f"batches={batches}, but this state was saved after {entered} batches: give that")
     held, resting = len(tree["stage"]["in_flight"]), stage.method.resting(stage.k, stage.K, entered - begun)
     if not stage.method.order and held != resting:
         raise UserError(
             f"a state of stage {stage.k} with {held} batches in flight, where {stage.method.name} has "
-            f"{resting}: load what the same method saved, or drain() before state()"
+            f"{resting}: load what the same method saved, or drain() before saving"
         )

@@ -74,6 +74,21 @@ def shares(batches: Iterator[tuple[Any, Any]], replicas: int, here: Sequence[int
         )
 
 
+def after(trained: int, epoch: int, batches: Iterator[list[tuple[Any, Any]]]) -> Iterator[list[tuple[Any, Any]]]:
+    """The batches of an epoch after those that have been trained, which are read again and left out.
+
+    >>> list(after(2, 0, iter([[("a", 0)], [("b", 0)], [("c", 0)]])))
+    [[('c', 0)]]
+    """
+    again = sum(1 for _ in islice(batches, trained))
+    if again < trained:
+        raise UserError(
+            f"{trained} batches of epoch {epoch} have been trained, but its loader now has {again}: resume with the "
+            "same loader"
+        )
+    yield from batches
+
+
 def follow_epoch(worker: Callable[[], Worker], begin: int) -> Iterator[list[tuple[None, None]]]:
     """As many empty batches in another process, up to the mark that ends the epoch; `worker` returns the present one.
 

@@ -15,7 +15,7 @@ from offbeat.core.stage import Stage
 from offbeat.engines import Engine
 from offbeat.errors import UserError
 from offbeat.methods import settings_of
-from offbeat.pipeline import Pipeline
+from offbeat.pipeline import Pipeline, saving
 from offbeat.runs import optimizers, transfer
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.recipe import Recipe, upgraded
@@ -123,12 +123,12 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
     """Load a checkpoint of the recipe `saved` into the stages of this process; returns notes on what was lost."""
     made = checkpoint.read(Path(path))
     if same:
-        pipe.load(_trees(made, pipe), batches=made.t)
+        pipe.load_stage_states(_trees(made, pipe), batches=made.t)
         for stage in pipe.all_stages:
             change_rates(stage, recipe, saved)
         return []
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
-    notes = _lost_batches(parts)
+    notes = saving.lost_batches(parts)
     before = {**EARLIER, **saved}["optimizer"]
     if before != recipe.optimizer:
         parts = [{**part, "optimizer": {}} for part in parts]
@@ -136,7 +136,7 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
     updates = made.t // recipe.M
     if upgraded(saved)["settings"]["M"] == recipe.M:  # drains have ended windows early
         updates = max(part["counters"]["update_index"] for part in parts)
-    merged = merge(parts)
+    merged = saving.merge(parts)
     heads = heads_by_cut(parts, saved)
     pipe.start_at(made.t)
     for stage in pipe.all_stages:
@@ -152,16 +152,6 @@ def _trees(made: Checkpoint, pipe: Pipeline) -> dict[int, Any]:
     return {replica * pipe.K + k: made.stage(k, replica=replica) for replica in replicas for k in pipe.stages}
 
 
-def merge(parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The whole model of a checkpoint by parameter name, with the state of optimizers and correctors. Without heads,
-    whose names are the same in several stages."""
-    merged: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "corrections": {}}
-    for part in parts:
-        for kind, values in merged.items():
-            values.update({name: value for name, value in part[kind].items() if name in part["model"]})
-    return merged
-
-
 def _end(recipe: Mapping[str, Any], k: int) -> tuple[Any, ...]:
     """Where stage k ends, which decides whether a head still fits."""
     return (recipe["model"], recipe["method"], recipe["units"], *list(recipe["cuts"])[k - 1 : k])
@@ -170,15 +160,6 @@ def _end(recipe: Mapping[str, Any], k: int) -> tuple[Any, ...]:
 def heads_by_cut(parts: list[dict[str, Any]], saved: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
     """The parts of a checkpoint with a head, by where their stage ends."""
     return {_end(saved, part["k"]): part for part in parts if part["head"] is not None}
-
-
-def _lost_batches(parts: list[dict[str, Any]]) -> list[str]:
-    lost = sorted({entry["t"] for part in parts for entry in part["in_flight"]})
-    if not lost:
-        return []
-    if len(lost) == 1:
-        return [f"batch {lost[0]}, which was in flight, is lost by the change"]
-    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost by the change"]
 
 
 def _lost_heads(

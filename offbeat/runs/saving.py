@@ -204,7 +204,7 @@ class Saver:
         folder = None
         try:
             near = any(self.due(batches) for batches in range(t + 1, t + self.notice + 1))
-            for number, tree in self.pipe.state(keep_on=near).items():
+            for number, tree in self.pipe.stage_states(keep_on=near).items():
                 if number in self.apart:
                     made = transfer.send_part(self.links[number], t, self._part(number), tree)
                 else:

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_a_pipeline_exports_as_the_unsplit_model(tmp_path):
     pipe = pipeline("adl")
     for x, y in batches(5):
         pipe.step(x, y)
-    through_files(tmp_path, pipe.state())
+    through_files(tmp_path, pipe.stage_states())
     assert export(tmp_path, tmp_path / "model.safetensors")["tensors"] == len(pipe.model.state_dict())
     plain = network()
     plain.load_state_dict(load_file(tmp_path / "model.safetensors"))

@@ -133,7 +133,7 @@ def test_a_state_with_other_messages_in_flight_is_refused():
     for t in range(4):
         first.step(torch.full((5, 6), float(t)), torch.tensor([0, 1, 2, 3, 0]))
     with pytest.raises(UserError, match="messages='int8' in flight, this pipeline messages='exact'"):
-        second.load(first.state(), batches=4)
+        second.load_stage_states(first.stage_states(), batches=4)
 
 
 @pytest.mark.parametrize("messages", ["exact", "bf16"])
@@ -142,7 +142,7 @@ def test_a_drained_state_is_loaded_with_other_messages(messages):
     for t in range(4):
         first.step(torch.full((5, 6), float(t)), torch.tensor([0, 1, 2, 3, 0]))
     first.drain()
-    second.load(first.state(), batches=4)
+    second.load_stage_states(first.stage_states(), batches=4)
     assert [worker.compression.residuals for worker in second.workers] == [{}, {}]
     x, y = torch.ones(5, 6), torch.tensor([0, 1, 2, 3, 0])
     assert second.evaluate([(x, y)]) == first.evaluate([(x, y)])

@@ -140,13 +140,13 @@ def test_a_run_in_bf16_resumes_bit_for_bit_with_batches_in_flight(weights, tmp_p
             first.keep()
         first.step(x, y)
     trees = {}
-    for k, tree in first.state().items():
+    for k, tree in first.stage_states().items():
         facts = {fact.name: fact for fact in checkpoint.write_part(tmp_path, f"stage-{k}", tree)}
         trees[k] = checkpoint.parts.read_part(tmp_path, f"stage-{k}", facts, device="cpu")
     kinds = {tensor.dtype for version in trees[1]["stage"]["versions"] for tensor in version.values()}
     assert kinds == (set() if weights == "replay" else {torch.bfloat16, torch.float32})
     second = pipeline(method)
-    second.load(trees, batches=at)
+    second.load_stage_states(trees, batches=at)
     assert same(finish(second, data[at:]), (whole[0][at:], whole[1]))
 
 

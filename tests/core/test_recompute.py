@@ -288,9 +288,9 @@ def test_a_state_in_flight_continues_with_and_without_recompute(name, saved_with
     first = pipeline(with_settings(name, {"M": 3, "recompute": saved_with}))
     for x, y in data[:at]:
         first.step(x, y)
-    state = moved(first.state())
+    state = moved(first.stage_states())
     second = pipeline(with_settings(name, {"M": 3, "recompute": loaded_with}))
-    second.load(state, batches=at)
+    second.load_stage_states(state, batches=at)
     losses, weights = train(second, data[at:])
     assert losses[1:] == expected[0][at + 1 :]
     assert_same(([], weights), ([], expected[1]))
@@ -313,7 +313,7 @@ def test_overwritten_buffers_are_in_the_state(saved_with, loaded_with):
     first, second = made(saved_with), made(loaded_with)
     for x, y in data[:8]:
         first.step(x, y)
-    second.load(moved(first.state()), batches=8)
+    second.load_stage_states(moved(first.stage_states()), batches=8)
     assert_same(([], train(second, data[8:])[1]), ([], expected[1]))
 
 

@@ -68,14 +68,14 @@ def test_a_stage_with_a_module_named_head_resumes_bit_for_bit():
     whole, first, second = (pipeline("head") for _ in range(3))
     expected = steps(whole, 8)
     steps(first)
-    second.load(first.state(), batches=4)
+    second.load_stage_states(first.stage_states(), batches=4)
     assert all(map(torch.equal, steps(second, 4, first=4), expected))
 
 
 def test_parameters_of_a_head_keep_their_names_in_checkpoints():
     pipe = pipeline("body")
     steps(pipe)
-    saved = pipe.state()[1]["stage"]
+    saved = pipe.stage_states()[1]["stage"]
     assert {name for name in saved["optimizer"] if name not in saved["model"]} == {
         "head.net.0.weight",
         "head.net.0.bias",

@@ -36,12 +36,12 @@ def interrupted(make, at: tuple[int, ...], keep_from: int = 0):
         if t == keep_from:
             first.keep()
         if t in at:
-            saved[t] = moved(first.state(keep_on=t < at[-1])), [report.as_dict() for report in first.reports()]
+            saved[t] = moved(first.stage_states(keep_on=t < at[-1])), [report.as_dict() for report in first.reports()]
         losses.append(repr(first.step(x, y)))
     first.drain()
     for t, (state, reported) in saved.items():
         second = make()
-        second.load(state, batches=t)
+        second.load_stage_states(state, batches=t)
         assert [report.as_dict() for report in second.reports()] == reported
         resumed[t] = finish(second, data[t:])
     return resumed, (losses[1:], first.model.state_dict())
@@ -109,10 +109,10 @@ def test_stages_of_other_shapes_are_refused():
     pipe = pipeline("adl")
     for x, y in batches(4):
         pipe.step(x, y)
-    saved = moved(pipe.state())
+    saved = moved(pipe.stage_states())
     saved[2]["stage"]["model"].popitem()
     with pytest.raises(offbeat.UserError, match="not there in the checkpoint"):
-        pipeline("adl").load(saved, batches=4)
+        pipeline("adl").load_stage_states(saved, batches=4)
     assert stages_of("adl") == 3
 
 

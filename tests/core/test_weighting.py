@@ -47,9 +47,9 @@ def trained(method, K, weighting, *, engine=lambda: "simulate", stop=None):
     for t, (x, y) in enumerate(batches()):
         pipe.step(x, y)
         if t == stop:
-            state = pipe.state()
+            state = pipe.stage_states()
             pipe = pipeline(method, K, weighting, engine)
-            pipe.load(state, batches=t + 1)
+            pipe.load_stage_states(state, batches=t + 1)
     return [parameter.detach().clone() for parameter in pipe.drain().parameters()]
 
 

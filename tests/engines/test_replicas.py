@@ -258,10 +258,10 @@ def test_replicas_continue_from_a_state_bit_for_bit(name, stop):
     before.keep()
     for t in range(stop):
         before.step(*at(before, case, t))
-    trees = before.state()
+    trees = before.stage_states()
     assert set(trees) == {1, 2, 3, 4}
     assert "optimizer" not in trees[3]["stage"]  # the same in replica 0
-    after.load(trees, stop)
+    after.load_stage_states(trees, stop)
     for t in range(stop, case.N):
         after.step(*at(after, case, t))
     assert fingerprint(after.drain().state_dict()) == fingerprint(straight.drain().state_dict())
@@ -273,7 +273,7 @@ def test_a_drained_state_is_loaded_with_another_number_of_replicas():
     for t in range(4):
         before.step(*at(before, case, t))
     before.drain()
-    other.load(before.state(), 4)
+    other.load_stage_states(before.stage_states(), 4)
     assert fingerprint(other.gather().state_dict()) == fingerprint(before.gather().state_dict())
     for t in range(4, 8):
         other.step(*at(other, replace(case, R=3), t))
@@ -288,7 +288,7 @@ def test_batches_in_flight_of_another_number_of_replicas_are_refused():
     for t in range(4):
         before.step(*at(before, case, t))
     with pytest.raises(UserError, match=r"a state of 2 replicas with batches in flight .* replicas=1: give replicas=2"):
-        pipeline(replace(case, R=1)).load(before.state(), 4)
+        pipeline(replace(case, R=1)).load_stage_states(before.stage_states(), 4)
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,9 @@ def test_a_state_saved_in_flight_resumes_bit_for_bit():
     train(whole, batches())
     for x, y in batches()[:14]:
         saved.step(x, y)
-    again.load(pytree.tree_map_only(torch.Tensor, torch.clone, saved.state()), batches=14)  # as if from a file
+    again.load_stage_states(
+        pytree.tree_map_only(torch.Tensor, torch.clone, saved.stage_states()), batches=14
+    )  # as if from a file
     train(again, batches()[14:])
     assert all(map(torch.equal, whole.model.state_dict().values(), again.model.state_dict().values()))
 

@@ -135,10 +135,10 @@ class Program:
                 losses[-1].item()
             elif event == "reload" and streams:  # as if it had never been
                 losses = [loss.detach().clone() for loss in losses]
-                state = pytree.tree_map_only(torch.Tensor, torch.clone, pipe.state())
+                state = pytree.tree_map_only(torch.Tensor, torch.clone, pipe.stage_states())
                 pipe.close()
                 pipe = self.pipeline(streams=streams)
-                pipe.load(state, batches=t + 1)
+                pipe.load_stage_states(state, batches=t + 1)
         pipe.drain()
         told += [(one.updates, one.versions) for one in pipe.reports()]
         weights = [tensor.clone() for tensor in pipe.model.state_dict().values()]

@@ -560,7 +560,7 @@ def test_a_state_with_repeated_forwards_resumes_bit_for_bit_in_either_engine(int
     train(whole, batches())
     for x, y in batches()[:14]:
         saved.step(x, y)
-    again.load(saved.state(), batches=14)
+    again.load_stage_states(saved.stage_states(), batches=14)
     train(again, batches()[14:])
     assert all(map(torch.equal, whole.model.state_dict().values(), again.model.state_dict().values()))
 
@@ -629,7 +629,7 @@ def test_a_state_saved_in_flight_resumes_bit_for_bit_in_either_engine(weights, i
         if t == 14 - 2 * K:
             saved.keep()
         saved.step(x, y)
-    again.load(saved.state(), batches=14)
+    again.load_stage_states(saved.stage_states(), batches=14)
     train(again, batches()[14:])
     assert all(map(torch.equal, whole.model.state_dict().values(), again.model.state_dict().values()))
 
@@ -643,7 +643,7 @@ def test_copies_of_one_version_are_one_after_loading_too(into):
         if t == 5:
             one.drain()
         one.step(x, y)
-    other.load(pytree.tree_map_only(torch.Tensor, torch.clone, one.state()), batches=12)
+    other.load_stage_states(pytree.tree_map_only(torch.Tensor, torch.clone, one.stage_states()), batches=12)
     for pipe in (one, other):
         for x, y in data[12:]:
             pipe.step(x, y)
@@ -656,11 +656,11 @@ def test_a_pipeline_that_has_trained_can_be_loaded_too():
     train(whole, batches())
     for x, y in batches()[:10]:
         other.step(x, y)
-    early = {k: {part: _copied(tree) for part, tree in trees.items()} for k, trees in other.state().items()}
+    early = {k: {part: _copied(tree) for part, tree in trees.items()} for k, trees in other.stage_states().items()}
     for x, y in batches()[10:14]:
         other.step(x, y)
     other.drain()
-    other.load(early, batches=10)
+    other.load_stage_states(early, batches=10)
     train(other, batches()[10:])
     assert all(map(torch.equal, whole.model.state_dict().values(), other.model.state_dict().values()))
 
@@ -740,10 +740,10 @@ def test_parameters_without_a_gradient_in_a_window_are_left_alone(M, fused, load
         for t, size in enumerate([6, 3, 6, 6, 3, 6, 6, 3, 3, 3, 6, 6, 6, 6, 6, 3, 6, 6]):
             pipe.step(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
             if loaded and t in (3, 6, 9, 10):
-                state = pytree.tree_map_only(torch.Tensor, torch.clone, pipe.state())
+                state = pytree.tree_map_only(torch.Tensor, torch.clone, pipe.stage_states())
                 pipe.drain()
                 pipe = made[1] if pipe is made[0] else made[0]  # the other one may have trained, too
-                pipe.load(state, batches=t + 1)
+                pipe.load_stage_states(state, batches=t + 1)
         pipe.drain()
         return list(pipe.model.parameters())
 

@@ -138,7 +138,7 @@ def test_a_pipeline_resumes_with_the_correctors_memory_bit_for_bit(corrector, op
         pipe.keep()
     for x, y in batches[:9]:
         first.step(x, y)
-    second.load(first.state(), batches=9)
+    second.load_stage_states(first.stage_states(), batches=9)
     there = trained(second, batches[9:])
     here = trained(whole, batches)
     assert all(

@@ -338,10 +338,10 @@ def test_a_state_saved_within_a_window_continues_its_measurement(weights):
     first.keep()
     for x, y in data[:10]:
         first.step(x, y)
-    saved = first.state()
+    saved = first.stage_states()
     before = {report.k: report.diagnosis for report in first.reports()}
     second.diagnose(1)
-    second.load(saved, batches=10)
+    second.load_stage_states(saved, batches=10)
     for x, y in data[10:]:
         second.step(x, y)
     second.drain()

@@ -59,7 +59,7 @@ def test_a_pipeline_learns_and_a_saved_state_continues_bit_for_bit(make):
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     for x, y in data[:21]:
         saved.step(x, y)
-    again.load(pytree.tree_map_only(Tensor, torch.clone, saved.state()), batches=21)
+    again.load_stage_states(pytree.tree_map_only(Tensor, torch.clone, saved.stage_states()), batches=21)
     assert trained(again, data[21:]) == losses[21:]
     check_equal(whole, again)
 
@@ -91,23 +91,23 @@ def test_updates_of_rotated_adam_are_not_recorded_and_give_the_bits_of_simulate(
 def saved_by(make) -> list:
     pipe = pipeline(make)
     trained(pipe, tokens(8))
-    return pytree.tree_map_only(Tensor, torch.clone, pipe.state())
+    return pytree.tree_map_only(Tensor, torch.clone, pipe.stage_states())
 
 
 def test_a_state_of_adamw_is_refused_by_rotated_adam():
     with pytest.raises(UserError, match="this state is of another optimizer than RotatedAdam"):
-        pipeline(RotatedAdam).load(saved_by(torch.optim.AdamW), batches=8)
+        pipeline(RotatedAdam).load_stage_states(saved_by(torch.optim.AdamW), batches=8)
 
 
 def test_a_state_with_other_hidden_matrices_is_refused():
     alone = partial(Muon, hidden=lambda name, p: "mlp" in name and p.ndim == 2)
     with pytest.raises(UserError, match="has other parameter groups than this Muon: make the same ones"):
-        pipeline(alone).load(saved_by(Muon), batches=8)
+        pipeline(alone).load_stage_states(saved_by(Muon), batches=8)
 
 
 def test_what_correctors_set_is_not_loaded():
     pipe = pipeline(on_device)
-    pipe.load(saved_by(Muon), batches=8)
+    pipe.load_stage_states(saved_by(Muon), batches=8)
     for stage in pipe.stages.values():
         for group in stage.optimization.optimizer.param_groups:
             assert (group["keep_direction"], group["compensation"]) == (True, 1.5)

@@ -122,7 +122,7 @@ def test_auto_resumes_from_a_state_bit_for_bit(times):
     first.keep()
     for x, y in batches()[:3]:
         first.step(x, y)
-    second.load(first.state(), first.batches)
+    second.load_stage_states(first.stage_states(), first.batches)
     for x, y in batches()[3:]:
         second.step(x, y)
     assert same(whole.drain(), second.drain())

@@ -211,12 +211,12 @@ def test_batches_in_flight_are_restored_from_this_and_from_earlier_versions(weig
         stage.keep()
     for x, y in data[:6]:
         pipe.step(x, y)
-    trees = pytree.tree_map_only(Tensor, Tensor.clone, pipe.state())
+    trees = pytree.tree_map_only(Tensor, Tensor.clone, pipe.stage_states())
     for k, entry in [(k, entry) for k, tree in trees.items() for entry in tree["stage"]["in_flight"]]:
         marked = (entry.pop if earlier else entry.get)("requires_grad", [])
         assert marked.count(True) == (k > 1)
     other = pipeline(resumed, method)
-    other.load(trees, batches=6)
+    other.load_stage_states(trees, batches=6)
     assert train(other, data[6:]) == expected[6:]
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name

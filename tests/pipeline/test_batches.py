@@ -271,9 +271,9 @@ def test_batches_in_flight_are_saved_and_loaded_with_their_samples(weights):
     pipe.keep()
     for batch in data[:7]:
         pipe.step(batch)
-    saved = copy.deepcopy(pipe.state())
+    saved = copy.deepcopy(pipe.stage_states())
     again = offbeat.Pipeline(net(), K=2, method=method, weighting="samples", sample=data[0], optimizer=sgd)
-    again.load(saved, 7)
+    again.load_stage_states(saved, 7)
     losses = [float(again.step(batch)) for batch in data[7:]]
     again.drain()
     expected = trained(net(), data, **options)

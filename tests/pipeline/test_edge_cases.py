@@ -112,7 +112,7 @@ def test_a_network_may_write_into_its_input_and_be_saved_in_flight(weights, engi
     first.keep()
     for x, y in batches()[:7]:
         first.step(x, y)
-    second.load(first.state(), batches=7)
+    second.load_stage_states(first.stage_states(), batches=7)
     assert same(train(whole, batches()), train(second, batches()[7:]))
 
 
@@ -135,10 +135,10 @@ def test_a_state_can_be_loaded_again_and_again_also_where_training_has_gone_on(c
     pipe = pipeline(method)
     for x, y in batches()[:done]:
         pipe.step(x, y)
-    kept = clone(pipe.state())
+    kept = clone(pipe.stage_states())
     for _ in range(2):
         pipe.drain()
-        pipe.load(kept, batches=done)
+        pipe.load_stage_states(kept, batches=done)
         for x, y in batches()[done:]:
             pipe.step(x, y)
         assert same(train(pipe, []), expected)
@@ -152,25 +152,25 @@ def test_states_that_do_not_fit_are_refused_in_one_line():
     pipe = pipeline(offbeat.ADL(M=2))
     for x, y in batches()[:7]:
         pipe.step(x, y)
-    state = clone(pipe.state())
+    state = clone(pipe.stage_states())
     fresh = offbeat.Pipeline(network(), 2, method="adl", loss=cross_entropy, optimizer=sgd)
-    with pytest.raises(UserError, match=r"load\(\) before there are stages.*give sample="):
-        fresh.load(state, 7)
-    with pytest.raises(UserError, match=r"load\(\) with batches in flight: call drain\(\)"):
-        pipe.load(state, 7)
+    with pytest.raises(UserError, match=r"load_stage_states\(\) before there are stages.*give sample="):
+        fresh.load_stage_states(state, 7)
+    with pytest.raises(UserError, match=r"load_stage_states\(\) with batches in flight: call drain\(\)"):
+        pipe.load_stage_states(state, 7)
     with pytest.raises(UserError, match=r"batches=77.*, but this state was saved after 7 batches"):
-        pipeline(offbeat.ADL(M=2)).load(state, 77)
+        pipeline(offbeat.ADL(M=2)).load_stage_states(state, 77)
     for tree in ({}, "x", None, {1: {}, 2: {}}):
         with pytest.raises(UserError, match="the state of stage 1 is not one of a pipeline like this"):
-            pipeline(offbeat.ADL(M=2)).load(tree, 7)
+            pipeline(offbeat.ADL(M=2)).load_stage_states(tree, 7)
     for name, has in (("gpipe", 0), ("bp", 0), ("adl-1f1b", 1)):
         with pytest.raises(UserError, match=f"stage 1 with 2 batches in flight, where {name} has {has}"):
-            pipeline(name).load(state, 7)
+            pipeline(name).load_stage_states(state, 7)
     with pytest.raises(UserError, match="of another optimizer than Adam, with momentum: make the same one"):
-        pipeline(offbeat.ADL(M=2), optimizer=lambda p: torch.optim.Adam(p)).load(state, 7)
+        pipeline(offbeat.ADL(M=2), optimizer=lambda p: torch.optim.Adam(p)).load_stage_states(state, 7)
     scheduled = pipeline(offbeat.ADL(M=2), scheduler=SCHEDULES["steps"])
     with pytest.raises(UserError, match="the state of stage 1 is not one of a pipeline like this"):
-        scheduled.load(state, 7)
+        scheduled.load_stage_states(state, 7)
 
 
 # ---- what is given

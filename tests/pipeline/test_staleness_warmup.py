@@ -82,7 +82,7 @@ def test_the_switch_is_a_hand_over_of_a_saved_state(method):
     synchronous, late = pipeline(offbeat.BP(M=method.M)), pipeline(method)
     losses = train(synchronous, batches[:end])
     synchronous.drain()
-    for k, saved in synchronous.state().items():  # by hand what a run does that is resumed with another method
+    for k, saved in synchronous.stage_states().items():  # by hand what a run does that is resumed with another method
         stage, tree = late.stages[k], saved["stage"]
         stage_state.load_model(stage, tree["model"], tree["optimizer"], {})
         stage.resume_schedule(3)
@@ -122,7 +122,7 @@ def test_a_checkpoint_around_the_switch_resumes_bit_for_bit(weights, engine, int
         saved, again = pipeline(method, engine, dropout=dropout), pipeline(method, into, dropout=dropout)
         saved.keep()
         train(saved, batches[:at])
-        again.load(saved.state(), batches=at)
+        again.load_stage_states(saved.stage_states(), batches=at)
         assert train(again, batches[at:]) == losses[at:], at
         check_same_bits(bits(again), expected)
 

@@ -148,9 +148,9 @@ def test_a_state_with_batches_in_flight_continues_bit_for_bit(weights):
     pipe.keep()
     for x, y in data[:9]:
         pipe.step(x, y)
-    saved = copy.deepcopy(pipe.state())
+    saved = copy.deepcopy(pipe.stage_states())
     other = pipeline(network(seed=5), 3, method)
-    other.load(saved, 9)
+    other.load_stage_states(saved, 9)
     equal(train(other, data[9:]), expected)
 
 

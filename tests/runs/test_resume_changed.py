@@ -12,7 +12,7 @@ from command import Command, check_refused, train_here
 from safetensors.torch import load_file
 
 from offbeat.checkpoint import ls
-from offbeat.runs import resuming
+from offbeat.pipeline import saving
 from offbeat.runs.record import lines
 
 SAMPLES, EPOCHS = 96, 4
@@ -220,7 +220,7 @@ def test_the_model_of_a_checkpoint_holds_no_auxiliary_heads():
         {"model": {"head.weight": 10}, "optimizer": {"head.weight": own}, "corrections": {}},
         {"model": {"tail.weight": 20}, "optimizer": {"head.weight": auxiliary}, "corrections": {"head.weight": {}}},
     ]
-    merged = resuming.merge(parts)
+    merged = saving.merge(parts)
     assert merged == {
         "model": {"head.weight": 10, "tail.weight": 20},
         "optimizer": {"head.weight": own},

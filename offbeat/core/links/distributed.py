@@ -10,8 +10,10 @@ one message. The receiver does not know its length in advance, so both ends know
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +30,8 @@ FIRST_SIZE = 1 << 16  # bytes of a receive, before there was a longer message
 MOST_POSTED = 8  # receives of a link
 GOODBYE = "close"  # kind of the last message; its content is the reason, "" where all is done
 GOODBYE_LIMIT = 4096  # bytes of it
+STOPPED = "it has stopped"  # where it gives no reason
+LATE = "no message in time"  # the reason of a link whose timeout has passed
 REASON_LIMIT = 300  # characters of its reason
 
 
@@ -58,7 +62,10 @@ class ReceiveSizes:
 
 
 class Sender:
-    """The sending end. `patient`: where the link is full, wait (evaluation) instead of failing (training)."""
+    """The sending end. `patient`: where the link is full, wait (evaluation) instead of failing (training), for at most
+    `timeout` seconds."""
+
+    timeout = math.inf
 
     def __init__(
         self,
@@ -82,7 +89,10 @@ class Sender:
         self._put(pack(message))
 
     def _put(self, parcel: Any) -> None:
+        began = time.monotonic()
         while self.failure is None:
+            if time.monotonic() - began > self.timeout:
+                raise self.lost(LATE)
             try:
                 self.outbox.put(parcel, block=self.patient, timeout=1.0 if self.patient else None)
                 return
@@ -115,7 +125,7 @@ class Sender:
 
     def close(self, reason: str = "") -> None:
         """Send a goodbye with the reason after all other messages, which ends the thread at the other end."""
-        self.closing, self.reason = True, reason or self.reason
+        self.closing, self.reason = True, self.reason or reason
         with contextlib.suppress(queue.Full):  # then the thread is not waiting, and reads `closing`
             self.outbox.put_nowait(None)
 
@@ -129,7 +139,9 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end."""
+    """The receiving end; waits for at most `timeout` seconds."""
+
+    timeout = math.inf
 
     def __init__(
         self, from_rank: int, tag: int, group: dist.ProcessGroup, *, capacity: int, lost: Callable[[str], StageLost]
@@ -197,7 +209,7 @@ class Receiver:
                 self.inbox.put(str(error))
                 raise self.lost(str(error)) from error
             if message.kind == GOODBYE:
-                reason = message.content or "it has stopped"
+                reason = message.content or STOPPED
                 self.inbox.put(reason)
                 raise self.lost(reason)
             self.next = message
@@ -205,7 +217,10 @@ class Receiver:
         return self.next
 
     def _wait(self) -> Any:
+        began = time.monotonic()
         while True:  # with timeouts, so that Ctrl-C is handled
+            if time.monotonic() - began > self.timeout:
+                return LATE
             try:
                 return self.inbox.get(timeout=0.5)
             except queue.Empty:

@@ -1,0 +1,276 @@
+"""Whole checkpoints of a pipeline in one call: all processes write and read them together.
+
+all processes    stage_states | begin | write parts | exchange facts | first process: finish | share the outcome
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat import checkpoint
+from offbeat.checkpoint import Checkpoint, CheckpointDamaged, CheckpointFailed
+from offbeat.checkpoint.export import model_of
+from offbeat.checkpoint.folder import FOLDER, MANIFEST
+from offbeat.core import state as stage_state
+from offbeat.core.stage import Stage
+from offbeat.correctors import as_text
+from offbeat.engines import Engine
+from offbeat.errors import NotRestored, UserError
+from offbeat.method import Method
+from offbeat.pipeline import saving
+
+if TYPE_CHECKING:
+    from offbeat.pipeline.pipeline import Pipeline
+
+
+# ---- saving
+
+
+def save(pipe: Pipeline, folder: Path, *, keep: int) -> Path:
+    """Write a checkpoint of a pipeline that has settled; CheckpointFailed in every process if one cannot write."""
+    engine, t, failed = pipe.engine, pipe.batches, None
+    if engine.leads:
+        try:
+            checkpoint.clean(folder)
+            checkpoint.begin(folder, t)
+        except UserError as error:
+            failed = str(error)
+    failed = engine.share(failed, 1)
+    if failed:
+        raise CheckpointFailed(failed)
+    reports = engine.exchange(_write_parts(pipe, folder))
+    problems = [report["failed"] for report in reports if report["failed"]]
+    if engine.leads:
+        part = checkpoint.begin(folder, t)
+        if problems:
+            checkpoint.abandon(part)
+        else:
+            facts = [each for report in reports for each in report["facts"]]
+            problems = _finish(pipe, folder, part, facts, drained=not any(report["in_flight"] for report in reports))
+            checkpoint.prune(folder, keep)
+    problems = engine.share(problems, 1)
+    if problems:
+        raise CheckpointFailed(problems[0])
+    return folder / FOLDER / f"{t:0{checkpoint.DIGITS}d}"
+
+
+def _write_parts(pipe: Pipeline, folder: Path) -> dict[str, Any]:
+    """Write the stages of this process; returns the facts for the manifest, or why it failed."""
+    report: dict[str, Any] = {"facts": [], "failed": None, "in_flight": False}
+    part = folder / FOLDER / f"{pipe.batches:0{checkpoint.DIGITS}d}{checkpoint.UNFINISHED}"
+    try:
+        if not part.is_dir():
+            stages = ", ".join(map(str, pipe.stages))
+            raise UserError(f"the process of stage {stages} does not see {folder}: give a folder that all share")
+        trees = pipe.stage_states(keep_on=any(stage.keeping for stage in pipe.all_stages))
+        report["in_flight"] = any(stage.in_flight for stage in pipe.all_stages)
+        for number, tree in trees.items():
+            replica, k = divmod(number - 1, pipe.K)
+            write = partial(checkpoint.write_part, part, checkpoint.part_name(k + 1, replica), tree)
+            report["facts"] += [facts.as_dict() for facts in checkpoint.with_room(folder, write)]
+    except UserError as error:  # CheckpointFailed, or a state that cannot be saved
+        report["failed"] = str(error)
+    return report
+
+
+def _finish(pipe: Pipeline, folder: Path, part: Path, facts: list[Any], *, drained: bool) -> list[str]:
+    """Complete the checkpoint in the first process; returns why it failed, if it did."""
+    epoch, first = pipe.epoch_start
+    try:
+        checkpoint.finish(
+            part,
+            facts,
+            t=pipe.batches,
+            mode="drained" if drained else "in-flight",
+            K=pipe.K,
+            replicas=pipe.replicas,
+            method=pipe.method.name,
+            run={
+                "batches": pipe.batches,
+                "epoch": epoch,
+                "epoch_batches": pipe.batches - first,
+                "pipeline": {**description(pipe.method, pipe.K), "cuts": pipe.cuts},
+            },
+        )
+    except CheckpointFailed as error:
+        return [str(error)]
+    return []
+
+
+def description(method: Method, K: int) -> dict[str, Any]:
+    """What must be the same to continue with batches in flight.
+
+    >>> from offbeat.methods import ADL
+    >>> description(ADL(M=2), 2)["lag"]
+    [2, 0]
+    """
+    return {
+        "method": method.name,
+        "M": method.M,
+        "m": method.m,
+        "lag": [method.lag(k, K) for k in range(1, K + 1)],
+        "window": method.window,
+        "weights": method.weights,
+        "correctors": as_text(method.correctors),
+        "staleness_warmup": [[description(phase, K), updates] for phase, updates in method.staleness_warmup],
+    }
+
+
+# ---- loading
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, the same in every process.
+
+    epoch_start   the epoch, and the number of its first batch
+    pipeline      `description` of its method, with cuts; empty where `offbeat train` wrote it
+    """
+
+    path: Path
+    t: int
+    K: int
+    mode: str
+    epoch_start: tuple[int, int]
+    pipeline: Mapping[str, Any]
+
+    @property
+    def cuts(self) -> list[int] | None:
+        return self.pipeline.get("cuts")
+
+    @property
+    def M(self) -> int | None:  # noqa: N802
+        return self.pipeline.get("M")
+
+
+def find(engine: Engine, folder: Path) -> Found:
+    """The newest valid checkpoint in a folder, or the one that it is; the first process looks."""
+    shared: dict[str, Any] = {}
+    if engine.leads:
+        try:
+            made, notes = _newest(folder)
+            run = made.run()
+            recipe = run.get("recipe", {})
+            pipeline = run.get("pipeline", {"cuts": recipe.get("cuts"), "M": recipe.get("settings", {}).get("M")})
+            start = (run.get("epoch", 0), made.t - run.get("epoch_batches", made.t))
+            own = made.path == folder
+            shared = {"name": None if own else made.path.name, "found": [made.t, made.K, made.mode, start, pipeline]}
+            for note in notes:
+                warnings.warn(note, NotRestored, stacklevel=4)
+        except UserError as error:
+            shared = {"refused": str(error)}
+    shared = engine.share(shared, 1)
+    if "refused" in shared:
+        raise UserError(shared["refused"])
+    t, K, mode, start, pipeline = shared["found"]
+    path = folder if shared["name"] is None else folder / FOLDER / shared["name"]
+    return Found(path, t, K, mode, tuple(start), pipeline)
+
+
+def _newest(folder: Path) -> tuple[Checkpoint, list[str]]:
+    if (folder / MANIFEST).exists():
+        if problems := checkpoint.verify(folder):
+            raise CheckpointDamaged(problems[0])
+        return checkpoint.read(folder), []
+    found, notes = checkpoint.newest(folder)
+    if found is None:
+        why = f" ({'; '.join(notes)})" if notes else ""
+        raise UserError(f"{folder} has no valid checkpoint{why}: give a folder that pipe.save or offbeat train wrote")
+    return found, notes
+
+
+def load_model(model: nn.Module, found: Found) -> None:
+    """Put the weights of a checkpoint into a model that is not cut yet."""
+    saved = model_of(checkpoint.read(found.path))
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name in saved and saved[name].shape == tensor.shape:
+                tensor.copy_(saved[name])
+
+
+def restore(pipe: Pipeline, found: Found) -> None:
+    """Load a checkpoint into the stages of this process: with its batches in flight, where the pipeline is the same."""
+    made = checkpoint.read(found.path)
+    trees = _trees(made, pipe)
+    if all(pipe.engine.exchange(trees is not None and _same(pipe, made, found, trees))):
+        assert trees is not None
+        pipe.load_stage_states(trees, made.t)
+        return
+    for note in _restore_changed(pipe, made, found):
+        if pipe.leads:
+            warnings.warn(note, NotRestored, stacklevel=2)
+
+
+def _trees(made: Checkpoint, pipe: Pipeline) -> dict[int, Any] | None:
+    """The states of the stages of this process, and of the same stages in replica 0, by their number."""
+    if made.K != pipe.K:
+        return None
+    replicas = sorted({0, *pipe.engine.replicas_here} & set(range(made.replicas)))
+    return {replica * pipe.K + k: made.stage(k, replica=replica) for replica in replicas for k in pipe.stages}
+
+
+def _same(pipe: Pipeline, made: Checkpoint, found: Found, trees: Mapping[int, Any]) -> bool:
+    """Whether the stages of this process can continue exactly."""
+    own = description(pipe.method, pipe.K)
+    if made.method != pipe.method.name or any(found.pipeline.get(name, value) != value for name, value in own.items()):
+        return False
+    if made.replicas != pipe.replicas and made.mode != "drained":
+        return False
+    return all(set(trees[k]["stage"]["model"]) == set(stage_state.tensors(stage)) for k, stage in pipe.stages.items())
+
+
+def _restore_changed(pipe: Pipeline, made: Checkpoint, found: Found) -> list[str]:
+    """Load what fits a pipeline with other stages, into new ones; returns notes on what was lost."""
+    parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
+    updates = made.t // pipe.method.M
+    if found.M == pipe.method.M:  # a drain may have ended a window early
+        updates = max(part["counters"]["update_index"] for part in parts)
+    merged = saving.merge(parts)
+    ends = dict(zip(found.cuts or [], parts, strict=False))  # by where a stage ends
+    heads = {cut: part for cut, part in ends.items() if part["head"] is not None and made.method == pipe.method.name}
+    pipe.start_at(made.t, new=True)
+    groups: list[Any] = next((part["groups"] for part in parts if part["groups"]), [])
+    lost = set()
+    for stage in pipe.all_stages:
+        if stage.optimization.optimizer is not None:
+            stage_state.check_kind(stage.optimization.optimizer, groups)
+        stage_state.load_model(stage, merged["model"], merged["optimizer"], merged["corrections"])
+        if stage.feedback.head is not None:
+            head = heads.get((pipe.cuts or [])[stage.k - 1])
+            stage_state.load_head(stage, head)
+            lost |= {stage.k} if head is None else set()
+        stage.advance_schedule(updates)
+    missing = sorted({k for each in pipe.engine.exchange(sorted(lost)) for k in each})
+    new = f"the heads of stages {', '.join(map(str, missing))} are new: the checkpoint has none at these cuts"
+    return saving.lost_batches(parts) + [new] * bool(missing)
+
+
+# ---- export
+
+
+def exported(model: nn.Module, stages: Mapping[int, Stage]) -> dict[str, Any]:
+    """The tensors of the model that these stages train, and the state of their optimizers in torch's flat form."""
+    own = {id(tensor) for stage in stages.values() for tensor in stage_state.tensors(stage).values()}
+    named = model.state_dict(keep_vars=True) if stages else {}
+    optimizer: dict[str, Any] = {}
+    for stage in stages.values():
+        saved = stage_state.optimizer_state(stage)
+        for name, values in saved["optimizer"].items():
+            optimizer |= {f"state.{name}.{key}": value for key, value in values.items()}
+        for group in saved["groups"]:
+            options = {option: value for option, value in group.items() if option != "names"}
+            optimizer |= {
+                f"param_groups.{name}.{key}": value for name in group["names"] for key, value in options.items()
+            }
+    found = {
+        name: tensor.detach() for name, tensor in named.items() if isinstance(tensor, Tensor) and id(tensor) in own
+    }
+    return {"model": found, "optimizer": optimizer}

@@ -1,0 +1,141 @@
+"""Scripts under torchrun: checkpoints, resuming, evaluations that fail, and calls that differ between processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+import torchrun_script
+from preloaded import PYTHON
+from processes import ENVIRONMENT
+from torchrun_script import build, data, fingerprint, network, resumed, save_at
+
+from offbeat.checkpoint import ls
+
+SCRIPT = Path(torchrun_script.__file__)
+
+
+def torchrun(folder: Path, *cases: str, nproc: int = 2) -> list[dict]:
+    """What each process found in the last case."""
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(SCRIPT)]
+    done = subprocess.run(
+        [*command, str(folder), *cases], capture_output=True, text=True, timeout=150, env=ENVIRONMENT, cwd=SCRIPT.parent
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{cases[-1]}-{rank}.json").read_text()) for rank in range(nproc)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """Of two processes."""
+    folder = tmp_path_factory.mktemp("saved")
+    torchrun(folder, "saved", "resumed", "outdated", "failing")
+    return folder
+
+
+def found(folder: Path, case: str) -> list[dict]:
+    return [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[str, str]:
+    """The weights of one process without checkpoints, and of one that drains where the other saves."""
+    whole, drained = build(2), build(2)
+    whole.fit(data, 2)
+    for t, (x, y) in enumerate([*data(0), *data(1)]):
+        drained.step(x, y)
+        if t + 1 == 30:
+            drained.drain()
+    return {"in-flight": fingerprint(whole.model), "drained": fingerprint(drained.drain())}
+
+
+def test_checkpoints_of_processes_resume_in_processes_bit_for_bit(checkpoints, uninterrupted):
+    assert ls(checkpoints / "in-flight")[0].checkpoint.mode == "in-flight"
+    assert ls(checkpoints / "drained")[0].checkpoint.mode == "drained"
+    assert found(checkpoints, "resumed") == [uninterrupted] * 2
+
+
+def test_checkpoints_of_processes_resume_in_one_process_bit_for_bit(checkpoints, uninterrupted):
+    assert resumed(checkpoints, 2) == uninterrupted
+
+
+def test_checkpoints_of_one_process_resume_in_processes(tmp_path, uninterrupted):
+    pipe = build(2)
+    save_at(pipe, tmp_path / "in-flight", 30, drain=False)
+    pipe.save(tmp_path / "drained", drain=True)
+    assert torchrun(tmp_path, "resumed") == [uninterrupted] * 2
+
+
+@pytest.mark.slow
+def test_processes_resume_at_another_k_like_one_process(checkpoints):
+    expected = resumed(checkpoints, 3)
+    assert torchrun(checkpoints, "resumed", nproc=3) == [expected] * 3
+
+
+def test_a_distributed_checkpoint_of_processes_has_the_whole_model(checkpoints):
+    pipe, plain = build(2), network()
+    pipe.load(checkpoints / "in-flight")
+    loaded = {"model": plain.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, on a load without a process group
+        dcp.load(loaded, checkpoint_id=checkpoints / "dcp")
+    assert fingerprint(plain) == fingerprint(pipe.model)
+
+
+def test_a_model_that_is_not_the_newest_warns_once(checkpoints):
+    assert found(checkpoints, "outdated") == [{"up_to_date": 0, "then": ["ModelOutdated"]}] * 2
+
+
+def test_training_continues_after_an_evaluation_that_fails(checkpoints):
+    first, second = found(checkpoints, "failing")
+    assert (first["same"], second["same"]) == (True, True)
+    assert first["errors"][0] == "OSError: no more files"
+    there = r"UserError: evaluate failed in stage (\d) \((.*)\): correct it there; training can continue"
+    assert re.fullmatch(there, second["errors"][0]).groups() == ("1", "OSError: no more files")
+    assert first["errors"][1].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    assert re.fullmatch(there, second["errors"][1])[1] == "1"
+    assert second["errors"][2:] == ["KeyError: 'accuracy'", "ZeroDivisionError: division by zero"]
+    assert [re.fullmatch(there, text).groups() for text in first["errors"][2:]] == [
+        ("2", "KeyError: 'accuracy'"),
+        ("2", "ZeroDivisionError: division by zero"),
+    ]
+
+
+def test_calls_that_differ_end_in_time_and_are_named_by_file_and_line(tmp_path):
+    first, second = torchrun(tmp_path, "mismatch")
+    lines = SCRIPT.read_text().splitlines()
+    evaluate, drain = (
+        next(number for number, line in enumerate(lines, start=1) if text in line)
+        for text in ("in one process only", "            pipe.drain()")
+    )
+    calls = f"stage 1: evaluate (torchrun_script.py:{evaluate}), stage 2: drain (torchrun_script.py:{drain})"
+    expected = (
+        f"the processes have waited for each other for more than 3 s ({calls}): make the same calls in every process, "
+        "or set a longer timeout="
+    )
+    assert [each["text"] for each in (first, second)] == [expected] * 2
+    assert first["error"] == second["error"] == "CallTimeout"
+    assert max(first["seconds"], second["seconds"]) < 15
+
+
+def test_a_shorter_loop_is_named_by_the_process_that_waits(tmp_path):
+    first, second = torchrun(tmp_path, "shorter")
+    assert first == {}
+    assert second["error"] == "StageLost"
+    assert re.match(
+        r"stage 1 is gone: it has stopped, after step \(torchrun_script.py:\d+\)"
+        r".*while stage 2 was in step \(torchrun_script.py:\d+\)",
+        second["text"],
+    )
+
+
+def test_a_process_that_does_something_else_is_named(tmp_path):
+    first, second = torchrun(tmp_path, "waiting")
+    assert first == {}
+    assert second["error"] == "CallTimeout"
+    assert "stage 1: none, after step (torchrun_script.py:" in second["text"]
