@@ -65,7 +65,7 @@ def _print_once(line: str) -> None:
 
 def draw_timeline(method: Method, costs: Costs, path: Path, *, batches: int = 8, title: str | None = None) -> None:
     """Draw when every stage does what (the paper's Fig. 1), fill and drain included."""
-    _check(path)
+    check_picture(path)
     if batches < 1:
         raise UserError(f"{batches} batches to draw: use a whole number from 1 up")
     if _is_text(path):
@@ -82,7 +82,7 @@ def draw_timeline(method: Method, costs: Costs, path: Path, *, batches: int = 8,
 
 def draw_staleness(method_of_M: Callable[[int], Method], K: int, path: Path, *, largest_M: int = 16) -> None:
     """Draw the mean staleness of every stage against M = 1..largest_M (the paper's Fig. 2)."""
-    _check(path)
+    check_picture(path)
     for letter, value in (("K", K), ("largest M", largest_M)):
         if value < 1:
             raise UserError(f"{letter} = {value}: use a whole number from 1 up")
@@ -103,7 +103,7 @@ def draw_curves(
 ) -> None:
     """Draw the metric of several runs per method against the epoch, or against the seconds of training until then (not
     in text)."""
-    _check(path)
+    check_picture(path)
     if _is_text(path):
         _write(path, text.curves_text(runs, title=title))
     else:
@@ -126,7 +126,7 @@ def draw_bench(record: Mapping[str, Any], path: Path) -> None:
     """Draw the speeds in a record of `offbeat bench`."""
     from offbeat.report import bench_table
 
-    _check(path)
+    check_picture(path)
     if _is_text(path):
         _write(path, text.bench_text(record))
     else:
@@ -143,7 +143,7 @@ def draw_bench(record: Mapping[str, Any], path: Path) -> None:
 
 def draw_scaling(record: Mapping[str, Any], path: Path) -> None:
     """Draw a record of `offbeat bench scaling`."""
-    _check(path)
+    check_picture(path)
     if _is_text(path):
         _write(path, text.scaling_text(record))
     else:
@@ -188,7 +188,8 @@ def _is_text(path: Path) -> bool:
     return path.suffix.lower() == ".txt"
 
 
-def _check(path: Path) -> None:
+def check_picture(path: Path) -> None:
+    """Refuse a file that cannot be drawn to: another suffix, or no such folder."""
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"picture {str(path)!r}: unknown kind of file, use a name that ends in {', '.join(SUFFIXES)}")
     if not path.parent.is_dir():
