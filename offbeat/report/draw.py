@@ -7,14 +7,11 @@ vl-convert, which training does not need: a command that only also draws calls `
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.errors import UserError, first_line
+from offbeat.errors import PackageMissing, UserError, first_line, print_once, require
 from offbeat.method import Method
 from offbeat.report import text
 from offbeat.report.gantt import heading
@@ -26,24 +23,14 @@ if TYPE_CHECKING:
     import altair as alt
 
 SUFFIXES = (".svg", ".png", ".txt")
-PACKAGES = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "jinja2"}  # by the module's name
 PICTURE = 960  # pixels across, without axis and legend
 PANEL = 330
 PNG_SCALE = 1.5
 
 
-class PackageMissing(UserError):
-    """A package that draws charts is not installed; names it."""
-
-
-def require(*modules: str) -> None:
-    """Raise PackageMissing where one of them cannot be imported."""
-    for module in modules:
-        if find_spec(module) is None:
-            raise PackageMissing(
-                f"charts need the package {PACKAGES[module]}, which is not installed: run "
-                f"`pip install {PACKAGES[module]}`"
-            )
+def require_charts(*more: str) -> None:
+    """Raise PackageMissing where a package that draws charts is not installed, or one of the further modules."""
+    require(("altair", "vl_convert", *more), "charts need")
 
 
 def by_the_way(draw: Callable[[Path], None], *paths: Path) -> None:
@@ -52,12 +39,7 @@ def by_the_way(draw: Callable[[Path], None], *paths: Path) -> None:
         for path in paths:
             draw(path)
     except PackageMissing as error:
-        _print_once(f"offbeat: no pictures: {error}")
-
-
-@cache
-def _print_once(line: str) -> None:
-    print(line, file=sys.stderr)
+        print_once(f"offbeat: no pictures: {error}")
 
 
 # ---- what can be drawn
@@ -178,7 +160,7 @@ def panels(charts: Any, *, columns: int = 3, shared: bool = False) -> alt.Concat
 
 
 def _figures() -> Any:
-    require("altair", "vl_convert")
+    require_charts()
     from offbeat.report import figures
 
     return figures
