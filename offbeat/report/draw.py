@@ -45,9 +45,11 @@ def by_the_way(draw: Callable[[Path], None], *paths: Path) -> None:
 # ---- what can be drawn
 
 
-def draw_timeline(method: Method, costs: Costs, path: Path, *, batches: int = 8, title: str | None = None) -> None:
+def draw_timeline(
+    method: Method, costs: Costs, path: Path | str, *, batches: int = 8, title: str | None = None
+) -> None:
     """Draw when every stage does what (the paper's Fig. 1), fill and drain included."""
-    check_picture(path)
+    path = check_picture(path)
     if batches < 1:
         raise UserError(f"{batches} batches to draw: use a whole number from 1 up")
     if _is_text(path):
@@ -62,9 +64,9 @@ def draw_timeline(method: Method, costs: Costs, path: Path, *, batches: int = 8,
         )
 
 
-def draw_staleness(method_of_M: Callable[[int], Method], K: int, path: Path, *, largest_M: int = 16) -> None:
+def draw_staleness(method_of_M: Callable[[int], Method], K: int, path: Path | str, *, largest_M: int = 16) -> None:
     """Draw the mean staleness of every stage against M = 1..largest_M (the paper's Fig. 2)."""
-    check_picture(path)
+    path = check_picture(path)
     for letter, value in (("K", K), ("largest M", largest_M)):
         if value < 1:
             raise UserError(f"{letter} = {value}: use a whole number from 1 up")
@@ -77,7 +79,7 @@ def draw_staleness(method_of_M: Callable[[int], Method], K: int, path: Path, *, 
 
 def draw_curves(
     runs: Mapping[str, Sequence[Sequence[float]]],
-    path: Path,
+    path: Path | str,
     *,
     title: str,
     times: Mapping[str, Sequence[Sequence[float]]] | None = None,
@@ -85,7 +87,7 @@ def draw_curves(
 ) -> None:
     """Draw the metric of several runs per method against the epoch, or against the seconds of training until then (not
     in text)."""
-    check_picture(path)
+    path = check_picture(path)
     if _is_text(path):
         _write(path, text.curves_text(runs, title=title))
     else:
@@ -104,11 +106,11 @@ def draw_curves(
         )
 
 
-def draw_bench(record: Mapping[str, Any], path: Path) -> None:
+def draw_bench(record: Mapping[str, Any], path: Path | str) -> None:
     """Draw the speeds in a record of `offbeat bench`."""
     from offbeat.report import bench_table
 
-    check_picture(path)
+    path = check_picture(path)
     if _is_text(path):
         _write(path, text.bench_text(record))
     else:
@@ -123,9 +125,9 @@ def draw_bench(record: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def draw_scaling(record: Mapping[str, Any], path: Path) -> None:
+def draw_scaling(record: Mapping[str, Any], path: Path | str) -> None:
     """Draw a record of `offbeat bench scaling`."""
-    check_picture(path)
+    path = check_picture(path)
     if _is_text(path):
         _write(path, text.scaling_text(record))
     else:
@@ -170,12 +172,14 @@ def _is_text(path: Path) -> bool:
     return path.suffix.lower() == ".txt"
 
 
-def check_picture(path: Path) -> None:
-    """Refuse a file that cannot be drawn to: another suffix, or no such folder."""
+def check_picture(path: Path | str) -> Path:
+    """The file as a path; refuses one that cannot be drawn to: another suffix, or no such folder."""
+    path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"picture {str(path)!r}: unknown kind of file, use a name that ends in {', '.join(SUFFIXES)}")
     if not path.parent.is_dir():
         raise UserError(f"picture {str(path)!r}: there is no folder {str(path.parent)!r}, make it first")
+    return path
 
 
 def _save(chart: Any, path: Path, *, title: str, subtitle: str = "", width: int | None = PICTURE) -> None:

@@ -118,10 +118,11 @@ def coded(text: str) -> str:
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
-def write_report(folders: Sequence[Path], out: Path, pictures: Path | None = None) -> int:
-    """Write the page, and each chart to files of its own; how many charts there are."""
+def write_report(folders: Sequence[Path | str], out: Path | str, pictures: Path | str | None = None) -> int:
+    """Write the page, and in the folder `pictures` each chart as files of its own; returns the number of charts."""
     require_charts("jinja2")
-    made = parts(folders)
+    out, pictures = Path(out), None if pictures is None else Path(pictures)
+    made = parts([Path(folder) for folder in folders])
     _write(out, html(made).encode())
     drawn = {drawing.name: drawing for drawing in _drawings(made)}
     if pictures:
