@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 
@@ -13,6 +16,35 @@ class UserError(ValueError):
     An argument is written as in Python, with or without a value: ``batch_size=32``, ``out=``. The command line prints
     these as its options: ``--batch-size 32``, ``--out``.
     """
+
+
+class PackageMissing(UserError):
+    """An optional package is not installed; names the extra that installs it."""
+
+
+OPTIONAL = {  # module: name of its package, and the extra of Offbeat that installs it
+    "altair": ("altair", "report"),
+    "vl_convert": ("vl-convert-python", "report"),
+    "jinja2": ("jinja2", "report"),
+    "sklearn": ("scikit-learn", "digits"),
+    "PIL": ("pillow", "images"),
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "transformers": ("transformers", "transformers"),
+    "tokenizers": ("tokenizers", "transformers"),
+}
+
+
+def require(modules: Iterable[str], purpose: str) -> None:
+    """Raise PackageMissing where one of these optional modules is not installed.
+
+    >>> require(["json"], "reading needs")
+    """
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            package, extra = OPTIONAL[module]
+            raise PackageMissing(
+                f"{purpose} the package {package}, which is not installed: run `pip install 'offbeat[{extra}]'`"
+            )
 
 
 class FolderTaken(UserError):
@@ -69,6 +101,12 @@ class NotRestored(UserWarning):
 
 class Interrupted(Exception):
     """Ctrl-C, with a line for the user; the command line exits with code 130."""
+
+
+@cache
+def print_once(line: str) -> None:
+    """Print a line on standard error, the same line only once in a process."""
+    print(line, file=sys.stderr)
 
 
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> UserError:

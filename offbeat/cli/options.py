@@ -31,6 +31,13 @@ MODEL = (
     " MODULE:FUNCTION, which returns a torch.nn.Module; or hf:PATH, a folder or config.json of transformers."
 )
 
+DATA = "Data set: cifar10, cifar100, imagefolder, digits, synthetic or text."
+
+DATA_DIR = (
+    "Folder or archive of the data; of text, a file or a folder of text files. "
+    "(default OFFBEAT_DATA_DIR; text: OFFBEAT_TEXT, or the Python source of torch)"
+)
+
 SHAPE = "Shape of a sample: C,H,W, or the number of tokens. (default: the network's)"
 
 
@@ -41,16 +48,11 @@ class Data:
     model: Annotated[str | None, typer.Option(help=f"{MODEL} (default resnet56; for text gpt)", metavar="NAME")] = None
     data: Annotated[
         str | None,
-        typer.Option(
-            help="Data set: cifar10, cifar100, imagefolder, digits, synthetic or text. (default cifar10; for gpt text)"
-        ),
+        typer.Option(help=f"{DATA} (default cifar10; for gpt text)"),
     ] = None
     data_dir: Annotated[
         str | None,
-        typer.Option(
-            help="Folder or archive of the data; of text, a file or a folder of text files. "
-            "(default OFFBEAT_DATA_DIR; text: OFFBEAT_TEXT, or the Python source of torch)"
-        ),
+        typer.Option(help=DATA_DIR),
     ] = None
     shape: Annotated[
         str | None,

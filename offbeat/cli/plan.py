@@ -8,13 +8,17 @@ from typing import Annotated
 import typer
 
 from offbeat.cli.app import app
-from offbeat.cli.options import MODEL, SHAPE, numbers
+from offbeat.cli.options import DATA, DATA_DIR, MODEL, SHAPE, numbers
 from offbeat.errors import UserError
 
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help=MODEL, metavar="NAME")] = "resnet56",
+    model: Annotated[str | None, typer.Option(help=f"{MODEL} (default resnet56; for text gpt)", metavar="NAME")] = None,
+    data: Annotated[
+        str | None, typer.Option(help=f"{DATA} Gives the shape of samples and the number of classes.")
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help=DATA_DIR)] = None,
     method: Annotated[
         str, typer.Option(help="Training method, with settings as in adl:M=4,corrector=sc; or auto, or all.")
     ] = "adl",
@@ -64,6 +68,7 @@ def plan(
 
     from offbeat.errors import unknown
     from offbeat.partitioning import By
+    from offbeat.runs.task import default_names
     from offbeat.studies.planning import PlanRequest, show_plan
 
     of_one = {
@@ -79,6 +84,8 @@ def plan(
     given = [option for option, value in of_one.items() if value is not None]
     if workers is not None and given:
         raise UserError(f"--workers {workers} with {', '.join(given)}: it compares divisions, leave out what is of one")
+    if data_dir is not None and data is None:
+        raise UserError(f"--data-dir {data_dir} without --data: name the data set as well")
     if partition not in get_args(By):
         raise unknown("partition", partition, get_args(By))
     if not (0 <= (latency or 0.0) < float("inf") and (bandwidth is None or bandwidth > 0)):
@@ -86,7 +93,9 @@ def plan(
         options = ", ".join(f"--{name} {value:g}" for name, value in costs.items())
         raise UserError(f"{options}: give milliseconds from 0 up, and megabytes per second above 0")
     request = PlanRequest(
-        model=model,
+        model=default_names(model, data)[0],
+        data=data,
+        data_dir=data_dir,
         method=method,
         K=4 if K is None else K,
         replicas=1 if replicas is None else replicas,

@@ -25,9 +25,9 @@ def report(
     ] = None,
 ) -> None:
     """Write an HTML report of runs: curves, errors, staleness, timelines, memory, partition."""
-    from offbeat.report.draw import require
+    from offbeat.report.draw import require_charts
 
-    require("altair", "vl_convert", "jinja2")
+    require_charts("jinja2")
     from offbeat.report.formatting import counted
     from offbeat.report.page import write_report
 

@@ -44,8 +44,14 @@ def scores_classes(output: Any, target: Any) -> bool:
     return target.dtype in (torch.int64, torch.int32) and output.shape[:1] + output.shape[2:] == target.shape
 
 
+def _top5(output: Any, target: Any) -> float | None:
+    """The top-5 error; None for five classes or fewer, where nothing can be wrong."""
+    return wrong(output, target, top=5) if scores_classes(output, target) and output.shape[1] > 5 else None
+
+
 class Meter:
-    """Means over the samples added since it was last emptied; `error` and `top5` are percentages.
+    """Means over the samples added since it was last emptied; `error` and `top5` are percentages. `top5` is None for
+    five classes or fewer.
 
     A metric that returns a dict adds means under its keys.
     """
@@ -61,7 +67,7 @@ class Meter:
     def add(self, loss: float, output: Any, target: Any) -> None:
         size = batch_size(target, output)
         found = self.metric(output, target)
-        values = {"loss": loss, "error": None, "top5": wrong(output, target, top=5)}
+        values = {"loss": loss, "error": None, "top5": _top5(output, target)}
         values |= found if isinstance(found, Mapping) else {"error": found}
         for name, value in values.items():
             before = self.sums.get(name, 0.0)

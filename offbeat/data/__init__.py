@@ -74,11 +74,16 @@ class Kind:
     takes: tuple[str, ...] = ()
     layout: str = ""  # contents of the folder, where one is required
     sizes: str = "channels, height, width"  # of one sample
+    fixed: tuple[tuple[int, ...], int] | None = None  # shape and classes, where they are known without the files
 
 
 KINDS = {
-    "cifar10": Kind(open_cifar10, ("folder",), "cifar-10-batches-bin, cifar-10-batches-py or their tar.gz"),
-    "cifar100": Kind(open_cifar100, ("folder",), "cifar-100-binary, cifar-100-python or their tar.gz"),
+    "cifar10": Kind(
+        open_cifar10, ("folder",), "cifar-10-batches-bin, cifar-10-batches-py or their tar.gz", fixed=((3, 32, 32), 10)
+    ),
+    "cifar100": Kind(
+        open_cifar100, ("folder",), "cifar-100-binary, cifar-100-python or their tar.gz", fixed=((3, 32, 32), 100)
+    ),
     "imagefolder": Kind(open_imagefolder, ("folder", "shape", "workers"), LAYOUT),
     "digits": Kind(open_digits, ("shape",)),
     "synthetic": Kind(open_synthetic, ("shape", "classes", "samples")),
@@ -125,7 +130,7 @@ def open_data(
             takers = ", ".join(other for other, its in KINDS.items() if option in its.takes)
             raise UserError(f"{name} takes no {option}: leave it out (data sets that take one: {takers})")
     if kind.layout and folder is None:
-        raise UserError(f"{name} needs a folder: give the one that holds {kind.layout}")
+        raise UserError(f"{name} needs folder=: give the folder that holds {kind.layout}")
     if folder is not None:
         options["folder"] = Path(folder).expanduser()
         if not _exists(options["folder"]):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from offbeat.data.memory import InMemory
-from offbeat.errors import UserError
+from offbeat.errors import UserError, require
 
 SIDE = 8
 
@@ -19,6 +19,7 @@ def open_digits(*, shape: tuple[int, int, int] = (1, SIDE, SIDE)) -> InMemory:
     channels, height, width = shape
     if channels != 1 or height % SIDE or width % SIDE:
         raise UserError(f"digits cannot have shape {shape}: give 1, height, width, both multiples of {SIDE}")
+    require(["sklearn"], "the handwritten digits need")
     from sklearn.datasets import load_digits
 
     bunch = load_digits()

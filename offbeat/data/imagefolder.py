@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from offbeat.data.augment import normalise
 from offbeat.data.images import testing_pixels, training_pixels
 from offbeat.data.order import epoch_order, generator, slices
-from offbeat.errors import UserError
+from offbeat.errors import UserError, require
 from offbeat.seeds import derive
 
 Batch = tuple[Tensor, Tensor]
@@ -140,6 +140,7 @@ def _as_it_is(item: Any) -> Any:
 
 def open_imagefolder(*, folder: Path, shape: tuple[int, int, int] = (3, 224, 224), workers: int = 2) -> ImageFolder:
     """The images below `folder`, cropped to `shape`; val is used to test, or test where there is no val."""
+    require(["PIL"], "a folder of images needs")
     if shape[0] != 3:
         raise UserError(f"imagefolder cannot have shape {shape}: images are decoded to RGB, give 3, height, width")
     if not isinstance(workers, int) or workers < 0:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from offbeat.data.order import epoch_order, generator, slices
 from offbeat.data.prefetch import prefetch
-from offbeat.errors import UserError, first_line
+from offbeat.errors import UserError, first_line, require
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 TRAINING = 0.9  # share of the tokens
@@ -174,10 +174,9 @@ def _tokens(raw: bytes, tokenizer: Path | None) -> tuple[NDArray[Any], int, Call
     """Tokens, the size of the vocabulary, and a function: the bytes of the text before a token."""
     if tokenizer is None:
         return np.frombuffer(raw, dtype=np.uint8), 256, float
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise UserError(f"tokenizer {tokenizer} needs the package tokenizers: pip install tokenizers") from None
+    require(["tokenizers"], f"tokenizer {tokenizer} needs")
+    from tokenizers import Tokenizer
+
     try:
         made = Tokenizer.from_file(str(tokenizer))
     except Exception as error:  # tokenizers raises no other

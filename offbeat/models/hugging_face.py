@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.errors import UserError, first_line
+from offbeat.errors import UserError, first_line, require
 from offbeat.models.spec import NetworkSpec, Shape
 
 CONTEXT = 128  # tokens of a sample, by default
@@ -31,10 +31,9 @@ def spec(text: str) -> NetworkSpec:
     path = Path(text).expanduser()
     if not text or not path.exists():
         raise UserError(f"model 'hf:{text}': there is no such file or folder, give a config.json or a folder with one")
-    try:
-        from transformers import AutoConfig
-    except ImportError:
-        raise UserError(f"model 'hf:{text}' needs the package transformers: pip install transformers") from None
+    require(["transformers"], f"model 'hf:{text}' needs")
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
         vocabulary = int(config.vocab_size)

@@ -46,6 +46,7 @@ class Memory:
     limit                  of every worker, or one for each
     entering               of each unit: the input of a stage that begins with it
     inputs                 of each stage: batches of which it holds the input alone, and repeats the forward (none)
+    in_bytes               all of this is in bytes: an error about `limit` states megabytes
     """
 
     parameters: Sequence[float]
@@ -55,6 +56,7 @@ class Memory:
     limit: float | Sequence[float]
     entering: Sequence[float] | None = None
     inputs: Sequence[float] | None = None
+    in_bytes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +330,7 @@ class _Kept:
     starts: list[Floats]
     limits: Floats
     alike: bool
+    in_bytes: bool
 
     @classmethod
     def of(cls, memory: Memory, count: int, K: int) -> _Kept:
@@ -340,11 +343,11 @@ class _Kept:
         limits = _numbers("memory.limit", given, K, of="stages", zero=False)
         sums = [_prefix(parameters * v + held * f) for v, f in zip(versions, in_flight, strict=True)]
         if memory.entering is None or memory.inputs is None:
-            return cls(sums, sums, limits, alike)
+            return cls(sums, sums, limits, alike, memory.in_bytes)
         entering = np.append(_numbers("memory.entering", memory.entering, count), 0.0)
         inputs = _numbers("memory.inputs", memory.inputs, K, of="stages")
         starts = [each - entering * n if n else each for each, n in zip(sums, inputs, strict=True)]
-        return cls(sums, starts, limits, alike)
+        return cls(sums, starts, limits, alike, memory.in_bytes)
 
     def first(self) -> list[NDArray[np.intp]]:
         """Of each stage and end, the lowest start that fits (the end itself where none does); see `fits`."""
@@ -389,12 +392,23 @@ def _too_little(kept: _Kept, pins: NDArray[np.intp], legal: NDArray[np.bool_]) -
     )
     least = _smallest_limit(_Stages(ends=ends, starts=starts, first=[pins] * K, fits=[None] * K, legal=legal))
     assert least is not None
+    shown = _megabytes if kept.in_bytes else _plain
     if kept.alike:
-        given, enough = f"a memory limit of {_plain(kept.limits[0])} per worker", f"at least {_plain(least)}"
+        given, enough = f"a memory limit of {shown(kept.limits[0])} per worker", f"at least {shown(least)}"
     else:
-        given = f"the memory limits {', '.join(map(_plain, kept.limits))}"
+        given = f"the memory limits {', '.join(map(shown, kept.limits))}"
         enough = f"limits at least {math.ceil(least * 1000) / 1000:.3f} times as large"
-    return UserError(f"{K} stages do not fit {given}: use {enough}, or more stages")
+    fit = "1 stage does not fit" if K == 1 else f"{K} stages do not fit"
+    return UserError(f"{fit} {given}: use {enough}, or more stages")
+
+
+def _megabytes(value: float) -> str:
+    """Bytes in megabytes, rounded up: a limit of that many fits as well.
+
+    >>> _megabytes(1000), _megabytes(1000.5), _megabytes(2.5e9)
+    ('0.001 MB', '0.002 MB', '2500 MB')
+    """
+    return f"{math.ceil(value / 1e3) / 1e3:.12g} MB"
 
 
 def _plain(value: float) -> str:
@@ -441,8 +455,8 @@ def _allowed(count: int, K: int, pinned: Collection[int], legal: Collection[int]
             raise UserError(f"{name} cut {outside[0]} of {count} units: cuts are from 1 to {count - 1}")
     if len(allowed) < K - 1:
         raise UserError(
-            f"{K} stages but only {len(allowed)} legal cuts among {count} units: use {_at_most(len(allowed) + 1)}, "
-            "or a model that can be cut in more places"
+            f"{K} stages but only {len(allowed)} legal cut{'s' * (len(allowed) != 1)} among {count} units: use "
+            f"{_at_most(len(allowed) + 1)}, or a model that can be cut in more places"
         )
     for cut in sorted(set(pinned) - set(allowed)):
         above = bisect.bisect(allowed, cut)

@@ -565,7 +565,8 @@ class Pipeline:
     def evaluate(self, loader: Batches | None = None, *, metric: Metric | None = None) -> dict[str, Any]:
         """{loss, error, top5, samples} on the newest weights, without draining; the same in every process.
 
-        error and top5 are percentages of wrong answers (None where outputs are not class scores).
+        error and top5 are percentages of wrong answers (None where outputs are not class scores, and
+        top5 for five classes or fewer).
         `metric(output, target)`, a mean over the batch, replaces error; if it returns a dict, the result has the means
         under its keys. Where the loader gives dicts, the target is the batch. If the loader, the model or the metric
         raises, training can continue; in several processes the others raise a UserError with the reason.

@@ -7,14 +7,11 @@ vl-convert, which training does not need: a command that only also draws calls `
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.errors import UserError, first_line
+from offbeat.errors import PackageMissing, UserError, first_line, print_once, require
 from offbeat.method import Method
 from offbeat.report import text
 from offbeat.report.gantt import heading
@@ -26,24 +23,14 @@ if TYPE_CHECKING:
     import altair as alt
 
 SUFFIXES = (".svg", ".png", ".txt")
-PACKAGES = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "jinja2"}  # by the module's name
 PICTURE = 960  # pixels across, without axis and legend
 PANEL = 330
 PNG_SCALE = 1.5
 
 
-class PackageMissing(UserError):
-    """A package that draws charts is not installed; names it."""
-
-
-def require(*modules: str) -> None:
-    """Raise PackageMissing where one of them cannot be imported."""
-    for module in modules:
-        if find_spec(module) is None:
-            raise PackageMissing(
-                f"charts need the package {PACKAGES[module]}, which is not installed: run "
-                f"`pip install {PACKAGES[module]}`"
-            )
+def require_charts(*more: str) -> None:
+    """Raise PackageMissing where a package that draws charts is not installed, or one of the further modules."""
+    require(("altair", "vl_convert", *more), "charts need")
 
 
 def by_the_way(draw: Callable[[Path], None], *paths: Path) -> None:
@@ -52,20 +39,17 @@ def by_the_way(draw: Callable[[Path], None], *paths: Path) -> None:
         for path in paths:
             draw(path)
     except PackageMissing as error:
-        _print_once(f"offbeat: no pictures: {error}")
-
-
-@cache
-def _print_once(line: str) -> None:
-    print(line, file=sys.stderr)
+        print_once(f"offbeat: no pictures: {error}")
 
 
 # ---- what can be drawn
 
 
-def draw_timeline(method: Method, costs: Costs, path: Path, *, batches: int = 8, title: str | None = None) -> None:
+def draw_timeline(
+    method: Method, costs: Costs, path: Path | str, *, batches: int = 8, title: str | None = None
+) -> None:
     """Draw when every stage does what (the paper's Fig. 1), fill and drain included."""
-    _check(path)
+    path = check_picture(path)
     if batches < 1:
         raise UserError(f"{batches} batches to draw: use a whole number from 1 up")
     if _is_text(path):
@@ -80,9 +64,9 @@ def draw_timeline(method: Method, costs: Costs, path: Path, *, batches: int = 8,
         )
 
 
-def draw_staleness(method_of_M: Callable[[int], Method], K: int, path: Path, *, largest_M: int = 16) -> None:
+def draw_staleness(method_of_M: Callable[[int], Method], K: int, path: Path | str, *, largest_M: int = 16) -> None:
     """Draw the mean staleness of every stage against M = 1..largest_M (the paper's Fig. 2)."""
-    _check(path)
+    path = check_picture(path)
     for letter, value in (("K", K), ("largest M", largest_M)):
         if value < 1:
             raise UserError(f"{letter} = {value}: use a whole number from 1 up")
@@ -95,7 +79,7 @@ def draw_staleness(method_of_M: Callable[[int], Method], K: int, path: Path, *, 
 
 def draw_curves(
     runs: Mapping[str, Sequence[Sequence[float]]],
-    path: Path,
+    path: Path | str,
     *,
     title: str,
     times: Mapping[str, Sequence[Sequence[float]]] | None = None,
@@ -103,7 +87,7 @@ def draw_curves(
 ) -> None:
     """Draw the metric of several runs per method against the epoch, or against the seconds of training until then (not
     in text)."""
-    _check(path)
+    path = check_picture(path)
     if _is_text(path):
         _write(path, text.curves_text(runs, title=title))
     else:
@@ -122,11 +106,11 @@ def draw_curves(
         )
 
 
-def draw_bench(record: Mapping[str, Any], path: Path) -> None:
+def draw_bench(record: Mapping[str, Any], path: Path | str) -> None:
     """Draw the speeds in a record of `offbeat bench`."""
     from offbeat.report import bench_table
 
-    _check(path)
+    path = check_picture(path)
     if _is_text(path):
         _write(path, text.bench_text(record))
     else:
@@ -141,9 +125,9 @@ def draw_bench(record: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def draw_scaling(record: Mapping[str, Any], path: Path) -> None:
+def draw_scaling(record: Mapping[str, Any], path: Path | str) -> None:
     """Draw a record of `offbeat bench scaling`."""
-    _check(path)
+    path = check_picture(path)
     if _is_text(path):
         _write(path, text.scaling_text(record))
     else:
@@ -178,7 +162,7 @@ def panels(charts: Any, *, columns: int = 3, shared: bool = False) -> alt.Concat
 
 
 def _figures() -> Any:
-    require("altair", "vl_convert")
+    require_charts()
     from offbeat.report import figures
 
     return figures
@@ -188,11 +172,14 @@ def _is_text(path: Path) -> bool:
     return path.suffix.lower() == ".txt"
 
 
-def _check(path: Path) -> None:
+def check_picture(path: Path | str) -> Path:
+    """The file as a path; refuses one that cannot be drawn to: another suffix, or no such folder."""
+    path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"picture {str(path)!r}: unknown kind of file, use a name that ends in {', '.join(SUFFIXES)}")
     if not path.parent.is_dir():
         raise UserError(f"picture {str(path)!r}: there is no folder {str(path.parent)!r}, make it first")
+    return path
 
 
 def _save(chart: Any, path: Path, *, title: str, subtitle: str = "", width: int | None = PICTURE) -> None:

@@ -269,6 +269,7 @@ def results_title(tasks: Collection[LearningTask]) -> str:
 
 
 def _results(task: LearningTask, groups: Groups) -> Block:
+    several = any(run.top5 is not None for group in groups.values() for run in group)
     metric = {
         task.heading: lambda run: _cell(run.metric, f".{task.digits}f"),
         "lowest %" if task.percent else "lowest": lambda run: _cell(run.best and run.best.test, f".{task.digits}f"),
@@ -276,7 +277,7 @@ def _results(task: LearningTask, groups: Groups) -> Block:
     }
     columns: dict[str, Callable[[RunRecord], str]] = {
         **metric,
-        **({"top-5 %": lambda run: _cell(run.top5)} if task is CLASSIFICATION else {}),
+        **({"top-5 %": lambda run: _cell(run.top5)} if several else {}),
         task.speed_unit: lambda run: _cell(run.speed, ",.0f"),
         "time": lambda run: duration(run.seconds) if run.seconds else "-",
         **{name: partial(_setting, field=field) for name, field in SETTINGS.items()},

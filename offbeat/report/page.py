@@ -16,7 +16,7 @@ from pathlib import Path
 
 from offbeat.errors import UserError, first_line
 from offbeat.report import benches, scaling, studies
-from offbeat.report.draw import PICTURE, rendered, require, vega_lite_version
+from offbeat.report.draw import PICTURE, rendered, require_charts, vega_lite_version
 from offbeat.report.formatting import counted
 from offbeat.report.read import folders_of_runs, kind_of
 from offbeat.report.sections import Drawing, Section, slug
@@ -118,10 +118,11 @@ def coded(text: str) -> str:
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
-def write_report(folders: Sequence[Path], out: Path, pictures: Path | None = None) -> int:
-    """Write the page, and each chart to files of its own; how many charts there are."""
-    require("altair", "vl_convert", "jinja2")
-    made = parts(folders)
+def write_report(folders: Sequence[Path | str], out: Path | str, pictures: Path | str | None = None) -> int:
+    """Write the page, and in the folder `pictures` each chart as files of its own; returns the number of charts."""
+    require_charts("jinja2")
+    out, pictures = Path(out), None if pictures is None else Path(pictures)
+    made = parts([Path(folder) for folder in folders])
     _write(out, html(made).encode())
     drawn = {drawing.name: drawing for drawing in _drawings(made)}
     if pictures:

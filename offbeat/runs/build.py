@@ -71,6 +71,18 @@ def open_data(recipe: Recipe, *, folder: str | None = None) -> data.DataSet:
     )
 
 
+def size_of_samples(recipe: Recipe) -> tuple[tuple[int, ...], int]:
+    """Shape and number of classes of the recipe's data, which is only opened where they depend on its files."""
+    _check_fit(recipe)
+    kind = data.KINDS.get(recipe.data)
+    if kind and kind.fixed:
+        if recipe.shape is not None:
+            raise UserError(f"{recipe.data} takes no shape: leave it out, its samples have {kind.fixed[0]}")
+        return kind.fixed
+    opened = open_data(recipe)
+    return opened.shape, opened.classes
+
+
 def _context(recipe: Recipe) -> tuple[int, ...] | None:
     """The shape of a sample of text: that of the model, where it has one of its own."""
     shape = models.find(recipe.model).shape if recipe.task is LANGUAGE else None

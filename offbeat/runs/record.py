@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.checkpoint import CheckpointFailed, free, is_full, with_room
-from offbeat.errors import FolderTaken, UserError, first_line
+from offbeat.errors import FolderTaken, PackageMissing, UserError, first_line, print_once, require
 from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import Recipe
 
@@ -90,13 +90,16 @@ class RunFolder:
             if free(self.path) < EVENTS:
                 return
             if self._events is None:
+                require(["tensorboard"], "they need")
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._events = SummaryWriter(str(self.path))
             for name, value in values.items():
                 if value is not None:
                     self._events.add_scalar(name.replace("__", "/"), value, step)
-        except OSError:  # metrics.jsonl has them; start another file
+        except PackageMissing as error:  # metrics.jsonl has them
+            print_once(f"offbeat: no events for TensorBoard: {error}")
+        except OSError:  # start another file
             self._events = None
 
     def model(self, state: dict[str, Any]) -> None:

@@ -328,6 +328,7 @@ class Kept:
             limit=limit,
             entering=costs.boundary_bytes,
             inputs=self.inputs,
+            in_bytes=True,
         )
 
 

@@ -23,9 +23,10 @@ from offbeat.partitioning.batch_times import batch_seconds, smallest_batch
 from offbeat.partitioning.loopback import measure_links
 from offbeat.pipeline.checks import check_replicas
 from offbeat.recommended import NORMALIZED, Recommendation, correctors_by_optimizer, parsed_auto, recommend
-from offbeat.report.draw import by_the_way, draw_staleness, draw_timeline
+from offbeat.report.draw import by_the_way, check_picture, draw_staleness, draw_timeline
+from offbeat.runs.build import size_of_samples
 from offbeat.runs.provenance import provenance
-from offbeat.runs.recipe import split_update
+from offbeat.runs.recipe import make_recipe, split_update
 from offbeat.studies.plan import LinkCost, Measured, Plan, make_plan, recompute_to_fit
 from offbeat.studies.splits import Split, best, splits
 from offbeat.theory import bound_table
@@ -52,6 +53,8 @@ class PlanRequest:
     """The options of `offbeat plan`, in seconds and bytes."""
 
     model: str
+    data: str | None  # whose samples and classes the network has; None: its own
+    data_dir: str | None
     method: str
     K: int
     replicas: int
@@ -86,6 +89,9 @@ class PlanRequest:
         file = self.profile_file
         if file and (file.is_dir() or not file.resolve().parent.is_dir()):
             raise UserError(f"profile_file={str(file)!r}: give a file in a folder that exists")
+        for picture in (self.picture, self.staleness_picture):
+            if picture is not None:
+                check_picture(picture)
 
 
 def show_plan(request: PlanRequest) -> None:
@@ -213,11 +219,20 @@ class PlannedNetwork:
         return models.random_batch(samples, self.shape, self.classes, device=device)
 
 
+def size(request: PlanRequest) -> tuple[tuple[int, ...], int]:
+    """Shape of a sample and number of classes: of the data if some is given, otherwise of the network."""
+    if request.data is None:
+        return models.default_size(request.model, shape=request.shape)
+    return size_of_samples(
+        make_recipe(model=request.model, data=request.data, data_dir=request.data_dir, shape=request.shape)
+    )
+
+
 def build(request: PlanRequest) -> PlannedNetwork:
     """The network on the device; UserError if that cannot hold it, and a batch."""
     torch.set_num_threads(request.threads)
     torch.manual_seed(0)
-    shape, classes = models.default_size(request.model, shape=request.shape)
+    shape, classes = size(request)
     module = models.build(request.model, shape=shape, classes=classes)
     try:
         if request.device == "meta":

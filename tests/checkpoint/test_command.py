@@ -114,10 +114,12 @@ def test_export_takes_the_model_of_a_finished_run_unless_a_checkpoint_is_newer(o
         (("checkpoint", "burn", "run"), ["burn"]),
         (("export", "nowhere", "x.safetensors"), ["nowhere", "neither"]),
         (("export", "bad", "x.safetensors"), ["no sound checkpoint"]),
-        (("export", "run", "file"), ["exists already"]),
+        (("export", "run", "run/stored.safetensors"), ["exists already"]),
         (("export", "run", "no/such/x.safetensors"), ["is not a folder"]),
         (("export", "torn", "x.safetensors"), ["model.safetensors is not a complete safetensors file"]),
         (("export", "file", "x.safetensors"), ["neither"]),
+        (("export", "run", "m.pt"), ["m.pt", "is written as safetensors", "m.safetensors"]),
+        (("export", "run", "m"), ["m.safetensors"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -128,6 +130,7 @@ def test_bad_input_is_reported_in_one_line(offbeat, tmp_path, arguments, words):
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "model.safetensors").write_bytes(b"12345678")
     (tmp_path / "file").touch()
+    (tmp_path / "run" / "stored.safetensors").touch()
     check_refused(offbeat, arguments, *words)
 
 

@@ -18,12 +18,16 @@ import offbeat
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def gpt():
-    spec = importlib.util.spec_from_file_location("small_gpt", ROOT / "examples/small_gpt.py")
+def example(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def gpt():
+    return example("small_gpt")
 
 
 def pipeline(gpt, model) -> offbeat.Pipeline:
@@ -155,3 +159,102 @@ def test_the_example_for_image_models_names_the_package_that_it_needs(tmp_path):
     assert done.returncode == 1
     assert done.stderr.strip().count("\n") == 0
     assert "pip install timm" in done.stderr
+
+
+# ---- other libraries
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    pytest.importorskip(
+        "accelerate", reason="accelerate is not installed, which the Trainer needs: pip install accelerate"
+    )
+    monkeypatch.setattr(sys, "argv", ["huggingface_trainer.py"])
+    return example("huggingface_trainer")
+
+
+def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_the_trainer_of_hugging_face_gives_the_same_weights_with_bp(trainer, tmp_path):
+    """Optimizer, weight decay, schedule and order of the data are those of the Trainer."""
+    data, changes = trainer.pieces()[:40], {"gradient_accumulation_steps": 1, "num_train_epochs": 2, "warmup_steps": 3}
+    plain = trainer.Trainer(trainer.build(), trainer.arguments(tmp_path / "a", **changes), train_dataset=data)
+    ours = trainer.PipelineTrainer(
+        trainer.build(), trainer.arguments(tmp_path / "b", **changes), train_dataset=data, K=2, method=offbeat.BP()
+    )
+    logs = []
+    for each in (plain, ours):
+        each.train()
+        logs.append([(line["loss"], line["learning_rate"]) for line in each.state.log_history if "loss" in line])
+    assert same_weights(plain.model, ours.model)
+    assert not same_weights(plain.model, trainer.build())
+    assert logs[0] == logs[1]
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["checkpoint-10", "checkpoint-5"]
+
+
+@pytest.mark.parametrize("method", [offbeat.ADL(M=2), offbeat.ADL1F1B(M=2)], ids=lambda method: method.name)
+def test_the_trainer_of_hugging_face_gives_the_weights_of_a_loop_over_steps(trainer, tmp_path, method):
+    ours = trainer.PipelineTrainer(
+        trainer.build(),
+        trainer.arguments(tmp_path, max_grad_norm=0.5),
+        train_dataset=trainer.pieces()[:48],
+        K=2,
+        method=method,
+    )
+    seen, step = [], ours.training_step
+
+    def training_step(model, inputs, *rest):
+        seen.append(inputs)
+        return step(model, inputs, *rest)
+
+    ours.training_step = training_step
+    ours.train()
+    model, updates = trainer.build(), len(seen) // 2
+    pipe = offbeat.Pipeline(
+        model,
+        K=2,
+        method=method,
+        optimizer=ours.stage_optimizer,
+        scheduler=lambda made: trainer.get_scheduler("linear", made, 0, updates),
+        clip_norm=0.5,
+    )
+    for inputs in seen:
+        pipe.step(dict(inputs))
+    assert same_weights(ours.model, pipe.drain())
+    assert [stage.mean for stage in ours.pipe.staleness] == [stage.mean for stage in pipe.staleness]
+    assert ours.pipe.staleness[0].mean > 0
+
+
+def test_the_trainer_with_another_accumulation_than_the_method_is_refused(trainer, tmp_path):
+    with pytest.raises(offbeat.UserError, match="M=4 with gradient_accumulation_steps=2"):
+        trainer.PipelineTrainer(trainer.build(), trainer.arguments(tmp_path), K=2, method=offbeat.ADL(M=4))
+
+
+@pytest.mark.slow
+def test_the_example_for_the_trainer_of_hugging_face_runs(trainer, capsys):
+    trainer.main()
+    before, after = re.search(r"held-out loss ([0-9.]+) before, ([0-9.]+) after", capsys.readouterr().out).groups()
+    assert float(after) < float(before) - 1
+
+
+@pytest.mark.slow
+def test_accelerate_starts_a_process_per_stage_with_the_same_results(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    printed = []
+    for way in ([], ["-m", "accelerate.commands.launch", *options.split()]):
+        done = subprocess.run(
+            [sys.executable, *way, str(ROOT / "examples/accelerate_launch.py")],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed.append(done.stdout.splitlines())
+    (here, result), (apart, same) = printed
+    assert (here, apart) == ("stages in this process: 2 of 2", "stages in this process: 1 of 2")
+    assert result == same

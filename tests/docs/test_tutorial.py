@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import offbeat
 from offbeat import data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,27 @@ def test_the_code_of_the_questions_runs_from_top_to_bottom(tmp_path, monkeypatch
     straight.fit(namespace["batches"])
     for one, other in zip(resumed.parameters(), straight.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_bp_in_one_stage_has_the_bits_of_the_loop_only_without_dropout(p):
+    def build():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(p), torch.nn.Linear(8, 3))
+
+    batches = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(3)]
+    loss, plain = torch.nn.functional.cross_entropy, build()
+    pipe = offbeat.Pipeline(
+        build(), 1, method=offbeat.BP(), loss=loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss(plain(x), y).backward()
+        optimizer.step()
+        pipe.step(x, y)
+    pairs = zip(plain.parameters(), pipe.drain().parameters(), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs) == (p == 0)
 
 
 def test_the_pipeline_takes_a_few_lines():

@@ -330,6 +330,17 @@ def test_folders_of_all_kinds_make_one_page(tmp_path):
     text = page(made.run(tmp_path / "a"), made.bench(tmp_path / "b"), made.scaling(tmp_path / "c"))
     for kind in ("Run", "Benchmark", "Scaling study"):
         assert f'<p class="kicker">{kind}</p>' in text
+    assert re.search(r"<title>.* and 2 more</title>", text)
+    two = page(tmp_path / "a", tmp_path / "b")
+    assert re.search(r"<title>.* and 1 more</title>", two)
+
+
+def test_the_top_5_error_has_a_column_only_where_a_run_has_one(tmp_path):
+    run = made.run(tmp_path / "a")
+    assert ">top-5 %<" not in page(run)  # of few classes
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"top5": null', '"top5": 1.25'))
+    assert ">top-5 %<" in page(run)
 
 
 # ---- broken and half-written

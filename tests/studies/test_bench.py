@@ -385,7 +385,7 @@ def failing(seconds):
         (("--against", "torch-gpip"), ("unknown row 'torch-gpip'", "torch-gpipe")),
         (("--against", ","), ("names no row",)),
         (("--model", "resnet2"), ("unknown model 'resnet2'",)),
-        (("--model", "resnet8", "-K", "500"), ("500 stages", "resnet8 has only", "a deeper model")),
+        (("--model", "resnet8", "-K", "500"), ("500 stages", "only", "a deeper model than resnet8")),
         (("-K", "1"), ("-K 1", "use 2 or more")),
         (("-K", "0"), ("-K 0", "from 1 up")),
         (("--batches", "0"), ("--batches 0",)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -188,7 +190,7 @@ def test_the_fewest_stages_recompute_so_that_a_memory_limit_is_kept(offbeat):
     plain = planned(offbeat, *fixed)
     assert not any(stage["recompute"] for stage in plain["stages"])
     outcome = offbeat(*SMALL, *fixed, "--memory-limit", "0.001")
-    least = float(outcome.err.split("at least ")[1].split(",")[0])
+    least = 1e6 * float(outcome.err.split("at least ")[1].split(" MB,")[0])
     largest = max(stage["memory_bytes"] for stage in plain["stages"])
     assert least < largest
     counts = []
@@ -223,7 +225,7 @@ def test_memory_is_given_in_the_same_terms_with_and_without_a_limit(offbeat):
     plan = planned(offbeat, "-K", 3, "--partition", "flops")
     largest = max(stage["memory_bytes"] for stage in plan["stages"])
     outcome = offbeat(*SMALL, "-K", 3, "--partition", "flops", "--memory-limit", "0.001")
-    least = float(outcome.err.split("at least ")[1].split(",")[0])
+    least = 1e6 * float(outcome.err.split("at least ")[1].split(" MB,")[0])
     assert least <= largest
 
 
@@ -418,7 +420,7 @@ def test_workers_are_divided_into_stages_and_replicas_within_the_limits(offbeat,
     most = free[1, 4]["memory_bytes"]
     small = rows("-M", 2, "--memory-limit", (most - 1) / 1e6)
     assert small[1, 4]["speedup"] is None
-    assert "do not fit a memory limit" in small[1, 4]["reason"]
+    assert f"use at least {math.ceil(most / 1e3) / 1e3:g} MB" in small[1, 4]["reason"]
     apart = rows("-M", 2, "--bandwidth", 0.01, "--latency", 0)  # on slow links replicas are as slow as their sums
     assert apart[1, 4]["speedup"] < 1 / 100
 
@@ -428,6 +430,41 @@ def test_the_table_of_divisions_names_the_fastest(offbeat, profile):
     assert "replicas" in text
     assert "- fastest: -K " in text
     assert text.count("fastest") == 2
+
+
+def test_the_limit_that_an_error_names_is_one_that_fits(offbeat, profile):
+    printed = check_refused(offbeat, (*SMALL, "-K", 2, "--profile", profile, "--memory-limit", 0.01))
+    least = re.search(r"at least ([0-9.]+) MB", printed)[1]
+    made = planned(offbeat, "-K", 2, "--profile", profile, "--memory-limit", least)
+    assert max(stage["memory_bytes"] for stage in made["stages"]) <= float(least) * 1e6
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "classes"),
+    [
+        (("--data", "cifar100"), (3, 32, 32), 100),  # which needs no folder for this
+        (("--data", "digits"), (1, 8, 8), 10),
+        (("--data", "digits", "--shape", "1,16,16"), (1, 16, 16), 10),
+        (("--data", "text", "--model", "gpt"), (128,), 256),
+        (("--data", "text"), (128,), 256),
+        (("--shape", "3,8,8"), (3, 8, 8), 10),
+        ((), (3, 32, 32), 10),
+    ],
+)
+def test_samples_and_classes_are_those_of_the_data(offbeat, monkeypatch, options, shape, classes):
+    built = []
+    monkeypatch.setattr(models, "build", lambda name, **size: built.append((name, size)) or sys.exit(3))
+    assert offbeat("plan", *options).code == 3
+    ((name, size),) = built
+    assert size == {"shape": shape, "classes": classes}
+    assert name == ("gpt" if "text" in options else "resnet56")
+
+
+@pytest.mark.parametrize("option", ["--picture", "--staleness-picture"])
+@pytest.mark.parametrize("name", ["time.xyz", "nowhere/time.svg"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_built(offbeat, monkeypatch, option, name):
+    monkeypatch.setattr(models, "build", lambda *_, **__: pytest.fail("built a network"))
+    check_refused(offbeat, (*SMALL, option, name), name)
 
 
 # ---- bad input
@@ -463,7 +500,10 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no speeds": (("-K", "3", "--speeds", ""), ("speeds",)),
     "a speed of nothing": (("-K", "2", "--speeds", "1,0"), ("speeds[1] = 0",)),
     "a pin outside": (("-K", "2", "--pin", "900"), ("900",)),
-    "memory that nothing fits": (("-K", "2", "--memory-limit", "0.001"), ("do not fit", "memory limit")),
+    "memory that nothing fits": (
+        ("-K", "2", "--memory-limit", "0.001"),
+        ("2 stages do not fit a memory limit of 0.001 MB per worker: use at least", "MB, or more stages"),
+    ),
     "negative memory": (("-K", "2", "--memory-limit", "-1"), ("memory",)),
     "staleness of nothing": (("--max-staleness", "0"), ("staleness", "above 0")),
     "nan staleness": (("--max-staleness", "nan"), ("staleness",)),
@@ -476,6 +516,11 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--workers", "2", "--memory-limit", "0.001"),
         ("no division of 2 workers", "do not fit"),
     ),
+    "data": (("--data", "cifar1O"), ("cifar1O", "did you mean 'cifar10'")),
+    "shape of data that has its own": (("--data", "cifar10"), ("cifar10 takes no shape",)),
+    "images for a network of tokens": (("--model", "gpt", "--data", "digits"), ("gpt takes tokens",)),
+    "data that needs its folder": (("--data", "imagefolder"), ("imagefolder needs --data-dir",)),
+    "a folder of no data": (("--data-dir", "."), ("--data-dir . without --data",)),
     "unknown option": (("--pictures", "a.svg"), ("--pictures", "plan --help")),
 }
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import models
-from offbeat.errors import UserError
 from offbeat.partitioning import Profile, partition, profile, solve
 from offbeat.partitioning.partition import refine
+from offbeat.partitioning.solve import too_few_units
 from offbeat.partitioning.timing import Stopwatch
 from offbeat.partitioning.trace import trace
 from offbeat.studies.bench.rows import BenchSetting, cores_here
@@ -47,10 +47,7 @@ def check(setting: BenchSetting) -> None:
     """Refuse what cannot be cut, before anything starts; on the meta device, so that it costs next to nothing."""
     most = Network.of(setting, device="meta").most
     if most < setting.K:
-        raise UserError(
-            f"{setting.K} stages but {setting.model} has only {most} units to cut between: use K={most} "
-            "or fewer, or a deeper model"
-        )
+        raise too_few_units(setting.K, most, f", or a deeper model than {setting.model}")
 
 
 def counted(setting: BenchSetting) -> Profile:
