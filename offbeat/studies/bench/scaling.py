@@ -23,6 +23,7 @@ from offbeat import models
 from offbeat.method import Method
 from offbeat.methods import named, parsed, with_settings
 from offbeat.partitioning import Profile, solve
+from offbeat.partitioning.refine import stage_sums
 from offbeat.report.draw import by_the_way, draw_scaling
 from offbeat.runs.train import file_name
 from offbeat.studies.bench.cuts import counted, measured
@@ -31,7 +32,7 @@ from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import check_numbers
 from offbeat.studies.bench.rows import ROWS, BenchSetting, cores_here, left_out, row_of
 from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
-from offbeat.studies.plan import Kept, LinkCost, stage_sums
+from offbeat.studies.plan import Kept, LinkCost
 from offbeat.studies.runner import Failure, StudyRunner
 from offbeat.timeline import Costs, period
 
