@@ -396,6 +396,6 @@ def lines(content: dict[str, Any]) -> list[str]:
         K, R = max((row["K"], row["replicas"]) for row in rows)
         for name in dict.fromkeys(row["method"] for row in rows):
             mine = [row for row in rows if (row["K"], row["replicas"], row["method"]) == (K, R, name)]
-            each = ", ".join(f"{row['speedup']:.2g} ({row['link']})" for row in mine)
+            each = ", ".join(f"{row['speedup']:.3g} ({row['link']})" for row in mine)
             made.append(f"simulated, K={K}, R={R}, {name}: {each} times BP")
     return made
