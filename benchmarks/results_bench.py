@@ -50,6 +50,16 @@ def bench_section(name: str, record: Record) -> list[str]:
     ]
 
 
+def _replicated(simulation: Record) -> list[str]:
+    """The simulated speed-up of replicas; nothing for a record without them."""
+    rows = simulation.get("replica_rows", [])
+    copies = sorted({row["replicas"] for row in rows})
+    speed = {(row["method"], row["link"], row["K"], row["replicas"]): row["speedup"] for row in rows}
+    lines = dict.fromkeys((method, link, K) for method, link, K, _ in speed)
+    table = [[*map(str, line), *(f"{speed[*line, R]:.3g}" for R in copies)] for line in lines]
+    return [markdown(["method", "link", "K", *(f"R={R}" for R in copies)], table), ""] if rows else []
+
+
 def scaling_section(name: str, record: Record) -> list[str]:
     simulation = record["simulation"]
     rows = []
@@ -61,7 +71,9 @@ def scaling_section(name: str, record: Record) -> list[str]:
                 one["model"],
                 str(one["batch_size"]),
                 str(one["K"]),
+                str(one.get("replicas", 1)),
                 ranged([1000 * value for value in one["seconds_per_batch"]]),
+                f"{1000 * one['predicted']:,.0f}" if "predicted" in one else "",
                 f"{max(one['memory']) / 1e6:,.0f}",
                 f"{max(one['memory_counted']) / 1e6:,.0f}",
                 f"{measured:.2f}",
@@ -73,7 +85,9 @@ def scaling_section(name: str, record: Record) -> list[str]:
         "network",
         "b",
         "K",
+        "replicas",
         "ms per batch",
+        "predicted",
         "MB, largest worker",
         "MB, counted",
         "staleness of stage 1",
@@ -98,6 +112,7 @@ def scaling_section(name: str, record: Record) -> list[str]:
         "",
         markdown(["method", "link", *(f"K={K}" for K in stages)], clock),
         "",
+        *_replicated(simulation),
         *(point(f"Left out: {reason}.") for reason in record["left_out"]),
         *([""] if record["left_out"] else []),
         source(name, record),

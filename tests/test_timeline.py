@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from offbeat import Method, UserError
+from offbeat import Method, UserError, critical_cycle
 from offbeat.methods import ADL, ADL1F1B, BP, DDG, DECLARED, DSP, FR, GPipe
 from offbeat.ops import Backward, Barrier, Forward
 from offbeat.timeline import Costs, balanced, period, speed_up, timeline
@@ -156,6 +156,31 @@ def test_the_period_is_the_mean_over_many_batches_of_a_timeline(name):
 def test_the_period_of_many_stages_is_found_without_running_the_schedule(method, expected, monkeypatch):
     monkeypatch.setattr("offbeat.timeline.timeline", None)
     assert period(method, balanced(256)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("method", [BP(), DDG(), ADL(M=4), ADL1F1B(M=4), GPipe(32)], ids=lambda method: method.name)
+def test_a_plan_of_256_stages_takes_a_bounded_amount_of_work(method, monkeypatch):
+    """Operations of programs: at most three fills of each stage; dependencies: in proportion to K; a few passes."""
+    K, drawn_operations, passes, program = 256, 0, [], Method.program
+
+    def counted(self, k, stages, batches):
+        nonlocal drawn_operations
+        for operations in program(self, k, stages, batches):
+            drawn_operations += len(operations)
+            yield operations
+
+    def evaluated(chosen):
+        passes.append(len(chosen))
+        return evaluate(chosen)
+
+    evaluate = critical_cycle._evaluate
+    monkeypatch.setattr(Method, "program", counted)
+    monkeypatch.setattr(critical_cycle, "_evaluate", evaluated)
+    uneven = Costs(*(drawn(K, 3).forward for _ in range(2)), up=[0.3] * (K - 1), down=[0.3] * (K - 1))
+    assert period(method, uneven) > 0
+    assert 0 < drawn_operations <= 3 * sum(3 * method.m * (method.lag(k, K) + method.M + 4) for k in range(1, K + 1))
+    assert max(passes) <= 4 * K * method.M * method.m
+    assert len(passes) <= 20
 
 
 def test_programs_that_wait_for_each_other_are_refused():

@@ -200,7 +200,10 @@ def bench_scaling(
     M: Annotated[
         int | None, typer.Option("-M", help="Gradients accumulated per update. (default: the method's)")
     ] = None,
-    stages: Annotated[str, typer.Option(help="Values of K to measure, up to the number of cores.")] = "1,2,4,8,16",
+    stages: Annotated[
+        str, typer.Option(help="Values of K to measure, as far as there are K cores per replica. Others are simulated.")
+    ] = "1,2,3,4,6,8,12,16",
+    replicas: Annotated[str, typer.Option(help="Numbers of replicas to measure, with all values of K.")] = "1,2,3,4",
     batch_sizes: Annotated[str, typer.Option(help="Batch sizes to measure.")] = "16,64,128",
     depths: Annotated[str, typer.Option(help="Networks to measure.")] = (
         "resnet20,resnet56,resnet110,resnet164,resnet1202"
@@ -217,7 +220,10 @@ def bench_scaling(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and no progress.")] = False,
 ) -> None:
-    """Measure how time, memory and staleness scale with K, batch size and depth; simulate up to 256 stages."""
+    """Measure how time, memory and staleness scale with K, replicas, batch size and depth, next to predictions.
+
+    The clock simulates what needs more cores, on published link speeds: up to 256 stages, or 64 stages of 64 replicas.
+    """
     from offbeat.studies.bench import scaling
 
     request = scaling.ScalingRequest(
@@ -227,6 +233,7 @@ def bench_scaling(
         method=method,
         M=M,
         stages=numbers(stages, int, "--stages") or (),
+        replicas=numbers(replicas, int, "--replicas") or (),
         batch_sizes=numbers(batch_sizes, int, "--batch-sizes") or (),
         depths=tuple(filter(None, depths.split(","))),
         most_stages=most_stages,

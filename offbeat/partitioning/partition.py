@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from numbers import Integral
@@ -20,17 +20,15 @@ from offbeat.partitioning.chunk import as_stage
 from offbeat.partitioning.cut import balanced, check_blocks, check_stages, cut, forward_flops, is_sequence, split, units
 from offbeat.partitioning.inputs import Inputs, as_dict, depends_on_batch
 from offbeat.partitioning.profile import Profile, profile, profile_blocks
+from offbeat.partitioning.refine import refine
 from offbeat.partitioning.solve import Memory, Solution, check_count, solve, too_few_units
 from offbeat.partitioning.ties import Tied, TiedParameter
-from offbeat.partitioning.timing import Load, Meter, one_by_one
+from offbeat.partitioning.timing import one_by_one
 from offbeat.partitioning.trace import Traced, Way
 from offbeat.partitioning.trace import trace as trace_model
 
 Units = Literal["blocks", "layers"]
 By = Literal["flops", "measured"]
-ROUNDS = 6  # at most, of measuring whole stages and moving the cuts
-WORTHWHILE = 0.005  # of the slowest stage: less than this to gain is noise, and ends the rounds
-LAPS, LONGEST = 4, 5.0  # laps of the slowest stage for which all run at once, and the most seconds that may take
 
 
 @dataclass(frozen=True)
@@ -310,45 +308,7 @@ def solve_for(
     if by == "flops":
         return solve(found.costs(), K, **options)
     timed = profile(model, sample, traced=traced)
-    return refine(timed.costs(), K, one_by_one(traced.twin(), sample), **options)
-
-
-def refine(
-    costs: Sequence[float], K: int, meter: Meter, *, M: int = 1, speeds: Sequence[float] | None = None, **options: Any
-) -> Solution:
-    """The best cuts for measured units, moved by what whole stages take: a stage is not the sum of its units.
-
-    `meter` times the stages between cuts; an update counts as a part of each of its M batches. The times of the
-    solution are those of whole stages, and the costs of its units are scaled to them.
-    """
-    costs = list(costs)
-    solution = solve(costs, K, speeds=speeds, **options)
-    best, slowest = solution, float("inf")
-    for _ in range(ROUNDS if K > 1 else 0):
-        load = Load([1] * K, M, seconds=min(LONGEST, LAPS * max(solution.times)))
-        taken = [stage.batch(M) for stage in meter(solution.cuts, load)]
-        times = []
-        for k, (start, end) in enumerate(pairwise([0, *solution.cuts, len(costs)])):
-            speed = speeds[k] if speeds else 1.0
-            exposed = max(0.0, solution.times[k] - sum(costs[start:end]) / speed)
-            times.append(taken[k] / speed + exposed)
-        costs = rescaled(costs, solution.cuts, taken)
-        moved = solve(costs, K, speeds=speeds, **options)
-        if max(times) < slowest:
-            best, slowest = replace(moved, cuts=solution.cuts, times=tuple(times), memory=solution.memory), max(times)
-        if moved.cuts == solution.cuts or moved.bottleneck > (1 - WORTHWHILE) * slowest:
-            break
-        solution = moved
-    return best
-
-
-def rescaled(costs: Sequence[float], cuts: Sequence[int], totals: Sequence[float]) -> list[float]:
-    """The costs with the sum of each stage made the total of that stage."""
-    found: list[float] = []
-    for start, end, total in zip([0, *cuts], [*cuts, len(costs)], totals, strict=True):
-        here = sum(costs[start:end])
-        found += [cost * total / here if here else total / (end - start) for cost in costs[start:end]]
-    return found
+    return refine(timed.costs(), K, one_by_one(traced.twin(), sample), **options).solution
 
 
 def _block_names(model: nn.Module) -> list[str]:

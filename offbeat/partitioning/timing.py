@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,7 +36,7 @@ from offbeat.ops import Backward, Forward, Update
 from offbeat.partitioning.trace import Traced
 
 LEAST, SHORTEST = 3, 0.1  # laps, and seconds of laps: the quicker a stage, the more of them a median needs
-RUNS = 3  # of which the shortest counts
+ROUNDS = 3  # of which the shortest counts
 CHILD = "from offbeat.partitioning.timing import serve; serve()"
 
 
@@ -55,14 +55,26 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Load:
-    """How a stage is run: the batches that it holds (the lag), batches per update, and the least seconds."""
+    """How stages are run: the batches that each holds (the lag), batches per update, the number of rounds, and for
+    stages that run at the same time the least seconds of all rounds together."""
 
     lags: Sequence[int]
     M: int = 1
     seconds: float = 0.0
+    rounds: int = ROUNDS
 
 
-Meter = Callable[[Sequence[int], Load], list[StageTime]]  # of the stages between these cuts
+Timings = list[list[StageTime]]  # by round, then by stage
+Meter = Callable[[Sequence[Sequence[int]], Load], list[Timings]]  # of each of several lists of cuts
+
+
+def shortest(timings: Timings, M: int) -> list[StageTime]:
+    """Of each stage the round in which it was the fastest: other work on the machine can only slow it down.
+
+    >>> [time.forward for time in shortest([[StageTime(2, 1), StageTime(1, 1)], [StageTime(1, 1), StageTime(3, 1)]], 1)]
+    [1, 1]
+    """
+    return [min(rounds, key=lambda taken: taken.batch(M)) for rounds in zip(*timings, strict=True)]
 
 
 class Runner:
@@ -93,11 +105,6 @@ class Runner:
         while min(len(self.laps[1]), LEAST * len(self.laps[2])) < LEAST or time.perf_counter() - began < seconds:
             self._lap()
         return StageTime(*(statistics.median(laps) for laps in self.laps))
-
-    def best(self, seconds: float) -> StageTime:
-        """The shortest of a few runs: what else the machine does only ever adds."""
-        found = [self.run(seconds / RUNS) for _ in range(RUNS)]
-        return min(found, key=lambda taken: taken.batch(self.M))
 
     def _lap(self) -> None:
         """The next local iteration."""
@@ -132,25 +139,38 @@ def whole_time(twin: Traced, sample: Any) -> StageTime:
     """The model as one stage without a lag: back-propagation on one worker, all others idle."""
     runner = Runner(twin.split([])[0], sample, first=True, lag=0, M=1)
     runner.warm_up()
-    return runner.run(0.0)
+    return shortest([[runner.run(0.0)] for _ in range(ROUNDS)], 1)[0]
 
 
 def one_by_one(twin: Traced, sample: Any) -> Meter:
-    """Times stages one after the other in this process, on a twin of the model; with one batch in flight each.
+    """A meter that runs one stage after the other in this process, with at most one batch in flight each.
 
-    In several rounds over all stages, of which the shortest counts, so that other work on the machine does not slow the
-    same stage each time.
+    A round runs every stage of all cuts once; a stage that several cuts have is run once for all of them. So other work
+    on the machine slows down different stages and cuts alike.
     """
+    runners: dict[tuple[Any, ...], Runner] = {}  # of the last call: the next one may need some of them again
 
-    def times(cuts: Sequence[int], load: Load) -> list[StageTime]:
-        runners = []
-        for k, (part, x) in enumerate(_parts(twin, cuts, sample)):
-            runners.append(Runner(part, x, first=k == 0, lag=min(1, load.lags[k]), M=load.M))
-            runners[-1].warm_up()
-        rounds = [[runner.run(0.0) for runner in runners] for _ in range(RUNS)]
-        return [min(each, key=lambda taken: taken.batch(load.M)) for each in zip(*rounds, strict=True)]
+    def times(several: Sequence[Sequence[int]], load: Load) -> list[Timings]:
+        wanted = [_stage_keys(twin, cuts, load) for cuts in several]
+        for key in set(runners).difference(*wanted):
+            del runners[key]
+        for cuts, keys in zip(several, wanted, strict=True):
+            if all(key in runners for key in keys):
+                continue
+            for k, (key, (part, x)) in enumerate(zip(keys, _parts(twin.twin(), cuts, sample), strict=True)):
+                if key not in runners:
+                    runners[key] = Runner(part, x, first=k == 0, lag=min(1, load.lags[k]), M=load.M)
+                    runners[key].warm_up()
+        rounds = [{key: runner.run(0.0) for key, runner in runners.items()} for _ in range(load.rounds)]
+        return [[[each[key] for key in keys] for each in rounds] for keys in wanted]
 
     return times
+
+
+def _stage_keys(twin: Traced, cuts: Sequence[int], load: Load) -> list[tuple[Any, ...]]:
+    """What the stages between the cuts are known by: number, units and load."""
+    edges = pairwise([0, *cuts, len(twin.units)])
+    return [(k, start, end, load.lags[k], load.M) for k, (start, end) in enumerate(edges)]
 
 
 def _parts(twin: Traced, cuts: Sequence[int], sample: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -182,15 +202,15 @@ class Stopwatch:
         if self.workers:
             self.workers.__exit__(kind, value, trace)
 
-    def __call__(self, cuts: Sequence[int], load: Load) -> list[StageTime]:
+    def __call__(self, several: Sequence[Sequence[int]], load: Load) -> list[Timings]:
         if self.workers:
             try:
-                return self.workers.times(cuts, load)
+                return self.workers.times(several, load)
             except WorkersFailed as reason:
                 self.workers.__exit__(None, None, None)
                 self.workers = None
                 self.notes.append(f"the stages were timed one after the other: {reason}")
-        return self.alone(cuts, load)
+        return self.alone(several, load)
 
 
 # ---- all at once
@@ -247,20 +267,35 @@ class TimingWorkers:
         self.processes.clear()
         self.folder.cleanup()
 
-    def times(self, cuts: Sequence[int], load: Load) -> list[StageTime]:
-        """Raises WorkersFailed where a stage cannot be sent, or run."""
+    def times(self, several: Sequence[Sequence[int]], load: Load) -> list[Timings]:
+        """Raises WorkersFailed where a stage cannot be sent, or run. A round runs the stages of each of the cuts."""
+        for number, cuts in enumerate(several):
+            self._load(number, cuts, load)
+        found: list[Timings] = [[] for _ in several]
+        for _ in range(load.rounds):
+            for number, timings in enumerate(found):
+                timings.append(
+                    [StageTime(**reply) for reply in self._ask({"run": number, "seconds": load.seconds / load.rounds})]
+                )
+        return found
+
+    def _load(self, number: int, cuts: Sequence[int], load: Load) -> None:
+        """Send each process its stage between these cuts, under a number, and let it warm up."""
         for k, (part, x) in enumerate(_parts(self.twin, cuts, self.sample)):
             path = Path(self.folder.name) / f"stage-{k + 1}"
             try:
                 torch.save((part, x), path)
             except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
                 raise WorkersFailed(f"stage {k + 1} cannot be sent to a process ({first_line(error)})") from error
-            self._send(k, {"path": str(path), "first": k == 0, "lag": load.lags[k], "M": load.M})
+            self._send(k, {"load": number, "path": str(path), "first": k == 0, "lag": load.lags[k], "M": load.M})
         for k in range(self.K):
             self._receive(k)
+
+    def _ask(self, what: dict[str, Any]) -> list[dict[str, Any]]:
+        """The replies of all processes to the same request, which all get at the same time."""
         for k in range(self.K):
-            self._send(k, {"seconds": load.seconds})
-        return [StageTime(**self._receive(k)) for k in range(self.K)]
+            self._send(k, what)
+        return [self._receive(k) for k in range(self.K)]
 
     def _send(self, k: int, what: dict[str, Any]) -> None:
         pipe = self.processes[k].stdin
@@ -291,16 +326,25 @@ def serve() -> None:
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
+    runners: dict[int, Runner] = {}
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            module, x = torch.load(request["path"], weights_only=False)  # written by our parent, in a folder of its own
-            x = pytree.tree_map_only(Tensor, dense_copy, x)  # into memory that stages may copy lazily
-            runner = Runner(module, x, first=request["first"], lag=request["lag"], M=request["M"])
-            runner.warm_up()
-            print("{}", file=replies)
-            seconds = json.loads(sys.stdin.readline())["seconds"]
-            print(json.dumps(asdict(runner.best(seconds))), file=replies)
+            print(json.dumps(_reply(request, runners)), file=replies)
         except Exception as error:
             print(json.dumps({"failed": first_line(error)}), file=replies)
             return
+
+
+def _reply(request: dict[str, Any], runners: dict[int, Runner]) -> dict[str, Any]:
+    """Load a stage under a number, in place of those of the last request for number 0; or run a loaded one."""
+    if "run" in request:
+        return asdict(runners[request["run"]].run(request["seconds"]))
+    if request["load"] == 0:
+        runners.clear()
+    module, x = torch.load(request["path"], weights_only=False)  # written by our parent, in a folder of its own
+    x = pytree.tree_map_only(Tensor, dense_copy, x)  # into memory that stages may copy lazily
+    runner = Runner(module, x, first=request["first"], lag=request["lag"], M=request["M"])
+    runner.warm_up()
+    runners[request["load"]] = runner
+    return {}

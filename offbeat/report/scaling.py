@@ -73,11 +73,24 @@ def _measured(points: Sequence[Mapping[str, Any]]) -> Section:
         rows.append(
             [
                 *(str(point.get(key, "-")) for key in ("axis", "model", "batch_size", "K")),
+                str(point.get("replicas", 1)),
                 ranged([1e3 * value for value in seconds]) if seconds else "-",
+                f"{1e3 * predicted[0]:,.0f}" if (predicted := numbers(point.get("predicted"))) else "-",
                 size(max(peak)) if peak else "-",
                 size(max(counted)) if counted else "-",
                 f"{max(late):.2f}" if late else "-",
             ]
         )
-    columns = ["axis", "network", "batch", "K", "ms per batch", "peak memory", "counted", "staleness"]
+    columns = [
+        "axis",
+        "network",
+        "batch",
+        "K",
+        "replicas",
+        "ms per batch",
+        "predicted",
+        "peak memory",
+        "counted",
+        "staleness",
+    ]
     return section.add(table(columns, rows, names=("network",)))

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from offbeat.errors import UserError
+from offbeat.errors import UserError, first_line
 from offbeat.method import Method
 from offbeat.methods import DECLARED, METHODS, settings_of
-from offbeat.partitioning.partition import LAPS, LONGEST, By, refine, rescaled
+from offbeat.partitioning.loopback import measure_links
+from offbeat.partitioning.partition import By
 from offbeat.partitioning.profile import Profile, profile
+from offbeat.partitioning.refine import LAPS, LONGEST, Refinement, RoundsBalance, refine, rescaled, stage_sums
 from offbeat.partitioning.solve import Memory, Solution, fewest_changed, solve, too_few_units
-from offbeat.partitioning.timing import Load, StageTime, Stopwatch, whole_time
+from offbeat.partitioning.timing import Load, StageTime, Stopwatch, Timings, shortest, whole_time
 from offbeat.partitioning.trace import Traced, trace
 from offbeat.partitioning.walk import verify
 from offbeat.settings import shown
@@ -25,6 +27,7 @@ from offbeat.timeline import Costs, period, speed_up
 
 FEW = 4  # stages by which the clock measures what a method exposes of a message: more do not change it
 POINTS = 9  # message times at which it does; between them exposure is interpolated
+FINAL_ROUNDS = 5  # in which the stages of the chosen cuts are timed
 AS_FAST = 1.03  # times as long per batch counts as equally fast
 
 
@@ -78,6 +81,7 @@ class Plan:
     batch_size: int
     cuts: list[int]
     balance: float
+    balance_rounds: list[float]  # the smallest and the largest of the rounds in which the stages were timed
     balance_bound: float  # what the largest unit permits
     bp_ms: float  # a batch of back-propagation on one worker, the fastest, with an update for every batch
     predicted_speedup: float
@@ -86,6 +90,8 @@ class Plan:
     advice: list[str]
     notes: list[str]
     replicas: int = 1
+    refinement: dict[str, Any] | None = None  # what moving the cuts by whole stages gained; None by FLOPs
+    calibration: dict[str, float] | None = None  # of stages that run at once; None where there are too few cores
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -150,7 +156,8 @@ def make_plan(
         "pinned": pinned,
         "legal": costs.legal_cuts,
     }
-    solution, taken, bp, notes = _measure(measured, method, K, by, link, options)
+    found = _measure(measured, method, K, by, link, options)
+    solution, taken = found.solution, found.times
     rates = list(speeds or [1.0] * K)
     seconds = [
         StageTime(*(part / rate for part in (time.forward, time.backward, time.update)))
@@ -159,16 +166,22 @@ def make_plan(
     messages = [link.seconds(costs.boundary_bytes[cut]) for cut in solution.cuts]
     sizes = stage_sums([unit.parameter_bytes for unit in costs.units], solution.cuts)
     sums = [link.sum_seconds(size, replicas) for size in sizes]
+    working = message_work(found.calibration, [costs.boundary_bytes[cut] for cut in solution.cuts])
     timing = Costs(
-        [time.forward for time in seconds],
-        [time.backward for time in seconds],
+        [time.forward + work for time, work in zip(seconds, working, strict=True)],
+        [time.backward + work for time, work in zip(seconds, working, strict=True)],
         [time.update + adding for time, adding in zip(seconds, sums, strict=True)],
         up=messages,
         down=messages,
-        baseline=bp / max(rates),
+        baseline=found.bp / max(rates),
     )
     stages = _stage_plans(costs, kept, solution.cuts, seconds, sums)
-    loads = [time.batch(method.M) + timing.replayed(k, method) for k, time in enumerate(seconds, start=1)]
+
+    def loads_of(times: Sequence[StageTime]) -> list[float]:
+        each = enumerate(zip(times, rates, strict=True), start=1)
+        return [time.batch(method.M) / rate + timing.replayed(k, method) for k, (time, rate) in each]
+
+    balance = RoundsBalance.of(loads_of(taken), [loads_of(times) for times in found.rounds])
     free = speeds is None and memory_limit is None and not pinned
     fewer = _fewest(method, costs, link, solution, taken) if free else K
     plan = Plan(
@@ -178,7 +191,8 @@ def make_plan(
         M=method.M,
         batch_size=measured.batch_size,
         cuts=list(solution.cuts),
-        balance=sum(loads) / K / max(loads),
+        balance=balance.balance,
+        balance_rounds=[balance.least, balance.most],
         balance_bound=solution.balance_bound,
         bp_ms=1000 * timing.alone,
         predicted_speedup=replicas * speed_up(method, timing),
@@ -189,8 +203,10 @@ def make_plan(
             if replicas == 1 or declare().why_no_replicas() is None
         },
         advice=[*advice, *_advice(method, K, stages, fewer, max_staleness)],
-        notes=[*traced.notes, *notes],
+        notes=[*traced.notes, *found.notes],
         replicas=replicas,
+        refinement=None if found.refinement is None else found.refinement.as_dict(),
+        calibration=None if found.calibration is None else asdict(found.calibration),
     )
     return plan, timing
 
@@ -229,28 +245,93 @@ def _stage_plans(
     ]
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """What stages lose that run at once on this machine, each on cores of its own.
+
+    slow_down          seconds of all stages when they compute at the same time, over those of one after the other
+    work_per_message   processor seconds of each of the two processes for a message, and for each of its bytes
+    work_per_byte
+    """
+
+    slow_down: float
+    work_per_message: float
+    work_per_byte: float
+
+
+def message_work(calibration: Calibration | None, sizes: Sequence[int]) -> list[float]:
+    """Processor seconds that each stage spends on messages of these sizes during a forward, and as many during a
+    backward: it receives one and sends one.
+
+    >>> message_work(Calibration(1.0, 1.0, 0.5), [2, 4])
+    [2.0, 5.0, 3.0]
+    """
+    each = (
+        []
+        if calibration is None
+        else [calibration.work_per_message + size * calibration.work_per_byte for size in sizes]
+    )
+    ends = [0.0, *(each or [0.0] * len(sizes)), 0.0]
+    return [below + above for below, above in pairwise(ends)]
+
+
+@dataclass(frozen=True)
+class MeasuredStages:
+    """The cuts, and what was measured of their stages, at speed 1.
+
+    rounds   the times of all stages, by round; `times` has the shortest of each stage
+    bp       seconds per batch of back-propagation on one worker
+    """
+
+    solution: Solution
+    refinement: Refinement | None
+    times: list[StageTime]
+    rounds: Timings
+    bp: float
+    calibration: Calibration | None
+    notes: list[str]
+
+
 def _measure(
     measured: Measured, method: Method, K: int, by: By, link: LinkCost, options: dict[str, Any]
-) -> tuple[Solution, list[StageTime], float, list[str]]:
-    """The cuts, the times of their stages at speed 1, seconds per batch of BP on one worker, and notes."""
+) -> MeasuredStages:
     costs, twin = measured.profile, measured.traced.twin()
     M = min(method.M, 4)  # an update is timed by itself; a longer window only takes longer to reach one
     messages = [link.seconds(size) for size in costs.boundary_bytes]
+    refinement = None
     with Stopwatch(twin, measured.sample, K) as stopwatch:
         if by == "measured":
             both = sum(unit.forward for unit in costs.units), sum(unit.backward for unit in costs.units)
             exposed = exposure(method, K, *both, messages)
-            solution = refine(costs.costs(), K, stopwatch, M=M, exposed_below=exposed, exposed_above=exposed, **options)
+            both_sides = {"exposed_below": exposed, "exposed_above": exposed}
+            refinement = refine(costs.costs(), K, stopwatch, M=M, **both_sides, **options)
+            solution = refinement.solution
         else:
             solution = solve(replace(costs, timed=False).costs(), K, **options)
-        units = costs.costs()
-        slowest = max(sum(units[start:end]) for start, end in pairwise([0, *solution.cuts, len(units)]))
+        slowest = max(stage_sums(costs.costs(), solution.cuts))
+        lags = [method.lag(k, K) for k in range(1, K + 1)]
+        load = Load(lags, M, seconds=min(LONGEST, 2 * LAPS * slowest), rounds=FINAL_ROUNDS)
         # measured again: the times by which the best cuts were chosen are too optimistic
-        load = Load([method.lag(k, K) for k in range(1, K + 1)], M, seconds=min(LONGEST, 2 * LAPS * slowest))
-        taken = stopwatch(solution.cuts, load)
+        (rounds,) = stopwatch([solution.cuts], load)
+        taken = shortest(rounds, M)
+        calibration = None
+        if stopwatch.workers:
+            (alone,) = stopwatch.alone([solution.cuts], replace(load, rounds=1))
+            calibration = _calibrated(taken, shortest(alone, M), M, stopwatch.notes)
     # What BP takes alone is at most what its stages take together; more would be noise.
     bp = min(whole_time(twin, measured.sample).batch(), sum(time.batch() for time in taken))
-    return solution, taken, bp, stopwatch.notes
+    return MeasuredStages(solution, refinement, taken, rounds, bp, calibration, stopwatch.notes)
+
+
+def _calibrated(at_once: Sequence[StageTime], alone: Sequence[StageTime], M: int, notes: list[str]) -> Calibration:
+    """Where links cannot be measured, messages take no work, and a note has the reason."""
+    slow_down = sum(time.batch(M) for time in at_once) / sum(time.batch(M) for time in alone)
+    try:
+        link = measure_links()
+    except UserError as error:
+        notes.append(f"the prediction is without the processor time of messages: {first_line(error)}")
+        return Calibration(slow_down, 0.0, 0.0)
+    return Calibration(slow_down, link.work_per_message, link.work_per_byte)
 
 
 def exposure(method: Method, K: int, forward: float, backward: float, messages: Sequence[float]) -> list[float] | None:
@@ -360,16 +441,6 @@ def with_repeated_forwards(
         return speeds
     slower = (forward + backward) / (2 * forward + backward)
     return [speed * (slower if again else 1.0) for speed, again in zip(speeds or [1.0] * K, replays, strict=True)]
-
-
-def stage_sums(parts: Sequence[float], cuts: Sequence[int]) -> list[float]:
-    """What the units of each stage have together.
-
-    >>> stage_sums([1.0, 2.0, 3.0, 4.0], (1, 3))
-    [1.0, 5.0, 4.0]
-    """
-    total = list(accumulate(parts, initial=0.0))
-    return [total[end] - total[start] for start, end in pairwise([0, *cuts, len(parts)])]
 
 
 def _fewest(method: Method, costs: Profile, link: LinkCost, solution: Solution, taken: Sequence[StageTime]) -> int:

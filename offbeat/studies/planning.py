@@ -154,7 +154,14 @@ def show_plan(request: PlanRequest) -> None:
     advised = recommendation_lines(found, request.K, samples)
     slowest = max(stage.sum_ms for stage in plan.stages)
     summed = [f"adding the gradients of {plan.replicas} replicas takes {slowest:.3g} ms per update at most"]
-    for line in (*plan.advice, *advised, links, *(summed if plan.replicas > 1 else ()), *plan.notes):
+    for line in (
+        *timing_lines(plan),
+        *plan.advice,
+        *advised,
+        links,
+        *(summed if plan.replicas > 1 else ()),
+        *plan.notes,
+    ):
         console.print(f"- {line}", soft_wrap=True)
     if request.theory:
         console.print(theory_table(plan))
@@ -314,8 +321,31 @@ def origin() -> dict[str, Any]:
 
 def link_cost(latency: float | None, bandwidth: float | None, *, measured: bool) -> LinkCost:
     """What is given (seconds, bytes per second), else what is measured if `measured`, else the defaults."""
-    found = LinkCost(*measure_links()) if measured and (latency is None or bandwidth is None) else LinkCost()
+    found = LinkCost()
+    if measured and (latency is None or bandwidth is None):
+        here = measure_links()
+        found = LinkCost(here.latency, here.bandwidth)
     return LinkCost(found.latency if latency is None else latency, found.bandwidth if bandwidth is None else bandwidth)
+
+
+def timing_lines(plan: Plan) -> list[str]:
+    """How sure the balance is, what moving the cuts gained, and what stages lose that run at once."""
+    if plan.K == 1:
+        return []
+    least, most = plan.balance_rounds
+    lines = [f"balance {plan.balance:.3f}, in single rounds {least:.3f} to {most:.3f}"]
+    if (moved := plan.refinement) and moved["tried"]:
+        kept = f"{moved['kept']} of {moved['tried']} other cuts were faster when whole stages were timed"
+        gained = f": balance {moved['before']['balance']:.3f} before, {moved['after']['balance']:.3f} after"
+        lines.append(kept + (gained if moved["kept"] else ""))
+    if plan.calibration:
+        slow_down = plan.calibration["slow_down"]
+        work = 1e3 * plan.calibration["work_per_message"] + 1e9 * plan.calibration["work_per_byte"]
+        lines.append(
+            f"the prediction is for this machine: stages take {slow_down:.2f} times as long at the same time as "
+            f"one after the other, and a message of 1 MB takes {work:.2g} ms of the processor at each end"
+        )
+    return lines
 
 
 def stage_table(plan: Plan) -> Table:

@@ -9,7 +9,7 @@ from typing import Any
 
 from offbeat.errors import UserError, first_line
 from offbeat.method import Method
-from offbeat.partitioning.partition import rescaled
+from offbeat.partitioning.refine import rescaled, stage_sums
 from offbeat.partitioning.solve import solve
 from offbeat.partitioning.timing import whole_time
 from offbeat.settings import shown
@@ -19,7 +19,6 @@ from offbeat.studies.plan import (
     Measured,
     exposure,
     recompute_to_fit,
-    stage_sums,
     with_repeated_forwards,
 )
 from offbeat.theory import smallest_M

@@ -34,9 +34,9 @@ def spy(pipe: offbeat.Pipeline):
         gradients[k], levels[k] = {}, {}
         versions[k] = [[p.detach().clone() for p in stage.parameters.values()]]
 
-        def add(t, found, level, foreign, weight, stage=stage, k=k, original=stage.window.add):
+        def add(t, found, level, *, stage=stage, k=k, original=stage.window.add, **given):
             gradients[k][t] = [g.detach().clone() for g in found]
-            original(t, found, level, foreign, weight=weight)
+            original(t, found, level, **given)
 
         def backward(t, incoming, stage=stage, k=k, original=stage.backward):
             levels[k][t] = stage.update_index - stage.in_flight[t].update

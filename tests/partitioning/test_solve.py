@@ -148,6 +148,21 @@ def test_nothing_to_do_is_balanced():
     assert (solution.cuts, solution.times, solution.balance, solution.balance_bound) == ((1,), (0, 0), 1, 1)
 
 
+@pytest.mark.parametrize(("count", "K"), [(400, 16), (400, 256), (4000, 256)])
+def test_the_search_makes_as_many_passes_for_256_stages_as_for_few(count, K, monkeypatch):
+    passes = []
+
+    def counted(stages, limit):
+        passes.append(limit)
+        return reachable(stages, limit)
+
+    module = sys.modules["offbeat.partitioning.solve"]
+    reachable = module._reachable
+    monkeypatch.setattr(module, "_reachable", counted)
+    solve(np.random.default_rng(0).uniform(0.5, 1.5, count), K)
+    assert 0 < len(passes) <= 70  # a bisection over the 53 bits of a float, and its start
+
+
 @pytest.mark.parametrize("shape", ["even", "one dear unit", "all at once"])
 def test_two_thousand_units_into_32_stages_take_less_than_a_second(shape):
     count, K = 2000, 32

@@ -14,7 +14,7 @@ from offbeat.methods import ADL, DDG
 from offbeat.partitioning import profile, solve, trace
 from offbeat.partitioning import timing as timing_module
 from offbeat.partitioning.loopback import measure_links
-from offbeat.partitioning.partition import refine, rescaled
+from offbeat.partitioning.refine import refine, rescaled
 from offbeat.partitioning.timing import (
     Load,
     Runner,
@@ -23,6 +23,7 @@ from offbeat.partitioning.timing import (
     TimingWorkers,
     WorkersFailed,
     one_by_one,
+    shortest,
     whole_time,
 )
 from offbeat.studies.plan import LinkCost, Measured, _fewest, exposure, make_plan
@@ -85,10 +86,11 @@ def test_timing_workers_time_all_stages_at_once_and_again_for_other_cuts():
     twin, x = trace(layers()).twin(), torch.randn(4, 8)
     workers = TimingWorkers(twin, x, 2)
     with workers:
-        for cuts in ([2], [4]):
-            found = workers.times(cuts, Load([2, 0], M=2, seconds=0.05))
-            assert len(found) == 2
-            assert all(min(time.forward, time.backward, time.update) > 0 for time in found)
+        for cuts in ([[2], [3]], [[4]]):
+            timings = workers.times(cuts, Load([2, 0], M=2, seconds=0.05, rounds=2))
+            assert [[len(stages) for stages in rounds] for rounds in timings] == [[2, 2]] * len(cuts)
+            times = [time for rounds in timings for stages in rounds for time in stages]
+            assert all(min(time.forward, time.backward, time.update) > 0 for time in times)
         processes = list(workers.processes)
     assert all(process.poll() is not None for process in processes)
 
@@ -97,7 +99,7 @@ def test_a_model_that_cannot_be_sent_is_timed_here_with_a_note_of_the_reason(mon
     monkeypatch.setattr(TimingWorkers, "possible", staticmethod(lambda twin, K: True))
     twin, x = trace(Local.model()).twin(), torch.randn(4, 8)
     with Stopwatch(twin, x, 2) as stopwatch:
-        assert len(stopwatch([1], Load([2, 0]))) == 2
+        assert len(stopwatch([[1]], Load([2, 0]))[0][0]) == 2
         assert stopwatch.workers is None
     assert len(stopwatch.notes) == 1
     assert "one after the other: stage 1 cannot be sent to a process" in stopwatch.notes[0]
@@ -109,7 +111,7 @@ def test_a_process_that_dies_is_noticed():
         workers.processes[1].kill()
         workers.processes[1].wait()
         with pytest.raises(WorkersFailed, match="process of stage 2 has ended"):
-            workers.times([2], Load([0, 0]))
+            workers.times([[2]], Load([0, 0]))
 
 
 def test_stages_are_timed_one_by_one_where_there_are_not_cores_enough(monkeypatch):
@@ -147,20 +149,72 @@ def test_units_are_scaled_to_what_their_stage_took():
     assert rescaled([0, 0, 2], [2], [6.0, 1.0]) == [3, 3, 1]
 
 
-def test_a_stage_slower_than_its_units_gets_fewer_and_the_best_cuts_are_kept():
-    asked = []
+class FixedTimes:
+    """A meter with given seconds of a stage of the units from `start` to `end`; it keeps the cuts that it was given."""
 
-    def meter(cuts, load):
-        asked.append((tuple(cuts), load.M))
-        first = cuts[0]
-        return [StageTime(3.0 * first, 0.0, 4.0 * first), StageTime(10.0 - first, 0.0)]  # the first units are slow
+    def __init__(self, seconds):
+        self.seconds, self.asked = seconds, []
 
+    def __call__(self, several, load):
+        self.asked.append([tuple(cuts) for cuts in several])
+        found = []
+        for cuts in several:
+            stages = [self.seconds(start, end) for start, end in pairwise([0, *cuts, 10])]
+            found.append([stages] * load.rounds)
+        return found
+
+
+def slow_start(start: int, end: int) -> StageTime:
+    """The first two units take three times as long as they seem to, with an update of four batches."""
+    slow = sum(place < 2 for place in range(start, end))
+    return StageTime(3.0 * slow + (end - start - slow), 0.0, 4.0 * slow)
+
+
+def test_a_stage_slower_than_its_units_gets_fewer_of_them():
+    meter = FixedTimes(slow_start)
     found = refine([1.0] * 10, 2, meter, M=4)
-    assert asked[0] == ((5,), 4)
-    assert found.cuts == (2,)
-    assert found.times == pytest.approx((8.0, 8.0))
-    assert sum(found.costs[:2]) == pytest.approx(8.0)  # units are scaled to what their stages took
-    assert found.unit_bound == pytest.approx(4.0)
+    assert meter.asked[0] == [(5,)]
+    assert found.solution.cuts == (2,)
+    assert found.solution.times == pytest.approx((8.0, 8.0))
+    assert sum(found.solution.costs[:2]) == pytest.approx(8.0)  # units are scaled to what their stages took
+    assert found.solution.unit_bound == pytest.approx(4.0)
+    assert found.before.balance == pytest.approx(16 / 22)
+    assert found.after.balance == pytest.approx(1.0)
+    assert 1 <= found.kept <= found.tried
+
+
+def test_the_same_times_give_the_same_cuts_and_the_same_timings():
+    meters = [FixedTimes(lambda start, end: StageTime(1.0 + 0.3 * (end - start), 0.1 * start)) for _ in range(2)]
+    first, second = (refine([1.0] * 10, 3, meter) for meter in meters)
+    assert first == second
+    assert meters[0].asked == meters[1].asked
+
+
+def test_cuts_that_are_slower_when_they_are_timed_are_not_kept():
+    meter = FixedTimes(lambda start, end: StageTime({(0, 5): 6.0, (5, 10): 5.0}.get((start, end), 9.0), 0.0))
+    found = refine([1.0] * 10, 2, meter)
+    assert found.solution.cuts == (5,)
+    assert (found.solution.times, found.kept) == ((6.0, 5.0), 0)
+    assert found.tried == len({cuts for asked in meter.asked for cuts in asked}) - 1 > 0
+
+
+def test_pinned_cuts_and_forbidden_positions_hold_when_cuts_move():
+    meter = FixedTimes(slow_start)
+    found = refine([1.0] * 10, 3, meter, pinned=[6], legal=[1, 2, 4, 6, 8])
+    timed = {cuts for asked in meter.asked for cuts in asked}
+    assert {(2, 6), (1, 6)} <= timed
+    assert all(6 in cuts and 3 not in cuts for cuts in timed)
+    assert (found.solution.cuts, found.kept) == ((1, 6), 1)
+
+
+def test_the_spread_of_the_rounds_is_in_the_balance():
+    rounds = iter([[1.0, 1.0], [1.0, 2.0], [2.0, 1.0]])
+
+    def meter(several, load):
+        return [[[StageTime(time, 0.0) for time in next(rounds)] for _ in range(load.rounds)]]
+
+    found = refine([1.0, 1.0], 2, meter)
+    assert (found.after.balance, found.after.least, found.after.most) == (1.0, 0.75, 1.0)
 
 
 # ---- what a method exposes, and how many stages it needs
@@ -206,7 +260,7 @@ def test_bp_alone_takes_at_most_what_its_stages_take(monkeypatch):
     assert costs.alone <= sum(costs.forward) + sum(costs.backward) + sum(costs.update) + 1e-12
     assert plan.bp_ms == pytest.approx(1000 * costs.alone)
     assert whole_time(trace(model).twin(), x).batch() > 0
-    assert len(one_by_one(trace(model).twin(), x)([3], Load([2, 0]))) == 2
+    assert len(one_by_one(trace(model).twin(), x)([[3]], Load([2, 0]))[0][0]) == 2
 
 
 def test_other_work_during_one_round_of_timing_does_not_slow_a_stage(monkeypatch):
@@ -217,12 +271,30 @@ def test_other_work_during_one_round_of_timing_does_not_slow_a_stage(monkeypatch
         return StageTime(10.0 if len(runs) == 1 else 1.0, 1.0)  # the first run of the first stage is disturbed
 
     monkeypatch.setattr(Runner, "run", run)
-    times = one_by_one(trace(layers()).twin(), torch.randn(4, 8))([3], Load([1, 1]))
-    assert [time.batch() for time in times] == [2.0, 2.0]
+    (timings,) = one_by_one(trace(layers()).twin(), torch.randn(4, 8))([[3]], Load([1, 1]))
+    assert [time.batch() for time in shortest(timings, 1)] == [2.0, 2.0]
     assert runs[0] is not runs[1]  # rounds over all stages
 
 
+def test_a_stage_of_several_cuts_runs_once_per_round(monkeypatch):
+    runs = []
+
+    def run(runner, seconds):
+        runs.append(runner)
+        return StageTime(1.0, 1.0)
+
+    monkeypatch.setattr(Runner, "run", run)
+    meter = one_by_one(trace(layers()).twin(), torch.randn(4, 8))
+    meter([[2, 4], [2, 5]], Load([1, 1, 1], rounds=2))
+    assert len(runs) == 2 * 5
+    before = set(runs)
+    meter([[2, 5]], Load([1, 1, 1], rounds=1))
+    assert set(runs[10:]) <= before  # not made and warmed up again
+
+
 def test_links_between_two_processes_are_measured():
-    latency, bandwidth = measure_links()
-    assert 0 < latency < 10
-    assert bandwidth > 0
+    found = measure_links()
+    assert 0 < found.latency < 10
+    assert found.bandwidth > 0
+    assert found.work_per_message > 0
+    assert found.work_per_byte >= 0

@@ -20,6 +20,7 @@ from processes import ENVIRONMENT, START, STOP, wait_for
 
 from offbeat.errors import UserError
 from offbeat.methods import ADL, ADL1F1B, GPipe
+from offbeat.partitioning.loopback import LinkMeasurement
 from offbeat.partitioning.profile import Profile, UnitCost
 from offbeat.report import bench_table
 from offbeat.report.draw import draw_bench, draw_scaling
@@ -27,6 +28,7 @@ from offbeat.studies.bench import fork_server as fork_server_module
 from offbeat.studies.bench import rounds, scaling
 from offbeat.studies.bench.cuts import check, counted, placed
 from offbeat.studies.bench.fork_server import ForkServer
+from offbeat.studies.bench.prediction import PredictionHere, period_on
 from offbeat.studies.bench.rows import (
     ROWS,
     BenchSetting,
@@ -41,7 +43,9 @@ from offbeat.studies.bench.rows import (
     settings_by_method,
     title_of,
 )
+from offbeat.studies.link_speeds import LINKS, PUBLISHED
 from offbeat.studies.plan import LinkCost
+from offbeat.studies.runner import StudyRunner
 
 pytestmark = pytest.mark.usefixtures("forked_children", "pictures")
 
@@ -617,12 +621,65 @@ def profiled(n: int) -> Profile:
 
 def test_a_link_adds_the_time_a_method_cannot_hide_and_obeys_its_bandwidth():
     costs, cuts = profiled(4), (1, 2, 3)
-    assert scaling.period_on(LinkCost(0.0, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)
-    assert scaling.period_on(LinkCost(0.9, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)  # hidden
-    assert scaling.period_on(LinkCost(0.9, float("inf")), ADL1F1B(M=4), costs, cuts) > 3.5  # not hidden
-    one = scaling.period_on(LinkCost(0.5, float("inf")), GPipe(m=4), costs, cuts)
+    assert period_on(LinkCost(0.0, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)
+    assert period_on(LinkCost(0.9, float("inf")), ADL(M=4), costs, cuts) == pytest.approx(3.0)  # hidden
+    assert period_on(LinkCost(0.9, float("inf")), ADL1F1B(M=4), costs, cuts) > 3.5  # not hidden
+    one = period_on(LinkCost(0.5, float("inf")), GPipe(m=4), costs, cuts)
     assert one == pytest.approx(3.0 * 7 / 4 + 2 * 3 * 0.5)  # three hops up and three down, once a batch
-    assert scaling.period_on(LinkCost(0.0, 100.0), ADL(M=4), costs, cuts) >= 10.0  # 1000 bytes a batch
+    assert period_on(LinkCost(0.0, 100.0), ADL(M=4), costs, cuts) >= 10.0  # 1000 bytes a batch
+
+
+def test_replicas_add_the_sum_of_their_gradients_once_per_update():
+    costs, slow = profiled(4), LinkCost(0.0, 4.0)  # bytes per second; a unit has 4 bytes of parameters
+    adding = 2 * (3 / 4) * 4 / 4.0  # of one unit over 4 replicas
+    for M in (1, 2):
+        free = LinkCost(0.0, float("inf"))
+        assert period_on(free, ADL(M=M), costs, (1, 2, 3), replicas=4) == pytest.approx(3.0)
+        apart = replace(costs, boundary_bytes=[0] * 5)
+        assert period_on(slow, ADL(M=M), apart, (1, 2, 3), replicas=4) == pytest.approx(3.0 + adding / M)
+        assert period_on(slow, ADL(M=M), apart, (), replicas=4) == pytest.approx(12.0 + 4 * adding / M)
+
+
+def test_the_prediction_for_this_machine_is_calibrated_by_stages_that_compute_at_once():
+    costs, link = profiled(4), LinkMeasurement(0.0, float("inf"), work_per_message=0.1, work_per_byte=0.0)
+    here = PredictionHere(costs, [1.0] * 4, [2.0] * 4, [0.5] * 4, 14.0, link)
+    assert here.seconds(ADL(), (), 1) == 14.0
+    alone = here.seconds(ADL(M=1), (2,), 1)
+    assert alone == pytest.approx(7.0 + 2 * 0.1)  # a stage receives or sends one message each way
+    point = {"cuts": (2,), "replicas": 2, "at_once": [7.0, 7.0, 7.0, 10.5]}  # of replica 0, then of replica 1
+    assert here.beside(ADL(M=1), point) == pytest.approx({"predicted_alone": 7.2, "predicted": 10.7})
+
+
+def test_every_simulated_row_is_marked_and_reaches_64_stages_of_64_replicas(tmp_path):
+    request = scaling.ScalingRequest(model="mlp", depths=(), most_stages=64)
+    study = scaling.ScalingStudy(request, StudyRunner(tmp_path, show=False), request.setting(), {})
+    made = scaling.simulate(study, profiled(64))
+    rows = [*made["rows"], *made["replica_rows"]]
+    assert all(row["simulated"] is True for row in rows)
+    by = {(row["method"], row["link"], row["K"], row["replicas"]): row["speedup"] for row in rows}
+    assert {link for _, link, K, R in by if (K, R) == (64, 64)} == set(LINKS)
+    assert by["adl", "no cost", 64, 64] == pytest.approx(64 * 64)
+    assert by["adl", "NVLink", 64, 64] >= by["adl", "InfiniBand", 64, 64] >= by["adl", "WAN", 64, 64]
+    assert all(made["links"][name]["source"] for name in ("NVLink", "InfiniBand", "10 GbE", "WAN"))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two workers")
+def test_replicas_are_measured_on_workers_of_their_own(tmp_path):
+    request, server = scaling.ScalingRequest(model="mlp", depths=(), repetitions=1, batches=1), ForkServer()
+    setting = replace(request.setting(), K=1, replicas=2, batch_size=4, cuts=())
+    try:
+        found = scaling.measure(setting, request, tmp_path, server)
+    finally:
+        server.close()
+    assert (len(found["memory"]), len(found["at_once"]), len(found["seconds_per_batch"])) == (2, 2, 1)
+    assert min(*found["at_once"], *found["seconds_per_batch"]) > 0
+
+
+def test_the_published_link_speeds_are_in_the_documentation():
+    text = " ".join((ROOT / "docs/choosing.md").read_text().split())
+    for name, link in PUBLISHED.items():
+        cells = (name, f"{link.cost.bandwidth / 1e9:g} GB/s", f"{1e3 * link.cost.latency:g} ms", link.source)
+        assert f"| {' | '.join(cells)} |" in text
 
 
 def test_memory_and_staleness_are_counted_by_the_program():
@@ -647,6 +704,8 @@ def test_a_scaling_study_has_its_points_its_simulation_and_what_it_left_out(offb
         4,
         "--stages",
         "1,2",
+        "--replicas",
+        "1",
         "--batch-sizes",
         4,
         "--depths",
@@ -667,19 +726,32 @@ def test_a_scaling_study_has_its_points_its_simulation_and_what_it_left_out(offb
     record = json.loads((out / "scaling.json").read_text())
     assert {path.name for path in out.iterdir()} == {"scaling.json", "scaling.svg", "scaling.png"}
     assert [(point["axis"], point["K"]) for point in record["points"]] == [("strong", 1), ("weak", 1)]
-    assert record["left_out"] == ["strong: resnet8, b=4, K=2: only 1 core"]
+    assert record["left_out"] == ["strong: resnet8, b=4, K=2: only 1 core, simulated instead"]
     rows = record["simulation"]["rows"]
     assert {row["K"] for row in rows} == {1, 2, 4, 8}
     assert {row["method"] for row in rows} == {"adl", "adl-1f1b", "gpipe"}
     by = {(row["method"], row["link"], row["K"]): row["speedup"] for row in rows}
     for method in ("adl", "gpipe"):
-        assert by[method, "no cost", 2] >= by[method, "10 GbE", 2] >= by[method, "Internet, 50 ms", 2]
+        assert by[method, "no cost", 2] >= by[method, "10 GbE", 2] >= by[method, "WAN", 2]
     assert 1.0 < by["adl", "no cost", 2] <= 2.0 + 1e-9
     draw_scaling(record, tmp_path / "again.svg")
     assert {"NVLink", "measured, one core per stage", "ADL"} <= set(texts_in(tmp_path / "again.svg"))
 
 
-TINY_SCALING = ("--model", "mlp", "--batch-size", 4, "--stages", 1, "--batch-sizes", 4, "--most-stages", 2)
+TINY_SCALING = (
+    "--model",
+    "mlp",
+    "--batch-size",
+    4,
+    "--stages",
+    1,
+    "--batch-sizes",
+    4,
+    "--most-stages",
+    2,
+    "--replicas",
+    1,
+)
 TINY_SCALING = ("bench", "scaling", *TINY_SCALING, "--repetitions", 1, "--batches", 1, "--depths", "mlp", "--json")
 
 

@@ -18,8 +18,10 @@ from fixed_times import fix_times
 from offbeat import models
 from offbeat.methods import DECLARED
 from offbeat.partitioning import batch_times, timing
+from offbeat.partitioning.loopback import LinkMeasurement
 from offbeat.runs.provenance import provenance
 from offbeat.studies import planning
+from offbeat.studies.plan import Calibration, message_work
 
 pytestmark = pytest.mark.usefixtures("forked_children", "pictures")
 
@@ -133,7 +135,30 @@ def test_where_there_are_cores_the_stages_are_timed_all_at_once(offbeat, few_lap
     few_laps_here.undo()
     plan = planned(offbeat, "-K", 2)
     assert not any("one after the other" in note for note in plan["notes"])
+    found = plan["calibration"]
+    assert min(found["slow_down"], found["work_per_message"]) > 0
+    assert found["work_per_byte"] >= 0
     assert all(min(stage["forward_ms"], stage["backward_ms"], stage["update_ms"]) > 0 for stage in plan["stages"])
+
+
+def test_the_plan_reports_the_spread_of_the_balance_and_what_moving_cuts_gained(offbeat, profile):
+    plan = planned(offbeat, "-K", 3, "--profile", profile)
+    least, most = plan["balance_rounds"]
+    assert 0 < least <= most <= 1
+    moved = plan["refinement"]
+    assert 0 <= moved["kept"] <= moved["tried"]
+    assert set(moved["before"]) == set(moved["after"]) == {"balance", "least", "most"}
+    assert plan["calibration"] is None  # timed one after the other
+    said = done(offbeat(*SMALL, "-K", 3, "--profile", profile))
+    assert re.search(r"- balance 0\.\d+, in single rounds 0\.\d+ to [01]\.\d+", said)
+    counted = planned(offbeat, "-K", 3, "--partition", "flops", "--profile", profile)
+    assert counted["refinement"] is None  # cuts by FLOPs do not move
+
+
+def test_messages_take_time_of_the_processor_where_stages_run_at_once():
+    found = message_work(Calibration(slow_down=1.2, work_per_message=0.1, work_per_byte=0.001), [100, 300])
+    assert found == pytest.approx([0.2, 0.2 + 0.4, 0.4])
+    assert message_work(None, [100, 300]) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("method", [*DECLARED, "all"])
@@ -262,7 +287,9 @@ def test_a_profile_of_something_else_is_refused(offbeat, profile, options, words
 @pytest.mark.slow
 def test_links_are_measured_and_given_values_win(offbeat, monkeypatch):
     calls = []
-    monkeypatch.setattr("offbeat.studies.planning.measure_links", lambda: calls.append(1) or (0.002, 3e9))
+    monkeypatch.setattr(
+        "offbeat.studies.planning.measure_links", lambda: calls.append(1) or LinkMeasurement(0.002, 3e9, 0, 0)
+    )
     assert "2 ms and 3,000 MB/s, measured" in done(offbeat(*SMALL, "-K", 2, "--measure-links"))
     assert "7 ms and 3,000 MB/s" in done(offbeat(*SMALL, "-K", 2, "--measure-links", "--latency", 7))
     assert len(calls) == 2

@@ -376,6 +376,7 @@ class Ours:
             units=None if self.alone else units,
             device=setting.device,
             precision=setting.precision,  # type: ignore[arg-type]
+            replicas=setting.replicas,
             engine=("streams" if recorded else "simulate") if on_gpu else "processes",
         )
         self.fill = RECORDING if on_gpu else self.pipe.method.fill(K) + 2
@@ -416,7 +417,7 @@ class Ours:
     def unlinked(self) -> Callable[[], None]:
         """The stage that is here, on canned messages: what it takes where nothing is sent. Takes a step."""
         worker = self.pipe.workers[0]
-        links, rank, K = worker.links, self.task.rank, self.pipe.K
+        links, rank, K = worker.links, self.task.rank % self.pipe.K, self.pipe.K
         taps = {name: Tap(getattr(links, name)) for name in ("inputs", "gradients") if getattr(links, name)}
         kept = links.inputs, links.gradients
         for name, tap in taps.items():

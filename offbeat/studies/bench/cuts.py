@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offbeat import models
 from offbeat.partitioning import Profile, partition, profile, solve
-from offbeat.partitioning.partition import refine
+from offbeat.partitioning.refine import refine
 from offbeat.partitioning.solve import too_few_units
 from offbeat.partitioning.timing import Stopwatch
 from offbeat.partitioning.trace import trace
@@ -91,7 +91,7 @@ def placed(
     report(f"cutting {len(found.profile.units)} units into {K} stages")
     costs = found.profile
     with Stopwatch(found.traced.twin(), found.sample, K) as stopwatch:
-        solution = refine(costs.costs(), K, stopwatch, legal=costs.legal_cuts)
+        solution = refine(costs.costs(), K, stopwatch, legal=costs.legal_cuts).solution
     return _with_chunks(replace(setting, cuts=solution.cuts), costs)
 
 

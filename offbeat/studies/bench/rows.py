@@ -93,6 +93,7 @@ class BenchSetting:
 
     batch_size         samples of a batch, over all workers; of an update where samples per update are given
     batch_per_update   None, or the samples of an update of every row: methods with M > 1 split them into M batches
+    replicas           copies of all stages, in rows of this package; each trains on batches of `batch_size`
     """
 
     model: str
@@ -108,10 +109,15 @@ class BenchSetting:
     chunk_cuts: tuple[int, ...] | None = None  # of 2K chunks between layers, two per worker
     methods: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)  # settings of our methods, by name
     batch_per_update: int | None = None
+    replicas: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        optional = ("methods", "batch_per_update")  # left out of the record where they are not given
-        return {name: value for name, value in asdict(self).items() if name not in optional or value}
+        optional: dict[str, Any] = {
+            "methods": {},
+            "batch_per_update": None,
+            "replicas": 1,
+        }  # left out of the record where not given
+        return {name: value for name, value in asdict(self).items() if name not in optional or value != optional[name]}
 
     @classmethod
     def of(cls, stored: dict[str, Any]) -> BenchSetting:
@@ -212,6 +218,8 @@ def left_out(row: BenchRow, setting: BenchSetting) -> str | None:
     if not row.micro and b % (parts := batches_per_update(row, setting)):
         return f"an update of {b} samples cannot be split into {parts} equal batches"
     if row.kind == "pipeline" and (limit := method_of(row, setting).limit) and (reason := limit(K)):
+        return reason
+    if setting.replicas > 1 and row.kind == "pipeline" and (reason := method_of(row, setting).why_no_replicas()):
         return reason
     if setting.device != "cpu":
         if row.family == "torch":

@@ -1,11 +1,14 @@
 """`offbeat bench scaling`: how time per batch, memory and staleness grow with K, the batch and the depth.
 
-strong   one network and batch on K = 1, 2, 4, ... workers
+strong   one network and batch on K = 1, 2, 3, ... workers
+replicas the same with R = 2, 3, ... copies of the K stages, on K x R workers
 weak     a network that grows with K, so that a stage has the same amount of work: ResNet-(6K+2)
 batch    more samples at one K;  depth: deeper networks at one K
 
-Beyond the cores of the machine the clock predicts: memory and staleness follow from the method's program, and time from
-measured units, cut for every K, on links of stated latency and bandwidth. With `out`, the record there is continued.
+Beyond the cores of the machine the clock predicts, and each such row is marked as simulated: memory and staleness
+follow from the method's program, and time from measured units, cut for every K, on links of stated latency and
+bandwidth. Next to measured points is the prediction for this machine, from units and links that were measured alone,
+and calibrated by stages that compute at the same time. With `out`, the record there is continued.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from functools import cache
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,31 +31,31 @@ from offbeat.report.draw import by_the_way, draw_scaling
 from offbeat.runs.train import file_name
 from offbeat.studies.bench.cuts import counted, measured
 from offbeat.studies.bench.fork_server import ForkServer
+from offbeat.studies.bench.prediction import PredictionHere, period_on
 from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import check_numbers
 from offbeat.studies.bench.rows import ROWS, BenchSetting, cores_here, left_out, row_of
 from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
-from offbeat.studies.plan import Kept, LinkCost, stage_sums
+from offbeat.studies.link_speeds import LINKS, PUBLISHED
+from offbeat.studies.plan import Kept
 from offbeat.studies.runner import Failure, StudyRunner
-from offbeat.timeline import Costs, period
 
-# Latency in seconds and bandwidth in bytes per second, one way, as makers or operators state them, rounded.
-LINKS = {
-    "no cost": LinkCost(0.0, float("inf")),
-    "NVLink": LinkCost(5e-6, 450e9),
-    "PCIe 4.0 x16": LinkCost(1e-5, 25e9),
-    "10 GbE": LinkCost(5e-5, 1.17e9),
-    "Internet, 50 ms": LinkCost(5e-2, 12.5e6),
-}
 SIMULATED = ("adl", "adl-1f1b", "gpipe")
 STAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+REPLICAS = (2, 4, 8, 16, 32, 64)  # simulated, with K up to MOST_REPLICATED
+MOST_REPLICATED = 64
 GROWING = (1, 2, 3, 5, 7, 9, 16)  # K of ResNet-(6K+2) as far as there are such networks
 MOST_MICRO = 4  # micro-batches per stage, as far as there are samples for them
 GROWS = 4  # times as long as for half as many stages, the clock takes
 MEANING = (
     "measured seconds of every unit on one core of this machine, cut anew for every K; a message is under "
     "way for latency + bytes / bandwidth, and a link carries no more than its bandwidth; updates are not "
-    "counted"
+    "counted, except that replicas add their gradients once per update, as in `offbeat plan`"
+)
+PREDICTED = (
+    "seconds per batch on this machine: units scaled to the whole network alone, messages over links between two "
+    "processes here and their processor time; 'predicted_alone' without, 'predicted' with the slow-down of all stages "
+    "that compute at the same time"
 )
 
 
@@ -64,7 +68,8 @@ class ScalingRequest:
     K: int = 4  # where the batch or the depth is what changes
     method: str = "adl"  # with settings, as text
     M: int | None = None
-    stages: tuple[int, ...] = (1, 2, 4, 8, 16)
+    stages: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
+    replicas: tuple[int, ...] = (1, 2, 3, 4)
     batch_sizes: tuple[int, ...] = (16, 64, 128)
     depths: tuple[str, ...] = ("resnet20", "resnet56", "resnet110", "resnet164", "resnet1202")
     most_stages: int = STAGES[-1]
@@ -85,6 +90,7 @@ class ScalingRequest:
                 "M": [1 if self.M is None else self.M],
                 "batch_size": [self.batch_size],
                 "stages": self.stages,
+                "replicas": self.replicas,
                 "batch_sizes": self.batch_sizes,
                 "most_stages": [self.most_stages],
                 "repetitions": [self.repetitions],
@@ -129,6 +135,7 @@ class ScalingStudy:
             "points": self.points,
             "counted": self.counted,
             "simulation": self.simulation,
+            "predicted": PREDICTED,
             "left_out": self.left_out,
             "provenance": self.origin,
         }
@@ -156,6 +163,7 @@ def kept_by(method: Method, setting: BenchSetting, costs: Profile, cuts: tuple[i
         "model": setting.model,
         "batch_size": setting.batch_size,
         "K": K,
+        "replicas": setting.replicas,
         "cuts": list(cuts),
         "staleness": kept.staleness,
         "in_flight": kept.in_flight,
@@ -178,6 +186,10 @@ def points(request: ScalingRequest) -> Iterator[tuple[str, BenchSetting]]:
     n = len(cores_here())
     for K in request.stages:
         yield "strong", replace(base, K=K)
+    for R in request.replicas:
+        for K in request.stages:
+            if R > 1:
+                yield "replicas", replace(base, K=K, replicas=R)
     for K in GROWING:
         if n >= K:
             yield "weak", replace(base, model=f"resnet{6 * K + 2}", K=K)
@@ -191,42 +203,30 @@ def points(request: ScalingRequest) -> Iterator[tuple[str, BenchSetting]]:
 
 
 def measure(setting: BenchSetting, request: ScalingRequest, folder: Path, fork_server: ForkServer) -> dict[str, Any]:
-    """Time per batch and memory: of the method on K workers, of back-propagation on one."""
-    row = row_of(request.make_method().name) if setting.K > 1 else ROWS["bp"]
+    """Time per batch and memory: of the method on K x R workers, of back-propagation on one; and of the stages that
+    compute at the same time on canned messages, seconds per batch each."""
+    row = row_of(request.make_method().name) if setting.K * setting.replicas > 1 else ROWS["bp"]
     workers = WorkerGroup(row, setting, folder, fork_server)
     try:
         workers.start()
         workers.ready()
         workers.ask("build")
-        warm_up, batches = (2, request.batches) if setting.K > 1 else (1, 2)
+        several = workers.count > 1
+        warm_up, batches = (2, request.batches) if several else (1, 2)
         seconds = [max(workers.seconds(warm_up, batches)[0]) for _ in range(request.repetitions)]
         looked = workers.ask("look")
+        at_once = workers.seconds(warm_up, batches, what="bound")[0] if several else []
     finally:
         workers.close()
     return {
         "seconds_per_batch": seconds,
+        "at_once": at_once,
         "memory": [found["memory"] for found in looked],
         "staleness_measured": [level for found in looked for level in found["staleness"]],
     }
 
 
 # ---- simulated
-
-
-def period_on(link: LinkCost, method: Method, costs: Profile, cuts: tuple[int, ...]) -> float:
-    """Seconds per batch of the measured units between these cuts, on that link.
-
-    A message takes latency + bytes / bandwidth; a link, which carries one message per batch each way, carries no more
-    batches than its bandwidth allows.
-    """
-
-    sizes = [costs.boundary_bytes[cut] for cut in cuts]
-    # the clock divides a message's time by m; its latency is not less for a smaller one
-    hops = [method.m * link.latency + size / link.bandwidth for size in sizes]
-    forward = stage_sums([unit.forward for unit in costs.units], cuts)
-    backward = stage_sums([unit.backward for unit in costs.units], cuts)
-    given = Costs(forward, backward, up=hops, down=hops)
-    return max([period(method, given), *(size / link.bandwidth for size in sizes)])
 
 
 def simulated(request: ScalingRequest, setting: BenchSetting, K: int) -> dict[str, Method]:
@@ -243,19 +243,26 @@ def simulate(study: ScalingStudy, costs: Profile) -> dict[str, Any]:
     alone = sum(unit.forward + unit.backward for unit in costs.units)
     half = float("inf") if request.minutes is None else 30 * request.minutes
     rows: list[dict[str, Any]] = []
+    replicated: list[dict[str, Any]] = []
     took = 0.0
-    for K in [K for K in STAGES if request.most_stages >= K]:
+    for K in sorted(K for K in {*STAGES, *request.stages} if request.most_stages >= K):
         cuts = best_cuts(costs, K)
         if cuts is None or (rows and runner.seconds + GROWS * took > half):
             study.left_out.append(f"simulation from K={K} on: {'too few units' if cuts is None else 'no time'}")
             break
         began = runner.seconds
         runner.report(f"simulating K={K}")
-        for name, method in simulated(request, setting, K).items():
-            for link_name, link in LINKS.items():
-                seconds = period_on(link, method, costs, cuts) if K > 1 else alone
-                row = {"link": link_name, "method": name, "K": K, "m": method.m}
-                rows.append({**row, "seconds_per_batch": seconds, "speedup": alone / seconds})
+        copies = sorted({*REPLICAS, *request.replicas} - {1}) if K <= MOST_REPLICATED else []
+        for (name, method), (link_name, link), R in product(
+            simulated(request, setting, K).items(), LINKS.items(), (1, *copies)
+        ):
+            if R > 1 and method.why_no_replicas():
+                continue
+            seconds = period_on(link, method, costs, cuts, replicas=R)
+            row = {"link": link_name, "method": name, "K": K, "replicas": R, "m": method.m, "simulated": True}
+            (rows if R == 1 else replicated).append(
+                {**row, "seconds_per_batch": seconds, "speedup": R * alone / seconds}
+            )
         took = runner.seconds - began
     return {
         "model": setting.model,
@@ -263,11 +270,16 @@ def simulate(study: ScalingStudy, costs: Profile) -> dict[str, Any]:
         "M": setting.M,
         "alone": alone,
         "links": {
-            name: {"latency": link.latency, "bandwidth": link.bandwidth if link.bandwidth < float("inf") else None}
+            name: {
+                "latency": link.latency,
+                "bandwidth": link.bandwidth if link.bandwidth < float("inf") else None,
+                **({"source": PUBLISHED[name].source} if name in PUBLISHED else {}),
+            }
             for name, link in LINKS.items()
         },
         "units": len(costs.units),
         "rows": rows,
+        "replica_rows": replicated,
         "meaning": MEANING,
     }
 
@@ -303,20 +315,25 @@ def measure_all(study: ScalingStudy, folder: Path) -> None:
         if cuts is not None:
             study.counted.append(kept_by(method, base, sizes, cuts))
     runner.report(f"profiling {base.model}, b={base.batch_size}")
-    costs = measured(base).profile
+    found = measured(base)
+    costs, here = found.profile, cache(lambda: PredictionHere.of(found))
     study.simulation = study.simulation or simulate(study, costs)
     study.write()
 
-    def point(task: tuple[str, BenchSetting]) -> None:
+    def measure_point(task: tuple[str, BenchSetting]) -> None:
         axis, setting = task
         own = counted(setting)
-        cuts = best_cuts(costs if axis == "strong" else own, setting.K)  # of the simulation, where the units are those
+        same = axis in ("strong", "replicas")
+        cuts = best_cuts(costs if same else own, setting.K)  # of the simulation, where the units are those
         if cuts is None:
             raise RowFailedError("too few units")
         place = Path(tempfile.mkdtemp(dir=folder))
-        found = measure(replace(setting, cuts=cuts), request, place, study.fork_server)
-        study.points.append({"axis": axis, **kept_by(method, setting, own, cuts), **found})
-        runner.report(f"{titled(task)}: {1000 * median(found['seconds_per_batch']):.0f} ms per batch")
+        point = {"axis": axis, **kept_by(method, setting, own, cuts)}
+        point |= measure(replace(setting, cuts=cuts), request, place, study.fork_server)
+        if same:
+            point |= here().beside(method, point)
+        study.points.append(point)
+        runner.report(f"{titled(task)}: {times_of(point)}")
         study.write()
 
     def leave_out(task: tuple[str, BenchSetting], failure: Failure) -> None:
@@ -326,22 +343,34 @@ def measure_all(study: ScalingStudy, folder: Path) -> None:
     def late(task: tuple[str, BenchSetting]) -> None:
         study.left_out.append(f"{titled(task)}: no time in {request.minutes:g} minutes")
 
-    done = {(had["axis"], had["model"], had["batch_size"], had["K"]) for had in study.points}
+    done = {(had["axis"], had["model"], had["batch_size"], had["K"], had["replicas"]) for had in study.points}
     possible, cores = [], len(cores_here())
     for task in points(request):
         axis, setting = task
-        limit = left_out(row_of(method.name), setting) if setting.K > 1 else None
-        reason = f"only {cores} core{'s' * (cores > 1)}" if cores < setting.K else limit
+        workers = setting.K * setting.replicas
+        limit = left_out(row_of(method.name), setting) if workers > 1 else None
+        reason = f"only {cores} core{'s' * (cores > 1)}, simulated instead" if cores < workers else limit
         if reason:
             study.left_out.append(f"{titled(task)}: {reason}")
-        elif (axis, setting.model, setting.batch_size, setting.K) not in done:
+        elif (axis, setting.model, setting.batch_size, setting.K, setting.replicas) not in done:
             possible.append(task)
-    runner.run(possible, point, failed=leave_out, late=late, errors=RowFailedError)
+    runner.run(possible, measure_point, failed=leave_out, late=late, errors=RowFailedError)
 
 
 def titled(task: tuple[str, BenchSetting]) -> str:
     axis, setting = task
-    return f"{axis}: {setting.model}, b={setting.batch_size}, K={setting.K}"
+    replicas = f", R={setting.replicas}" if setting.replicas > 1 else ""
+    return f"{axis}: {setting.model}, b={setting.batch_size}, K={setting.K}{replicas}"
+
+
+def times_of(point: dict[str, Any]) -> str:
+    """Milliseconds per batch of a point as measured, and as predicted where that is known."""
+    seconds = median(point["seconds_per_batch"])
+    text = f"{1000 * seconds:.0f} ms per batch"
+    if "predicted" not in point:
+        return text
+    predicted = f"{1000 * point['predicted']:.0f} ms, {point['predicted'] / seconds:.2f} of measured"
+    return f"{text} (predicted {predicted}; alone {1000 * point['predicted_alone']:.0f} ms)"
 
 
 def show(content: dict[str, Any], where: str) -> None:
@@ -354,19 +383,19 @@ def show(content: dict[str, Any], where: str) -> None:
 
 
 def lines(content: dict[str, Any]) -> list[str]:
-    """A line per measured point, then what the clock predicts for the largest K."""
+    """A line per measured point, then what the clock simulates for the largest K, and for the largest K x R."""
     made = []
     for point in content["points"]:
         made.append(
-            f"{point['axis']:6} {point['model']:10} b={point['batch_size']:<4} K={point['K']:<3} "
-            f"{1000 * median(point['seconds_per_batch']):8.0f} ms per batch, at most "
+            f"{point['axis']:8} {point['model']:10} b={point['batch_size']:<4} K={point['K']:<3} "
+            f"R={point['replicas']:<3} {times_of(point)}, at most "
             f"{max(point['memory']) / 1e6:,.0f} MB per worker, staleness of stage 1 {point['staleness'][0]:.2f}"
         )
-    rows = content["simulation"]["rows"]
-    largest = max(row["K"] for row in rows)
-    for name in dict.fromkeys(row["method"] for row in rows):
-        each = ", ".join(
-            f"{row['speedup']:.2g} ({row['link']})" for row in rows if row["K"] == largest and row["method"] == name
-        )
-        made.append(f"by the clock, K={largest}, {name}: {each} times BP")
+    simulation = content["simulation"]
+    for rows in filter(None, (simulation["rows"], simulation["replica_rows"])):
+        K, R = max((row["K"], row["replicas"]) for row in rows)
+        for name in dict.fromkeys(row["method"] for row in rows):
+            mine = [row for row in rows if (row["K"], row["replicas"], row["method"]) == (K, R, name)]
+            each = ", ".join(f"{row['speedup']:.3g} ({row['link']})" for row in mine)
+            made.append(f"simulated, K={K}, R={R}, {name}: {each} times BP")
     return made

@@ -45,7 +45,7 @@ class WorkerGroup:
     ) -> None:
         self.row, self.setting, self.folder, self.fork_server = row, setting, folder, fork_server
         self.first_core, self.patience = first_core, patience
-        self.count = setting.K if row.workers == "K" and setting.device == "cpu" else 1
+        self.count = setting.K * setting.replicas if row.workers == "K" and setting.device == "cpu" else 1
         self.m: int | None = None
         self.processes: list[ForkedWorker] = []
 
