@@ -6,8 +6,8 @@
 The script makes no Accelerator: `offbeat.Pipeline` reads RANK and WORLD_SIZE, and takes the place of `prepare`,
 `backward` and the optimizer. Results are the same in one process and in two.
 
-Not supported: options of Accelerate for precision, data parallelism, FSDP and DeepSpeed have no effect (use `precision=`
-and `replicas=` of the pipeline), and `accelerate launch --cpu` starts a single process: use torchrun there.
+Not supported: options of Accelerate for precision, data parallelism, FSDP and DeepSpeed have no effect (use
+`precision=` and `replicas=` of the pipeline), and `accelerate launch --cpu` starts a single process (use torchrun).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ are those of the plain Trainer, bit for bit, if dropout is 0.
 
 Not supported: several processes (the Trainer would wrap the model in DistributedDataParallel; examples/huggingface.py
 runs under torchrun), resuming from a checkpoint (it has the weights, without optimizers and batches in flight), the
-norm of all gradients (`max_grad_norm` is that of each stage, and none is logged), and mixed precision of the Trainer (use
-`precision=` of the pipeline).
+norm of all gradients (`max_grad_norm` is that of each stage, and none is logged), and mixed precision of the Trainer
+(use `precision=` of the pipeline).
 Needs transformers and accelerate.
 """
 

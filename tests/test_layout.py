@@ -166,7 +166,8 @@ SLOW_EXAMPLES = ("comparison", "huggingface", "several_machines", "small_gpt", "
 EXAMPLES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW_EXAMPLES else [])
     for path in sorted((ROOT / "examples").glob("*.py"))
-    if path.stem not in ("timm_models", "huggingface_trainer")  # need packages: docs/test_examples.py
+    if path.stem
+    not in ("timm_models", "huggingface_trainer", "lightning_module")  # need packages: docs/test_examples.py
 ]
 
 

@@ -258,3 +258,31 @@ def test_accelerate_starts_a_process_per_stage_with_the_same_results(tmp_path):
     (here, result), (apart, same) = printed
     assert (here, apart) == ("stages in this process: 2 of 2", "stages in this process: 1 of 2")
     assert result == same
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning: few workers, no logger
+def test_a_lightning_module_gives_the_weights_of_a_loop_over_steps(tmp_path, monkeypatch):
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
+    monkeypatch.chdir(tmp_path)
+    made = example("lightning_module")
+    batches = [(torch.randn(8, 64), torch.randint(10, (8,))) for _ in range(7)]
+    module = made.PipelineModule(made.build(), K=2, method=offbeat.ADL1F1B(M=2), lr=0.05)
+    runner = made.trainer(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path)
+    runner.fit(module, made.Batches(lambda _: iter(batches)))
+    other = made.PipelineModule(made.build(), K=2, method=offbeat.ADL1F1B(M=2), lr=0.05)
+    losses = [other.pipe.step(*batch) for batch in batches * 2]
+    assert same_weights(module.model, other.pipe.drain())
+    assert not same_weights(module.model, made.build())
+    assert torch.equal(runner.callback_metrics["train_loss"], losses[-1])
+    assert runner.global_step == 14
+    (file,) = tmp_path.rglob("*.ckpt")  # of the last epoch, before the batches in flight
+    saved = torch.load(file, weights_only=False)["state_dict"]
+    assert saved.keys() == {f"model.{name}" for name in module.model.state_dict()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_for_lightning_runs(capsys):
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
+    example("lightning_module").main()
+    assert float(re.search(r"test error ([0-9.]+) %", capsys.readouterr().out)[1]) < 45  # guessing: 90
