@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from offbeat.core import codec
 from offbeat.errors import UserError, first_line
 from offbeat.partitioning.aliases import AliasedMemory, buffers_written, carriers, opaque, returns_several
 from offbeat.partitioning.chunk import Chunk, StageProgram, as_stage
@@ -84,7 +85,7 @@ class Traced:
     notes       one line for submodules that stay one unit for the same reason, and for each parameter of several stages
     ties        parameters that several stages use, of the last split
     legal_cuts  neither between two uses of a written buffer or untraceable submodule, nor where a value crosses
-                together with a view of it and is changed in place
+                together with a view of it and is changed in place, nor where a run showed one that cannot be sent
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Traced:
     ) -> None:
         self.model, self.programs, self.inputs, self.way = model, programs, inputs, way
         self._written = written
+        self._barred: frozenset[int] = frozenset()  # where a value crosses that cannot be sent, as far as is known
         self.ties: dict[int, TiedParameter] = {}  # by the identity of the parameter
         self.notes = _whole_units(model, atomic)
         self.whole = "" in atomic
@@ -245,10 +247,15 @@ class Traced:
         """Where it can be cut; one stage more than these is the most."""
         return self.legal()
 
+    def bar(self, cuts: set[int]) -> None:
+        """Make these cuts illegal: a value crosses that cannot be sent."""
+        self._barred |= cuts
+        self.__dict__.pop("legal_cuts", None)
+
     def legal(self, tied: Tied = "shared") -> list[int]:
         """Where it can be cut; with copies also between two uses of a buffer that is written, or of a submodule that
         cannot be traced."""
-        barred = set(self.unsafe_cuts)
+        barred = {*self.unsafe_cuts, *self._barred}
         for first, last in self.shared(tied).values():
             barred.update(range(first + 1, last + 1))
         return [cut for cut in range(1, len(self.units)) if cut not in barred]
@@ -296,6 +303,8 @@ class Traced:
         for cut in cuts:
             if cut in self.unsafe_cuts:
                 problem, remedy = "separates a value and a view of it, changed in place, from both of their uses", ""
+            elif cut in self._barred:
+                problem, remedy = f"sends a value that no message can contain (only {codec.ALLOWED})", ""
             elif names := self._separated(cut, tied):
                 problem, remedy = f"separates the uses of {names}", '; or tied="copies", a copy for each stage'
             else:

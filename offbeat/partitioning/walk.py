@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from offbeat.core import codec
 from offbeat.errors import UserError, first_line
 from offbeat.partitioning.chunk import Whole
 from offbeat.partitioning.inputs import advice, settings_advice
-from offbeat.partitioning.message import each_tensor
+from offbeat.partitioning.message import each_tensor, encode
 from offbeat.partitioning.program import DEVICE, bind, execute, marks
 from offbeat.partitioning.sample_trace import without_caches
 from offbeat.partitioning.trace import Traced, Unit
@@ -99,6 +100,26 @@ def verify(traced: Traced, x: Any) -> None:
                 f"what changes between runs out of its forward{settings_advice(traced.model)}, or give the pipeline a "
                 "list of stages"
             )
+    if traced.notes:  # units that are whole submodules may return anything
+        traced.bar(_unsendable_cuts(traced.twin(), x))
+
+
+def _unsendable_cuts(traced: Traced, x: Any) -> set[int]:
+    """Where a value crosses that no message can contain, such as an object of a class of the model's own."""
+    unsendable: set[str] = set()
+
+    def visit(unit: Unit, call: Callable[[Values], Values], inputs: Values) -> Values:
+        outputs = call(inputs)
+        for name, value in outputs.items():
+            try:
+                codec.encode(encode(value), lambda tensor, path: [], purpose="cross stages")
+            except UserError:
+                unsendable.add(name)
+        return outputs
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        run_units(traced, x, visit)
+    return {cut for cut in range(1, len(traced.units)) if unsendable.intersection(traced.boundary(cut))}
 
 
 def _output(run: Callable[[Any], Any], x: Any, model: nn.Module) -> Any:

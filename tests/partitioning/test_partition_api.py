@@ -407,6 +407,40 @@ def test_a_sample_that_the_model_cannot_take_is_refused(kind):
     refused((), model, 2, WRONG[kind])
 
 
+class Named:
+    def __init__(self, value):
+        self.value = value
+
+
+class Branching(nn.Module):
+    """Cannot be traced, and returns an object of a class of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Named(self.layer(x) if x.sum() > 0 else x)
+
+
+class Unwrapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.after, self.last = Branching(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        inner = self.inner(x)
+        middle = self.after(inner.value)
+        return self.last(middle + inner.value)
+
+
+def test_no_cut_is_made_where_an_object_that_cannot_be_sent_crosses():
+    made = offbeat.partition(Unwrapping(), 2, torch.ones(2, 4), trace="fx")
+    assert made.names[made.cuts[0]] == "add"
+    with pytest.raises(UserError, match="sends a value that no message can contain"):
+        offbeat.partition(Unwrapping(), 2, torch.ones(2, 4), trace="fx", cuts=["after"])
+
+
 def test_a_sample_on_another_device_than_the_model_is_moved_to_it():
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8)).to("meta")
     devices = []
