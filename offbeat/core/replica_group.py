@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.core.replicas import WindowFacts, WindowShare, add_in_order, replace_sums
+from offbeat.core.replicas import WindowFacts, WindowShare, add_in_order, check_places, replace_sums
 from offbeat.core.window import GradientWindow
 
 BUCKET = 25 << 20  # bytes, as in torch's DistributedDataParallel
@@ -76,11 +76,31 @@ class GroupWindowSum:
         self.request = 0
         self.buckets = list(buckets(list(window.parameters.values())))
         known = [each is not None for each in share.sums]
-        self.header = torch.tensor([*share.facts, *known], dtype=torch.float64)
-        self.headers = [torch.empty_like(self.header) for _ in range(self.replicas)]
         with self.collective():
-            self.header_sent = dist.all_gather(self.headers, self.header, group=self.group, async_op=True)
+            self._send_header([*share.facts, *known])
             self.scattered = [self._scatter(bucket, share.sums) for bucket in self.buckets]
+
+    def end(self, window: GradientWindow, *, batches: int) -> None:
+        """A header alone, in the place of that of a window."""
+        with self.collective():
+            self._send_header([*WindowFacts(batches, 0, 0, 0.0, 1, 0), *[0.0] * len(window.parameters)])
+            _, facts = self._received_headers()
+        check_places(facts)
+
+    def _send_header(self, stated: list[float]) -> None:
+        self.header = torch.tensor(stated, dtype=torch.float64)
+        self.headers = [torch.empty_like(self.header) for _ in range(self.replicas)]
+        self.header_sent = dist.all_gather(self.headers, self.header, group=self.group, async_op=True)
+
+    def _received_headers(self) -> tuple[list[list[float]], list[WindowFacts]]:
+        """The headers of all replicas, and their facts."""
+        self.header_sent.wait()
+        stated = [header.tolist() for header in self.headers]
+        facts = [
+            WindowFacts(int(update), int(over), int(count), excess, int(unit), int(request))
+            for update, over, count, excess, unit, request, *_ in stated
+        ]
+        return stated, facts
 
     def _scatter(self, bucket: Bucket, sums: list[Tensor | None]) -> tuple[Tensor, Any]:
         """Send 1/R of the bucket to each replica."""
@@ -105,12 +125,9 @@ class GroupWindowSum:
 
     def finish(self, window: GradientWindow) -> None:
         with self.collective():
-            self.header_sent.wait()
-            stated = [header.tolist() for header in self.headers]
-            facts = [
-                WindowFacts(int(update), int(over), int(count), excess, int(unit), int(request))
-                for update, over, count, excess, unit, request, *_ in stated
-            ]
+            stated, facts = self._received_headers()
+        check_places(facts)
+        with self.collective():
             gathered = [self._gather(*one, facts) for one in self.scattered]
             for _, work, _ in gathered:
                 work.wait()

@@ -41,10 +41,15 @@ class WindowSum(Protocol):
     def finish(self, window: GradientWindow) -> None:
         """Replace the window's gradients by the sum over all replicas; UserError if theirs are for another update."""
 
+    def end(self, window: GradientWindow, *, batches: int) -> None:
+        """The end of an epoch or a drain, after that many batches; UserError if another replica is elsewhere."""
+
 
 class WindowFacts(NamedTuple):
     """What a replica states about its window: the update and the number of gradients that it is for, how many it has
-    and their excess (see GradientWindow), the samples of a gradient of weight 1, and the request."""
+    and their excess (see GradientWindow), the samples of a gradient of weight 1, and the request.
+
+    At the end of an epoch or a drain, `over` is 0 and `update` the number of batches."""
 
     update: int
     over: int
@@ -84,14 +89,24 @@ def excess_in_unit(facts: WindowFacts, unit: int) -> float:
     return (facts.over + facts.excess) * facts.unit / unit - facts.over
 
 
-def replace_sums(window: GradientWindow, sums: list[Tensor | None], facts: Sequence[WindowFacts]) -> None:
-    """Make the window that of all replicas; facts: of each, in order."""
+def check_places(facts: Sequence[WindowFacts]) -> None:
+    """Refuse replicas that are not at the same update, or end; facts: of each, in order."""
     for replica, each in enumerate(facts):
         if each[:2] != facts[0][:2]:
             raise UserError(
-                f"replica {replica} is at update {each.update} of {each.over} gradients where replica 0 is at update "
-                f"{facts[0].update} of {facts[0].over}: call step() and drain() equally often in every process"
+                f"replica {replica} is {_place(each)} where replica 0 is {_place(facts[0])}: call step() and drain() "
+                "equally often in every process, and give every replica as many batches"
             )
+
+
+def _place(facts: WindowFacts) -> str:
+    if facts.over:
+        return f"at update {facts.update} of {facts.over} gradients"
+    return f"at the end of an epoch or a drain after {facts.update} batches"
+
+
+def replace_sums(window: GradientWindow, sums: list[Tensor | None], facts: Sequence[WindowFacts]) -> None:
+    """Make the window that of all replicas; facts: of each, in order."""
     gradients = sum(each.gradients for each in facts)
     excess = sum(excess_in_unit(each, facts[0].unit) for each in facts)
     named = {name: total for name, total in zip(window.parameters, sums, strict=True) if total is not None}
@@ -140,5 +155,10 @@ class LocalWindowSum:
 
     def finish(self, window: GradientWindow) -> None:
         sums, shares = self.stage.results.pop(self.replica)
-        self.requested = shares[0].facts.request or self.requested
-        replace_sums(window, sums, [share.facts for share in shares])
+        facts = [share.facts for share in shares]
+        check_places(facts)
+        self.requested = facts[0].request or self.requested
+        replace_sums(window, sums, facts)
+
+    def end(self, window: GradientWindow, *, batches: int) -> None:
+        """One call of step() trains all replicas."""

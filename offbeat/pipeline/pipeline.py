@@ -525,6 +525,7 @@ class Pipeline:
             yield from training.after(trained, epoch, groups)
         else:
             yield from training.follow_epoch(lambda: self._assembled(None).workers[0], self.batches)
+        self._compare_replicas()
         for assembly in self._assembly.replicas if self._assembly else ():
             training.pass_on(Message(self.batches, kind=training.EPOCH_END), assembly.workers)
 
@@ -542,9 +543,16 @@ class Pipeline:
                 workers = self._assembly.all_workers if self._assembly else []
                 self.engine.run([worker.drain(wait=self.engine.waits) for worker in workers])
                 self._settle()
+            self._compare_replicas()
             done = self.engine.exchange([stage.update_index for stage in self.stages.values()])
             for worker in workers:
                 worker.stage.catch_up(max(chain.from_iterable(done)))
+
+    def _compare_replicas(self) -> None:
+        """Raise where another replica has had other batches, instead of waiting for it without end."""
+        for worker in self.workers:
+            if worker.window_sum is not None:
+                worker.window_sum.end(worker.stage.window, batches=self.batches)
 
     def gather(self) -> nn.Module:
         """The newest weights of all stages, in `model`, in every process; training continues as if nothing happened."""

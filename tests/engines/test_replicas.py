@@ -107,6 +107,25 @@ def test_replicas_with_other_numbers_of_batches_are_refused():
     assert "replica 1 is at update 1 of 2 gradients where replica 0 is at update 1 of 1" in ends[0]
 
 
+UNEQUAL_EPOCHS = """
+import torch, offbeat
+layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
+pipe = offbeat.Pipeline(layers, 1, method="bp", M={M}, replicas=2, loss=loss, optimizer=torch.optim.SGD)
+loader = [(torch.ones(1, 2), torch.ones(1, 2))] * (2 + pipe.replica)
+pipe.fit(loader, epochs=2, own_share=True, after_epoch=lambda epoch: print(pipe.evaluate(loader)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("M", "place"), [(1, "at update 2 of 1 gradients"), (2, "at the end of an epoch or a drain after 3 batches")]
+)
+def test_epochs_of_replicas_with_other_numbers_of_batches_are_refused(M, place):
+    with two_processes(UNEQUAL_EPOCHS.replace("{M}", str(M))) as started:
+        ends = [last_line(process) for process in started]
+    assert f"replica 1 is {place} where replica 0 is at the end of an epoch or a drain after 2 batches" in ends[0], ends
+    assert all("equally often in every process" in end for end in ends), ends
+
+
 FAILING = """
 import time, torch, offbeat
 layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss

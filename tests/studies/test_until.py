@@ -185,8 +185,11 @@ def test_a_run_ends_at_the_target_and_earlier_runs_are_kept_after_ctrl_c(offbeat
     assert run["samples"] == pytest.approx(240, rel=1e-3)
     assert run["curve"][-1]["samples"] == 320
     assert run["curve"][1]["seconds"] < run["seconds"] < run["curve"][2]["seconds"]
-    done = offbeat(*command)
+    place = command.index("--every")
+    done = offbeat(*command[:place], *command[place + 2 :])
     assert done.code == 0, done.err
+    assert record()["settings"]["every"] == 5, "as in the runs that it had"
+    assert runs(record())["adl", 1.0]["curve"][1]["samples"] == 160
     assert "continuing the record of 1 runs" in done.err
     assert len(calls) == 3
     assert list(runs(record())) == [("bp", 1.0), ("adl", 1.0)]

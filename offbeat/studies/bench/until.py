@@ -406,6 +406,7 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     if earlier:
         names = setting.as_dict()
         setting = BenchSetting.of({name: value for name, value in earlier["settings"].items() if name in names})
+        request = replace(request, every=earlier["settings"]["every"])
         runner.report(f"continuing the record of {sum(len(row['runs']) for row in earlier['rows'])} runs")
     else:
         setting = placed(
