@@ -138,9 +138,14 @@ class Worker:
 
     def drain(self, *, wait: bool) -> Iterator[bool]:
         """The rest of the program when no further batch will enter; the next iteration starts a new program."""
+        for iteration in self.draining(wait=wait):
+            yield from iteration
+
+    def draining(self, *, wait: bool) -> Iterator[Iterator[bool]]:
+        """`drain`, one local iteration at a time; each is run before the next is taken."""
         self.feed.append(None)
         for iteration in self.program:
-            yield from self._perform(iteration, wait=wait)
+            yield self._perform(iteration, wait=wait)
         self._restart()
 
     def _perform(self, iteration: Iteration, *, wait: bool) -> Iterator[bool]:

@@ -40,7 +40,7 @@ from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.method import Method
 
-CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "heartbeat", "abort", "trace")
+CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "heartbeat", "abort", "trace", "training")
 JOINING = timedelta(minutes=10)  # for all processes to join
 PARTING = 5.0  # seconds to wait for the last messages of neighbours
 PATIENCE = timedelta(days=365)  # of threads that wait for the next message: an idle link is no failure
