@@ -341,6 +341,10 @@ class Method:
         """Local iterations, after that of batch t, until a mark ahead of batch t has reached every stage."""
         return reach(self, K, t)
 
+    def synchronous(self, K: int) -> bool:
+        """Whether stages wait for each other in every update: there is no lag, and gradients come from above."""
+        return self.feedback == "above" and not any(self.lag(k, K) for k in range(1, K + 1))
+
     def unused(self, k: int, K: int) -> int:
         """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many iterations."""
         return unused(self, k, K) if k > 1 else 0

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from offbeat.core.clipping import NormExchange
 from offbeat.core.links import LOOPBACK_INTERFACE, Link, Message, network
 from offbeat.core.links.device import Carrier, DeviceReceiver, DeviceSender
 from offbeat.core.links.distributed import STOPPED, Receiver, Sender, cause
@@ -186,6 +187,9 @@ class Processes:
 
     def window_sum(self, k: int, replica: int) -> WindowSum | None:
         return self.sum
+
+    def norm_exchange(self, k: int, replica: int) -> NormExchange:
+        return ProcessNormExchange(self)
 
     def _tag(self, channel: str, lower: int) -> int:
         return 2 * (CHANNELS.index(channel) * (self.K * self.replicas + 1) + lower)
@@ -389,6 +393,23 @@ class Processes:
             dist.destroy_process_group(group)
         if self.joined:
             dist.destroy_process_group()
+
+
+class ProcessNormExchange:
+    """The stages of all processes, see NormExchange; all replicas of a stage have the same gradients."""
+
+    def __init__(self, engine: Processes) -> None:
+        self.engine = engine
+        self.norms: list[float] = []
+
+    def start(self, norms: list[float]) -> None:
+        self.norms = norms
+
+    def ready(self) -> bool:
+        return False
+
+    def finish(self) -> list[list[float]]:
+        return self.engine.exchange(self.norms)[: self.engine.K]
 
 
 def join(K: int) -> None:

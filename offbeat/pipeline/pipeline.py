@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from offbeat import partitioning as cutting
 from offbeat.core.batch_guard import OnNan
+from offbeat.core.clipping import ClipOver
 from offbeat.core.compression import Messages, check_messages
 from offbeat.core.links import Link, Message
 from offbeat.core.links.local import Entrance
@@ -73,7 +74,10 @@ class Pipeline:
     tied        a parameter that several stages use: "shared" (the first trains it, the others receive it with every
                 batch; BP is that of the unsplit model) or "copies" (each trains a copy: the model is untied)
     units       "blocks" (entries of an nn.Sequential) or "layers" (also inside blocks); default: "blocks" if K allows
-    clip_norm   optional: largest norm of the gradient of an update, per stage
+    clip_norm   optional: largest norm of the gradient of an update
+    clip_over   the parameters that this norm is of: those of each "stage", or of the "model". Without lag (BP, GPipe)
+                the latter is torch's clip_grad_norm_ of the whole model. With lag no stage waits for a norm: a stage
+                uses its own, and those of the other stages that have arrived: a window old, or as old as the lag
     weighting   of the gradients of an update: equal for all "batches" (also for a short one), or by their "samples"
     on_nan      what a loss or gradient that is not finite does: "stop" raises NotFinite, "skip" leaves the batch out
     replicas    R copies of the K stages, each of which trains on its own batches; an update applies the mean of the R*M
@@ -134,6 +138,7 @@ class Pipeline:
         tied: cutting.Tied = "shared",
         sample: Any = None,
         clip_norm: float | None = None,
+        clip_over: ClipOver = "stage",
         device: torch.device | str | None = None,
         engine: Engine | str | None = None,
         seed: int = 0,
@@ -167,7 +172,8 @@ class Pipeline:
             wanted = engine.device_for(wanted)
         self.precision = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
         self.messages = check_messages(messages, self.K, streams=engine == "streams")
-        checks.check_options(clip_norm=clip_norm, seed=seed, left_out=left_out, compile=compile, fuse=fuse)
+        checks.check_clipping(clip_norm, clip_over, self.method)
+        checks.check_options(seed=seed, left_out=left_out, compile=compile, fuse=fuse)
         cutting.check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)
         checks.check_loss(loss, self.method)
         checks.check_makers(optimizer, scheduler)
@@ -205,6 +211,7 @@ class Pipeline:
             optimizer=optimizer,
             scheduler=scheduler,
             clip_norm=clip_norm,
+            clip_over=clip_over,
             device=self.device,
             seed=seed,
             on_nan=checks.one_of(on_nan, OnNan, "on_nan"),
