@@ -479,7 +479,6 @@ class Pipeline:
         loop = TrainingLoop(self, callbacks, epochs=epochs, evaluate=evaluate, evaluate_every=evaluate_every)
         with self._guard(computes=False):
             observed = loop.agree()
-        loop.epoch = first_epoch
         options: dict[str, Any] = {
             "first_epoch": first_epoch,
             "resume": resume,
@@ -589,6 +588,8 @@ class Pipeline:
         """The batches of an epoch in the first stage's process, as many empty ones in others; then the mark that ends
         the epoch, or all training, is passed on."""
         loop = self._loop
+        if loop:
+            loop.epoch = epoch
         if self.first:
             trained = self.batches - self.epoch_start[1]
             read = training.read_epoch(loader, epoch, self.batches - trained)

@@ -188,7 +188,6 @@ class TrainingLoop:
         self.call("on_epoch_end", self.step())
         if self.evaluates and (epoch + 1) % self.every == 0:  # all processes are here, so the next batch need not be
             self.requested = self.stopped = any(self.pipe.engine.exchange(self.requested))
-        self.epoch += 1
         self.speed.restart()
 
     # ---- the end
