@@ -44,7 +44,7 @@ class LossReader:
         if losses:
             self.newest = batch
             self.waiting[batch] = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-        enough = READ_TOGETHER if self.pipe.device.type == "cuda" else 1
+        enough = READ_TOGETHER if pipe.device.type == "cuda" or pipe.engine.defers else 1
         if not self.waiting or (len(self.waiting) < enough and not wait):
             return {}
         values = torch.stack(list(self.waiting.values())).tolist()

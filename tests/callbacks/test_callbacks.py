@@ -25,6 +25,7 @@ from callback_cases import (
     pipeline,
     sgd,
 )
+from captured import capture
 from preloaded import PYTHON
 from rich.console import Console
 from torch import nn
@@ -41,6 +42,7 @@ from offbeat.callbacks import (
     TensorBoardLogger,
     WandbLogger,
 )
+from offbeat.engines.streams import Streams
 from offbeat.errors import UserError
 
 HERE = Path(__file__).parent.parent
@@ -130,6 +132,30 @@ def test_steps_have_batch_epoch_loss_rate_speed_and_staleness():
     assert steps[0][4] is None
     assert steps[1][4] > 0
     assert steps[-1][5] == [2.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("method", [offbeat.ADL(M=2), offbeat.BP(M=4)])
+@pytest.mark.parametrize("clip_over", ["stage", "model"])
+def test_work_that_is_queued_gives_callbacks_the_same(monkeypatch, method, clip_over):
+    """Losses of queued work are read several at a time, and averages have every update."""
+    capture(monkeypatch)
+    found = []
+    for engine in ("simulate", Streams(3, torch.device("cpu"))):
+        recorder, ema = Recorder(), EMA(0.9)
+        pipe = pipeline(
+            method,
+            M=None,
+            engine=engine,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+            clip_norm=0.5,
+            clip_over=clip_over,
+        )
+        pipe.fit(data(), 6, callbacks=[recorder, ema])
+        late = max(recorder.late)
+        found.append((recorder.found(), hexed(ema.weights), hexed(pipe.model.state_dict())))
+    assert pipe.engine.defers
+    assert late == 15
+    assert found[0] == found[1]
 
 
 def test_one_process_stops_after_the_batch_that_requests_it():
