@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.callbacks import EMA, BestModel, CSVLogger, EarlyStopping
+from offbeat.callbacks import EMA, BestModel, CheckpointEvery, CSVLogger, EarlyStopping
 
 EPOCHS, LENGTH = 2, 7
 
@@ -132,6 +132,29 @@ def early(rank: int) -> int:
     return pipe.batches
 
 
+def saved(folder: Path, method: offbeat.Method, batches: int = 0, minutes: float = 0.0) -> dict[str, Any]:
+    """Training with checkpoints, and training that continues from the newest one in the middle of an epoch."""
+    every = CheckpointEvery(folder, batches=batches) if batches else CheckpointEvery(folder, minutes=minutes)
+    pipe = pipeline(method, M=None)
+    pipe.fit(data(), 3, callbacks=[every])
+    pipe.close()
+    again = pipeline(method, M=None)
+    again.load(folder)
+    began = again.batches
+    again.fit(data(), 3, resume=True)
+    again.close()
+    same = hexed(again.model.state_dict()) == hexed(pipe.model.state_dict())
+    return {"began": began, "same": same, "batches": again.batches}
+
+
+def checkpoints(folder: Path) -> dict[str, Any]:
+    return {
+        "adl": saved(folder / "adl", offbeat.ADL(M=2), batches=4),
+        "hybrid": saved(folder / "hybrid", offbeat.ADL(M=1, weights="hybrid"), batches=6),
+        "minutes": saved(folder / "minutes", offbeat.ADL(M=2, weights="hybrid"), minutes=1e-9),
+    }
+
+
 def refused(rank: int) -> list[str]:
     """Callbacks that communicate, and functions that evaluate, in one process alone."""
     texts = []
@@ -168,6 +191,7 @@ def main(out: str) -> None:
         found[f"stop {stops}"] = stopped(rank, stops, "on_step", evaluate=False)
     found["stop at an epoch"] = stopped(rank, 2, "on_epoch_end", evaluate=True)
     found["early"], found["refused"] = early(rank), refused(rank)
+    found["checkpoints"] = checkpoints(folder)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 

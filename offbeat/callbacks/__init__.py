@@ -6,6 +6,7 @@
     EMA                   exponential moving average of the weights
     CSVLogger, TensorBoardLogger, WandbLogger
                           figures of training in files, or sent to Weights & Biases
+    CheckpointEvery       checkpoints every N batches or minutes
     LearningRateMonitor   the learning rates of all updates
 
 `Callback` has the methods that a callback may define, and `TrainingStep` what they are given.
@@ -13,6 +14,7 @@
 May import the pipeline and what it may import; nothing of runs, reports and studies.
 """
 
+from offbeat.callbacks.checkpoints import CheckpointEvery
 from offbeat.callbacks.early_stopping import EarlyStopping
 from offbeat.callbacks.learning_rates import LearningRateMonitor
 from offbeat.callbacks.loggers import CSVLogger, TensorBoardLogger, WandbLogger
@@ -25,6 +27,7 @@ __all__ = [
     "BestModel",
     "CSVLogger",
     "Callback",
+    "CheckpointEvery",
     "EarlyStopping",
     "LearningRateMonitor",
     "ProgressBar",

@@ -18,6 +18,7 @@ from callback_cases import (
     Recorder,
     StopAt,
     averaged,
+    checkpoints,
     data,
     hexed,
     network,
@@ -35,6 +36,7 @@ import offbeat
 from offbeat.callbacks import (
     EMA,
     BestModel,
+    CheckpointEvery,
     CSVLogger,
     EarlyStopping,
     LearningRateMonitor,
@@ -110,6 +112,26 @@ def test_what_communicates_in_one_process_alone_is_refused_in_all(processes):
         assert "give the same ones to all processes" in callbacks
         assert "stage 2 EMA" in callbacks
         assert "give a function to all processes" in evaluate
+
+
+def test_checkpoints_continue_with_the_same_bits(processes, tmp_path):
+    for found in (checkpoints(tmp_path), *(each["checkpoints"] for each in processes)):
+        assert found["adl"] == {"began": 20, "same": True, "batches": 21}
+        assert found["hybrid"] == {"began": 18, "same": True, "batches": 21}
+        assert found["minutes"]["began"] > 6
+        assert found["minutes"] == {"began": found["minutes"]["began"], "same": True, "batches": 21}
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / "file").write_text("")
+    pipe = pipeline()
+    with pytest.warns(UserWarning, match="no checkpoint after batch 4"):
+        pipe.fit(data(), callbacks=[CheckpointEvery(tmp_path / "file", batches=5)])
+    assert pipe.batches == LENGTH
+    with pytest.raises(UserError, match=r"batches=2 with weights='hybrid', .* use batches=6 or more"):
+        pipeline(offbeat.ADL(weights="hybrid"), M=None).fit(data(), callbacks=[CheckpointEvery(tmp_path, batches=2)])
+    with pytest.raises(UserError, match="batches=None and minutes=None: give one of them"):
+        CheckpointEvery(tmp_path)
 
 
 # ---- what callbacks are given
