@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from offbeat import optim
+    from offbeat import callbacks, optim
     from offbeat.correctors import (
         AutoCorrector,
         DelayCompensation,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         NotFused,
         NotRecorded,
         NotRestored,
+        ScheduleLength,
         StageLost,
         Unbalanced,
         UserError,
@@ -102,6 +103,7 @@ __all__ = [
     "PredSim",
     "Recipe",
     "Rescheduling",
+    "ScheduleLength",
     "Shrink",
     "Sim",
     "SpecTrain",
@@ -114,6 +116,7 @@ __all__ = [
     "UserError",
     "WeightPrediction",
     "__version__",
+    "callbacks",
     "make_recipe",
     "optim",
     "partition",
@@ -125,8 +128,8 @@ _HOMES = ("errors", "correctors", "method", "methods", "partitioning", "pipeline
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return importlib.import_module("offbeat.optim")
+    if name in ("callbacks", "optim"):
+        return importlib.import_module(f"offbeat.{name}")
     if name in __all__:
         for home in _HOMES:
             module = importlib.import_module(f"offbeat.{home}")

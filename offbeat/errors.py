@@ -99,6 +99,10 @@ class NotRestored(UserWarning):
     """Part of a checkpoint could not be used: batches in flight at another K, or a newer checkpoint that is damaged."""
 
 
+class ScheduleLength(UserWarning):
+    """The length of a learning-rate scheduler is not the number of updates that were made; names both."""
+
+
 class Interrupted(Exception):
     """Ctrl-C, with a line for the user; the command line exits with code 130."""
 

@@ -341,6 +341,20 @@ class Method:
         """Local iterations, after that of batch t, until a mark ahead of batch t has reached every stage."""
         return reach(self, K, t)
 
+    def notice(self, K: int) -> int:
+        """Batches before a checkpoint at which every stage must know of it, to keep what its batches in flight need.
+
+        >>> from offbeat.methods import ADL, BP
+        >>> ADL(M=2).notice(4), BP().notice(4)
+        (8, 2)
+        """
+        phases = [self, *(phase for phase, _ in self.staleness_warmup)]
+        return 2 + max(phase.resting(k, K, phase.fill(K)) for phase in phases for k in range(1, K + 1))
+
+    def synchronous(self, K: int) -> bool:
+        """Whether stages wait for each other in every update: there is no lag, and gradients come from above."""
+        return self.feedback == "above" and not any(self.lag(k, K) for k in range(1, K + 1))
+
     def unused(self, k: int, K: int) -> int:
         """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many iterations."""
         return unused(self, k, K) if k > 1 else 0

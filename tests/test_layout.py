@@ -42,6 +42,7 @@ ORDER = [
     "checkpoint",
     "observe",
     "pipeline",
+    "callbacks",
     "runs",
     "report",
     "describe",

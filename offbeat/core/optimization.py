@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offbeat.core.batch_guard import BatchGuard
+from offbeat.core.clipping import Clipping
 from offbeat.core.corrections import Corrections
 from offbeat.core.window import GradientWindow
 from offbeat.correctors import StageInfo
@@ -28,6 +29,10 @@ class Optimization(Protocol):
     optimizer: torch.optim.Optimizer | None
     scheduler: Any
     corrections: Corrections
+    clipping: Clipping
+
+    def norms(self, window: GradientWindow, over: int) -> list[float]:
+        """The norms of the gradients that `apply` will use."""
 
     def apply(self, window: GradientWindow, over: int, s: int) -> bool:
         """Make update s from the sum of the window's gradients divided by `over`; whether the weights have changed."""
@@ -52,11 +57,11 @@ class EagerOptimization:
         parameters: Mapping[str, Tensor],
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None,
-        clip_norm: float | None,
+        clipping: Clipping,
         device: torch.device,
         guard: BatchGuard,
     ) -> None:
-        self.guard, self.clip_norm = guard, clip_norm
+        self.guard, self.clipping = guard, clipping
         self.optimizer: torch.optim.Optimizer | None = None
         if parameters:
             given = (list(parameters.items()), method.stage_info(k, K))[: arguments_of(optimizer)]
@@ -65,8 +70,14 @@ class EagerOptimization:
         self.scheduler = _checked_scheduler(scheduler(self.optimizer)) if scheduler and self.optimizer else None
         self.corrections = Corrections(method, k, K, self.optimizer)
 
+    def _trained(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []
+
+    def norms(self, window: GradientWindow, over: int) -> list[float]:
+        return window.norms(window.divisor(over), of=self._trained())
+
     def apply(self, window: GradientWindow, over: int, s: int) -> bool:
-        if self.optimizer is None or not self.guard.accepts_gradients(window, s):
+        if self.optimizer is None or not self.guard.accepts_gradients(window, s) or not self.clipping.finite():
             return False
         self.step(window, window.divisor(over), s)
         return True
@@ -74,8 +85,8 @@ class EagerOptimization:
     def step(self, window: GradientWindow, over: float, s: int) -> None:
         """The mean of the window's gradients, clipped, and the optimizer's step with it."""
         assert self.optimizer is not None
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        window.mean(over, clip_norm=self.clip_norm, of=trained)
+        window.mean(over)
+        self.clipping.clip(self._trained())
         self.corrections.step(s)
 
     def advance(self) -> None:

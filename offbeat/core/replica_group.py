@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.core.replicas import WindowFacts, WindowShare, add_in_order, check_places, replace_sums
+from offbeat.core.replicas import (
+    WindowFacts,
+    WindowShare,
+    add_in_order,
+    check_places,
+    replace_sums,
+    request_of,
+)
 from offbeat.core.window import GradientWindow
 
 BUCKET = 25 << 20  # bytes, as in torch's DistributedDataParallel
@@ -136,7 +143,7 @@ class GroupWindowSum:
             flat = parts.flatten()[: sum(bucket.sizes)]
             found |= dict(zip(bucket.parameters, flat.split(bucket.sizes), strict=True))
         given = [any(column) for column in zip(*(each[len(WindowFacts._fields) :] for each in stated), strict=True)]
-        self.requested = facts[0].request or self.requested
+        self.requested = request_of(facts) or self.requested
         replace_sums(window, self._sums(window.parameters, found, given), facts)
         self.scattered, self.headers = [], []
 

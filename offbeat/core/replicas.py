@@ -24,8 +24,8 @@ class WindowSum(Protocol):
     """One replica's part in the sum of its stage's windows.
 
     replicas    R
-    request     a number above 0 that replica 0 sends with its next window, 0 for none
-    requested   the last number that replica 0 sent: all replicas have it after the same update
+    request     a number above 0 that this replica sends with its next window, 0 for none
+    requested   the last number that a replica sent: all replicas have it after the same update
     """
 
     replicas: int
@@ -113,6 +113,11 @@ def replace_sums(window: GradientWindow, sums: list[Tensor | None], facts: Seque
     window.combine(named, gradients=gradients, excess=excess)
 
 
+def request_of(facts: Sequence[WindowFacts]) -> int:
+    """What the first replica that has a request requests; 0 for nothing."""
+    return next((each.request for each in facts if each.request), 0)
+
+
 class LocalReplicas:
     """The replicas of a stage in one process: the last one that gives its window adds them."""
 
@@ -157,7 +162,7 @@ class LocalWindowSum:
         sums, shares = self.stage.results.pop(self.replica)
         facts = [share.facts for share in shares]
         check_places(facts)
-        self.requested = facts[0].request or self.requested
+        self.requested = request_of(facts) or self.requested
         replace_sums(window, sums, facts)
 
     def end(self, window: GradientWindow, *, batches: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from offbeat.core.batch_guard import BatchGuard, OnNan
+from offbeat.core.clipping import ClipOver, Clipping
 from offbeat.core.feedback import Feedback, head_parameters, make_head
 from offbeat.core.in_flight import InFlight
 from offbeat.core.launcher import Immediate, Launcher
@@ -54,6 +55,7 @@ class Stage:
         output: tuple[tuple[int, ...], int] | None = None,
         scheduler: MakeScheduler | None = None,
         clip_norm: float | None = None,
+        clip_over: ClipOver = "stage",
         device: torch.device | None = None,
         seed: int = 0,
         on_nan: OnNan = "stop",
@@ -85,7 +87,7 @@ class Stage:
             parameters=self.parameters,
             optimizer=optimizer,
             scheduler=scheduler,
-            clip_norm=clip_norm,
+            clipping=Clipping(k, K, norm=clip_norm, over=clip_over, synchronous=method.synchronous(K)),
             device=device,
             guard=self.guard,
         )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offbeat.errors import UserError
 
@@ -141,13 +141,19 @@ class GradientWindow:
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         return not gradients or bool(torch.stack(torch._foreach_norm(gradients)).isfinite().all())
 
-    def mean(self, over: float, *, clip_norm: float | None, of: Iterable[Tensor]) -> None:
-        """Divide the sum by `over`, then clip the norm over the parameters `of` the optimizer."""
+    def mean(self, over: float) -> None:
+        """Divide the sum by `over`."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         if over != 1 and gradients:
             torch._foreach_div_(gradients, over)
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(of, clip_norm)
+
+    def norms(self, over: float, *, of: Iterable[Tensor]) -> list[float]:
+        """The norms of the mean gradients of parameters `of` the optimizer."""
+        gradients = [parameter.grad for parameter in of if parameter.grad is not None] if self.filled() else []
+        if not gradients:
+            return []
+        means = torch._foreach_div(gradients, over) if over != 1 else gradients
+        return torch.stack(torch._foreach_norm(means)).tolist()
 
     def clear(self) -> None:
         """Open the next window; the old gradients are dropped when it gets its first."""
@@ -199,6 +205,10 @@ class FixedSums(GradientWindow):
                 parameter.grad.copy_(sums[name])
         self.given = frozenset(found)
         self.combined = gradients, excess
+
+    def norms(self, over: float, *, of: Iterable[Tensor]) -> list[float]:
+        with self.only(self.given):
+            return super().norms(over, of=of)
 
     def add_recorded(self, t: int, level: int | None) -> None:
         """A recorded backward adds the gradients of batch t."""

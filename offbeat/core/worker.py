@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from offbeat.core.clipping import NormExchange
 from offbeat.core.compression import Compression
 from offbeat.core.links import Link, Message
 from offbeat.core.replicas import WindowSum
@@ -52,6 +53,8 @@ class Worker:
     marks       batches after which to save -> the reason to stop there, or an empty text
     compression of the messages to the neighbours
     window_sum  adds the windows of all replicas of the stage, where there are several
+    norm_exchange
+                brings the norms of all stages together, where the gradient is clipped by the norm of the model
     """
 
     def __init__(
@@ -64,11 +67,14 @@ class Worker:
         barrier: Callable[[], None] = lambda: None,
         compression: Compression | None = None,
         window_sum: WindowSum | None = None,
+        norm_exchange: NormExchange | None = None,
     ) -> None:
         self.stage, self.method, self.links, self.barrier, self.window_sum = stage, method, links, barrier, window_sum
         self.executor: Actor = executor or stage
         self.actor = self.executor
         self.compression = compression or Compression()
+        self.clipping = stage.optimization.clipping
+        self.norm_exchange = norm_exchange if self.clipping.exchanged else None
         self.loss: Tensor | None = None
         self.marks: dict[int, str] = {}
         self._acts: dict[type, Callable[[Any, Link | None], None]] = {
@@ -120,6 +126,7 @@ class Worker:
             "messages": [[message.t, message.content] for message in self.sent],
             "buffer": [[t, list(content)] for t, content in self.buffer.items()],
             **({"compression": self.compression.save()} if compressed else {}),
+            **({"clipping": self.clipping.save()} if self.clipping.carried else {}),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -128,6 +135,8 @@ class Worker:
             self._enter(t)
         self.buffer = {t: tuple(content) for t, content in saved["buffer"]}
         self.compression.load(saved.get("compression"), self.stage.network.device, drained=not saved["entered"])
+        if self.clipping.carried and "clipping" in saved:
+            self.clipping.load(saved["clipping"])
         for t, content in saved["messages"]:
             self._feed_back(Message(t, content))
 
@@ -138,9 +147,14 @@ class Worker:
 
     def drain(self, *, wait: bool) -> Iterator[bool]:
         """The rest of the program when no further batch will enter; the next iteration starts a new program."""
+        for iteration in self.draining(wait=wait):
+            yield from iteration
+
+    def draining(self, *, wait: bool) -> Iterator[Iterator[bool]]:
+        """`drain`, one local iteration at a time; each is run before the next is taken."""
         self.feed.append(None)
         for iteration in self.program:
-            yield from self._perform(iteration, wait=wait)
+            yield self._perform(iteration, wait=wait)
         self._restart()
 
     def _perform(self, iteration: Iteration, *, wait: bool) -> Iterator[bool]:
@@ -152,6 +166,8 @@ class Worker:
                 yield False
             if self.window_sum is not None and type(operation) is Update:
                 yield from self._add_replicas(self.window_sum, operation.over, wait=wait)
+            if self.norm_exchange is not None and type(operation) is Update:
+                yield from self._exchange_norms(self.norm_exchange, operation.over, wait=wait)
             self._acts[type(operation)](operation, source)
             yield True
         launcher.end_turn()
@@ -167,6 +183,19 @@ class Worker:
             launcher.pause()
             yield False
         window_sum.finish(self.stage.window)
+
+    def _exchange_norms(self, norm_exchange: NormExchange, over: int, *, wait: bool) -> Iterator[bool]:
+        """Bring the norms of all stages together, before an update of a method without lag."""
+        stage = self.stage
+        stage.launcher.flush()
+        norm_exchange.start(stage.optimization.norms(stage.window, over * self._replicas()))
+        while not wait and not norm_exchange.ready():
+            stage.launcher.pause()
+            yield False
+        self.clipping.exchange(norm_exchange.finish())
+
+    def _replicas(self) -> int:
+        return 1 if self.window_sum is None else self.window_sum.replicas
 
     def _source(self, operation: Operation) -> Link | None:
         """The link from which the operation receives."""
@@ -189,7 +218,16 @@ class Worker:
                 "call step() and drain() equally often in every process"
             )
         content = message.content
-        return self.compression.received(content) if self._from_neighbour(source) else content
+        if not self._from_neighbour(source):
+            return content
+        if self.clipping.carried:
+            content, norms = content
+            self.clipping.learn(norms)
+        return self.compression.received(content)
+
+    def _with_norms(self, content: Any) -> Any:
+        """What is sent to a neighbour: with the norms that are known, where these are carried by messages."""
+        return (content, self.clipping.table()) if self.clipping.carried else content
 
     def _from_neighbour(self, source: Link) -> bool:
         return source is not self.links.inputs or self.stage.k > 1
@@ -210,8 +248,7 @@ class Worker:
             self.links.outputs.send(message)
 
     def _update(self, operation: Update, source: Link | None) -> None:
-        replicas = 1 if self.window_sum is None else self.window_sum.replicas
-        self.actor.update(operation.over * replicas)
+        self.actor.update(operation.over * self._replicas())
 
     def _barrier(self, operation: Barrier, source: Link | None) -> None:
         self.barrier()
@@ -234,7 +271,8 @@ class Worker:
             output = None
             self.empty.add(t)
         if self.links.outputs:
-            self.links.outputs.send(Message(t, (self.compression.activations(output), target, share)))
+            content = self.compression.activations(output), target, share
+            self.links.outputs.send(Message(t, self._with_norms(content)))
         elif output is not None:
             part = output if share == 1 else share * output
             self.loss = part if self.loss is None or t % self.method.m == 0 else self.loss + part
@@ -247,4 +285,4 @@ class Worker:
             gradients = None
         else:
             gradients = self.actor.backward(t, incoming)
-        self._feed_back(Message(t, self.compression.gradients(gradients)))
+        self._feed_back(Message(t, self._with_norms(self.compression.gradients(gradients))))

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from offbeat.core.clipping import NormExchange
 from offbeat.core.links import Link
 from offbeat.core.replicas import WindowSum
 from offbeat.core.stage import Stage
@@ -85,6 +86,9 @@ class Engine(Protocol):
 
     def window_sum(self, k: int, replica: int) -> WindowSum | None:
         """Adds the windows of the replicas of stage k, for one of this process; None without replicas."""
+
+    def norm_exchange(self, k: int, replica: int) -> NormExchange:
+        """Brings the norms of the stages of a replica together before an update, for stage k of this process."""
 
     def run(self, work: list[Iterator[bool]]) -> None:
         """Run the workers' generators of this process to their ends."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from offbeat.core.clipping import NormExchange
 from offbeat.core.links import LOOPBACK_INTERFACE, Link, Message, network
 from offbeat.core.links.device import Carrier, DeviceReceiver, DeviceSender
 from offbeat.core.links.distributed import STOPPED, Receiver, Sender, cause
@@ -40,7 +41,7 @@ from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.method import Method
 
-CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "heartbeat", "abort", "trace")
+CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "heartbeat", "abort", "trace", "training")
 JOINING = timedelta(minutes=10)  # for all processes to join
 PARTING = 5.0  # seconds to wait for the last messages of neighbours
 PATIENCE = timedelta(days=365)  # of threads that wait for the next message: an idle link is no failure
@@ -186,6 +187,9 @@ class Processes:
 
     def window_sum(self, k: int, replica: int) -> WindowSum | None:
         return self.sum
+
+    def norm_exchange(self, k: int, replica: int) -> NormExchange:
+        return ProcessNormExchange(self)
 
     def _tag(self, channel: str, lower: int) -> int:
         return 2 * (CHANNELS.index(channel) * (self.K * self.replicas + 1) + lower)
@@ -389,6 +393,23 @@ class Processes:
             dist.destroy_process_group(group)
         if self.joined:
             dist.destroy_process_group()
+
+
+class ProcessNormExchange:
+    """The stages of all processes, see NormExchange; all replicas of a stage have the same gradients."""
+
+    def __init__(self, engine: Processes) -> None:
+        self.engine = engine
+        self.norms: list[float] = []
+
+    def start(self, norms: list[float]) -> None:
+        self.norms = norms
+
+    def ready(self) -> bool:
+        return False
+
+    def finish(self) -> list[list[float]]:
+        return self.engine.exchange(self.norms)[: self.engine.K]
 
 
 def join(K: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from offbeat.core.clipping import LocalNormExchange, LocalNorms, NormExchange
 from offbeat.core.links import Link
 from offbeat.core.links.local import LocalLink
 from offbeat.core.replicas import LocalReplicas, LocalWindowSum, WindowSum
@@ -31,6 +32,7 @@ class Simulate:
         self.here: Sequence[int] = range(1, K + 1)
         self.replicas_here: Sequence[int] = range(replicas)
         self.sums = {k: LocalReplicas(replicas) for k in self.here}
+        self.norms = [LocalNorms(K) for _ in self.replicas_here]
         self.order = None if shuffle is None else random.Random(shuffle)
 
     def link(
@@ -47,6 +49,9 @@ class Simulate:
 
     def window_sum(self, k: int, replica: int) -> WindowSum | None:
         return LocalWindowSum(self.sums[k], replica) if self.replicas > 1 else None
+
+    def norm_exchange(self, k: int, replica: int) -> NormExchange:
+        return LocalNormExchange(self.norms[replica], k)
 
     def run(self, work: list[Iterator[bool]]) -> None:
         unfinished = list(work)

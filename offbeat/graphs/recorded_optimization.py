@@ -42,6 +42,7 @@ class RecordedOptimization:
     ) -> None:
         self.eager, self.window, self.M, self.guard, self.recorder = eager, window, M, guard, recorder
         self.optimizer, self.scheduler, self.corrections = eager.optimizer, eager.scheduler, eager.corrections
+        self.clipping, self.norms = eager.clipping, eager.norms
         self.launch_queue, self.rank = launch_queue, rank
         self.rates = DeviceRates(eager.optimizer, launch_queue, rank)
         self.s = 0
@@ -113,6 +114,8 @@ class RecordedOptimization:
                 return f"{name} has {option}=False: give {option}=True" if known else f"{name} has no capturable=True"
         if getattr(self.scheduler, "cycle_momentum", False):
             return f"{type(self.scheduler).__name__} changes the momentum, too: give cycle_momentum=False"
+        if self.clipping.exchanged or self.clipping.carried:
+            return "clip_over='model' reads the norms of all stages on the host: give clip_over='stage'"
         unfit = [type(corrector).__name__ for corrector in self.corrections.active if not corrector.recordable]
         return f"{', '.join(unfit)} computes on the host" if unfit else None
 

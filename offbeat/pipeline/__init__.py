@@ -5,6 +5,9 @@
     batches       batches as inputs and targets of the stages, and the loss of the model itself
     assembly      the cut model: stages, workers and links of this process, as all processes agree on them
     training      batches on their path from a loader into the first stage
+    training_loop, callback, late_losses
+                  what surrounds the batches of `fit`: callbacks, evaluation, losses in every process, stopping
+    schedules     how many updates there are, and whether a scheduler has that length
     evaluation    a pass of a loader through the stages, beside training
     saving        the state of the stages between batches
     observation   traces, diagnoses, reports and measured staleness

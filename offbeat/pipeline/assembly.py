@@ -174,6 +174,7 @@ class Assembler:
                     executor=make_executor(stage),
                     barrier=self.engine.barrier,
                     window_sum=self.engine.window_sum(k, assembly.replica),
+                    norm_exchange=self.engine.norm_exchange(k, assembly.replica),
                     compression=Compression(self.messages),
                 )
             )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offbeat import methods
+from offbeat.core.clipping import ClipOver
 from offbeat.core.optimization import MakeOptimizer, MakeScheduler, arguments_of
 from offbeat.core.stage_network import Loss
 from offbeat.engines import Engine
@@ -62,7 +63,20 @@ def device_of(device: torch.device | str | None) -> torch.device | None:
         raise UserError(f"device {device!r}: {first_line(error)}") from error
 
 
-def check_options(*, clip_norm: float | None, seed: int, left_out: Sequence[int], compile: bool, fuse: bool) -> None:
+def check_clipping(clip_norm: float | None, clip_over: ClipOver, method: Method) -> None:
+    if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
+        raise UserError(f"clip_norm={clip_norm!r}: use a number above 0, or None for no clipping")
+    one_of(clip_over, ClipOver, "clip_over")
+    if clip_over == "model" and clip_norm is None:
+        raise UserError("clip_over='model' without clip_norm: give clip_norm=, the largest norm")
+    if clip_over == "model" and method.feedback != "above":
+        raise UserError(
+            f"clip_over='model' with {method.name}, whose stages send no gradients down, which would carry norms: use "
+            "clip_over='stage'"
+        )
+
+
+def check_options(*, seed: int, left_out: Sequence[int], compile: bool, fuse: bool) -> None:
     check_flags(compile=compile, fuse=fuse)
     whole(seed, "seed", least=0)
     listed = isinstance(left_out, Iterable) and not isinstance(left_out, str)
@@ -70,8 +84,6 @@ def check_options(*, clip_norm: float | None, seed: int, left_out: Sequence[int]
         raise UserError(f"left_out={left_out!r}: give the numbers of batches, counted from 0, as a list")
     if compile and fuse:
         raise UserError("compile=True and fuse=True: both join the operations of a stage, so give one of them")
-    if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
-        raise UserError(f"clip_norm={clip_norm!r}: use a number above 0, or None for no clipping")
 
 
 def whole(value: Any, name: str, *, least: int) -> None:

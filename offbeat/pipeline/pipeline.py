@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from itertools import chain
+from functools import cached_property, partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from offbeat import partitioning as cutting
 from offbeat.core.batch_guard import OnNan
+from offbeat.core.clipping import ClipOver
 from offbeat.core.compression import Messages, check_messages
 from offbeat.core.links import Link, Message
 from offbeat.core.links.local import Entrance
@@ -34,13 +35,15 @@ from offbeat.engines.processes import TIMEOUT, seconds_of
 from offbeat.errors import NotFinite, UserError
 from offbeat.method import Method, StalenessWarmup
 from offbeat.observe.tracing import Notify, Tracing
-from offbeat.pipeline import batches, checkpoints, checks, evaluation, saving, training
+from offbeat.pipeline import batches, checkpoints, checks, evaluation, saving, schedules, training
 from offbeat.pipeline.assembly import Assembler, Assembly
 from offbeat.pipeline.choice import MethodChoice
 from offbeat.pipeline.guard import Guard
+from offbeat.pipeline.late_losses import LossChain
 from offbeat.pipeline.model_state import ModelState
 from offbeat.pipeline.observation import Observation
 from offbeat.pipeline.training import Batches, Loader
+from offbeat.pipeline.training_loop import Evaluation, TrainingLoop
 from offbeat.recommended import Recommendation
 
 AfterEpoch = Callable[[int], object]  # returns an iterator of work that is left, done a little at a time, or anything
@@ -71,7 +74,10 @@ class Pipeline:
     tied        a parameter that several stages use: "shared" (the first trains it, the others receive it with every
                 batch; BP is that of the unsplit model) or "copies" (each trains a copy: the model is untied)
     units       "blocks" (entries of an nn.Sequential) or "layers" (also inside blocks); default: "blocks" if K allows
-    clip_norm   optional: largest norm of the gradient of an update, per stage
+    clip_norm   optional: largest norm of the gradient of an update
+    clip_over   the parameters that this norm is of: those of each "stage", or of the "model". Without lag (BP, GPipe)
+                the latter is torch's clip_grad_norm_ of the whole model. With lag no stage waits for a norm: a stage
+                uses its own, and those of the other stages that have arrived: a window old, or as old as the lag
     weighting   of the gradients of an update: equal for all "batches" (also for a short one), or by their "samples"
     on_nan      what a loss or gradient that is not finite does: "stop" raises NotFinite, "skip" leaves the batch out
     replicas    R copies of the K stages, each of which trains on its own batches; an update applies the mean of the R*M
@@ -132,6 +138,7 @@ class Pipeline:
         tied: cutting.Tied = "shared",
         sample: Any = None,
         clip_norm: float | None = None,
+        clip_over: ClipOver = "stage",
         device: torch.device | str | None = None,
         engine: Engine | str | None = None,
         seed: int = 0,
@@ -165,7 +172,8 @@ class Pipeline:
             wanted = engine.device_for(wanted)
         self.precision = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
         self.messages = check_messages(messages, self.K, streams=engine == "streams")
-        checks.check_options(clip_norm=clip_norm, seed=seed, left_out=left_out, compile=compile, fuse=fuse)
+        checks.check_clipping(clip_norm, clip_over, self.method)
+        checks.check_options(seed=seed, left_out=left_out, compile=compile, fuse=fuse)
         cutting.check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)
         checks.check_loss(loss, self.method)
         checks.check_makers(optimizer, scheduler)
@@ -203,6 +211,7 @@ class Pipeline:
             optimizer=optimizer,
             scheduler=scheduler,
             clip_norm=clip_norm,
+            clip_over=clip_over,
             device=self.device,
             seed=seed,
             on_nan=checks.one_of(on_nan, OnNan, "on_nan"),
@@ -225,6 +234,7 @@ class Pipeline:
         )
         check_messages(self.messages, self.K, streams=self.engine.on_one_device)
         self._assembly: Assembly | None = None
+        self._loop: TrainingLoop | None = None  # during a call of fit that has callbacks in some process
         late = (
             self._choice.measures
             or self.method.head is not None
@@ -360,10 +370,14 @@ class Pipeline:
         given = batches.of_replicas(x, y, len(self.engine.replicas_here), first=self.first)
         for parts in zip(*(self._micro_batches(*one) for one in given), strict=True):
             self._step(list(parts))
-            assembly = self._assembled(None)
-            losses = [each.workers[-1].loss for each in assembly.replicas] if self.last else []
-            known += [self.engine.give(loss) for loss in losses if loss is not None]
+            known += self.newest_losses()
         return known[0] if len(known) == 1 else torch.stack(known).mean() if known else None
+
+    def newest_losses(self) -> list[Tensor]:
+        """The newest loss of each replica whose last stage is in this process."""
+        assembly = self._assembled(None)
+        losses = [each.workers[-1].loss for each in assembly.replicas] if self.last else []
+        return [self.engine.give(loss) for loss in losses if loss is not None]
 
     def _micro_batches(self, x: Any, y: Any) -> list[tuple[Any, Any]]:
         """The micro-batches of an update, if `batch` is given; otherwise the batch itself."""
@@ -425,11 +439,11 @@ class Pipeline:
         loader: Loader | None = None,
         epochs: int = 1,
         *,
+        callbacks: Sequence[Any] | None = None,
+        evaluate: Evaluation | None = None,
+        evaluate_every: int = 1,
         first_epoch: int = 0,
         resume: bool = False,
-        before_step: Callable[[int], None] | None = None,
-        after_step: Callable[[int], None] | None = None,
-        after_epoch: AfterEpoch | None = None,
         drain: bool = True,
         own_share: bool = False,
     ) -> None:
@@ -439,25 +453,77 @@ class Pipeline:
         replicas it is the same in all of them: replica r trains on its batches r, r + R, ...; those that are left over
         at the end of an epoch, fewer than R, are not used. With `own_share` the loader of each process has the batches
         of its own replica alone, equally many in all, as with a torch DistributedSampler for R and `pipe.replica`.
+        With `batch=` the loader gives batches of that size (divided by R, with replicas).
 
-        Epochs do not flush the pipeline; `drain` finishes the batches in flight after the last one. The callbacks run
-        in every process, after the same operations of its stages: `before_step(t)`, `after_step(t)`,
-        `after_epoch(epoch)`. Epochs are counted from 0 to `epochs`; a run that is resumed begins with `first_epoch`, of
-        which the loader gives the rest. With `batch=` the loader gives batches of that size (divided by R, with
-        replicas); t counts their micro-batches.
+        Epochs do not flush the pipeline; `drain` finishes the batches in flight after the last one. Epochs are counted
+        from 0 to `epochs`; training that is resumed begins with `first_epoch`, of which the loader gives the rest.
+
+        `callbacks` are objects with some of the methods of `offbeat.callbacks.Callback`, called in this process; other
+        processes may have others, or none. `evaluate` is given to `evaluate()` after every `evaluate_every` epochs,
+        without draining; only the first process reads it. It may be a function without arguments that returns a dict
+        of figures, such as lambda: pipe.evaluate(loader, metric=f): this one is called in every process.
+
+        >>> from offbeat.callbacks import EarlyStopping
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> pipe = Pipeline(layers, K=2, loss=torch.nn.functional.mse_loss,
+        ...                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+        >>> batches = [(torch.ones(4, 2), torch.zeros(4, 1))] * 8
+        >>> class LastLoss:
+        ...     def on_step(self, step):
+        ...         self.loss, self.batch = step.loss, step.loss_batch
+        >>> last = LastLoss()
+        >>> pipe.fit(batches, epochs=5, callbacks=[last, EarlyStopping(patience=2)], evaluate=batches)
+        >>> last.batch, last.loss < 0.5
+        (39, True)
         """
-        for _ in self.steps(
-            loader,
-            epochs,
-            first_epoch=first_epoch,
-            resume=resume,
-            before_step=before_step,
-            after_step=after_step,
-            after_epoch=after_epoch,
-            drain=drain,
-            own_share=own_share,
-        ):
-            pass
+        loop = TrainingLoop(self, callbacks, epochs=epochs, evaluate=evaluate, evaluate_every=evaluate_every)
+        with self._guard(computes=False):
+            observed = loop.agree()
+        options: dict[str, Any] = {
+            "first_epoch": first_epoch,
+            "resume": resume,
+            "drain": drain,
+            "own_share": own_share,
+        }
+        if not observed:
+            for _ in self.steps(loader, epochs, **options):
+                pass
+        else:
+            self._fit(loop, loader, epochs, **options)
+        if drain and not loop.stopped and self.leads:
+            schedules.warn_of_lengths(self.stages.values())
+
+    def _fit(self, loop: TrainingLoop, loader: Loader | None, epochs: int, **options: Any) -> None:
+        """`fit` with the callbacks of the loop."""
+        self._loop = loop
+        try:
+            for _ in self.steps(loader, epochs, after_step=loop.after_step, after_epoch=loop.after_epoch, **options):
+                pass
+            with self._guard():
+                loop.finish()
+        finally:
+            self._loop = None
+            loop.end()
+
+    @cached_property
+    def loss_chain(self) -> LossChain:
+        """Brings losses and requests to stop from process to process during `fit`."""
+        return LossChain(self)
+
+    def updates(self, batches: int) -> int:
+        """Updates that each stage makes on that many batches, drained at the end: the length of a scheduler, such as
+        OneCycleLR(total_steps=pipe.updates(epochs * len(loader))). With replicas, batches of one of them; with
+        `batch=`, batches as the loader gives them.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> pipe = Pipeline(layers, K=2, M=4, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> pipe.updates(10)
+        3
+        """
+        checks.whole(batches, "batches", least=0)
+        if self._choice.measures:
+            raise UserError('updates() with method="auto" before the first batch, which M is measured on: give sample=')
+        return schedules.count_updates(self.method, self.K, batches * (self.method.M if self.batch else 1))
 
     def steps(
         self,
@@ -473,7 +539,11 @@ class Pipeline:
         own_share: bool = False,
     ) -> Iterator[None]:
         """`fit` a little at a time: yields after every batch and every epoch, so that several pipelines of one process
-        can take turns. Closed before its end, it leaves the batches in flight as they are."""
+        can take turns. Closed before its end, it leaves the batches in flight as they are.
+
+        Instead of callbacks it has functions, called in every process after the same operations of its stages:
+        `before_step(t)`, `after_step(t)`, `after_epoch(epoch)`; t counts micro-batches where `batch=` is given.
+        """
         checks.whole(epochs, "epochs", least=1)
         checks.whole(first_epoch, "first_epoch", least=0)
         checks.check_functions(before_step=before_step, after_step=after_step, after_epoch=after_epoch)
@@ -497,12 +567,16 @@ class Pipeline:
                     if after_step:
                         after_step(self.batches - 1)
                     yield
+                if self._loop and self._loop.stopped:
+                    break
                 self.epoch_start = (epoch + 1, self.batches)
                 if after_epoch:
                     left = after_epoch(epoch)
                     if isinstance(left, Iterator):
                         yield from left
                 yield
+                if self._loop and self._loop.stopped:
+                    break
         if drain:
             self.drain()
 
@@ -512,22 +586,30 @@ class Pipeline:
 
     def _epoch(self, loader: Loader | None, epoch: int, *, own_share: bool) -> Iterator[list[tuple[Any, Any]]]:
         """The batches of an epoch in the first stage's process, as many empty ones in others; then the mark that ends
-        the epoch is passed on."""
+        the epoch, or all training, is passed on."""
+        loop = self._loop
+        if loop:
+            loop.epoch = epoch
         if self.first:
             trained = self.batches - self.epoch_start[1]
             read = training.read_epoch(loader, epoch, self.batches - trained)
             divided = (1, [0]) if own_share else (self.replicas, self.engine.replicas_here)
-            groups = self._split(training.shares(read, *divided))
+            stops = loop.stops if loop else None
+            groups = self._split(training.until(stops, training.shares(read, *divided)))
             if self._found is not None:  # the trained batches may be all
                 ahead = next(groups)
                 self._assembled(batches.input_and_target(*ahead[0])[0])
                 groups = chain([ahead], groups)
             yield from training.after(trained, epoch, groups)
+            mark = Message(self.batches, loop.stopped if loop else None, kind=training.EPOCH_END)
         else:
             yield from training.follow_epoch(lambda: self._assembled(None).workers[0], self.batches)
+            mark = self._assembled(None).workers[0].ahead()
+            if loop:
+                loop.stopped = mark.content
         self._compare_replicas()
         for assembly in self._assembly.replicas if self._assembly else ():
-            training.pass_on(Message(self.batches, kind=training.EPOCH_END), assembly.workers)
+            training.pass_on(mark, assembly.workers)
 
     def drain(self) -> nn.Module:
         """Finish every batch in flight and the open window; then the newest weights are in `model` in every process."""
@@ -541,7 +623,10 @@ class Pipeline:
             self.engine.settle()  # a drain is many turns in one
             with self._observation.draining(self.batches):
                 workers = self._assembly.all_workers if self._assembly else []
-                self.engine.run([worker.drain(wait=self.engine.waits) for worker in workers])
+                if self._loop and self._loop.observes_updates:
+                    self._drain_in_turns(self._loop, workers)
+                else:
+                    self.engine.run([worker.drain(wait=self.engine.waits) for worker in workers])
                 self._settle()
             self._compare_replicas()
             done = self.engine.exchange([stage.update_index for stage in self.stages.values()])
@@ -553,6 +638,13 @@ class Pipeline:
         for worker in self.workers:
             if worker.window_sum is not None:
                 worker.window_sum.end(worker.stage.window, batches=self.batches)
+
+    def _drain_in_turns(self, loop: TrainingLoop, workers: list[Worker]) -> None:
+        """Drain one local iteration at a time, in each of which a stage makes at most one update."""
+        loop.after_turn()
+        for turn in zip_longest(*(worker.draining(wait=self.engine.waits) for worker in workers)):
+            self.engine.run([iteration for iteration in turn if iteration is not None])
+            loop.after_turn()
 
     def gather(self) -> nn.Module:
         """The newest weights of all stages, in `model`, in every process; training continues as if nothing happened."""

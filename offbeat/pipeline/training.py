@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from offbeat.core.links import Link, Message
 from offbeat.core.metrics import batch_size
@@ -15,6 +15,7 @@ from offbeat.pipeline.batches import pair
 from offbeat.pipeline.checks import check_loader
 
 EPOCH_END = "epoch"  # the kind of a mark after the last batch of an epoch; its number counts all batches so far
+_Item = TypeVar("_Item")
 Batches = Iterable[tuple[Any, Any] | Mapping[str, Any]]  # (x, y), or dicts of keyword arguments
 Loader = Batches | Callable[[int], Batches]  # one for all epochs, or a function of the epoch that returns one
 
@@ -87,6 +88,16 @@ def after(trained: int, epoch: int, batches: Iterator[list[tuple[Any, Any]]]) ->
             "same loader"
         )
     yield from batches
+
+
+def until(stop: Callable[[], bool] | None, batches: Iterator[_Item]) -> Iterator[_Item]:
+    """The batches up to where `stop`, which is called before each is read, returns True."""
+    while stop is None or not stop():
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        yield batch
 
 
 def follow_epoch(worker: Callable[[], Worker], begin: int) -> Iterator[list[tuple[None, None]]]:

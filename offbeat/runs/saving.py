@@ -26,7 +26,6 @@ from offbeat import checkpoint
 from offbeat.checkpoint import CheckpointFailed
 from offbeat.core.links import Link, Message
 from offbeat.errors import Interrupted, UserError
-from offbeat.method import Method
 from offbeat.pipeline import Pipeline
 from offbeat.runs import transfer
 from offbeat.runs.epochs import Epochs
@@ -76,17 +75,6 @@ class Every:
             return False
         interval = max(1, round(self.epochs * epochs.per_epoch))
         return epochs.progress(batches) // interval > epochs.progress(batches - 1) // interval
-
-
-def notice(method: Method, K: int) -> int:
-    """Batches before a checkpoint at which every stage must know of it, to keep what its batches in flight need.
-
-    >>> from offbeat.methods import ADL, BP
-    >>> notice(ADL(M=2), 4), notice(BP(), 4)
-    (8, 2)
-    """
-    phases = [method, *(phase for phase, _ in method.staleness_warmup)]
-    return 2 + max(phase.resting(k, K, phase.fill(K)) for phase in phases for k in range(1, K + 1))
 
 
 def check(recipe: Recipe) -> None:
@@ -140,7 +128,7 @@ class Saver:
         self.apart = apart
         self.writers = {number: ThreadPoolExecutor(1, f"offbeat-part-{number}") for number in apart if pipe.leads}
         self.window_sum = pipe.workers[0].window_sum if len(pipe.engine.replicas_here) < pipe.replicas else None
-        self.notice = notice(pipe.method, pipe.K)
+        self.notice = pipe.method.notice(pipe.K)
         if any(self._counted(batches) for batches in range(pipe.batches + 1, pipe.batches + self.notice + 1)):
             pipe.keep()
 

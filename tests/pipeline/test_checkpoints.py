@@ -47,12 +47,13 @@ class Stop(Exception):
 def stop_after(batches: int, pipe: offbeat.Pipeline, folder, **options):
     """A callback that saves after that many batches and stops training."""
 
-    def after_step(t: int) -> None:
-        if t + 1 == batches:
-            pipe.save(folder, **options)
-            raise Stop
+    class Save:
+        def on_step(self, step) -> None:
+            if step.batch + 1 == batches:
+                pipe.save(folder, **options)
+                raise Stop
 
-    return after_step
+    return Save()
 
 
 @pytest.mark.parametrize("given", [{}, {"sample": DATA[0][0]}, {"cuts": [1, 2]}], ids=["late", "sample", "cuts"])
@@ -61,7 +62,7 @@ def test_fit_resumes_in_the_middle_of_an_epoch_bit_for_bit(at, given, tmp_path):
     whole, first, second = build(**given), build(**given), build(**given)
     whole.fit(shuffled, 2)
     with pytest.raises(Stop):
-        first.fit(shuffled, 2, after_step=stop_after(at, first, tmp_path))
+        first.fit(shuffled, 2, callbacks=[stop_after(at, first, tmp_path)])
     second.load(tmp_path)
     assert second.batches == at
     second.fit(shuffled, 2, resume=True)
@@ -72,12 +73,13 @@ def test_fit_resumes_in_the_middle_of_an_epoch_bit_for_bit(at, given, tmp_path):
 def test_a_checkpoint_of_the_end_of_an_epoch_resumes_with_the_next(tmp_path):
     whole, first, second, seen = build(), build(), build(), []
 
-    def after_epoch(epoch: int) -> None:
-        first.save(tmp_path)
-        raise Stop
+    class Save:
+        def on_epoch_end(self, step) -> None:
+            first.save(tmp_path)
+            raise Stop
 
     with pytest.raises(Stop):
-        first.fit(shuffled, 2, after_epoch=after_epoch)
+        first.fit(shuffled, 2, callbacks=[Save()])
     whole.fit(shuffled, 2)
     second.load(tmp_path)
     second.fit(lambda epoch: seen.append(epoch) or shuffled(epoch), 2, resume=True)
@@ -89,7 +91,7 @@ def test_micro_batches_of_an_update_resume_bit_for_bit(tmp_path):
     whole, first, second = (build(batch=8, M=4) for _ in range(3))
     whole.fit(EIGHTS, 2)
     with pytest.raises(Stop):
-        first.fit(EIGHTS, 2, after_step=stop_after(13, first, tmp_path))
+        first.fit(EIGHTS, 2, callbacks=[stop_after(13, first, tmp_path)])
     second.load(tmp_path)
     second.fit(EIGHTS, 2, resume=True)
     assert same(second.model, whole.model)
@@ -99,7 +101,7 @@ def test_replicas_of_one_process_resume_bit_for_bit(tmp_path):
     whole, first, second = (build(2, replicas=2) for _ in range(3))
     whole.fit(DATA, 2)
     with pytest.raises(Stop):
-        first.fit(DATA, 2, after_step=stop_after(15, first, tmp_path))
+        first.fit(DATA, 2, callbacks=[stop_after(15, first, tmp_path)])
     second.load(tmp_path)
     second.fit(DATA, 2, resume=True)
     assert same(second.model, whole.model)
@@ -108,7 +110,7 @@ def test_replicas_of_one_process_resume_bit_for_bit(tmp_path):
 def test_another_loader_than_the_saved_one_is_refused(tmp_path):
     first, second = build(), build()
     with pytest.raises(Stop):
-        first.fit(DATA, 1, after_step=stop_after(9, first, tmp_path))
+        first.fit(DATA, 1, callbacks=[stop_after(9, first, tmp_path)])
     second.load(tmp_path)
     with pytest.raises(UserError, match="9 batches of epoch 0 have been trained, but its loader now has 4"):
         second.fit(DATA[:4], 1, resume=True)

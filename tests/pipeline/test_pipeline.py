@@ -282,12 +282,15 @@ def test_fit_runs_epochs_without_flushing_and_drains_at_the_end():
         for x, y in vectors(5):
             by_hand.step(x, y)
     seen = []
-    by_fit.fit(
-        vectors(5),
-        epochs=3,
-        after_step=lambda t: seen.append(t),
-        after_epoch=lambda epoch: seen.append(f"epoch {epoch}"),
-    )
+
+    class Seen:
+        def on_step(self, step):
+            seen.append(step.batch)
+
+        def on_epoch_end(self, step):
+            seen.append(f"epoch {step.epoch}")
+
+    by_fit.fit(vectors(5), epochs=3, callbacks=[Seen()])
     assert fingerprint(by_hand.drain().state_dict()) == fingerprint(by_fit.model.state_dict())
     assert seen == [0, 1, 2, 3, 4, "epoch 0", 5, 6, 7, 8, 9, "epoch 1", 10, 11, 12, 13, 14, "epoch 2"]
 
@@ -304,7 +307,8 @@ def test_evaluation_and_the_work_after_an_epoch_yield_after_every_batch():
     assert whole["samples"] == seen[0]["samples"] == 15
     assert seen[0]["loss"] < whole["loss"]
     assert pipe.evaluate(vectors(3)) == seen[1]
-    pipe.fit(vectors(5), after_epoch=lambda epoch: pipe.evaluate(vectors(3))["loss"])  # what it gives is nobody's
+    for _ in pipe.steps(vectors(5), after_epoch=lambda epoch: pipe.evaluate(vectors(3))["loss"]):  # it is not used
+        pass
 
 
 def test_a_function_of_the_epoch_gives_its_own_batches():

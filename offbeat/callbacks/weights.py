@@ -1,0 +1,123 @@
+"""Weights other than the newest: those of the best evaluation, and their moving average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.callbacks.early_stopping import Best, Mode
+from offbeat.errors import UserError, number
+from offbeat.pipeline import Pipeline
+from offbeat.pipeline.callback import TrainingStep
+
+
+class BestModel:
+    """Keep the weights of the best evaluation: as `state_dict` in every process or, with a path, in a file that the
+    first process writes (to be read by `torch.load`).
+
+    Needs `fit(evaluate=...)`, and must be given to all processes, which send their weights when an evaluation is the
+    best so far.
+
+    >>> import torch, offbeat
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    >>> pipe = offbeat.Pipeline(layers, K=2, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    >>> batches = [(torch.ones(4, 2), torch.zeros(4, 1))] * 5
+    >>> best = BestModel("loss")
+    >>> pipe.fit(batches, epochs=3, callbacks=[best], evaluate=batches)
+    >>> _ = layers.load_state_dict(best.state_dict)
+    """
+
+    collective = True
+
+    def __init__(self, monitor: str = "loss", *, mode: Mode = "min", path: str | Path | None = None) -> None:
+        self.best, self.path = Best(monitor, mode), None if path is None else Path(path)
+        self.state_dict: dict[str, Tensor] = {}  # empty with a path
+
+    def on_evaluate(self, step: TrainingStep, result: Mapping[str, Any]) -> None:
+        if not self.best.improves(step, result):
+            return
+        state = step.pipe.gather().state_dict()
+        if self.path is None:
+            self.state_dict = {name: tensor.detach().clone() for name, tensor in state.items()}
+        elif step.pipe.leads:
+            unfinished = self.path.with_name(self.path.name + ".unfinished")
+            torch.save(state, unfinished)
+            unfinished.replace(self.path)
+
+
+class EMA:
+    """Exponential moving average of the weights, one step per update of a stage:
+
+        average <- decay * average + (1 - decay) * weights      starting from the weights after the first update
+
+    as torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn. Each process averages the stages that it has, so
+    it must be given to all. Buffers (statistics of BatchNorm) are not averaged.
+
+    weights     averages of the parameters of this process's stages, by name in the model
+
+    >>> import torch, offbeat
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    >>> pipe = offbeat.Pipeline(layers, K=2, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    >>> batches = [(torch.ones(4, 2), torch.zeros(4, 1))] * 5
+    >>> ema = EMA(decay=0.99)
+    >>> pipe.fit(batches, epochs=3, callbacks=[ema])
+    >>> with ema.averaged(pipe):
+    ...     result = pipe.evaluate(batches)
+    ...     averaged = {name: tensor.clone() for name, tensor in pipe.gather().state_dict().items()}
+    >>> sorted(averaged) == sorted(layers.state_dict())
+    True
+    """
+
+    collective = True
+
+    def __init__(self, decay: float = 0.999) -> None:
+        number(decay, "decay", "use a factor from 0 up to, but not including, 1", lambda factor: 0 <= factor < 1)
+        self.decay = decay
+        self.weights: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def on_update(self, step: TrainingStep) -> None:
+        step.pipe.engine.settle()  # stages may only have queued their updates
+        for k in step.updated:
+            parameters = step.pipe.stages[k].parameters
+            new = {name: tensor for name, tensor in parameters.items() if name not in self.weights}
+            known = [name for name in parameters if name in self.weights]
+            if known:
+                torch._foreach_lerp_(
+                    [self.weights[name] for name in known],
+                    [parameters[name].detach() for name in known],
+                    1 - self.decay,
+                )
+            self.weights |= {name: tensor.detach().clone() for name, tensor in new.items()}
+
+    @contextmanager
+    def averaged(self, pipe: Pipeline) -> Iterator[None]:
+        """Meanwhile the stages have the averaged weights, for `pipe.evaluate` and `pipe.gather`; training continues on
+        their own. After a `gather`, the model has averages for the stages of other processes until the next one."""
+        if not self.weights:
+            raise UserError("no averages: give this EMA to fit(callbacks=...), in every process, and train first")
+        pipe.engine.settle()
+        parameters = {name: tensor for stage in pipe.stages.values() for name, tensor in stage.parameters.items()}
+        own = {name: parameters[name].data for name in self.weights}
+        try:
+            for name, average in self.weights.items():
+                parameters[name].data = average  # no copy: graphs of batches in flight and recordings use the memory
+            yield
+        finally:
+            pipe.engine.settle()
+            for name, tensor in own.items():
+                parameters[name].data = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages of this process's stages."""
+        return {"decay": self.decay, "weights": self.weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the averages that `state_dict` returned."""
+        self.decay = state["decay"]
+        self.weights = {name: tensor.clone() for name, tensor in state["weights"].items()}
