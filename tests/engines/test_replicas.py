@@ -112,7 +112,7 @@ import torch, offbeat
 layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
 pipe = offbeat.Pipeline(layers, 1, method="bp", M={M}, replicas=2, loss=loss, optimizer=torch.optim.SGD)
 loader = [(torch.ones(1, 2), torch.ones(1, 2))] * (2 + pipe.replica)
-pipe.fit(loader, epochs=2, own_share=True, after_epoch=lambda epoch: print(pipe.evaluate(loader)))
+pipe.fit(loader, epochs=2, own_share=True, evaluate=loader)
 """
 
 
