@@ -77,10 +77,10 @@ def test_auto_is_printed_with_the_pipeline_for_each_stage():
     first, *stages = repr(pipe).splitlines()
     assert first == "Pipeline(method=adl, K=3, M=2, engine=simulate)"
     assert stages[0] == (
-        "  stage 1: delay 2 updates, corrector none (without sc, which does not work with optimizer Adagrad: use "
-        "SGD, Adam, AdamW, NAdam, or one that implements offbeat.correctors.SelfCompensating)"
+        "  stage 1: 20 parameters, staleness 2, corrector none (without sc, which does not work with optimizer "
+        "Adagrad: use SGD, Adam, AdamW, NAdam, or one that implements offbeat.correctors.SelfCompensating)"
     )
-    assert stages[2] == "  stage 3: delay 0 updates, corrector none"
+    assert stages[2] == "  stage 3: 15 parameters, staleness 0, corrector none"
 
 
 def test_auto_beside_a_corrector_of_the_same_is_refused_in_one_line():

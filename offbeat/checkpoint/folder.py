@@ -135,7 +135,7 @@ def finish(
     try:
         expected = {f"{name}{suffix}" for name in part_names(K, replicas) for suffix in (TENSORS, TREE)}
         given = {each.name: each for each in map(FileFacts.of, facts)} if facts is not None else None
-        text = json.dumps(dict(run), allow_nan=False, indent=1) + "\n"
+        text = _text(run)
         with writing(folder):
             for other in folder.iterdir():  # left by an attempt that was interrupted
                 if other.name not in expected:
@@ -160,6 +160,14 @@ def finish(
     except BaseException:
         abandon(folder)
         raise
+
+
+def _text(run: Mapping[str, Any]) -> str:
+    """The text of run.json; CheckpointFailed for values that JSON does not have, such as the loss of a diverged run."""
+    try:
+        return json.dumps(dict(run), allow_nan=False, indent=1) + "\n"
+    except ValueError as error:
+        raise CheckpointFailed(f"a value of the run cannot be written to {RUN} ({first_line(error)})") from error
 
 
 def _facts(path: Path, given: Mapping[str, FileFacts] | None) -> FileFacts:

@@ -236,13 +236,17 @@ class Saving:
 
     checkpoint_every: Annotated[
         str | None,
-        typer.Option(help="Checkpoint interval: 500b (batches), 1e (epochs) or 10min. (default: only at Ctrl-C)"),
+        typer.Option(
+            help="Checkpoint interval: 500b (batches), 1e (epochs) or 10min. (default: at Ctrl-C, and at the end)"
+        ),
     ] = None
     checkpoint_mode: Annotated[
         str | None,
         typer.Option(help="in-flight: save the batches in flight. drained: finish them first. (default in-flight)"),
     ] = None
-    keep: Annotated[int | None, typer.Option(help="Number of checkpoints to keep. (default 3)")] = None
+    keep: Annotated[int | None, typer.Option(help="Number of checkpoints to keep; 0: none at the end. (default 3)")] = (
+        None
+    )
     on_nan: Annotated[
         str | None, typer.Option(help="If a loss or gradient is not finite: stop, skip or rollback. (default stop)")
     ] = None

@@ -47,6 +47,10 @@ def train(
             help="Seconds without a message after which a stage counts as lost. (default OFFBEAT_SILENCE, or 30)"
         ),
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds that a process waits for others before all of them stop. (default: without limit)"),
+    ] = None,
     max_restarts: Annotated[
         int, typer.Option(help="Maximum number of restarts of the worker processes after a failure.")
     ] = 0,
@@ -64,7 +68,13 @@ def train(
     if recipe is not None and chosen.get("method") == AUTO:
         size = f"{recipe.batch_size} samples per batch"
         print(f"offbeat: method auto: {recipe.method}, M={recipe.M}, {size}", file=sys.stderr)
-    where: dict[str, Any] = {"out": out, "resume": resume, "max_restarts": max_restarts, "silence": silence}
+    where: dict[str, Any] = {
+        "out": out,
+        "resume": resume,
+        "max_restarts": max_restarts,
+        "silence": silence,
+        "timeout": timeout,
+    }
     changes = chosen if resume is not None else {}
     if dry_run:
         ready = training.check_run(recipe, **where, **changes)

@@ -46,6 +46,7 @@ class Assembly:
     workers: list[Worker] = field(default_factory=list)  # of the same stages
     correctors: list[str] = field(default_factory=list)  # of all stages, after a staleness warm-up
     replica: int = 0
+    costs: tuple[float, ...] = ()  # of all stages, as Partition has them; empty where cuts were given
     others: list[Assembly] = field(default_factory=list)  # with copies of the model, in the order of the replicas
 
     @property
@@ -133,6 +134,7 @@ class Assembler:
             trained,
             self.method,
             replica=self.engine.replicas_here[0],
+            costs=made.costs,
         )
         others = [self._copied(cut, replica) for replica in self.engine.replicas_here[1:]]
         made_stages = self.with_method(replace(cut, others=others), self.method.phase(batch))
@@ -198,7 +200,7 @@ class Assembler:
             try:
                 made = self.cut(sample, cuts=cuts)
                 self._check_ties(made)
-                decision |= {"cuts": made.cuts, "trace": made.trace}
+                decision |= {"cuts": made.cuts, "trace": made.trace, "costs": list(made.costs)}
                 if made.trace == "sample":
                     decision["sample"] = pytree.tree_map_only(Tensor, Tensor.cpu, sample)
             except UserError as error:
@@ -209,6 +211,7 @@ class Assembler:
         if made is None:
             sample = pytree.tree_map_only(Tensor, lambda x: x.to(present(self.device)), decision.get("sample"))
             made = self.cut(sample, cuts=list(decision["cuts"]), trace=decision["trace"])
+            made = replace(made, costs=tuple(decision["costs"]))
         return made
 
     def _check_ties(self, made: cutting.Partition) -> None:

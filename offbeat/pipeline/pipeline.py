@@ -327,19 +327,39 @@ class Pipeline:
         return self._assembly.correctors if self._assembly else []
 
     def __repr__(self) -> str:
-        engine = type(self.engine).__name__.lower()
-        delays = (f"{self.method.staleness(k, self.K):g}" for k in range(1, self.K + 1))
-        stages = [
-            f"  stage {k}: delay {delay} updates, corrector {correctors}"
-            for k, (delay, correctors) in enumerate(zip(delays, self.correctors, strict=False), start=1)
-        ]
+        """Method, stages, balance, engine, and the staleness of every stage, in updates; printed by `print(pipe)`.
+
+        Balance is the mean work of the stages divided by the largest. It is known where the pipeline chose the cuts.
+
+        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        >>> pipe = Pipeline(layers, K=2, M=2, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD,
+        ...                 sample=torch.ones(1, 4))
+        >>> print(pipe)
+        Pipeline(method=adl, K=2, M=2, engine=simulate, balance=1.00)
+          stage 1: 40 parameters, 50 % of the work, staleness 1, corrector none
+          stage 2: 40 parameters, 50 % of the work, staleness 0, corrector none
+        """
+        costs = self._assembly.costs if self._assembly else ()
         chosen = " (auto)" * (self._choice.recommendation is not None)
-        batch = f"batch={self.batch}, " if self.batch else ""
         method = "auto (measured on the first batch)" if self._choice.measures else f"{self.method.name}{chosen}"
-        M = "" if self._choice.measures else f"M={self.method.M}, "
-        replicas = f"replicas={self.replicas}, " if self.replicas > 1 else ""
-        first = f"Pipeline(method={method}, K={self.K}, {M}{batch}{replicas}engine={engine})"
-        return "\n".join([first, *stages])
+        facts = {
+            "method": method,
+            "K": self.K,
+            "M": None if self._choice.measures else self.method.M,
+            "batch": self.batch,
+            "replicas": self.replicas if self.replicas > 1 else None,
+            "engine": type(self.engine).__name__.lower(),
+            "balance": f"{sum(costs) / len(costs) / max(costs):.2f}" if any(costs) else None,
+        }
+        first = f"Pipeline({', '.join(f'{name}={value}' for name, value in facts.items() if value is not None)})"
+        return "\n".join([first, *map(self._stage_line, range(1, len(self.parts) + 1))])
+
+    def _stage_line(self, k: int) -> str:
+        assert self._assembly is not None
+        costs, parameters = self._assembly.costs, sum(p.numel() for p in self.parts[k - 1].parameters())
+        work = f"{100 * costs[k - 1] / sum(costs):.0f} % of the work, " if any(costs) else ""
+        staleness = f"staleness {self.method.staleness(k, self.K):g}, corrector {self.correctors[k - 1]}"
+        return f"  stage {k}: {parameters:,} parameters, {work}{staleness}"
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -365,6 +385,12 @@ class Pipeline:
         Returns the loss of batch t in the process that holds the last stage, None elsewhere. With `batch=` a call is
         M local iterations, one per micro-batch, and the loss is the mean of theirs. Where this process has several
         replicas, x and y are lists with a batch of each, and the loss is the mean of theirs.
+
+        >>> pipe = Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)), K=2, M=1,
+        ...                 loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> loss = pipe.step(torch.ones(4, 2), torch.zeros(4, 1))
+        >>> loss.shape, pipe.batches
+        (torch.Size([]), 1)
         """
         known = []
         given = batches.of_replicas(x, y, len(self.engine.replicas_here), first=self.first)
@@ -457,6 +483,10 @@ class Pipeline:
 
         Epochs do not flush the pipeline; `drain` finishes the batches in flight after the last one. Epochs are counted
         from 0 to `epochs`; training that is resumed begins with `first_epoch`, of which the loader gives the rest.
+
+        With `resume` it continues where the checkpoint that was loaded, or an earlier call that was interrupted, has
+        stopped: in the same epoch, of which the loader gives all batches again, in the same order; those that have
+        been trained are left out. A loader that shuffles must be a function of the epoch, with a seed of its own.
 
         `callbacks` are objects with some of the methods of `offbeat.callbacks.Callback`, called in this process; other
         processes may have others, or none. `evaluate` is given to `evaluate()` after every `evaluate_every` epochs,
@@ -612,7 +642,17 @@ class Pipeline:
             training.pass_on(mark, assembly.workers)
 
     def drain(self) -> nn.Module:
-        """Finish every batch in flight and the open window; then the newest weights are in `model` in every process."""
+        """Finish every batch in flight and the open window; then the newest weights are in `model` in every process.
+
+        >>> pipe = Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)), K=2, M=1,
+        ...                 loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> _ = pipe.step(torch.ones(4, 2), torch.zeros(4, 1))
+        >>> [len(stage.in_flight) for stage in pipe.stages.values()]
+        [1, 0]
+        >>> _ = pipe.drain()
+        >>> [len(stage.in_flight) for stage in pipe.stages.values()]
+        [0, 0]
+        """
         self._finish()
         return self.gather()
 
@@ -647,7 +687,13 @@ class Pipeline:
             loop.after_turn()
 
     def gather(self) -> nn.Module:
-        """The newest weights of all stages, in `model`, in every process; training continues as if nothing happened."""
+        """The newest weights of all stages, in `model`, in every process; training continues as if nothing happened.
+
+        >>> pipe = Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)), K=2, M=1,
+        ...                 loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> pipe.gather() is pipe.model
+        True
+        """
         if self._assembly is not None:
             with self._guard():
                 self._assembly.settle()
@@ -670,6 +716,11 @@ class Pipeline:
         `metric(output, target)`, a mean over the batch, replaces error; if it returns a dict, the result has the means
         under its keys. Where the loader gives dicts, the target is the batch. If the loader, the model or the metric
         raises, training can continue; in several processes the others raise a UserError with the reason.
+
+        >>> pipe = Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)), K=2, M=1,
+        ...                 loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> pipe.evaluate([(torch.ones(4, 2), torch.zeros(4, 1))])["samples"]
+        4
         """
         steps = self.evaluating(loader, metric=metric)
         while True:
@@ -925,7 +976,12 @@ class Pipeline:
         return self._observation.staleness(self._assembly)
 
     def close(self) -> None:
-        """End the links to other processes; the model stays."""
+        """End the links to other processes; the model stays. A `with` statement does the same at its end.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> with Pipeline(layers, K=2, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD) as pipe:
+        ...     pipe.fit([(torch.ones(4, 2), torch.zeros(4, 1))])
+        """
         self.engine.close()
 
     def __enter__(self) -> Self:

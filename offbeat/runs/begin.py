@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,14 +32,15 @@ def train_here(
     folder_ready: bool = False,
     rewrite: bool = False,
     silence: float | None = None,
+    timeout: float | None = None,
 ) -> dict[str, Any] | None:
     """Train the stages of this process; returns the result in the process of the first stage.
 
     folder_ready   the run folder exists; if it contains a checkpoint, the run continues from there
     rewrite        write config.json again, since the recipe may have changed; the earlier one is kept beside it
-    silence        see `offbeat.train`
+    silence, timeout    see `offbeat.train`
     """
-    run = begin(recipe, out, show=show, folder_ready=folder_ready, rewrite=rewrite, silence=silence)
+    run = begin(recipe, out, show=show, folder_ready=folder_ready, rewrite=rewrite, silence=silence, timeout=timeout)
     try:
         with stopping(run.stop):
             return run.fit()
@@ -57,6 +59,7 @@ def begin(
     reports: int = REPORTS_PER_EPOCH,
     rewrite: bool = False,
     silence: float | None = None,
+    timeout: float | None = None,
 ) -> TrainingRun:
     """A run that is ready to train (see `train_here`): by `fit`, or batch by batch with `steps`.
 
@@ -68,7 +71,13 @@ def begin(
     torch.backends.cudnn.benchmark = recipe.tune
     device, method = torch.device(recipe.device), recipe.make_method()
     engine = choose_engine(
-        recipe.engine, recipe.K, method=method, device=device, replicas=recipe.replicas, silence=silence
+        recipe.engine,
+        recipe.K,
+        method=method,
+        device=device,
+        replicas=recipe.replicas,
+        silence=silence,
+        timeout=math.inf if timeout is None else timeout,
     )
     with engine.guard(), ExitStack() as locks:
         known = None

@@ -38,7 +38,7 @@ SMALLEST = {
     "threads_per_stage": 1,
     "data_workers": 0,
     "seed": 0,
-    "keep": 1,
+    "keep": 0,
     "trace": 1,
     "diagnose": 1,
 }

@@ -32,6 +32,7 @@ from offbeat.runs.epochs import Epochs
 from offbeat.runs.recipe import Recipe
 
 RECORDS = 1 << 20  # bytes to keep free for records
+ROOM = 5  # sizes of the model to keep free before a checkpoint at the end: its parts, and the model itself
 REASONS = ("", "Ctrl-C", "SIGTERM")  # why a run stops at a checkpoint, as replicas send it; "": it does not stop
 
 
@@ -85,6 +86,10 @@ def check(recipe: Recipe) -> None:
             f"checkpoint_every={recipe.checkpoint_every!r} with checkpoint_mode='drained': draining changes results, "
             "so its time must be reproducible: use batches (500b) or epochs (1e)"
         )
+    if recipe.checkpoint_every is not None and recipe.keep == 0:
+        raise UserError(
+            f"keep=0 with checkpoint_every={recipe.checkpoint_every!r}: use keep=1 or more, or leave one out"
+        )
 
 
 @dataclass
@@ -120,9 +125,10 @@ class Saver:
         self.began = time.monotonic()
         self.requested: int | None = None  # batches after which a mark in flight asks to save
         self.stop_reason = ""
-        self.saved: int | None = None  # batches before the newest checkpoint of this process
+        self.saved: int | None = None  # batches before the newest checkpoint that is complete
+        self.begun: int | None = None  # batches before the newest checkpoint that this process has written parts of
         self.pending: dict[int, Pending] = {}
-        self.model_bytes = sum(tensor.nbytes for tensor in pipe.model.state_dict().values())
+        self.model_bytes = sum(tensor.nbytes for part in pipe.parts for tensor in part.state_dict().values())
         self.disk_full = False  # whether checkpoints were removed for lack of space
         self.links = self._links()
         self.apart = apart
@@ -184,6 +190,7 @@ class Saver:
     def save(self, run: dict[str, Any]) -> None:
         """Write the parts of this process, and run.json; raises Interrupted if the run stops here."""
         t, began = self.pipe.batches, time.perf_counter()
+        self.begun = t
         stop = self.pipe.marks.pop(t, "")
         if self.recipe.checkpoint_mode == "drained" and self._counted(t):
             self.pipe.drain()
@@ -220,6 +227,17 @@ class Saver:
             raise Interrupted(
                 f"stopped by {stop} after batch {t - 1}, with a checkpoint: continue with resume={str(self.folder)!r}"
             )
+
+    def save_end(self, run: dict[str, Any]) -> None:
+        """Write a checkpoint of the drained pipeline at the end of a run without intervals, so that it can be extended;
+        unless keep=0, or the disk may not have room for it and the model."""
+        if self.recipe.checkpoint_every is not None or self.recipe.keep == 0 or self.begun == self.pipe.batches:
+            return
+        needed, free = ROOM * self.model_bytes + RECORDS, checkpoint.free(self.folder) if self.pipe.leads else 0
+        if self.pipe.engine.share(free >= needed, 1):
+            self.save(run)
+        elif self.pipe.leads:
+            self.note("no checkpoint at the end", batch=self.pipe.batches, free=free, needed=needed)
 
     def collect(self, *, wait: bool = False) -> None:
         """Complete the checkpoints of which all stages have reported; with wait=True, wait for all."""
@@ -275,7 +293,7 @@ class Saver:
                 method=self.pipe.method.name,
                 run=pending.run,
             )
-            checkpoint.prune(self.folder, self.recipe.keep)
+            checkpoint.prune(self.folder, max(1, self.recipe.keep))
             early = checkpoint.make_room(self.folder, needed=made.size + self.model_bytes + RECORDS)
         except CheckpointFailed as error:
             self.note("checkpoint failed", batch=t, reason=str(error))

@@ -63,6 +63,7 @@ def train(
     show: bool = False,
     max_restarts: int = 0,
     silence: float | None = None,
+    timeout: float | None = None,
     **changes: Any,
 ) -> Result | None:
     """Train a recipe into a run folder and return the result; or resume a run.
@@ -75,6 +76,8 @@ def train(
         resume: the folder of a run that was stopped. It continues from its newest checkpoint.
         show: print the progress to stderr.
         max_restarts: how often the worker processes are restarted from the newest checkpoint after a failure.
+        timeout: seconds that a process waits for others before all of them stop. Default: without limit, since all
+            make the same calls; lost processes are found by `silence`.
         silence: seconds without a message after which another process counts as lost. Default: that of the
             environment variable ``OFFBEAT_SILENCE``, or 30.
         changes: with `resume`, settings of the recipe to change, by name: ``epochs=4``.
@@ -95,13 +98,19 @@ def train(
     >>> longer["staleness"], longer["seconds"] > first["seconds"]
     ([0.0, 0.0], True)
     """
-    _check_options(max_restarts, silence)
+    _check_options(max_restarts, silence, timeout)
     recipe, folder = resolved(recipe, out=out, resume=resume, changes=changes)
     if launch.joined_group():
-        return _train_as_member(recipe, folder, show=show, resumed=resume is not None, silence=silence)
+        return _train_as_member(recipe, folder, show=show, resumed=resume is not None, silence=silence, timeout=timeout)
     recipe, _ = _checked(recipe, folder, resumed=resume is not None)
     return _train_with_rollbacks(
-        recipe, folder, show=show, resumed=resume is not None, max_restarts=max_restarts, silence=silence
+        recipe,
+        folder,
+        show=show,
+        resumed=resume is not None,
+        max_restarts=max_restarts,
+        silence=silence,
+        timeout=timeout,
     )
 
 
@@ -112,10 +121,11 @@ def check_run(
     resume: Path | str | None = None,
     max_restarts: int = 0,
     silence: float | None = None,
+    timeout: float | None = None,
     **changes: Any,
 ) -> Ready:
     """Check everything that `train` checks before it trains; train and write nothing."""
-    _check_options(max_restarts, silence)
+    _check_options(max_restarts, silence, timeout)
     if launch.joined_group():
         raise UserError("a check alone (dry run) under torchrun: run it once, without torchrun")
     recipe, folder = resolved(recipe, out=out, resume=resume, changes=changes)
@@ -123,13 +133,15 @@ def check_run(
     return {"recipe": recipe.as_dict(), "batches_an_epoch": recipe.count(samples).per_epoch, "out": str(folder)}
 
 
-def _check_options(max_restarts: int, silence: float | None) -> None:
-    from offbeat.engines.processes import silence_allowed
+def _check_options(max_restarts: int, silence: float | None, timeout: float | None) -> None:
+    from offbeat.engines.processes import seconds_of, silence_allowed
 
     if not isinstance(max_restarts, int) or max_restarts < 0:
         raise UserError(f"max_restarts={max_restarts!r}: use an integer of at least 0")
     if silence is not None:
         silence_allowed(silence)
+    if timeout is not None:
+        seconds_of(timeout, "timeout")
 
 
 def resolved(
@@ -155,15 +167,19 @@ def resolved(
     return make_recipe(**from_json(agreed, folder / "config.json")), folder
 
 
-def _train_as_member(recipe: Recipe, out: Path, *, show: bool, resumed: bool, silence: float | None) -> Result | None:
+def _train_as_member(
+    recipe: Recipe, out: Path, *, show: bool, resumed: bool, silence: float | None, timeout: float | None
+) -> Result | None:
     """Train as one of the processes that torchrun, or the launcher of this package, has started."""
     from offbeat.runs.begin import train_here
 
     recipe = replace(recipe, engine="processes")
     if launch.is_worker():  # its launcher has made the folder, and reports what ends it early
-        return cast(Result, train_here(recipe, out, show=show, folder_ready=True, silence=silence))
+        return cast(Result, train_here(recipe, out, show=show, folder_ready=True, silence=silence, timeout=timeout))
     with kept(out):
-        found = train_here(recipe, out, show=show, folder_ready=resumed, rewrite=resumed, silence=silence)
+        found = train_here(
+            recipe, out, show=show, folder_ready=resumed, rewrite=resumed, silence=silence, timeout=timeout
+        )
     return cast(Result, found)
 
 
@@ -187,7 +203,14 @@ def _checked(recipe: Recipe, out: Path, *, resumed: bool) -> tuple[Recipe, int]:
 
 
 def _train_with_rollbacks(
-    recipe: Recipe, out: Path, *, show: bool, resumed: bool, max_restarts: int, silence: float | None
+    recipe: Recipe,
+    out: Path,
+    *,
+    show: bool,
+    resumed: bool,
+    max_restarts: int,
+    silence: float | None,
+    timeout: float | None,
 ) -> Result | None:
     """Train in this process or in workers; with on_nan="rollback", again without the batches that were not finite."""
     from offbeat.runs import lock, record
@@ -198,10 +221,13 @@ def _train_with_rollbacks(
             with lock.held(out), kept(out):
                 record.RunFolder.create(out, recipe, again=resumed or rollback > 0)
                 if recipe.engine != "processes":
-                    return cast(Result, train_here(recipe, out, show=show, folder_ready=True, silence=silence))
+                    return cast(
+                        Result, train_here(recipe, out, show=show, folder_ready=True, silence=silence, timeout=timeout)
+                    )
                 arguments = ["train", "--config", str(out / "config.json"), "--out", str(out)]
                 arguments += [] if show else ["--json"]
                 arguments += [] if silence is None else ["--silence", str(silence)]
+                arguments += [] if timeout is None else ["--timeout", str(timeout)]
                 launch.launch(recipe.K, arguments, replicas=recipe.replicas, max_restarts=max_restarts)
                 results = [line for line in record.lines(out) if line["kind"] == "result"]
                 return cast(Result, {**results[-1], "out": str(out)}) if results else None
@@ -230,7 +256,9 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
     with lock.held(run):  # find removes unfinished checkpoints
         found, _ = resuming.find(run)
     if found is None:
-        raise UserError(f"{run} has no valid checkpoint to resume from: start a new run, with checkpoint_every=")
+        raise UserError(
+            f"{run} has no valid checkpoint to resume from: start a new run, with checkpoint_every=, and without keep=0"
+        )
     if chosen.get("K", before["K"]) != before["K"] or "units" in chosen:
         for name in ("cuts", "units", "threads_per_stage", "speeds", "engine"):
             before.pop(name, None)

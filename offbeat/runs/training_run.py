@@ -112,6 +112,7 @@ class TrainingRun:
                 after_epoch=self._after_epoch,
                 own_share=self._own_share,
             )
+            self.saver.save_end(self.history.as_dict())
             self.saver.close()
             self._report_drain()
         result = self._write_result() if self.folder else None

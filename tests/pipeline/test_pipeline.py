@@ -93,6 +93,29 @@ def test_evaluation_is_that_of_the_whole_model_on_the_newest_weights():
     assert half["loss"] == found["loss"]
 
 
+def test_training_continues_after_an_evaluation_that_fails():
+    def broken():
+        yield batch
+        raise OSError("no more files")
+
+    def metric(output, target):
+        raise KeyError("accuracy")
+
+    batch = (torch.ones(3, 4), torch.tensor([0, 1, 1]))
+    pipe, plain = (make(linears(4, 5, 2), 2) for _ in range(2))
+    pipe.step(*batch), plain.step(*batch)
+    for error, loader, given in (
+        (OSError, broken(), {}),
+        (KeyError, [batch], {"metric": metric}),
+        (RuntimeError, [batch, (torch.ones(3, 7), batch[1])], {}),
+    ):
+        with pytest.raises(error):
+            pipe.evaluate(loader, **given)
+    assert pipe.evaluate([batch]) == plain.evaluate([batch])
+    for _ in range(3):
+        assert pipe.step(*batch).equal(plain.step(*batch))
+
+
 def test_regression_has_a_loss_and_no_error():
     pipe = make(linears(6, 3), K=1, loss=nn.functional.mse_loss)
     result = pipe.evaluate([(torch.ones(2, 6), torch.zeros(2, 3))])

@@ -213,7 +213,7 @@ def test_a_disk_that_is_full_stops_the_checkpoint_not_the_training(tmp_path):
         (["--checkpoint-every", "1.5b"], "integer of batches"),
         (["--checkpoint-every", "1min", "--checkpoint-mode", "drained"], "use batches (500b) or epochs (1e)"),
         (["--checkpoint-mode", "drain"], "did you mean 'drained'"),
-        (["--keep", "0"], "--keep 0"),
+        (["--keep", "0", "--checkpoint-every", "1e"], "--keep 0 with --checkpoint-every"),
         (["--on-nan", "stp"], "did you mean 'stop'"),
         (["--max-restarts", "-1"], "--max-restarts -1"),
         (["--resume", "nowhere"], "--resume nowhere holds no config.json"),

@@ -15,6 +15,8 @@ from processes import START, two_processes
 from safetensors.torch import load_file
 
 import offbeat
+from offbeat.checkpoint import ls
+from offbeat.errors import UserError
 from offbeat.runs import launch
 from offbeat.runs.recipe import make_recipe
 from offbeat.runs.record import lines
@@ -67,6 +69,32 @@ def test_a_run_resumes_from_python_with_other_settings(tmp_path):
     offbeat.train(resume=run, epochs=2)
     assert [line["epoch"] for line in lines(tmp_path / "run") if line["kind"] == "epoch"] == [0, 1]
     assert config(tmp_path / "run")["epochs"] == 2
+
+
+def test_a_finished_run_without_checkpoints_can_be_extended(tmp_path):
+    constant = {
+        **SMALL,
+        "engine": "simulate",
+        "milestones": (),
+        "warmup": 0.0,
+    }  # a rate that is the same for all epochs
+    offbeat.train(make_recipe(**constant), out=tmp_path / "run")
+    assert [(each.checkpoint.t, each.checkpoint.mode) for each in ls(tmp_path / "run")] == [(8, "drained")]
+    offbeat.train(resume=tmp_path / "run", epochs=2)
+    drained = {**constant, "epochs": 2, "checkpoint_every": "1e", "checkpoint_mode": "drained"}
+    offbeat.train(make_recipe(**drained), out=tmp_path / "whole")
+    extended, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
+    assert all(extended[name].equal(whole[name]) for name in whole)
+    assert len([line for line in lines(tmp_path / "run") if line["kind"] == "result"]) == 1
+
+
+def test_keep_0_leaves_no_checkpoint(tmp_path):
+    offbeat.train(make_recipe(**SMALL, engine="simulate", keep=0), out=tmp_path / "run")
+    assert not (tmp_path / "run/checkpoints").exists()
+    with pytest.raises(UserError, match=r"no valid checkpoint to resume from.*without keep=0"):
+        offbeat.train(resume=tmp_path / "run", epochs=2)
+    with pytest.raises(UserError, match="keep=0 with checkpoint_every='1e'"):
+        offbeat.train(make_recipe(**SMALL, engine="simulate", keep=0, checkpoint_every="1e"), out=tmp_path / "other")
 
 
 @pytest.mark.usefixtures("forked_children")
