@@ -346,7 +346,7 @@ class Pipeline:
             "method": method,
             "K": self.K,
             "M": None if self._choice.measures else self.method.M,
-            "batch": self.batch,
+            "batch": self.batch * self.replicas if self.batch else None,
             "replicas": self.replicas if self.replicas > 1 else None,
             "engine": type(self.engine).__name__.lower(),
             "balance": f"{sum(costs) / len(costs) / max(costs):.2f}" if any(costs) else None,

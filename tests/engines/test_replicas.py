@@ -263,6 +263,7 @@ def test_batch_is_split_over_replicas_and_micro_batches():
     x, y = images(1, sizes=(6,))[0]
     whole.step([x, x], [y, y])
     assert whole.batches == 3
+    assert "batch=12, replicas=2" in repr(whole)
     with pytest.raises(UserError, match="batch=7 with replicas=2: use a multiple of 2, which splits it"):
         offbeat.Pipeline(layers(), method="adl", M=3, **{**options, "batch": 7})
 
