@@ -26,7 +26,7 @@ class BatchWeights:
 
     def enter(self, samples: int, share: float = 1.0) -> float:
         """The weight of the batch of which that many samples are forwarded now; `share`: of all that it has."""
-        batch = round(samples / share)
+        batch = round(samples / share) if self.by_samples else samples
         self.full_batch = self.full_batch or batch
         return self.weight(batch)
 
