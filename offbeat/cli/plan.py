@@ -92,6 +92,10 @@ def plan(
         costs = {name: value for name, value in (("latency", latency), ("bandwidth", bandwidth)) if value is not None}
         options = ", ".join(f"--{name} {value:g}" for name, value in costs.items())
         raise UserError(f"{options}: give milliseconds from 0 up, and megabytes per second above 0")
+    if memory_limit is not None and not memory_limit > 0:
+        raise UserError(f"--memory-limit {memory_limit:g}: give megabytes above 0")
+    if max_staleness is not None and not max_staleness >= 0:
+        raise UserError(f"--max-staleness {max_staleness:g}: give a number of updates from 0 up")
     request = PlanRequest(
         model=default_names(model, data)[0],
         data=data,

@@ -755,6 +755,12 @@ TINY_SCALING = (
 TINY_SCALING = ("bench", "scaling", *TINY_SCALING, "--repetitions", 1, "--batches", 1, "--depths", "mlp", "--json")
 
 
+def test_a_sweep_of_a_single_number_of_stages_is_refused(offbeat):  # noqa: F811
+    done = offbeat("bench", "scaling", "--most-stages", 1)
+    assert done.code == 2
+    assert "--most-stages 1: use 2 or more for a sweep" in done.err
+
+
 @pytest.mark.usefixtures("one_core")
 def test_a_scaling_study_measures_only_what_its_record_does_not_have(offbeat, tmp_path, monkeypatch):  # noqa: F811
     file = tmp_path / "found/scaling.json"

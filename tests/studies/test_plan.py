@@ -548,6 +548,8 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "images for a network of tokens": (("--model", "gpt", "--data", "digits"), ("gpt takes tokens",)),
     "data that needs its folder": (("--data", "imagefolder"), ("imagefolder needs --data-dir",)),
     "a folder of no data": (("--data-dir", "."), ("--data-dir . without --data",)),
+    "no memory": (("--memory-limit", "0"), ("--memory-limit 0: give megabytes above 0",)),
+    "staleness below 0": (("--max-staleness", "-1"), ("--max-staleness -1: give a number of updates from 0 up",)),
     "unknown option": (("--pictures", "a.svg"), ("--pictures", "plan --help")),
 }
 

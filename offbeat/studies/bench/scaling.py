@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from offbeat import models
+from offbeat.errors import UserError
 from offbeat.method import Method
 from offbeat.methods import named, parsed, with_settings
 from offbeat.partitioning import Profile, solve
@@ -97,6 +98,10 @@ class ScalingRequest:
                 "batches": [self.batches],
             },
         )
+        if self.most_stages < STAGES[1]:
+            raise UserError(
+                f"most_stages={self.most_stages}: use a number from {STAGES[1]} up, so that there is a sweep"
+            )
         name, settings = parsed(self.method, M=self.M)
         for depth in self.depths:
             models.default_size(depth)
