@@ -482,7 +482,8 @@ class Pipeline:
         With `batch=` the loader gives batches of that size (divided by R, with replicas).
 
         Epochs do not flush the pipeline; `drain` finishes the batches in flight after the last one. Epochs are counted
-        from 0 to `epochs`; training that is resumed begins with `first_epoch`, of which the loader gives the rest.
+        from 0 to `epochs`. After `load`, `resume=True` continues in the middle of the saved epoch, whose trained
+        batches are read again and left out; `first_epoch` begins with that epoch, of which the loader gives the rest.
 
         With `resume` it continues where the checkpoint that was loaded, or an earlier call that was interrupted, has
         stopped: in the same epoch, of which the loader gives all batches again, in the same order; those that have
