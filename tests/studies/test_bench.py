@@ -640,7 +640,7 @@ def test_replicas_add_the_sum_of_their_gradients_once_per_update():
         assert period_on(slow, ADL(M=M), apart, (), replicas=4) == pytest.approx(12.0 + 4 * adding / M)
 
 
-def test_the_prediction_for_this_machine_is_calibrated_by_stages_that_compute_at_once():
+def test_the_prediction_for_this_machine_is_calibrated_by_stages_computing_at_once():
     costs, link = profiled(4), LinkMeasurement(0.0, float("inf"), work_per_message=0.1, work_per_byte=0.0)
     here = PredictionHere(costs, [1.0] * 4, [2.0] * 4, [0.5] * 4, 14.0, link)
     assert here.seconds(ADL(), (), 1) == 14.0

@@ -99,9 +99,7 @@ class ScalingRequest:
             },
         )
         if self.most_stages < STAGES[1]:
-            raise UserError(
-                f"most_stages={self.most_stages}: use a number from {STAGES[1]} up, so that there is a sweep"
-            )
+            raise UserError(f"most_stages={self.most_stages}: use {STAGES[1]} or more for a sweep")
         name, settings = parsed(self.method, M=self.M)
         for depth in self.depths:
             models.default_size(depth)
