@@ -120,7 +120,7 @@ def test_stages_of_other_shapes_are_refused():
 def test_forwards_run_on_weights_that_were_loaded_without_batches(name):
     """As when a run goes on with another K, M or precision."""
     for stage in pipeline(name).stages.values():
-        model = {key: tensor.detach() + 1 for key, tensor in stage_state._tensors(stage).items()}
+        model = {key: tensor.detach() + 1 for key, tensor in stage_state.tensors(stage).items()}
         stage_state.load_model(stage, model, {}, {})
         used = stage.weights.current().tensors or stage.parameters
         assert all(torch.equal(tensor, model[key]) for key, tensor in used.items() if key in model)

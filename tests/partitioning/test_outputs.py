@@ -121,11 +121,18 @@ class OfBlocks(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("way", ["fx", "sample"])
+@pytest.mark.parametrize("way", ["auto", "sample"])
 def test_blocks_that_return_dataclasses_are_units(way):
     model, x = OfBlocks(), torch.randn(3, 4)
     made = partition(model, 4, x, trace=way)
     assert torch.equal(through(made.stages, x), model(x))
+
+
+def test_a_pipeline_of_blocks_that_return_dataclasses_trains():
+    loss, optimizer = F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1)
+    pipe = offbeat.Pipeline(OfBlocks(), 4, method="adl:M=2", loss=loss, optimizer=optimizer)
+    losses = [float(pipe.step(torch.ones(3, 4), torch.zeros(3, 4))) for _ in range(20)]
+    assert losses[-1] < losses[0]
 
 
 def test_the_loss_in_a_dataclass_is_the_models_own():

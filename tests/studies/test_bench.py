@@ -676,7 +676,7 @@ def test_replicas_are_measured_on_workers_of_their_own(tmp_path):
 
 
 def test_the_published_link_speeds_are_in_the_documentation():
-    text = " ".join((ROOT / "docs/choosing.md").read_text().split())
+    text = " ".join((ROOT / "docs/architecture.md").read_text().split())
     for name, link in PUBLISHED.items():
         cells = (name, f"{link.cost.bandwidth / 1e9:g} GB/s", f"{1e3 * link.cost.latency:g} ms", link.source)
         assert f"| {' | '.join(cells)} |" in text
