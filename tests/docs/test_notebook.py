@@ -24,6 +24,7 @@ def test_no_line_of_the_notebook_needs_scrolling():
     assert max(len(line.rstrip()) for cell in code() for line in cell["source"]) <= 120
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_shows_staleness_timelines_and_the_report(tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install nbclient ipykernel")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install nbclient ipykernel")

@@ -58,7 +58,7 @@ def test_interleaving_replicas_at_random_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("how", ["plain", "recorded"])
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_replicas_in_processes_equal_the_simulator_bit_for_bit(size, how, trained_by):
     names = {name for name, case in CASES.items() if size == case.K * case.R}
     for rank, found in enumerate(trained_by(size)):

@@ -134,6 +134,7 @@ def test_a_shorter_loop_is_named_by_the_process_that_waits(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_does_something_else_is_named(tmp_path):
     first, second = torchrun(tmp_path, "waiting")
     assert first == {}

@@ -27,7 +27,12 @@ def recipe(name: str, **given: Any) -> Recipe:
     return make_recipe(**{**fixed, "data_dir": str(Path(__file__)), "threads_per_stage": 1, **given})
 
 
-@pytest.mark.parametrize("name", NAMES)
+QUICK = ("muon",)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_processes_and_resumed_runs_give_the_bits_of_simulate(tmp_path, name):
     offbeat.train(recipe(name), out=tmp_path / "simulate")
     offbeat.train(recipe(name, engine="processes"), out=tmp_path / "processes")

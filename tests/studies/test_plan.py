@@ -58,6 +58,7 @@ def few_laps_here(monkeypatch):
         patch.setattr(timing.TimingWorkers, "possible", staticmethod(lambda twin, K: False))
         patch.setattr(timing, "SHORTEST", 0.0)
         patch.setattr(batch_times, "SHORTEST", 0.0)
+        patch.setattr("offbeat.partitioning.refine.SECONDS", 0.0)
         yield patch
 
 
