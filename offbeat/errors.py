@@ -35,15 +35,16 @@ OPTIONAL = {  # module: name of its package, and the extra of Offbeat that insta
 
 
 def require(modules: Iterable[str], purpose: str) -> None:
-    """Raise PackageMissing where one of these optional modules is not installed.
+    """Raise PackageMissing where one of these optional modules is not installed, with the extra that brings it, if any.
 
     >>> require(["json"], "reading needs")
     """
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            package, extra = OPTIONAL[module]
+            package, extra = OPTIONAL.get(module, (module, None))
+            installs = f"'offbeat[{extra}]'" if extra else package
             raise PackageMissing(
-                f"{purpose} the package {package}, which is not installed: run `pip install 'offbeat[{extra}]'`"
+                f"{purpose} the package {package}, which is not installed: run `pip install {installs}`"
             )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from offbeat.errors import number
+from offbeat.errors import PackageMissing, number, require
 from offbeat.pipeline.callback import TrainingStep
 
 
@@ -93,7 +93,7 @@ class TensorBoardLogger(Logger):
     def __init__(self, folder: str | Path, *, every: int = 1) -> None:
         super().__init__(every=every)
         self.folder = Path(folder)
-        self.module = installed("torch.utils.tensorboard", package="tensorboard")
+        self.module = installed("torch.utils.tensorboard", package="tensorboard", user="TensorBoardLogger")
         self.writer: Any = None
 
     def write(self, batch: int, figures: Mapping[str, float]) -> None:
@@ -117,7 +117,7 @@ class WandbLogger(Logger):
     def __init__(self, *, every: int = 1, **options: Any) -> None:
         super().__init__(every=every)
         self.options = options
-        self.module = installed("wandb", package="wandb")
+        self.module = installed("wandb", package="wandb", user="WandbLogger")
         self.session: Any = None
 
     def write(self, batch: int, figures: Mapping[str, float]) -> None:
@@ -135,10 +135,11 @@ class WandbLogger(Logger):
             self.session = None
 
 
-def installed(module: str, *, package: str) -> Any:
+def installed(module: str, *, package: str, user: str) -> Any:
     """The module, or None with a warning where its package is missing."""
     try:
-        return importlib.import_module(module)
-    except ImportError:
-        warnings.warn(f"no figures for {package}, which is not installed: pip install {package}", stacklevel=3)
+        require([package], f"nothing is logged: {user} needs")
+    except PackageMissing as error:
+        warnings.warn(str(error), stacklevel=3)
         return None
+    return importlib.import_module(module)

@@ -397,9 +397,18 @@ def test_tensorboard_gets_the_losses(tmp_path):
     assert found == pytest.approx({batch: loss for batch, loss in recorder.losses.items() if batch % 2 == 0})
 
 
+def test_a_missing_tensorboard_is_a_warning_with_its_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.warns(UserWarning, match=r"TensorBoardLogger needs .* run `pip install 'offbeat\[tensorboard\]'`"):
+        logger = TensorBoardLogger(tmp_path)
+    pipeline().fit(data(), callbacks=[logger])
+    assert not list(tmp_path.iterdir())
+
+
 def test_training_continues_without_weights_and_biases(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
-    with pytest.warns(UserWarning, match="no figures for wandb, which is not installed: pip install wandb"):
+    missing = "WandbLogger needs the package wandb, which is not installed: run `pip install wandb`"
+    with pytest.warns(UserWarning, match=missing):
         logger = WandbLogger(project="digits")
     pipe = pipeline()
     pipe.fit(data(), callbacks=[logger])
