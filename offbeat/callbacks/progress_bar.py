@@ -11,6 +11,19 @@ from rich.console import Console
 from offbeat.pipeline.callback import TrainingStep
 
 
+def training_bar(console: Console, *, show: bool = True) -> bars.Progress:
+    """A bar on a terminal whose tasks have the fields `epoch` and `figures`."""
+    return bars.Progress(
+        bars.TextColumn("epoch {task.fields[epoch]}"),
+        bars.BarColumn(bar_width=24),
+        bars.TextColumn("{task.fields[figures]}"),
+        bars.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not show or not console.is_terminal,
+    )
+
+
 class ProgressBar:
     """A bar with epoch, loss and speed, and a line per evaluation; in the first process alone. Where stderr is no
     terminal, only the lines.
@@ -36,15 +49,7 @@ class ProgressBar:
         self.bar.update(self.bar.task_ids[0], advance=1, epoch=epoch, figures="  ".join(figures))
 
     def _start(self, step: TrainingStep) -> bars.Progress:
-        bar = bars.Progress(
-            bars.TextColumn("epoch {task.fields[epoch]}"),
-            bars.BarColumn(bar_width=24),
-            bars.TextColumn("{task.fields[figures]}"),
-            bars.TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
-        )
+        bar = training_bar(self.console)
         total = None if self.batches is None else self.batches * (step.epochs - step.epoch)
         bar.add_task("train", total=total, epoch="", figures="")
         bar.start()

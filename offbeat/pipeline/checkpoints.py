@@ -199,9 +199,8 @@ def load_model(model: nn.Module, found: Found) -> None:
 def restore(pipe: Pipeline, found: Found) -> None:
     """Load a checkpoint into the stages of this process: with its batches in flight, where the pipeline is the same."""
     made = checkpoint.read(found.path)
-    trees = _trees(made, pipe)
-    if all(pipe.engine.exchange(trees is not None and _same(pipe, made, found, trees))):
-        assert trees is not None
+    trees = stage_trees(made, pipe) if made.K == pipe.K else {}
+    if all(pipe.engine.exchange(bool(trees) and _same(pipe, made, found, trees))):
         pipe.load_stage_states(trees, made.t)
         return
     for note in _restore_changed(pipe, made, found):
@@ -209,10 +208,8 @@ def restore(pipe: Pipeline, found: Found) -> None:
             warnings.warn(note, NotRestored, stacklevel=2)
 
 
-def _trees(made: Checkpoint, pipe: Pipeline) -> dict[int, Any] | None:
-    """The states of the stages of this process, and of the same stages in replica 0, by their number."""
-    if made.K != pipe.K:
-        return None
+def stage_trees(made: Checkpoint, pipe: Pipeline) -> dict[int, Any]:
+    """The states of the stages of this process, and of the same stages in replica 0, by their number; K is the same."""
     replicas = sorted({0, *pipe.engine.replicas_here} & set(range(made.replicas)))
     return {replica * pipe.K + k: made.stage(k, replica=replica) for replica in replicas for k in pipe.stages}
 
@@ -230,9 +227,7 @@ def _same(pipe: Pipeline, made: Checkpoint, found: Found, trees: Mapping[int, An
 def _restore_changed(pipe: Pipeline, made: Checkpoint, found: Found) -> list[str]:
     """Load what fits a pipeline with other stages, into new ones; returns notes on what was lost."""
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
-    updates = made.t // pipe.method.M
-    if found.M == pipe.method.M:  # a drain may have ended a window early
-        updates = max(part["counters"]["update_index"] for part in parts)
+    updates = saving.updates_after(parts, made.t, saved_M=found.M, M=pipe.method.M)
     merged = saving.merge(parts)
     ends = dict(zip(found.cuts or [], parts, strict=False))  # by where a stage ends
     heads = {cut: part for cut, part in ends.items() if part["head"] is not None and made.method == pipe.method.name}

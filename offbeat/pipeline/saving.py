@@ -121,6 +121,12 @@ def merge(parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return merged
 
 
+def updates_after(parts: list[dict[str, Any]], batches: int, *, saved_M: int | None, M: int) -> int:
+    """Updates from which a schedule continues: those that were made, or with another M as many as it makes on these
+    batches. A drain may have ended windows early."""
+    return max(part["counters"]["update_index"] for part in parts) if saved_M == M else batches // M
+
+
 def lost_batches(parts: list[dict[str, Any]]) -> list[str]:
     """A note on the batches in flight, if there are any, which another pipeline cannot continue."""
     lost = sorted({entry["t"] for part in parts for entry in part["in_flight"]})

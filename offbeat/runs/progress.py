@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import progress as bars
 from rich.console import Console
 
+from offbeat.callbacks.progress_bar import training_bar
 from offbeat.runs.task import CLASSIFICATION, LearningTask
 
 
@@ -29,15 +29,7 @@ class Progress:
         self.name = f"{name}: " if name else ""
         self.epochs, self.batches, self.show = epochs, batches, show
         self.console = console or Console(stderr=True, highlight=False)
-        self.bar = bars.Progress(
-            bars.TextColumn("epoch {task.fields[epoch]}"),
-            bars.BarColumn(bar_width=24),
-            bars.TextColumn("{task.fields[figures]}"),
-            bars.TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-            disable=not show or bool(name) or not self.console.is_terminal,
-        )
+        self.bar = training_bar(self.console, show=show and not name)
         self.running = self.bar.add_task(
             "train", total=epochs * batches, completed=done, epoch=f"1/{epochs}", figures=""
         )

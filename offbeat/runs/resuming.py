@@ -16,6 +16,7 @@ from offbeat.engines import Engine
 from offbeat.errors import UserError
 from offbeat.methods import settings_of
 from offbeat.pipeline import Pipeline, saving
+from offbeat.pipeline.checkpoints import stage_trees
 from offbeat.runs import optimizers, transfer
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.recipe import Recipe, upgraded
@@ -123,7 +124,7 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
     """Load a checkpoint of the recipe `saved` into the stages of this process; returns notes on what was lost."""
     made = checkpoint.read(Path(path))
     if same:
-        pipe.load_stage_states(_trees(made, pipe), batches=made.t)
+        pipe.load_stage_states(stage_trees(made, pipe), batches=made.t)
         for stage in pipe.all_stages:
             change_rates(stage, recipe, saved)
         return []
@@ -133,9 +134,7 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
     if before != recipe.optimizer:
         parts = [{**part, "optimizer": {}} for part in parts]
         notes.append(f"the state of the optimizer is lost by the change from {before} to {recipe.optimizer}")
-    updates = made.t // recipe.M
-    if upgraded(saved)["settings"]["M"] == recipe.M:  # drains have ended windows early
-        updates = max(part["counters"]["update_index"] for part in parts)
+    updates = saving.updates_after(parts, made.t, saved_M=upgraded(saved)["settings"]["M"], M=recipe.M)
     merged = saving.merge(parts)
     heads = heads_by_cut(parts, saved)
     pipe.start_at(made.t)
@@ -144,12 +143,6 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
         stage_state.load_head(stage, heads.get(_end(recipe.as_dict(), stage.k)))
         stage.resume_schedule(updates)
     return [*notes, *_lost_heads(pipe, heads, recipe, parts), *_new_rate(recipe, saved)]
-
-
-def _trees(made: Checkpoint, pipe: Pipeline) -> dict[int, Any]:
-    """The states of the stages of this process, and of the same stages in replica 0, by their number."""
-    replicas = sorted({0, *pipe.engine.replicas_here})
-    return {replica * pipe.K + k: made.stage(k, replica=replica) for replica in replicas for k in pipe.stages}
 
 
 def _end(recipe: Mapping[str, Any], k: int) -> tuple[Any, ...]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offbeat import models
 from offbeat.errors import UserError, unknown
 from offbeat.runs.recipe import split_update
-from offbeat.studies.bench.cuts import check
+from offbeat.studies.bench.cuts import check, placed
 from offbeat.studies.bench.rows import OURS, ROWS, BenchSetting, batches_per_update, settings_by_method
 
 
@@ -83,6 +84,15 @@ class BenchRequest:
             split_update(self.batch_per_update, batches_per_update(ROWS[OURS], setting))
         check(setting)
         return setting
+
+    def placed(
+        self, setting: BenchSetting, earlier: Mapping[str, Any] | None, report: Callable[[str], None]
+    ) -> BenchSetting:
+        """The setting with its cuts: those of an earlier record that is continued, or new ones."""
+        if earlier:
+            names = setting.as_dict()
+            return BenchSetting.of({name: value for name, value in earlier["settings"].items() if name in names})
+        return placed(setting, by=self.partition, cuts=self.cuts, units=self.units, file=self.profile, report=report)
 
     def size(self) -> tuple[tuple[int, ...], int]:
         """The shape of a sample, and the number of classes."""

@@ -18,7 +18,6 @@ from offbeat.report import bench_table
 from offbeat.report.draw import by_the_way, draw_bench
 from offbeat.runs.provenance import gpu_name
 from offbeat.runs.train import file_name
-from offbeat.studies.bench.cuts import placed
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import BenchRequest
@@ -381,18 +380,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
         made["machine"] = f"{gpu_name()}, {made['machine']}"
     runner = StudyRunner(out, request.minutes, show)
     earlier = stored(out / "bench.json", identity(request, setting), made)
-    if earlier:
-        names = setting.as_dict()
-        setting = BenchSetting.of({name: value for name, value in earlier["settings"].items() if name in names})
-    else:
-        setting = placed(
-            setting,
-            by=request.partition,
-            cuts=request.cuts,
-            units=request.units,
-            file=request.profile,
-            report=runner.report,
-        )
+    setting = request.placed(setting, earlier, runner.report)
     if setting.device == "cpu" and (shared := shared_cores(setting.K)):
         print(f"offbeat: {shared}", file=sys.stderr)
     runner.report(f"{setting.model}, b={setting.batch_size}, K={setting.K}, cuts {list(setting.cuts)}")

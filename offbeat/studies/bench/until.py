@@ -28,7 +28,6 @@ from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.recipe import make_recipe
 from offbeat.runs.task import LANGUAGE, default_names
 from offbeat.runs.train import file_name
-from offbeat.studies.bench.cuts import placed
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import BenchRequest, check_numbers
@@ -403,20 +402,10 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     if request.every:
         settings["every"] = request.every
     earlier = stored(out / RECORD, settings, made) or {}
+    setting = request.placed(setting, earlier, runner.report)
     if earlier:
-        names = setting.as_dict()
-        setting = BenchSetting.of({name: value for name, value in earlier["settings"].items() if name in names})
         request = replace(request, every=earlier["settings"]["every"])
         runner.report(f"continuing the record of {sum(len(row['runs']) for row in earlier['rows'])} runs")
-    else:
-        setting = placed(
-            setting,
-            by=request.partition,
-            cuts=request.cuts,
-            units=request.units,
-            file=request.profile,
-            report=runner.report,
-        )
     if shared := shared_cores(setting.K):
         print(f"offbeat: {shared}", file=sys.stderr)
     found = {row["name"]: row for row in earlier.get("rows", [])}
