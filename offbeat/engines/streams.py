@@ -26,7 +26,7 @@ from offbeat.engines.stage_streams import StageStream, many_queues
 from offbeat.graphs.capture import captures
 from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.graphs.recorded_stage import RecordedStage
-from offbeat.graphs.ring import together
+from offbeat.graphs.ring import has_lag, room, together
 from offbeat.graphs.ticks import Ticks
 from offbeat.graphs.windows import Windows
 from offbeat.method import Method
@@ -35,8 +35,8 @@ from offbeat.method import Method
 class Streams(Simulate):
     """All stages in this process, at the same time. `sleeps` lets them sleep at random, which must change no result.
 
-    `together` turns of a method without lag are launched at once, by default as many as keep all stages busy. On a
-    device without streams the stages run one after the other; nothing else is different.
+    `together` turns are launched at once, by default as many as keep all stages busy. On a device without streams the
+    stages run one after the other; nothing else is different.
     """
 
     on_one_device = True
@@ -65,11 +65,11 @@ class Streams(Simulate):
     def _launch_queue(self, method: Method) -> LaunchQueue:
         if not captures(self.device):  # only captured work gives its results before it has run
             return LaunchQueue()
-        if any(method.lag(k, self.K) for k in self.here):
-            room = min((method.unused(k, self.K) for k in self.here if k > 1), default=2)
-            return Ticks(self.K, room, self.device, sleeps=self.sleeps)
-        turns = min(self.together or method.M, together(method, self.K))  # the rings have no room for more
-        return Windows(turns, self.device, sleeps=self.sleeps)
+        most = together(method, self.K)  # the rings have no room for more
+        if has_lag(method, self.K):
+            turns = min(self.together or most, most)
+            return Ticks(self.K, room(method, self.K), self.device, together=turns, sleeps=self.sleeps)
+        return Windows(min(self.together or method.M, most), self.device, sleeps=self.sleeps)
 
     def take(self, batch: Any, device: torch.device) -> Any:
         """A copy that is made on the caller's stream without waiting; stages copy it into a slot, on their own."""

@@ -59,6 +59,10 @@ class LaunchQueue:
         """Work after all recorded operations of this turn, and before those of the next."""
         action()
 
+    def before_update(self, rank: int, action: Action) -> None:
+        """Work after all recorded operations of this turn, and before that stage's next update."""
+        self.after(rank, action)
+
     def later(self, rank: int, action: Action) -> None:
         """Between two turns: work after all recorded operations of the last one, which that stage has closed."""
         action()

@@ -39,12 +39,13 @@ class RecordedOptimization:
         recorder: Recorder,
         launch_queue: LaunchQueue,
         rank: int,
+        predicts: bool,
     ) -> None:
         self.eager, self.window, self.M, self.guard, self.recorder = eager, window, M, guard, recorder
         self.optimizer, self.scheduler, self.corrections = eager.optimizer, eager.scheduler, eager.corrections
         self.clipping, self.norms = eager.clipping, eager.norms
         self.launch_queue, self.rank = launch_queue, rank
-        self.rates = DeviceRates(eager.optimizer, launch_queue, rank)
+        self.rates = DeviceRates(eager.optimizer, launch_queue, rank, predicts=predicts)
         self.s = 0
         self.reset()
 
@@ -139,8 +140,11 @@ class DeviceRates:
     sent    their values, of which the device gets to know
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, launch_queue: LaunchQueue, rank: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, launch_queue: LaunchQueue, rank: int, *, predicts: bool
+    ) -> None:
         self.optimizer, self.launch_queue, self.rank = optimizer, launch_queue, rank
+        self.put = launch_queue.after if predicts else launch_queue.before_update  # predictions read the rates, too
         self.reset()
 
     def reset(self) -> None:
@@ -167,7 +171,7 @@ class DeviceRates:
             group["lr"] = rate
         before, self.sent = self.sent, [float(rate) for rate in self.host]
         if self.sent != before:
-            self.launch_queue.after(self.rank, partial(_fill, on_device, self.sent))
+            self.put(self.rank, partial(_fill, on_device, self.sent))
 
 
 def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:

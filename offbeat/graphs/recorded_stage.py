@@ -63,7 +63,7 @@ class RecordedStage:
         self.guard = DeviceGuard(stage.guard, network.device)
         self.copies = NeighbourCopies(self.recorder, launch_queue)
         ring = Ring.of(method, stage.k, stage.K, copies=isinstance(weights, Stash))
-        self.slots = Slots(ring, method.lag(stage.k, stage.K), weights)
+        self.slots = Slots(ring, weights)
         self.recordings = SlotRecordings(stage, self.window, guard=self.guard, recorder=self.recorder)
         assert isinstance(stage.optimization, EagerOptimization)
         self.optimization = RecordedOptimization(
@@ -74,6 +74,7 @@ class RecordedStage:
             recorder=self.recorder,
             launch_queue=launch_queue,
             rank=self.rank,
+            predicts=self._predicts(),
         )
         stage.window, stage.optimization, stage.launcher, weights.do = (
             self.window,
@@ -123,10 +124,9 @@ class RecordedStage:
         Predictions also read the state of the optimizer and of correctors, which the first updates allocate, and the
         learning rate. They are recorded once the update is: it needs the same, at the same addresses.
         """
-        sources, update = self.stage.weights.sources, self.optimization.operation
-        predicts = bool(sources.forward or sources.backward)
+        update = self.optimization.operation
         recordable = self.layout is not None and key is not None
-        if predicts and key != "zero":
+        if key != "zero" and self._predicts():
             recordable = recordable and isinstance(update, RecordedOperation)
             key = (key, update)
         operation = self.policy_work.get(key) if recordable else None
@@ -141,6 +141,11 @@ class RecordedStage:
                 operation = RecordedOperation(self.recorder.record(work, self.policy_pool))
             self.policy_work[key] = operation
         self.launch_queue.put(self.rank, operation)
+
+    def _predicts(self) -> bool:
+        """Whether batches are computed with predicted weights."""
+        sources = self.stage.weights.sources
+        return bool(sources.forward or sources.backward)
 
     # ---- forward
 

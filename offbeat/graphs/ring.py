@@ -9,19 +9,23 @@ groups of M that share the memory of one version, and the groups go round:
                      version   0  0  1  1  2  2  0  0  1      (ceil(3/2) + 1 = 3 are alive at once)
 
 A slot is used again after the backward of its batch, when the neighbours have read what it last gave them: they are at
-most `MAX_LEAD` turns later (see ticks.py), and read a gradient `gradient_delay` turns after it was made. The rings of
-all stages divide a common period, after which everything recurs, also which slot gives to which. So some stages have
-more slots than they need (the records of benchmarks/gpu.py have how many more).
+most `MAX_LEAD` turns later (see ticks.py), and read a gradient `unused` turns after it was made. Where several turns
+are launched at once, batches and targets are copied into their slots before all of them, and losses are read after all
+of them: the first and the last stage have slots for that. The rings of all stages divide a common period, after which
+everything recurs, also which slot gives to which. So some stages have more slots than they need (the records of
+benchmarks/gpu.py have how many more).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
 from offbeat.method import Method
 
 MAX_LEAD = 2  # turns by which a stage may be ahead of a neighbour
+CHAINED_TURNS = 4  # launched at once where forwards wait for the stage below: more are hardly faster, and need memory
 
 
 @dataclass(frozen=True)
@@ -30,25 +34,26 @@ class Ring:
 
     groups   sets of slots, each with the memory of one version
     each     slots of a group
-    gradient_delay    turns between a backward of this stage and that of the same batch in the stage below
+    rest     turns from a backward until its slot may be used again
 
     >>> from offbeat.methods import ADL
     >>> Ring.of(ADL(M=4), 1, 8, copies=True)  # lag 14: 15 batches in flight, 5 versions
-    Ring(groups=6, each=4, gradient_delay=0)
+    Ring(groups=6, each=4, rest=-12)
     >>> Ring.of(ADL(M=4, weights="hybrid"), 1, 8, copies=False)
-    Ring(groups=1, each=16, gradient_delay=0)
+    Ring(groups=1, each=16, rest=-12)
     """
 
     groups: int
     each: int
-    gradient_delay: int
+    rest: int
 
     @classmethod
     def of(cls, method: Method, k: int, K: int, *, copies: bool) -> Ring:
         """The ring of stage k of K; `copies`: whether its forwards run on copies of the weights."""
-        delay, M = method.unused(k, K), method.M if copies else 1
+        M = method.M if copies else 1
         slots = _round(_period(method, K), _least(method, k, K, copies=copies), M)
-        return cls(slots // M, M, delay) if copies else cls(1, slots, delay)
+        rest = max(method.unused(k, K) + MAX_LEAD - method.lag(k, K), _copied_ahead(method, k, K))
+        return cls(slots // M, M, rest) if copies else cls(1, slots, rest)
 
     @property
     def slots(self) -> int:
@@ -57,8 +62,9 @@ class Ring:
 
 def _least(method: Method, k: int, K: int, *, copies: bool) -> int:
     """The fewest slots that stage k can work with."""
-    least = max(method.lag(k, K), method.unused(k, K)) + MAX_LEAD
-    if not any(method.lag(j, K) for j in range(1, K + 1)):
+    lag = method.lag(k, K)
+    least = max(lag + MAX_LEAD, method.unused(k, K) + MAX_LEAD, lag + _copied_ahead(method, k, K))
+    if not has_lag(method, K):
         least = max(least, together(method, K))
     if not copies:
         return least
@@ -66,15 +72,36 @@ def _least(method: Method, k: int, K: int, *, copies: bool) -> int:
     return method.M * max(versions, -(-least // method.M))
 
 
-def together(method: Method, K: int) -> int:
-    """Turns of a method without lag that are launched at once (see windows.py): fewer than 2K, since memory grows with
-    them, and such that a window is a whole number of them.
+def has_lag(method: Method, K: int) -> bool:
+    """Whether any of K stages backwards a batch later than it forwards it."""
+    return any(method.lag(k, K) for k in range(1, K + 1))
 
-    >>> from offbeat.methods import BP
+
+def room(method: Method, K: int) -> int:
+    """Turns between the backwards of a batch in two neighbouring stages, at least."""
+    return min((method.unused(k, K) for k in range(2, K + 1)), default=2)
+
+
+def together(method: Method, K: int) -> int:
+    """Turns that are launched at once.
+
+    Without lag (see windows.py) they are fewer than 2K, since memory grows with them, and such that a window is a whole
+    number of them. With lag several are launched where each forward waits for the one below (see ticks.py).
+
+    >>> from offbeat.methods import ADL, ADL1F1B, BP
     >>> [together(BP(M=M), 8) for M in (1, 4, 32)], together(BP(M=4), 1)
     ([1, 4, 8], 1)
+    >>> together(ADL(M=4), 8), together(ADL1F1B(M=4), 8)
+    (1, 4)
     """
+    if has_lag(method, K):
+        return CHAINED_TURNS if room(method, K) == 1 else 1
     return max(n for n in range(1, 2 * K) if method.M % n == 0)
+
+
+def _copied_ahead(method: Method, k: int, K: int) -> int:
+    """Turns by which batches or targets may be copied into slots of stage k before work that was queued earlier."""
+    return together(method, K) if k in (1, K) and has_lag(method, K) else 0
 
 
 def _round(period: int, least: int, M: int) -> int:
@@ -86,5 +113,7 @@ def _round(period: int, least: int, M: int) -> int:
 def _period(method: Method, K: int) -> int:
     """Turns after which everything recurs: the period that needs fewest slots in all."""
     needs = [_least(method, k, K, copies=True) for k in range(1, K + 1)]
-    most, M = max(needs), method.M
-    return min(range(most, 2 * most + 1, M), key=lambda period: sum(_round(period, need, M) for need in needs))
+    M = method.M
+    step = math.lcm(M, together(method, K)) if has_lag(method, K) else M
+    most = -(-max(needs) // step) * step
+    return min(range(most, 2 * most + 1, step), key=lambda period: sum(_round(period, need, M) for need in needs))

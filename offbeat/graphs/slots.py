@@ -55,9 +55,8 @@ class Slots:
     turn        forwards so far
     """
 
-    def __init__(self, ring: Ring, lag: int, weights: WeightPolicy) -> None:
+    def __init__(self, ring: Ring, weights: WeightPolicy) -> None:
         self.ring, self.weights = ring, weights
-        self.rest = ring.gradient_delay + MAX_LEAD - lag  # turns from a backward until the neighbours have read it
         self.turn = 0
         self.clear()
 
@@ -96,7 +95,7 @@ class Slots:
         slots = self.free.get(id(version.tensors))
         if slots:
             slot = slots[0]
-            if slot.forwarded <= self.turn - MAX_LEAD and slot.backwarded <= self.turn - self.rest:
+            if slot.forwarded <= self.turn - MAX_LEAD and slot.backwarded <= self.turn - self.ring.rest:
                 slot.batch.version = version
                 return slots.popleft()
         if elsewhere and type(self.weights) is Stash and self.weights.room() is not None:

@@ -10,8 +10,15 @@ graph, which the device runs at the same time:
     stage 3             0    1    2
 
 With a smaller lag a gradient would be too late for that. Then all stages do the same turn in one tick, and each
-forward waits for the one below; only backwards and updates overlap. Where a gradient is used in the turn in which it is
-made, everything is launched in order; but see windows.py for methods without any lag.
+forward waits for the one below: only backwards and updates overlap. So several ticks are launched at once, in which no
+stage waits for more than it uses and for its neighbours' turn before the last (MAX_LEAD in ring.py):
+
+    stage 1   F0 B U F1 B U F2 B U F3 B U               four ticks of one launch
+    stage 2      F0 B U F1 B U F2 B U F3 B U
+    stage 3         F0 B U F1 B U F2 B U F3 B U
+
+Where a gradient is used in the turn in which it is made, everything is launched in order; but see windows.py for
+methods without any lag.
 
 Whatever cannot wait flushes first. Between two turns (to read the weights) the stages catch up with the first in a few
 more ticks; within one (for an eager batch) all queued work is launched in the order in which it was queued, which is
@@ -20,7 +27,7 @@ that of a simulation.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from functools import partial
 from itertools import chain
 
@@ -31,32 +38,65 @@ from offbeat.graphs.launch_queue import Action, Deferring, RecordedOperation, ad
 
 
 class StageTurn:
-    """What one stage has queued in one turn: actions to do first, recorded operations, actions to do after them."""
+    """What one stage has queued in one turn.
 
-    __slots__ = ("actions", "after", "operations", "turn")
+    ordered         actions after all work of earlier turns
+    actions         to do before the operations
+    operations      recorded ones, in order; updates: whether one of them is an update
+    after           actions after the operations, and before those of the next turn
+    before_update   actions after the operations that can wait until the next update of the stage
+    """
 
-    def __init__(self, turn: int, actions: list[Action]) -> None:
-        self.turn, self.actions = turn, actions
+    __slots__ = ("actions", "after", "before_update", "operations", "ordered", "turn", "updates")
+
+    def __init__(self, turn: int, ordered: list[Action]) -> None:
+        self.turn, self.ordered, self.updates = turn, ordered, False
+        self.actions: list[Action] = []
         self.operations: list[RecordedOperation] = []
         self.after: list[Action] = []
+        self.before_update: list[Action] = []
+
+    def empty(self) -> list[Action]:
+        """All of it, in order, which is then no longer queued."""
+        work = [*self.ordered, *self.actions, *self.operations, *self.after, *self.before_update]
+        self.ordered, self.actions, self.operations, self.after, self.before_update = [], [], [], [], []
+        self.updates = False
+        return work
 
 
 class Ticks(Deferring):
-    """The queued turns of K stages, whose gradients are used at least `room` turns after they were made."""
+    """The queued turns of K stages, whose gradients are used at least `room` turns after they were made.
 
-    def __init__(self, K: int, room: int, device: torch.device, *, sleeps: int | None = None) -> None:
+    together        ticks that are launched at once, where forwards wait for those below
+    pending         whole ticks that wait for others, fewer than that
+    updating        stages that make an update in them
+    reads           actions to do after them
+    before_updates  actions by stage that must precede its next update and follow all earlier ones
+    """
+
+    def __init__(
+        self, K: int, room: int, device: torch.device, *, together: int = 1, sleeps: int | None = None
+    ) -> None:
         super().__init__(device, sleeps=sleeps)
         self.in_order, self.chained = room < 1, room < 2
+        self.together = together if room == 1 else 1
         self.delays = [0 if self.chained else rank for rank in range(K)]  # in turns after the first stage
         self.turn = 0
         self.done: set[int] = set()  # stages that have done this turn
         self.open = [StageTurn(0, []) for _ in range(K)]
         self.closed: list[deque[StageTurn]] = [deque() for _ in range(K)]
+        self.pending: list[list[StageTurn]] = []
+        self.updating: set[int] = set()
+        self.reads: list[Action] = []
+        self.before_updates: dict[int, list[Action]] = {}
 
     # ---- queueing
 
     def put(self, rank: int, operation: RecordedOperation) -> None:
-        self.open[rank].operations.append(operation)
+        queued = self.open[rank]
+        queued.operations.append(operation)
+        if operation.kind == "update":
+            queued.updates = True
 
     def first(self, rank: int, action: Action) -> None:
         self.open[rank].actions.append(action)
@@ -64,8 +104,16 @@ class Ticks(Deferring):
     def after(self, rank: int, action: Action) -> None:
         self.open[rank].after.append(action)
 
+    def before_update(self, rank: int, action: Action) -> None:
+        self.open[rank].before_update.append(action)
+
     def later(self, rank: int, action: Action) -> None:
-        self.first(rank, action)
+        if self.together == 1:
+            self.open[rank].ordered.append(action)
+        elif self.pending:
+            self.reads.append(action)
+        else:
+            action()
 
     def pause(self) -> None:
         self.flush()
@@ -82,10 +130,11 @@ class Ticks(Deferring):
     def flush(self) -> None:
         while not self.done and any(self.closed):
             self.tick()
-        work: list[Action] = []
+        self._launch_pending()
+        work = list(chain.from_iterable(self.before_updates.values()))
+        self.before_updates.clear()
         for queued in sorted(chain(*self.closed, self.open), key=lambda one: one.turn):  # a stable sort: then by stage
-            work += queued.actions + queued.operations + queued.after
-            queued.actions, queued.operations, queued.after = [], [], []
+            work += queued.empty()
         for turns in self.closed:
             turns.clear()
         if not work:
@@ -97,42 +146,93 @@ class Ticks(Deferring):
     # ---- launching
 
     def tick(self) -> None:
-        """Launch what is due by now."""
+        """Launch what is due by now, or hold it until enough ticks can be launched at once."""
         due = [
-            turns.popleft()
-            for turns, delay in zip(self.closed, self.delays, strict=True)
+            (rank, turns.popleft())
+            for rank, (turns, delay) in enumerate(zip(self.closed, self.delays, strict=True))
             if turns and turns[0].turn <= self.turn - delay
         ]
+        begins = self.turn % self.together == 0
         self.turn += 1
         self.done.clear()
         for queued in self.open:
             queued.turn = self.turn
-        for queued in due:
-            for action in queued.actions:
+        if not due:
+            return
+        if self.pending and any(self._must_follow(rank, queued) for rank, queued in due):
+            self._launch_pending()
+        for rank, queued in due:
+            self._do_actions(rank, queued)
+        whole = len(due) == len(self.open) and all(queued.operations for _, queued in due)  # others hardly recur
+        turns_due = [queued for _, queued in due]
+        if whole and (self.pending or begins):
+            self.pending.append(turns_due)
+            self.updating.update(rank for rank, queued in due if queued.updates)
+            if len(self.pending) == self.together:
+                self._launch_pending()
+        else:
+            self._launch_pending()
+            self._launch([turns_due], whole=whole)
+        for rank, queued in due:
+            if queued.before_update:
+                self.before_updates.setdefault(rank, []).extend(queued.before_update)
+
+    def _must_follow(self, rank: int, queued: StageTurn) -> bool:
+        """Whether actions of that turn have to follow the ticks that are pending."""
+        return bool(queued.ordered) or (queued.updates and rank in self.updating and rank in self.before_updates)
+
+    def _do_actions(self, rank: int, queued: StageTurn) -> None:
+        if queued.updates and rank in self.before_updates:
+            for action in self.before_updates.pop(rank):
                 action()
-        branches = [queued.operations for queued in due if queued.operations]
-        if branches:
-            self._launch(branches)
-        if due:
-            self._keep_up(due)
+        for action in queued.ordered:
+            action()
+        for action in queued.actions:
+            action()
 
-    def _launch(self, branches: list[list[RecordedOperation]]) -> None:
+    def _launch_pending(self) -> None:
+        """The ticks that are pending, as one graph where they are as many as are usually launched."""
+        if not self.pending:
+            return
+        pending, reads = self.pending, self.reads
+        self.pending, self.reads = [], []
+        self.updating.clear()
+        for ticks in [pending] if len(pending) == self.together else [[tick] for tick in pending]:
+            self._launch(ticks, whole=True)
+        for action in reads:
+            action()
+
+    def _launch(self, ticks: list[list[StageTurn]], *, whole: bool) -> None:
+        branches = [[queued.operations for queued in tick if queued.operations] for tick in ticks]
         if self.sleeps:
-            branches = [[self._nap(), *branch] for branch in branches]
-        complete = len(branches) == len(self.open)  # others hardly recur
-        operations = tuple(chain.from_iterable(branches))
-        self._launch_operations(operations, partial(self._nodes, branches) if complete else None)
+            branches = [[[self._nap(), *branch] for branch in tick] for tick in branches]
+        operations = tuple(chain.from_iterable(chain.from_iterable(branches)))
+        if operations:
+            self._launch_operations(operations, partial(self._nodes, branches) if whole else None)
+        self._keep_up(ticks, len(ticks))
 
-    def _nodes(self, branches: list[list[RecordedOperation]]) -> joining.Nodes:
-        """The operations of a branch wait for each other, and in a chain forwards for those of the stage below."""
+    def _nodes(self, ticks: list[list[list[RecordedOperation]]]) -> joining.Nodes:
+        """What waits for what, in ticks of the branches of all stages.
+
+        The operations of a branch wait for each other, and for those of the same stage in the tick before. In a chain,
+        forwards also wait for the stage below, backwards for the stage above in the tick before, and all for both
+        neighbours in the tick before that.
+        """
         nodes: joining.Nodes = []
-        below: list[int] = []
-        for branch in branches:
-            before: list[int] = []
-            forwarded = below
-            for operation in branch:
-                waits = below if self.chained and operation.kind == "forward" else []
-                before = add_operation(nodes, operation, [*before, *waits])
-                forwarded = before if operation.kind == "forward" else forwarded
-            below = forwarded
+        last: dict[tuple[int, int], list[int]] = defaultdict(list)  # nodes that end a tick of a stage
+        forwarded, backwarded = last.copy(), last.copy()  # and those that end its last forward and backward in it
+        for tick, branches in enumerate(ticks):
+            for rank, branch in enumerate(branches):
+                before = [*last[tick - 1, rank], *last[tick - 2, rank - 1], *last[tick - 2, rank + 1]]
+                for operation in branch:
+                    if self.chained and operation.kind == "forward":
+                        before = before + (forwarded[tick, rank - 1] or last[tick - 1, rank - 1])
+                    elif self.chained and operation.kind == "backward":
+                        before = before + backwarded[tick - 1, rank + 1]
+                    before = add_operation(nodes, operation, before)
+                    if operation.kind == "forward":
+                        forwarded[tick, rank] = before
+                    elif operation.kind == "backward":
+                        backwarded[tick, rank] = before
+                last[tick, rank] = before
         return nodes
