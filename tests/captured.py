@@ -16,7 +16,6 @@ from offbeat.engines import streams
 from offbeat.graphs import join as joining
 from offbeat.graphs import launch_queue, recorder
 from offbeat.graphs.capture import Recorded
-from offbeat.graphs.device_counters import NEVER
 from offbeat.graphs.slot_recordings import SlotRecordings
 
 
@@ -58,7 +57,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
     def with_places(recordings, x, target, ring):
         """A capture runs the code, and nothing comes of it."""
         counters = recordings.guard.counters
-        written = (*recordings.network.module.buffers(), counters.sums, counters.counts)
+        written = (*recordings.network.module.buffers(), counters.sums, counters.counts, counters.steps)
         kept = [tensor.clone() for tensor in written]
         groups = record(recordings, x, target, ring)
         for _, slots in groups:
@@ -66,7 +65,6 @@ def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
                 forward(recordings, slot)
         for tensor, old in zip(written, kept, strict=True):
             tensor.data.copy_(old)
-        counters.first_not_finite.fill_(NEVER)
         return groups
 
     monkeypatch.setattr(recorder, "Recorded", Captured)

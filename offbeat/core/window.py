@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
@@ -139,7 +140,7 @@ class GradientWindow:
     def finite(self) -> bool:
         """Whether all gradients are."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        return not gradients or bool(torch.stack(torch._foreach_norm(gradients)).isfinite().all())
+        return not gradients or bool(torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite().all())
 
     def mean(self, over: float) -> None:
         """Divide the sum by `over`."""

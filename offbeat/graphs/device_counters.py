@@ -9,8 +9,6 @@ from torch import Tensor
 
 from offbeat.core.metrics import Meter, batch_size, scores_classes
 
-NEVER = 2**62
-
 
 class DeviceCounters:
     """Counters on a device. `loss` and `gradients` are tensor work that can be recorded, in few kernels, since it is
@@ -22,35 +20,38 @@ class DeviceCounters:
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, wrong answers in percent, samples
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # losses, updates
-        self.first_not_finite = torch.full((2,), NEVER, device=device)  # the index of the first of each
+        # losses and updates: how many, and how many since the first that was not finite, with it
+        self.counts = torch.zeros(2, 2, dtype=torch.float64, device=device)
+        self.steps = torch.tensor([[1.0, 0.0], [1.0, 0.0]], device=device)  # what is added: a flag stays at 1
+        self.scale = torch.ones(1, device=device)
         self.classes = True  # whether answers can be right or wrong
         on_gpu = device.type == "cuda"
-        self.copied = torch.full((2,), NEVER, pin_memory=on_gpu)
+        self.copied = torch.zeros(2, 2, dtype=torch.float64, pin_memory=on_gpu)
         self.one = torch.ones((), dtype=torch.float64, device=device)
         self.shares: dict[int, Tensor] = {}  # factors of mean, count and one, by batch size
         self.arrived = torch.cuda.Event() if on_gpu else None
 
     def loss(self, loss: Tensor, output: Any, target: Any) -> None:
         """One more loss, of a batch with those outputs."""
-        value, size = loss.detach().double(), batch_size(target, output)
+        value, size = loss.data.double(), batch_size(target, output)  # autograd does not see it written
         self.classes = scores_classes(output, target)
         wrong = (output.detach().argmax(dim=1) != target).sum(dtype=torch.float64) if self.classes else self.one
         if size not in self.shares:  # in the warm-up, before anything is recorded
             answers = target.numel() if self.classes else 1
             self.shares[size] = self.sums.new_tensor([size, 100.0 * size / answers, size])
         self.sums.addcmul_(torch.stack([value, wrong, self.one]), self.shares[size])
-        self._count(0, value.abs())
+        self._count(0, [value])
 
     def gradients(self, gradients: list[Tensor]) -> None:
         """One more update, with those gradients."""
-        self._count(1, torch.stack(torch._foreach_norm(gradients)).amax())
+        self._count(1, [torch.view_as_real(g) if g.is_complex() else g for g in gradients])
 
-    def _count(self, which: int, size: Tensor) -> None:
-        """One more of that size; NaN is not below anything."""
-        count, first = self.counts[which], self.first_not_finite[which]
-        count += 1
-        torch.minimum(first, torch.add(count, size < torch.inf, alpha=NEVER), out=first)
+    def _count(self, which: int, tensors: list[Tensor]) -> None:
+        """One more loss or update. The function of torch.amp sets a flag where something is not finite, in one kernel;
+        with a scale of 1 it leaves the tensors as they are."""
+        step = self.steps[which]
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, step[1:], self.scale)
+        self.counts[which].add_(step)
 
     def poll(self) -> list[int | None]:
         """Which loss and which update, from 1, were first not finite, as of the last call; None for none."""
@@ -59,19 +60,19 @@ class DeviceCounters:
         if not self.arrived.query():
             return [None, None]
         found = _indices(self.copied)
-        self.copied.copy_(self.first_not_finite, non_blocking=True)
+        self.copied.copy_(self.counts, non_blocking=True)
         self.arrived.record()
         return found
 
     def now(self) -> list[int | None]:
         """The same as of now; waits."""
-        return _indices(self.first_not_finite)
+        return _indices(self.counts)
 
     def clear(self) -> None:
         """Set all counters to zero."""
         self.sums.zero_()
         self.counts.zero_()
-        self.first_not_finite.fill_(NEVER)
+        self.steps[:, 1] = 0.0
 
     def read(self, meter: Meter) -> None:
         """Move what was summed up into the meter; waits."""
@@ -85,4 +86,4 @@ class DeviceCounters:
 
 
 def _indices(counts: Tensor) -> list[int | None]:
-    return [None if index >= NEVER else index for index in counts.tolist()]
+    return [int(counted - since) + 1 if since else None for counted, since in counts.tolist()]

@@ -45,7 +45,7 @@ class DeviceGuard:
         if not any(first_not_finite):
             return
         loss, update = first_not_finite
-        losses, updates = self.counters.counts.tolist()
+        losses, updates = map(int, self.counters.counts[:, 0].tolist())
         found = []
         if loss:
             found.append(self.guard.loss_error(self.losses[loss - losses - 1], "not finite"))
