@@ -82,9 +82,11 @@ def train(pipe: offbeat.Pipeline, data: list, drains: tuple[int, ...] = ()) -> l
     return losses
 
 
-def check_same(method: offbeat.Method, engine="streams", drains: tuple[int, ...] = (), **options) -> offbeat.Pipeline:
+def check_same(
+    method: offbeat.Method, engine="streams", drains: tuple[int, ...] = (), data: int = N, **options
+) -> offbeat.Pipeline:
     one, other = pipeline(method, "simulate", **options), pipeline(method, engine, **options)
-    losses = [list(map(float, train(pipe, batches(), drains))) for pipe in (one, other)]
+    losses = [list(map(float, train(pipe, batches(data), drains))) for pipe in (one, other)]
     assert losses[0] == losses[1]
     for name, value in one.model.state_dict().items():
         assert torch.equal(value, other.model.state_dict()[name]), name
@@ -153,8 +155,18 @@ def test_recorded_stages_that_repeat_their_forwards_need_less_memory():
 
 @pytest.mark.parametrize("M", [1, 4])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_streams_that_sleep_at_random_change_no_bit(M, seed):
-    check_same(offbeat.ADL(M=M, corrector="sc"), Streams(K, GPU, sleeps=seed), drains=(20,))
+@pytest.mark.parametrize("make", [offbeat.ADL, offbeat.ADL1F1B])
+def test_streams_that_sleep_at_random_change_no_bit(make, M, seed):
+    check_same(make(M=M, corrector="sc"), Streams(K, GPU, sleeps=seed), drains=(20,))
+
+
+@pytest.mark.parametrize("M", [1, 4])
+def test_several_ticks_of_one_launch_that_sleep_at_random_change_no_bit(M):
+    """With a constant rate, which does not divide launches."""
+    pipe = check_same(
+        offbeat.ADL1F1B(M=M, corrector="sc"), Streams(K, GPU, sleeps=4), drains=(20,), scheduler=None, data=200
+    )
+    assert any(len(operations) > 4 * 3 * K for operations in pipe.engine.launch_queue.joined)
 
 
 OPTIMIZERS = {
