@@ -5,7 +5,8 @@
 
 All rows have the same initial weights, order of samples and samples per update; the learning rate increases over the
 first twentieth of the samples and then stays, so that a result does not depend on when a run would have ended. The
-record is written after each run; the same command trains what it does not have.
+record is written after each run; the same command trains what it does not have. A run that the time limit ends is
+recorded as "no time", and trained again by a command that continues the record.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from offbeat.studies.bench.rows import (
     note,
     settings_by_method,
 )
-from offbeat.studies.bench.target import Measurement, Target, best, reached
+from offbeat.studies.bench.target import Measurement, Outcome, Target, best, reached
 from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
 from offbeat.studies.runner import StudyRunner
 
@@ -55,6 +56,7 @@ COMPARED = "ddp,torch-1f1b,adl-1f1b"  # rows besides bp and adl
 VALIDATIONS = 50  # per run, by default
 PATIENCE = 3600.0  # seconds until a worker must answer
 RECORD = "until.json"
+NO_TIME: Outcome = "no time"
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class UntilBench:
 
     def _has(self, trained: TrainedRow, rate: float) -> bool:
         runs = self.found.get(trained.name, {}).get("runs", [])
-        return any(run["rate"] == rate and run["outcome"] != "failed" for run in runs)
+        return any(run["rate"] == rate and run["outcome"] not in ("failed", NO_TIME) for run in runs)
 
     # ---- one run
 
@@ -337,6 +339,8 @@ class UntilBench:
                 return "reached", order
             if updates == self.updates:
                 return "not reached", order
+            if not self.runner.has_time():
+                return NO_TIME, order
             count = min(self.every, self.updates - updates)
             seconds += max(answer["seconds"] for answer in workers.ask("train", count))
             updates += count
