@@ -29,6 +29,7 @@ from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.recipe import make_recipe
 from offbeat.runs.task import LANGUAGE, default_names
 from offbeat.runs.train import file_name
+from offbeat.studies.bench import machines
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import BenchRequest, check_numbers
@@ -178,7 +179,7 @@ class UntilBench:
     origin: dict[str, Any]
     found: dict[str, dict[str, Any]]  # rows of the record, by name
     left_out: dict[str, str] = field(default_factory=dict)
-    fork_server: ForkServer = field(default_factory=ForkServer)
+    fork_server: ForkServer = field(default_factory=machines.fork_server)
     folder: Path = Path()
 
     # ---- what there is to do
@@ -387,6 +388,7 @@ def settings_of_request(request: UntilRequest, data: DataSet) -> dict[str, Any]:
 
 def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], Path]:
     """All runs. With `out` it continues the record there; Ctrl-C keeps the runs that have ended."""
+    machines.check(request.K, request.device)
     setting, data = request.setting(), request.open()
     if data.train_samples < setting.batch_size:
         raise UserError(
@@ -401,6 +403,7 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     trained = TrainedRow.all_of(rows, setting, default=task.defaults["optimizer"], given=request.optimizer)
     out = folder_for(request.out, f"until-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", RECORD)
     made = origin()
+    made["machine"] = machines.described(made["machine"])
     runner = StudyRunner(out, request.minutes, show)
     settings = {**identity(request, setting), **settings_of_request(request, data)}
     if request.every:
