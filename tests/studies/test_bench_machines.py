@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from network_relay import CannotMakeHostsError, Hosts, Profile  # noqa: E402
 
 SMALL = ("--model", "mlp", "--shape", "1,8,8", "--batch-size", "16", "--partition", "flops", "--json")
-TIMED = ("bench", *SMALL, "--against", "torch-1f1b,ddp", "--micro-batches", "2", "--repetitions", "1", "--batches", "2")
+TIMED = ("bench", *SMALL, "--repetitions", "1", "--batches", "2")
 
 
 def group(rank: int, port: int, *, world: int = 2, local: int = 2, **more: str) -> dict[str, str]:
@@ -52,26 +52,30 @@ def started(commands: list[list[str]], surroundings: list[dict[str, str]]):
             process.communicate()
 
 
-def check_record(processes: list[subprocess.Popen], machines: int) -> dict:
-    (printed, errors), (nothing, other) = [process.communicate(timeout=2 * START) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors + other
-    assert nothing == ""
+def check_record(printed: str, machines: int, *rows: str) -> dict:
     record = json.loads(printed)
+    assert [row["name"] for row in record["rows"]] == ["bp", *rows, "adl"]
     assert record["left_out"] == {}
     assert record["provenance"]["machine"].endswith(f"; 2 processes, {machines} machines")
     for row in record["rows"]:
         assert len(row["seconds_per_batch"]) == 1
         assert len(row["memory"]) == row["workers"]
-    assert [row["name"] for row in record["rows"]] == ["bp", "torch-1f1b", "ddp", "adl"]
     return record
 
 
 def test_rows_are_timed_by_the_processes_of_torchrun(tmp_path):
-    (port,) = free_ports(1)
-    command = [PYTHON, "-m", "offbeat", *TIMED, "-K", "2", "--out", str(tmp_path / "found")]
-    with started([command] * 2, [group(rank, port) for rank in range(2)]) as processes:
-        check_record(processes, 1)
-    assert (tmp_path / "found" / "bench.json").exists()
+    torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "offbeat"]
+    done = subprocess.run(
+        [*torchrun, *TIMED, "-K", "2", "--against", "ddp", "--out", str(tmp_path / "found")],
+        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=2 * START,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    record = check_record(done.stdout, 1, "ddp")
+    assert json.loads((tmp_path / "found" / "bench.json").read_text())["rows"] == record["rows"]
 
 
 def test_a_group_of_another_size_is_refused(tmp_path):
@@ -94,14 +98,18 @@ def test_rows_are_timed_over_the_line_between_two_hosts(tmp_path):
         except CannotMakeHostsError as reason:
             pytest.skip(str(reason))
         hosts.set(Profile("slow", 100e6, 20e-3))
-        words = [sys.executable, "-m", "offbeat", *TIMED, "-K", "2", "--out", str(tmp_path / "found")]
+        rows = ("--against", "torch-1f1b,ddp", "--micro-batches", "2")
+        words = [sys.executable, "-m", "offbeat", *TIMED, *rows, "-K", "2", "--out", str(tmp_path / "found")]
         commands = [hosts.command(rank, *words) for rank in range(2)]
         variables = [group(rank, port, local=1, MASTER_ADDR=hosts.addresses[0]) for rank in range(2)]
         for each in variables:
             del each["GLOO_SOCKET_IFNAME"]  # found by the route to the first host
         before = hosts.counters()["bytes"]
         processes = stack.enter_context(started(commands, variables))
-        record = check_record(processes, 2)
+        (printed, errors), (nothing, other) = [process.communicate(timeout=2 * START) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], errors + other
+        assert nothing == ""
+        record = check_record(printed, 2, "torch-1f1b", "ddp")
         assert hosts.counters()["bytes"] - before > 10 * record["rows"][1]["bytes_moved"]
     times = {row["name"]: row["seconds_per_batch"][0] for row in record["rows"]}
     assert times["bp"] < 0.04 < times["torch-1f1b"]  # a way there and back
