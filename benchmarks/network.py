@@ -5,10 +5,13 @@
     python benchmarks/network_relay.py              round trip and throughput of every profile
 
 Hosts are network namespaces on this machine, with lines of a given rate and delay between them (network_relay.py): it
-needs Linux, root and iproute2. Every worker has one core. All rows train the same network with the same samples per
-update. A round times every row on every profile; the workers of a row stay the same on all lines, loopback has its own.
+needs Linux and root. Every worker has one core, the relay those that are left. All rows train the same network with the
+same samples per update. A round times every row on every profile; the workers of a row stay the same on all lines,
+loopback has its own.
 
-The record is written after every measurement. The same command continues a record that is there; --rounds may be more.
+The record is written after every measurement. A command continues a record that is there with what it does not have:
+more rounds, and other networks, profiles and rows. --budget-minutes ends a command before a measurement for which the
+time is not left.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from network_prediction import MeasuredCosts, predicted
 from network_relay import (
     DEVICE,
     LOOPBACK,
@@ -38,14 +42,16 @@ from network_relay import (
     ending_on_terminate,
     measured,
 )
-from network_rows import LISTED, MEASURED, ROWS, SAMPLES, TINY, M, Network, NetworkRow
+from network_rows import INNER_STEPS, LISTED, MEASURED, ROWS, SAMPLES, TINY, M, Network, NetworkRow
 from start import arguments as given_arguments
 
 BEGUN = time.monotonic()
-PATIENCE = 900.0  # seconds until a worker must answer
+PATIENCE = 300.0  # seconds until a worker must answer
 WORKER = Path(__file__).with_name("network_worker.py")
 REPEATS = 10  # of the times that predictions need
 LEAST_UPDATES, MOST_UPDATES = 2, 50  # of a measurement
+STARTING = 20.0  # seconds that the workers of a row may need
+LISTS = ("networks", "profiles", "rows")  # settings that may differ between the commands of a record
 
 
 def say(line: str) -> None:
@@ -54,6 +60,10 @@ def say(line: str) -> None:
 
 class RowFailedError(Exception):
     """A row cannot be timed; the reason in one line."""
+
+
+class OutOfTimeError(Exception):
+    """The next measurement would end after the budget."""
 
 
 class Group:
@@ -156,9 +166,11 @@ class NetworkRecord:
         }
         if path.exists():
             before = json.loads(path.read_text())
-            if {**before["settings"], "rounds": 0} != {**settings, "rounds": 0}:
+            merged = {name: _in_order(name, before["settings"][name], settings[name]) for name in LISTS}
+            merged["rounds"] = max(before["settings"]["rounds"], settings["rounds"])
+            if {**before["settings"], **merged} != {**settings, **merged}:
                 sys.exit(f"{path} has other settings: use them, or another --out")
-            self.found = {**before, "settings": settings}
+            self.found = {**before, "settings": {**settings, **merged}}
             self.found.setdefault("continued", []).append(provenance)
 
     def write(self) -> None:
@@ -172,6 +184,13 @@ class NetworkRecord:
     def add(self, kind: str, **measurement: Any) -> None:
         self.found[kind].append(measurement)
         self.write()
+
+
+def _in_order(name: str, *given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What any of them has, in the order of this file's lists."""
+    listed: Sequence[Any] = {"networks": (*MEASURED, TINY), "profiles": PROFILES, "rows": LISTED}[name]
+    both = {each["name"]: each for some in given for each in some}
+    return [both[one.name] for one in listed if one.name in both]
 
 
 # ---- measuring
@@ -188,14 +207,18 @@ def updates_within(seconds: float, update: float) -> int:
 
 def time_on_line(group: Group, hosts: Hosts, profile: Profile, *, seconds: float) -> dict[str, Any]:
     """Seconds per update of the slowest worker, after a warm-up on the same line; the idle share of the workers; bytes
-    on all lines per update; cores that the relay used."""
+    on all lines per update; cores that the relay used. An update of more than the wished seconds is measured once."""
     if profile.name != LOOPBACK:
         hosts.set(profile)
     group.ask(run=1)
-    first = group.ask(run=1)
-    before, began = hosts.counters(), time.monotonic()
-    answers = group.ask(run=updates_within(seconds, max(answer["seconds"] for answer in first)))
-    after, wall = hosts.counters(), time.monotonic() - began
+    updates = 1
+    while True:
+        before, began = hosts.counters(), time.monotonic()
+        answers = group.ask(run=updates)
+        after, wall = hosts.counters(), time.monotonic() - began
+        if updates > 1 or wall > seconds:
+            break
+        updates = updates_within(seconds, max(answer["seconds"] for answer in answers))
     lines = profile.name != LOOPBACK
     return {
         "seconds": max(answer["seconds"] for answer in answers),
@@ -215,20 +238,31 @@ def measure_row(
     profiles: Sequence[Profile],
     number: int,
     seconds: float,
+    end: float,
     record: NetworkRecord,
     folder: Path,
 ) -> None:
-    """One round of a row on all profiles that the record does not have."""
+    """One round of a row on all profiles that the record does not have; OutOfTimeError before one that would not have
+    ended at `end`."""
+    costs = MeasuredCosts(record.found["costs"][f"{network.name}-{len(cuts) + 1}"]["workers"])
+
+    def fits(profile: Profile, more: float = 0.0) -> None:
+        outer = INNER_STEPS if row.kind == "local-sgd" else 1  # of which a measurement takes at least one
+        if time.monotonic() + more + seconds + 2 * outer * predicted(row, costs, profile) > end:
+            raise OutOfTimeError
+
     key: dict[str, Any] = {"network": network.name, "K": len(cuts) + 1, "row": row.name, "round": number}
     for lines in (False, True):
         left = [one for one in profiles if (one.name != LOOPBACK) == lines and not record.has(**key, profile=one.name)]
         if not left:
             continue
+        fits(left[0], STARTING)
         hosts.set(PROFILES[1] if lines else PROFILES[0])  # workers join on a fast line
         try:
             with Group(row, network, hosts, cuts=cuts, lines=lines, folder=folder) as group:
                 group.ready()
                 for profile in left:
+                    fits(profile)
                     found = time_on_line(group, hosts, profile, seconds=seconds)
                     record.add("measurements", **key, profile=profile.name, **found)
                     say(
@@ -286,15 +320,20 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-K", type=int, default=2, help="workers, one core each (default 2)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of a measurement (default 5)")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=float("inf"), help="of this command (default: no limit)"
+    )
+    parser.add_argument("--share-cores", action="store_true", help="several workers on a core, to try it: no times")
     parser.add_argument("--out", required=True, help="the record, which is continued if it is there")
     options = parser.parse_args(arguments)
     cores = len(os.sched_getaffinity(0))
-    if not 2 <= options.K <= cores:
+    if options.K < 2 or (cores < options.K and not options.share_cores):
         sys.exit(f"-K {options.K} on {cores} cores: every worker needs one, use -K 2 to {cores}")
     if SAMPLES % (options.K * M):
         sys.exit(f"-K {options.K}: an update of {SAMPLES} samples cannot be split into {M} batches for every worker")
-    if options.rounds < 1 or options.seconds <= 0:
-        sys.exit(f"--rounds {options.rounds} --seconds {options.seconds:g}: use numbers above 0")
+    if options.rounds < 1 or options.seconds <= 0 or options.budget_minutes <= 0:
+        given = f"--rounds {options.rounds} --seconds {options.seconds:g} --budget-minutes {options.budget_minutes:g}"
+        sys.exit(f"{given}: use numbers above 0")
     return options
 
 
@@ -314,6 +353,7 @@ def measure(options: argparse.Namespace, hosts: Hosts, folder: Path) -> None:
         "rounds": options.rounds,
         "seconds": options.seconds,
         "tcp": hosts.tcp(),
+        **({"share_cores": True} if options.share_cores else {}),
     }
     made = provenance(["python", "benchmarks/network.py", *given_arguments()])
     record = NetworkRecord(Path(options.out), settings, made)
@@ -335,6 +375,7 @@ def measure(options: argparse.Namespace, hosts: Hosts, folder: Path) -> None:
                     profiles=profiles,
                     number=number,
                     seconds=options.seconds,
+                    end=BEGUN + 60 * options.budget_minutes,
                     record=record,
                     folder=folder,
                 )
@@ -346,12 +387,14 @@ def main(arguments: Sequence[str]) -> None:
     try:
         with (
             ending_on_terminate(),
-            Hosts(options.K) as hosts,
+            Hosts(options.K, cores=sorted(os.sched_getaffinity(0))[options.K :]) as hosts,
             tempfile.TemporaryDirectory(prefix="offbeat-network-") as folder,
         ):
             measure(options, hosts, Path(folder))
     except CannotMakeHostsError as reason:
         sys.exit(f"{reason}")
+    except OutOfTimeError:
+        say(f"no time is left; the same command continues {options.out}")
     except KeyboardInterrupt:
         print(f"\ninterrupted; the same command continues {options.out}", file=sys.stderr)
         sys.exit(130)

@@ -8,7 +8,8 @@ line, and arrive after the delay. The queue before a line holds whatever TCP sen
 cut; then it loses everything. The devices offer segmentation offload: a read returns up to 64 KiB of segments of 1,448
 bytes, so TCP's windows are those of Ethernet and the relay handles some thousands of packets per second.
 
-Needs Linux, root and iproute2; uses addresses of its own namespaces alone.
+Needs Linux, root and /dev/net/tun, no other program; uses addresses of its own namespaces alone. A namespace has no
+name: it is there as long as a process has it open, so nothing is left of a process that was killed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import heapq
 import json
 import os
 import select
-import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -31,7 +32,6 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
 
-PREFIX = "offbeat-net"  # of the names of namespaces, followed by the process that made them
 DEVICE = "ob0"
 NETWORK = "10.213.77"
 LOOPBACK = "loopback"
@@ -39,7 +39,10 @@ TCP_SETTINGS = ("tcp_congestion_control", "tcp_slow_start_after_idle")  # of the
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x1, 0x1000, 0x4000
 OFFLOADS = 0x1 | 0x2 | 0x4  # TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6
+SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK, SIOCSIFTXQLEN = 0x8913, 0x8914, 0x8916, 0x891C, 0x8943
+IFF_UP = 0x1
 CLONE_NEWNET = 0x40000000
+NAMESPACE = "/proc/thread-self/ns/net"
 PR_SET_TIMERSLACK = 29
 HEADER = 10  # bytes of virtio's header in front of a packet
 DESTINATION = HEADER + 19  # last byte of the destination address in an IPv4 header
@@ -162,21 +165,12 @@ class CannotMakeHostsError(Exception):
     """Namespaces or devices cannot be made here; the reason in one line."""
 
 
-def ip(*arguments: str) -> str:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CannotMakeHostsError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
-
-
 def why_not() -> str | None:
     """The reason why no hosts can be made here, or None."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     if os.geteuid() != 0:
         return "network namespaces need root: run this command as root (with sudo)"
-    if shutil.which("ip") is None:
-        return "the command ip is missing: install iproute2"
     if not os.path.exists("/dev/net/tun"):
         return "/dev/net/tun is missing: load the kernel module tun"
     return None
@@ -185,28 +179,26 @@ def why_not() -> str | None:
 class Hosts:
     """Some hosts with lines between them; a context manager that removes them.
 
+    cores       those of the relay; empty: any
     addresses   of the hosts
     profile     of the lines, as last set
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, cores: Sequence[int] = ()) -> None:
         if reason := why_not():
             raise CannotMakeHostsError(reason)
-        remove_abandoned()
-        self.names = [f"{PREFIX}-{os.getpid()}-{number + 1}" for number in range(count)]
         self.addresses = [f"{NETWORK}.{number + 1}" for number in range(count)]
+        self.cores, self.namespaces = cores, list[int]()
         self.relay: subprocess.Popen[str] | None = None
         self.profile = PROFILES[0]
 
     def __enter__(self) -> Hosts:
         devices: list[int] = []
         try:
-            for name, address in zip(self.names, self.addresses, strict=True):
-                ip("netns", "add", name)
-                devices.append(_device_in(name))
-                ip("-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
-                ip("-n", name, "link", "set", DEVICE, "txqueuelen", "10000", "up")
-                ip("-n", name, "link", "set", "lo", "up")
+            for address in self.addresses:
+                with _new_namespace() as namespace:
+                    self.namespaces.append(namespace)
+                    devices.append(_device(address))
             self.relay = subprocess.Popen(
                 [sys.executable, __file__, "--relay", *map(str, devices)],
                 stdin=subprocess.PIPE,
@@ -215,6 +207,8 @@ class Hosts:
                 pass_fds=devices,
                 start_new_session=True,  # Ctrl-C is for the process that removes the hosts
             )
+            if self.cores:
+                os.sched_setaffinity(self.relay.pid, self.cores)
             self.counters()
         except BaseException:
             self._remove()
@@ -233,18 +227,19 @@ class Hosts:
         if self.relay is not None:
             with self.relay:  # closes its standard input, which ends it
                 pass
-        for name in self.names:
-            with contextlib.suppress(CannotMakeHostsError):  # was not made
-                ip("netns", "delete", name)
+        while self.namespaces:
+            os.close(self.namespaces.pop())
 
     def command(self, number: int, *words: str) -> list[str]:
         """A command line on a host, counted from 0."""
-        return ["ip", "netns", "exec", self.names[number], *words]
+        return [sys.executable, __file__, "--in", f"/proc/{os.getpid()}/fd/{self.namespaces[number]}", *words]
 
     def tcp(self) -> dict[str, str]:
         """The settings of TCP in the hosts on which the time of a message depends."""
+        read = "import sys; [print(open(path).read(), end='') for path in sys.argv[1:]]"
         files = [f"/proc/sys/net/ipv4/{name}" for name in TCP_SETTINGS]
-        found = subprocess.run(self.command(0, "cat", *files), stdout=subprocess.PIPE, text=True, check=True).stdout
+        command = self.command(0, sys.executable, "-c", read, *files)
+        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         return dict(zip(TCP_SETTINGS, found.split(), strict=True))
 
     def set(self, profile: Profile) -> None:
@@ -274,33 +269,46 @@ class Hosts:
         return found
 
 
-def _device_in(namespace: str) -> int:
-    """A TUN device in a namespace; its descriptor works from any."""
+def _enter(namespace: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    here, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    if libc.setns(namespace, CLONE_NEWNET):
+        raise CannotMakeHostsError(f"cannot enter a network namespace: {os.strerror(ctypes.get_errno())}")
+
+
+@contextlib.contextmanager
+def _new_namespace() -> Iterator[int]:
+    """A network namespace, in which this thread is within the block; its descriptor stays open."""
+    libc, here = ctypes.CDLL(None, use_errno=True), os.open(NAMESPACE, os.O_RDONLY)
     try:
-        if libc.setns(there, CLONE_NEWNET):
-            raise CannotMakeHostsError(f"cannot enter a namespace: {os.strerror(ctypes.get_errno())}")
+        if libc.unshare(CLONE_NEWNET):
+            raise CannotMakeHostsError(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}")
+        try:
+            yield os.open(NAMESPACE, os.O_RDONLY)
+        finally:
+            _enter(here)
+    finally:
+        os.close(here)
+
+
+def _device(address: str) -> int:
+    """A TUN device with this address in the namespace of this thread; its descriptor works from any."""
+    try:
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         wanted = struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI | IFF_VNET_HDR)
         fcntl.ioctl(device, TUNSETIFF, wanted)
         fcntl.ioctl(device, TUNSETOFFLOAD, OFFLOADS)
-        return device
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+            for command, value in ((SIOCSIFADDR, address), (SIOCSIFNETMASK, "255.255.255.0")):
+                internet = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(value))
+                fcntl.ioctl(control, command, struct.pack("16s24s", DEVICE.encode(), internet))
+            fcntl.ioctl(control, SIOCSIFTXQLEN, struct.pack("16si20x", DEVICE.encode(), 10000))
+            for name in (DEVICE, "lo"):
+                found = fcntl.ioctl(control, SIOCGIFFLAGS, struct.pack("16s24x", name.encode()))
+                (flags,) = struct.unpack_from("H", found, 16)
+                fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sH22x", name.encode(), flags | IFF_UP))
     except OSError as error:
         raise CannotMakeHostsError(f"cannot make a TUN device: {error}") from error
-    finally:
-        libc.setns(here, CLONE_NEWNET)
-        os.close(here)
-        os.close(there)
-
-
-def remove_abandoned() -> None:
-    """Remove namespaces of processes that were killed before they could do it."""
-    for line in ip("netns", "list").splitlines():
-        name = line.split()[0]
-        maker = name.removeprefix(f"{PREFIX}-").partition("-")[0]
-        if name.startswith(f"{PREFIX}-") and maker.isdigit() and not os.path.exists(f"/proc/{maker}"):
-            ip("netns", "delete", name)
+    return device
 
 
 @contextlib.contextmanager
@@ -386,6 +394,9 @@ def main(arguments: Sequence[str]) -> None:
             os.nice(-10)  # its packets are to be in time
         Relay([int(device) for device in arguments[1:]]).run()
         return
+    if arguments[:1] == ["--in"]:  # a namespace
+        _enter(os.open(arguments[1], os.O_RDONLY))
+        os.execvp(arguments[2], arguments[2:])
     try:
         with ending_on_terminate(), Hosts(2) as hosts:
             print(f"2 hosts, {', '.join(f'{name} {value}' for name, value in hosts.tcp().items())}", flush=True)

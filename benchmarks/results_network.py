@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -32,10 +33,10 @@ AIMED = "100mbit-10ms"
 
 
 def kind_of(row: NetworkRow) -> str | None:
-    """Of the rows that are compared at equal samples per update: local SGD is none of them."""
+    """Of the rows that are compared at equal samples per update and exact messages: local SGD is none of them."""
     if row.kind == "ddp":
         return DDP
-    if row.kind == "local-sgd":
+    if row.kind == "local-sgd" or row.messages != "exact":
         return None
     return SYNCHRONOUS if not row.late else ADL if row.setting == "adl" else ONE_WAY
 
@@ -73,6 +74,17 @@ def ratio(record: Record, network: str, profile: str, above: str | None, below: 
     if not found:
         return ""
     return f"{median(found):.2f}" + (f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else "")
+
+
+def rounds_of(record: Record) -> str:
+    """How often rows were measured; a record that was cut off has rounds that are not complete.
+
+    >>> rounds_of({"measurements": [{"network": "gpt", "profile": "x", "row": "adl"}]})
+    '1 round'
+    """
+    counts = Counter((one["network"], one["profile"], one["row"]) for one in record["measurements"]).values()
+    least, most = min(counts, default=0), max(counts, default=0)
+    return f"{least} to {most} rounds" if least < most else f"{most} round{'s' if most != 1 else ''}"
 
 
 # ---- tables
@@ -292,7 +304,7 @@ def draw(record: Record, path: Path) -> None:
         labels = chart_of(points).mark_text(dy=-13, fontSize=11, fill=colour("ink")).encode(x=x, y=y, text="row:N")
         charts.append((network, layered([shaded, circles, labels], cells, points, height=300)))
     title = f"Fastest at {record['settings']['samples_per_update']} samples per update, K={record['settings']['K']}"
-    subtitle = "shaded: predicted by the timeline; circles: measured"
+    subtitle = "shaded: predicted by the timeline, with borders where two kinds take the same time; circles: measured"
     drawn = rendered(panels(charts, shared=True), "svg", title=title, subtitle=subtitle, width=None).decode()
     write(path, drawn.replace("</svg>", f"<!-- drawn from {digest(record)} -->\n</svg>"))
 
@@ -304,7 +316,8 @@ def record_section(name: str, record: Record) -> list[str]:
     settings = record["settings"]
     tcp = ", ".join(f"`{setting}` {value}" for setting, value in settings["tcp"].items())
     lines = [
-        f"### K={settings['K']}, {settings['samples_per_update']} samples per update, {settings['rounds']} rounds",
+        f"### {' and '.join(names(record))}, K={settings['K']}, {settings['samples_per_update']} samples per update, "
+        f"{rounds_of(record)}",
         "",
         *lines_table(record),
         point(f"TCP: {tcp}."),
@@ -340,9 +353,10 @@ def section() -> list[str]:
             "namespace), and a relay gives the line between every two hosts a rate and a delay, each way. All rows",
             "have the same samples per update: DDP divides them among the workers (with accumulation, in 4",
             "micro-batches), synchronous pipelines split them into m micro-batches, late methods into M=4 batches.",
-            "Local SGD averages weights every 50 updates, which is another algorithm; it is shown, and not counted",
-            "among the fastest. No accuracy is measured here. Predictions are from times of the stages without",
-            "messages, sizes of messages, and the rate and delay of the line (`benchmarks/network_prediction.py`).",
+            "Local SGD averages weights every 50 updates, which is another algorithm, and compressed messages change",
+            "what is computed: they are shown, and not counted among the fastest. No accuracy is measured here.",
+            "Predictions are from times of the stages without messages, sizes of messages, and the rate and delay of",
+            "the line (`benchmarks/network_prediction.py`).",
         ),
         "",
     ]

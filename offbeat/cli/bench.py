@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from offbeat.cli.app import Application, app
 from offbeat.cli.options import MODEL, SHAPE, numbers
 from offbeat.errors import UserError
+from offbeat.runs.launch import joined_group
 
 TRAINING = "Training until a loss or error"
 TRAINED_ONLY = ("samples", "every", "validation_samples", "data", "data_dir", "optimizer", "seed")
@@ -124,10 +126,15 @@ def bench(
 ) -> None:
     """Time BP, torch.distributed.pipelining, DDP and Offbeat's methods with the same cuts, in interleaved rounds.
 
-    With --until-loss or --until-error, train them on data until that loss or error instead.
+    With --until-loss or --until-error, train them on data until that loss or error instead. Under torchrun with K
+    processes, on one or several machines, each process has one worker.
     """
     if context.invoked_subcommand:
         return
+    if joined_group() and os.environ["RANK"] != "0":
+        from offbeat.studies.bench import machines
+
+        return machines.serve()
     trains = until_loss is not None or until_error is not None
     _refuse_options_of_the_other_benchmark(context, trains=trains)
     shared = dict[str, Any](

@@ -14,9 +14,11 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 from command import check_refused, offbeat  # noqa: F401
 from preloaded import PYTHON
 from processes import ENVIRONMENT, START, STOP, wait_for
+from torch import nn
 
 from offbeat.errors import UserError
 from offbeat.methods import ADL, ADL1F1B, GPipe
@@ -26,6 +28,7 @@ from offbeat.report import bench_table
 from offbeat.report.draw import draw_bench, draw_scaling
 from offbeat.studies.bench import fork_server as fork_server_module
 from offbeat.studies.bench import rounds, scaling
+from offbeat.studies.bench.contenders import Counter, Flat
 from offbeat.studies.bench.cuts import check, counted, placed
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.prediction import PredictionHere, period_on
@@ -122,6 +125,20 @@ def trained(tmp_path_factory):
         for name, *values in map(json.loads, out.splitlines()):
             found.setdefault(name, []).append(values)
     return found
+
+
+def test_stages_of_torch_exchange_contiguous_values_and_gradients():
+    """Where a cut is within a block, neither may be: gloo would refuse to send it."""
+
+    class Turned(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.transpose(1, 2)
+
+    x = torch.zeros(2, 3, 4, requires_grad=True)
+    y = Flat(Turned(), x, x.transpose(1, 2), Counter(), last=False)(x)
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert y.is_contiguous()
+    assert gradient.is_contiguous()
 
 
 @pytest.mark.parametrize("name", ["torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "gpipe"])

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import results_network  # noqa: E402
 from network_prediction import MeasuredCosts, one_f_one_b, predicted  # noqa: E402
-from network_relay import PROFILES, Profile, ip, why_not  # noqa: E402
+from network_relay import PROFILES, Profile, why_not  # noqa: E402
 from network_rows import LISTED, ROWS  # noqa: E402
 
 FEW = "ddp-accumulate,local-sgd,torch-gpipe-4,torch-1f1b-4,gpipe-4,adl,adl-int8,2bw"
@@ -45,6 +45,7 @@ def command(out: Path, *more: str) -> subprocess.Popen:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_an_interrupted_record_is_continued_and_every_row_is_in_it_once(tmp_path):
     out = tmp_path / "network-2cores-k2.json"
@@ -57,6 +58,11 @@ def test_an_interrupted_record_is_continued_and_every_row_is_in_it_once(tmp_path
     assert errors.splitlines()[-1] == f"interrupted; the same command continues {out}"
     begun = json.loads(out.read_text())["measurements"]
     assert begun
+    short = command(out, "--budget-minutes", "0.1")
+    said, errors = short.communicate(timeout=60)
+    assert short.returncode == 0, errors
+    assert said.splitlines()[-1].endswith(f"no time is left; the same command continues {out}")
+    assert json.loads(out.read_text())["measurements"] == begun
     second = command(out)
     _, errors = second.communicate(timeout=600)
     assert second.returncode == 0, errors
@@ -65,12 +71,25 @@ def test_an_interrupted_record_is_continued_and_every_row_is_in_it_once(tmp_path
     assert record["measurements"][: len(begun)] == begun
     done = [(one["row"], one["profile"]) for one in record["measurements"]]
     assert sorted(done) == sorted((row, line) for row in FEW.split(",") for line in ("loopback", "1gbit-1ms"))
-    assert not [line for line in ip("netns", "list").splitlines() if f"-{second.pid}-" in line]
     sent = {one["row"]: one["bytes"] for one in record["measurements"] if one["profile"] == "1gbit-1ms"}
     assert sent["adl-int8"] < 0.6 * sent["adl"]
     page = "\n".join(results_network.record_section(out.name, record))
     assert "Offbeat ADL, int8 messages" in page
     assert "of 16 predictions are within 20 %" in page
+    assert "### tiny, K=2, 32 samples per update, 1 round\n" in page
+    results_network.draw(record, tmp_path / "map.svg")
+    assert results_network.digest(record) in (tmp_path / "map.svg").read_text()
+    more = command(out, "--rows", "ddp", "--profiles", "loopback,200mbit-20ms")
+    _, errors = more.communicate(timeout=100)
+    assert more.returncode == 0, errors
+    wider = json.loads(out.read_text())
+    assert [row["name"] for row in wider["settings"]["rows"]] == ["ddp", *FEW.split(",")]
+    assert [one["name"] for one in wider["settings"]["profiles"]] == ["loopback", "1gbit-1ms", "200mbit-20ms"]
+    assert [(one["row"], one["profile"]) for one in wider["measurements"][16:]] == [
+        ("ddp", "loopback"),
+        ("ddp", "200mbit-20ms"),
+    ]
+    assert wider["measurements"][:16] == record["measurements"]
     other = command(out, "--seconds", "0.2")
     _, errors = other.communicate(timeout=100)
     assert other.returncode == 1

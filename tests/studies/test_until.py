@@ -197,6 +197,25 @@ def test_a_run_ends_at_the_target_and_earlier_runs_are_kept_after_ctrl_c(offbeat
     check_refused(offbeat, small("--until-loss", target / 2, "--against", "bp"), "already holds until.json with target")
 
 
+def test_a_run_that_the_time_limit_ends_is_trained_again(offbeat, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(until, "RATES", (1.0,))
+    command = small("--until-loss", 0.001, "--against", "bp")
+    starts = iter([True])  # and from then on there is no time
+    with monkeypatch.context() as limited:
+        limited.setattr(until.StudyRunner, "has_time", lambda self, seconds=0.0: next(starts, False))
+        done = offbeat(*command, "--budget-minutes", 1)
+    assert done.code == 0, done.err
+    (run,) = runs(record()).values()
+    assert run["outcome"] == "no time"
+    assert [point["samples"] for point in run["curve"]] == [0]
+    assert "no time, best loss" in Path("found/until.md").read_text()
+    done = offbeat(*command)
+    assert done.code == 0, done.err
+    assert {name: run["outcome"] for (name, _), run in runs(record()).items()} == dict.fromkeys(
+        ["bp", "adl"], "not reached"
+    )
+
+
 @pytest.mark.slow
 def test_a_rate_that_diverges_is_recorded_and_others_count(offbeat, monkeypatch):  # noqa: F811
     monkeypatch.setattr(until, "RATES", (1.0, 1e9))

@@ -229,6 +229,7 @@ class Flat(nn.Module):
     """A stage whose values in and out are plain tensors, as torch.distributed.pipelining takes them.
 
     `inputs` and `outputs` are trees of one sample message each; what is no tensor in them is the same for every batch.
+    Values and gradients are contiguous, since gloo sends no others.
     """
 
     def __init__(self, stage: nn.Module, inputs: Any, outputs: Any, counter: Counter, *, last: bool) -> None:
@@ -245,12 +246,15 @@ class Flat(nn.Module):
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
-            if self.counter.on and tensor.requires_grad:
-                tensor.register_hook(self.counter.see)
+            if tensor.requires_grad:
+                leaves[place] = view = tensor.view_as(tensor)  # whose hooks end with this batch
+                view.register_hook(Tensor.contiguous)
+                if self.counter.on:
+                    view.register_hook(self.counter.see)
         output = self.stage(pytree.tree_unflatten(leaves, self.structure))
         if self.last:
             return output
-        sent = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        sent = [leaf.contiguous() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         for tensor in sent:
             self.counter.see(tensor)
         return sent[0] if len(sent) == 1 else tuple(sent)

@@ -68,8 +68,9 @@ class ForkServer:
         self.socket: socket.socket | None = None
         self.lock = threading.Lock()
 
-    def spawn(self, surroundings: dict[str, str], errors: Path) -> ForkedWorker:
-        """A worker with these environment variables added to ours; its standard error goes to a file."""
+    def spawn(self, surroundings: dict[str, str], errors: Path, rank: int = 0) -> Any:
+        """A worker with these environment variables added to ours; its standard error goes to a file. `rank`: of the
+        worker, for a fork server that has several machines."""
         (its_in, our_out), (our_in, its_out) = os.pipe(), os.pipe()
         try:
             with errors.open("w") as file:

@@ -16,8 +16,10 @@ from typing import Any
 from offbeat.errors import UserError
 from offbeat.report import bench_table
 from offbeat.report.draw import by_the_way, draw_bench
+from offbeat.runs.launch import joined_group
 from offbeat.runs.provenance import gpu_name
 from offbeat.runs.train import file_name
+from offbeat.studies.bench import machines
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import BenchRequest
@@ -63,7 +65,7 @@ class Bench:
     origin: dict[str, Any]
     earlier: dict[str, Any]  # the record that this continues, if there is one
     groups: dict[str, WorkerGroup] = field(default_factory=dict)
-    fork_server: ForkServer = field(default_factory=ForkServer)
+    fork_server: ForkServer = field(default_factory=machines.fork_server)
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +144,8 @@ class Bench:
 
     def _side_by_side(self) -> int:
         """How many rows can run at the same time on cores of their own."""
-        return max(1, len(cores_here()) // self.setting.K) if self.setting.device == "cpu" else 1
+        alone = self.setting.device == "cpu" and not joined_group()
+        return max(1, len(cores_here()) // self.setting.K) if alone else 1
 
     def _sweep(self, workers: WorkerGroup) -> dict[int, float]:
         """Seconds per batch by the number of micro-batches, until more of them are clearly slower."""
@@ -370,6 +373,7 @@ def memory_left() -> float:
 
 def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], Path]:
     """The whole benchmark. With `out` it continues the record there; Ctrl-C keeps what was measured."""
+    machines.check(request.K, request.device)
     setting = request.setting()
     rows = chosen(request.against, request.device, methods=tuple(setting.methods))
     out = folder_for(request.out, f"bench-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", "bench.json")
@@ -378,6 +382,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     if setting.device == "cuda":
         check_gpu()
         made["machine"] = f"{gpu_name()}, {made['machine']}"
+    made["machine"] = machines.described(made["machine"])
     runner = StudyRunner(out, request.minutes, show)
     earlier = stored(out / "bench.json", identity(request, setting), made)
     setting = request.placed(setting, earlier, runner.report)
@@ -418,6 +423,7 @@ def finish(run: Bench) -> None:
 def shared_cores(K: int) -> str | None:
     """The warning where workers have to share cores."""
     n = len(cores_here())
+    K = int(os.environ.get("LOCAL_WORLD_SIZE", K)) if joined_group() else K  # of which the others are elsewhere
     if n >= K:
         return None
     return f"{K} workers on {n} core{'s' * (n > 1)}: cores are shared, so these are not the times of one core per stage"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-Outcome = Literal["reached", "not reached", "diverged", "failed"]
+Outcome = Literal["reached", "not reached", "diverged", "failed", "no time"]
 
 
 @dataclass(frozen=True)

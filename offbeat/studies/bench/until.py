@@ -5,7 +5,8 @@
 
 All rows have the same initial weights, order of samples and samples per update; the learning rate increases over the
 first twentieth of the samples and then stays, so that a result does not depend on when a run would have ended. The
-record is written after each run; the same command trains what it does not have.
+record is written after each run; the same command trains what it does not have. A run that the time limit ends is
+recorded as "no time", and trained again by a command that continues the record.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.recipe import make_recipe
 from offbeat.runs.task import LANGUAGE, default_names
 from offbeat.runs.train import file_name
+from offbeat.studies.bench import machines
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import BenchRequest, check_numbers
@@ -43,7 +45,7 @@ from offbeat.studies.bench.rows import (
     note,
     settings_by_method,
 )
-from offbeat.studies.bench.target import Measurement, Target, best, reached
+from offbeat.studies.bench.target import Measurement, Outcome, Target, best, reached
 from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
 from offbeat.studies.runner import StudyRunner
 
@@ -55,6 +57,7 @@ COMPARED = "ddp,torch-1f1b,adl-1f1b"  # rows besides bp and adl
 VALIDATIONS = 50  # per run, by default
 PATIENCE = 3600.0  # seconds until a worker must answer
 RECORD = "until.json"
+NO_TIME: Outcome = "no time"
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class UntilBench:
     origin: dict[str, Any]
     found: dict[str, dict[str, Any]]  # rows of the record, by name
     left_out: dict[str, str] = field(default_factory=dict)
-    fork_server: ForkServer = field(default_factory=ForkServer)
+    fork_server: ForkServer = field(default_factory=machines.fork_server)
     folder: Path = Path()
 
     # ---- what there is to do
@@ -209,7 +212,7 @@ class UntilBench:
 
     def _has(self, trained: TrainedRow, rate: float) -> bool:
         runs = self.found.get(trained.name, {}).get("runs", [])
-        return any(run["rate"] == rate and run["outcome"] != "failed" for run in runs)
+        return any(run["rate"] == rate and run["outcome"] not in ("failed", NO_TIME) for run in runs)
 
     # ---- one run
 
@@ -337,6 +340,8 @@ class UntilBench:
                 return "reached", order
             if updates == self.updates:
                 return "not reached", order
+            if not self.runner.has_time():
+                return NO_TIME, order
             count = min(self.every, self.updates - updates)
             seconds += max(answer["seconds"] for answer in workers.ask("train", count))
             updates += count
@@ -383,6 +388,7 @@ def settings_of_request(request: UntilRequest, data: DataSet) -> dict[str, Any]:
 
 def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], Path]:
     """All runs. With `out` it continues the record there; Ctrl-C keeps the runs that have ended."""
+    machines.check(request.K, request.device)
     setting, data = request.setting(), request.open()
     if data.train_samples < setting.batch_size:
         raise UserError(
@@ -397,6 +403,7 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     trained = TrainedRow.all_of(rows, setting, default=task.defaults["optimizer"], given=request.optimizer)
     out = folder_for(request.out, f"until-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", RECORD)
     made = origin()
+    made["machine"] = machines.described(made["machine"])
     runner = StudyRunner(out, request.minutes, show)
     settings = {**identity(request, setting), **settings_of_request(request, data)}
     if request.every:

@@ -22,18 +22,22 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from offbeat.core.links.network import connect
 from offbeat.errors import NotFinite, first_line
 from offbeat.runs import launch
 from offbeat.studies.bench.contenders import Contender, Ours, Task, make
 from offbeat.studies.bench.row_training import RowTraining
-from offbeat.studies.bench.rows import BenchSetting, of_row, row_of
+from offbeat.studies.bench.rows import BenchSetting, cores_here, of_row, row_of
 from offbeat.studies.bench.timing import forget_peak, peak, pin, resident, sgd, timed
+
+JOINING = timedelta(minutes=5)  # until all workers of a row have started
 
 
 class RowWorker:
@@ -42,12 +46,10 @@ class RowWorker:
     def __init__(self, start: dict[str, Any]) -> None:
         self.row, self.setting, self.rank = row_of(start["row"]), BenchSetting.of(start["setting"]), start["rank"]
         self.on_gpu = self.setting.device != "cpu"
-        pin(set(start["cores"]))  # before torch's threads are made: they stay where this one is
+        pin(set(start["cores"] or own_core()))  # before torch's threads are made: they stay where this one is
         torch.set_num_threads(start["threads"])
         if self.row.workers == "K" and not self.on_gpu:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{start['store']}", rank=self.rank, world_size=start["world"]
-            )
+            join(start["store"], self.rank, start["world"])
         if self.on_gpu:
             torch.zeros(1, device=self.setting.device)
         self.wait: Callable[[], Any] = torch.cuda.synchronize if self.on_gpu else lambda: None
@@ -130,6 +132,24 @@ class RowWorker:
         self.contender = self.unlinked = None
         forget_peak()
         return {}
+
+
+def own_core() -> list[int]:
+    """The core of this worker among those of its machine, where torchrun has started several processes on it."""
+    cores = cores_here()
+    return [cores[int(os.environ.get("LOCAL_RANK", "0")) % len(cores)]]
+
+
+def join(name: str, rank: int, world: int) -> None:
+    """Join the group of the row: by a file of this name or, under torchrun, in torch's store under this name."""
+    if "MASTER_ADDR" not in os.environ:
+        dist.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=world)
+        return
+    place = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(name, place)
+    trial = connect(store, rank, world, patience=JOINING)  # which also chooses the interface
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    del trial
 
 
 def serve() -> None:

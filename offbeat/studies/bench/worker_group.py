@@ -13,7 +13,8 @@ from typing import Any
 
 from offbeat.core.links import LOOPBACK_INTERFACE
 from offbeat.errors import UserError
-from offbeat.studies.bench.fork_server import ForkedWorker, ForkServer
+from offbeat.runs.launch import joined_group
+from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.rows import BenchRow, BenchSetting, cores_here
 
 PATIENCE = 600.0  # seconds until a worker must answer: workers that wait for each other never do
@@ -29,6 +30,8 @@ class RowFailedError(UserError):
 
 class WorkerGroup:
     """The processes of a row, one core each; all get the same requests, and each answers for itself.
+
+    Under torchrun each is started by a process of its own (machines.py).
 
     They are in a session of their own, so that Ctrl-C reaches only the process that writes the record.
     """
@@ -47,7 +50,7 @@ class WorkerGroup:
         self.first_core, self.patience = first_core, patience
         self.count = setting.K * setting.replicas if row.workers == "K" and setting.device == "cpu" else 1
         self.m: int | None = None
-        self.processes: list[ForkedWorker] = []
+        self.processes: list[Any] = []
 
     def start(self) -> None:
         """Start them and send them their ranks; `ready` waits until they have started."""
@@ -58,11 +61,11 @@ class WorkerGroup:
         if self.setting.device != "cpu":
             queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # or streams wait for each other
             surroundings["CUDA_DEVICE_MAX_CONNECTIONS"] = queues
-        if loopback:
+        if loopback and not joined_group():
             surroundings["GLOO_SOCKET_IFNAME"] = loopback
         for rank in range(self.count):
-            self.processes.append(self.fork_server.spawn(surroundings, self._errors(rank)))
-            mine = [cores[(self.first_core + rank) % len(cores)]]
+            self.processes.append(self.fork_server.spawn(surroundings, self._errors(rank), rank))
+            mine = None if joined_group() else [cores[(self.first_core + rank) % len(cores)]]  # None: of its process
             if self.row.cores == "all" or self.setting.device != "cpu":
                 mine = cores
             self._send(
