@@ -150,25 +150,26 @@ def option(command: list[str], name: str) -> str | None:
     return command[command.index(name) + 1] if name in command else None
 
 
-def asked(all_of: Joined) -> dict[str, int]:
-    """The rows that the invocations asked for, and with how many seeds."""
-    most: dict[str, int] = {}
+def asked(all_of: Joined) -> dict[str, set[int]]:
+    """The rows that the invocations asked for, and their seeds."""
+    seeds: dict[str, set[int]] = {}
     for invocation in all_of.invocations:
         command = invocation["command"]
-        seeds = int(option(command, "--seeds") or 1)
         request = reproducing.ReproductionRequest(
             table=all_of.table.name,
             only=option(command, "--only"),
             epochs=None,
-            seeds=seeds,
+            seeds=int(option(command, "--seeds") or 1),
+            first_seed=int(option(command, "--first-seed") or 0),
             minutes=None,
             together=1,
             data=None,
             out=None,
             running={},
         )
-        most |= {row.name: max(seeds, most.get(row.name, 0)) for row in reproducing.rows_of(request)[1]}
-    return most
+        for row in reproducing.rows_of(request)[1]:
+            seeds.setdefault(row.name, set()).update(request.seeds_trained)
+    return seeds
 
 
 # ---- the record
@@ -260,7 +261,7 @@ def join(folders: list[Path], into: Path | None = None, given: dict[str, str | N
     if taken or (into is not None and not into.absolute().parent.is_dir()):
         raise UserError(f"--into {into}: give a folder that is empty or not there yet, in one that is")
     made_of = {row.name: reproducing.recipe_of(row, 0, all_of.settings) for row in all_of.rows}
-    seeds = {name: number for name, number in asked(all_of).items() if name in made_of}
+    seeds = {name: numbers for name, numbers in asked(all_of).items() if name in made_of}
     with together(all_of, into) as folder:
         found = report.read(
             folder, all_of.table, made_of, seeds, all_of.settings, all_of.invocations[-1], all_of.images

@@ -36,6 +36,9 @@ def reproduce(
         int | None, typer.Option(help="Samples per update of all rows, which each splits into M batches.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Number of seeds per row.")] = 3,
+    first_seed: Annotated[
+        int, typer.Option(help="The first of them: several commands, each with its folder, can share a row.")
+    ] = 0,
     budget_minutes: Annotated[
         float | None, typer.Option(help="Time limit in minutes; the same command continues later. (default: none)")
     ] = None,
@@ -62,6 +65,7 @@ def reproduce(
         epochs=epochs,
         batch_per_update=batch_per_update,
         seeds=seeds,
+        first_seed=first_seed,
         minutes=budget_minutes,
         together=side_by_side,
         data=data,

@@ -12,7 +12,7 @@ difference to the row of BP with which a row is compared.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from math import isfinite
@@ -168,12 +168,12 @@ def read(
     folder: Path,
     table: Table,
     recipes: dict[str, Recipe],
-    seeds: dict[str, int],
+    seeds: Mapping[str, Iterable[int]],
     settings: dict[str, Any],
     provenance: dict[str, Any],
     images: Images | None = None,
 ) -> Reproduction:
-    """The rows asked for, each with its number of `seeds`, and others of which the folder has runs.
+    """The rows asked for, each with its `seeds`, and others of which the folder has runs.
 
     The paper's values are beside ours unless these were trained on other images.
     """
@@ -184,7 +184,7 @@ def read(
     per_update = settings.get("batch_per_update")
     for row in table.rows:
         there = {int(path.name.rpartition("-seed")[2]) for path in (folder / "runs").glob(f"{row.name}-seed[0-9]*")}
-        wanted = set(range(seeds.get(row.name, 0)))
+        wanted = set(seeds.get(row.name, ()))
         paths = {seed: folder / "runs" / run_name(row.name, seed) for seed in sorted(wanted | there)}
         if runs := [read_seed_run(path, seed, task=task) for seed, path in paths.items()]:
             recipe = recipes.get(row.name) or _recipe(paths[runs[0].seed])

@@ -54,11 +54,16 @@ class ReproductionRequest:
     epochs: int | None
     batch_per_update: int | None = None
     seeds: int
+    first_seed: int = 0
     minutes: float | None
     together: int
     data: Path | None
     out: Path | None
     running: dict[str, Any]
+
+    @property
+    def seeds_trained(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     @property
     def command(self) -> list[str]:
@@ -70,6 +75,7 @@ class ReproductionRequest:
             "epochs": self.epochs,
             "batch-per-update": self.batch_per_update,
             "seeds": self.seeds,
+            "first-seed": self.first_seed or None,
             "budget-minutes": self.minutes,
             "side-by-side": self.together if self.together > 1 else None,
             **{name.replace("_", "-"): value for name, value in self.running.items()},
@@ -129,6 +135,8 @@ def check(request: ReproductionRequest) -> None:
     for name, number in (("seeds", request.seeds), ("together", request.together)):
         if not 1 <= number <= MOST_RUNS:
             raise UserError(f"{name}={number}: use a whole number from 1 to {MOST_RUNS}")
+    if not 0 <= request.first_seed <= MOST_RUNS:
+        raise UserError(f"first_seed={request.first_seed}: use a whole number from 0 to {MOST_RUNS}")
     if request.minutes is not None and not 0 < request.minutes < float("inf"):
         raise UserError(f"minutes={request.minutes:g}: use a number above 0, or leave it out for no limit")
     if launch.joined_group():
@@ -316,7 +324,7 @@ class Reproducing:
         recipes = {row.name: recipe_of(row, 0, settings) for row in rows}
         runs = [
             StudyRun(row.name, seed, recipe_of(row, seed, settings), row.title)
-            for row, seed in table.order(request.seeds)
+            for row, seed in table.order(request.seeds, request.first_seed)
             if row.name in recipes
         ]
         if request.together > 1 and any(run.recipe.engine == "processes" for run in runs):
@@ -363,7 +371,7 @@ class Reproducing:
     def write_table(self) -> Reproduction:
         """The table and the curves of the rows so far, also in files."""
         folder, settings = self.runner.folder, self.content["settings"]
-        seeds = dict.fromkeys(self.recipes, self.request.seeds)
+        seeds = dict.fromkeys(self.recipes, self.request.seeds_trained)
         provenance = self.content["invocations"][-1]
         found = read(folder, self.table, self.recipes, seeds, settings, provenance, self.content["images"])
         return written(self.runner, found)

@@ -568,6 +568,11 @@ def test_what_is_not_given_again_stays_as_it_was_and_more_seeds_are_added(offbea
     assert "net-diverges" not in rows
 
 
+def test_the_seeds_of_a_row_can_begin_at_another_than_the_first(offbeat, table):
+    assert reproduce(offbeat, "--only", "net-adl", "--epochs", 1, "--first-seed", 2, seeds=2).code == 0
+    assert [(run["seed"], run["state"]) for run in results()["net-adl"]["runs"]] == [(2, "done"), (3, "done")]
+
+
 def test_a_drained_checkpoint_of_resnet56_is_under_ten_megabytes(tmp_path):
     recipe = TABLES["cifar10-table"].rows[0].recipe(engine="simulate", threads_per_stage=1)
     known = build.Facts((3, 32, 32), 10, 50_000)
@@ -631,6 +636,7 @@ MISUSE = {
     "no data": (("cifar10-table",), ("needs --data, the folder", "cifar-10-batches-bin")),
     "no such folder": (("cifar10-table", "--data", "nowhere"), ("nowhere", "does not exist")),
     "no seeds": (("cifar10-table", "--seeds", 0), ("--seeds 0: use a whole number from 1 to 1000",)),
+    "a seed below 0": (("cifar10-table", "--first-seed", -1), ("--first-seed -1: use a whole number from 0 to 1000",)),
     "too many seeds": (("cifar10-table", "--seeds", 10**9), ("--seeds 1000000000: use a whole number from 1 to 1000",)),
     "nobody beside": (("cifar10-table", "--side-by-side", 0), ("--side-by-side 0",)),
     "no budget": (("cifar10-table", "--budget-minutes", 0), ("--budget-minutes 0: use a number above 0",)),

@@ -114,7 +114,7 @@ class Table:
     def task(self) -> LearningTask:
         return self.rows[0].recipe().task
 
-    def order(self, seeds: int) -> list[tuple[TableRow, int]]:
+    def order(self, seeds: int, first: int = 0) -> list[tuple[TableRow, int]]:
         """All (row, seed) by worth: the first seed of tiers 1 and 2, their other seeds, then the later tiers."""
-        runs = [(row, seed) for row in self.rows for seed in range(seeds)]
+        runs = [(row, seed) for row in self.rows for seed in range(first, first + seeds)]
         return sorted(runs, key=lambda run: (run[0].tier > 2, run[1], run[0].tier))
