@@ -216,12 +216,25 @@ class Pipeline(PipelineView):
         return known[0] if len(known) == 1 else torch.stack(known).mean() if known else None
 
     def newest_losses(self) -> list[Tensor]:
-        """The newest loss of each replica whose last stage is in this process."""
+        """The newest loss of each replica whose last stage is in this process.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> _ = pipe.step(torch.ones(4, 2), torch.zeros(4, 1))
+        >>> [loss.shape for loss in pipe.newest_losses()]
+        [torch.Size([])]
+        """
         return self._local.newest_losses()
 
     def start_at(self, batches: int, *, new: bool = False) -> Assembly:
         """Stages of the method that trains the next batch, after that many batches; `new`: made again, with new
-        optimizers and schedulers."""
+        optimizers and schedulers.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD, cuts=[1])
+        >>> list(pipe.start_at(8).stages), pipe.batches
+        ([1, 2], 8)
+        """
         return self._local.start_at(batches, new=new)
 
     def fit(
@@ -287,7 +300,13 @@ class Pipeline(PipelineView):
 
     @cached_property
     def loss_chain(self) -> LossChain:
-        """Brings losses and requests to stop from process to process during `fit`."""
+        """Brings losses and requests to stop from process to process during `fit`.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD, cuts=[1])
+        >>> pipe.loss_chain.receive()  # in one process there is nothing to bring
+        ({}, False)
+        """
         return LossChain(self)
 
     def updates(self, batches: int) -> int:
@@ -323,6 +342,14 @@ class Pipeline(PipelineView):
 
         Instead of callbacks it has functions, called in every process after the same operations of its stages:
         `before_step(t)`, `after_step(t)`, `after_epoch(epoch)`; t counts micro-batches where `batch=` is given.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> for _ in pipe.steps([(torch.ones(4, 2), torch.zeros(4, 1))] * 2, epochs=1):
+        ...     print(pipe.batches, pipe.epoch_start)
+        1 (0, 0)
+        2 (0, 0)
+        2 (1, 2)
         """
         return training_epochs.steps(
             self._local,
@@ -383,7 +410,14 @@ class Pipeline(PipelineView):
     def evaluating(
         self, loader: Batches | None = None, *, metric: Metric | None = None
     ) -> Generator[None, None, dict[str, Any]]:
-        """`evaluate` a little at a time, as `steps` trains: yields after every batch."""
+        """`evaluate` a little at a time, as `steps` trains: yields after every batch.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> passes = pipe.evaluating([(torch.ones(4, 2), torch.zeros(4, 1))] * 2)
+        >>> sum(1 for _ in passes)  # batches; other work may be done after each
+        2
+        """
         return evaluation.evaluating(self._local, loader, metric)
 
     # ---- saving
@@ -461,13 +495,30 @@ class Pipeline(PipelineView):
 
     def keep(self) -> None:
         """From the next batch on, keep what is needed to save this process's stages with their batches in flight; it is
-        complete after `lag` more batches."""
+        complete after `lag` more batches.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, method="adl:M=1,weights=hybrid", loss=torch.nn.functional.mse_loss,
+        ...                 optimizer=torch.optim.SGD, cuts=[1])
+        >>> pipe.keep()
+        >>> for _ in range(4):
+        ...     _ = pipe.step(torch.ones(4, 2), torch.zeros(4, 1))
+        >>> sorted(pipe.stage_states())
+        [1, 2]
+        """
         for stage in self.all_stages:
             stage.keep()
 
     def mark(self, batches: int, *, stop: str = "") -> None:
         """In the first process, ahead of a batch: have all stages save after that many batches, and stop there if a
-        reason is given."""
+        reason is given.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD, cuts=[1])
+        >>> pipe.mark(3, stop="enough")
+        >>> pipe.marks
+        {3: 'enough'}
+        """
         self._local.mark(batches, stop=stop)
 
     def stage_states(self, *, keep_on: bool = False) -> dict[int, Any]:
@@ -478,6 +529,14 @@ class Pipeline(PipelineView):
 
         With weights="hybrid" and batches in flight, `keep` must have been called far enough ahead; with `keep_on` the
         stages continue to keep what the next call needs.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> batch = torch.ones(4, 2), torch.zeros(4, 1)
+        >>> for _ in range(3):
+        ...     _ = pipe.step(*batch)
+        >>> {k: len(state["stage"]["in_flight"]) for k, state in pipe.stage_states().items()}
+        {1: 2, 2: 0}
         """
         return self._local.states(keep_on=keep_on)
 
@@ -486,6 +545,16 @@ class Pipeline(PipelineView):
 
         With replicas each process needs the states of its stages in its own replica and in replica 0. A state without
         batches in flight and without an open window can be loaded with another number of replicas.
+
+        >>> def build():
+        ...     torch.manual_seed(0)
+        ...     return Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)), K=2, cuts=[1],
+        ...                     loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> first, second, batch = build(), build(), (torch.ones(4, 2), torch.zeros(4, 1))
+        >>> _ = first.step(*batch)
+        >>> second.load_stage_states(first.stage_states(), batches=1)
+        >>> bool(first.step(*batch) == second.step(*batch))
+        True
         """
         self._local.load_states(trees, batches)
 
@@ -497,6 +566,15 @@ class Pipeline(PipelineView):
         Changes no result.
 
         At any time; in several processes in all of them, since it compares their clocks.
+
+        >>> import tempfile
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pipe.trace(2, f"{folder}/trace.json")
+        ...     pipe.fit([(torch.ones(4, 2), torch.zeros(4, 1))] * 8)
+        ...     [file.name for file in Path(folder).iterdir()]
+        ['trace.json']
         """
         checks.check_functions(notify=notify)
         self._local.observation.request_trace(turns, checks.path_of(path), notify)
@@ -510,6 +588,13 @@ class Pipeline(PipelineView):
         the share of the predicted decrease that the stage gets (see observe/diagnosis.py).
 
         The figures are in `diagnosis` of `reports`. Changes no result.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> pipe.diagnose(every=2)
+        >>> pipe.fit([(torch.ones(4, 2), torch.zeros(4, 1))] * 8)
+        >>> [(line["update"], line["lag"]) for line in pipe.reports()[0].diagnosis]
+        [(1, 1), (3, 2), (5, 2), (7, 2)]
         """
         if self.replicas > 1:
             raise UserError(
@@ -520,7 +605,14 @@ class Pipeline(PipelineView):
         self._local.begin_observing()
 
     def reports(self) -> list[Report]:
-        """Figures of the stages of this process since the last call."""
+        """Figures of the stages of this process since the last call.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> pipe.fit([(torch.ones(4, 2), torch.zeros(4, 1))] * 8)
+        >>> [(report.k, report.updates, report.samples, report.staleness) for report in pipe.reports()]
+        [(1, 8, 32, {2: 6}), (2, 8, 32, {0: 8})]
+        """
         self._local.settle()
         return self._local.observation.reports(self._local.assembly) if self._local.assembly else []
 

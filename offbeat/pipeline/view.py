@@ -15,7 +15,25 @@ from offbeat.recommended import Recommendation
 
 
 class PipelineView:
-    """The properties of `Pipeline`, which has the calls."""
+    """The properties of `Pipeline`, which has the calls.
+
+    >>> import torch
+    >>> from offbeat import Pipeline
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> pipe = Pipeline(layers, K=2, method="adl", M=2, loss=torch.nn.functional.mse_loss, cuts=[1],
+    ...                 optimizer=torch.optim.SGD)
+    >>> pipe.fit([(torch.ones(4, 2), torch.zeros(4, 1))] * 6, epochs=2)
+    >>> pipe.method.name, pipe.recommendation, pipe.cuts, len(pipe.parts), pipe.notes
+    ('adl', None, [1], 2, [])
+    >>> pipe.replica, pipe.leads, pipe.first, pipe.last  # one process has all stages
+    (0, True, True, True)
+    >>> list(pipe.stages), len(pipe.workers), len(pipe.all_stages)
+    ([1, 2], 2, 2)
+    >>> pipe.model is layers, pipe.batches, pipe.epoch_start
+    (True, 12, (2, 12))
+    >>> [stage.mean for stage in pipe.staleness], pipe.marks, pipe.tracing, pipe.trace_requested
+    ([1.0, 0.0], {}, None, False)
+    """
 
     _local: LocalStages
 
