@@ -497,9 +497,20 @@ def from_json(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
             if name in takes:
                 takes[name].check(value)
         except UserError as error:
-            wrong = f'"{name}": {json.dumps(value)}: use {takes[name].allowed}'
+            wrong = f'"{name}": {json.dumps(value)}: use {_in_json(takes[name].values)}'
             raise UserError(f"{path}: {error if takes[name].choices else wrong}") from None
     return found
+
+
+def _in_json(text: str) -> str:
+    """Values of Python as JSON has them.
+
+    >>> _in_json("text such as 'sc', or None")
+    'text such as "sc", or null'
+    """
+    for python, written in {"True": "true", "False": "false", "None": "null", "'": '"'}.items():
+        text = text.replace(python, written)
+    return text
 
 
 def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
