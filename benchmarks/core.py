@@ -87,7 +87,9 @@ def worker(options: argparse.Namespace) -> None:
     say("filling the pipeline")
     for _ in range(4 * K):
         pipe.step(x, y)
-    bare = pipe._make_stage(rank + 1, K, copy.deepcopy(pipe.parts[rank]), loss=loss if rank == K - 1 else None)
+    bare = pipe._local.assembler.make_stage(
+        rank + 1, K, copy.deepcopy(pipe.parts[rank]), loss=loss if rank == K - 1 else None
+    )
     canned = Links(
         inputs=Canned(taps["inputs"].last),  # type: ignore[arg-type]
         outputs=Canned(None) if rank < K - 1 else None,  # type: ignore[arg-type]

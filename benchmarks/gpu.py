@@ -97,7 +97,7 @@ class GpuRow:
         self._wait()
         began = time.perf_counter()
         for _ in range(n):
-            self.pipe._step([self.batch])
+            self.pipe._local.step([self.batch])
         asked = time.perf_counter() - began
         self._wait()
         return time.perf_counter() - began, asked
@@ -219,7 +219,7 @@ def host_microseconds(K: int, M: int, *, rounds: int, turns: int) -> float:
         def run(n: int) -> float:
             began = time.thread_time()
             for _ in range(n):
-                pipe._step([(x, y)])
+                pipe._local.step([(x, y)])
             return (time.thread_time() - began) / n
 
         run(2 * K + 4 * M)  # all operations have been recorded

@@ -259,13 +259,15 @@ def works_with(corrector: Corrector, rule: type[OptimizerRule] | None) -> str:
 
 def corrector_section(name: str) -> list[str]:
     kind = CORRECTORS[name]
-    first, *rest = str(inspect.getdoc(kind)).splitlines()
+    text, _, example = str(inspect.getdoc(kind)).partition(">>> ")
+    first, *rest = text.splitlines()
     takes = ", ".join(f"`{setting}={shown(field.default)}`" for setting, field in corrector_settings(name).items())
     return [
         f"## {name}: `offbeat.{kind.__name__}`",
         "",
         escaped(first),
         *(line if line.startswith("    ") else escaped(line) for line in rest),
+        *(f"    {line}" for line in f">>> {example}".splitlines()),
         "",
         prose(
             f"Changes: {', '.join(kind.changes)}. Weights: {', '.join(kind.supported_weights)}.",

@@ -156,7 +156,7 @@ def show_methods(name: str | None, *, K: int | None, M: int | None) -> Any:
     """The data that the command prints, as a table or as JSON."""
     if name is None:
         if K is not None or M is not None:
-            raise UserError("K= and M= draw the timeline of one method: name it, as in 'offbeat methods adl -K 4'")
+            raise UserError("K= and M= draw the timeline of one method: name it, such as 'adl'")
         add_packages()
         return [asdict(describe(each)) for each in METHODS]
     described = describe(name)

@@ -15,6 +15,11 @@ class UserError(ValueError):
 
     An argument is written as in Python, with or without a value: ``batch_size=32``, ``out=``. The command line prints
     these as its options: ``--batch-size 32``, ``--out``.
+
+    >>> import offbeat
+    >>> offbeat.ADL(M=0)
+    Traceback (most recent call last):
+    offbeat.errors.UserError: M=0 gradients per update: use an integer of at least 1
     """
 
 
@@ -53,7 +58,17 @@ class FolderTaken(UserError):
 
 
 class NotFinite(UserError):
-    """A loss or a gradient became NaN or infinite; names the stage and the batches."""
+    """A loss or a gradient became NaN or infinite; names the stage and the batches.
+
+    >>> import torch, offbeat
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    >>> pipe = offbeat.Pipeline(layers, K=2, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    >>> try:
+    ...     pipe.step(torch.full((4, 2), float("nan")), torch.zeros(4, 1))
+    ... except offbeat.NotFinite as error:
+    ...     print(error.batches)
+    (0,)
+    """
 
     def __init__(self, text: str, batches: Iterable[int] = ()) -> None:
         super().__init__(text)
@@ -85,11 +100,28 @@ class NotFused(UserWarning):
 
 
 class LateGradients(UserWarning):
-    """Method "auto" was not given the samples per update, so that gradients are later than they need be."""
+    """Method "auto" was not given the samples per update, so that gradients are later than they need be.
+
+    >>> import warnings, torch, offbeat
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    >>> options = {"loss": torch.nn.functional.mse_loss, "optimizer": torch.optim.SGD}
+    >>> with warnings.catch_warnings(action="error", category=offbeat.LateGradients):  # doctest: +ELLIPSIS
+    ...     offbeat.Pipeline(layers, K=2, method="auto", **options)
+    Traceback (most recent call last):
+    offbeat.errors.LateGradients: method="auto" without batch=: M=1, every batch is an update...
+    """
 
 
 class Unbalanced(UserWarning):
-    """The slowest stage of a partition is much slower than the mean; names the unit that causes it."""
+    """The slowest stage of a partition is much slower than the mean; names the unit that causes it.
+
+    >>> import warnings, torch, offbeat
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.Linear(400, 1), torch.nn.Linear(1, 1))
+    >>> with warnings.catch_warnings(action="error", category=offbeat.Unbalanced):  # doctest: +ELLIPSIS
+    ...     offbeat.partition(layers, 2, torch.ones(4, 400))
+    Traceback (most recent call last):
+    offbeat.errors.Unbalanced: uneven cuts: stage 1 of 2 has 2.00 times the mean cost...
+    """
 
 
 class ModelOutdated(UserWarning):
@@ -97,11 +129,33 @@ class ModelOutdated(UserWarning):
 
 
 class NotRestored(UserWarning):
-    """Part of a checkpoint could not be used: batches in flight at another K, or a newer checkpoint that is damaged."""
+    """Part of a checkpoint could not be used: batches in flight at another K, or a newer checkpoint that is damaged.
+
+    >>> import tempfile, warnings, torch, offbeat
+    >>> def build(K):
+    ...     layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    ...     return offbeat.Pipeline(layers, K=K, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    >>> two, three, batch = build(K=2), build(K=3), (torch.ones(4, 2), torch.zeros(4, 1))
+    >>> folder = tempfile.mkdtemp()
+    >>> with warnings.catch_warnings(record=True, action="always") as found:
+    ...     _ = two.step(*batch), two.save(folder), three.load(folder), three.step(*batch)
+    >>> print(found[-1].message)
+    batch 0, which was in flight, is lost by the change
+    """
 
 
 class ScheduleLength(UserWarning):
-    """The length of a learning-rate scheduler is not the number of updates that were made; names both."""
+    """The length of a learning-rate scheduler is not the number of updates that were made; names both.
+
+    >>> import warnings, torch, offbeat
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    >>> pipe = offbeat.Pipeline(layers, K=2, M=2, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD,
+    ...                         scheduler=lambda sgd: torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=4))
+    >>> with warnings.catch_warnings(action="error", category=offbeat.ScheduleLength):  # doctest: +ELLIPSIS
+    ...     pipe.fit([(torch.ones(4, 2), torch.zeros(4, 1))] * 4)
+    Traceback (most recent call last):
+    offbeat.errors.ScheduleLength: scheduler CosineAnnealingLR has 4 steps and was not used up...
+    """
 
 
 class Interrupted(Exception):

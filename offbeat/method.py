@@ -70,6 +70,11 @@ class Method:
     staleness_warmup
                (method, updates) pairs that train the first updates: back-propagation, for example, or methods whose lag
                grows. The pipeline is drained between them. All else here describes what follows the warm-up.
+
+    >>> from offbeat.methods import lags
+    >>> method = Method(name="mine", lag=lags.round_trip, M=2)
+    >>> [method.staleness(k, 3) for k in (1, 2, 3)]
+    [2.0, 1.0, 0.0]
     """
 
     name: str
@@ -177,7 +182,12 @@ class Method:
             raise UserError(f"staleness_warmup of {self.name}, whose gradients are not late: leave it out")
 
     def corrected(self, given: CorrectorLike) -> Method:
-        """The method with additional correctors: objects, or text such as "lwp+sc"."""
+        """The method with additional correctors: objects, or text such as "lwp+sc".
+
+        >>> from offbeat.methods import ADL
+        >>> ADL(M=4).corrected("sc").correctors
+        (SpikeCompensation(delay=None, extra=0.0),)
+        """
         more = correctors(given)
         for corrector in more:
             late = [self.staleness(k, 2) for k in (1, 2)]
@@ -189,7 +199,13 @@ class Method:
         return replace(self, correctors=correctors((*self.correctors, *more)))
 
     def phase(self, batch: int) -> Method:
-        """The method that trains this batch: one of the warm-up, or this one without a warm-up."""
+        """The method that trains this batch: one of the warm-up, or this one without a warm-up.
+
+        >>> from offbeat.methods import ADL, BP
+        >>> method = Method(name="warm", lag=ADL().lag, staleness_warmup=[(BP(), 10)])
+        >>> method.phase(9).name, method.phase(10).name
+        ('bp', 'warm')
+        """
         for method, updates in self.staleness_warmup:
             batch -= updates * method.M
             if batch < 0:
@@ -198,11 +214,21 @@ class Method:
 
     @property
     def after_warmup(self) -> Method:
-        """This method without a warm-up."""
+        """This method without a warm-up.
+
+        >>> from offbeat.methods import ADL, BP
+        >>> Method(name="warm", lag=ADL().lag, staleness_warmup=[(BP(), 10)]).after_warmup.staleness_warmup
+        ()
+        """
         return replace(self, staleness_warmup=()) if self.staleness_warmup else self
 
     def why_not_capturable(self) -> str | None:
-        """The reason why the iterations of a stage differ, so that they cannot be recorded; None if they do not."""
+        """The reason why the iterations of a stage differ, so that they cannot be recorded; None if they do not.
+
+        >>> from offbeat.methods import ADL, GPipe
+        >>> ADL().why_not_capturable(), GPipe(m=4).why_not_capturable()
+        (None, 'splits batches into micro-batches')
+        """
         if self.order:
             return "chooses the batches of its stages at random"
         if self.m > 1:
@@ -211,13 +237,24 @@ class Method:
 
     def why_no_replicas(self) -> str | None:
         """The reason why replicas of a stage could not stay equal by adding the gradients of their windows; None if
-        they do."""
+        they do.
+
+        >>> from offbeat.methods import ADL, ASGD
+        >>> ADL().why_no_replicas(), ASGD(N=4).why_no_replicas()
+        (None, 'has several workers itself')
+        """
         if self.head_lr is not None:
             return "trains its synthesisers by an optimizer of their own, whose gradients are not part of a window"
         return "has several workers itself" if self.workers > 1 else None
 
     def check(self, K: int) -> None:
-        """Raise an error if the method cannot have K stages."""
+        """Raise an error if the method cannot have K stages.
+
+        >>> from offbeat.methods import ADL
+        >>> ADL(recompute=[1, 5]).check(K=4)
+        Traceback (most recent call last):
+        offbeat.errors.UserError: adl with K=4 stages: recompute has stage 5: use stage numbers from 1 to 4
+        """
         for method, _ in self.staleness_warmup:
             method.check(K)
         reason = self.limit(K) if self.limit else None
@@ -227,7 +264,12 @@ class Method:
             raise UserError(f"{self.name} with K={K} stage{'s' * (K > 1)}: {reason}")
 
     def program(self, k: int, K: int, batches: Iterable[int]) -> Program:
-        """The operations of stage k of K, one local iteration at a time."""
+        """The operations of stage k of K, one local iteration at a time.
+
+        >>> from offbeat.methods import ADL
+        >>> [" ".join(map(str, iteration)) for iteration in ADL(M=2).program(2, 2, range(3))]
+        ['F0 B0', 'F1 B1 U', 'F2 B2', 'U']
+        """
         if self.order:
             return self.order(k, K, batches)
         if self.m > 1:
@@ -247,14 +289,24 @@ class Method:
         return StageInfo(k, K, self.staleness(k, K), self.lag(k, K), self.M)
 
     def stage_context(self, k: int, K: int) -> StageContext:
-        """The context of the correctors of stage k."""
+        """The context of the correctors of stage k.
+
+        >>> from offbeat.methods import ADL
+        >>> ADL(M=4).stage_context(1, 4).delay
+        1.5
+        """
         return StageContext(k, K, self.staleness(k, K))
 
     # ---- what an operation receives, sends and computes with
 
     def receives(self, operation: Operation, k: int, K: int) -> int | None:
         """The stage whose message the operation of stage k uses: k-1 for an input (0: the data), k+1 for a gradient;
-        None for no message."""
+        None for no message.
+
+        >>> from offbeat.methods import ADL
+        >>> ADL().receives(Forward(0), 2, 4), ADL().receives(Backward(0), 2, 4), ADL().receives(Backward(0), 4, 4)
+        (1, 3, None)
+        """
         kind = type(operation)
         if kind is Forward:
             return None if operation.buffered else k - 1  # type: ignore[union-attr]
@@ -266,29 +318,54 @@ class Method:
 
     def sends(self, operation: Operation, k: int, K: int) -> int | None:
         """The stage that the operation of stage k sends a message to: k+1 for its output, k-1 for the gradient of its
-        input; None for no message."""
+        input; None for no message.
+
+        >>> from offbeat.methods import ADL
+        >>> ADL().sends(Forward(0), 2, 4), ADL().sends(Backward(0), 2, 4), ADL().sends(Forward(0), 4, 4)
+        (3, 1, None)
+        """
         kind = type(operation)
         if kind is Forward:
             return k + 1 if k < K else None
         return k - 1 if kind is Backward and k > 1 and self.feedback != "local" else None
 
     def forward_version(self, forwards: int, newest: int) -> int:
-        """Version of the weights that the next forward uses, after a number of forwards and of updates (`newest`)."""
+        """Version of the weights that the next forward uses, after a number of forwards and of updates (`newest`).
+
+        >>> from offbeat.methods import ADL, TwoBW
+        >>> ADL(M=4).forward_version(forwards=8, newest=2), TwoBW(M=4).forward_version(forwards=8, newest=2)
+        (2, 1)
+        """
         return newest if self.forward == "newest" else min(newest, max(0, forwards // self.M - 1))
 
     def backward_version(self, forwarded: int, newest: int) -> int:
-        """Version of the weights that a backward uses, whose forward used version `forwarded`."""
+        """Version of the weights that a backward uses, whose forward used version `forwarded`.
+
+        >>> from offbeat.methods import ADL
+        >>> ADL().backward_version(1, newest=3), ADL(weights="hybrid").backward_version(1, newest=3)
+        (1, 3)
+        """
         return forwarded if self.weights == "stash" else newest
 
     def versions_kept(self) -> int:
         """How many of its newest versions a stage keeps in addition to those that batches in flight need; 0 if there is
-        only one version, which updates change in place."""
+        only one version, which updates change in place.
+
+        >>> from offbeat.methods import ADL, TwoBW
+        >>> ADL().versions_kept(), TwoBW().versions_kept(), ADL(weights="hybrid").versions_kept()
+        (1, 2, 0)
+        """
         if self.weights != "stash":
             return 0
         return 1 if self.forward == "newest" else 2
 
     def replays(self, k: int, K: int) -> bool:
-        """Whether a backward of stage k repeats its forward."""
+        """Whether a backward of stage k repeats its forward.
+
+        >>> from offbeat.methods import ADL
+        >>> ADL(recompute=True).replays(1, 4), ADL(recompute=True).replays(4, 4), ADL().replays(1, 4)
+        (True, False, False)
+        """
         if self.weights == "replay":
             return self.lag(k, K) > 0 or self._predicts(k, K)
         wanted = self.recompute if isinstance(self.recompute, bool) else k in self.recompute
@@ -304,41 +381,87 @@ class Method:
     # ---- what follows from the order of operations
 
     def steps(self, k: int, K: int, batches: Iterable[int]) -> Iterator[tuple[Step, ...]]:
-        """The program of stage k, with what each operation receives, sends and computes with (see interpreter.py)."""
+        """The program of stage k, with what each operation receives, sends and computes with (see interpreter.py).
+
+        >>> from offbeat.methods import ADL
+        >>> steps = [step for iteration in ADL(M=2).steps(1, 2, range(3)) for step in iteration]
+        >>> [(str(step.operation), step.version) for step in steps]
+        [('F0', 0), ('F1', 0), ('F2', 0), ('B0', 0), ('B1', 0), ('U', 1), ('B2', 0), ('U', 2)]
+        """
         return steps(self, k, K, batches)
 
     def full(self, k: int, K: int, *, in_flight: int, forwards: int) -> bool:
-        """Whether the next forward is one of steady state, given the batches in flight and the number of forwards."""
+        """Whether the next forward is one of steady state, given the batches in flight and the number of forwards.
+
+        >>> from offbeat.methods import ADL
+        >>> ADL().full(1, 2, in_flight=1, forwards=1), ADL().full(1, 2, in_flight=2, forwards=2)
+        (False, True)
+        """
         return in_flight >= self.lag(k, K) and (self.forward == "newest" or forwards >= self.M)
 
     def counted(self, levels: Iterable[int | None]) -> list[int]:
-        """The levels of staleness of a window that count: all if it is complete and in steady state, else none."""
+        """The levels of staleness of a window that count: all if it is complete and in steady state, else none.
+
+        >>> from offbeat.methods import ADL
+        >>> ADL(M=2).counted([3, 2]), ADL(M=2).counted([None, 2])
+        ([3, 2], [])
+        """
         known = [level for level in levels if level is not None]
         return known if len(known) == self.M else []
 
     def staleness(self, k: int, K: int) -> float:
-        """Mean staleness of the gradients of stage k, in updates."""
+        """Mean staleness of the gradients of stage k, in updates.
+
+        >>> from offbeat.methods import ADL
+        >>> [ADL(M=2).staleness(k, 4) for k in (1, 2, 3, 4)]
+        [3.0, 2.0, 1.0, 0.0]
+        """
         return steady_state(self, k, K).staleness
 
     def versions(self, k: int, K: int) -> int:
-        """Largest number of parameter versions that stage k holds, including the newest."""
+        """Largest number of parameter versions that stage k holds, including the newest.
+
+        >>> from offbeat.methods import ADL
+        >>> [ADL(M=2).versions(k, 4) for k in (1, 2, 3, 4)]
+        [4, 3, 2, 1]
+        """
         return steady_state(self, k, K).versions
 
     def held(self, k: int, K: int) -> int:
-        """Largest number of batches (micro-batches) between forward and backward that stage k holds."""
+        """Largest number of batches (micro-batches) between forward and backward that stage k holds.
+
+        >>> from offbeat.methods import ADL
+        >>> [ADL(M=2).held(k, 4) for k in (1, 2, 3, 4)]
+        [7, 5, 3, 1]
+        """
         return steady_state(self, k, K).held
 
     def resting(self, k: int, K: int, iterations: int) -> int:
-        """Number of batches between forward and backward that stage k holds after a number of local iterations."""
+        """Number of batches between forward and backward that stage k holds after a number of local iterations.
+
+        >>> from offbeat.methods import ADL
+        >>> [ADL().resting(1, 2, iterations) for iterations in range(4)]
+        [0, 1, 2, 2]
+        """
         held = steady_state(self, k, K).resting
         return held[min(iterations, len(held) - 1)]
 
     def fill(self, K: int) -> int:
-        """Number of local iterations until all stages are in steady state."""
+        """Number of local iterations until all stages are in steady state.
+
+        >>> from offbeat.methods import ADL
+        >>> ADL(M=2).fill(4)
+        6
+        """
         return max(steady_state(self, k, K).fill for k in range(1, K + 1))
 
     def reach(self, K: int, t: int) -> int:
-        """Local iterations, after that of batch t, until a mark ahead of batch t has reached every stage."""
+        """Local iterations, after that of batch t, until a mark ahead of batch t has reached every stage.
+
+        >>> from offbeat.methods import ADL, AsyncDGL
+        >>> ADL().reach(4, 0), AsyncDGL().reach(4, 0)
+        (0, 2)
+        """
         return reach(self, K, t)
 
     def notice(self, K: int) -> int:
@@ -352,11 +475,21 @@ class Method:
         return 2 + max(phase.resting(k, K, phase.fill(K)) for phase in phases for k in range(1, K + 1))
 
     def synchronous(self, K: int) -> bool:
-        """Whether stages wait for each other in every update: there is no lag, and gradients come from above."""
+        """Whether stages wait for each other in every update: there is no lag, and gradients come from above.
+
+        >>> from offbeat.methods import ADL, GPipe
+        >>> GPipe().synchronous(4), ADL().synchronous(4)
+        (True, False)
+        """
         return self.feedback == "above" and not any(self.lag(k, K) for k in range(1, K + 1))
 
     def unused(self, k: int, K: int) -> int:
-        """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many iterations."""
+        """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many iterations.
+
+        >>> from offbeat.methods import ADL
+        >>> [ADL().unused(k, 3) for k in (1, 2, 3)]
+        [0, 2, 2]
+        """
         return unused(self, k, K) if k > 1 else 0
 
 

@@ -33,7 +33,8 @@ class Setting:
     name: str
     kinds: tuple[Any, ...]
     default: Any
-    allowed: str  # allowed values, in words
+    allowed: str  # allowed values, in words, as the text of a method has them
+    values: str  # the same as Python has them
 
     @property
     def choices(self) -> list[str]:
@@ -64,7 +65,7 @@ class Setting:
             raise unknown(self.name, str(value), self.choices)
         if isinstance(value, int) and abs(value) > LARGEST:
             raise UserError(f"{self.name}={value}: use an integer of at most {LARGEST}")
-        raise UserError(f"{self.name}={value!r}: use {self.allowed}")
+        raise UserError(f"{self.name}={value!r}: use {self.values}")
 
     def value(self, value: Any) -> Any:
         """The argument of the method's function: a function that was given as text is imported."""
@@ -74,7 +75,7 @@ class Setting:
                 return getattr(importlib.import_module(module), name)
             except Exception as error:
                 raise UserError(
-                    f"{self.name}={value!r} cannot be imported ({first_line(error)}): use {self.allowed}"
+                    f"{self.name}={value!r} cannot be imported ({first_line(error)}): use {self.values}"
                 ) from error
         return value
 
@@ -95,7 +96,7 @@ def declared(make: Callable[..., Any]) -> dict[str, Setting]:
     found = {}
     for name, parameter in inspect.signature(make).parameters.items():
         hint = hints.get(name, type(parameter.default))
-        found[name] = Setting(name, _kinds(hint), parameter.default, _allowed(hint))
+        found[name] = Setting(name, _kinds(hint), parameter.default, _allowed(hint, TEXT), _allowed(hint, PYTHON))
     return found
 
 
@@ -150,7 +151,7 @@ def listed(settings: Mapping[str, Setting]) -> str:
     """All settings with their defaults, for an error."""
     if not settings:
         return "it has no settings"
-    return "its settings are " + ", ".join(f"{name} (default {shown(it.default)})" for name, it in settings.items())
+    return "its settings are " + ", ".join(f"{name} (default {it.default!r})" for name, it in settings.items())
 
 
 def shown(value: Any) -> str:
@@ -205,22 +206,37 @@ def _fits(kind: Any, value: Any) -> bool:
     return isinstance(value, known) if isinstance(known, type) else True
 
 
-def _allowed(hint: Any) -> str:
-    """The allowed values, in words."""
-    if hint == CorrectorLike:
-        return "correctors such as sc or lwp+sc, or none"
-    if hint == StalenessWarmup:
-        return "a number of updates, methods with numbers of updates such as bp@200+adl-1f1b@300, or none"
-    if hint == Recompute:
-        return "yes, no or numbers of stages such as 1+2"
-    words = {bool: "yes or no", int: "an integer", float: "a number", str: "text", NoneType: "none"}
+# How kinds of values are written: in the text of a method, and in Python.
+TEXT = {
+    CorrectorLike: "correctors such as sc or lwp+sc, or none",
+    StalenessWarmup: "a number of updates, methods with numbers of updates such as bp@200+adl-1f1b@300, or none",
+    Recompute: "yes, no or numbers of stages such as 1+2",
+    bool: "yes or no",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    NoneType: "none",
+    _CALLABLE: "a function as package.module:name",
+}
+PYTHON = TEXT | {
+    CorrectorLike: "text such as 'sc' or 'lwp+sc', correctors, or None",
+    StalenessWarmup: "a number of updates, text such as 'bp@200+adl-1f1b@300', a list of (method, updates), or None",
+    Recompute: "True, False or a list of stage numbers such as [1, 2]",
+    bool: "True or False",
+    NoneType: "None",
+    _CALLABLE: "a function, 'package.module:name'",
+}
+
+
+def _allowed(hint: Any, words: Mapping[Any, str]) -> str:
+    """The allowed values, in these words."""
+    if hint in words:
+        return words[hint]
     found = []
     for kind in reversed(_kinds(hint)):
         if get_origin(kind) is Literal:
             *others, last = map(str, get_args(kind))
             found.append(f"{', '.join(others)} or {last}" if others else last)
-        elif get_origin(kind) is _CALLABLE:
-            found.append("a function as package.module:name")
         else:
-            found.append(words.get(kind, str(getattr(kind, "__name__", kind))))
+            found.append(words.get(get_origin(kind) or kind, str(getattr(kind, "__name__", kind))))
     return " or ".join(found)

@@ -88,7 +88,17 @@ class CSVLogger(Logger):
 
 
 class TensorBoardLogger(Logger):
-    """Write TensorBoard events to a folder; without the package tensorboard, warn and write nothing."""
+    """Write TensorBoard events to a folder; without the package tensorboard, warn and write nothing.
+
+    >>> import tempfile, torch, offbeat
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    >>> pipe = offbeat.Pipeline(layers, K=2, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    >>> batches = [(torch.ones(4, 2), torch.zeros(4, 1))] * 4
+    >>> folder = tempfile.mkdtemp()
+    >>> pipe.fit(batches, callbacks=[TensorBoardLogger(folder, every=2)])
+    >>> len(list(Path(folder).iterdir()))
+    1
+    """
 
     def __init__(self, folder: str | Path, *, every: int = 1) -> None:
         super().__init__(every=every)

@@ -29,6 +29,13 @@ class ProgressBar:
     terminal, only the lines.
 
     batches     optional: batches per epoch. Otherwise they are known after the first epoch
+
+    >>> import torch, offbeat
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    >>> pipe = offbeat.Pipeline(layers, K=2, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    >>> batches = [(torch.ones(4, 2), torch.zeros(4, 1))] * 4
+    >>> from rich.console import Console
+    >>> pipe.fit(batches, epochs=2, callbacks=[ProgressBar(batches=4, console=Console(quiet=True))])
     """
 
     def __init__(self, *, batches: int | None = None, console: Console | None = None) -> None:

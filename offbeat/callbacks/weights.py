@@ -98,7 +98,19 @@ class EMA:
     @contextmanager
     def averaged(self, pipe: Pipeline) -> Iterator[None]:
         """Meanwhile the stages have the averaged weights, for `pipe.evaluate` and `pipe.gather`; training continues on
-        their own. After a `gather`, the model has averages for the stages of other processes until the next one."""
+        their own. After a `gather`, the model has averages for the stages of other processes until the next one.
+
+        >>> import torch, offbeat
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = offbeat.Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> batches = [(torch.ones(4, 2), torch.zeros(4, 1))] * 4
+        >>> ema = EMA(decay=0.9)
+        >>> pipe.fit(batches, callbacks=[ema])
+        >>> with ema.averaged(pipe):
+        ...     averaged = pipe.evaluate(batches)["loss"]
+        >>> averaged != pipe.evaluate(batches)["loss"]
+        True
+        """
         if not self.weights:
             raise UserError("no averages: give this EMA to fit(callbacks=...), in every process, and train first")
         pipe.engine.settle()
@@ -114,10 +126,20 @@ class EMA:
                 parameters[name].data = tensor
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages of this process's stages."""
+        """The averages of this process's stages.
+
+        >>> EMA(decay=0.9).state_dict()
+        {'decay': 0.9, 'weights': {}}
+        """
         return {"decay": self.decay, "weights": self.weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the averages that `state_dict` returned."""
+        """Continue from the averages that `state_dict` returned.
+
+        >>> ema = EMA()
+        >>> ema.load_state_dict(EMA(decay=0.9).state_dict())
+        >>> ema.decay
+        0.9
+        """
         self.decay = state["decay"]
         self.weights = {name: tensor.clone() for name, tensor in state["weights"].items()}

@@ -4,6 +4,7 @@ batch_size=0: use an integer of at least 1          --batch-size 0: use an integ
 device='cuda' without a GPU                         --device cuda without a GPU
 give another folder as out=                         give another folder as --out
 m=0 micro-batches                                   --method gpipe:m=0 micro-batches
+recompute (default False)                           recompute (default no)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from offbeat.settings import shown, split
 
 VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()]*\)|\[[^\[\]]*\]|[-+\w](?:[-+.\w]*\w)?"""
 ARGUMENT = re.compile(rf"(?<![\w.:,/='\"-])([A-Za-z]\w*)=({VALUE})?(?![\w=])")
+VALUE_OF_A_SETTING = re.compile(rf"\((default|given:) ({VALUE})\)")
 RUNNING: ContextVar[typer.Context | None] = ContextVar("RUNNING", default=None)  # the command that runs
 ELSEWHERE = {  # arguments whose options have another name
     "recipe": "config",
@@ -75,7 +77,8 @@ def in_options(text: str, context: typer.Context) -> str:
             return longest if value == "True" else max(parameter.secondary_opts, key=len, default=f"no {longest}")
         return f"{longest} {shlex.quote(_text(value))}" if value else longest
 
-    return ARGUMENT.sub(option, text)
+    text = VALUE_OF_A_SETTING.sub(lambda found: f"({found[1]} {_in_a_method(found[2])})", text)
+    return ARGUMENT.sub(option, text).replace("math.inf", "inf")
 
 
 def _method(context: typer.Context) -> str:
@@ -96,6 +99,14 @@ def _is_setting(name: str, context: typer.Context) -> bool:
     except UserError:
         return False
     return name in given or name not in context.params
+
+
+def _in_a_method(value: str) -> str:
+    """A value of Python as the text of a method has it."""
+    try:
+        return shown(ast.literal_eval(value))
+    except (ValueError, SyntaxError):
+        return value
 
 
 def _text(value: str) -> str:

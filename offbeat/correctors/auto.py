@@ -42,6 +42,10 @@ class AutoCorrector(Corrector):
     `t1:power=1:above=3`, the learning rate lr * 4 / (1 + delay). NAdam gets none, since its own step already looks
     ahead. Other optimizers get `t1` alone. Stages without a delay get none, so that synchronous methods stay as they
     are. `print(pipe)` and the records of a run show what was chosen for each stage.
+
+    >>> import offbeat
+    >>> offbeat.ADL(M=4, corrector=offbeat.AutoCorrector()) == offbeat.ADL(M=4, corrector="auto")
+    True
     """
 
     name: ClassVar[str] = "auto"

@@ -22,6 +22,10 @@ class DelayCompensation(Corrector):
     applied to the gradient of each batch, before the mean over a window; g is the gradient of the mean loss of the
     batch. With `adaptive`, lambda is divided by sqrt(MS + 1e-7), MS <- 0.95 MS + 0.05 g*g; the paper then uses a lambda
     of about 2.
+
+    >>> import offbeat
+    >>> offbeat.ADL(M=4, corrector=offbeat.DelayCompensation(lambda_=0.1)).correctors
+    (DelayCompensation(lambda_=0.1, adaptive=False),)
     """
 
     name: ClassVar[str] = "dc"

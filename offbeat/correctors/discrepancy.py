@@ -20,6 +20,10 @@ class Discrepancy(Corrector):
 
     Yang et al., "PipeMare: Asynchronous Pipeline Parallel DNN Training" (MLSys 2021). With tau the delay,
     delta <- gamma delta + (1 - gamma)(theta^(s+1) - theta^s), gamma = C^(1/tau), and backwards use theta - tau delta.
+
+    >>> import offbeat
+    >>> offbeat.ADL(weights="hybrid", corrector="t2:C=0.2").correctors
+    (Discrepancy(C=0.2),)
     """
 
     name: ClassVar[str] = "t2"

@@ -20,6 +20,10 @@ class NesterovMomentum(Corrector):
     v <- gamma v + g; theta <- theta - lr (1-gamma)/(1-m) (g + gamma v). theta is stored at the look-ahead point. m is
     the momentum given to the optimizer; its effective learning rate lr/(1-m) stays the same. NAdam gets beta1 = gamma,
     and Muon momentum = gamma with Nesterov's method; both average gradients, so that the rate stays.
+
+    >>> import offbeat
+    >>> offbeat.PipeDream(corrector=offbeat.NesterovMomentum(gamma=0.98)).correctors
+    (NesterovMomentum(gamma=0.98),)
     """
 
     name: ClassVar[str] = "nag"

@@ -16,6 +16,10 @@ class Rescheduling(Corrector):
 
     lr_k(s) = lr(s) / max(tau, 1)^p, p = 1 - min(s / updates, 1), with tau the delay. With `power`, the rate of a stage
     is lr(s) * min(1, (1 + above) / (1 + tau))^power in all updates instead: it stays lr(s) up to a delay of `above`.
+
+    >>> import offbeat
+    >>> offbeat.ADL(corrector="t1:updates=500").correctors
+    (Rescheduling(updates=500, power=None, above=0.0),)
     """
 
     name: ClassVar[str] = "t1"

@@ -18,6 +18,10 @@ class Shrink(Corrector):
 
     The gradient that it sends to the previous stage is scaled too, so the gradient of stage k is scaled by beta^(K-k).
     Weight decay is not scaled.
+
+    >>> import offbeat
+    >>> offbeat.FDG(beta=0.5).correctors == (offbeat.Shrink(beta=0.5),)
+    True
     """
 
     name: ClassVar[str] = "shrink"

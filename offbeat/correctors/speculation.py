@@ -23,6 +23,10 @@ class Speculation(Corrector):
     theta - s lr v, with v the direction of the optimizer, s = floor(r/2) + K - r - 1 in the forward and floor(r/2) in
     the backward, r = k - 1. With weights="stash" the backward uses the weights of its forward. These s hold for 1F1B
     with one update per batch.
+
+    >>> import offbeat
+    >>> offbeat.SpecTrain().correctors == (offbeat.Speculation(),)
+    True
     """
 
     name: ClassVar[str] = "spec"

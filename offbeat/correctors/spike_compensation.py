@@ -22,6 +22,10 @@ class SpikeCompensation(Corrector):
 
     For optimizers that average gradients, m <- b m + (1-b) g: d = a m + (1-a) g with a = b^D replaces m, and the total
     weight of a gradient stays 1. `optimizer_rules.py` has the step of each optimizer.
+
+    >>> import offbeat
+    >>> offbeat.ADL(M=4, corrector=offbeat.SpikeCompensation(extra=1.0)) == offbeat.ADL(M=4, corrector="sc:extra=1")
+    True
     """
 
     name: ClassVar[str] = "sc"

@@ -19,6 +19,10 @@ class StepLookahead(Corrector):
     theta <- theta + k (s_t - s_(t-1)), s_0 = 0. So theta = w + k s_t, where w <- w + s_t. k = fraction * delay in
     updates, unless it is given. Works with every optimizer and keeps one tensor per parameter; `lwp`, which predicts
     the weights of forwards alone, needs a second copy of the weights.
+
+    >>> import offbeat
+    >>> offbeat.ADL(M=4, corrector="lookahead:fraction=0.25").correctors
+    (StepLookahead(fraction=0.25, k=None),)
     """
 
     name: ClassVar[str] = "lookahead"

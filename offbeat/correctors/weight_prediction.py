@@ -27,6 +27,10 @@ class WeightPrediction(Corrector):
         form "weight"     theta^s + T (theta^s - theta^(s-1))
 
     The two differ when another corrector changes the step, and by decoupled weight decay.
+
+    >>> import offbeat
+    >>> offbeat.ADL(corrector=offbeat.WeightPrediction(form="weight")) == offbeat.ADL(corrector="lwp:form=weight")
+    True
     """
 
     name: ClassVar[str] = "lwp"

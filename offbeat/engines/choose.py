@@ -56,5 +56,5 @@ def choose_engine(
         return Streams(K, present(device))
     if name == "streams":
         reason = f"{method.name} {not_recorded}: its stages are not recorded and run one after the other"
-        warnings.warn(reason, NotRecorded, stacklevel=3)
+        warnings.warn(reason, NotRecorded, stacklevel=4)
     return Simulate(K, replicas=replicas)

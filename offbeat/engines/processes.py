@@ -83,7 +83,7 @@ def seconds_of(given: Any, name: str) -> float:
     except (TypeError, ValueError):
         seconds = math.nan
     if not seconds > 0:
-        raise UserError(f"{name}={given}: use a number of seconds above 0, or inf for no limit")
+        raise UserError(f"{name}={given!r}: use a number of seconds above 0, or math.inf for no limit")
     return seconds
 
 

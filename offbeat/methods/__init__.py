@@ -226,7 +226,7 @@ def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
         elif setting == "staleness_warmup" and setting in takes:
             continue  # last: it takes up the others
         elif not hasattr(method, setting) or shown(getattr(method, setting)) != shown(value):
-            raise UserError(f"{name} takes no {setting} (given: {shown(value)}): leave it out; {listed(takes)}")
+            raise UserError(f"{name} takes no {setting} (given: {value!r}): leave it out; {listed(takes)}")
     return with_staleness_warmup(method, settings.get("staleness_warmup"))
 
 
@@ -263,7 +263,7 @@ def _phase(method: Method, part: str, text: str) -> tuple[Method, int]:
     if not updates.isdecimal() or int(updates) > LARGEST:
         raise UserError(
             f"staleness_warmup={text!r}: use the number of updates of back-propagation, or methods with numbers of "
-            "updates, as in bp@200+adl-1f1b@300"
+            "updates, as in 'bp@200+adl-1f1b@300'"
         )
     takes = settings_of(name).keys() & {"M", "window", "weights", "recompute"}
     try:

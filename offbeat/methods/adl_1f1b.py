@@ -30,7 +30,12 @@ def ADL1F1B(  # noqa: N802
     recompute: Recompute = False,
     corrector: CorrectorLike = None,
 ) -> Method:
-    """ADL with lag K-k and M gradients per update."""
+    """ADL with lag K-k and M gradients per update.
+
+    >>> method = ADL1F1B(M=2)
+    >>> [method.lag(k, 4) for k in (1, 2, 3, 4)], [method.staleness(k, 4) for k in (1, 2, 3, 4)]
+    ([3, 2, 1, 0], [1.5, 1.0, 0.5, 0.0])
+    """
     return Method(
         name="adl-1f1b",
         title="ADL on the 1F1B lag",

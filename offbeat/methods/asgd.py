@@ -25,7 +25,12 @@ def alone(K: int) -> str | None:
 
 
 def ASGD(N: int = 4, *, recompute: Recompute = False, corrector: CorrectorLike = None) -> Method:  # noqa: N802
-    """Asynchronous data parallelism with N workers in turn."""
+    """Asynchronous data parallelism with N workers in turn.
+
+    >>> method = ASGD(N=3)
+    >>> method.workers, method.staleness(1, 1)
+    (3, 2.0)
+    """
 
     def lag(k: int, K: int) -> int:
         """N-1"""

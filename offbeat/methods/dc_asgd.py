@@ -24,7 +24,11 @@ from offbeat.methods.asgd import ASGD
 def DCASGD(  # noqa: N802
     N: int = 4, *, lambda_: float = 0.04, adaptive: bool = False, recompute: Recompute = False
 ) -> Method:
-    """ASGD with delay-compensated gradients."""
+    """ASGD with delay-compensated gradients.
+
+    >>> DCASGD(N=2, lambda_=2.0, adaptive=True).correctors
+    (DelayCompensation(lambda_=2.0, adaptive=True),)
+    """
     return replace(
         ASGD(N, recompute=recompute),
         name="dc-asgd",

@@ -44,7 +44,11 @@ def head(shape: tuple[int, ...], classes: int) -> Any:
 
 
 def DGL() -> Method:  # noqa: N802
-    """Greedy learning: every stage is trained with its own classifier."""
+    """Greedy learning: every stage is trained with its own classifier.
+
+    >>> [" ".join(map(str, iteration)) for iteration in DGL().program(1, 2, range(2))]
+    ['F0 B0 U', 'F1 B1 U']
+    """
     return Method(
         name="dgl",
         title="decoupled greedy learning",

@@ -85,7 +85,11 @@ def learn(t: int, *, buffered: bool) -> Iteration:
 
 
 def AsyncDGL(buffer: int = 2, *, seed: int = 0) -> Method:  # noqa: N802
-    """Greedy learning from a buffer of batches between stages."""
+    """Greedy learning from a buffer of batches between stages.
+
+    >>> [" ".join(map(str, iteration)) for iteration in AsyncDGL(buffer=2).program(2, 2, range(4))]
+    ['+0', '+1', '-0 +2', 'F2 B2 U -1 +3']
+    """
     number(buffer, "buffer", "use an integer of at least 1 batch", lambda size: size >= 1, whole=True)
 
     def order(k: int, K: int, batches: Iterable[int]) -> Program:

@@ -58,7 +58,11 @@ def network(shape: tuple[int, ...], classes: int, conditional: bool) -> Any:
 def DNI(  # noqa: N802
     conditional: bool = False, *, lr: float = 3e-5, synthesiser: Head | None = None
 ) -> Method:
-    """Synthetic gradients; `synthesiser(shape, classes)` returns a module that is called with (h, labels or None)."""
+    """Synthetic gradients; `synthesiser(shape, classes)` returns a module that is called with (h, labels or None).
+
+    >>> [" ".join(map(str, iteration)) for iteration in DNI().program(1, 2, range(3))]
+    ['F0 B0 U', 'F1 B1 U', 'F2 B2 U T0', 'T1', 'T2']
+    """
     number(lr, "lr", "use a learning rate of at least 0 for the synthesisers", lambda lr: 0 <= lr < float("inf"))
 
     def head(shape: tuple[int, ...], classes: int) -> Any:

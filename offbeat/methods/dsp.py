@@ -20,7 +20,12 @@ from offbeat.methods import lags
 
 
 def DSP(*, corrector: CorrectorLike = None) -> Method:  # noqa: N802
-    """The schedule of ADL with M=1 and repeated forwards."""
+    """The schedule of ADL with M=1 and repeated forwards.
+
+    >>> method = DSP()
+    >>> method.weights, [method.lag(k, 3) for k in (1, 2, 3)]
+    ('replay', [4, 2, 0])
+    """
     return Method(
         name="dsp",
         title="diversely stale parameters",

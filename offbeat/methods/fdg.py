@@ -28,7 +28,12 @@ def FDG(  # noqa: N802
     recompute: Recompute = False,
     corrector: CorrectorLike = None,
 ) -> Method:
-    """Delayed gradients, scaled by beta per stage (0.2 to 0.8 in the paper)."""
+    """Delayed gradients, scaled by beta per stage (0.2 to 0.8 in the paper).
+
+    >>> method = FDG(beta=0.5)
+    >>> method.correctors, [method.lag(k, 3) for k in (1, 2, 3)]
+    ((Shrink(beta=0.5),), [4, 2, 0])
+    """
     return Method(
         name="fdg",
         title="fully decoupled, delayed gradients",

@@ -21,7 +21,11 @@ from offbeat.methods import lags
 
 
 def FR(*, barrier: bool = True, corrector: CorrectorLike = None) -> Method:  # noqa: N802
-    """Features replay, by default with a forward lock."""
+    """Features replay, by default with a forward lock.
+
+    >>> [" ".join(map(str, iteration)) for iteration in FR().program(1, 2, range(2))]
+    ['F0 |', 'F1 | B0 U', 'B1 U']
+    """
     return Method(
         name="fr",
         title="features replay",

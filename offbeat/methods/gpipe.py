@@ -22,6 +22,9 @@ def GPipe(m: int = 4, *, recompute: Recompute = False) -> Method:  # noqa: N802
 
     BatchNorm normalises each micro-batch separately; its running statistics are updated once per batch, with the
     statistics of the whole batch.
+
+    >>> [" ".join(map(str, iteration)) for iteration in GPipe(m=2).program(1, 2, range(2))]
+    ['F0 F1 B1 B0 U', 'F2 F3 B3 B2 U']
     """
     return Method(
         name="gpipe",

@@ -23,7 +23,12 @@ from offbeat.methods import lags
 
 
 def Mostafa(feedback: Literal["transpose", "sign"] = "transpose") -> Method:  # noqa: N802
-    """Local errors from fixed random classifiers."""
+    """Local errors from fixed random classifiers.
+
+    >>> method = Mostafa(feedback="sign")
+    >>> method.feedback, method.staleness(1, 4)
+    ('local', 0.0)
+    """
     if feedback not in ("transpose", "sign"):
         raise unknown("feedback of mostafa", str(feedback), ("transpose", "sign"))
 

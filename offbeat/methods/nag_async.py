@@ -25,7 +25,11 @@ from offbeat.methods import lags
 def NAGAsync(  # noqa: N802
     gamma: float = 0.99, *, recompute: Recompute = False, corrector: CorrectorLike = None
 ) -> Method:
-    """1F1B with stashed weights and a Nesterov look-ahead with momentum gamma."""
+    """1F1B with stashed weights and a Nesterov look-ahead with momentum gamma.
+
+    >>> NAGAsync(gamma=0.95).correctors
+    (NesterovMomentum(gamma=0.95),)
+    """
     return Method(
         name="nag-async",
         title="1F1B with Nesterov look-ahead",

@@ -24,7 +24,11 @@ from offbeat.methods import lags
 def PB(  # noqa: N802
     *, weights: Weights = "hybrid", recompute: Recompute = False, corrector: CorrectorLike = "lwp+sc"
 ) -> Method:
-    """Pipelined back-propagation; by default with both correctors, `corrector=()` for none."""
+    """Pipelined back-propagation; by default with both correctors, `corrector=()` for none.
+
+    >>> PB().weights, [corrector.name for corrector in PB().correctors], PB(corrector=()).correctors
+    ('hybrid', ['lwp', 'sc'], ())
+    """
     return Method(
         name="pb",
         title="pipelined back-propagation",

@@ -25,7 +25,11 @@ from offbeat.methods import lags
 def PipeDream(  # noqa: N802
     *, weights: Weights = "stash", recompute: Recompute = False, corrector: CorrectorLike = None
 ) -> Method:
-    """1F1B with stashed weights and one update per batch."""
+    """1F1B with stashed weights and one update per batch.
+
+    >>> [" ".join(map(str, iteration)) for iteration in PipeDream().program(1, 2, range(3))]
+    ['F0', 'F1 B0 U', 'F2 B1 U', 'B2 U']
+    """
     return Method(
         name="pipedream",
         title="1F1B with weight stashing",

@@ -25,7 +25,12 @@ from offbeat.methods import lags
 def PipeMare(  # noqa: N802
     M: int = 1, *, anneal: int | None = None, C: float = 0.135, corrector: CorrectorLike = None
 ) -> Method:
-    """The schedule of ADL with current weights and T2, and with T1 over the first `anneal` updates."""
+    """The schedule of ADL with current weights and T2, and with T1 over the first `anneal` updates.
+
+    >>> method = PipeMare(M=2, anneal=1000)
+    >>> method.weights, [corrector.name for corrector in method.correctors]
+    ('hybrid', ['t2', 't1'])
+    """
     first = () if anneal is None else (Rescheduling(anneal),)
     return Method(
         name="pipemare",

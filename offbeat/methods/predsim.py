@@ -48,16 +48,30 @@ def _local(name: str, title: str, *, pred: float, sim: float, top: float = 1.0) 
 
 
 def Pred() -> Method:  # noqa: N802
-    """Local classification."""
+    """Local classification.
+
+    >>> [" ".join(map(str, iteration)) for iteration in Pred().program(1, 2, range(2))]
+    ['F0 B0 U', 'F1 B1 U']
+    """
     return _local("pred", "local classifiers", pred=1.0, sim=0.0)
 
 
 def Sim() -> Method:  # noqa: N802
-    """Local similarity matching."""
+    """Local similarity matching.
+
+    >>> method = Sim()
+    >>> method.feedback, method.top
+    ('local', 1.0)
+    """
     return _local("sim", "local similarity matching", pred=0.0, sim=1.0)
 
 
 def PredSim(beta: float = 0.99) -> Method:  # noqa: N802
-    """Local classification and similarity matching, weighted by beta."""
+    """Local classification and similarity matching, weighted by beta.
+
+    >>> method = PredSim(beta=0.9)
+    >>> method.feedback, method.staleness(1, 4)
+    ('local', 0.0)
+    """
     number(beta, "beta", "use a number between 0 and 1", lambda beta: 0 < beta < 1)
     return _local("predsim", "local classifiers and similarity", pred=1 - beta, sim=beta, top=1 - beta)

@@ -27,7 +27,11 @@ from offbeat.methods import lags
 def SpecTrain(  # noqa: N802
     version: Literal[1, 2] = 1, *, recompute: Recompute = False, corrector: CorrectorLike = None
 ) -> Method:
-    """1F1B with predicted weights; `recompute` needs version 2, whose backwards use the weights of their forwards."""
+    """1F1B with predicted weights; `recompute` needs version 2, whose backwards use the weights of their forwards.
+
+    >>> SpecTrain(version=2).weights, SpecTrain().correctors
+    ('stash', (Speculation(),))
+    """
     if version not in (1, 2):
         raise unknown("version of spectrain", str(version), ("1", "2"))
     if version == 1 and recompute:

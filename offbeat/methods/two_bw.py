@@ -23,7 +23,12 @@ from offbeat.methods import lags
 def TwoBW(  # noqa: N802
     M: int = 8, *, recompute: Recompute = False, corrector: CorrectorLike = None
 ) -> Method:
-    """1F1B with two weight buffers and M gradients per update."""
+    """1F1B with two weight buffers and M gradients per update.
+
+    >>> method = TwoBW(M=4)
+    >>> [method.staleness(k, 4) for k in (1, 2, 3, 4)], method.versions(1, 4)
+    ([1.0, 1.0, 1.0, 1.0], 2)
+    """
 
     def limit(K: int) -> str | None:
         return None if M >= K - 1 else f"two versions of the weights need M >= K-1: use M={K - 1} or more, not {M}"

@@ -34,6 +34,14 @@ class Muon(CompensatedOptimizer):
     hidden                   function (name, parameter) -> bool that chooses the hidden matrices; by default
                              `is_hidden_matrix`, which goes by names: give named parameters, model.named_parameters()
     capturable               on a GPU: count steps and read lr there, so that a step can be captured in a CUDA graph
+
+    >>> import offbeat
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    >>> pipe = offbeat.Pipeline(layers, K=3, loss=torch.nn.functional.mse_loss,
+    ...                         optimizer=lambda parameters: Muon(parameters, lr=0.02))
+    >>> losses = [float(pipe.step(torch.ones(4, 2), torch.full((4, 1), 3.0))) for _ in range(20)]
+    >>> losses[-1] < losses[0]
+    True
     """
 
     def __init__(

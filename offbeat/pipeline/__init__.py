@@ -1,17 +1,27 @@
 """What users hold: a model, a method and an engine, trained batch by batch.
 
-    pipeline      Pipeline, the public class: its methods call the modules below
+    pipeline      Pipeline, the public class: its calls, which use the modules below
+    view          its read-only properties; summary: its text
+
+Made from what users give:
+
     checks        what users give, checked before anything starts
-    batches       batches as inputs and targets of the stages, and the loss of the model itself
+    choice        the method: as given, or chosen for the model; placement: engine, device and precision
+    model_cut     where the model is cut
     assembly      the cut model: stages, workers and links of this process, as all processes agree on them
-    training      batches on their path from a loader into the first stage
+
+Run batch by batch:
+
+    local_stages  the stages of this process: made with the first batch, stepped, drained; what the parts share
+    batches       batches as inputs and targets of the stages, and the loss of the model itself
+    training      batches on their path from a loader into the first stage; epochs: epoch after epoch
     training_loop, callback, late_losses
                   what surrounds the batches of `fit`: callbacks, evaluation, losses in every process, stopping
     schedules     how many updates there are, and whether a scheduler has that length
     evaluation    a pass of a loader through the stages, beside training
-    saving        the state of the stages between batches
+    saving        the state of the stages between batches; checkpoints: in a folder
     observation   traces, diagnoses, reports and measured staleness
-    guard         what happens after a failure
+    guard         what happens after a failure; model_state: whether the whole model is the newest
 
 May import everything that describes, computes, runs or observes stages; nothing of runs, reports and studies.
 """

@@ -27,6 +27,7 @@ from offbeat.engines.devices import present
 from offbeat.errors import NotFinite, UserError, earliest
 from offbeat.method import Method
 from offbeat.ops import LESSON, Backward
+from offbeat.pipeline.model_cut import ModelCut
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,10 @@ class Assembler:
     """Cuts a model and makes the stages of this process. The process of the first stage decides for all."""
 
     engine: Engine
-    model: nn.Module
+    cut: ModelCut
     method: Method
     device: torch.device
     precision: PrecisionPolicy
-    cut: Callable[..., cutting.Partition]  # takes the sample and the cuts
     loss: Loss
     make_stage: Callable[..., Stage]  # takes the arguments of Stage that are left
     messages: Messages = "exact"
@@ -108,6 +108,10 @@ class Assembler:
     @property
     def K(self) -> int:  # noqa: N802
         return self.engine.K
+
+    @property
+    def model(self) -> nn.Module:
+        return self.cut.model
 
     def assemble(self, cuts: Sequence[int | str] | None, sample: Any, entrance: Link, *, batch: int) -> Assembly:
         """Cut at the given cuts, or where the sample balances; agree on the cuts and initial weights of the first
@@ -198,7 +202,7 @@ class Assembler:
         made = None
         if self.engine.leads:
             try:
-                made = self.cut(sample, cuts=cuts)
+                made = self.cut.partition(sample, cuts=cuts)
                 self._check_ties(made)
                 decision |= {"cuts": made.cuts, "trace": made.trace, "costs": list(made.costs)}
                 if made.trace == "sample":
@@ -210,7 +214,7 @@ class Assembler:
             raise UserError(decision["refused"])
         if made is None:
             sample = pytree.tree_map_only(Tensor, lambda x: x.to(present(self.device)), decision.get("sample"))
-            made = self.cut(sample, cuts=list(decision["cuts"]), trace=decision["trace"])
+            made = self.cut.partition(sample, cuts=list(decision["cuts"]), trace=decision["trace"])
             made = replace(made, costs=tuple(decision["costs"]))
         return made
 

@@ -32,6 +32,17 @@ class TrainingStep:
     updated     stages of this process whose weights have changed since the last `on_update`
 
     With replicas a loss is that of the replica of this process, or the mean where one process has all of them.
+
+    >>> import torch, offbeat
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    >>> pipe = offbeat.Pipeline(layers, K=2, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    >>> batches = [(torch.ones(4, 2), torch.zeros(4, 1))] * 4
+    >>> class Print:
+    ...     def on_step(self, step):
+    ...         print(step.batch, step.epoch, step.loss_batch, step.lr, step.staleness)
+    >>> pipe.fit(batches[:2], callbacks=[Print()])
+    0 0 0 0.001 [0.0, 0.0]
+    1 0 1 0.001 [0.0, 0.0]
     """
 
     pipe: Pipeline
@@ -61,7 +72,20 @@ class TrainingStep:
 
     def stop(self) -> None:
         """End training after the same batch in all processes, from whichever process it is called: in one process after
-        this batch, else after a few more. What is in flight is completed, as at the regular end."""
+        this batch, else after a few more. What is in flight is completed, as at the regular end.
+
+        >>> import torch, offbeat
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = offbeat.Pipeline(layers, K=2, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> batches = [(torch.ones(4, 2), torch.zeros(4, 1))] * 4
+        >>> class StopAfter:
+        ...     def on_step(self, step):
+        ...         if step.batch == 1:
+        ...             step.stop()
+        >>> pipe.fit(batches, epochs=10, callbacks=[StopAfter()])
+        >>> pipe.batches
+        2
+        """
         assert self._loop is not None
         self._loop.requested = True
 

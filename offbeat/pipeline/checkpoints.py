@@ -28,15 +28,16 @@ from offbeat.method import Method
 from offbeat.pipeline import saving
 
 if TYPE_CHECKING:
-    from offbeat.pipeline.pipeline import Pipeline
+    from offbeat.pipeline.local_stages import LocalStages
 
 
 # ---- saving
 
 
-def save(pipe: Pipeline, folder: Path, *, keep: int) -> Path:
-    """Write a checkpoint of a pipeline that has settled; CheckpointFailed in every process if one cannot write."""
-    engine, t, failed = pipe.engine, pipe.batches, None
+def save(local: LocalStages, folder: Path, *, keep: int) -> Path:
+    """Write a checkpoint; CheckpointFailed in every process if one cannot write."""
+    local.settle()
+    engine, t, failed = local.engine, local.batches, None
     if engine.leads:
         try:
             checkpoint.clean(folder)
@@ -46,7 +47,7 @@ def save(pipe: Pipeline, folder: Path, *, keep: int) -> Path:
     failed = engine.share(failed, 1)
     if failed:
         raise CheckpointFailed(failed)
-    reports = engine.exchange(_write_parts(pipe, folder))
+    reports = engine.exchange(_write_parts(local, folder))
     problems = [report["failed"] for report in reports if report["failed"]]
     if engine.leads:
         part = checkpoint.begin(folder, t)
@@ -54,7 +55,7 @@ def save(pipe: Pipeline, folder: Path, *, keep: int) -> Path:
             checkpoint.abandon(part)
         else:
             facts = [each for report in reports for each in report["facts"]]
-            problems = _finish(pipe, folder, part, facts, drained=not any(report["in_flight"] for report in reports))
+            problems = _finish(local, folder, part, facts, drained=not any(report["in_flight"] for report in reports))
             checkpoint.prune(folder, keep)
     problems = engine.share(problems, 1)
     if problems:
@@ -62,18 +63,18 @@ def save(pipe: Pipeline, folder: Path, *, keep: int) -> Path:
     return folder / FOLDER / f"{t:0{checkpoint.DIGITS}d}"
 
 
-def _write_parts(pipe: Pipeline, folder: Path) -> dict[str, Any]:
+def _write_parts(local: LocalStages, folder: Path) -> dict[str, Any]:
     """Write the stages of this process; returns the facts for the manifest, or why it failed."""
     report: dict[str, Any] = {"facts": [], "failed": None, "in_flight": False}
-    part = folder / FOLDER / f"{pipe.batches:0{checkpoint.DIGITS}d}{checkpoint.UNFINISHED}"
+    part = folder / FOLDER / f"{local.batches:0{checkpoint.DIGITS}d}{checkpoint.UNFINISHED}"
     try:
         if not part.is_dir():
-            stages = ", ".join(map(str, pipe.stages))
+            stages = ", ".join(map(str, local.stages))
             raise UserError(f"the process of stage {stages} does not see {folder}: give a folder that all share")
-        trees = pipe.stage_states(keep_on=any(stage.keeping for stage in pipe.all_stages))
-        report["in_flight"] = any(stage.in_flight for stage in pipe.all_stages)
+        trees = local.states(keep_on=any(stage.keeping for stage in local.all_stages))
+        report["in_flight"] = any(stage.in_flight for stage in local.all_stages)
         for number, tree in trees.items():
-            replica, k = divmod(number - 1, pipe.K)
+            replica, k = divmod(number - 1, local.K)
             write = partial(checkpoint.write_part, part, checkpoint.part_name(k + 1, replica), tree)
             report["facts"] += [facts.as_dict() for facts in checkpoint.with_room(folder, write)]
     except UserError as error:  # CheckpointFailed, or a state that cannot be saved
@@ -81,23 +82,23 @@ def _write_parts(pipe: Pipeline, folder: Path) -> dict[str, Any]:
     return report
 
 
-def _finish(pipe: Pipeline, folder: Path, part: Path, facts: list[Any], *, drained: bool) -> list[str]:
+def _finish(local: LocalStages, folder: Path, part: Path, facts: list[Any], *, drained: bool) -> list[str]:
     """Complete the checkpoint in the first process; returns why it failed, if it did."""
-    epoch, first = pipe.epoch_start
+    epoch, first = local.epoch_start
     try:
         checkpoint.finish(
             part,
             facts,
-            t=pipe.batches,
+            t=local.batches,
             mode="drained" if drained else "in-flight",
-            K=pipe.K,
-            replicas=pipe.replicas,
-            method=pipe.method.name,
+            K=local.K,
+            replicas=local.replicas,
+            method=local.method.name,
             run={
-                "batches": pipe.batches,
+                "batches": local.batches,
                 "epoch": epoch,
-                "epoch_batches": pipe.batches - first,
-                "pipeline": {**description(pipe.method, pipe.K), "cuts": pipe.cuts},
+                "epoch_batches": local.batches - first,
+                "pipeline": {**description(local.method, local.K), "cuts": local.cuts},
             },
         )
     except CheckpointFailed as error:
@@ -151,6 +152,21 @@ class Found:
         return self.pipeline.get("M")
 
 
+def load(local: LocalStages, folder: Path) -> None:
+    """Continue from a checkpoint: now, or where there are no stages once the first batch makes them."""
+    local.check_drained("load")
+    local.found = found = find(local.engine, folder)
+    local.batches, local.epoch_start = found.t, found.epoch_start
+    if local.assembly is not None:
+        local.load_found()
+        return
+    if found.K == local.K and local.given_cuts is None:
+        local.given_cuts = found.cuts
+    if local.choice.measures and found.M:
+        local.set_choice(local.choice.with_M(found.M))
+    load_model(local.model, found)
+
+
 def find(engine: Engine, folder: Path) -> Found:
     """The newest valid checkpoint in a folder, or the one that it is; the first process looks."""
     shared: dict[str, Any] = {}
@@ -196,54 +212,54 @@ def load_model(model: nn.Module, found: Found) -> None:
                 tensor.copy_(saved[name])
 
 
-def restore(pipe: Pipeline, found: Found) -> None:
+def restore(local: LocalStages, found: Found) -> None:
     """Load a checkpoint into the stages of this process: with its batches in flight, where the pipeline is the same."""
     made = checkpoint.read(found.path)
-    trees = stage_trees(made, pipe) if made.K == pipe.K else {}
-    if all(pipe.engine.exchange(bool(trees) and _same(pipe, made, found, trees))):
-        pipe.load_stage_states(trees, made.t)
+    trees = stage_trees(made, local.engine) if made.K == local.K else {}
+    if all(local.engine.exchange(bool(trees) and _same(local, made, found, trees))):
+        local.load_states(trees, made.t)
         return
-    for note in _restore_changed(pipe, made, found):
-        if pipe.leads:
+    for note in _restore_changed(local, made, found):
+        if local.engine.leads:
             warnings.warn(note, NotRestored, stacklevel=2)
 
 
-def stage_trees(made: Checkpoint, pipe: Pipeline) -> dict[int, Any]:
+def stage_trees(made: Checkpoint, engine: Engine) -> dict[int, Any]:
     """The states of the stages of this process, and of the same stages in replica 0, by their number; K is the same."""
-    replicas = sorted({0, *pipe.engine.replicas_here} & set(range(made.replicas)))
-    return {replica * pipe.K + k: made.stage(k, replica=replica) for replica in replicas for k in pipe.stages}
+    replicas = sorted({0, *engine.replicas_here} & set(range(made.replicas)))
+    return {replica * engine.K + k: made.stage(k, replica=replica) for replica in replicas for k in engine.here}
 
 
-def _same(pipe: Pipeline, made: Checkpoint, found: Found, trees: Mapping[int, Any]) -> bool:
+def _same(local: LocalStages, made: Checkpoint, found: Found, trees: Mapping[int, Any]) -> bool:
     """Whether the stages of this process can continue exactly."""
-    own = description(pipe.method, pipe.K)
-    if made.method != pipe.method.name or any(found.pipeline.get(name, value) != value for name, value in own.items()):
+    own = description(local.method, local.K)
+    if made.method != local.method.name or any(found.pipeline.get(name, value) != value for name, value in own.items()):
         return False
-    if made.replicas != pipe.replicas and made.mode != "drained":
+    if made.replicas != local.replicas and made.mode != "drained":
         return False
-    return all(set(trees[k]["stage"]["model"]) == set(stage_state.tensors(stage)) for k, stage in pipe.stages.items())
+    return all(set(trees[k]["stage"]["model"]) == set(stage_state.tensors(stage)) for k, stage in local.stages.items())
 
 
-def _restore_changed(pipe: Pipeline, made: Checkpoint, found: Found) -> list[str]:
+def _restore_changed(local: LocalStages, made: Checkpoint, found: Found) -> list[str]:
     """Load what fits a pipeline with other stages, into new ones; returns notes on what was lost."""
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
-    updates = saving.updates_after(parts, made.t, saved_M=found.M, M=pipe.method.M)
+    updates = saving.updates_after(parts, made.t, saved_M=found.M, M=local.method.M)
     merged = saving.merge(parts)
     ends = dict(zip(found.cuts or [], parts, strict=False))  # by where a stage ends
-    heads = {cut: part for cut, part in ends.items() if part["head"] is not None and made.method == pipe.method.name}
-    pipe.start_at(made.t, new=True)
+    heads = {cut: part for cut, part in ends.items() if part["head"] is not None and made.method == local.method.name}
+    local.start_at(made.t, new=True)
     groups: list[Any] = next((part["groups"] for part in parts if part["groups"]), [])
     lost = set()
-    for stage in pipe.all_stages:
+    for stage in local.all_stages:
         if stage.optimization.optimizer is not None:
             stage_state.check_kind(stage.optimization.optimizer, groups)
         stage_state.load_model(stage, merged["model"], merged["optimizer"], merged["corrections"])
         if stage.feedback.head is not None:
-            head = heads.get((pipe.cuts or [])[stage.k - 1])
+            head = heads.get((local.cuts or [])[stage.k - 1])
             stage_state.load_head(stage, head)
             lost |= {stage.k} if head is None else set()
         stage.advance_schedule(updates)
-    missing = sorted({k for each in pipe.engine.exchange(sorted(lost)) for k in each})
+    missing = sorted({k for each in local.engine.exchange(sorted(lost)) for k in each})
     new = f"the heads of stages {', '.join(map(str, missing))} are new: the checkpoint has none at these cuts"
     return saving.lost_batches(parts) + [new] * bool(missing)
 

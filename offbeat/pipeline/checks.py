@@ -19,8 +19,18 @@ from offbeat.engines import Engine
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
 
+Cuts = Sequence[int | str] | None
 
-def chained(stages: Sequence[nn.Module], K: int | None, cuts: object) -> tuple[nn.Sequential, list[int]]:
+
+def model_of(given: nn.Module | Sequence[nn.Module], K: int | None, cuts: Cuts) -> tuple[nn.Module, int, Cuts]:
+    """The model, K and the cuts that were given; of a list of stages, one model with the cuts between all of them."""
+    if isinstance(given, nn.Module):
+        return given, 1 if K is None else K, cuts
+    model, between = _chained(given, K, cuts)
+    return model, len(model), between
+
+
+def _chained(stages: Sequence[nn.Module], K: int | None, cuts: object) -> tuple[nn.Sequential, list[int]]:
     """A list of K stages as one nn.Sequential, and the cuts between all of them."""
     listed = list(stages) if isinstance(stages, Iterable) else []
     if not listed or not all(isinstance(stage, nn.Module) for stage in listed):
@@ -154,6 +164,7 @@ def check_makers(optimizer: MakeOptimizer, scheduler: MakeScheduler | None) -> N
 
 def batch_of_replica(batch: int | None, replicas: int) -> int | None:
     """The share of one replica in the samples of an update."""
+    whole(replicas, "replicas", least=1)
     if batch is None or replicas == 1:
         return batch
     whole(batch, "batch", least=1)

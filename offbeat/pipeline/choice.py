@@ -68,7 +68,7 @@ class MethodChoice:
             return cls(found, K, batch)
         _check_divides(batch, settings.get("M", 1))
         if batch is None and "M" not in settings and K > 1:
-            warnings.warn(without_batch("batch", K), LateGradients, stacklevel=4)
+            warnings.warn(without_batch("batch", K), LateGradients, stacklevel=3)
         measures = needs_times(K, batch=batch, settings=settings)
         first = recommend(K, batch=batch, settings=settings, seconds=float)
         return cls(first.method, K, batch, settings, measures, None if measures else first)

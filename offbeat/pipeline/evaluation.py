@@ -9,9 +9,11 @@ A failure of the loader, of a stage or of the metric ends the pass in all proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,12 +21,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from offbeat.core.links import Message
-from offbeat.core.metrics import Meter
+from offbeat.core.metrics import Meter, Metric
 from offbeat.core.stage import Stage
 from offbeat.core.stage_network import Loss
 from offbeat.errors import UserError, first_line
 from offbeat.pipeline import batches, checks
 from offbeat.pipeline.assembly import Assembly
+from offbeat.pipeline.local_stages import LocalStages
 from offbeat.pipeline.training import Batches
 
 END = Message(-1, kind="end")
@@ -52,6 +55,46 @@ class EvaluationFailure:
             raise self.error
         if self.reason is not None:
             raise UserError(f"{self.reason}: correct it there; training can continue")
+
+
+def evaluate(local: LocalStages, loader: Batches | None, metric: Metric | None) -> dict[str, Any]:
+    """The whole pass at once."""
+    steps = evaluating(local, loader, metric)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: dict[str, Any] = end.value
+            return result
+
+
+def evaluating(
+    local: LocalStages, loader: Batches | None, metric: Metric | None
+) -> Generator[None, None, dict[str, Any]]:
+    """The pass, which yields after every batch; returns the figures. See `Pipeline.evaluate`."""
+    checks.check_functions(metric=metric)
+    entering = batches_of(loader if local.engine.leads and loader is not None else ())
+    with local.engine.guard():  # without stages, other processes cannot continue
+        ahead = next(entering, None) if local.assembly is None else None
+    assembly = local.assembled(ahead[0] if ahead else None)
+    entering_all = chain([ahead] if ahead else [], entering)
+    meter, failure, began = Meter(metric), EvaluationFailure(), time.perf_counter_ns()
+    with local.guard():
+        assembly.settle()
+        while assembly.replica == 0 and forward_next(
+            assembly, entering_all, meter, failure, loss=local.loss, device=local.device
+        ):
+            yield
+            assembly = local.assembled(None)
+            local.engine.settle()  # the caller may have trained meanwhile
+        read = (None if failure.reason else meter.read(), failure.reason) if local.last else None
+        result, failure.reason = local.engine.share(read, local.K)
+        local.observation.share_staleness(assembly)
+    local.observation.evaluated(time.perf_counter_ns() - began)
+    failure.check()
+    if not result["samples"]:
+        raise UserError("the loader is empty: give at least one batch")
+    return result
 
 
 def batches_of(loader: Batches) -> Iterator[tuple[Any, Any]]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain, zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,38 +15,35 @@ from torch import Tensor, nn
 from offbeat import partitioning as cutting
 from offbeat.core.batch_guard import OnNan
 from offbeat.core.clipping import ClipOver
-from offbeat.core.compression import Messages, check_messages
-from offbeat.core.links import Link, Message
-from offbeat.core.links.local import Entrance
-from offbeat.core.metrics import Meter, Metric
+from offbeat.core.compression import Messages
+from offbeat.core.links import Link
+from offbeat.core.metrics import Metric
 from offbeat.core.optimization import MakeOptimizer, MakeScheduler
-from offbeat.core.precision import Precision, PrecisionPolicy
+from offbeat.core.precision import Precision
 from offbeat.core.stage import Stage
 from offbeat.core.stage_network import Loss
-from offbeat.core.stage_report import Report, Staleness
+from offbeat.core.stage_report import Report
 from offbeat.core.window import Weighting
-from offbeat.core.worker import SAVE, Worker
 from offbeat.engines import Engine
-from offbeat.engines.choose import choose_engine
-from offbeat.engines.processes import TIMEOUT, seconds_of
-from offbeat.errors import NotFinite, UserError
+from offbeat.engines.processes import TIMEOUT
+from offbeat.errors import UserError
 from offbeat.method import Method, StalenessWarmup
-from offbeat.observe.tracing import Notify, Tracing
-from offbeat.pipeline import batches, checkpoints, checks, evaluation, saving, schedules, training
+from offbeat.observe.tracing import Notify
+from offbeat.pipeline import batches, checkpoints, checks, evaluation, schedules, training_loop
+from offbeat.pipeline import epochs as training_epochs
 from offbeat.pipeline.assembly import Assembler, Assembly
 from offbeat.pipeline.choice import MethodChoice
-from offbeat.pipeline.guard import Guard
+from offbeat.pipeline.epochs import AfterEpoch
 from offbeat.pipeline.late_losses import LossChain
-from offbeat.pipeline.model_state import ModelState
-from offbeat.pipeline.observation import Observation
+from offbeat.pipeline.local_stages import LocalStages
+from offbeat.pipeline.model_cut import ModelCut
+from offbeat.pipeline.placement import Placement
 from offbeat.pipeline.training import Batches, Loader
-from offbeat.pipeline.training_loop import Evaluation, TrainingLoop
-from offbeat.recommended import Recommendation
-
-AfterEpoch = Callable[[int], object]  # returns an iterator of work that is left, done a little at a time, or anything
+from offbeat.pipeline.training_loop import Evaluation
+from offbeat.pipeline.view import PipelineView
 
 
-class Pipeline:
+class Pipeline(PipelineView):
     """Train a model cut by depth into K stages that never wait for each other.
 
     model       any module that can be traced (also of Hugging Face, timm, torchvision); an nn.Sequential is cut between
@@ -151,62 +145,24 @@ class Pipeline:
         fuse: bool = False,
         timeout: float = TIMEOUT,
     ) -> None:
-        if isinstance(model, nn.Module):
-            self._model: nn.Module = model
-        else:
-            self._model, cuts = checks.chained(model, K, cuts)
-            K = len(self._model)
-        self.K = 1 if K is None else K
-        checks.whole(replicas, "replicas", least=1)
-        self.replicas, self.batch = replicas, checks.batch_of_replica(batch, replicas)
-        self._choice = MethodChoice.of(
-            method, self.K, M=M, batch=self.batch, latency=latency, staleness_warmup=staleness_warmup
+        whole, K, cuts = checks.model_of(model, K, cuts)
+        self.K, self.replicas, self.batch = K, replicas, checks.batch_of_replica(batch, replicas)
+        choice = MethodChoice.of(method, K, M=M, batch=self.batch, latency=latency, staleness_warmup=staleness_warmup)
+        choice.method.check(K)
+        checks.check_replicas(choice.method, replicas)
+        placement = Placement.of(
+            engine, K, replicas=replicas, device=device, timeout=timeout, precision=precision, messages=messages
         )
-        self.method = self._choice.method
-        self.method.check(self.K)
-        checks.check_replicas(self.method, replicas)
-        timeout = seconds_of(timeout, "timeout")
-        wanted = checks.device_of(device)
-        if not isinstance(engine, str | None):
-            checks.check_engine(engine, self.K, replicas)
-            wanted = engine.device_for(wanted)
-        self.precision = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
-        self.messages = check_messages(messages, self.K, streams=engine == "streams")
-        checks.check_clipping(clip_norm, clip_over, self.method)
+        checks.check_clipping(clip_norm, clip_over, choice.method)
         checks.check_options(seed=seed, left_out=left_out, compile=compile, fuse=fuse)
-        cutting.check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)
-        checks.check_loss(loss, self.method)
+        checks.check_loss(loss, choice.method)
         checks.check_makers(optimizer, scheduler)
-        cutting.check_stages(self._model, self.K)
-        checks.check_hooks(self._model)
-        blocks = by == "flops" and cutting.default_units(self._model, self.K, cuts) == "blocks"
-        self.units: cutting.Units = units or ("blocks" if blocks else "layers")
-        if cuts is not None and self.units == "blocks":
-            # refuses wrong ones before anything starts
-            cuts = cutting.cut(self._model, self.K, cuts=cutting.block_cuts(self._model, cuts))
-        self._given_cuts = cuts
-        self.cuts: list[int] | None = None  # where it is cut, once it is
-        self._cut = partial(cutting.partition, self._model, self.K, units=self.units, by=by, trace=trace, tied=tied)
-        if isinstance(engine, str | None):
-            engine = choose_engine(
-                engine,
-                self.K,
-                method=self.method,
-                device=wanted or torch.device("cpu"),
-                replicas=replicas,
-                timeout=timeout,
-            )
-        self.engine: Engine = engine
-        self.device = self.engine.device_for(wanted)
-        self.batches = 0  # t of the next batch
-        self.epoch_start = (0, 0)  # an epoch, and the number of its first batch
-        self._model_state = ModelState(whole=len(self.engine.here) == self.K)
-        self._found: checkpoints.Found | None = None  # a checkpoint to load once there are stages
-        self.entrance: Link = Entrance()
-        self._guard = Guard(self.engine, self.precision)
-        self._observation = Observation(self.engine, self.method, self.device)
-        self._loss = batches.own_loss if loss is None else loss
-        self._make_stage = partial(
+        checks.check_hooks(whole)
+        cut = ModelCut.of(whole, K, cuts=cuts, units=units, by=by, trace=trace, tied=tied)
+        self.engine: Engine = placement.start(choice.method)
+        self.device, self.precision = self.engine.device_for(placement.device), placement.precision
+        self.messages, self.units = messages, cut.units
+        make_stage = partial(
             Stage,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -221,160 +177,20 @@ class Pipeline:
             fuse=fuse,
             weighting=checks.one_of(weighting, Weighting, "weighting"),
         )
-        self._assembler = Assembler(
+        assembler = Assembler(
             self.engine,
-            self._model,
-            self.method,
+            cut,
+            choice.method,
             self.device,
             self.precision,
-            self._cut,
-            self._loss,
-            self._make_stage,
-            self.messages,
+            batches.own_loss if loss is None else loss,
+            make_stage,
+            messages,
         )
-        check_messages(self.messages, self.K, streams=self.engine.on_one_device)
-        self._assembly: Assembly | None = None
-        self._loop: TrainingLoop | None = None  # during a call of fit that has callbacks in some process
-        late = (
-            self._choice.measures
-            or self.method.head is not None
-            or cutting.needs_batch(self._model, self.K, cuts=cuts, units=self.units, trace=trace)
-        )
-        if sample is not None or not late:
-            self._assembled(cutting.as_dict(sample))
-
-    def _assembled(self, sample: Any) -> Assembly:
-        """The stages of this process; made with the first batch, where they could not be made before."""
-        if self._assembly is None:
-            self._choose_method(sample)
-            with self._guard():
-                self._assembly = self._assembler.assemble(self._given_cuts, sample, self.entrance, batch=self.batches)
-                self.cuts = self._assembly.cuts
-                self._observation.begin(self._assembly, self.batches)
-            self._load_found()
-        return self._assembly
-
-    def _choose_method(self, sample: Any) -> None:
-        """Method "auto": choose M and the lag, once; the first process measures, on the first batch or `sample`."""
-        if self._choice.measures:
-            with self._guard():
-                self._set_choice(
-                    self._choice.made(self.engine, self._model, sample, device=self.device, precision=self.precision)
-                )
-
-    def _set_choice(self, choice: MethodChoice) -> None:
-        self._choice, self.method = choice, choice.method
-        self._observation.method = self.method
-        self._assembler = replace(self._assembler, method=self.method)
-
-    # ---- what there is in this process
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, with the newest weights of the stages of this process.
-
-        The weights of stages in other processes are as of the last `drain`, `gather` or `load`; reading an outdated
-        model warns once (`offbeat.ModelOutdated`).
-        """
-        self._model_state.check()
-        return self._model
-
-    @property
-    def replica(self) -> int:
-        """The replica of this process, from 0; 0 where one process has all of them."""
-        return self.engine.replicas_here[0]
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process decides for all: it holds the first stage of replica 0."""
-        return self.engine.leads
-
-    @property
-    def first(self) -> bool:
-        """Whether this process holds the first stage (of its replica), where batches enter."""
-        return 1 in self.engine.here
-
-    @property
-    def last(self) -> bool:
-        """Whether this process holds the last stage, where the loss is."""
-        return self.K in self.engine.here
-
-    @property
-    def parts(self) -> list[nn.Module]:
-        """The part of the model of every stage; empty until the model is cut."""
-        return self._assembly.parts if self._assembly else []
-
-    @property
-    def notes(self) -> list[str]:
-        """What could not be traced, and so stays one unit."""
-        return self._assembly.notes if self._assembly else []
-
-    @property
-    def recommendation(self) -> Recommendation | None:
-        """What method "auto" chose, with its measurements (in the process of the first stage); None otherwise."""
-        return self._choice.recommendation
-
-    @property
-    def correctors(self) -> list[str]:
-        """The correctors of every stage, as text; empty until the model is cut.
-
-        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-        >>> pipe = Pipeline(layers, K=2, method="adl:M=2,corrector=auto", loss=torch.nn.functional.mse_loss, cuts=[1],
-        ...                 optimizer=torch.optim.Adam)
-        >>> pipe.correctors
-        ['lookahead+sc', 'none']
-        """
-        return self._assembly.correctors if self._assembly else []
-
-    def __repr__(self) -> str:
-        """Method, stages, balance, engine, and the staleness of every stage, in updates; printed by `print(pipe)`.
-
-        Balance is the mean work of the stages divided by the largest. It is known where the pipeline chose the cuts.
-
-        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-        >>> pipe = Pipeline(layers, K=2, M=2, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD,
-        ...                 sample=torch.ones(1, 4))
-        >>> print(pipe)
-        Pipeline(method=adl, K=2, M=2, engine=simulate, balance=1.00)
-          stage 1: 40 parameters, 50 % of the work, staleness 1, corrector none
-          stage 2: 40 parameters, 50 % of the work, staleness 0, corrector none
-        """
-        costs = self._assembly.costs if self._assembly else ()
-        chosen = " (auto)" * (self._choice.recommendation is not None)
-        method = "auto (measured on the first batch)" if self._choice.measures else f"{self.method.name}{chosen}"
-        facts = {
-            "method": method,
-            "K": self.K,
-            "M": None if self._choice.measures else self.method.M,
-            "batch": self.batch * self.replicas if self.batch else None,
-            "replicas": self.replicas if self.replicas > 1 else None,
-            "engine": type(self.engine).__name__.lower(),
-            "balance": f"{sum(costs) / len(costs) / max(costs):.2f}" if any(costs) else None,
-        }
-        first = f"Pipeline({', '.join(f'{name}={value}' for name, value in facts.items() if value is not None)})"
-        return "\n".join([first, *map(self._stage_line, range(1, len(self.parts) + 1))])
-
-    def _stage_line(self, k: int) -> str:
-        assert self._assembly is not None
-        costs, parameters = self._assembly.costs, sum(p.numel() for p in self.parts[k - 1].parameters())
-        work = f"{100 * costs[k - 1] / sum(costs):.0f} % of the work, " if any(costs) else ""
-        staleness = f"staleness {self.method.staleness(k, self.K):g}, corrector {self.correctors[k - 1]}"
-        return f"  stage {k}: {parameters:,} parameters, {work}{staleness}"
-
-    @property
-    def stages(self) -> dict[int, Stage]:
-        """The stages of this process, by k; empty until the model is cut."""
-        return self._assembly.stages if self._assembly else {}
-
-    @property
-    def workers(self) -> list[Worker]:
-        """What runs the stages of this process, in the same order."""
-        return self._assembly.workers if self._assembly else []
-
-    @property
-    def all_stages(self) -> list[Stage]:
-        """The stages of all replicas of this process."""
-        return [worker.stage for worker in self._assembly.all_workers] if self._assembly else []
+        self._local = LocalStages(assembler, choice, batch=self.batch)
+        self.entrance: Link = self._local.entrance
+        if sample is not None or not self._local.needs_batch:
+            self._local.assembled(cutting.as_dict(sample))
 
     # ---- training
 
@@ -394,71 +210,32 @@ class Pipeline:
         """
         known = []
         given = batches.of_replicas(x, y, len(self.engine.replicas_here), first=self.first)
-        for parts in zip(*(self._micro_batches(*one) for one in given), strict=True):
-            self._step(list(parts))
+        for parts in zip(*(self._local.micro_batches(*one) for one in given), strict=True):
+            self._local.step(list(parts))
             known += self.newest_losses()
         return known[0] if len(known) == 1 else torch.stack(known).mean() if known else None
 
     def newest_losses(self) -> list[Tensor]:
-        """The newest loss of each replica whose last stage is in this process."""
-        assembly = self._assembled(None)
-        losses = [each.workers[-1].loss for each in assembly.replicas] if self.last else []
-        return [self.engine.give(loss) for loss in losses if loss is not None]
+        """The newest loss of each replica whose last stage is in this process.
 
-    def _micro_batches(self, x: Any, y: Any) -> list[tuple[Any, Any]]:
-        """The micro-batches of an update, if `batch` is given; otherwise the batch itself."""
-        if self.batch is None:
-            return [(x, y)]
-        if self._assembly is None:
-            self._choose_method(cutting.as_dict(x))
-        if not self.first or x is None:
-            return [(x, y)] * self.method.M
-        return training.split(x, y, M=self.method.M, batch=self.batch, t=self.batches)
-
-    def _step(self, given: list[tuple[Any, Any]]) -> None:
-        """`step` without a loss for the caller, with a batch for each replica of this process."""
-        read = self._loss is not batches.own_loss
-        entering = [batches.input_and_target(x, y, target_is_read=read) for x, y in given]
-        assembly = self._assembled(entering[0][0])
-        assembly.check_trained()
-        t = self.batches
-        with self._guard():
-            if self.first:
-                for replica, each in zip(assembly.replicas, entering, strict=True):
-                    batch = self.engine.take(each, self.device)
-                    training.enter(t, *batch, entrance=replica.links[1].inputs, m=self.method.m)
-            try:
-                work = [worker.iteration(t, wait=self.engine.waits) for worker in assembly.all_workers]
-                self._observation.run(t, work)
-            except NotFinite:
-                assembly.settle()  # another stage may have found the cause
-                raise
-            except KeyboardInterrupt:
-                self._guard.failure = f"it was interrupted within batch {t}, which some of its stages have done"
-                raise
-        self.batches += 1
-        self._model_state.newest = False
-        if self.method.phase(self.batches) != assembly.method:
-            self._change_method(assembly)
-
-    def _change_method(self, before: Assembly) -> None:
-        """Continue with the method of the next batch, after a drain; in all processes after the same batch."""
-        self._finish()
-        with self._guard():
-            diagnoses = self._observation.diagnoses
-            states = [saving.states(one, diagnoses, keep_on=True) for one in before.replicas]
-            after = self.start_at(self.batches)
-            for old, new, trees in zip(before.replicas, after.replicas, states, strict=True):
-                saving.hand_over(old, new, diagnoses, trees, self.batches)
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> _ = pipe.step(torch.ones(4, 2), torch.zeros(4, 1))
+        >>> [loss.shape for loss in pipe.newest_losses()]
+        [torch.Size([])]
+        """
+        return self._local.newest_losses()
 
     def start_at(self, batches: int, *, new: bool = False) -> Assembly:
         """Stages of the method that trains the next batch, after that many batches; `new`: made again, with new
-        optimizers and schedulers."""
-        self.batches, assembly, method = batches, self._assembled(None), self.method.phase(batches)
-        if new or assembly.method != method:
-            assembly = self._assembly = self._assembler.with_method(assembly, method)
-            self._observation.change_stages(assembly, batches)
-        return assembly
+        optimizers and schedulers.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD, cuts=[1])
+        >>> list(pipe.start_at(8).stages), pipe.batches
+        ([1, 2], 8)
+        """
+        return self._local.start_at(batches, new=new)
 
     def fit(
         self,
@@ -507,38 +284,29 @@ class Pipeline:
         >>> last.batch, last.loss < 0.5
         (39, True)
         """
-        loop = TrainingLoop(self, callbacks, epochs=epochs, evaluate=evaluate, evaluate_every=evaluate_every)
-        with self._guard(computes=False):
-            observed = loop.agree()
-        options: dict[str, Any] = {
-            "first_epoch": first_epoch,
-            "resume": resume,
-            "drain": drain,
-            "own_share": own_share,
-        }
-        if not observed:
-            for _ in self.steps(loader, epochs, **options):
-                pass
-        else:
-            self._fit(loop, loader, epochs, **options)
-        if drain and not loop.stopped and self.leads:
-            schedules.warn_of_lengths(self.stages.values())
-
-    def _fit(self, loop: TrainingLoop, loader: Loader | None, epochs: int, **options: Any) -> None:
-        """`fit` with the callbacks of the loop."""
-        self._loop = loop
-        try:
-            for _ in self.steps(loader, epochs, after_step=loop.after_step, after_epoch=loop.after_epoch, **options):
-                pass
-            with self._guard():
-                loop.finish()
-        finally:
-            self._loop = None
-            loop.end()
+        training_loop.fit(
+            self,
+            self._local,
+            loader,
+            epochs,
+            callbacks=callbacks,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every,
+            first_epoch=first_epoch,
+            resume=resume,
+            drain=drain,
+            own_share=own_share,
+        )
 
     @cached_property
     def loss_chain(self) -> LossChain:
-        """Brings losses and requests to stop from process to process during `fit`."""
+        """Brings losses and requests to stop from process to process during `fit`.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD, cuts=[1])
+        >>> pipe.loss_chain.receive()  # in one process there is nothing to bring
+        ({}, False)
+        """
         return LossChain(self)
 
     def updates(self, batches: int) -> int:
@@ -552,7 +320,7 @@ class Pipeline:
         3
         """
         checks.whole(batches, "batches", least=0)
-        if self._choice.measures:
+        if self._local.choice.measures:
             raise UserError('updates() with method="auto" before the first batch, which M is measured on: give sample=')
         return schedules.count_updates(self.method, self.K, batches * (self.method.M if self.batch else 1))
 
@@ -574,73 +342,27 @@ class Pipeline:
 
         Instead of callbacks it has functions, called in every process after the same operations of its stages:
         `before_step(t)`, `after_step(t)`, `after_epoch(epoch)`; t counts micro-batches where `batch=` is given.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> for _ in pipe.steps([(torch.ones(4, 2), torch.zeros(4, 1))] * 2, epochs=1):
+        ...     print(pipe.batches, pipe.epoch_start)
+        1 (0, 0)
+        2 (0, 0)
+        2 (1, 2)
         """
-        checks.whole(epochs, "epochs", least=1)
-        checks.whole(first_epoch, "first_epoch", least=0)
-        checks.check_functions(before_step=before_step, after_step=after_step, after_epoch=after_epoch)
-        checks.check_flags(drain=drain, own_share=own_share, resume=resume)
-        if resume and first_epoch:
-            raise UserError(
-                f"first_epoch={first_epoch} with resume=True, which continues in the saved epoch: leave one out"
-            )
-        if own_share and self.replicas > 1 and len(self.engine.replicas_here) == self.replicas:
-            raise UserError("own_share=True with all replicas in one process: leave it out, the loader is divided here")
-        if self.first and loader is not None and not callable(loader):
-            checks.check_loader(loader)
-        with self._guard(computes=False):  # other pipelines take turns between its steps
-            begun = self.epoch_start if resume else (first_epoch, self.batches)
-            for epoch in range(begun[0], epochs):
-                self.epoch_start = begun if epoch == begun[0] else (epoch, self.batches)
-                for batch in self._epoch(loader, epoch, own_share=own_share):
-                    if before_step:
-                        before_step(self.batches)
-                    self._step(batch)
-                    if after_step:
-                        after_step(self.batches - 1)
-                    yield
-                if self._loop and self._loop.stopped:
-                    break
-                self.epoch_start = (epoch + 1, self.batches)
-                if after_epoch:
-                    left = after_epoch(epoch)
-                    if isinstance(left, Iterator):
-                        yield from left
-                yield
-                if self._loop and self._loop.stopped:
-                    break
-        if drain:
-            self.drain()
-
-    def _split(self, groups: Iterator[list[tuple[Any, Any]]]) -> Iterator[list[tuple[Any, Any]]]:
-        for shares in groups:
-            yield from map(list, zip(*(self._micro_batches(*batch) for batch in shares), strict=True))
-
-    def _epoch(self, loader: Loader | None, epoch: int, *, own_share: bool) -> Iterator[list[tuple[Any, Any]]]:
-        """The batches of an epoch in the first stage's process, as many empty ones in others; then the mark that ends
-        the epoch, or all training, is passed on."""
-        loop = self._loop
-        if loop:
-            loop.epoch = epoch
-        if self.first:
-            trained = self.batches - self.epoch_start[1]
-            read = training.read_epoch(loader, epoch, self.batches - trained)
-            divided = (1, [0]) if own_share else (self.replicas, self.engine.replicas_here)
-            stops = loop.stops if loop else None
-            groups = self._split(training.until(stops, training.shares(read, *divided)))
-            if self._found is not None:  # the trained batches may be all
-                ahead = next(groups)
-                self._assembled(batches.input_and_target(*ahead[0])[0])
-                groups = chain([ahead], groups)
-            yield from training.after(trained, epoch, groups)
-            mark = Message(self.batches, loop.stopped if loop else None, kind=training.EPOCH_END)
-        else:
-            yield from training.follow_epoch(lambda: self._assembled(None).workers[0], self.batches)
-            mark = self._assembled(None).workers[0].ahead()
-            if loop:
-                loop.stopped = mark.content
-        self._compare_replicas()
-        for assembly in self._assembly.replicas if self._assembly else ():
-            training.pass_on(mark, assembly.workers)
+        return training_epochs.steps(
+            self._local,
+            loader,
+            epochs,
+            first_epoch=first_epoch,
+            resume=resume,
+            before_step=before_step,
+            after_step=after_step,
+            after_epoch=after_epoch,
+            drain=drain,
+            own_share=own_share,
+        )
 
     def drain(self) -> nn.Module:
         """Finish every batch in flight and the open window; then the newest weights are in `model` in every process.
@@ -654,38 +376,8 @@ class Pipeline:
         >>> [len(stage.in_flight) for stage in pipe.stages.values()]
         [0, 0]
         """
-        self._finish()
+        self._local.finish()
         return self.gather()
-
-    def _finish(self) -> None:
-        if self._found is not None and self._found.mode != "drained":
-            raise UserError(f"drain() before the first batch, which loads {self._found.path}: give sample=")
-        with self._guard():
-            self.engine.settle()  # a drain is many turns in one
-            with self._observation.draining(self.batches):
-                workers = self._assembly.all_workers if self._assembly else []
-                if self._loop and self._loop.observes_updates:
-                    self._drain_in_turns(self._loop, workers)
-                else:
-                    self.engine.run([worker.drain(wait=self.engine.waits) for worker in workers])
-                self._settle()
-            self._compare_replicas()
-            done = self.engine.exchange([stage.update_index for stage in self.stages.values()])
-            for worker in workers:
-                worker.stage.catch_up(max(chain.from_iterable(done)))
-
-    def _compare_replicas(self) -> None:
-        """Raise where another replica has had other batches, instead of waiting for it without end."""
-        for worker in self.workers:
-            if worker.window_sum is not None:
-                worker.window_sum.end(worker.stage.window, batches=self.batches)
-
-    def _drain_in_turns(self, loop: TrainingLoop, workers: list[Worker]) -> None:
-        """Drain one local iteration at a time, in each of which a stage makes at most one update."""
-        loop.after_turn()
-        for turn in zip_longest(*(worker.draining(wait=self.engine.waits) for worker in workers)):
-            self.engine.run([iteration for iteration in turn if iteration is not None])
-            loop.after_turn()
 
     def gather(self) -> nn.Module:
         """The newest weights of all stages, in `model`, in every process; training continues as if nothing happened.
@@ -695,17 +387,7 @@ class Pipeline:
         >>> pipe.gather() is pipe.model
         True
         """
-        if self._assembly is not None:
-            with self._guard():
-                self._assembly.settle()
-                self._assembly.share_weights()
-                self._observation.share_staleness(self._assembly)
-        self._model_state.newest = True
-        return self._model
-
-    def _settle(self) -> None:
-        if self._assembly is not None:
-            self._assembly.settle()
+        return self._local.gather()
 
     # ---- evaluation
 
@@ -723,42 +405,20 @@ class Pipeline:
         >>> pipe.evaluate([(torch.ones(4, 2), torch.zeros(4, 1))])["samples"]
         4
         """
-        steps = self.evaluating(loader, metric=metric)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                result: dict[str, Any] = end.value
-                return result
+        return evaluation.evaluate(self._local, loader, metric)
 
     def evaluating(
         self, loader: Batches | None = None, *, metric: Metric | None = None
     ) -> Generator[None, None, dict[str, Any]]:
-        """`evaluate` a little at a time, as `steps` trains: yields after every batch."""
-        checks.check_functions(metric=metric)
-        entering = evaluation.batches_of(loader if self.leads and loader is not None else ())
-        with self.engine.guard():  # without stages, other processes cannot continue
-            ahead = next(entering, None) if self._assembly is None else None
-        assembly = self._assembled(ahead[0] if ahead else None)
-        entering_all = chain([ahead] if ahead else [], entering)
-        meter, failure, began = Meter(metric), evaluation.EvaluationFailure(), time.perf_counter_ns()
-        with self._guard():
-            assembly.settle()
-            while self.replica == 0 and evaluation.forward_next(
-                assembly, entering_all, meter, failure, loss=self._loss, device=self.device
-            ):
-                yield
-                assembly = self._assembled(None)
-                self.engine.settle()  # the caller may have trained meanwhile
-            result, failure.reason = self.engine.share(
-                (None if failure.reason else meter.read(), failure.reason) if self.last else None, self.K
-            )
-            self._observation.share_staleness(assembly)
-        self._observation.evaluated(time.perf_counter_ns() - began)
-        failure.check()
-        if not result["samples"]:
-            raise UserError("the loader is empty: give at least one batch")
-        return result
+        """`evaluate` a little at a time, as `steps` trains: yields after every batch.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> passes = pipe.evaluating([(torch.ones(4, 2), torch.zeros(4, 1))] * 2)
+        >>> sum(1 for _ in passes)  # batches; other work may be done after each
+        2
+        """
+        return evaluation.evaluating(self._local, loader, metric)
 
     # ---- saving
 
@@ -783,15 +443,13 @@ class Pipeline:
         """
         checks.check_flags(drain=drain)
         checks.whole(keep, "keep", least=1)
-        if self._assembly is None:
+        if self._local.assembly is None:
             raise UserError(
                 "save() before there are stages, which the first batch makes: train a batch, or give sample="
             )
         if drain:
             self.drain()
-        with self._guard():
-            self._assembly.settle()
-        return checkpoints.save(self, checks.path_of(folder), keep=keep)
+        return checkpoints.save(self._local, checks.path_of(folder), keep=keep)
 
     def load(self, folder: str | Path) -> None:
         """Continue from the newest valid checkpoint in a folder that `save` or `offbeat train` wrote, or from one
@@ -815,27 +473,7 @@ class Pipeline:
         ...     bool(first.step(*batch) == second.step(*batch)), second.batches
         (True, 2)
         """
-        if any(stage.in_flight for stage in self.stages.values()):
-            raise UserError("load() with batches in flight: call drain() before, or load into a new pipeline")
-        self._found = found = checkpoints.find(self.engine, checks.path_of(folder))
-        self.batches, self.epoch_start = found.t, found.epoch_start
-        if self._assembly is not None:
-            self._load_found()
-            return
-        if found.K == self.K and self._given_cuts is None:
-            self._given_cuts = found.cuts
-        if self._choice.measures and found.M:
-            self._set_choice(self._choice.with_M(found.M))
-        checkpoints.load_model(self._model, found)
-
-    def _load_found(self) -> None:
-        """Load the checkpoint that was found, into stages."""
-        found, self._found = self._found, None
-        if found is not None:
-            with self._guard():
-                self._settle()
-                checkpoints.restore(self, found)
-            self.gather()
+        checkpoints.load(self._local, checks.path_of(folder))
 
     def state_dict(self) -> dict[str, Any]:
         """The model and the optimizers' state of the stages of this process, by the names of the unsplit model, for
@@ -852,31 +490,36 @@ class Pipeline:
         >>> list(pipe.state_dict()["model"]), pipe.state_dict()["optimizer"]["param_groups.1.weight.lr"]
         (['0.weight', '0.bias', '1.weight'], 0.001)
         """
-        if self._assembly is not None:
-            with self._guard():
-                self._assembly.settle()
-        return checkpoints.exported(self._model, self.stages if self.replica == 0 else {})
+        self._local.settle()
+        return checkpoints.exported(self._local.model, self.stages if self.replica == 0 else {})
 
     def keep(self) -> None:
         """From the next batch on, keep what is needed to save this process's stages with their batches in flight; it is
-        complete after `lag` more batches."""
-        for worker in self._assembly.all_workers if self._assembly else ():
-            worker.stage.keep()
+        complete after `lag` more batches.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, method="adl:M=1,weights=hybrid", loss=torch.nn.functional.mse_loss,
+        ...                 optimizer=torch.optim.SGD, cuts=[1])
+        >>> pipe.keep()
+        >>> for _ in range(4):
+        ...     _ = pipe.step(torch.ones(4, 2), torch.zeros(4, 1))
+        >>> sorted(pipe.stage_states())
+        [1, 2]
+        """
+        for stage in self.all_stages:
+            stage.keep()
 
     def mark(self, batches: int, *, stop: str = "") -> None:
         """In the first process, ahead of a batch: have all stages save after that many batches, and stop there if a
-        reason is given."""
-        if len(self.workers) == self.K:
-            for worker in self._assembled(None).all_workers:
-                worker.marks[batches] = stop
-                worker.stage.keep()
-        else:
-            self.entrance.send(Message(batches, stop, SAVE))
+        reason is given.
 
-    @property
-    def marks(self) -> dict[int, str]:
-        """After which batches the first stage asked this process to save, and the reason to stop there, or ""."""
-        return self.workers[-1].marks
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD, cuts=[1])
+        >>> pipe.mark(3, stop="enough")
+        >>> pipe.marks
+        {3: 'enough'}
+        """
+        self._local.mark(batches, stop=stop)
 
     def stage_states(self, *, keep_on: bool = False) -> dict[int, Any]:
         """The state of each stage of this process between batches: a tree of its own tensors, to be written at once.
@@ -886,34 +529,34 @@ class Pipeline:
 
         With weights="hybrid" and batches in flight, `keep` must have been called far enough ahead; with `keep_on` the
         stages continue to keep what the next call needs.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> batch = torch.ones(4, 2), torch.zeros(4, 1)
+        >>> for _ in range(3):
+        ...     _ = pipe.step(*batch)
+        >>> {k: len(state["stage"]["in_flight"]) for k, state in pipe.stage_states().items()}
+        {1: 2, 2: 0}
         """
-        if self._assembly is None:
-            return {}
-        with self._guard():
-            self._assembly.settle()
-        found = {}
-        for assembly in self._assembly.replicas:
-            for k, tree in saving.states(assembly, self._observation.diagnoses, keep_on=keep_on).items():
-                own = saving.without_first(tree, assembly.stages[k]) if assembly.replica else tree
-                found[saving.number(k, assembly)] = own
-        return found
+        return self._local.states(keep_on=keep_on)
 
     def load_stage_states(self, trees: Mapping[int, Any], batches: int) -> None:
         """Continue from saved states of the same method, K, cuts, optimizer and scheduler, after that many batches.
 
         With replicas each process needs the states of its stages in its own replica and in replica 0. A state without
         batches in flight and without an open window can be loaded with another number of replicas.
+
+        >>> def build():
+        ...     torch.manual_seed(0)
+        ...     return Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)), K=2, cuts=[1],
+        ...                     loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> first, second, batch = build(), build(), (torch.ones(4, 2), torch.zeros(4, 1))
+        >>> _ = first.step(*batch)
+        >>> second.load_stage_states(first.stage_states(), batches=1)
+        >>> bool(first.step(*batch) == second.step(*batch))
+        True
         """
-        if self._assembly is None:
-            raise UserError("load_stage_states() before there are stages, which the first batch makes: give sample=")
-        if any(stage.in_flight for stage in self.stages.values()):
-            raise UserError(
-                "load_stage_states() with batches in flight: call drain() before, or load into a new pipeline"
-            )
-        with self._guard():
-            self._assembly.settle()
-            for replica in self.start_at(batches).replicas:
-                saving.load(replica, self._observation.diagnoses, trees, batches)
+        self._local.load_states(trees, batches)
 
     # ---- observing
 
@@ -923,10 +566,19 @@ class Pipeline:
         Changes no result.
 
         At any time; in several processes in all of them, since it compares their clocks.
+
+        >>> import tempfile
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pipe.trace(2, f"{folder}/trace.json")
+        ...     pipe.fit([(torch.ones(4, 2), torch.zeros(4, 1))] * 8)
+        ...     [file.name for file in Path(folder).iterdir()]
+        ['trace.json']
         """
         checks.check_functions(notify=notify)
-        self._observation.request_trace(turns, checks.path_of(path), notify)
-        self._begin_observing()
+        self._local.observation.request_trace(turns, checks.path_of(path), notify)
+        self._local.begin_observing()
 
     def diagnose(self, every: int) -> None:
         """From the next batch on, measure once every `every` updates of each stage how stale its gradients are: the
@@ -936,45 +588,33 @@ class Pipeline:
         the share of the predicted decrease that the stage gets (see observe/diagnosis.py).
 
         The figures are in `diagnosis` of `reports`. Changes no result.
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> pipe.diagnose(every=2)
+        >>> pipe.fit([(torch.ones(4, 2), torch.zeros(4, 1))] * 8)
+        >>> [(line["update"], line["lag"]) for line in pipe.reports()[0].diagnosis]
+        [(1, 1), (3, 2), (5, 2), (7, 2)]
         """
         if self.replicas > 1:
             raise UserError(
                 f"diagnose() with replicas={self.replicas}: it compares an update with the batches of one replica, use "
                 "replicas=1 with the same M"
             )
-        self._observation.request_diagnosis(every)
-        self._begin_observing()
-
-    def _begin_observing(self) -> None:
-        if self._assembly is not None:
-            with self._guard():
-                self._observation.begin(self._assembly, self.batches)
-
-    @property
-    def tracing(self) -> Tracing | None:
-        """The trace that is being recorded or collected, if any."""
-        return self._observation.tracing
-
-    @property
-    def trace_requested(self) -> bool:
-        """Whether a trace has yet to begin: before the first batch, or in the warm-up of the staleness."""
-        return self._observation.trace_requested
+        self._local.observation.request_diagnosis(every)
+        self._local.begin_observing()
 
     def reports(self) -> list[Report]:
-        """Figures of the stages of this process since the last call."""
-        if self._assembly is None:
-            return []
-        with self._guard():
-            self._assembly.settle()
-        return self._observation.reports(self._assembly)
+        """Figures of the stages of this process since the last call.
 
-    @property
-    def staleness(self) -> list[Staleness]:
-        """Measured staleness of every stage, counted from when it is full.
-
-        In several processes the stages elsewhere are as of the last drain, gather or evaluate.
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        >>> pipe = Pipeline(layers, K=2, M=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> pipe.fit([(torch.ones(4, 2), torch.zeros(4, 1))] * 8)
+        >>> [(report.k, report.updates, report.samples, report.staleness) for report in pipe.reports()]
+        [(1, 8, 32, {2: 6}), (2, 8, 32, {0: 8})]
         """
-        return self._observation.staleness(self._assembly)
+        self._local.settle()
+        return self._local.observation.reports(self._local.assembly) if self._local.assembly else []
 
     def close(self) -> None:
         """End the links to other processes; the model stays. A `with` statement does the same at its end.

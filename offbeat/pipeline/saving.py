@@ -37,6 +37,16 @@ def states(assembly: Assembly, diagnoses: Diagnoses, *, keep_on: bool) -> dict[i
     return found
 
 
+def states_of_replicas(assembly: Assembly, diagnoses: Diagnoses, *, keep_on: bool) -> dict[int, Any]:
+    """The states of all replicas of this process, by `number`; of those above 0 only what differs from replica 0."""
+    found = {}
+    for replica in assembly.replicas:
+        for k, tree in states(replica, diagnoses, keep_on=keep_on).items():
+            own = without_first(tree, replica.stages[k]) if replica.replica else tree
+            found[number(k, replica)] = own
+    return found
+
+
 def number(k: int, assembly: Assembly) -> int:
     """The number of stage k of this replica among the stages of all replicas."""
     return assembly.replica * assembly.engine.K + k

@@ -8,17 +8,52 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import UserError, stage_name
-from offbeat.pipeline import checks
+from offbeat.pipeline import checks, schedules
 from offbeat.pipeline.callback import TrainingStep, check_callbacks
 from offbeat.pipeline.late_losses import LossReader
-from offbeat.pipeline.training import Batches
+from offbeat.pipeline.training import Batches, Loader
 
 if TYPE_CHECKING:
+    from offbeat.pipeline.local_stages import LocalStages
     from offbeat.pipeline.pipeline import Pipeline
 
 Evaluation = Batches | Callable[[], Mapping[str, Any]]  # batches, or a function that evaluates and returns the result
 SPEED_BATCHES = 50  # over which samples per second are measured
 STOP = 1  # what replicas request
+
+
+def fit(
+    pipe: Pipeline,
+    local: LocalStages,
+    loader: Loader | None,
+    epochs: int,
+    *,
+    callbacks: Sequence[Any] | None,
+    evaluate: Evaluation | None,
+    evaluate_every: int,
+    drain: bool,
+    **options: Any,
+) -> None:
+    """Train with callbacks and evaluation; the other options are those of `Pipeline.steps`."""
+    loop = TrainingLoop(pipe, callbacks, epochs=epochs, evaluate=evaluate, evaluate_every=evaluate_every)
+    with local.guard(computes=False):
+        observed = loop.agree()
+    if not observed:
+        for _ in pipe.steps(loader, epochs, drain=drain, **options):
+            pass
+    else:
+        local.loop = loop
+        options |= {"after_step": loop.after_step, "after_epoch": loop.after_epoch}
+        try:
+            for _ in pipe.steps(loader, epochs, drain=drain, **options):
+                pass
+            with local.guard():
+                loop.finish()
+        finally:
+            local.loop = None
+            loop.end()
+    if drain and not loop.stopped and pipe.leads:
+        schedules.warn_of_lengths(pipe.stages.values())
 
 
 class BatchSpeed:

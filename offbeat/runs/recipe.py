@@ -65,6 +65,12 @@ class Recipe:
     """All settings of a training run; `make_recipe` fills in those that are not given.
 
     `settings` are those of the method: M, weights and window always, others if given.
+
+    >>> recipe = make_recipe(method="adl", M=2, K=4, batch_size=8, corrector="sc")
+    >>> recipe.M, recipe.weights, recipe.window, recipe.corrector, recipe.samples_per_update
+    (2, 'stash', 'count', 'sc', 16)
+    >>> recipe.task.name, recipe.staleness_warmup
+    ('classification', None)
     """
 
     model: str
@@ -117,28 +123,34 @@ class Recipe:
 
     @property
     def M(self) -> int:  # noqa: N802
+        """Gradients per update."""
         return int(self.settings["M"])
 
     @property
     def weights(self) -> Weights:
+        """Weights of a backward, as `Method` has them."""
         found: Weights = self.settings["weights"]
         return found
 
     @property
     def window(self) -> WindowRule:
+        """When an update is due, as `Method` has it."""
         found: WindowRule = self.settings["window"]
         return found
 
     @property
     def corrector(self) -> str | None:
+        """The correctors as text; None for none."""
         return self.settings.get("corrector")
 
     @property
     def samples_per_update(self) -> int:
+        """Samples whose gradients make one update, in all replicas."""
         return self.batch_size * self.M * self.replicas
 
     @property
     def staleness_warmup(self) -> int | str | None:
+        """The warm-up of the staleness, as it was given."""
         return self.settings.get("staleness_warmup")
 
     @property
@@ -147,11 +159,20 @@ class Recipe:
         return task_of(self.data)
 
     def make_method(self) -> Method:
+        """The method, with its settings.
+
+        >>> make_recipe(method="adl", M=2).make_method().staleness(1, 4)
+        3.0
+        """
         return with_settings(self.method, self.settings)
 
     def count(self, samples: int) -> Epochs:
         """The epochs of a new run of this recipe, with this many samples per epoch; a batch of each replica counts as
-        one."""
+        one.
+
+        >>> make_recipe(batch_size=8).count(samples=100).per_epoch
+        13
+        """
         size = self.batch_size * self.replicas
         if self.replicas > 1 and samples < size:
             raise UserError(
@@ -190,6 +211,11 @@ class Recipe:
         return factor
 
     def as_dict(self) -> dict[str, Any]:
+        """All settings as plain values, for JSON.
+
+        >>> make_recipe(M=2).as_dict()["settings"]
+        {'M': 2, 'weights': 'stash', 'window': 'count'}
+        """
         return asdict(self)
 
 
@@ -471,9 +497,20 @@ def from_json(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
             if name in takes:
                 takes[name].check(value)
         except UserError as error:
-            wrong = f'"{name}": {json.dumps(value)}: use {takes[name].allowed}'
+            wrong = f'"{name}": {json.dumps(value)}: use {_in_json(takes[name].values)}'
             raise UserError(f"{path}: {error if takes[name].choices else wrong}") from None
     return found
+
+
+def _in_json(text: str) -> str:
+    """Values of Python as JSON has them.
+
+    >>> _in_json("text such as 'sc', or None")
+    'text such as "sc", or null'
+    """
+    for python, written in {"True": "true", "False": "false", "None": "null", "'": '"'}.items():
+        text = text.replace(python, written)
+    return text
 
 
 def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:

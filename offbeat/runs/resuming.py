@@ -124,7 +124,7 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
     """Load a checkpoint of the recipe `saved` into the stages of this process; returns notes on what was lost."""
     made = checkpoint.read(Path(path))
     if same:
-        pipe.load_stage_states(stage_trees(made, pipe), batches=made.t)
+        pipe.load_stage_states(stage_trees(made, pipe.engine), batches=made.t)
         for stage in pipe.all_stages:
             change_rates(stage, recipe, saved)
         return []

@@ -56,6 +56,9 @@ def context(command: str = "train", **given: Any) -> typer.Context:
         ("leave out recipe= and out=, or not", "leave out --config and --out, or not"),
         ("see runs/K=4/x and adl:M=4,weights=stash", "see runs/K=4/x and adl:M=4,weights=stash"),
         ("nobody=4 has K==4", "nobody=4 has K==4"),
+        ("window (default 'count'), recompute (default False)", "window (default count), recompute (default no)"),
+        ("dsp takes no recompute (given: [1, 2])", "dsp takes no recompute (given: 1+2)"),
+        ("or math.inf for no limit", "or inf for no limit"),
     ],
 )
 def test_arguments_are_printed_as_options(text, printed):
@@ -221,6 +224,38 @@ def test_what_an_error_of_the_library_suggests_is_python_and_helps(name):
     for found in arguments:
         if found[0] not in before:
             assert refusal({**WRONG[name], found[1]: ast.literal_eval(found[2])}) != message
+
+
+WORDS_OF_TEXT = re.compile(r"\b(yes|none)\b|\bno\b(?! \w)|\d\+\d")  # how the text of a method writes values
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_setting_of_the_wrong_type_is_refused_with_values_of_python(method):
+    for name in signature(METHODS[method]).parameters:
+        with pytest.raises(UserError) as refused:
+            METHODS[method](**{name: {1.5}})
+        assert not WORDS_OF_TEXT.search(str(refused.value))
+    with pytest.raises(UserError) as refused:
+        METHODS[method](unheard_of=True)
+    for default in re.findall(r"\(default (.*?)\)", str(refused.value)):
+        ast.literal_eval(default)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "said"),
+    [
+        ("adl", {"recompute": "yes"}, "recompute='yes': use True, False or a list of stage numbers such as [1, 2]"),
+        ("ddg", {"barrier": 1}, "barrier=1: use True or False"),
+        ("pipemare", {"anneal": "none"}, "anneal='none': use an integer or None"),
+        ("adl", {"corrector": 3}, "corrector=3: use text such as 'sc' or 'lwp+sc', correctors, or None"),
+        ("dni", {"synthesiser": 3}, "synthesiser=3: use a function, 'package.module:name' or None"),
+        ("dsp", {"recompute": True}, "dsp takes no recompute (given: True): leave it out"),
+    ],
+)
+def test_errors_about_settings_name_values_of_python(method, given, said):
+    with pytest.raises(UserError) as refused:
+        make_recipe(method=method, **given)
+    assert said in str(refused.value)
 
 
 @pytest.mark.filterwarnings("always::offbeat.errors.Unbalanced")

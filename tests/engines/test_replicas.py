@@ -297,7 +297,7 @@ def test_a_drained_state_is_loaded_with_another_number_of_replicas():
     assert fingerprint(other.gather().state_dict()) == fingerprint(before.gather().state_dict())
     for t in range(4, 8):
         other.step(*at(other, replace(case, R=3), t))
-    copies = [dict(worker.stage.parameters) for worker in other._assembly.all_workers]
+    copies = [dict(stage.parameters) for stage in other.all_stages]
     for first, *others in ((copies[k], copies[k + 2], copies[k + 4]) for k in range(2)):
         assert all(torch.equal(first[name], copy[name]) for copy in others for name in first)
 

@@ -338,7 +338,7 @@ def test_10_000_turns_leak_no_memory():
 
     def turns(n: int) -> int:
         for t in range(n):
-            pipe._step([data[t % len(data)]])
+            pipe._local.step([data[t % len(data)]])
         pipe.reports()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()

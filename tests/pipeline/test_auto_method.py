@@ -146,7 +146,7 @@ def test_measuring_changes_neither_the_model_nor_random_numbers():
         ({"method": offbeat.ADL(M=4), "batch": 10}, "batch=10 with M=4: use a batch that is a multiple of M"),
         ({"method": "adl", "latency": 0.1}, 'latency=0.1 without method="auto"'),
         ({"method": "auto", "latency": -0.1, "batch": B}, "latency=-0.1: use a number of seconds from 0 up"),
-        ({"method": "auto", "latency": "long", "batch": B}, "latency='long': use a number or none"),
+        ({"method": "auto", "latency": "long", "batch": B}, "latency='long': use a number or None"),
         ({"method": "auto:m=3", "batch": B}, "adl-1f1b takes no m "),
     ],
 )

@@ -426,7 +426,7 @@ def test_a_loss_that_is_yet_to_come_is_a_number_like_any_other(monkeypatch):
 def test_pipelines_by_turns_leave_each_other_their_precision():
     def made(precision: str) -> offbeat.Pipeline:
         pipe = pipeline("bp", model=nn.Linear(4, 3), K=1)
-        pipe._guard.precision = PrecisionPolicy(precision, "cpu", False)
+        pipe._local.guard.precision = PrecisionPolicy(precision, "cpu", False)
         return pipe
 
     before = torch.get_float32_matmul_precision()

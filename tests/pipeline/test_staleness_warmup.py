@@ -88,7 +88,7 @@ def test_the_switch_is_a_hand_over_of_a_saved_state(method):
         stage.resume_schedule(3)
         stage.network.random.state = list(tree["random"])
         stage.batch_weights.full_batch = tree["counters"]["full_batch"]
-    late.batches = end
+    late.start_at(end)
     losses += train(late, batches[end:])
 
     pipe = pipeline(method, staleness_warmup=3)
@@ -172,7 +172,7 @@ def test_diagnosis_continues_through_the_switch():
     [
         ("adl:M=2", -1, "staleness_warmup=-1: use a number of updates from 1 up"),
         ("adl:M=2", "bp@0", "staleness_warmup with 0 updates of bp: use an integer from 1 up"),
-        ("adl:M=2", 2.5, "staleness_warmup=2.5: use a number of updates, methods with numbers of updates"),
+        ("adl:M=2", 2.5, "staleness_warmup=2.5: use a number of updates, text such as"),
         ("adl:M=2", "bp", "staleness_warmup='bp': use the number of updates of back-propagation, or methods"),
         ("adl:M=2", "gpipe@3", "staleness_warmup='gpipe@3': gpipe takes no M"),
         ("adl:M=2", [(offbeat.BP(M=1), 3)], "staleness_warmup with bp M=1 before adl M=2: use the same M"),

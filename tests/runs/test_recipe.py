@@ -158,10 +158,10 @@ def test_a_setting_that_makes_no_sense_is_refused_in_one_line(offbeat, name):
 @pytest.mark.parametrize(
     ("method", "setting", "value", "allowed"),
     [
-        ("ddg", "barrier", 1, "yes or no"),
-        ("ddg", "barrier", "yes", "yes or no"),
+        ("ddg", "barrier", 1, "true or false"),
+        ("ddg", "barrier", "yes", "true or false"),
         ("gpipe", "m", True, "an integer"),
-        ("adl", "corrector", 3, "correctors such as sc"),
+        ("adl", "corrector", 3, 'text such as "sc" or "lwp+sc"'),
         ("fdg", "beta", "half", "a number"),
     ],
 )

@@ -388,7 +388,7 @@ class Ours:
 
     def step(self) -> Tensor | None:
         if self.pipe.engine.defers:  # without waiting for the loss
-            self.pipe._step([(self.task.x, self.task.y)])
+            self.pipe._local.step([(self.task.x, self.task.y)])
             return None
         return self.pipe.step(self.task.x, self.task.y)
 
@@ -413,7 +413,7 @@ class Ours:
         if batch is not None:
             parts = zip(*(tensor.tensor_split(M) for tensor in batch), strict=True)
         for x, y in parts:
-            self.pipe._step([(x, y)])
+            self.pipe._local.step([(x, y)])
 
     def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, Any] | None:
         return self.pipe.evaluate(batches() if self.reads else None)
@@ -430,7 +430,7 @@ class Ours:
         links.inputs, links.gradients = kept
         loss = cross_entropy if rank == K - 1 else None
         part = copy.deepcopy(self.pipe.parts[rank])
-        stage = self.pipe._make_stage(rank + 1, K, part, method=self.pipe.method, loss=loss)
+        stage = self.pipe._local.assembler.make_stage(rank + 1, K, part, method=self.pipe.method, loss=loss)
         canned: Any = Links(
             inputs=Canned(taps["inputs"].last),  # type: ignore[arg-type]
             outputs=Canned(None) if rank < K - 1 else None,  # type: ignore[arg-type]
