@@ -304,7 +304,8 @@ class Processes:
 
     def settle(self) -> None:
         with self.stage_stream.between():
-            pass
+            if self.sum is not None and self.sum.complete is not None:
+                self.sum.complete()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -375,6 +376,13 @@ class Processes:
         A thread that is still inside gloo when the interpreter ends would abort the process as it wakes up.
         """
         atexit.unregister(self.close)
+        try:
+            with self.guard():
+                self.settle()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         links, self.links = self.links, []
         for link in links:
             link.close(f"{STOPPED}, after {self.calls.call}" if self.calls.call else "")

@@ -277,6 +277,7 @@ class Pipeline:
         model warns once (`offbeat.ModelOutdated`).
         """
         self._model_state.check()
+        self.complete_updates()
         return self._model
 
     @property
@@ -377,6 +378,12 @@ class Pipeline:
         return [worker.stage for worker in self._assembly.all_workers] if self._assembly else []
 
     # ---- training
+
+    def complete_updates(self) -> None:
+        """Complete updates of this process that wait for the gradients of other replicas (see core/worker.py)."""
+        if any(worker.under_way for worker in self.workers):
+            with self._guard():
+                self.engine.settle()
 
     def step(self, x: Any = None, y: Any = None) -> Tensor | None:
         """Complete local iteration t of every stage: forward t, backward t-lag, the update if one is due.
@@ -974,6 +981,7 @@ class Pipeline:
 
         In several processes the stages elsewhere are as of the last drain, gather or evaluate.
         """
+        self.complete_updates()
         return self._observation.staleness(self._assembly)
 
     def close(self) -> None:
