@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from offbeat.core.window import Weighting
 from offbeat.core.worker import SAVE, Worker
 from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
+from offbeat.engines.meshes import size_of
 from offbeat.engines.processes import TIMEOUT, seconds_of
 from offbeat.errors import NotFinite, UserError
 from offbeat.method import Method, StalenessWarmup
@@ -45,6 +46,9 @@ from offbeat.pipeline.observation import Observation
 from offbeat.pipeline.training import Batches, Loader
 from offbeat.pipeline.training_loop import Evaluation, TrainingLoop
 from offbeat.recommended import Recommendation
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 AfterEpoch = Callable[[int], object]  # returns an iterator of work that is left, done a little at a time, or anything
 
@@ -83,6 +87,8 @@ class Pipeline:
     replicas    R copies of the K stages, each of which trains on its own batches; an update applies the mean of the R*M
                 gradients of a stage. Random numbers and statistics of BatchNorm are each replica's own, as in torch's
                 DistributedDataParallel; the model, evaluation and checkpoints have those of replica 0
+    mesh        optional: a torch DeviceMesh of all processes with the dimensions ("replica", "stage"), or ("stage",); K
+                and replicas are taken from it
     left_out    batches whose gradients are not used
     precision   "fp32", "tf32" (CUDA) or "bf16"; master weights, sums of gradients and optimizer state are float32
     messages    activations and gradients between stages: "exact", or for slow links rounded to "bf16" or "int8" (see
@@ -130,6 +136,7 @@ class Pipeline:
         latency: float | None = None,
         staleness_warmup: StalenessWarmup = None,
         replicas: int = 1,
+        mesh: DeviceMesh | None = None,
         scheduler: MakeScheduler | None = None,
         cuts: Sequence[int | str] | None = None,
         units: cutting.Units | None = None,
@@ -151,6 +158,7 @@ class Pipeline:
         fuse: bool = False,
         timeout: float = TIMEOUT,
     ) -> None:
+        K, replicas = size_of(mesh, K, replicas)
         if isinstance(model, nn.Module):
             self._model: nn.Module = model
         else:
@@ -168,7 +176,7 @@ class Pipeline:
         timeout = seconds_of(timeout, "timeout")
         wanted = checks.device_of(device)
         if not isinstance(engine, str | None):
-            checks.check_engine(engine, self.K, replicas)
+            checks.check_engine(engine, self.K, replicas, mesh=mesh)
             wanted = engine.device_for(wanted)
         self.precision = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
         self.messages = check_messages(messages, self.K, streams=engine == "streams")
@@ -195,6 +203,7 @@ class Pipeline:
                 device=wanted or torch.device("cpu"),
                 replicas=replicas,
                 timeout=timeout,
+                mesh=mesh,
             )
         self.engine: Engine = engine
         self.device = self.engine.device_for(wanted)
@@ -284,6 +293,15 @@ class Pipeline:
     def replica(self) -> int:
         """The replica of this process, from 0; 0 where one process has all of them."""
         return self.engine.replicas_here[0]
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The processes as a torch DeviceMesh, the one given or one of the pipeline's own; None in one process.
+
+        `pipe.mesh["stage"].get_group()` has the stages of this replica, `pipe.mesh["replica"]` the replicas of this
+        stage. To read it for the first time is collective. The pipeline does not use its groups, and leaves them open.
+        """
+        return self.engine.mesh
 
     @property
     def leads(self) -> bool:
