@@ -102,7 +102,12 @@ CASES |= {
     "int8-messages": Case(ADL, options=(("messages", "int8"),)),
     "left-out": Case(ADL, options=(("left_out", (2, 3)),)),
     "warmed-up": Case(ADL, options=(("staleness_warmup", 2),)),
+    "under-way": Case(offbeat.TwoBW(M=3), N=11),  # sums are under way for a whole window
+    "under-way-clipped": Case(
+        offbeat.TwoBW(M=3), N=11, options=(("clip_norm", 0.1), ("clip_over", "model"), ("weighting", "samples"))
+    ),
     "three": Case(ADL, K=1, R=3),
+    "three-2bw": Case(offbeat.TwoBW(M=2), K=1, R=3),
     "three-bp": Case(offbeat.BP(M=2), K=1, R=3, batches=lambda n: images(n, sizes=(5, 3))),
 }
 
@@ -120,7 +125,9 @@ RECORDED = (
     "clipped",
     "skipped",
     "recomputed",
+    "under-way",
     "three",
+    "three-2bw",
 )
 
 

@@ -69,6 +69,7 @@ class Clipping:
 
     norm        the largest norm; None: no clipping
     over        the parameters that the norm is of
+    over_model  whether the norm is that of several stages: exchanged, or carried
     carried     whether norms travel with the messages of training
     known       by stage, over the model: its update, and norms whose norm is that of its gradient
     updates     clipped so far, which number the norms of this stage
@@ -76,8 +77,8 @@ class Clipping:
 
     def __init__(self, k: int, K: int, *, norm: float | None, over: ClipOver, synchronous: bool) -> None:
         self.k, self.norm, self.over = k, norm, over
-        shared = norm is not None and over == "model" and K > 1
-        self.exchanged, self.carried = shared and synchronous, shared and not synchronous
+        self.over_model = norm is not None and over == "model" and K > 1
+        self.exchanged, self.carried = self.over_model and synchronous, self.over_model and not synchronous
         self.known: dict[int, tuple[int, list[float]]] = {}
         self.updates = 0
 

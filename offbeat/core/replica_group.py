@@ -10,7 +10,9 @@ a ring:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +65,12 @@ def buckets(parameters: list[Tensor]) -> Iterator[Bucket]:
 class GroupWindowSum:
     """The sum over replicas in other processes, see WindowSum. Tensors are sent from host memory.
 
+    A thread adds the windows, while the stage continues.
+
     collective   around what may fail when another process does
     """
+
+    overlaps = True
 
     def __init__(
         self, group: dist.ProcessGroup, replicas: int, *, collective: Callable[[], AbstractContextManager[None]]
@@ -77,6 +83,9 @@ class GroupWindowSum:
         self.scattered: list[tuple[Tensor, Any]] = []  # (the replicas' shares of a bucket, its transfer)
         self.headers: list[Tensor] = []
         self.header_sent: Any = None
+        self.complete: Callable[[], None] | None = None
+        self.adding: Future[tuple[list[Tensor | None], list[WindowFacts]]] = Future()
+        self.threads: list[threading.Thread] = []
 
     def start(self, window: GradientWindow, *, update: int, over: int, unit: int) -> None:
         share = WindowShare.of(window, update=update, over=over, unit=unit, request=self.request)
@@ -86,10 +95,16 @@ class GroupWindowSum:
         with self.collective():
             self._send_header([*share.facts, *known])
             self.scattered = [self._scatter(bucket, share.sums) for bucket in self.buckets]
+        self.adding = Future()
+        shapes = [parameter.shape for parameter in window.parameters.values()]
+        self.threads = [threading.Thread(target=self._add, args=(self.adding, shapes), name="offbeat-sum", daemon=True)]
+        self.threads[0].start()
 
     def end(self, window: GradientWindow, *, batches: int) -> None:
-        """A header alone, in the place of that of a window."""
+        """A header alone, in the place of that of a window, after the window that may be under way."""
         with self.collective():
+            if self.threads:
+                self.adding.result()
             self._send_header([*WindowFacts(batches, 0, 0, 0.0, 1, 0), *[0.0] * len(window.parameters)])
             _, facts = self._received_headers()
         check_places(facts)
@@ -128,24 +143,33 @@ class GroupWindowSum:
         return received.view(self.replicas, width), (sent, given)
 
     def ready(self) -> bool:
-        return False
+        return self.adding.done()
 
-    def finish(self, window: GradientWindow) -> None:
+    def finish(self, window: GradientWindow) -> int:
         with self.collective():
+            sums, facts = self.adding.result()
+        replace_sums(window, sums, facts)
+        self.scattered, self.headers, self.threads = [], [], []
+        return request_of(facts)
+
+    def _add(self, adding: Future[tuple[list[Tensor | None], list[WindowFacts]]], shapes: list[torch.Size]) -> None:
+        """Receive the shares of the window under way, add them, and bring the sums to all replicas."""
+        try:
             stated, facts = self._received_headers()
-        check_places(facts)
-        with self.collective():
+            check_places(facts)
             gathered = [self._gather(*one, facts) for one in self.scattered]
             for _, work, _ in gathered:
                 work.wait()
+        except Exception as error:
+            adding.set_exception(error)
+            return
         found: dict[int, Tensor] = {}
         for bucket, (parts, _, _) in zip(self.buckets, gathered, strict=True):
             flat = parts.flatten()[: sum(bucket.sizes)]
             found |= dict(zip(bucket.parameters, flat.split(bucket.sizes), strict=True))
         given = [any(column) for column in zip(*(each[len(WindowFacts._fields) :] for each in stated), strict=True)]
-        self.requested = request_of(facts) or self.requested
-        replace_sums(window, self._sums(window.parameters, found, given), facts)
-        self.scattered, self.headers = [], []
+        sums = [found[index].view(shape) if given[index] else None for index, shape in enumerate(shapes)]
+        adding.set_result((sums, facts))
 
     def _gather(
         self, shares: Tensor, transfer: tuple[Any, Tensor], facts: list[WindowFacts]
@@ -156,11 +180,3 @@ class GroupWindowSum:
         parts = torch.empty_like(shares)
         rows = [part.view(torch.uint8) for part in parts.unbind()]
         return parts, dist.all_gather(rows, total.view(torch.uint8), group=self.group, async_op=True), total
-
-    def _sums(
-        self, parameters: Mapping[str, Tensor], found: dict[int, Tensor], given: list[bool]
-    ) -> list[Tensor | None]:
-        return [
-            found[index].view(parameter.shape) if given[index] else None
-            for index, parameter in enumerate(parameters.values())
-        ]

@@ -9,7 +9,7 @@ An update applies the mean of the R*M gradients, or its weighted mean where grad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -25,12 +25,17 @@ class WindowSum(Protocol):
 
     replicas    R
     request     a number above 0 that this replica sends with its next window, 0 for none
-    requested   the last number that a replica sent: all replicas have it after the same update
+    requested   the last number that a replica sent: all replicas have it after the same operation
+    complete    set by the worker while an update is under way: completes it
+
+    Where `overlaps`, the worker continues between `start` and `finish` with what does not need the update.
     """
 
+    overlaps: bool
     replicas: int
     request: int
     requested: int
+    complete: Callable[[], None] | None
 
     def start(self, window: GradientWindow, *, update: int, over: int, unit: int) -> None:
         """Give the gradients of this replica's window, whose update divides by `over`; unit: see WindowFacts."""
@@ -38,8 +43,9 @@ class WindowSum(Protocol):
     def ready(self) -> bool:
         """Whether `finish` would return at once."""
 
-    def finish(self, window: GradientWindow) -> None:
-        """Replace the window's gradients by the sum over all replicas; UserError if theirs are for another update."""
+    def finish(self, window: GradientWindow) -> int:
+        """Replace the window's gradients by the sum over all replicas, and return what one of them requests; UserError
+        if theirs are for another update."""
 
     def end(self, window: GradientWindow, *, batches: int) -> None:
         """The end of an epoch or a drain, after that many batches; UserError if another replica is elsewhere."""
@@ -146,6 +152,9 @@ class LocalReplicas:
 class LocalWindowSum:
     """The sum over replicas of one process, see WindowSum."""
 
+    overlaps = False  # all replicas wait for the last one, which adds at once
+    complete: Callable[[], None] | None = None
+
     def __init__(self, stage: LocalReplicas, replica: int) -> None:
         self.stage, self.replica, self.replicas = stage, replica, stage.replicas
         self.request = self.requested = 0
@@ -158,12 +167,12 @@ class LocalWindowSum:
     def ready(self) -> bool:
         return self.replica in self.stage.results
 
-    def finish(self, window: GradientWindow) -> None:
+    def finish(self, window: GradientWindow) -> int:
         sums, shares = self.stage.results.pop(self.replica)
         facts = [share.facts for share in shares]
         check_places(facts)
-        self.requested = request_of(facts) or self.requested
         replace_sums(window, sums, facts)
+        return request_of(facts)
 
     def end(self, window: GradientWindow, *, batches: int) -> None:
         """One call of step() trains all replicas."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Stage:
     parameters    those that are trained, by name, with those of a head
     in_flight     batches between forward and backward
     update_index  s: windows closed
+    under_way     the window of an update whose sum over the replicas is under way, if another one is open (see Worker)
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Stage:
         self.figures = StageFigures(most_in_flight=method.held(k, K), most_versions=method.versions(k, K))
         self.staleness = Staleness()
         self.update_index = 0
+        self.under_way: GradientWindow | None = None
         self.keeping = False  # whether the weights of every forward are kept, for a checkpoint
 
     def _make_weights(self, own: dict[str, Tensor], precision: PrecisionPolicy) -> WeightPolicy:
@@ -219,7 +222,8 @@ class Stage:
 
     def level(self, batch: InFlight) -> int | None:
         """Staleness of its gradient, if the stage was full at its forward."""
-        return self.update_index - batch.update if batch.steady else None
+        updates = self.update_index + (self.under_way is not None)
+        return updates - batch.update if batch.steady else None
 
     def differentiate(
         self,
@@ -258,6 +262,28 @@ class Stage:
         self.feedback.teach(t, gradients)
 
     # ---- update
+
+    def open_next_window(self) -> bool:
+        """Open the next window while an update is under way, where a backward can do without it; whether it can."""
+        if self.under_way is not None:
+            return True
+        if not self.weights.keeps or self.window.fixed or self.optimization.corrections.active:
+            return False
+        self.under_way, self.window = self.window, GradientWindow(self.parameters)
+        return True
+
+    @contextmanager
+    def window_under_way(self) -> Iterator[None]:
+        """Around the rest of an update that is under way: its window, while the gradients of the open one wait."""
+        if self.under_way is None:
+            yield
+            return
+        opened, gradients = self.window, self.window.gradients()
+        opened.restore({})  # or the sum would be written into their memory
+        self.window, self.under_way = self.under_way, None
+        yield
+        self.window = opened
+        opened.restore(gradients)
 
     def update(self, over: int) -> None:
         """Apply the window: the sum of its gradients divided by `over`, at the learning rate of this update.

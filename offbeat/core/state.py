@@ -231,7 +231,8 @@ def load_head(stage: Stage, tree: Tree | None) -> None:
 
 
 def _load_state(stage: Stage, names: list[str], optimizer: Mapping[str, Any], corrections: Mapping[str, Any]) -> None:
-    """What the optimizer and the correctors remember of these parameters."""
+    """What the optimizer and the correctors remember of these parameters, in new tensors: several replicas of one
+    process may load the same."""
     made, memory = stage.optimization.optimizer, stage.optimization.corrections.place.memory
     on_device = _counting_on_device(made)
     for name in names:
@@ -239,13 +240,13 @@ def _load_state(stage: Stage, names: list[str], optimizer: Mapping[str, Any], co
         if made is not None and name in optimizer:
             counts_there = parameter in on_device
             made.state[parameter] = {
-                key: value.to(parameter.device)
-                if isinstance(value, Tensor) and (value.dim() or counts_there)
+                key: value.to(parameter.device if value.dim() or counts_there else value.device, copy=True)
+                if isinstance(value, Tensor)
                 else value
                 for key, value in optimizer[name].items()
             }
         for key, value in corrections.get(name, {}).items():
-            memory[parameter][key] = value.to(parameter.device)
+            memory[parameter][key] = value.to(parameter.device, copy=True)
 
 
 def _counting_on_device(optimizer: torch.optim.Optimizer | None) -> set[Tensor]:

@@ -133,6 +133,7 @@ class WeightPolicy(Protocol):
     replays: bool  # whether backwards repeat their forward
     replays_on_current: bool  # whether they do so on the current weights, not on those of the forward
     forgets: bool  # whether the next update overwrites what a forward used
+    keeps: bool  # whether backwards use tensors of their forward, which no update changes
     copies: int  # sets of parameters of its own, besides the optimizer's and the older versions
     forwards: int  # of this program, where the version depends on their number
     do: Callable[[object, Work], None]  # how its copies are made
@@ -143,6 +144,9 @@ class WeightPolicy(Protocol):
 
     def current(self) -> Version:
         """What a forward uses now."""
+
+    def needs_next(self) -> bool:
+        """While an update is under way: whether the next forward uses the version that it makes."""
 
     def returning(self, version: Version) -> Version:
         """What the backward of a batch uses whose forward used that version."""
@@ -183,6 +187,7 @@ class Live:
 
     replays_on_current = False
     forgets = False
+    keeps = False
     copies = forwards = 0
     outdated = False  # whether the copies are older than the parameters
     do: Callable[[object, Work], None]
@@ -218,6 +223,9 @@ class Live:
         if self.outdated:
             self._refresh()
         return self.own
+
+    def needs_next(self) -> bool:
+        return True
 
     def returning(self, version: Version) -> Version:
         if self.outdated:
@@ -339,6 +347,7 @@ class Stash(Live):
     """
 
     copies = 1  # of the newest version
+    keeps = True
 
     def __init__(self, sources: WeightSources, in_flight: InFlightOn, *, replays: bool = False) -> None:
         self.sources, self.in_flight, self.do, self.replays = sources, in_flight, at_once, replays
@@ -433,6 +442,10 @@ class Before(Stash):
         version = self.kept[-1 - age]
         version.age = age
         return version
+
+    def needs_next(self) -> bool:
+        assert self.sources.version is not None
+        return self.sources.version(self.forwards, self.made + 1) > self.made
 
     def ready(self) -> list[Version]:
         return self.kept

@@ -47,6 +47,8 @@ class GradientWindow:
     batches and weights stay those of this replica.
     """
 
+    fixed = False  # whether the sums stay where they are
+
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = parameters
         self.combined: tuple[int, float] | None = None
@@ -134,8 +136,12 @@ class GradientWindow:
         """Restore what was saved; older files have no weights."""
         self.levels, self.batches = levels, batches
         self.weights = [1.0] * len(levels) if weights is None else list(weights)
+        self.restore({name: gradients[name].to(p.device) for name, p in self.parameters.items() if name in gradients})
+
+    def restore(self, gradients: Mapping[str, Tensor]) -> None:
+        """These are the sums, by name."""
         for name, parameter in self.parameters.items():
-            parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
+            parameter.grad = gradients.get(name)
 
     def finite(self) -> bool:
         """Whether all gradients are."""
@@ -173,6 +179,8 @@ class FixedSums(GradientWindow):
     given       those that got a gradient in this window
     recorded    those to which a recorded backward adds
     """
+
+    fixed = True
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(parameters)

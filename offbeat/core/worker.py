@@ -55,6 +55,9 @@ class Worker:
     window_sum  adds the windows of all replicas of the stage, where there are several
     norm_exchange
                 brings the norms of all stages together, where the gradient is clipped by the norm of the model
+    under_way   an update whose sum over the replicas is under way. It is completed where something first needs it: a
+                forward on the new version, a backward on the parameters themselves, the next update, the end of a
+                drain, or a caller, by `complete_update`
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class Worker:
         self.compression = compression or Compression()
         self.clipping = stage.optimization.clipping
         self.norm_exchange = norm_exchange if self.clipping.exchanged else None
+        self.under_way: Update | None = None
+        self.request = 0  # what a replica has sent with the window of the last update
         self.loss: Tensor | None = None
         self.marks: dict[int, str] = {}
         self._acts: dict[type, Callable[[Any, Link | None], None]] = {
@@ -155,6 +160,8 @@ class Worker:
         self.feed.append(None)
         for iteration in self.program:
             yield self._perform(iteration, wait=wait)
+        self.complete_update()
+        self._publish_request()
         self._restart()
 
     def _perform(self, iteration: Iteration, *, wait: bool) -> Iterator[bool]:
@@ -165,24 +172,56 @@ class Worker:
                 launcher.pause()
                 yield False
             if self.window_sum is not None and type(operation) is Update:
-                yield from self._add_replicas(self.window_sum, operation.over, wait=wait)
+                yield from self._add_replicas(self.window_sum, operation, wait=wait)
+                if self.under_way is not None:
+                    yield True
+                    continue
             if self.norm_exchange is not None and type(operation) is Update:
                 yield from self._exchange_norms(self.norm_exchange, operation.over, wait=wait)
             self._acts[type(operation)](operation, source)
             yield True
         launcher.end_turn()
 
-    def _add_replicas(self, window_sum: WindowSum, over: int, *, wait: bool) -> Iterator[bool]:
-        """Replace the gradients of the window by their sum over all replicas of the stage."""
-        launcher = self.stage.launcher
+    # ---- updates of several replicas
+
+    def _add_replicas(self, window_sum: WindowSum, operation: Update, *, wait: bool) -> Iterator[bool]:
+        """Replace the gradients of the window by their sum over all replicas of the stage, or begin to do so."""
+        self.complete_update()
+        self._publish_request()
+        stage, launcher = self.stage, self.stage.launcher
         launcher.flush()
-        window_sum.start(
-            self.stage.window, update=self.stage.update_index, over=over, unit=self.stage.batch_weights.unit
-        )
+        window_sum.start(stage.window, update=stage.update_index, over=operation.over, unit=stage.batch_weights.unit)
+        if window_sum.overlaps and not self.clipping.over_model:  # whose norms go with the next message
+            self.under_way, window_sum.complete = operation, self.complete_update
+            return
         while not wait and not window_sum.ready():
             launcher.pause()
             yield False
-        window_sum.finish(self.stage.window)
+        self.request = window_sum.finish(stage.window)
+
+    def complete_update(self) -> None:
+        """Complete the update that is under way, if there is one: before its weights or figures are read."""
+        operation, window_sum = self.under_way, self.window_sum
+        if operation is None:
+            return
+        assert window_sum is not None
+        self.under_way = window_sum.complete = None
+        with self.stage.window_under_way():
+            self.request = window_sum.finish(self.stage.window)
+            self._update(operation, None)
+
+    def _publish_request(self) -> None:
+        """What a replica has requested with the last window is known from here on: after the same operation in all
+        replicas, where callers may have completed the update at different times."""
+        if self.window_sum is not None:
+            self.window_sum.requested = self.request or self.window_sum.requested
+            self.request = 0
+
+    def forget_requests(self) -> None:
+        """Forget what replicas have requested, at the end of a training loop."""
+        self.complete_update()
+        if self.window_sum is not None:
+            self.request = self.window_sum.request = self.window_sum.requested = 0
 
     def _exchange_norms(self, norm_exchange: NormExchange, over: int, *, wait: bool) -> Iterator[bool]:
         """Bring the norms of all stages together, before an update of a method without lag."""
@@ -265,6 +304,10 @@ class Worker:
     def _forward(self, operation: Forward, source: Link | None) -> None:
         t = operation.t
         x, target, share = self.buffer[t] if source is None else self._receive(operation, source)
+        if self.under_way is not None and self.stage.weights.needs_next():
+            self.complete_update()
+        if self.method.forward == "newest":
+            self._publish_request()
         if share:
             output = self.actor.forward(t, x, target, share)
         else:  # more micro-batches than samples: nothing to compute, but the stages above expect a message
@@ -280,6 +323,8 @@ class Worker:
     def _backward(self, operation: Backward, source: Link | None) -> None:
         t = operation.t
         incoming = self._receive(operation, source)
+        if self.under_way is not None and not self.stage.open_next_window():
+            self.complete_update()
         if t in self.empty:
             self.empty.remove(t)
             gradients = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from offbeat.core.replicas import WindowSum
 from offbeat.core.stage import Stage
 from offbeat.core.worker import Actor
 from offbeat.method import Method
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 MakeExecutor = Callable[[Stage], Actor]  # what executes the operations of a stage
 
@@ -42,6 +45,10 @@ class Engine(Protocol):
     @property
     def leads(self) -> bool:
         """Whether this process has the first stage of replica 0, which decides for all."""
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The processes as a mesh (see meshes.py), None in one process; to read it for the first time is collective."""
 
     @property
     def waits(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotRecorded, UserError, unknown
 from offbeat.method import Method
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 NAMES = ("simulate", "processes", "streams")
 
@@ -26,6 +30,7 @@ def choose_engine(
     replicas: int = 1,
     silence: float | None = None,
     timeout: float = TIMEOUT,
+    mesh: DeviceMesh | None = None,
 ) -> Engine:
     """The engine of that name. Without a name: processes in a process group, streams on a GPU, otherwise simulate.
 
@@ -35,13 +40,15 @@ def choose_engine(
     if name not in (None, *NAMES):
         raise unknown("engine", str(name), NAMES)
     not_recorded = method.why_not_capturable()
-    if name is None and available() > 1:
+    if mesh is not None and name not in (None, "processes"):
+        raise UserError(f"engine={name!r} with mesh=, which is one of processes: leave out one of them")
+    if name is None and (available() > 1 or mesh is not None):
         name = "processes"
     elif name is None:
         streams = device.type == "cuda" and K > 1 and not_recorded is None and replicas == 1
         name = "streams" if streams else "simulate"
     if name == "processes":
-        return Processes(K, replicas=replicas, device=device, silence=silence, timeout=timeout)
+        return Processes(K, replicas=replicas, device=device, silence=silence, timeout=timeout, mesh=mesh)
     if name == "streams" and replicas > 1:
         raise UserError(
             f"engine='streams' with replicas={replicas}: on one GPU replicas share its time and gain nothing, use a "

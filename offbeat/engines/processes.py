@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,15 @@ from offbeat.engines import MakeExecutor, eager
 from offbeat.engines.calls import Calls
 from offbeat.engines.devices import agreed, present
 from offbeat.engines.failures import Failures
+from offbeat.engines.meshes import make_mesh
 from offbeat.engines.stage_streams import StageStream, many_queues
 from offbeat.errors import FolderTaken, StageLost, UserError, first_line, stage_name
 from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.method import Method
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "heartbeat", "abort", "trace", "training")
 JOINING = timedelta(minutes=10)  # for all processes to join
@@ -109,9 +113,11 @@ class Processes:
         device: torch.device | None = None,
         recorded: bool | None = None,
         payloads: str | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """recorded: whether the operations of the stage are, by default on a GPU; payloads: the backend that sends
-        tensors from device to device, by default NCCL where every process has its own GPU."""
+        tensors from device to device, by default NCCL where every process has its own GPU; mesh: of all processes, see
+        meshes.py."""
         self.silence, self.timeout = silence_allowed(silence), seconds_of(timeout, "timeout")
         device = device or torch.device("cpu")
         many_queues(device)
@@ -129,7 +135,7 @@ class Processes:
         self.joined = not dist.is_initialized()
         if self.joined:
             join(size)
-        self.K, self.replicas = K, replicas
+        self.K, self.replicas, self._mesh = K, replicas, mesh
         self.rank = dist.get_rank()
         self.here: Sequence[int] = [self.rank % K + 1]
         self.replicas_here: Sequence[int] = [self.rank // K]
@@ -164,6 +170,14 @@ class Processes:
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        if self._mesh is None:
+            with self.guard():
+                self.barrier()  # names the calls of all processes, where some do not read it
+                self._mesh = make_mesh(self.device.type, self.K, self.replicas)
+        return self._mesh
 
     def _rank(self, k: int) -> int:
         """The process of stage k in this replica."""
@@ -304,7 +318,8 @@ class Processes:
 
     def settle(self) -> None:
         with self.stage_stream.between():
-            pass
+            if self.sum is not None and self.sum.complete is not None:
+                self.sum.complete()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -375,6 +390,13 @@ class Processes:
         A thread that is still inside gloo when the interpreter ends would abort the process as it wakes up.
         """
         atexit.unregister(self.close)
+        try:
+            with self.guard():
+                self.settle()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         links, self.links = self.links, []
         for link in links:
             link.close(f"{STOPPED}, after {self.calls.call}" if self.calls.call else "")

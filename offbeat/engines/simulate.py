@@ -26,6 +26,7 @@ class Simulate:
     waits = False
     on_one_device = False  # its results are those of processes
     leads = True
+    mesh = None
 
     def __init__(self, K: int, *, replicas: int = 1, shuffle: int | None = None) -> None:
         self.K, self.replicas = K, replicas

@@ -180,9 +180,11 @@ def check_replicas(method: Method, replicas: int) -> None:
         raise UserError(f"{method.name} with replicas={replicas}: it {reason}, use another method, or replicas=1")
 
 
-def check_engine(engine: Engine, K: int, replicas: int = 1) -> None:
+def check_engine(engine: Engine, K: int, replicas: int = 1, *, mesh: object = None) -> None:
     if not isinstance(getattr(engine, "K", None), int):
         raise UserError(f"engine is {kind_of(engine)}: give a name, such as 'simulate', or an engine")
+    if mesh is not None:
+        raise UserError("mesh= with an engine: give the mesh to the engine, Processes(K, replicas=R, mesh=mesh)")
     if engine.K != K:
         raise UserError(f"K={K}, but an engine for {engine.K} stages: give both the same number")
     if engine.replicas != replicas:

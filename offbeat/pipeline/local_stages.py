@@ -228,6 +228,12 @@ class LocalStages:
             with self.guard():
                 self.assembly.settle()
 
+    def complete_updates(self) -> None:
+        """Complete updates of this process that wait for the gradients of other replicas (see core/worker.py)."""
+        if any(worker.under_way for worker in self.workers):
+            with self.guard():
+                self.engine.settle()
+
     def gather(self) -> nn.Module:
         """The model with the newest weights of all stages, in every process."""
         if self.assembly is not None:

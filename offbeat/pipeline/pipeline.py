@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from offbeat.core.stage_network import Loss
 from offbeat.core.stage_report import Report
 from offbeat.core.window import Weighting
 from offbeat.engines import Engine
+from offbeat.engines.meshes import size_of
 from offbeat.engines.processes import TIMEOUT
 from offbeat.errors import UserError
 from offbeat.method import Method, StalenessWarmup
@@ -41,6 +42,9 @@ from offbeat.pipeline.placement import Placement
 from offbeat.pipeline.training import Batches, Loader
 from offbeat.pipeline.training_loop import Evaluation
 from offbeat.pipeline.view import PipelineView
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Pipeline(PipelineView):
@@ -77,6 +81,8 @@ class Pipeline(PipelineView):
     replicas    R copies of the K stages, each of which trains on its own batches; an update applies the mean of the R*M
                 gradients of a stage. Random numbers and statistics of BatchNorm are each replica's own, as in torch's
                 DistributedDataParallel; the model, evaluation and checkpoints have those of replica 0
+    mesh        optional: a torch DeviceMesh of all processes with the dimensions ("replica", "stage"), or ("stage",); K
+                and replicas are taken from it
     left_out    batches whose gradients are not used
     precision   "fp32", "tf32" (CUDA) or "bf16"; master weights, sums of gradients and optimizer state are float32
     messages    activations and gradients between stages: "exact", or for slow links rounded to "bf16" or "int8" (see
@@ -124,6 +130,7 @@ class Pipeline(PipelineView):
         latency: float | None = None,
         staleness_warmup: StalenessWarmup = None,
         replicas: int = 1,
+        mesh: DeviceMesh | None = None,
         scheduler: MakeScheduler | None = None,
         cuts: Sequence[int | str] | None = None,
         units: cutting.Units | None = None,
@@ -145,13 +152,21 @@ class Pipeline(PipelineView):
         fuse: bool = False,
         timeout: float = TIMEOUT,
     ) -> None:
+        K, replicas = size_of(mesh, K, replicas)
         whole, K, cuts = checks.model_of(model, K, cuts)
         self.K, self.replicas, self.batch = K, replicas, checks.batch_of_replica(batch, replicas)
         choice = MethodChoice.of(method, K, M=M, batch=self.batch, latency=latency, staleness_warmup=staleness_warmup)
         choice.method.check(K)
         checks.check_replicas(choice.method, replicas)
         placement = Placement.of(
-            engine, K, replicas=replicas, device=device, timeout=timeout, precision=precision, messages=messages
+            engine,
+            K,
+            replicas=replicas,
+            mesh=mesh,
+            device=device,
+            timeout=timeout,
+            precision=precision,
+            messages=messages,
         )
         checks.check_clipping(clip_norm, clip_over, choice.method)
         checks.check_options(seed=seed, left_out=left_out, compile=compile, fuse=fuse)

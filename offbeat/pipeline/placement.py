@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from offbeat.engines.processes import seconds_of
 from offbeat.method import Method
 from offbeat.pipeline import checks
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -21,6 +25,7 @@ class Placement:
 
     K: int
     replicas: int
+    mesh: DeviceMesh | None
     engine: Engine | str | None
     device: torch.device | None
     timeout: float
@@ -34,6 +39,7 @@ class Placement:
         K: int,
         *,
         replicas: int,
+        mesh: DeviceMesh | None = None,
         device: torch.device | str | None,
         timeout: float,
         precision: Precision,
@@ -42,11 +48,11 @@ class Placement:
         timeout = seconds_of(timeout, "timeout")
         wanted = checks.device_of(device)
         if not isinstance(engine, str | None):
-            checks.check_engine(engine, K, replicas)
+            checks.check_engine(engine, K, replicas, mesh=mesh)
             wanted = engine.device_for(wanted)
         policy = PrecisionPolicy.of(precision, wanted or torch.device("cpu"))
         check_messages(messages, K, streams=engine == "streams")
-        return cls(K, replicas, engine, wanted, timeout, policy, messages)
+        return cls(K, replicas, mesh, engine, wanted, timeout, policy, messages)
 
     def start(self, method: Method) -> Engine:
         """The engine that was given, or the one for how this process was started."""
@@ -54,7 +60,13 @@ class Placement:
         if isinstance(engine, str | None):
             device = self.device or torch.device("cpu")
             engine = choose_engine(
-                engine, self.K, method=method, device=device, replicas=self.replicas, timeout=self.timeout
+                engine,
+                self.K,
+                method=method,
+                device=device,
+                replicas=self.replicas,
+                timeout=self.timeout,
+                mesh=self.mesh,
             )
         check_messages(self.messages, self.K, streams=engine.on_one_device)
         return engine

@@ -195,6 +195,8 @@ class TrainingLoop:
 
     def after_turn(self) -> None:
         """Stages may have made an update: in each local iteration, and in each of a drain."""
+        if self.observes_updates:
+            self.pipe._local.complete_updates()
         now = {k: stage.update_index for k, stage in self.pipe.stages.items()}
         updated = [k for k, updates in now.items() if updates != self.updates.get(k, 0)]
         self.updates = now
@@ -232,8 +234,7 @@ class TrainingLoop:
         self.rest = self._collect(wait=True)
         self.pipe.loss_chain.send(self.rest, stop=False, t=self.pipe.batches, end=True)
         for worker in self.pipe.workers:
-            if worker.window_sum is not None:
-                worker.window_sum.request = worker.window_sum.requested = 0
+            worker.forget_requests()
 
     def end(self) -> None:
         self.call("on_end", self.step(losses=self.rest))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from offbeat.core.stage import Stage
@@ -12,6 +14,9 @@ from offbeat.observe.tracing import Tracing
 from offbeat.pipeline.local_stages import LocalStages
 from offbeat.pipeline.summary import summary
 from offbeat.recommended import Recommendation
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class PipelineView:
@@ -25,8 +30,8 @@ class PipelineView:
     >>> pipe.fit([(torch.ones(4, 2), torch.zeros(4, 1))] * 6, epochs=2)
     >>> pipe.method.name, pipe.recommendation, pipe.cuts, len(pipe.parts), pipe.notes
     ('adl', None, [1], 2, [])
-    >>> pipe.replica, pipe.leads, pipe.first, pipe.last  # one process has all stages
-    (0, True, True, True)
+    >>> pipe.replica, pipe.leads, pipe.first, pipe.last, pipe.mesh  # one process has all stages
+    (0, True, True, True, None)
     >>> list(pipe.stages), len(pipe.workers), len(pipe.all_stages)
     ([1, 2], 2, 2)
     >>> pipe.model is layers, pipe.batches, pipe.epoch_start
@@ -103,6 +108,15 @@ class PipelineView:
         return self._local.engine.replicas_here[0]
 
     @property
+    def mesh(self) -> DeviceMesh | None:
+        """The processes as a torch DeviceMesh, the one given or one of the pipeline's own; None in one process.
+
+        `pipe.mesh["stage"].get_group()` has the stages of this replica, `pipe.mesh["replica"]` the replicas of this
+        stage. To read it for the first time is collective. The pipeline does not use its groups, and leaves them open.
+        """
+        return self._local.engine.mesh
+
+    @property
     def leads(self) -> bool:
         """Whether this process decides for all: it holds the first stage of replica 0."""
         return self._local.engine.leads
@@ -142,6 +156,7 @@ class PipelineView:
         model warns once (`offbeat.ModelOutdated`).
         """
         self._local.model_state.check()
+        self._local.complete_updates()
         return self._local.model
 
     @property
@@ -165,6 +180,7 @@ class PipelineView:
 
         In several processes the stages elsewhere are as of the last drain, gather or evaluate.
         """
+        self._local.complete_updates()
         return self._local.observation.staleness(self._local.assembly)
 
     @property

@@ -149,8 +149,7 @@ def show_plan(request: PlanRequest) -> None:
     console.print(method_table(plan))
     if found.measured:
         console.print(recommendation_table(found))
-    source = "measured" if request.measure_links else "assumed unless given"
-    links = f"messages take {1e3 * link.latency:.3g} ms and {link.bandwidth / 1e6:,.0f} MB/s, {source}"
+    links = link_line(request, link)
     advised = recommendation_lines(found, request.K, samples)
     slowest = max(stage.sum_ms for stage in plan.stages)
     summed = [f"adding the gradients of {plan.replicas} replicas takes {slowest:.3g} ms per update at most"]
@@ -165,6 +164,11 @@ def show_plan(request: PlanRequest) -> None:
         console.print(f"- {line}", soft_wrap=True)
     if request.theory:
         console.print(theory_table(plan))
+
+
+def link_line(request: PlanRequest, link: LinkCost) -> str:
+    source = "measured" if request.measure_links else "assumed unless given"
+    return f"messages take {1e3 * link.latency:.3g} ms and {link.bandwidth / 1e6:,.0f} MB/s, {source}"
 
 
 def show_splits(request: PlanRequest, method: Method) -> None:
@@ -187,10 +191,11 @@ def show_splits(request: PlanRequest, method: Method) -> None:
     console = Console(highlight=False)
     console.print(split_table(request, method, found, chosen))
     console.print(
-        f"- fastest: -K {chosen.K} --replicas {chosen.replicas} -M {chosen.M}; 'offbeat plan' with these options "
-        "measures its stages",
+        f"- fastest: -K {chosen.K} --replicas {chosen.replicas} -M {chosen.M}; 'offbeat plan' with these in place of "
+        f"--workers {request.workers} measures its stages",
         soft_wrap=True,
     )
+    console.print(f"- {link_line(request, link)}", soft_wrap=True)
     for split in found:
         if split.reason:
             console.print(f"- K={split.K}, replicas={split.replicas} is not possible: {split.reason}", soft_wrap=True)
@@ -200,7 +205,8 @@ def split_table(request: PlanRequest, method: Method, found: Sequence[Split], ch
     table = Table(
         title=f"{request.model}, {method.name}, {request.workers} workers, b={request.batch_size}",
         box=box.SIMPLE_HEAD,
-        caption="predicted from the profile of the units; LoS: mean staleness of stage 1 in updates; MB: of a worker",
+        caption="speed-up over BP on one worker, predicted from the profile of the units; LoS: mean staleness of "
+        "stage 1 in updates; MB: of a worker",
     )
     for column in ("K", "replicas", "M", "samples\nper update", "LoS", "MB", "speed-up", ""):
         table.add_column(column, justify="right")

@@ -126,6 +126,31 @@ def test_epochs_of_replicas_with_other_numbers_of_batches_are_refused(M, place):
     assert all("equally often in every process" in end for end in ends), ends
 
 
+UNDER_WAY = """
+import torch, offbeat
+layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
+pipe = offbeat.Pipeline(layers, 1, method="2bw", M=1, replicas=2, loss=loss, optimizer=torch.optim.SGD)
+worker, x = pipe.workers[0], torch.ones(1, 2) * (1 + pipe.replica)
+readers = [pipe.state_dict, pipe.reports, pipe.stage_states, pipe.engine.settle, lambda: pipe.model]
+for t, read in enumerate([*readers, lambda: pipe.staleness]):
+    pipe.step(x, x)
+    assert worker.under_way and worker.stage.update_index == t
+    read()
+    assert worker.under_way is None and worker.stage.update_index == t + 1
+pipe.step(x, x)
+assert worker.under_way
+before = layers[0].weight.clone()
+pipe.close()
+assert not torch.equal(layers[0].weight, before)
+"""
+
+
+def test_an_update_that_is_under_way_is_completed_by_whatever_reads_it():
+    with two_processes(UNDER_WAY) as started:
+        ends = [process.communicate(timeout=START)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], ends
+
+
 FAILING = """
 import time, torch, offbeat
 layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss

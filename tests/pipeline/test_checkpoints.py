@@ -107,6 +107,17 @@ def test_replicas_of_one_process_resume_bit_for_bit(tmp_path):
     assert same(second.model, whole.model)
 
 
+@pytest.mark.parametrize("optimizer", [sgd, torch.optim.Adam])
+def test_replicas_stay_equal_after_a_checkpoint_of_a_changed_pipeline(optimizer, tmp_path):
+    first, second = (build(2, optimizer=optimizer, M=M, replicas=R, sample=DATA[0][0]) for M, R in ((2, 3), (1, 2)))
+    first.fit(DATA)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    second.fit(DATA)
+    one, other = (assembly.stages[1].parameters for assembly in second._assembly.replicas)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_another_loader_than_the_saved_one_is_refused(tmp_path):
     first, second = build(), build()
     with pytest.raises(Stop):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from command import Command, check_refused, train_here, weights
+from preloaded import PYTHON
 from processes import ENDLESS, Run, check_stopped, processes_of
 from run_folders import run
 from stopped_runs import METHODS, SMALL, done, killed, recorded, start, until
@@ -81,6 +85,17 @@ def test_a_simulated_run_with_replicas_resumes_bit_for_bit(name, tmp_path, offbe
     train_here(offbeat, "--resume", tmp_path / "broken", "--json")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert recorded(tmp_path / "broken") == recorded(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_another_number_of_replicas_in_processes_continues_as_simulated(tmp_path):
+    settings = (*REPLICAS, "--replicas", "3", "--engine", "simulate", "-M", "2", "--checkpoint-every", "9b")
+    killed(tmp_path / "simulate", 12, *settings, "--checkpoint-mode", "drained")
+    shutil.copytree(tmp_path / "simulate", tmp_path / "processes")
+    for engine in ("simulate", "processes"):
+        command = [PYTHON, "-m", "offbeat", "train", "--resume", tmp_path / engine, "--replicas", "2"]
+        done(subprocess.Popen([*command, "--engine", engine], stdout=PIPE, stderr=PIPE, text=True))
+    assert weights(tmp_path / "processes") == weights(tmp_path / "simulate")
 
 
 @pytest.mark.parametrize(("mode", "lost"), [("in-flight", True), ("drained", False)])
