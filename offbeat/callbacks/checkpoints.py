@@ -14,7 +14,8 @@ from offbeat.pipeline.callback import TrainingStep
 
 class CheckpointEvery:
     """Save a checkpoint (`pipe.save`) every N batches of the loader, or every N minutes; `pipe.load(folder)` and
-    `fit(..., resume=True)` continue from it. Must be given to all processes, which save after the same batch.
+    `fit(..., resume=True)` continue from it, with the states of the other callbacks. Must be given to all processes,
+    which save after the same batch.
 
     batches, minutes    one of them. Elapsed minutes are those of the first process; the other processes save after the
                         same batch, some batches later
@@ -32,7 +33,7 @@ class CheckpointEvery:
     ['000000004', '000000008']
     """
 
-    collective = True
+    collective = saves = True
 
     def __init__(
         self, folder: str | Path, *, batches: int | None = None, minutes: float | None = None, keep: int = 3

@@ -7,6 +7,8 @@
     training      batches on their path from a loader into the first stage
     training_loop, callback, late_losses
                   what surrounds the batches of `fit`: callbacks, evaluation, losses in every process, stopping
+    callback_states
+                  the states of callbacks in checkpoints
     schedules     how many updates there are, and whether a scheduler has that length
     evaluation    a pass of a loader through the stages, beside training
     saving        the state of the stages between batches

@@ -72,6 +72,14 @@ class Callback:
 
     collective  True for a callback whose methods communicate between processes (`pipe.gather`, `pipe.evaluate`): `fit`
                 checks that every process has it
+    saves       True for a callback that calls `pipe.save`: it is called after the others, so that a checkpoint has the
+                states of all of them after the same batch
+
+    A callback that has the methods `state_dict()` and `load_state_dict(state)` is saved in the checkpoints of
+    `pipe.save`, and restored by `fit(..., resume=True)` after `pipe.load`, before its other methods are called. A state
+    is made of dicts, lists, tuples, numbers, text and tensors. Callbacks are matched by class and by their order among
+    those of the same class. In several processes each saves its own; each loads the states of all, merged: dicts key
+    by key, and of other values its own, or that of the first process that has one.
 
     >>> class PrintLoss:
     ...     def on_step(self, step):
@@ -80,6 +88,7 @@ class Callback:
     """
 
     collective = False
+    saves = False
 
     def on_step(self, step: TrainingStep) -> None:
         """After every batch (with `batch=`, every micro-batch)."""

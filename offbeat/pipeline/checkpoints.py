@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 def save(pipe: Pipeline, folder: Path, *, keep: int) -> Path:
     """Write a checkpoint of a pipeline that has settled; CheckpointFailed in every process if one cannot write."""
     engine, t, failed = pipe.engine, pipe.batches, None
+    pipe.callback_states.settle()
     if engine.leads:
         try:
             checkpoint.clean(folder)
@@ -72,9 +73,10 @@ def _write_parts(pipe: Pipeline, folder: Path) -> dict[str, Any]:
             raise UserError(f"the process of stage {stages} does not see {folder}: give a folder that all share")
         trees = pipe.stage_states(keep_on=any(stage.keeping for stage in pipe.all_stages))
         report["in_flight"] = any(stage.in_flight for stage in pipe.all_stages)
-        for number, tree in trees.items():
-            replica, k = divmod(number - 1, pipe.K)
-            write = partial(checkpoint.write_part, part, checkpoint.part_name(k + 1, replica), tree)
+        places = {number: divmod(number - 1, pipe.K) for number in trees}
+        parts = {checkpoint.part_name(k + 1, replica): trees[number] for number, (replica, k) in places.items()}
+        for name, tree in (parts | pipe.callback_states.part(pipe)).items():
+            write = partial(checkpoint.write_part, part, name, tree)
             report["facts"] += [facts.as_dict() for facts in checkpoint.with_room(folder, write)]
     except UserError as error:  # CheckpointFailed, or a state that cannot be saved
         report["failed"] = str(error)

@@ -37,6 +37,7 @@ from offbeat.method import Method, StalenessWarmup
 from offbeat.observe.tracing import Notify, Tracing
 from offbeat.pipeline import batches, checkpoints, checks, evaluation, saving, schedules, training
 from offbeat.pipeline.assembly import Assembler, Assembly
+from offbeat.pipeline.callback_states import CallbackStates
 from offbeat.pipeline.choice import MethodChoice
 from offbeat.pipeline.guard import Guard
 from offbeat.pipeline.late_losses import LossChain
@@ -234,6 +235,7 @@ class Pipeline:
         )
         check_messages(self.messages, self.K, streams=self.engine.on_one_device)
         self._assembly: Assembly | None = None
+        self.callback_states = CallbackStates()
         self._loop: TrainingLoop | None = None  # during a call of fit that has callbacks in some process
         late = (
             self._choice.measures
@@ -510,6 +512,7 @@ class Pipeline:
         loop = TrainingLoop(self, callbacks, epochs=epochs, evaluate=evaluate, evaluate_every=evaluate_every)
         with self._guard(computes=False):
             observed = loop.agree()
+        self.callback_states.begin(loop if observed else None, resume=resume)
         options: dict[str, Any] = {
             "first_epoch": first_epoch,
             "resume": resume,
@@ -765,10 +768,10 @@ class Pipeline:
     def save(self, folder: str | Path, *, drain: bool = False, keep: int = 3) -> Path:
         """Write a checkpoint into a folder, in the format of `offbeat train`; returns its own folder in there.
 
-        It has everything: weights, optimizers, schedulers, random streams, batches in flight, and the position in the
-        epoch of `fit`. A pipeline that loads it continues with the same bits. The folder may have several, of which
-        the newest `keep` remain. In several processes every process calls it, and all see the folder. If it cannot be
-        written, all raise CheckpointFailed, and training can continue.
+        It has everything: weights, optimizers, schedulers, random streams, batches in flight, the position in the
+        epoch of `fit`, and the states of its callbacks. A pipeline that loads it continues with the same bits. The
+        folder may have several, of which the newest `keep` remain. In several processes every process calls it, and all
+        see the folder. If it cannot be written, all raise CheckpointFailed, and training can continue.
 
         drain   finish the batches in flight first, which changes results as `drain` does; such a checkpoint can be
                 loaded without loss at another K. weights="hybrid" needs it, or `keep()` some batches ahead
@@ -798,9 +801,10 @@ class Pipeline:
         checkpoint by its own folder.
 
         The pipeline must be built in the same way. Then it continues with the same bits, with batches in flight or
-        drained; `fit(..., resume=True)` continues in the middle of the epoch. It may have another K, other cuts,
-        another M or another engine: then weights, the state of the optimizer and the learning rate continue, and
-        batches in flight are lost, with a `NotRestored` warning. In several processes every process calls it.
+        drained; `fit(..., resume=True)` continues in the middle of the epoch, and restores its callbacks. It may have
+        another K, other cuts, another M or another engine: then weights, the state of the optimizer and the learning
+        rate continue, and batches in flight are lost, with a `NotRestored` warning. In several processes every process
+        calls it.
 
         Before there are stages, the checkpoint is loaded when the first batch makes them.
 
@@ -818,6 +822,7 @@ class Pipeline:
         if any(stage.in_flight for stage in self.stages.values()):
             raise UserError("load() with batches in flight: call drain() before, or load into a new pipeline")
         self._found = found = checkpoints.find(self.engine, checks.path_of(folder))
+        self.callback_states.load(self, found.path)
         self.batches, self.epoch_start = found.t, found.epoch_start
         if self._assembly is not None:
             self._load_found()
@@ -836,6 +841,8 @@ class Pipeline:
                 self._settle()
                 checkpoints.restore(self, found)
             self.gather()
+            if self._loop:
+                self._loop.count_updates()
 
     def state_dict(self) -> dict[str, Any]:
         """The model and the optimizers' state of the stages of this process, by the names of the unsplit model, for
