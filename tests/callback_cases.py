@@ -263,6 +263,21 @@ def refused(rank: int) -> list[str]:
     return texts
 
 
+def lost(rank: int) -> str:
+    """What a process gets where a callback of another one raises."""
+
+    class Fails:
+        def on_step(self, step: Any) -> None:
+            raise ValueError("mine")
+
+    with pipeline() as pipe:
+        try:
+            pipe.fit(data(), callbacks=[Fails()] if rank == 1 else None)
+        except (ValueError, offbeat.UserError, offbeat.StageLost) as error:
+            return str(error)
+    return ""
+
+
 METHODS = {"adl": 2, "bp": 2, "gpipe": None, "dgl": None, "2bw": 4}
 
 
@@ -285,7 +300,7 @@ def main(out: str) -> None:
     for stops in range(3):
         found[f"stop {stops}"] = stopped(rank, stops, "on_step", evaluate=False)
     found["stop at an epoch"] = stopped(rank, 2, "on_epoch_end", evaluate=True)
-    found["early"], found["refused"] = early(rank), refused(rank)
+    found["early"], found["refused"], found["lost"] = early(rank), refused(rank), lost(rank)
     found["checkpoints"], found["resumed"] = checkpoints(folder), resumed(folder)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 

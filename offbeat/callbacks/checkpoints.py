@@ -10,6 +10,7 @@ from offbeat.checkpoint import CheckpointFailed
 from offbeat.errors import UserError, number
 from offbeat.pipeline import Pipeline
 from offbeat.pipeline.callback import TrainingStep
+from offbeat.pipeline.checks import path_of
 
 
 class CheckpointEvery:
@@ -45,7 +46,7 @@ class CheckpointEvery:
         if minutes is not None:
             number(minutes, "minutes", "use a number above 0", lambda n: n > 0)
         number(keep, "keep", "use a whole number from 1 up", lambda n: n >= 1, whole=True)
-        self.folder, self.batches, self.minutes, self.keep = Path(folder), batches, minutes, keep
+        self.folder, self.batches, self.minutes, self.keep = path_of(folder), batches, minutes, keep
         self.began = time.monotonic()
         self.requested: int | None = None  # batches after which all processes save
 

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from offbeat.errors import PackageMissing, number, require
 from offbeat.pipeline.callback import TrainingStep
+from offbeat.pipeline.checks import path_of, writing
 
 ROW = 4096  # bytes that the last row of a file is searched in
 
@@ -75,11 +76,15 @@ class CSVLogger(Logger):
 
     def __init__(self, path: str | Path, *, every: int = 1) -> None:
         super().__init__(every=every)
-        self.path = Path(path)
+        self.path = path_of(path)
         self.file: TextIO | None = None
         self.end: tuple[int, str] | None = None  # bytes, and the last row, at the checkpoint that was loaded
 
     def write(self, batch: int, figures: Mapping[str, float]) -> None:
+        with writing(self.path):
+            self._write(batch, figures)
+
+    def _write(self, batch: int, figures: Mapping[str, float]) -> None:
         if self.file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._remove_later_rows()
@@ -125,7 +130,7 @@ class TensorBoardLogger(Logger):
 
     def __init__(self, folder: str | Path, *, every: int = 1) -> None:
         super().__init__(every=every)
-        self.folder = Path(folder)
+        self.folder = path_of(folder)
         self.module = installed("torch.utils.tensorboard", package="tensorboard", user="TensorBoardLogger")
         self.writer: Any = None
         self.next = 0  # after the newest batch

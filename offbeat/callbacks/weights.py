@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from offbeat.core.stage import Stage
 from offbeat.errors import UserError, number
 from offbeat.pipeline import Pipeline
 from offbeat.pipeline.callback import TrainingStep
+from offbeat.pipeline.checks import path_of, writing
 
 
 class BestModel:
@@ -36,9 +37,17 @@ class BestModel:
     collective = True
 
     def __init__(self, monitor: str = "loss", *, mode: Mode = "min", path: str | Path | None = None) -> None:
-        self.best, self.path = Best(monitor, mode), None if path is None else Path(path)
+        self.best, self.path = Best(monitor, mode), None if path is None else path_of(path)
+        self.tried = False  # whether the path can be written
         self.weights: dict[str, Tensor] = {}  # empty with a path
         self.leads = True  # whether this process saves them in checkpoints
+
+    def on_step(self, step: TrainingStep) -> None:
+        if self.path is not None and step.pipe.leads and not self.tried:  # not only after an epoch
+            self.tried = True
+            with writing(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._unfinished(self.path).touch()
 
     def on_evaluate(self, step: TrainingStep, result: Mapping[str, Any]) -> None:
         if not self.best.improves(step, result):
@@ -47,9 +56,18 @@ class BestModel:
         if self.path is None:
             self.weights = {name: tensor.detach().clone() for name, tensor in state.items()}
         elif step.pipe.leads:
-            unfinished = self.path.with_name(self.path.name + ".unfinished")
-            torch.save(state, unfinished)
-            unfinished.replace(self.path)
+            with writing(self.path):
+                torch.save(state, self._unfinished(self.path))
+                self._unfinished(self.path).replace(self.path)
+
+    def on_end(self, step: TrainingStep) -> None:
+        if self.path is not None and step.pipe.leads:
+            with suppress(OSError):
+                self._unfinished(self.path).unlink()
+
+    @staticmethod
+    def _unfinished(path: Path) -> Path:
+        return path.with_name(path.name + ".unfinished")
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and, without a path, its weights; these in the first process alone."""

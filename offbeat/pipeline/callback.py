@@ -116,6 +116,8 @@ def check_callbacks(callbacks: object) -> list[Any]:
         raise UserError(f"callbacks is {kind_of(callbacks)}: give a list of callbacks, such as [EMA(0.999)]")
     for callback in callbacks:
         name = type(callback).__name__
+        if sum(callback is other for other in callbacks) > 1:
+            raise UserError(f"callback {name} is given twice: give each object once")
         if isinstance(callback, type):
             raise UserError(f"callback {callback.__name__} is a class: give an object, {callback.__name__}(...)")
         named = [each for each in dir(callback) if each.startswith("on_") and callable(getattr(callback, each))]

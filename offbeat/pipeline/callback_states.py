@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from offbeat.pipeline.pipeline import Pipeline
     from offbeat.pipeline.training_loop import TrainingLoop
 
+NOTHING: dict[str, Any] = {"callbacks": {}, "losses": [], "newest": None}
+
 
 class CallbackStates:
     """What a pipeline knows of callbacks, in one process.
@@ -53,7 +55,7 @@ class CallbackStates:
     def part(self, pipe: Pipeline) -> dict[str, Any]:
         """What this process writes, by the name of the part."""
         if self.loop is None:
-            tree = self.found if pipe.leads else None
+            tree = self.found if pipe.leads and self.found and self.found["callbacks"] else None
         elif named(self.loop.callbacks):
             tree = {
                 "callbacks": states(self.loop.callbacks),
@@ -69,7 +71,7 @@ class CallbackStates:
         made = checkpoint.read(path)
         own = own_name(pipe) if made.K == pipe.K else None
         names = sorted(made.callbacks, key=lambda name: name != own)
-        self.loop, self.found = None, merged([made.part(name) for name in names]) if names else None
+        self.loop, self.found = None, merged([*(made.part(name) for name in names), NOTHING])
 
 
 def own_name(pipe: Pipeline) -> str:

@@ -484,12 +484,12 @@ class Pipeline:
         With `batch=` the loader gives batches of that size (divided by R, with replicas).
 
         Epochs do not flush the pipeline; `drain` finishes the batches in flight after the last one. Epochs are counted
-        from 0 to `epochs`. After `load`, `resume=True` continues in the middle of the saved epoch, whose trained
-        batches are read again and left out; `first_epoch` begins with that epoch, of which the loader gives the rest.
+        from 0 to `epochs`; `first_epoch` begins with that epoch, of which the loader gives the rest.
 
         With `resume` it continues where the checkpoint that was loaded, or an earlier call that was interrupted, has
         stopped: in the same epoch, of which the loader gives all batches again, in the same order; those that have
-        been trained are left out. A loader that shuffles must be a function of the epoch, with a seed of its own.
+        been trained are left out. A loader that shuffles must be a function of the epoch, with a seed of its own. The
+        callbacks get their saved states. Without either, `resume` changes nothing: training starts with epoch 0.
 
         `callbacks` are objects with some of the methods of `offbeat.callbacks.Callback`, called in this process; other
         processes may have others, or none. `evaluate` is given to `evaluate()` after every `evaluate_every` epochs,

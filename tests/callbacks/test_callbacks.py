@@ -130,6 +130,11 @@ def test_checkpoints_continue_with_the_same_bits(processes, tmp_path):
         assert found["minutes"] == {"began": found["minutes"]["began"], "same": True, "batches": 21}
 
 
+def test_the_reason_of_a_failure_is_that_of_its_own_pipeline(processes):
+    """Pipelines of the same processes have failed before, for other reasons."""
+    assert [found["lost"] for found in processes] == ["stage 2 failed: mine", "mine", "stage 2 failed: mine"]
+
+
 def plain(found: dict) -> dict:
     return json.loads(json.dumps(found))
 
@@ -197,6 +202,13 @@ def test_a_callback_without_a_saved_state_starts_anew_with_a_warning(tmp_path):
     again.load(tmp_path)
     with pytest.warns(offbeat.NotRestored, match="no state of callback EMA 2, which starts anew"):
         again.fit(data(), 2, callbacks=[ema, Recorder(), second], resume=True)
+    without = pipeline()
+    without.fit(data(), 1)
+    without.save(tmp_path / "without")
+    later = pipeline()
+    later.load(tmp_path / "without")
+    with pytest.warns(offbeat.NotRestored, match="no state of callback EMA, which starts anew"):
+        later.fit(data(), 2, callbacks=[EMA()], resume=True)
     fresh = pipeline()
     fresh.load(tmp_path)
     fresh.fit(data(), 2, callbacks=[EMA(0.9)])  # without resume, callbacks are new, as is the fit
@@ -361,10 +373,23 @@ def test_a_callback_is_an_object_with_known_methods():
         ([Misspelled()], "unknown method of callback Misspelled 'on_stpe': did you mean 'on_step'?"),
         ([EMA], "callback EMA is a class: give an object"),
         (EMA(), "callbacks is of type EMA: give a list"),
+        ([EMA()] * 2, "callback EMA is given twice: give each object once"),
     ):
         with pytest.raises(UserError) as refused:
             pipeline().fit(data(), callbacks=given)
         assert text in str(refused.value)
+
+
+def test_a_file_that_cannot_be_written_is_one_line_at_the_first_batch(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name, callback in {"log.csv": CSVLogger, "best.pt": lambda path: BestModel(path=path)}.items():
+        pipe = pipeline()
+        with pytest.raises(UserError, match=rf"cannot write .*{name} \(.+\): give the name of a file"):
+            pipe.fit(data(), callbacks=[callback(tmp_path / "file" / name)], evaluate=data())
+        assert pipe.batches == 1
+    for make in (CSVLogger, TensorBoardLogger, lambda path: CheckpointEvery(path, batches=1)):
+        with pytest.raises(UserError, match="path=3: give a name"):
+            make(3)
 
 
 def test_an_error_in_a_callback_ends_training_and_closes_the_others(tmp_path):
