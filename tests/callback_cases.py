@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.callbacks import EMA, BestModel, CheckpointEvery, CSVLogger, EarlyStopping
+from offbeat.callbacks import EMA, BestModel, CheckpointEvery, CSVLogger, EarlyStopping, LearningRateMonitor
 
 EPOCHS, LENGTH = 2, 7
 
@@ -102,7 +102,7 @@ def observed(method: str, M: int | None, folder: Path) -> dict[str, Any]:
     log = folder / f"{method}.csv"
     pipe.fit(data(), EPOCHS, callbacks=[recorder, ema, best, CSVLogger(log)], evaluate=data())
     weights = hexed(pipe.model.state_dict())
-    found = {**recorder.found(), "ema": averaged(pipe, ema), "best": hexed(best.state_dict), "weights": weights}
+    found = {**recorder.found(), "ema": averaged(pipe, ema), "best": hexed(best.weights), "weights": weights}
     pipe.close()
     plain = pipeline(method, M=M)
     plain.fit(data(), EPOCHS)
@@ -155,6 +155,101 @@ def checkpoints(folder: Path) -> dict[str, Any]:
     }
 
 
+class Counter:
+    """A callback of a user, with a state."""
+
+    def __init__(self) -> None:
+        self.steps, self.losses = 0, {}
+
+    def on_step(self, step: Any) -> None:
+        self.steps += 1
+        self.losses.update(step.losses)
+
+    def on_end(self, step: Any) -> None:
+        self.losses.update(step.losses)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "losses": self.losses}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps, self.losses = state["steps"], dict(state["losses"])
+
+
+def stateful(folder: Path) -> list[Any]:
+    """Callbacks that have a state; the one that saves is not the last."""
+    scores = BestModel("score", mode="max", path=folder / "best.pt")
+    return [
+        CheckpointEvery(folder, batches=5, keep=1),
+        EMA(0.9),
+        EMA(0.5),
+        EarlyStopping("score", mode="max", patience=5),
+        BestModel("score", mode="max"),
+        scores,
+        CSVLogger(folder / "log.csv"),
+        LearningRateMonitor(),
+        Counter(),
+    ]
+
+
+def evaluation(pipe: offbeat.Pipeline) -> Any:
+    """The best score is that of the second epoch, of seven batches."""
+    return lambda: {"score": -abs(pipe.batches - 2 * LENGTH)}
+
+
+def decaying(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
+
+
+def contents(pipe: offbeat.Pipeline, callbacks: list[Any], folder: Path) -> dict[str, Any]:
+    """All that callbacks have found, and the model."""
+    _, ema, faster, stopping, best, written, _, monitor, counter = callbacks
+    averages = [averaged(pipe, each)["average"] for each in (ema, faster)]  # after which the first process has written
+    rows = (folder / "log.csv").read_text().splitlines()
+    return {
+        "batches": pipe.batches,
+        "weights": hexed(pipe.model.state_dict()),
+        "averages": averages,
+        "names": [sorted(each.weights) for each in (ema, faster)],
+        "stopping": [stopping.best.value, stopping.best.batch, stopping.waited],
+        "best": [best.best.value, best.best.batch, hexed(best.weights)],
+        "written": [written.best.value, hexed(torch.load(folder / "best.pt"))],
+        "rows": sorted(row for row in rows if "samples_per_second" not in row),
+        "history": {str(k): history for k, history in sorted(monitor.history.items())},
+        "counter": [counter.steps, dict(sorted(counter.losses.items()))],
+    }
+
+
+def interrupt(folder: Path, batch: int, K: int = 3) -> None:
+    """Training that stops after the batch, some batches after the newest checkpoint."""
+    pipe = pipeline(K=K, scheduler=decaying)
+    pipe.fit(data(), 20, callbacks=[*stateful(folder), StopAt(batch)], evaluate=evaluation(pipe))
+    pipe.close()
+
+
+def go_on(folder: Path, K: int = 3, *, load: bool = True) -> dict[str, Any]:
+    """A new pipeline and new callbacks, up to where training stops early: from the newest checkpoint, or from the
+    start."""
+    pipe, callbacks = pipeline(K=K, scheduler=decaying), stateful(folder)
+    if load:
+        pipe.load(folder)
+    pipe.fit(data(), 20, callbacks=callbacks, evaluate=evaluation(pipe), resume=load)
+    found = contents(pipe, callbacks, folder)
+    pipe.close()
+    return found
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """Uninterrupted training, and training that was interrupted: here, and in one process."""
+    found = {"whole": go_on(folder / "whole", load=False)}
+    for batch in (8, 17, 30):
+        interrupt(folder / f"at {batch}", batch)
+        found[f"at {batch}"] = go_on(folder / f"at {batch}")
+    if (folder / "one").exists():
+        found["one"] = go_on(folder / "one")
+        interrupt(folder / "several", 24)
+    return found
+
+
 def refused(rank: int) -> list[str]:
     """Callbacks that communicate, and functions that evaluate, in one process alone."""
     texts = []
@@ -166,6 +261,21 @@ def refused(rank: int) -> list[str]:
             texts.append(str(error))
         pipe.close()
     return texts
+
+
+def lost(rank: int) -> str:
+    """What a process gets where a callback of another one raises."""
+
+    class Fails:
+        def on_step(self, step: Any) -> None:
+            raise ValueError("mine")
+
+    with pipeline() as pipe:
+        try:
+            pipe.fit(data(), callbacks=[Fails()] if rank == 1 else None)
+        except (ValueError, offbeat.UserError, offbeat.StageLost) as error:
+            return str(error)
+    return ""
 
 
 METHODS = {"adl": 2, "bp": 2, "gpipe": None, "dgl": None, "2bw": 4}
@@ -190,8 +300,8 @@ def main(out: str) -> None:
     for stops in range(3):
         found[f"stop {stops}"] = stopped(rank, stops, "on_step", evaluate=False)
     found["stop at an epoch"] = stopped(rank, 2, "on_epoch_end", evaluate=True)
-    found["early"], found["refused"] = early(rank), refused(rank)
-    found["checkpoints"] = checkpoints(folder)
+    found["early"], found["refused"], found["lost"] = early(rank), refused(rank), lost(rank)
+    found["checkpoints"], found["resumed"] = checkpoints(folder), resumed(folder)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 

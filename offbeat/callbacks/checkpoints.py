@@ -10,11 +10,13 @@ from offbeat.checkpoint import CheckpointFailed
 from offbeat.errors import UserError, number
 from offbeat.pipeline import Pipeline
 from offbeat.pipeline.callback import TrainingStep
+from offbeat.pipeline.checks import path_of
 
 
 class CheckpointEvery:
     """Save a checkpoint (`pipe.save`) every N batches of the loader, or every N minutes; `pipe.load(folder)` and
-    `fit(..., resume=True)` continue from it. Must be given to all processes, which save after the same batch.
+    `fit(..., resume=True)` continue from it, with the states of the other callbacks. Must be given to all processes,
+    which save after the same batch.
 
     batches, minutes    one of them. Elapsed minutes are those of the first process; the other processes save after the
                         same batch, some batches later
@@ -32,7 +34,7 @@ class CheckpointEvery:
     ['000000004', '000000008']
     """
 
-    collective = True
+    collective = saves = True
 
     def __init__(
         self, folder: str | Path, *, batches: int | None = None, minutes: float | None = None, keep: int = 3
@@ -44,7 +46,7 @@ class CheckpointEvery:
         if minutes is not None:
             number(minutes, "minutes", "use a number above 0", lambda n: n > 0)
         number(keep, "keep", "use a whole number from 1 up", lambda n: n >= 1, whole=True)
-        self.folder, self.batches, self.minutes, self.keep = Path(folder), batches, minutes, keep
+        self.folder, self.batches, self.minutes, self.keep = path_of(folder), batches, minutes, keep
         self.began = time.monotonic()
         self.requested: int | None = None  # batches after which all processes save
 

@@ -42,6 +42,12 @@ class Best:
         self.value, self.batch = float(value), step.batch
         return True
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "batch": self.batch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value, self.batch = state["value"], state["batch"]
+
 
 class EarlyStopping:
     """Stop training after `patience` evaluations in a row without an improvement.
@@ -68,3 +74,12 @@ class EarlyStopping:
         self.waited = 0 if self.best.improves(step, result) else self.waited + 1
         if self.waited >= self.patience:
             step.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and the evaluations since."""
+        return {"best": self.best.state_dict(), "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.best.load_state_dict(state["best"])
+        self.waited = state["waited"]

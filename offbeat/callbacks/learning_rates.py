@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from offbeat.pipeline.callback import TrainingStep
 
 
@@ -30,3 +33,14 @@ class LearningRateMonitor:
             if stage.optimization.optimizer is not None:
                 rates = [float(group["lr"]) for group in stage.optimization.optimizer.param_groups]
                 self.history.setdefault(k, []).append((stage.update_index, rates))
+
+    def on_step(self, step: TrainingStep) -> None:
+        self.history = {k: self.history[k] for k in self.history if k in step.pipe.stages}  # may be loaded of others
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history of the stages of this process."""
+        return {"history": self.history}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the history that `state_dict` returned."""
+        self.history = {k: list(history) for k, history in state["history"].items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from offbeat.callbacks.early_stopping import Best, Mode
+from offbeat.core.stage import Stage
 from offbeat.errors import UserError, number
 from offbeat.pipeline import Pipeline
 from offbeat.pipeline.callback import TrainingStep
+from offbeat.pipeline.checks import path_of, writing
 
 
 class BestModel:
-    """Keep the weights of the best evaluation: as `state_dict` in every process or, with a path, in a file that the
-    first process writes (to be read by `torch.load`).
+    """Keep the weights of the best evaluation: as `weights`, a state dict, in every process or, with a path, in a file
+    that the first process writes (to be read by `torch.load`).
 
     Needs `fit(evaluate=...)`, and must be given to all processes, which send their weights when an evaluation is the
     best so far.
@@ -29,25 +31,52 @@ class BestModel:
     >>> batches = [(torch.ones(4, 2), torch.zeros(4, 1))] * 5
     >>> best = BestModel("loss")
     >>> pipe.fit(batches, epochs=3, callbacks=[best], evaluate=batches)
-    >>> _ = layers.load_state_dict(best.state_dict)
+    >>> _ = layers.load_state_dict(best.weights)
     """
 
     collective = True
 
     def __init__(self, monitor: str = "loss", *, mode: Mode = "min", path: str | Path | None = None) -> None:
-        self.best, self.path = Best(monitor, mode), None if path is None else Path(path)
-        self.state_dict: dict[str, Tensor] = {}  # empty with a path
+        self.best, self.path = Best(monitor, mode), None if path is None else path_of(path)
+        self.tried = False  # whether the path can be written
+        self.weights: dict[str, Tensor] = {}  # empty with a path
+        self.leads = True  # whether this process saves them in checkpoints
+
+    def on_step(self, step: TrainingStep) -> None:
+        if self.path is not None and step.pipe.leads and not self.tried:  # not only after an epoch
+            self.tried = True
+            with writing(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._unfinished(self.path).touch()
 
     def on_evaluate(self, step: TrainingStep, result: Mapping[str, Any]) -> None:
         if not self.best.improves(step, result):
             return
-        state = step.pipe.gather().state_dict()
+        state, self.leads = step.pipe.gather().state_dict(), step.pipe.leads
         if self.path is None:
-            self.state_dict = {name: tensor.detach().clone() for name, tensor in state.items()}
+            self.weights = {name: tensor.detach().clone() for name, tensor in state.items()}
         elif step.pipe.leads:
-            unfinished = self.path.with_name(self.path.name + ".unfinished")
-            torch.save(state, unfinished)
-            unfinished.replace(self.path)
+            with writing(self.path):
+                torch.save(state, self._unfinished(self.path))
+                self._unfinished(self.path).replace(self.path)
+
+    def on_end(self, step: TrainingStep) -> None:
+        if self.path is not None and step.pipe.leads:
+            with suppress(OSError):
+                self._unfinished(self.path).unlink()
+
+    @staticmethod
+    def _unfinished(path: Path) -> Path:
+        return path.with_name(path.name + ".unfinished")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and, without a path, its weights; these in the first process alone."""
+        return {"best": self.best.state_dict(), "weights": self.weights if self.leads else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` of all processes returned."""
+        self.best.load_state_dict(state["best"])
+        self.weights = {name: tensor.clone() for name, tensor in state["weights"].items()}
 
 
 class EMA:
@@ -56,7 +85,7 @@ class EMA:
         average <- decay * average + (1 - decay) * weights      starting from the weights after the first update
 
     as torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn. Each process averages the stages that it has, so
-    it must be given to all. Buffers (statistics of BatchNorm) are not averaged.
+    it must be given to all. Buffers (statistics of BatchNorm) and auxiliary heads are not averaged.
 
     weights     averages of the parameters of this process's stages, by name in the model
 
@@ -79,12 +108,14 @@ class EMA:
         number(decay, "decay", "use a factor from 0 up to, but not including, 1", lambda factor: 0 <= factor < 1)
         self.decay = decay
         self.weights: dict[str, Tensor] = {}
+        self.loaded = False  # since the last step
 
     @torch.no_grad()
     def on_update(self, step: TrainingStep) -> None:
         step.pipe.engine.settle()  # stages may only have queued their updates
+        self._keep_own(step.pipe)
         for k in step.updated:
-            parameters = step.pipe.stages[k].parameters
+            parameters = model_parameters(step.pipe.stages[k])
             new = {name: tensor for name, tensor in parameters.items() if name not in self.weights}
             known = [name for name in parameters if name in self.weights]
             if known:
@@ -94,6 +125,16 @@ class EMA:
                     1 - self.decay,
                 )
             self.weights |= {name: tensor.detach().clone() for name, tensor in new.items()}
+
+    def on_step(self, step: TrainingStep) -> None:
+        self._keep_own(step.pipe)
+
+    def _keep_own(self, pipe: Pipeline) -> None:
+        """After `load_state_dict`: the averages of this process's stages, where their parameters are."""
+        if self.loaded:
+            own = {name: p for stage in pipe.stages.values() for name, p in model_parameters(stage).items()}
+            self.weights = {name: self.weights[name].to(p.device) for name, p in own.items() if name in self.weights}
+            self.loaded = False
 
     @contextmanager
     def averaged(self, pipe: Pipeline) -> Iterator[None]:
@@ -114,7 +155,8 @@ class EMA:
         if not self.weights:
             raise UserError("no averages: give this EMA to fit(callbacks=...), in every process, and train first")
         pipe.engine.settle()
-        parameters = {name: tensor for stage in pipe.stages.values() for name, tensor in stage.parameters.items()}
+        self._keep_own(pipe)
+        parameters = {name: p for stage in pipe.stages.values() for name, p in model_parameters(stage).items()}
         own = {name: parameters[name].data for name in self.weights}
         try:
             for name, average in self.weights.items():
@@ -134,12 +176,18 @@ class EMA:
         return {"decay": self.decay, "weights": self.weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the averages that `state_dict` returned.
+        """Continue from the averages that `state_dict` returned, here or in all processes.
 
         >>> ema = EMA()
         >>> ema.load_state_dict(EMA(decay=0.9).state_dict())
         >>> ema.decay
         0.9
         """
-        self.decay = state["decay"]
+        self.decay, self.loaded = state["decay"], True
         self.weights = {name: tensor.clone() for name, tensor in state["weights"].items()}
+
+
+def model_parameters(stage: Stage) -> dict[str, Tensor]:
+    """The trained parameters of a stage that the model has too; those of heads have the same names in all stages."""
+    own = dict(stage.network.module.named_parameters())
+    return {name: tensor for name, tensor in stage.parameters.items() if name in own}

@@ -4,6 +4,7 @@
         stage-01.safetensors             the tensors of stage 1
         stage-01.json                    the tree that contains them
         stage-02.safetensors ...
+        callbacks-01.safetensors ...     states of the callbacks of the process of stage 1, if it has some
         run.json                         what belongs to the run rather than to a stage
         manifest.json                    written last: name, size and SHA-256 of every file, and its own SHA-256
 
@@ -51,6 +52,7 @@ May import errors, and codec and layout of core.
 
 from offbeat.checkpoint.files import CheckpointDamaged, CheckpointFailed, FileFacts
 from offbeat.checkpoint.folder import (
+    CALLBACKS,
     DIGITS,
     UNFINISHED,
     Checkpoint,
@@ -71,6 +73,7 @@ from offbeat.checkpoint.room import free, is_full, make_room, with_room
 from offbeat.checkpoint.tree import flatten, unflatten
 
 __all__ = [
+    "CALLBACKS",
     "DIGITS",
     "UNFINISHED",
     "Checkpoint",

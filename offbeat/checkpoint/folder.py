@@ -36,22 +36,37 @@ if TYPE_CHECKING:
 
 FOLDER, MANIFEST, RUN = "checkpoints", "manifest.json", "run.json"
 UNFINISHED, REPLACED = ".part", ".old.part"
+STAGE, CALLBACKS = "stage", "callbacks"  # kinds of parts
 MODES = ("in-flight", "drained")
 DIGITS = 9
 
 
-def part_name(k: int, replica: int = 0) -> str:
-    """The name of the part of stage k of a replica.
+def part_name(k: int, replica: int = 0, *, kind: str = STAGE) -> str:
+    """The name of the part of stage k of a replica, or of the callbacks of its process.
 
-    >>> part_name(2), part_name(2, 1)
-    ('stage-02', 'stage-02-replica-01')
+    >>> part_name(2), part_name(2, 1), part_name(1, kind=CALLBACKS)
+    ('stage-02', 'stage-02-replica-01', 'callbacks-01')
     """
-    return f"stage-{k:02d}{f'-replica-{replica:02d}' if replica else ''}"
+    return f"{kind}-{k:02d}{f'-replica-{replica:02d}' if replica else ''}"
 
 
 def part_names(K: int, replicas: int) -> list[str]:
-    """The names of all parts."""
+    """The names of the parts of all stages."""
     return [part_name(k, replica) for replica in range(replicas) for k in range(1, K + 1)]
+
+
+def callback_parts(files: Iterable[str]) -> list[str]:
+    """The names of the parts of callbacks among files; not every process has one.
+
+    >>> callback_parts(["stage-01.json", "callbacks-01.json", "callbacks-01.safetensors"])
+    ['callbacks-01']
+    """
+    return sorted({name.partition(".")[0] for name in files if name.startswith(f"{CALLBACKS}-")})
+
+
+def part_files(names: Iterable[str]) -> set[str]:
+    """The files of parts."""
+    return {f"{name}{suffix}" for name in names for suffix in (TENSORS, TREE)}
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,21 @@ class Checkpoint:
             raise UserError(
                 f"replica {replica} of {self.path}: it has {self.replicas}, counted from 0, use one of these"
             )
-        return read_part(self.path, part_name(k, replica), self.facts, device=device)
+        return self.part(part_name(k, replica), device=device)
+
+    @property
+    def callbacks(self) -> list[str]:
+        """The names of the parts of callbacks."""
+        return callback_parts(self.facts)
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of all parts."""
+        return part_names(self.K, self.replicas) + self.callbacks
+
+    def part(self, name: str, *, device: torch.device | str | None = None) -> Any:
+        """The tree of a part by its name."""
+        return read_part(self.path, name, self.facts, device=device)
 
     def run(self) -> dict[str, Any]:
         """What belongs to the run rather than to a stage."""
@@ -133,8 +162,8 @@ def finish(
     if mode not in MODES:
         raise UserError(f"mode={mode!r}: use {' or '.join(map(repr, MODES))}")
     try:
-        expected = {f"{name}{suffix}" for name in part_names(K, replicas) for suffix in (TENSORS, TREE)}
         given = {each.name: each for each in map(FileFacts.of, facts)} if facts is not None else None
+        expected = part_files(part_names(K, replicas) + callback_parts(given or ()))
         text = _text(run)
         with writing(folder):
             for other in folder.iterdir():  # left by an attempt that was interrupted
@@ -306,8 +335,7 @@ def verify(path: Path) -> list[str]:
             present = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
     except CheckpointDamaged as error:
         return [str(error)]
-    names = part_names(checkpoint.K, checkpoint.replicas)
-    expected = {f"{name}{suffix}" for name in names for suffix in (TENSORS, TREE)} | {RUN}
+    expected = part_files(checkpoint.parts) | {RUN}
     problems = []
     if set(checkpoint.facts) != expected or len(checkpoint.files) != len(expected):
         problems.append(f"{path / MANIFEST} does not list the files of {checkpoint.K} stages")
@@ -327,8 +355,7 @@ def _problem(check: Callable[[], object]) -> list[str]:
 
 def _content_problems(checkpoint: Checkpoint) -> list[str]:
     """Problems of files that have the bytes that were written, but are not those of a checkpoint."""
-    names = part_names(checkpoint.K, checkpoint.replicas)
-    problems = [each for name in names for each in _problem(partial(check_content, checkpoint, name))]
+    problems = [each for name in checkpoint.parts for each in _problem(partial(check_content, checkpoint, name))]
     return problems + _problem(checkpoint.run)
 
 

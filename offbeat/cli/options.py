@@ -227,7 +227,16 @@ class OptimizationOptions:
     floor: Annotated[
         float | None, typer.Option(help="Cosine: the learning rate at the end, as a fraction of --lr. (default 0.1)")
     ] = None
-    clip_norm: Annotated[float | None, typer.Option(help="Clip the gradient norm of each stage to this value.")] = None
+    clip_norm: Annotated[
+        float | None, typer.Option(help="Clip the gradient norm of each update to this value, see --clip-over.")
+    ] = None
+    clip_over: Annotated[
+        str | None,
+        typer.Option(
+            help="The norm to clip: that of each stage, or of the whole model (with a late method, from norms of "
+            "earlier updates). (default stage)"
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

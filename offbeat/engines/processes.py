@@ -149,7 +149,8 @@ class Processes:
         if self.stage_group is not None:
             self.sum = GroupWindowSum(self.stage_group, replicas, collective=self._collective)
         self.links: list[Sender | Receiver] = []
-        store = dist.distributed_c10d._get_default_store()
+        name = self.collectives.group_name  # each pipeline of a process has its own reports
+        store = dist.PrefixStore(f"offbeat/{name}", dist.distributed_c10d._get_default_store())
         self.calls = Calls(self.rank, [self._name(rank) for rank in range(size)], store, timeout=self.timeout)
         self.failures = Failures(self.rank, self._name, store, lambda: self.links, self.calls)
         self.open = True

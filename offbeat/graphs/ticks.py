@@ -58,7 +58,7 @@ class StageTurn:
 
     def empty(self) -> list[Action]:
         """All of it, in order, which is then no longer queued."""
-        work = [*self.ordered, *self.actions, *self.operations, *self.after, *self.before_update]
+        work: list[Action] = [*self.ordered, *self.actions, *self.operations, *self.after, *self.before_update]
         self.ordered, self.actions, self.operations, self.after, self.before_update = [], [], [], [], []
         self.updates = False
         return work

@@ -17,6 +17,8 @@ Run batch by batch:
     training      batches on their path from a loader into the first stage; epochs: epoch after epoch
     training_loop, callback, late_losses
                   what surrounds the batches of `fit`: callbacks, evaluation, losses in every process, stopping
+    callback_states
+                  the states of callbacks in checkpoints
     schedules     how many updates there are, and whether a scheduler has that length
     evaluation    a pass of a loader through the stages, beside training
     saving        the state of the stages between batches; checkpoints: in a folder

@@ -97,6 +97,14 @@ class Callback:
 
     collective  True for a callback whose methods communicate between processes (`pipe.gather`, `pipe.evaluate`): `fit`
                 checks that every process has it
+    saves       True for a callback that calls `pipe.save`: it is called after the others, so that a checkpoint has the
+                states of all of them after the same batch
+
+    A callback that has the methods `state_dict()` and `load_state_dict(state)` is saved in the checkpoints of
+    `pipe.save`, and restored by `fit(..., resume=True)` after `pipe.load`, before its other methods are called. A state
+    is made of dicts, lists, tuples, numbers, text and tensors. Callbacks are matched by class and by their order among
+    those of the same class. In several processes each saves its own; each loads the states of all, merged: dicts key
+    by key, and of other values its own, or that of the first process that has one.
 
     >>> class PrintLoss:
     ...     def on_step(self, step):
@@ -105,6 +113,7 @@ class Callback:
     """
 
     collective = False
+    saves = False
 
     def on_step(self, step: TrainingStep) -> None:
         """After every batch (with `batch=`, every micro-batch)."""
@@ -132,6 +141,8 @@ def check_callbacks(callbacks: object) -> list[Any]:
         raise UserError(f"callbacks is {kind_of(callbacks)}: give a list of callbacks, such as [EMA(0.999)]")
     for callback in callbacks:
         name = type(callback).__name__
+        if sum(callback is other for other in callbacks) > 1:
+            raise UserError(f"callback {name} is given twice: give each object once")
         if isinstance(callback, type):
             raise UserError(f"callback {callback.__name__} is a class: give an object, {callback.__name__}(...)")
         named = [each for each in dir(callback) if each.startswith("on_") and callable(getattr(callback, each))]

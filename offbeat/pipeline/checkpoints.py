@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 def save(local: LocalStages, folder: Path, *, keep: int) -> Path:
     """Write a checkpoint; CheckpointFailed in every process if one cannot write."""
     local.settle()
+    local.callback_states.settle()
     engine, t, failed = local.engine, local.batches, None
     if engine.leads:
         try:
@@ -73,9 +74,10 @@ def _write_parts(local: LocalStages, folder: Path) -> dict[str, Any]:
             raise UserError(f"the process of stage {stages} does not see {folder}: give a folder that all share")
         trees = local.states(keep_on=any(stage.keeping for stage in local.all_stages))
         report["in_flight"] = any(stage.in_flight for stage in local.all_stages)
-        for number, tree in trees.items():
-            replica, k = divmod(number - 1, local.K)
-            write = partial(checkpoint.write_part, part, checkpoint.part_name(k + 1, replica), tree)
+        places = {number: divmod(number - 1, local.K) for number in trees}
+        parts = {checkpoint.part_name(k + 1, replica): trees[number] for number, (replica, k) in places.items()}
+        for name, tree in (parts | local.callback_states.part(local)).items():
+            write = partial(checkpoint.write_part, part, name, tree)
             report["facts"] += [facts.as_dict() for facts in checkpoint.with_room(folder, write)]
     except UserError as error:  # CheckpointFailed, or a state that cannot be saved
         report["failed"] = str(error)
@@ -156,6 +158,7 @@ def load(local: LocalStages, folder: Path) -> None:
     """Continue from a checkpoint: now, or where there are no stages once the first batch makes them."""
     local.check_drained("load")
     local.found = found = find(local.engine, folder)
+    local.callback_states.load(local, found.path)
     local.batches, local.epoch_start = found.t, found.epoch_start
     if local.assembly is not None:
         local.load_found()

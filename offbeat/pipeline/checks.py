@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, get_args
@@ -195,7 +196,17 @@ def path_of(path: str | Path) -> Path:
     try:
         return Path(path)
     except TypeError:
-        raise UserError(f"path={path!r}: give the name of a file") from None
+        raise UserError(f"path={path!r}: give a name, as text or a Path") from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """For code that writes a file of a user: an OSError becomes a UserError in one line."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise UserError(f"cannot write {path} ({reason}): give the name of a file that can be written") from error
 
 
 def kind_of(thing: object) -> str:

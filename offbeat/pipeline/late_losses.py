@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offbeat.pipeline.pipeline import Pipeline
 
 READ_TOGETHER = 16  # losses on a GPU: reading one waits for the device
-LOSSES, END = "losses", "end"  # kinds of messages; END: the last one of a call of fit
+LOSSES, END = "losses", "end"  # kinds of messages; END: the last one before a checkpoint, or of a call of fit
 CAPACITY = 64  # messages; a process receives after each batch, and one above it is at most a batch ahead
 
 
@@ -61,6 +61,7 @@ class LossChain:
         engine = pipe.engine
         self.above: Link | None = None
         self.below: Link | None = None
+        self.ended = False  # an END has arrived that nothing has waited for yet
         if len(engine.here) < pipe.K:
             (k,) = engine.here
             if k < pipe.K:
@@ -70,16 +71,17 @@ class LossChain:
 
     def receive(self, *, wait: bool = False) -> tuple[dict[int, float], bool]:
         """Losses that have arrived, by batch, and whether a stage above requests a stop; wait=True: until the last
-        message of this call of fit."""
+        message before a checkpoint, or of this call of fit."""
         losses: dict[int, float] = {}
         stop = False
-        while self.above is not None and (wait or self.above.ready()):
+        while self.above is not None and not self.ended and (wait or self.above.ready()):
             message = self.above.receive()
             batches, values, requested = message.content
             losses |= dict(zip(batches, values, strict=True))
             stop = stop or requested
-            if message.kind == END:
-                break
+            self.ended = message.kind == END
+        if wait:
+            self.ended = False
         return losses, stop
 
     def send(self, losses: dict[int, float], *, stop: bool, t: int, end: bool = False) -> None:

@@ -18,6 +18,7 @@ from offbeat.errors import NotFinite, UserError
 from offbeat.method import Method
 from offbeat.pipeline import batches, checkpoints, saving, training
 from offbeat.pipeline.assembly import Assembler, Assembly
+from offbeat.pipeline.callback_states import CallbackStates
 from offbeat.pipeline.choice import MethodChoice
 from offbeat.pipeline.guard import Guard
 from offbeat.pipeline.model_state import ModelState
@@ -55,6 +56,7 @@ class LocalStages:
         self.epoch_start = (0, 0)
         self.found: checkpoints.Found | None = None
         self.loop: TrainingLoop | None = None
+        self.callback_states = CallbackStates()
 
     @property
     def method(self) -> Method:
@@ -124,6 +126,8 @@ class LocalStages:
                 self.settle()
                 checkpoints.restore(self, found)
             self.gather()
+            if self.loop:
+                self.loop.count_updates()
 
     def start_at(self, batches: int, *, new: bool = False) -> Assembly:
         """Stages of the method that trains the next batch, after that many batches; `new`: made again, with new

@@ -274,12 +274,12 @@ class Pipeline(PipelineView):
         With `batch=` the loader gives batches of that size (divided by R, with replicas).
 
         Epochs do not flush the pipeline; `drain` finishes the batches in flight after the last one. Epochs are counted
-        from 0 to `epochs`. After `load`, `resume=True` continues in the middle of the saved epoch, whose trained
-        batches are read again and left out; `first_epoch` begins with that epoch, of which the loader gives the rest.
+        from 0 to `epochs`; `first_epoch` begins with that epoch, of which the loader gives the rest.
 
         With `resume` it continues where the checkpoint that was loaded, or an earlier call that was interrupted, has
         stopped: in the same epoch, of which the loader gives all batches again, in the same order; those that have
-        been trained are left out. A loader that shuffles must be a function of the epoch, with a seed of its own.
+        been trained are left out. A loader that shuffles must be a function of the epoch, with a seed of its own. The
+        callbacks get their saved states. Without either, `resume` changes nothing: training starts with epoch 0.
 
         `callbacks` are objects with some of the methods of `offbeat.callbacks.Callback`, called in this process; other
         processes may have others, or none. `evaluate` is given to `evaluate()` after every `evaluate_every` epochs,
@@ -440,10 +440,10 @@ class Pipeline(PipelineView):
     def save(self, folder: str | Path, *, drain: bool = False, keep: int = 3) -> Path:
         """Write a checkpoint into a folder, in the format of `offbeat train`; returns its own folder in there.
 
-        It has everything: weights, optimizers, schedulers, random streams, batches in flight, and the position in the
-        epoch of `fit`. A pipeline that loads it continues with the same bits. The folder may have several, of which
-        the newest `keep` remain. In several processes every process calls it, and all see the folder. If it cannot be
-        written, all raise CheckpointFailed, and training can continue.
+        It has everything: weights, optimizers, schedulers, random streams, batches in flight, the position in the
+        epoch of `fit`, and the states of its callbacks. A pipeline that loads it continues with the same bits. The
+        folder may have several, of which the newest `keep` remain. In several processes every process calls it, and all
+        see the folder. If it cannot be written, all raise CheckpointFailed, and training can continue.
 
         drain   finish the batches in flight first, which changes results as `drain` does; such a checkpoint can be
                 loaded without loss at another K. weights="hybrid" needs it, or `keep()` some batches ahead
@@ -471,9 +471,10 @@ class Pipeline(PipelineView):
         checkpoint by its own folder.
 
         The pipeline must be built in the same way. Then it continues with the same bits, with batches in flight or
-        drained; `fit(..., resume=True)` continues in the middle of the epoch. It may have another K, other cuts,
-        another M or another engine: then weights, the state of the optimizer and the learning rate continue, and
-        batches in flight are lost, with a `NotRestored` warning. In several processes every process calls it.
+        drained; `fit(..., resume=True)` continues in the middle of the epoch, and restores its callbacks. It may have
+        another K, other cuts, another M or another engine: then weights, the state of the optimizer and the learning
+        rate continue, and batches in flight are lost, with a `NotRestored` warning. In several processes every process
+        calls it.
 
         Before there are stages, the checkpoint is loaded when the first batch makes them.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.errors import UserError, stage_name
 from offbeat.pipeline import checks, schedules
 from offbeat.pipeline.callback import TrainingStep, check_callbacks
+from offbeat.pipeline.callback_states import restore
 from offbeat.pipeline.late_losses import LossReader
 from offbeat.pipeline.training import Batches, Loader
 
@@ -38,6 +39,7 @@ def fit(
     loop = TrainingLoop(pipe, callbacks, epochs=epochs, evaluate=evaluate, evaluate_every=evaluate_every)
     with local.guard(computes=False):
         observed = loop.agree()
+    local.callback_states.begin(loop if observed else None, resume=options["resume"])
     if not observed:
         for _ in pipe.steps(loader, epochs, drain=drain, **options):
             pass
@@ -95,7 +97,7 @@ class TrainingLoop:
         evaluate_every: int,
     ) -> None:
         self.pipe, self.epochs, self.evaluate, self.every = pipe, epochs, evaluate, evaluate_every
-        self.callbacks = check_callbacks(callbacks)
+        self.callbacks = sorted(check_callbacks(callbacks), key=lambda each: bool(getattr(each, "saves", False)))
         checks.whole(evaluate_every, "evaluate_every", least=1)
         if not isinstance(evaluate, Iterable | Callable | None):
             raise UserError(
@@ -104,10 +106,13 @@ class TrainingLoop:
             )
         self.requested = self.stopped = False
         self.reader, self.speed = LossReader(pipe), BatchSpeed()
-        self.updates: dict[int, int] = {k: stage.update_index for k, stage in pipe.stages.items()}
+        self.count_updates()
         self.epoch = 0
         self.newest: tuple[int, float] | None = None
         self.rest: dict[int, float] = {}  # losses that no step has had yet
+        self.unsent: dict[int, float] = {}  # losses that the process below has not been sent
+        self.found: dict[str, Any] | None = None  # states of callbacks, to be restored
+        self.ended = False
         self.samples_per_second: float | None = None
 
     def agree(self) -> bool:
@@ -145,6 +150,17 @@ class TrainingLoop:
     def observes_updates(self) -> bool:
         return any(hasattr(callback, "on_update") for callback in self.callbacks)
 
+    def count_updates(self) -> None:
+        """Later updates are new ones."""
+        self.updates = {k: stage.update_index for k, stage in self.pipe.stages.items()}
+
+    def restore(self) -> None:
+        """Continue from a checkpoint that was loaded; there are stages now."""
+        found, self.found = self.found, None
+        if found is not None:
+            restore(self.callbacks, found["callbacks"])
+            self.newest, self.rest = found["newest"], {**dict(found["losses"]), **self.rest}
+
     def call(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             method = getattr(callback, event, None)
@@ -173,17 +189,18 @@ class TrainingLoop:
         """Batch t is done by the stages of this process."""
         self._measure_speed()
         self.after_turn()
-        losses = self._collect()
+        self._collect()
+        losses, self.rest = self.rest, {}
         self.call("on_step", self.step(losses=losses))
-        self.pipe.loss_chain.send(losses, stop=self.requested, t=t)
+        self._pass_on(t)
 
     def _measure_speed(self) -> None:
         stage = next(iter(self.pipe.stages.values()))
         speed = self.speed.add(stage.figures.samples)
         self.samples_per_second = None if speed is None else speed * self.pipe.replicas
 
-    def _collect(self, *, wait: bool = False) -> dict[int, float]:
-        """Losses that became known."""
+    def _collect(self, *, wait: bool = False) -> None:
+        """Add the losses that became known."""
         losses = self.reader.read(wait=wait) if self.pipe.last else {}
         received, stop = self.pipe.loss_chain.receive(wait=wait)
         losses |= received
@@ -191,12 +208,25 @@ class TrainingLoop:
         if losses:
             batch = max(losses)
             self.newest = batch, losses[batch]
-        return losses
+        self.rest |= losses
+        self.unsent |= losses
+
+    def _pass_on(self, t: int, *, end: bool = False) -> None:
+        """Send the process below what it has not been sent; end: the last that it waits for."""
+        self.pipe.loss_chain.send(self.unsent, stop=self.requested, t=t, end=end)
+        self.unsent = {}
+
+    def settle_losses(self) -> None:
+        """Wait until all losses up to the newest batch, which is the same in all processes, are known in every
+        process; callbacks get them with the next step."""
+        self._collect(wait=True)
+        self._pass_on(self.pipe.batches, end=True)
 
     def after_turn(self) -> None:
         """Stages may have made an update: in each local iteration, and in each of a drain."""
         if self.observes_updates:
             self.pipe._local.complete_updates()
+        self.restore()
         now = {k: stage.update_index for k, stage in self.pipe.stages.items()}
         updated = [k for k, updates in now.items() if updates != self.updates.get(k, 0)]
         self.updates = now
@@ -217,6 +247,7 @@ class TrainingLoop:
         return self.stopped
 
     def after_epoch(self, epoch: int) -> None:
+        self.restore()
         if self.evaluates and (epoch + 1) % self.every == 0:
             result = self.evaluate() if callable(self.evaluate) else self.pipe.evaluate(self.evaluate)
             if not isinstance(result, Mapping):
@@ -231,10 +262,12 @@ class TrainingLoop:
 
     def finish(self) -> None:
         """Wait until all losses are known in every process, after the last batch."""
-        self.rest = self._collect(wait=True)
-        self.pipe.loss_chain.send(self.rest, stop=False, t=self.pipe.batches, end=True)
+        self.settle_losses()
         for worker in self.pipe.workers:
             worker.forget_requests()
 
     def end(self) -> None:
-        self.call("on_end", self.step(losses=self.rest))
+        self.ended = True
+        self.restore()
+        losses, self.rest = self.rest, {}
+        self.call("on_end", self.step(losses=losses))

@@ -183,6 +183,7 @@ def make_pipeline(recipe: Recipe, known: Facts, epochs: Epochs, engine: Engine) 
         cuts=recipe.cuts,
         units=recipe.units,
         clip_norm=recipe.clip_norm,
+        clip_over=recipe.clip_over,
         engine=engine,
         seed=recipe.seed,
         device=recipe.device,

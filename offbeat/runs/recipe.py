@@ -111,6 +111,7 @@ class Recipe:
     milestones: tuple[float, ...]  # of steps
     floor: float | None = None  # of cosine
     clip_norm: float | None = None
+    clip_over: Literal["stage", "model"] = "stage"  # the parameters that this norm is of
     seed: int
     threads_per_stage: int
     checkpoint_every: str | None = None
@@ -305,6 +306,10 @@ def make_recipe(**given: Any) -> Recipe:
         defaults |= {"milestones": (), "floor": COSINE_FLOOR}
     made = Recipe(**{**defaults, **values})
     _check_correctors(made, method)
+    if made.clip_over == "model":
+        from offbeat.pipeline.checks import check_clipping
+
+        check_clipping(made.clip_norm, made.clip_over, method)
     return made
 
 

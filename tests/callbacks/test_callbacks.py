@@ -20,10 +20,14 @@ from callback_cases import (
     averaged,
     checkpoints,
     data,
+    decaying,
+    go_on,
     hexed,
+    interrupt,
     network,
     observed,
     pipeline,
+    resumed,
     sgd,
 )
 from captured import capture
@@ -33,6 +37,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offbeat
+from offbeat import checkpoint
 from offbeat.callbacks import (
     EMA,
     BestModel,
@@ -44,6 +49,7 @@ from offbeat.callbacks import (
     TensorBoardLogger,
     WandbLogger,
 )
+from offbeat.checkpoint import CheckpointFailed
 from offbeat.engines.streams import Streams
 from offbeat.errors import UserError
 
@@ -63,7 +69,9 @@ def found_by(size: int, out: Path) -> list:
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory) -> list[dict]:
     """What three processes found; they are started once."""
-    return found_by(3, tmp_path_factory.mktemp("callbacks"))
+    folder = tmp_path_factory.mktemp("callbacks")
+    interrupt(folder / "one", 24)
+    return [{**found, "folder": folder} for found in found_by(3, folder)]
 
 
 # ---- in several processes
@@ -120,6 +128,145 @@ def test_checkpoints_continue_with_the_same_bits(processes, tmp_path):
         assert found["hybrid"] == {"began": 18, "same": True, "batches": 21}
         assert found["minutes"]["began"] > 6
         assert found["minutes"] == {"began": found["minutes"]["began"], "same": True, "batches": 21}
+
+
+def test_the_reason_of_a_failure_is_that_of_its_own_pipeline(processes):
+    """Pipelines of the same processes have failed before, for other reasons."""
+    assert [found["lost"] for found in processes] == ["stage 2 failed: mine", "mine", "stage 2 failed: mine"]
+
+
+def plain(found: dict) -> dict:
+    return json.loads(json.dumps(found))
+
+
+def test_callbacks_of_a_resumed_fit_are_those_of_an_uninterrupted_one(tmp_path):
+    found = resumed(tmp_path)
+    assert found["whole"]["batches"] == 49, "five evaluations after the best, of the second epoch"
+    assert found["whole"]["counter"][0] == 49
+    for name in ("at 8", "at 17", "at 30"):
+        assert found[name] == found["whole"], name
+
+
+def test_callbacks_of_processes_resume_in_as_many_and_in_one(processes, tmp_path):
+    whole = plain(go_on(tmp_path, load=False))
+    history = whole.pop("history")
+    names = whole.pop("names")
+    for rank, process in enumerate(processes):
+        for name in ("whole", "at 8", "at 17", "at 30", "one"):
+            found = dict(process["resumed"][name])
+            assert found.pop("history") == {str(rank + 1): history[str(rank + 1)]}
+            assert set(found.pop("names")[0]) < set(names[0])
+            assert found == whole, name
+    several = plain(go_on(processes[0]["folder"] / "several"))
+    assert several.pop("history") == history
+    assert several.pop("names") == names
+    assert several == whole
+
+
+@pytest.mark.parametrize("K", [2, 4])
+def test_averages_continue_at_another_k(K, tmp_path):
+    first, ema = pipeline(), EMA(0.9)
+    first.fit(data(), 2, callbacks=[ema])
+    first.save(tmp_path)
+    expected = {name: tensor.clone() for name, tensor in ema.weights.items()}
+
+    class Average:
+        """A moving average, written out."""
+
+        def on_update(self, step):
+            for k in step.updated:
+                for name, tensor in step.pipe.stages[k].parameters.items():
+                    expected[name] = torch.lerp(expected[name], tensor.detach(), 1 - 0.9)
+
+    second, again = pipeline(K=K), EMA(0.9)
+    second.load(tmp_path)
+    second.fit(data(), 3, callbacks=[Average(), again], resume=True)
+    assert hexed(again.weights) == hexed(expected)
+
+
+def test_a_copy_of_a_checkpoint_has_the_states_of_callbacks(tmp_path):
+    interrupt(tmp_path, 8)
+    pipe = pipeline(sample=data()[0][0], scheduler=decaying)
+    pipe.load(tmp_path)
+    pipe.save(tmp_path / "copy")
+    first, second = (checkpoint.newest(folder)[0].part("callbacks-01") for folder in (tmp_path, tmp_path / "copy"))
+    assert hexed(first["callbacks"]["EMA"]["weights"]) == hexed(second["callbacks"]["EMA"]["weights"])
+    assert first["callbacks"].keys() == second["callbacks"].keys()
+
+
+def test_a_callback_without_a_saved_state_starts_anew_with_a_warning(tmp_path):
+    pipe = pipeline()
+    pipe.fit(data(), 1, callbacks=[EMA(0.9), Recorder()])
+    pipe.save(tmp_path)
+    again, ema, second = pipeline(), EMA(0.9), EMA(0.8)
+    again.load(tmp_path)
+    with pytest.warns(offbeat.NotRestored, match="no state of callback EMA 2, which starts anew"):
+        again.fit(data(), 2, callbacks=[ema, Recorder(), second], resume=True)
+    without = pipeline()
+    without.fit(data(), 1)
+    without.save(tmp_path / "without")
+    later = pipeline()
+    later.load(tmp_path / "without")
+    with pytest.warns(offbeat.NotRestored, match="no state of callback EMA, which starts anew"):
+        later.fit(data(), 2, callbacks=[EMA()], resume=True)
+    fresh = pipeline()
+    fresh.load(tmp_path)
+    fresh.fit(data(), 2, callbacks=[EMA(0.9)])  # without resume, callbacks are new, as is the fit
+    assert fresh.batches == 3 * LENGTH
+
+
+def test_a_state_that_cannot_be_saved_or_loaded_is_one_line(tmp_path):
+    class Odd(Recorder):
+        state: object = object()
+
+        def state_dict(self):
+            if self.state is None:
+                raise ValueError("not now")
+            return {"state": self.state}
+
+        def load_state_dict(self, state):
+            raise KeyError("other")
+
+    odd, pipe = Odd(), pipeline()
+    pipe.fit(data(), callbacks=[odd])
+    with pytest.raises(CheckpointFailed, match=r"the state of callback Odd .*: a object at state cannot be stored"):
+        pipe.save(tmp_path)
+    odd.state = None
+    with pytest.raises(CheckpointFailed, match=r"state_dict\(\) of callback Odd raised ValueError: not now"):
+        pipe.save(tmp_path)
+    odd.state = 1
+    pipe.save(tmp_path)
+    again = pipeline()
+    again.load(tmp_path)
+    with pytest.raises(UserError, match=r"callback Odd cannot load its state \(KeyError: 'other'\)"):
+        again.fit(data(), 2, callbacks=[Odd()], resume=True)
+
+
+def test_a_log_of_another_training_is_not_cut_off(tmp_path):
+    interrupt(tmp_path, 8)
+    (tmp_path / "log.csv").write_text("batch,name,value\n" + "9,other,1.0\n" * 100)
+    go_on(tmp_path)
+    assert (tmp_path / "log.csv").read_text().count("other") == 100
+
+
+def test_tensorboard_has_each_batch_once_after_resuming(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for load in (False, True):
+        pipe = pipeline()
+        callbacks = [TensorBoardLogger(tmp_path / "events"), CheckpointEvery(tmp_path, batches=5)]
+        if load:
+            pipe.load(tmp_path)
+        pipe.fit(data(), 2, callbacks=callbacks if load else [*callbacks, StopAt(8)], resume=load)
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(14))
+
+
+def test_the_average_is_of_the_model_and_not_of_heads():
+    pipe, ema = pipeline("dgl", M=None), EMA(0.9)
+    pipe.fit(data(), callbacks=[ema])
+    assert sorted(ema.weights) == sorted(network().state_dict())
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_warning(tmp_path):
@@ -226,10 +373,23 @@ def test_a_callback_is_an_object_with_known_methods():
         ([Misspelled()], "unknown method of callback Misspelled 'on_stpe': did you mean 'on_step'?"),
         ([EMA], "callback EMA is a class: give an object"),
         (EMA(), "callbacks is of type EMA: give a list"),
+        ([EMA()] * 2, "callback EMA is given twice: give each object once"),
     ):
         with pytest.raises(UserError) as refused:
             pipeline().fit(data(), callbacks=given)
         assert text in str(refused.value)
+
+
+def test_a_file_that_cannot_be_written_is_one_line_at_the_first_batch(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name, callback in {"log.csv": CSVLogger, "best.pt": lambda path: BestModel(path=path)}.items():
+        pipe = pipeline()
+        with pytest.raises(UserError, match=rf"cannot write .*{name} \(.+\): give the name of a file"):
+            pipe.fit(data(), callbacks=[callback(tmp_path / "file" / name)], evaluate=data())
+        assert pipe.batches == 1
+    for make in (CSVLogger, TensorBoardLogger, lambda path: CheckpointEvery(path, batches=1)):
+        with pytest.raises(UserError, match="path=3: give a name"):
+            make(3)
 
 
 def test_an_error_in_a_callback_ends_training_and_closes_the_others(tmp_path):
@@ -292,7 +452,7 @@ def test_the_best_model_has_the_weights_of_the_best_evaluation(tmp_path):
 
     best, written = BestModel("score"), BestModel("score", path=path)
     pipe.fit(data(), 3, callbacks=[Keep(), best, written], evaluate=scores(2.0, 1.0, 3.0))
-    assert hexed(best.state_dict) == hexed(torch.load(path)) == states[1] != states[2]
+    assert hexed(best.weights) == hexed(torch.load(path)) == states[1] != states[2]
     assert [file.name for file in tmp_path.iterdir()] == ["best.pt"]
 
 

@@ -27,6 +27,12 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # beside SMALL;
     "data": (("--data", "cifar1O"), ("cifar1O", "did you mean 'cifar10'")),
     "engine": (("--engine", "simulator"), ("simulator", "did you mean 'simulate'")),
     "weights": (("--weights", "stahs"), ("stahs", "did you mean 'stash'")),
+    "clip over": (("--clip-norm", "1", "--clip-over", "modle"), ("modle", "did you mean 'model'")),
+    "clip over without a norm": (("--clip-over", "model"), ("--clip-over model", "give --clip-norm")),
+    "clip over local losses": (
+        ("--method", "dgl", "--clip-norm", "1", "--clip-over", "model"),
+        ("--clip-over model with dgl", "use --clip-over stage"),
+    ),
     "window": (("--window", "align"), ("align", "did you mean 'aligned'")),
     "weights far from any": (("--weights", "foo"), ("foo", "stash, hybrid, replay")),
     "window far from any": (("--window", "foo"), ("foo", "count, aligned")),

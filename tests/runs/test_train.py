@@ -18,7 +18,7 @@ import offbeat
 from offbeat.checkpoint import ls
 from offbeat.errors import UserError
 from offbeat.runs import launch
-from offbeat.runs.recipe import make_recipe
+from offbeat.runs.recipe import configured, make_recipe
 from offbeat.runs.record import lines
 
 PACKAGE = Path(offbeat.__file__).parent
@@ -86,6 +86,28 @@ def test_a_finished_run_without_checkpoints_can_be_extended(tmp_path):
     extended, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
     assert all(extended[name].equal(whole[name]) for name in whole)
     assert len([line for line in lines(tmp_path / "run") if line["kind"] == "result"]) == 1
+
+
+def test_a_run_clips_by_the_norm_of_the_model(tmp_path):
+    weights = {}
+    for name, options in {
+        "whole": {"K": 1},
+        "model": {"K": 3, "clip_over": "model"},
+        "stage": {"K": 3},
+    }.items():
+        given = {**SMALL, "method": "bp", "clip_norm": 0.05, "engine": "simulate", **options}
+        offbeat.train(make_recipe(**given), out=tmp_path / name)
+        weights[name] = load_file(tmp_path / name / "model.safetensors")
+        recipe = config(tmp_path / name)
+        assert recipe["clip_over"] == options.get("clip_over", "stage")
+    close = {
+        name: all(found[key].allclose(tensor, atol=1e-6) for key, tensor in weights["whole"].items())
+        for name, found in weights.items()
+    }
+    assert close == {"whole": True, "model": True, "stage": False}
+    del recipe["clip_over"]  # as earlier versions wrote it
+    (tmp_path / "earlier.json").write_text(json.dumps({"recipe": recipe}))
+    assert configured(tmp_path / "earlier.json", {}).clip_over == "stage"
 
 
 def test_keep_0_leaves_no_checkpoint(tmp_path):
