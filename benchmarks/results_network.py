@@ -304,7 +304,7 @@ def draw(record: Record, path: Path) -> None:
         labels = chart_of(points).mark_text(dy=-13, fontSize=11, fill=colour("ink")).encode(x=x, y=y, text="row:N")
         charts.append((network, layered([shaded, circles, labels], cells, points, height=300)))
     title = f"Fastest at {record['settings']['samples_per_update']} samples per update, K={record['settings']['K']}"
-    subtitle = "shaded: predicted by the timeline, with borders where two kinds take the same time; circles: measured"
+    subtitle = "shaded: predicted by the timeline; borders: equal times; circles: measured"
     drawn = rendered(panels(charts, shared=True), "svg", title=title, subtitle=subtitle, width=None).decode()
     write(path, drawn.replace("</svg>", f"<!-- drawn from {digest(record)} -->\n</svg>"))
 

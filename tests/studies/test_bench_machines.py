@@ -63,6 +63,7 @@ def check_record(printed: str, machines: int, *rows: str) -> dict:
     return record
 
 
+@pytest.mark.slow
 def test_rows_are_timed_by_the_processes_of_torchrun(tmp_path):
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "offbeat"]
     done = subprocess.run(

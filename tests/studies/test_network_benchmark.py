@@ -47,7 +47,7 @@ def command(out: Path, *more: str) -> subprocess.Popen:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_an_interrupted_record_is_continued_and_every_row_is_in_it_once(tmp_path):
+def test_an_interrupted_record_is_continued_and_every_row_is_in_it_once(tmp_path, pictures):
     out = tmp_path / "network-2cores-k2.json"
     first = command(out)
     while "ms per update" not in (line := first.stdout.readline()):

@@ -123,6 +123,15 @@ class ForkServer:
             self.process.wait()
 
 
+def line_of(pipe: Any) -> str:
+    """The next line of a worker; empty when it has gone, or the connection to it."""
+    try:
+        line: str = pipe.readline()
+    except OSError:
+        return ""
+    return line if line.endswith("\n") else ""
+
+
 def _line(connection: socket.socket) -> tuple[bytes, list[int]]:
     """One line, and the files that came with it; nothing when the other end has gone."""
     line, files = b"", list[int]()

@@ -28,7 +28,7 @@ from typing import Any
 from offbeat.core.links import LOOPBACK_INTERFACE
 from offbeat.errors import UserError
 from offbeat.runs.launch import joined_group
-from offbeat.studies.bench.fork_server import ForkedWorker, ForkServer
+from offbeat.studies.bench.fork_server import ForkedWorker, ForkServer, line_of
 
 PLACE = "offbeat-bench"  # in torch's store: port and token
 PATIENCE = timedelta(minutes=30)  # until the first process has its cuts, and the others have connected
@@ -72,12 +72,13 @@ class Connection:
         self.stdin, self.stdout = connected.makefile("w", buffering=1), connected.makefile("r")
 
     def send(self, what: Any) -> None:
-        print(json.dumps(what), file=self.stdin, flush=True)
+        with suppress(OSError):  # one that has gone is noticed when its answer is read
+            print(json.dumps(what), file=self.stdin, flush=True)
 
     def receive(self) -> Any:
         """What the other end has sent; None when it has gone."""
-        line = self.stdout.readline()
-        return json.loads(line) if line.endswith("\n") else None
+        line = line_of(self.stdout)
+        return json.loads(line) if line else None
 
     def close(self) -> None:
         for each in (self.stdin, self.stdout, self.socket):
@@ -106,7 +107,7 @@ class RemoteWorker:
 
     def close(self) -> None:
         self.kill()
-        with suppress(UserError, OSError):  # its process has ended, and it with it
+        with suppress(UserError):  # its process has ended, and it with it
             self.wait()
         self.connection.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 from offbeat.core.links import LOOPBACK_INTERFACE
 from offbeat.errors import UserError
 from offbeat.runs.launch import joined_group
-from offbeat.studies.bench.fork_server import ForkServer
+from offbeat.studies.bench.fork_server import ForkServer, line_of
 from offbeat.studies.bench.rows import BenchRow, BenchSetting, cores_here
 
 PATIENCE = 600.0  # seconds until a worker must answer: workers that wait for each other never do
@@ -113,7 +113,7 @@ class WorkerGroup:
                 raise RowFailedError(f"worker {min(pipes.values())} did not answer within {patience:.0f} s")
             for pipe in there:
                 rank = pipes[pipe]
-                line = pipe.readline()  # an answer is one line, so nothing is left in the buffer
+                line = line_of(pipe)  # an answer is one line, so nothing is left in the buffer
                 if not line:
                     raise RowFailedError(f"worker {rank} has ended: {self._last_line(rank)}")
                 found[rank] = json.loads(line)
