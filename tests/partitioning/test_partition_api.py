@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixed_times import few_laps
 from preloaded import PYTHON
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,10 +29,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import zoo
 
-pytestmark = pytest.mark.usefixtures("forked_children")
+pytestmark = pytest.mark.usefixtures("forked_children", "few_laps_here")
 
 NOT_SEQUENTIAL = [name for name in zoo.CASES if not name.startswith("resnet")]
 TRAINED = ("torchvision-style resnet", "se-resnet", "gpt", "unet", "skipping mlp", "densenet", "stochastic")
+
+
+@pytest.fixture(scope="module")
+def few_laps_here():
+    with few_laps():
+        yield
 
 
 def made(name: str) -> tuple[nn.Module, object]:

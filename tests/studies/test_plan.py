@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from command import Command, Outcome, check_refused
-from fixed_times import fix_times
+from fixed_times import few_laps, fix_times
 
 from offbeat import models
 from offbeat.methods import DECLARED
-from offbeat.partitioning import batch_times, timing
 from offbeat.partitioning.loopback import LinkMeasurement
 from offbeat.runs.provenance import provenance
 from offbeat.studies import planning
@@ -52,13 +51,8 @@ def _wide_terminal(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def few_laps_here(monkeypatch):
-    """The stages are timed in this process however many cores there are, with no more laps than a median needs."""
-    with monkeypatch.context() as patch:
-        patch.setattr(timing.TimingWorkers, "possible", staticmethod(lambda twin, K: False))
-        patch.setattr(timing, "SHORTEST", 0.0)
-        patch.setattr(batch_times, "SHORTEST", 0.0)
-        patch.setattr("offbeat.partitioning.refine.SECONDS", 0.0)
+def few_laps_here():
+    with few_laps() as patch:
         yield patch
 
 
