@@ -550,8 +550,17 @@ def test_resnet1202_balances_to_95_percent(K):
 
 
 @pytest.mark.parametrize("K", [4, 8])
-@pytest.mark.parametrize("size", [64, 224])
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("resnet18", 64),
+        ("resnet18", 224),
+        ("resnet50", 64),
+        ("resnet101", 224),
+        pytest.param("resnet50", 224, marks=pytest.mark.slow),
+        pytest.param("resnet101", 64, marks=pytest.mark.slow),
+    ],
+)
 def test_imagenet_networks_balance_to_90_percent_their_units_permitting(name, size, K):
     check_balance(name, size, K, 0.90, or_best=name == "resnet18")  # 17 convolutions and a stem in 8 stages
 
