@@ -8,7 +8,6 @@ As a script under torchrun it trains every case that fits the number of processe
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -329,19 +328,40 @@ def fingerprint(state: dict[str, Tensor]) -> dict[str, str]:
     return {name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in state.items()}
 
 
+# Each form of message once: how payloads travel that go apart from their headers depends on nothing else.
+FORMS = (
+    "conv64",
+    "channels-last",
+    "expanded",
+    "transposed",
+    "tree",
+    "mask-replay",
+    "bf16",
+    "warm-up",
+    "bf16-messages-conv64",
+    "int8-messages-tree",
+)
+
+
+def cases_of(K: int, how: str) -> dict[str, Case]:
+    """The cases of K stages that are trained in this way."""
+    return {name: case for name, case in CASES.items() if case.K == K and (how != "forms apart" or name in FORMS)}
+
+
 def main(out: str, *ways: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mine = {name: case for name, case in CASES.items() if size == case.K}
     results: dict[str, dict[str, dict]] = {how: {} for how in ways}
-    for how, name in itertools.product(ways, mine):
-        options = {}
-        if how != "plain":
-            options["engine"] = Processes(size, recorded=how == "recorded", payloads="gloo" if how == "apart" else None)
-            assert bool(options["engine"].carriers) == (how == "apart")
-            assert how == "apart" or options["engine"].executor_maker(offbeat.ADL()) is not eager
-        results[how][name] = train(mine[name], mine=rank == 0, **options)
+    for how in ways:
+        apart = how.endswith("apart")
+        for name, case in cases_of(size, how).items():
+            options = {}
+            if how != "plain":
+                options["engine"] = Processes(size, recorded=how == "recorded", payloads="gloo" if apart else None)
+                assert bool(options["engine"].carriers) == apart
+                assert apart or options["engine"].executor_maker(offbeat.ADL()) is not eager
+            results[how][name] = train(case, mine=rank == 0, **options)
     with open(f"{out}/{size}-{rank}.json", "w") as file:
         json.dump(results, file)
     torch.distributed.destroy_process_group()

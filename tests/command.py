@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ class Outcome:
 Command = Callable[..., Outcome]
 
 
+@cache
+def building_once() -> Callable:
+    """typer's get_command, which reads the signatures of all commands at every call: longer than most of them run."""
+    from typer.main import get_command
+
+    return cache(get_command)
+
+
 @pytest.fixture
 def offbeat(monkeypatch, capsys, tmp_path) -> Command:
     """Run the command in an empty folder, with no chance to start a process."""
@@ -27,6 +36,7 @@ def offbeat(monkeypatch, capsys, tmp_path) -> Command:
     from offbeat.runs import build, launch
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("typer.main.get_command", building_once())
     for name in ("RANK", "WORLD_SIZE", launch.ERRORS, build.DATA_DIR, build.TEXT):
         monkeypatch.setenv(name, "")  # so that what the command sets is gone afterwards
         monkeypatch.delenv(name)

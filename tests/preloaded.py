@@ -237,6 +237,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _import_everything() -> None:
+    import altair  # noqa: F401  for pages with pictures
     import sklearn.datasets  # noqa: F401  with scipy, for the digits
     import torch.distributed.launcher.api
     import torch.utils.flop_counter

@@ -15,6 +15,7 @@ from typing import Literal
 
 import pytest
 from command import check_refused
+from fixed_times import few_laps
 from torch import nn
 
 import offbeat
@@ -220,8 +221,10 @@ def test_methods_reports_packages_that_cannot_be_used(packages, offbeat, monkeyp
 
 
 def test_a_plan_takes_a_method_with_settings(offbeat):
-    small = ("plan", "--model", "mlp", "-K", 2, "--batch-size", 4, "--partition", "flops", "--json")
-    plan = json.loads(offbeat(*small, "--method", "adl:M=2,weights=hybrid").out)
+    network = ("--model", "mlp", "--shape", "1,4,4", "-K", 2, "--batch-size", 4)
+    small = ("plan", *network, "--partition", "flops", "--json")
+    with few_laps():
+        plan = json.loads(offbeat(*small, "--method", "adl:M=2,weights=hybrid").out)
     assert (plan["M"], [stage["versions"] for stage in plan["stages"]]) == (2, [1, 1])
     check_refused(offbeat, (*small, "--method", "adl:M=2", "-M", 4), "M is 2 in 'adl:M=2' and 4", "give it once")
     check_refused(

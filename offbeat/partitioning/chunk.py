@@ -7,6 +7,7 @@ Between stages go the values that later stages need, in the order of their makin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,7 +103,7 @@ class Chunk(Shell):
     def _device(self, content: Any) -> torch.device:
         found: list[Tensor] = []
         each_tensor(content, found.append)
-        for tensor in (*found, *self.parameters(), *self.buffers()):
+        for tensor in chain(found, self.parameters(), self.buffers()):  # of a whole model only as far as needed
             return tensor.device
         return torch.get_default_device()
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import typer
-from command import Command
+from command import Command, building_once
 from test_cli import OPTIONS, SMALL
-from typer.main import get_command
 
 import offbeat
 from offbeat.cli import app
@@ -35,7 +34,7 @@ NAMES = (
 
 
 def context(command: str = "train", **given: Any) -> typer.Context:
-    found = get_command(app).commands[command]
+    found = building_once()(app).commands[command]
     made = found.make_context(command, [], resilient_parsing=True)
     made.params.update(given)
     return made
@@ -165,7 +164,7 @@ def test_a_refused_study_names_its_arguments_and_options_on_the_command_line(stu
     names = {found[1] for found in ARGUMENT.finditer(message)}
     assert set(given) <= names
     assert not OPTION.search(message)
-    command = get_command(app).commands["bench" if study == "scaling" else study]
+    command = building_once()(app).commands["bench" if study == "scaling" else study]
     found = command.commands["scaling"] if study == "scaling" else command
     printed = in_options(message, found.make_context(study, [], resilient_parsing=True))
     assert not [found[0] for found in ARGUMENT.finditer(printed)]

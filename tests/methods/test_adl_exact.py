@@ -173,7 +173,7 @@ def test_hybrid_is_old_activations_with_current_weights():
 
 @pytest.mark.parametrize("K", [1, 2, 3, 5, 8, 10])
 def test_measured_staleness_is_the_formula(K):
-    for M in range(1, 9):
+    for M in (1, 2, 3, 5, 8):
         pipe = offbeat.Pipeline(
             [nn.Linear(1, 1) for _ in range(K)],
             method=offbeat.ADL(M=M),

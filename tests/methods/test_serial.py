@@ -162,13 +162,18 @@ def pairwise(windows: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """K, M and N: all K with all M over many batches, and all K and all M over few."""
     for K, place in itertools.product((1, 2, 3, 4), range(len(windows))):
         short = [N for at, N in enumerate(BATCHES[:-1]) if (place - K - at) % len(windows) == 0]
-        for N in (*short, BATCHES[-1]):
+        for N in (*short, stale(windows[place])):
             yield K, windows[place], N
+
+
+def stale(M: int) -> int:
+    """Batches for two windows of M and more, twice the lag of four stages at least: the first is stale by then."""
+    return max(13, 2 * M + 7)
 
 
 def test_pairwise_has_all_pairs():
     for windows in ((1,), (3, 4), (1, 2, 3), SOME):
-        found = list(pairwise(windows))
+        found = [(K, M, BATCHES[-1] if stale(M) == N else N) for K, M, N in pairwise(windows)]
         for one, other in itertools.combinations(range(3), 2):
             values = ((1, 2, 3, 4), windows, BATCHES)
             assert {(each[one], each[other]) for each in found} == set(itertools.product(values[one], values[other]))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixed_times import few_laps
 from preloaded import PYTHON
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,10 +29,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import zoo
 
-pytestmark = pytest.mark.usefixtures("forked_children")
+pytestmark = pytest.mark.usefixtures("forked_children", "few_laps_here")
 
 NOT_SEQUENTIAL = [name for name in zoo.CASES if not name.startswith("resnet")]
 TRAINED = ("torchvision-style resnet", "se-resnet", "gpt", "unet", "skipping mlp", "densenet", "stochastic")
+
+
+@pytest.fixture(scope="module")
+def few_laps_here():
+    with few_laps():
+        yield
 
 
 def made(name: str) -> tuple[nn.Module, object]:
@@ -543,8 +550,17 @@ def test_resnet1202_balances_to_95_percent(K):
 
 
 @pytest.mark.parametrize("K", [4, 8])
-@pytest.mark.parametrize("size", [64, 224])
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("resnet18", 64),
+        ("resnet18", 224),
+        ("resnet50", 64),
+        ("resnet101", 224),
+        pytest.param("resnet50", 224, marks=pytest.mark.slow),
+        pytest.param("resnet101", 64, marks=pytest.mark.slow),
+    ],
+)
 def test_imagenet_networks_balance_to_90_percent_their_units_permitting(name, size, K):
     check_balance(name, size, K, 0.90, or_best=name == "resnet18")  # 17 convolutions and a stem in 8 stages
 

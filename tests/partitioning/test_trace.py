@@ -43,10 +43,11 @@ def evenly(legal, K):
 
 
 @pytest.mark.parametrize(
-    ("training", "every"),  # cut in every number of stages, or in every third
+    ("training", "every"),  # cut in every number of stages, in every second, or in every third
     [
-        pytest.param(True, 1, id="train"),
+        pytest.param(True, 2, id="train"),
         pytest.param(False, 3, id="eval"),
+        pytest.param(True, 1, id="train, more cuts", marks=pytest.mark.slow),
         pytest.param(False, 1, id="eval, more cuts", marks=pytest.mark.slow),
     ],
 )

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from command import Command, Outcome, check_refused
-from fixed_times import fix_times
+from fixed_times import few_laps, fix_times
 
 from offbeat import models
 from offbeat.methods import DECLARED
-from offbeat.partitioning import batch_times, timing
 from offbeat.partitioning.loopback import LinkMeasurement
 from offbeat.runs.provenance import provenance
 from offbeat.studies import planning
@@ -25,7 +24,7 @@ from offbeat.studies.plan import Calibration, message_work
 
 pytestmark = pytest.mark.usefixtures("forked_children", "pictures")
 
-SMALL = ("plan", "--model", "resnet8", "--batch-size", "4", "--shape", "3,8,8")
+SMALL = ("plan", "--model", "mlp", "--batch-size", "4", "--shape", "3,8,8")
 STAGE = {
     "k",
     "units",
@@ -52,13 +51,8 @@ def _wide_terminal(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def few_laps_here(monkeypatch):
-    """The stages are timed in this process however many cores there are, with no more laps than a median needs."""
-    with monkeypatch.context() as patch:
-        patch.setattr(timing.TimingWorkers, "possible", staticmethod(lambda twin, K: False))
-        patch.setattr(timing, "SHORTEST", 0.0)
-        patch.setattr(batch_times, "SHORTEST", 0.0)
-        patch.setattr("offbeat.partitioning.refine.SECONDS", 0.0)
+def few_laps_here():
+    with few_laps() as patch:
         yield patch
 
 
@@ -212,7 +206,7 @@ def test_a_memory_limit_that_fits_is_kept(offbeat):
 
 def test_the_fewest_stages_recompute_so_that_a_memory_limit_is_kept(offbeat):
     """The smallest limit with recompute in all stages needs it; between that and the plain one, in some."""
-    fixed = ("-K", 3, "--partition", "flops", "--method", "adl")
+    fixed = ("--model", "resnet8", "-K", 3, "--partition", "flops", "--method", "adl")
     plain = planned(offbeat, *fixed)
     assert not any(stage["recompute"] for stage in plain["stages"])
     outcome = offbeat(*SMALL, *fixed, "--memory-limit", "0.001")
@@ -262,7 +256,7 @@ def test_a_profile_is_written_and_used_again(offbeat):
     planned(offbeat, "-K", 2, "--profile", "p.json")
     written = Path("p.json").read_bytes()
     known = json.loads(written)
-    assert (known["model"], known["shapes"], known["threads"], known["timed"]) == ("resnet8", [[4, 3, 8, 8]], 1, True)
+    assert (known["model"], known["shapes"], known["threads"], known["timed"]) == ("mlp", [[4, 3, 8, 8]], 1, True)
     for unit in known["units"]:  # all of the time is in the first three units
         unit["forward"] = unit["backward"] = 1.0 if unit in known["units"][:3] else 0.0
     Path("p.json").write_text(json.dumps(known))
@@ -276,7 +270,7 @@ def test_a_profile_is_written_and_used_again(offbeat):
     [
         (("--batch-size", "8"), ("shape", "[[4, 3, 8, 8]]", "[[8, 3, 8, 8]]")),
         (("--shape", "3,16,16"), ("shape",)),
-        (("--model", "resnet14"), ("model", "resnet8", "resnet14")),
+        (("--model", "resnet8"), ("model", "mlp", "resnet8")),
         (("--threads", "2"), ("threads is 1, here it is 2",)),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
@@ -304,7 +298,7 @@ def test_links_are_measured_and_given_values_win(offbeat, monkeypatch):
 
 def test_the_text_has_both_tables_the_balance_and_advice(offbeat):
     said = done(offbeat(*SMALL, "-K", 3, "-M", 2))
-    assert "resnet8, adl, K=3, M=2, b=4" in said
+    assert "mlp, adl, K=3, M=2, b=4" in said
     for column in ("stage", "units", "params", "F ms", "B ms", "in flight", "versions", "staleness"):
         assert column in said
     assert "balance (mean / slowest stage)" in said
