@@ -19,7 +19,7 @@ NEED_SEVERAL_PROCESSES = {"offbeat.StageLost", "offbeat.CallTimeout", "offbeat.M
 NEED_A_GPU_OR_A_COMPILER = {"offbeat.NotRecorded", "offbeat.NotFused", "offbeat.NotCompiled"}
 NEED_AN_ACCOUNT = {"offbeat.callbacks.WandbLogger"}
 # Methods that are called by `fit`, by a stage or by torch, not by users: the example of their class shows their effect.
-CALLED_BY_FIT = {*EVENTS, "write", "close"}
+CALLED_BY_FIT = {*EVENTS, "write", "close", "state_dict", "load_state_dict"}
 CALLED_BY_A_STAGE = (Corrector, CompensatedOptimizer)
 PROPERTIES = property, functools.cached_property
 

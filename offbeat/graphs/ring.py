@@ -38,9 +38,9 @@ class Ring:
 
     >>> from offbeat.methods import ADL
     >>> Ring.of(ADL(M=4), 1, 8, copies=True)  # lag 14: 15 batches in flight, 5 versions
-    Ring(groups=6, each=4, rest=-12)
+    Ring(groups=6, each=4, rest=0)
     >>> Ring.of(ADL(M=4, weights="hybrid"), 1, 8, copies=False)
-    Ring(groups=1, each=16, rest=-12)
+    Ring(groups=1, each=16, rest=0)
     """
 
     groups: int
@@ -101,7 +101,8 @@ def together(method: Method, K: int) -> int:
 
 def _copied_ahead(method: Method, k: int, K: int) -> int:
     """Turns by which batches or targets may be copied into slots of stage k before work that was queued earlier."""
-    return together(method, K) if k in (1, K) and has_lag(method, K) else 0
+    turns = together(method, K) if k in (1, K) and has_lag(method, K) else 1
+    return turns if turns > 1 else 0
 
 
 def _round(period: int, least: int, M: int) -> int:

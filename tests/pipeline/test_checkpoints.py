@@ -114,7 +114,7 @@ def test_replicas_stay_equal_after_a_checkpoint_of_a_changed_pipeline(optimizer,
     first.save(tmp_path)
     second.load(tmp_path)
     second.fit(DATA)
-    one, other = (assembly.stages[1].parameters for assembly in second._assembly.replicas)
+    one, other = (assembly.stages[1].parameters for assembly in second._local.assembly.replicas)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
