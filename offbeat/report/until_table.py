@@ -172,9 +172,8 @@ def notes(record: Record) -> list[str]:
     given = record["settings"]
     made = [f"{'; '.join(dict.fromkeys(titles))}: {text}" for text, titles in rows.items()]
     made += [
-        "All rows have the same initial weights, order of samples and samples per update. Every row is trained with "
-        "1/2, 1 and 2 times the default learning rate of its optimizer; the one that reaches the target first is "
-        f"shown. The learning rate increases over the first {given['warmup_samples']:,} samples and is constant after.",
+        f"All rows have the same initial weights, order of samples and samples per update. {_rates(record)} The "
+        f"learning rate increases over the first {given['warmup_samples']:,} samples and is constant after.",
         f"Time and samples: to the first of the validations (every {counted(given['every'], 'update')}, on "
         f"{given['validation_samples']:,} samples) at or below the target, on a straight line from the one before it. "
         f"Validations are not part of the time. A run ends after {given['samples']:,} samples.",
@@ -183,6 +182,21 @@ def notes(record: Record) -> list[str]:
         "Every run was made once, with one seed: small differences are within noise.",
     ]
     return made + [f"{name} is left out: {reason}." for name, reason in record["left_out"].items()]
+
+
+def _rates(record: Record) -> str:
+    """Which learning rates the rows were trained with; a record that was cut off has fewer than three of some."""
+    tried = [sum(run["outcome"] != "no time" for run in row["runs"]) for row in record["rows"]]
+    if min(tried) == 3:
+        return (
+            "Every row is trained with 1/2, 1 and 2 times the default learning rate of its optimizer; the one that "
+            "reaches the target first is shown."
+        )
+    rates = "their default learning rates alone" if max(tried) == 1 else f"{min(tried)} to {max(tried)} learning rates"
+    return (
+        f"The time ended before all runs were made: rows were trained with {rates}, instead of 1/2, 1 and 2 times the "
+        "default, and rows that are not shown were not trained."
+    )
 
 
 def page(record: Record) -> str:
