@@ -43,7 +43,7 @@ def shown(values: list[float], rounds: int) -> str:
 
 
 def source(name: str, record: Record) -> str:
-    """Where a record is, and where it comes from."""
+    """Where a record is, where it comes from, and what else a reader should know (`remark`, added by hand)."""
     found = made(record)
     parts = [f"`{' '.join(found['command'])}`"] if "command" in found else []
     if "cuts" in record:
@@ -52,7 +52,8 @@ def source(name: str, record: Record) -> str:
     note = " (set afterwards, see the [log](LOG.md))" if "commit_set" in found or "set" in found else ""
     parts.append(f"commit {commit[:12]}{'+' * commit.endswith('+')}{note}")
     parts.append(f"torch {found['versions']['torch']}, {found['machine']}")
-    return f"- [{name}](results/{name}): {', '.join(parts)}"
+    remark = f". {record['remark']}." if "remark" in record else ""
+    return f"- [{name}](results/{name}): {', '.join(parts)}{remark}"
 
 
 def prose(*parts: str) -> str:

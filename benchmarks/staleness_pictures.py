@@ -107,22 +107,28 @@ def reference(label: str, row: MeasuredRow, places: Sequence[float], colour: int
 
 
 def by_staleness(table: MeasuredTable) -> Picture:
-    """Loss against the staleness of stage 1: a panel without and one with correctors for each K. All rows are at the
-    best of their learning rates."""
+    """Loss against the staleness of stage 1: for each K a panel without correctors, one with them, and one with a
+    synchronous start as well. All rows are at the best of their learning rates."""
+    kinds = {
+        "without a corrector": {"corrected": False},
+        "with the recommended corrector": {"corrected": True},
+        "with it and a synchronous start": {"corrected": True, "warmup": True},
+    }
     made = []
     for K in table.stages:
         places = [0.0, *(row.staleness for row in table.late(K))]
-        for corrected in (False, True):
+        for name, kind in kinds.items():
+            if not table.late(K, **kind):
+                continue
             curves = []
             for colour, optimizer in enumerate(table.optimizers):
                 title, bp = OPTIMIZERS[optimizer].title, table.best_bp(K, optimizer)
-                rows = [(row.staleness, row) for row in table.at_best_rates(K, optimizer, corrected=corrected)]
+                rows = [(row.staleness, row) for row in table.at_best_rates(K, optimizer, **kind)]
                 if bp is not None:
                     rows = [(0.0, bp), *rows]
                     curves.append(reference(f"{title}, BP", bp, places, colour))
                 curves.append(curve(title, rows, colour))
-            name = f"K={K}, {'with the recommended corrector' if corrected else 'without a corrector'}"
-            made += [Panel(name, curves)] if table.late(K, corrected=corrected) else []
+            made.append(Panel(f"K={K}, {name}", curves))
     title = f"{table.title}: loss against the mean staleness of stage 1"
     return Picture(f"staleness-{table.slug}.svg", title, "updates", LOSS, True, made, columns=2)
 
