@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import results_gpu
+import results_network
 import results_reproduction
 from page import ROOT, Record, Records, point, records
 from staleness_records import language_tables
@@ -21,8 +22,8 @@ from staleness_records import language_tables
 from offbeat.method import Method
 from offbeat.methods import ADL, BP, GPipe
 from offbeat.ops import Backward, Forward, Update
-from offbeat.report import bench_table
-from offbeat.report.formatting import markdown, size
+from offbeat.report import bench_table, until_table
+from offbeat.report.formatting import duration, markdown, size
 from offbeat.timeline import Span, balanced, timeline
 
 # ---- the picture
@@ -244,8 +245,67 @@ def error_rows(found: Records) -> list[Cells]:
     return lines
 
 
+def slow_network_rows(found: Records) -> list[Cells]:
+    """ADL over slow lines against the best synchronous pipeline and DDP, at equal samples per update."""
+    profile, lines = results_network.AIMED, []
+    for record in found.values():
+        rows, (network_, *_) = results_network.rows_of(record), record["settings"]["networks"]
+        rate = next(one for one in results_network.profiles_of(record) if one.name == profile)
+        for kind, title in (
+            (results_network.SYNCHRONOUS, "the best synchronous pipeline"),
+            (results_network.DDP, "DDP"),
+        ):
+            alike = [row for row in rows if results_network.kind_of(row) == kind]
+            best = results_network.fastest(record, network_["name"], profile, alike)
+            if best is None:
+                continue
+            ours, theirs = (
+                record["settings"]["samples_per_update"]
+                / median(results_network.by_round(record, network_["name"], profile, name).values())
+                for name in ("adl", best)
+            )
+            name = "a GPT" if network_["name"] == "gpt" else network(network_["name"])
+            lines.append(
+                [
+                    "samples per second",
+                    f"{name}, K={record['settings']['K']}, lines of {rate.rate / 1e6:g} Mbit/s and "
+                    f"{1e3 * rate.delay:g} ms; {results_network.rounds_of(record)}",
+                    f"{ours:.1f}",
+                    f"{title}, same samples per update: {theirs:.1f}",
+                    f"{ours / theirs:.2f} times as fast",
+                ]
+            )
+    return lines
+
+
+def until_rows(found: Records) -> list[Cells]:
+    """The fastest row with late gradients against the fastest synchronous one, to a loss or an error."""
+    lines = []
+    for record in found.values():
+        exact = until_table.fastest(until_table.synchronous(record))
+        late = until_table.fastest(until_table.late(record))
+        if exact is None or late is None:
+            continue
+        first, second = until_table.seconds(exact), until_table.seconds(late)
+        assert first is not None
+        assert second is not None
+        given = record["settings"]
+        model = network(given["model"].partition(":")[0].replace("gpt", "a GPT"))
+        lines.append(
+            [
+                "time to a loss",
+                f"{model}, K={given['K']}, until {until_table.target(record)}; one run",
+                f"{duration(second)} with {late['optimizer']}",
+                f"{exact['title']} with {exact['optimizer']}: {duration(first)}",
+                f"{first / second:.2f} times as fast",
+            ]
+        )
+    return lines
+
+
 LANGUAGE_ROWS = (  # of the GPT with late gradients: the recommended optimizer, and the usual one with a longer delay
     "muon-adl-1f1b-k12-m16-corrected-double-rate",
+    "muon-adl-1f1b-k12-m1-corrected-warmup-double-rate",
     "adamw-adl-1f1b-k12-m4-corrected-double-rate",
 )
 
@@ -320,6 +380,8 @@ def table() -> str:
     rows = [
         *gpu_rows(records("gpu")),
         *cpu_rows(benches),
+        *slow_network_rows(records("network")),
+        *until_rows(records("until")),
         *error_rows(again),
         *short_row(compared),
         *language_rows(again),
