@@ -33,9 +33,10 @@ ENVIRONMENT = {
 # Training by the command, whose first argument is the batch ahead of which the process kills itself.
 KILLED = """
 import os, signal, sys
-from offbeat import cli, pipeline
+from offbeat import cli
+from offbeat.pipeline.local_stages import LocalStages
 
-batch, step = int(sys.argv.pop(1)), pipeline.Pipeline._step
+batch, step = int(sys.argv.pop(1)), LocalStages.step
 
 
 def last(self, *given):
@@ -44,7 +45,7 @@ def last(self, *given):
     return step(self, *given)
 
 
-pipeline.Pipeline._step = last
+LocalStages.step = last
 cli.main()
 """
 # A process that holds a folder, as a run does that is about to begin.
