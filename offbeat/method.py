@@ -494,8 +494,8 @@ class Method:
         return self.feedback == "above" and not any(self.lag(k, K) for k in range(1, K + 1))
 
     def unused(self, k: int, K: int) -> int:
-        """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many iterations; with
-        `pipelined` after `Worker.catch_up`.
+        """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many iterations;
+        with `pipelined` where a state is taken (see `Worker.catch_up`).
 
         >>> from offbeat.methods import ADL
         >>> [ADL().unused(k, 3) for k in (1, 2, 3)]

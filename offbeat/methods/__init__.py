@@ -231,8 +231,8 @@ def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
 
 
 def with_staleness_warmup(method: Method, given: StalenessWarmup) -> Method:
-    """The method after that many updates of pipelined back-propagation with the same M; or after the methods of (method, updates)
-    pairs, which may be text.
+    """The method after that many updates of pipelined back-propagation with the same M; or after the methods of
+    (method, updates) pairs, which may be text.
 
     In text, methods have M, window, weights, recompute and correctors of this one, where they take them, and
     back-propagation is pipelined.

@@ -15,8 +15,8 @@ With `pipelined` and M > 1, the batches of a window fill and drain the pipeline,
 same between two updates, so results are equal to those above bit for bit:
 
     K=2, M=2
-    stage 1             | F0 F1 .  B0 B0 B1 B1 U  F2 F3 .
-    stage 2             | .  F0 B0 B0 F1 B1 B1 U  .  F2 B2
+    stage 1             | F0 F1 .  .  B0 B0 .  B1 B1 U
+    stage 2             | .  F0 B0 B0 F1 B1 B1 U
 
 Lock: update. Staleness 0. Held: K-k+1 graphs, at most M (inputs, with `recompute`), one version. Time per batch:
 (M+K-1)/M (F + B). A checkpoint within a window first runs the backwards of its batches in flight.
