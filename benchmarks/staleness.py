@@ -393,8 +393,8 @@ def choice_section(tables: list[MeasuredTable]) -> list[str]:
         prose(
             f"Where M cannot be large, so that stage 1 is more than {LATE:g} update late, the first {SYNCHRONOUS}",
             f"updates are synchronous (`--staleness-warmup {SYNCHRONOUS}`; `auto:staleness_warmup=0` leaves them out).",
-            "In processes the M batches of each fill and drain the pipeline, so that it takes (M+K-1)/M times as long as",
-            f"a late one: {(4 + K - 1) / 4:.3g} times at K={K} and M=4, and K times at M=1.",
+            "In processes the M batches of each fill and drain the pipeline, so that it takes (M+K-1)/M times as long",
+            f"as a late one: {(4 + K - 1) / 4:.3g} times at K={K} and M=4, and K times at M=1.",
         ),
         "",
     ]
