@@ -16,7 +16,7 @@ from staleness_pictures import Picture, by_choice, by_stages, by_staleness
 from staleness_records import MeasuredRow, MeasuredTable, images_table, language_tables
 
 from offbeat.methods import with_settings
-from offbeat.recommended import DELAY, EFFICIENT, correctors_by_optimizer, recommend
+from offbeat.recommended import DELAY, EFFICIENT, LATE, SYNCHRONOUS, correctors_by_optimizer, recommend
 from offbeat.report.formatting import markdown
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.tables.gpt import RECOMMENDED
@@ -391,9 +391,10 @@ def choice_section(tables: list[MeasuredTable]) -> list[str]:
         markdown(["staleness of stage 1", *optimizers], rows),
         "",
         prose(
-            "Where M cannot be large, so that stage 1 is more than an update late, begin with synchronous updates:",
-            "`--staleness-warmup 150`. In processes each of them takes up to K times as long as a late one, since the",
-            "stages wait for each other, so method `auto` leaves them out.",
+            f"Where M cannot be large, so that stage 1 is more than {LATE:g} update late, the first {SYNCHRONOUS}",
+            f"updates are synchronous (`--staleness-warmup {SYNCHRONOUS}`; `auto:staleness_warmup=0` leaves them out).",
+            "In processes the M batches of each fill and drain the pipeline, so that it takes (M+K-1)/M times as long",
+            f"as a late one: {(4 + K - 1) / 4:.3g} times at K={K} and M=4, and K times at M=1.",
         ),
         "",
     ]

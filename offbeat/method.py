@@ -21,6 +21,7 @@ from offbeat.ops import (
     fill_drain,
     lagged,
     locked,
+    pipelined,
     taught,
 )
 
@@ -45,6 +46,8 @@ class Method:
     M          gradients per update, which applies their mean
     window     when an update is due: after M gradients ("count") or after the forward of every M-th batch ("aligned")
     barrier    whether all stages wait for each other after the forward of every local iteration
+    pipelined  whether stages forward the next batches of a window before the backward of the first, in a method without
+               lag; results are the same, but stages do not wait for each other until the end of the window
     m          micro-batches per batch; with more than one, each batch fills and drains the pipeline
     order      (k, K, batches) -> program, for a method whose order the settings above cannot express
     limit      K -> the reason why the method cannot have K stages, or None
@@ -85,6 +88,7 @@ class Method:
     M: int = 1
     window: WindowRule = "count"
     barrier: bool = False
+    pipelined: bool = False
     m: int = 1
     order: Callable[[int, int, Iterable[int]], Program] | None = None
     limit: Callable[[int], str | None] | None = None
@@ -138,6 +142,10 @@ class Method:
                 f'recompute needs weights="stash", not {self.weights!r}: use that, or leave out recompute',
             ),
             (self.recompute and self.head is not None, "a stage with a head holds a single batch: leave out recompute"),
+            (
+                self.pipelined and (late or self.barrier or self.m > 1 or self.order or self.feedback != "above"),
+                "only whole batches whose gradients come from above without a lag can be pipelined",
+            ),
             (self.m > 1 and (late or self.M > 1), "with micro-batches there is one update per batch, and no lag"),
         ):
             if wrong:
@@ -275,6 +283,8 @@ class Method:
         if self.m > 1:
             return fill_drain(batches, m=self.m)
         program = lagged(batches, lag=self.lag(k, K), M=self.M, window=self.window)
+        if self.pipelined:
+            return pipelined(program, ahead=K - k)
         if self.feedback == "synthesiser" and k < K:
             program = taught(program, after=LESSON)
         return locked(program) if self.barrier else program
@@ -484,13 +494,14 @@ class Method:
         return self.feedback == "above" and not any(self.lag(k, K) for k in range(1, K + 1))
 
     def unused(self, k: int, K: int) -> int:
-        """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many iterations.
+        """Largest number of gradients sent by stage k and not yet used by stage k-1, after equally many iterations;
+        with `pipelined` where a state is taken (see `Worker.catch_up`).
 
         >>> from offbeat.methods import ADL
         >>> [ADL().unused(k, 3) for k in (1, 2, 3)]
         [0, 2, 2]
         """
-        return unused(self, k, K) if k > 1 else 0
+        return unused(self, k, K) if k > 1 and not self.pipelined else 0
 
 
 StalenessWarmup = int | str | Sequence[tuple[Method, int]] | None  # updates, "bp@200+adl-1f1b@300", or such pairs

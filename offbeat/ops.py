@@ -166,6 +166,25 @@ def taught(program: Program, *, after: int) -> Program:
         yield (Teach(waiting.popleft()),)
 
 
+def pipelined(program: Program, *, ahead: int) -> Program:
+    """The program of a method without lag, in which the batches of a window do not wait for each other: a backward runs
+    after `ahead` more forwards of its window, or after the last. Updates stay where they are.
+
+    Between two updates the weights are the same, and forwards and backwards keep their orders, so results are equal
+    bit for bit. With ahead=K-k stage k holds at most K-k+1 batches.
+
+    >>> [" ".join(map(str, iteration)) for iteration in pipelined(lagged(range(7), lag=0, M=4), ahead=1)]
+    ['F0', 'F1 B0', 'F2 B1', 'F3 B2 B3 U', 'F4', 'F5 B4', 'F6 B5', 'B6 U']
+    """
+    waiting: deque[Operation] = deque()
+    for iteration in program:
+        waiting.extend(operation for operation in iteration if type(operation) is Backward)
+        updates = tuple(operation for operation in iteration if type(operation) is Update)
+        ready = len(waiting) if updates else max(0, len(waiting) - ahead)
+        forwards = (operation for operation in iteration if type(operation) is Forward)
+        yield (*forwards, *(waiting.popleft() for _ in range(ready)), *updates)
+
+
 def fill_drain(batches: Iterable[int], *, m: int) -> Program:
     """Split each batch into m micro-batches: all forwards, all backwards in reverse order, then one update.
 

@@ -3,7 +3,8 @@
 One stage: back-propagation. Otherwise ADL on the 1F1B lag with corrector "auto"; ADL's own lag if a message takes
 longer than a stage computes, since only that lag hides it. An update of B samples is split into M micro-batches: with a
 larger M gradients are less late, and with smaller micro-batches the device is used less well. M is the largest power of
-two whose measured time per sample is at most EFFICIENT times the shortest one, and no larger than DELAY needs.
+two whose measured time per sample is at most EFFICIENT times the shortest one, and no larger than DELAY needs. If stage
+1 is then more than LATE updates late, the first SYNCHRONOUS updates are those of back-propagation (staleness_warmup).
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from offbeat.correctors.auto import recommended as correctors_for
 from offbeat.correctors.optimizer_rules import RULES, SelfCompensatingRule
 from offbeat.errors import UserError
 from offbeat.method import Method
-from offbeat.methods import AUTO, LATENCY, parsed, with_settings, with_staleness_warmup
+from offbeat.methods import AUTO, LATENCY, parsed, with_settings
 
 EFFICIENT = 1.15  # times the shortest time per sample
 DELAY = 0.25  # updates: if the gradients of stage 1 are no later than this, a larger M is not needed
+LATE = 1.0  # updates: if the gradients of stage 1 are later than this, training begins with synchronous updates
+# Of 1,500 updates of a GPT with Muon in 12 stages, where they reduced the difference to back-propagation from 0.081 to
+# 0.019 nats at a delay of 2.75 updates, and from 0.255 to 0.119 at 11 (docs/results/reproduction-gpt-double-rate.json
+# and reproduction-gpt-stages.json).
+SYNCHRONOUS = 150
 NORMALIZED = 16  # samples: smallest micro-batch of a model with BatchNorm, whose statistics are those of a micro-batch
 
 Seconds = Callable[[int], float]  # of forward and backward of the whole model, for a number of samples
@@ -56,7 +62,10 @@ class Recommendation:
         chosen = next((row for row in self.measured if row.M == self.M), None)
         size = f" of {chosen.size} samples, stage 1 {chosen.delay:g} updates late" if chosen else ""
         corrector = f", corrector {as_text(self.method.correctors)}" if self.method.correctors else ""
-        return f"{self.method.name}, M={self.M}{size}{corrector}"
+        warmup = "".join(
+            f", {updates} updates of {first.name} before" for first, updates in self.method.staleness_warmup
+        )
+        return f"{self.method.name}, M={self.M}{size}{corrector}{warmup}"
 
 
 def correctors_by_optimizer(method: Method, K: int) -> dict[str, str]:
@@ -144,17 +153,19 @@ def recommend(
 ) -> Recommendation:
     """The method for K stages and updates of `batch` samples (None: each batch is an update, M=1).
 
-    settings   of method auto: M, if it is not to be chosen; latency of links in seconds; others are passed on
+    settings   of method auto: M and staleness_warmup, if they are not to be chosen; latency of links in seconds; others
+               are passed on
     seconds    measures; called only if there is something to choose
     smallest   micro-batch
     """
     given = dict(settings)
-    latency, warmup = given.pop("latency", None), given.pop("staleness_warmup", None)
+    latency = given.pop("latency", None)
     if latency is not None:
         LATENCY.check(latency)
         if latency < 0:
             raise UserError(f"latency={latency:g}: use a number of seconds from 0 up")
     if K == 1:
+        given.pop("staleness_warmup", None)
         return Recommendation(with_settings("bp", {"M": 1, **given}))
     known: dict[int, float] = {}
 
@@ -173,6 +184,6 @@ def recommend(
     if latency is not None and latency > chosen.seconds * chosen.size / K:
         name, found = "adl", rows("adl")
         chosen = largest_efficient(found)
-    method = with_settings(name, {"M": chosen.M, "corrector": AUTO, **given})
-    measured = tuple(found) if known else ()
-    return Recommendation(with_staleness_warmup(method, warmup), measured)
+    warmup = SYNCHRONOUS if chosen.delay > LATE else None
+    method = with_settings(name, {"M": chosen.M, "corrector": AUTO, "staleness_warmup": warmup, **given})
+    return Recommendation(method, tuple(found) if known else ())

@@ -180,6 +180,9 @@ CASES: dict[str, Case] = {
     "expanded": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=2, cuts=(6,)),
     "aligned-adam": Case(**nets(torch.float32), method=offbeat.ADL(M=3, window="aligned"), K=2, cuts=(2,), **ADAM),
     "bp": Case(**nets(torch.float32), method=offbeat.BP(M=2), K=2, cuts=(2,)),
+    "pipelined": Case(
+        **nets(torch.float32), method=offbeat.BP(M=3, pipelined=True, recompute=True), K=2, cuts=(2,), pauses=(4,)
+    ),
     "scheduled": Case(
         **nets(torch.float32),
         method=offbeat.ADL(M=2),
@@ -230,6 +233,9 @@ CASES: dict[str, Case] = {
     ),
     "three": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=3, cuts=(1, 4)),
     "three-replay": Case(**nets(torch.float64), method=offbeat.ADL(M=1, weights="replay"), K=3, cuts=(1, 3)),
+    "three-pipelined": Case(
+        **nets(torch.float32), method=offbeat.BP(M=4, pipelined=True), K=3, cuts=(1, 4), pauses=(6,)
+    ),
     "three-bp": Case(**nets(torch.float32), method=offbeat.BP(), K=3, cuts=(1, 4)),
 }
 CORRECTED: dict[str, tuple[str, Any]] = {

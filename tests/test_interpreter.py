@@ -43,6 +43,8 @@ def settings(name: str) -> list[dict[str, object]]:
         made = [{**given, "window": window} for given in made for window in WINDOWS]
     if "weights" in takes:
         made += [{**made[0], "weights": weights} for weights in ("hybrid", "replay")]
+    if "pipelined" in takes:
+        made += [{**given, "pipelined": True} for given in made if "M" in given]
     return made
 
 
@@ -89,7 +91,9 @@ class Run:
         return max(self.method.lag(1, self.K), self.method.M)
 
 
-def in_turn(K: int, *, M: int = 1, window: str | None = None, weights: str | None = None) -> bool:
+def in_turn(
+    K: int, *, M: int = 1, window: str | None = None, weights: str | None = None, pipelined: bool = False
+) -> bool:
     """Whether it is this window's turn: both occur with every K and with every M. K=5 has none."""
     if K == 5:
         return False

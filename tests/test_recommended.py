@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import offbeat
@@ -47,7 +49,22 @@ def test_m_is_limited_by_the_measured_time_per_sample():
     assert found.M == 2
     assert [(row.M, row.size, row.delay) for row in found.measured][:3] == [(1, 64, 11.0), (2, 32, 5.5), (4, 16, 2.75)]
     assert found.measured[1].seconds == pytest.approx(1.125e-3)
-    assert found.as_text() == "adl-1f1b, M=2 of 32 samples, stage 1 5.5 updates late, corrector auto"
+    assert (
+        found.as_text()
+        == "adl-1f1b, M=2 of 32 samples, stage 1 5.5 updates late, corrector auto, 150 updates of bp before"
+    )
+
+
+def test_training_begins_synchronously_where_stage_1_is_more_than_one_update_late():
+    for K, M, updates in ((3, 2, 0), (3, 1, 150), (5, 4, 0), (6, 4, 150)):
+        found = recommend(K, batch=64, settings={"M": M}, seconds=refuse).method
+        phases = ((offbeat.BP(M=M, pipelined=True), updates),) if updates else ()
+        assert found == replace(named("adl-1f1b", M=M, corrector="auto"), staleness_warmup=phases), (K, M)
+    late = recommend(12, batch=64, settings={"latency": 1.0}, seconds=overhead)
+    assert (late.method.name, late.M, len(late.method.staleness_warmup)) == ("adl", 2, 1)
+    for left_out in (0, None):
+        given = {"M": 1, "staleness_warmup": left_out}
+        assert recommend(12, batch=64, settings=given, seconds=refuse).method.staleness_warmup == ()
 
 
 def test_sizes_that_do_not_fit_into_memory_are_left_out():
@@ -74,9 +91,10 @@ def test_the_lag_of_adl_is_chosen_where_a_message_takes_longer_than_a_stage():
 
 
 def test_given_settings_are_kept_and_nothing_is_measured_for_a_given_m():
-    found = recommend(4, batch=64, settings={"M": 2, "corrector": "sc", "weights": "hybrid"}, seconds=refuse)
-    assert found.method == named("adl-1f1b", M=2, corrector="sc", weights="hybrid")
-    assert recommend(4, batch=None, settings={}, seconds=refuse).method == named("adl-1f1b", M=1, corrector="auto")
+    found = recommend(4, batch=64, settings={"M": 4, "corrector": "sc", "weights": "hybrid"}, seconds=refuse)
+    assert found.method == named("adl-1f1b", M=4, corrector="sc", weights="hybrid")
+    without = recommend(4, batch=None, settings={}, seconds=refuse).method
+    assert without == named("adl-1f1b", M=1, corrector="auto", staleness_warmup=150)
     warmed = recommend(4, batch=64, settings={"M": 2, "staleness_warmup": 5}, seconds=refuse).method
     assert [(method.name, method.M, updates) for method, updates in warmed.staleness_warmup] == [("bp", 2, 5)]
 

@@ -15,6 +15,9 @@ from offbeat.timeline import Costs, balanced, period, speed_up, timeline
 
 LAWS = {  # ideal speed-ups at K = 2, 4, 8, balanced, B = 2F
     "bp": (BP(), (1, 1, 1)),
+    "bp pipelined M=4": (BP(4, pipelined=True), (1.60, 2.29, 2.91)),  # K M / (M + K - 1)
+    "bp pipelined M=8": (BP(8, pipelined=True), (1.78, 2.91, 4.27)),
+    "bp pipelined M=1": (BP(1, pipelined=True), (1, 1, 1)),
     "ddg": (DDG(), (1.50, 2.00, 2.40)),
     "ddg-dataflow": (DDG(barrier=False), (2, 4, 8)),
     "fr": (FR(), (1.20, 1.71, 2.18)),

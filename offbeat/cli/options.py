@@ -103,8 +103,9 @@ class OneMethod:
     staleness_warmup: Annotated[
         str | None,
         typer.Option(
-            help="Updates of exact back-propagation before the method, such as 500; or methods whose lag grows, such "
-            "as bp@200+adl-1f1b@300."
+            help="Updates of exact back-propagation before the method, such as 500, whose M batches fill and drain the "
+            "pipeline; or methods whose lag grows, such as bp@200+adl-1f1b@300. (default 0; method auto: 150 if stage "
+            "1 is more than one update late)"
         ),
     ] = None
 

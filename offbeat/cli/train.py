@@ -67,6 +67,7 @@ def train(
     recipe = configured(config, chosen) if config is not None or resume is None else None
     if recipe is not None and chosen.get("method") == AUTO:
         size = f"{recipe.batch_size} samples per batch"
+        size += f", staleness warm-up {recipe.staleness_warmup}" if recipe.staleness_warmup else ""
         print(f"offbeat: method auto: {recipe.method}, M={recipe.M}, {size}", file=sys.stderr)
     where: dict[str, Any] = {
         "out": out,

@@ -150,6 +150,11 @@ class Worker:
             self.links.feedback.send(message)
             self.sent.append(message)
 
+    def catch_up(self, *, wait: bool) -> Iterator[bool]:
+        """Run the backwards of a pipelined window before their turn, in which they are then left out: the state is that
+        of one batch after the other, with gradients in the window instead of batches in flight."""
+        yield from self._perform(tuple(map(Backward, self.stage.in_flight)), wait=wait)
+
     def drain(self, *, wait: bool) -> Iterator[bool]:
         """The rest of the program when no further batch will enter; the next iteration starts a new program."""
         for iteration in self.draining(wait=wait):
@@ -166,6 +171,9 @@ class Worker:
 
     def _perform(self, iteration: Iteration, *, wait: bool) -> Iterator[bool]:
         launcher = self.stage.launcher
+        if self.method.pipelined:
+            done = {Backward(t) for t in self.stage.window.batches}  # by catch_up
+            iteration = tuple(operation for operation in iteration if operation not in done)
         for operation in iteration:
             source = self._source(operation)
             while source is not None and not wait and not source.ready():

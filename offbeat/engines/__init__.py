@@ -65,6 +65,9 @@ class Engine(Protocol):
     def device_for(self, given: torch.device | None) -> torch.device:
         """The device of this process's stages in a pipeline that was given that device (None: no preference)."""
 
+    def ordered(self, method: Method) -> Method:
+        """The method in the order in which the stages run its operations; results are the same."""
+
     def executor_maker(self, method: Method) -> MakeExecutor:
         """What executes the operations of a stage: the stage itself, or its recordings. Called again when a
         drained pipeline continues with another method."""

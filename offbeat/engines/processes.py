@@ -268,6 +268,9 @@ class Processes:
     def device_for(self, given: torch.device | None) -> torch.device:
         return agreed(given, self.device)
 
+    def ordered(self, method: Method) -> Method:
+        return method
+
     def executor_maker(self, method: Method) -> MakeExecutor:
         """Recordings, where stages are to be recorded and the method's operations can be; else the stage itself."""
         if not self.recorded or method.why_not_capturable() is not None:

@@ -76,6 +76,9 @@ class Simulate:
     def device_for(self, given: torch.device | None) -> torch.device:
         return given or torch.device("cpu")
 
+    def ordered(self, method: Method) -> Method:
+        return method
+
     def executor_maker(self, method: Method) -> MakeExecutor:
         return eager
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,10 @@ class Streams(Simulate):
 
     def device_for(self, given: torch.device | None) -> torch.device:
         return agreed(given, self.device)
+
+    def ordered(self, method: Method) -> Method:
+        """Windows (graphs/windows.py) run the batches of a window at the same time themselves."""
+        return replace(method, pipelined=False)
 
     def executor_maker(self, method: Method) -> MakeExecutor:
         """Recordings on one launch queue; the stages themselves for a method whose operations cannot be recorded."""

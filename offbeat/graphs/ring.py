@@ -62,8 +62,8 @@ class Ring:
 
 def _least(method: Method, k: int, K: int, *, copies: bool) -> int:
     """The fewest slots that stage k can work with."""
-    lag = method.lag(k, K)
-    least = max(lag + MAX_LEAD, method.unused(k, K) + MAX_LEAD, lag + _copied_ahead(method, k, K))
+    waiting = method.held(k, K) - 1  # the lag, or in a pipelined window fewer than M
+    least = max(waiting + MAX_LEAD, method.unused(k, K) + MAX_LEAD, waiting + _copied_ahead(method, k, K))
     if not has_lag(method, K):
         least = max(least, together(method, K))
     if not copies:

@@ -171,7 +171,7 @@ def settings_of(name: str) -> dict[str, Setting]:
     """The settings of a method, as declared by its function, and `corrector` where gradients come from the next stage.
 
     >>> [str(setting) for setting in settings_of("bp").values()]
-    ['M=1', 'window=count', 'weights=stash', 'corrector=none']
+    ['M=1', 'window=count', 'weights=stash', 'pipelined=no', 'recompute=no', 'corrector=none']
     """
     if name == AUTO:
         return {**settings_of("adl-1f1b"), "latency": LATENCY}
@@ -231,10 +231,11 @@ def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
 
 
 def with_staleness_warmup(method: Method, given: StalenessWarmup) -> Method:
-    """The method after that many updates of back-propagation with the same M; or after the methods of (method, updates)
-    pairs, which may be text.
+    """The method after that many updates of pipelined back-propagation with the same M; or after the methods of
+    (method, updates) pairs, which may be text.
 
-    In text, methods have M, window, weights, recompute and correctors of this one, where they take them.
+    In text, methods have M, window, weights, recompute and correctors of this one, where they take them, and
+    back-propagation is pipelined.
 
     >>> grows = with_staleness_warmup(METHODS["adl"](M=4), "bp@200+adl-1f1b@300")
     >>> [(method.name, method.M, updates) for method, updates in grows.staleness_warmup]
@@ -248,7 +249,9 @@ def with_staleness_warmup(method: Method, given: StalenessWarmup) -> Method:
     if isinstance(given, int) and given < 1:
         raise UserError(f"staleness_warmup={given}: use a number of updates from 1 up")
     if isinstance(given, int):
-        return replace(method, staleness_warmup=((METHODS["bp"](M=method.M), given),))
+        return replace(
+            method, staleness_warmup=((METHODS["bp"](M=method.M, pipelined=True, recompute=method.recompute), given),)
+        )
     phases = [_phase(method, part, given) for part in given.split("+")] if isinstance(given, str) else list(given)
     for pair in phases:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Method):
@@ -265,9 +268,10 @@ def _phase(method: Method, part: str, text: str) -> tuple[Method, int]:
             f"staleness_warmup={text!r}: use the number of updates of back-propagation, or methods with numbers of "
             "updates, as in 'bp@200+adl-1f1b@300'"
         )
-    takes = settings_of(name).keys() & {"M", "window", "weights", "recompute"}
+    takes = settings_of(name).keys()
+    same = {setting: getattr(method, setting) for setting in takes & {"M", "window", "weights", "recompute"}}
     try:
-        phase = with_settings(name, {"M": method.M} | {setting: getattr(method, setting) for setting in takes})
+        phase = with_settings(name, {"M": method.M} | same | dict.fromkeys(takes & {"pipelined"}, True))
         return (phase.corrected(method.correctors) if phase.lag(1, 2) else phase), int(updates)
     except UserError as error:
         raise UserError(f"staleness_warmup={text!r}: {error}") from None

@@ -156,7 +156,8 @@ class Assembler:
         return replace(assembly, parts=parts, links=links, evaluation_links=evaluation_links, replica=replica)
 
     def _with_method(self, assembly: Assembly, method: Method) -> Assembly:
-        make_executor = self.engine.executor_maker(method)
+        order = self.engine.ordered(method)
+        make_executor = self.engine.executor_maker(order)
         stages, workers = {}, []
         for k in self.engine.here:
             loss = self.loss if k == self.K or method.feedback == "local" else None
@@ -164,7 +165,7 @@ class Assembler:
                 k,
                 self.K,
                 assembly.parts[k - 1],
-                method=method,
+                method=order,
                 loss=loss,
                 output=assembly.outputs[k - 1],
                 replica=assembly.replica,
@@ -175,7 +176,7 @@ class Assembler:
             workers.append(
                 Worker(
                     stage,
-                    method,
+                    order,
                     assembly.links[k],
                     executor=make_executor(stage),
                     barrier=self.engine.barrier,

@@ -263,6 +263,10 @@ class LocalStages:
         """The state of each stage of this process, in all of its replicas."""
         if self.assembly is None:
             return {}
+        pipelined = [worker for worker in self.all_workers if worker.method.pipelined]
+        if pipelined:
+            with self.guard():
+                self.engine.run([worker.catch_up(wait=self.engine.waits) for worker in pipelined])
         self.settle()
         return saving.states_of_replicas(self.assembly, self.observation.diagnoses, keep_on=keep_on)
 

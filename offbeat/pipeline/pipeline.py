@@ -58,8 +58,9 @@ class Pipeline(PipelineView):
                 a local iteration, so that one call is one update; the last batch of an epoch may have fewer
     latency     of method "auto": seconds that a message between stages takes, one way, if it is known
     staleness_warmup
-                optional: that many updates of back-propagation before the method, or a list of (method, updates); the
-                pipeline is drained in between, and optimizer and scheduler, which are made again, continue
+                optional: that many updates of back-propagation before the method, whose M batches fill and drain the
+                pipeline, or a list of (method, updates); the pipeline is drained in between, and optimizer and
+                scheduler, which are made again, continue. Method "auto": 150 if stage 1 is more than one update late
     loss        loss(output, target) -> the mean over the batch; None: the loss that the model computes itself
                 (`output.loss`, output["loss"] or the first of a tuple), as models of Hugging Face do with labels
     optimizer   called once per stage with (name in the whole model, parameter) pairs, as torch's optimizers take them;

@@ -14,6 +14,7 @@ def summary(local: LocalStages) -> str:
         "method": "auto (measured on the first batch)" if choice.measures else f"{local.method.name}{chosen}",
         "K": local.K,
         "M": None if choice.measures else local.method.M,
+        "staleness_warmup": sum(updates for _, updates in local.method.staleness_warmup) or None,
         "batch": local.batch * local.replicas if local.batch else None,
         "replicas": local.replicas if local.replicas > 1 else None,
         "engine": type(local.engine).__name__.lower(),

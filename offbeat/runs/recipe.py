@@ -20,7 +20,7 @@ from offbeat.errors import LateGradients, UserError, first_line, unknown
 from offbeat.method import Method, Weights
 from offbeat.methods import AUTO, settings_of, with_settings
 from offbeat.ops import WindowRule
-from offbeat.recommended import needs_times, recommend, without_batch
+from offbeat.recommended import SYNCHRONOUS, needs_times, recommend, without_batch
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.group import from_first
 from offbeat.runs.optimizers import OPTIMIZERS, SETTINGS
@@ -336,7 +336,9 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
         measured = from_first(lambda: measure_batches(trial, settings), key="auto")
     known, smallest = dict(measured["times"]).__getitem__, measured["smallest"]
     method = recommend(K, batch=measured["batch"], settings=settings, seconds=known, smallest=smallest).method
-    chosen = {"M": method.M} | ({} if K == 1 else {"corrector": AUTO})
+    chosen: dict[str, Any] = {"M": method.M} | ({} if K == 1 else {"corrector": AUTO})
+    if method.staleness_warmup:
+        chosen["staleness_warmup"] = SYNCHRONOUS
     return {**others, "method": method.name, "settings": {**chosen, **passed}}
 
 

@@ -202,7 +202,7 @@ def make_plan(
             for name, declare in DECLARED.items()
             if replicas == 1 or declare().why_no_replicas() is None
         },
-        advice=[*advice, *_advice(method, K, stages, fewer, max_staleness)],
+        advice=[*advice, *_advice(method, timing, stages, fewer, max_staleness)],
         notes=[*traced.notes, *found.notes],
         replicas=replicas,
         refinement=None if found.refinement is None else found.refinement.as_dict(),
@@ -469,7 +469,10 @@ def _fewest(method: Method, costs: Profile, link: LinkCost, solution: Solution, 
     return fewest
 
 
-def _advice(method: Method, K: int, stages: list[StagePlan], fewest: int, max_staleness: float | None) -> Iterator[str]:
+def _advice(
+    method: Method, timing: Costs, stages: list[StagePlan], fewest: int, max_staleness: float | None
+) -> Iterator[str]:
+    K = timing.K
     if max_staleness is not None:
         yield _advised_window(method, K, max_staleness)
     largest = max(stages, key=lambda stage: stage.memory_bytes)
@@ -479,7 +482,11 @@ def _advice(method: Method, K: int, stages: list[StagePlan], fewest: int, max_st
         f"batches in flight and {largest.versions} versions"
     )
     for first, updates in method.staleness_warmup:
-        yield f"{updates} updates are trained by {first.name} before those of this plan (staleness_warmup)"
+        each, later = (1e3 * method.M * period(one, timing) for one in (first, method))
+        yield (
+            f"{updates} updates are trained by {first.name} before those of this plan (staleness_warmup): {each:.3g} "
+            f"ms per update, {each / later:.2f} times as long as a later one"
+        )
     if fewest < K:
         yield f"K = {fewest} would be as fast, within {AS_FAST - 1:.0%}"
 

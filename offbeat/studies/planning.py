@@ -291,6 +291,7 @@ def as_record(found: Recommendation, samples: int) -> dict[str, Any]:
         "M": found.M,
         "batch_per_update": samples,
         "corrector": as_text(found.method.correctors),
+        "staleness_warmup": [[method.name, updates] for method, updates in found.method.staleness_warmup],
         "measured": [asdict(row) for row in found.measured],
     }
 

@@ -78,6 +78,21 @@ def test_replicas_in_processes_equal_the_simulator_bit_for_bit(size, how, traine
             assert found == (None if expected is None else pytest.approx(expected, rel=1e-6, nan_ok=True)), name
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"on_nan": "skip"}, {"messages": "int8"}, {"clip_norm": 0.1, "clip_over": "model"}, {"left_out": (2, 3)}],
+    ids=str,
+)
+def test_pipelined_back_propagation_of_replicas_is_back_propagation(options):
+    plain, pipelined = (
+        replace(
+            CASES["skipped" if "on_nan" in options else "uneven"], method=method, options=tuple(options.items()), K=3
+        )
+        for method in (offbeat.BP(M=3), offbeat.BP(M=3, pipelined=True))
+    )
+    assert str(train(pipelined)) == str(train(plain))  # losses that are not finite are equal, too
+
+
 def test_bp_with_two_replicas_equals_ddp_on_the_same_shares(tmp_path):
     torchrun(str(HERE / "replica_cases.py"), str(tmp_path), "ddp", nproc=2)
     expected = torch.load(tmp_path / "ddp.pt")

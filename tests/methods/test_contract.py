@@ -266,7 +266,8 @@ def test_staleness_of_2bw_is_one_also_in_stages_without_parameters():
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_that_hold_several_batches_on_stashed_weights_take_recompute(name):
     stages = stages_of(name)
-    stashed = {"pb": {"weights": "stash"}, "spectrain": {"version": 2}}.get(name, {})
+    several_held = {"bp": {"M": 4, "pipelined": True}, "pb": {"weights": "stash"}, "spectrain": {"version": 2}}
+    stashed = several_held.get(name, {})
     method = with_settings(name, stashed)
     several = max(method.held(k, stages) for k in range(1, stages + 1)) > 1
     assert ("recompute" in settings_of(name)) == (several and method.weights == "stash")

@@ -87,9 +87,11 @@ def test_without_a_batch_every_batch_is_an_update_and_a_warning_says_so():
         offbeat.LateGradients, match='method="auto" without batch=: M=1, every batch is an update, and gradients'
     ):
         auto = pipeline(method="auto")
-    by_hand = pipeline(method=offbeat.ADL1F1B(M=1, corrector="auto"))
+    by_hand = pipeline(method=offbeat.ADL1F1B(M=1, corrector="auto"), staleness_warmup=150)
+    assert auto.method == by_hand.method
     for x, y in batches():
         assert auto.step(x, y).equal(by_hand.step(x, y))
+    assert repr(auto).startswith("Pipeline(method=adl-1f1b (auto), K=3, M=1, staleness_warmup=150, engine=simulate")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pipeline(method="auto", M=2).method.M == 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +15,12 @@ from torch import nn
 
 import offbeat
 from offbeat.core import state as stage_state
+from offbeat.engines import MakeExecutor
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
 from offbeat.errors import UserError
+from offbeat.graphs.launch_queue import LaunchQueue
+from offbeat.graphs.recorded_stage import RecordedStage
 
 
 def chain(K: int, method: offbeat.Method | str = "adl", **options) -> offbeat.Pipeline:
@@ -28,7 +33,9 @@ def chain(K: int, method: offbeat.Method | str = "adl", **options) -> offbeat.Pi
     )
 
 
-def pipeline(method: offbeat.Method, engine: str = "simulate", *, dropout: bool = True, **options) -> offbeat.Pipeline:
+def pipeline(
+    method: offbeat.Method, engine: str | Simulate = "simulate", *, dropout: bool = True, **options
+) -> offbeat.Pipeline:
     """With BatchNorm, dropout (which is not recorded), momentum and a schedule: all that has to continue."""
     torch.manual_seed(0)
     model = convolutions(torch.float32)
@@ -42,7 +49,7 @@ def pipeline(method: offbeat.Method, engine: str = "simulate", *, dropout: bool 
         loss=nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s)),
-        engine=Streams(3, torch.device("cpu")) if engine == "streams" else Simulate(3),
+        engine={"streams": Streams(3, torch.device("cpu")), "simulate": Simulate(3)}.get(engine, engine),
         seed=3,
         **options,
     )
@@ -98,6 +105,70 @@ def test_the_switch_is_a_hand_over_of_a_saved_state(method):
     assert [stage.update_index for stage in pipe.stages.values()] == [
         stage.update_index for stage in late.stages.values()
     ]
+
+
+@pytest.mark.parametrize("M", [1, 3, 8])
+@pytest.mark.parametrize("window", ["count", "aligned"])
+def test_pipelined_back_propagation_is_back_propagation_bit_for_bit(M, window):
+    batches = images(20, torch.float32)
+    plain = pipeline(offbeat.BP(M=M, window=window))
+    losses = train(plain, batches[:7])
+    plain.drain()  # within a window
+    losses += train(plain, batches[7:])
+    for recompute, shuffle in ((False, None), (False, 1), (True, 2)):
+        method = offbeat.BP(M=M, window=window, pipelined=True, recompute=recompute)
+        pipe = pipeline(method, Simulate(3, shuffle=shuffle))
+        found = train(pipe, batches[:7])
+        pipe.drain()
+        assert found + train(pipe, batches[7:]) == losses
+        check_same_bits(bits(pipe), bits(plain))
+        assert pipe.staleness == plain.staleness
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.product(["plain", "pipelined", "streams"], repeat=2)])
+def test_a_state_within_a_window_is_that_of_one_batch_after_the_other(before, after):
+    batches = images(9, torch.float32)[:8]
+
+    def make(kind: str) -> offbeat.Pipeline:
+        method = offbeat.BP(M=4, pipelined=kind != "plain")
+        return pipeline(method, "streams" if kind == "streams" else "simulate", dropout=False)
+
+    whole = make("plain")
+    losses, expected = train(whole, batches), bits(whole)
+    for at in (1, 2, 3, 6):
+        pipe, again = make(before), make(after)
+        train(pipe, batches[:at])
+        states = pipe.stage_states()
+        assert not any(state["stage"]["in_flight"] or state["worker"]["messages"] for state in states.values())
+        again.load_stage_states(states, batches=at)
+        for each in (again, pipe):  # also the one that was saved continues
+            assert train(each, batches[at:]) == losses[at:], at
+            check_same_bits(bits(each), expected)
+
+
+def test_only_pipelined_windows_have_several_batches_in_flight():
+    pipe, batches = chain(4, offbeat.ADL1F1B(M=3), staleness_warmup=2), data(20)
+    held = []
+    for x, y in batches[:7]:
+        pipe.step(x, y)
+        held.append([len(stage.in_flight) for stage in pipe.stages.values()])
+    assert held == [[1, 1, 1, 0], [2, 2, 1, 0], [0, 0, 0, 0]] * 2 + [[1, 1, 1, 0]]  # then K-k batches
+
+
+class Recorded(Simulate):
+    """Records its stages as processes on GPUs do."""
+
+    def executor_maker(self, method: offbeat.Method) -> MakeExecutor:
+        return partial(RecordedStage, launch_queue=LaunchQueue())
+
+
+@pytest.mark.parametrize("M", [2, 3, 8])
+def test_rings_have_slots_for_all_batches_of_a_pipelined_window(M):
+    pipe, plain = (pipeline(offbeat.BP(M=M, pipelined=wanted), Recorded(3), dropout=False) for wanted in (True, False))
+    batches = images(24, torch.float32)[:-1]
+    assert train(pipe, batches) == train(plain, batches)
+    assert [worker.executor.irregular for worker in pipe.workers] == [0, 0, 0]
+    check_same_bits(bits(pipe), bits(plain))
 
 
 def test_correctors_do_nothing_in_the_warmup():

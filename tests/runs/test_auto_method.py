@@ -65,6 +65,9 @@ def test_without_samples_per_update_every_batch_is_an_update():
     with pytest.warns(offbeat.LateGradients, match="without batch_per_update=: M=1, every batch is an update"):
         found = make_recipe(**SMALL, K=3, method="auto")
     assert (found.method, found.M, found.batch_size, found.corrector) == ("adl-1f1b", 1, 32, "auto")
+    assert found.staleness_warmup == 150  # stage 1 is two updates late
+    late = make_recipe(**SMALL, K=3, method="auto", M=1, staleness_warmup=0)
+    assert not late.make_method().staleness_warmup
 
 
 def test_the_command_trains_and_resumes_what_was_chosen(offbeat, times):

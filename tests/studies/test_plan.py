@@ -348,6 +348,13 @@ def test_auto_is_planned_as_what_it_is(offbeat):
     assert slow["method"] == slow["recommendation"]["method"] == "adl"
     given = json.loads(done(offbeat(*MLP, "--method", "adl", "-M", 2, "--batch-per-update", 16, "--json")))
     assert (given["method"], given["M"], given["batch_size"]) == ("adl", 2, 8)
+    assert found["staleness_warmup"] == []
+    late = json.loads(done(offbeat(*MLP, "--method", "auto", "-M", 1, "--batch-per-update", 16, "--json")))
+    assert late["recommendation"]["staleness_warmup"] == [["bp", 150]]
+    (line,) = (line for line in late["advice"] if "staleness_warmup" in line)
+    assert re.fullmatch(
+        r"150 updates are trained by bp before .*: [\d.e+]+ ms per update, [\d.]+ times as long as a later one", line
+    )
 
 
 def test_the_text_fits_eighty_columns(offbeat, monkeypatch):
