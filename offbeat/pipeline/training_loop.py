@@ -116,7 +116,7 @@ class TrainingLoop:
         self.samples_per_second: float | None = None
 
     def agree(self, **options: Any) -> bool:
-        """Compare what the processes were given, with the other options; whether any of them has callbacks or evaluates.
+        """Compare what the processes were given, with options; whether any of them has callbacks or evaluates.
 
         Losses and requests to stop pass through all processes, so all of them take part where one has callbacks.
         """
@@ -150,9 +150,8 @@ class TrainingLoop:
         self.evaluates, self.every = bool(first["evaluate"]), first["every"]
         for callback in self.callbacks:
             if getattr(callback, "evaluated", False) and not self.evaluates:
-                raise UserError(
-                    f"callback {type(callback).__name__} without evaluations: give fit(evaluate=...), in the first process"
-                )
+                name = type(callback).__name__
+                raise UserError(f"callback {name} without evaluations: give fit(evaluate=...), in the first process")
         return self.evaluates or any(each["callbacks"] for each in found)
 
     @property
