@@ -251,12 +251,12 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 
 def refused(rank: int) -> list[str]:
-    """Callbacks that communicate, and functions that evaluate, in one process alone."""
+    """Callbacks that communicate, functions that evaluate, and other options, in one process alone."""
     texts = []
-    for options in ({"callbacks": [EMA()]}, {"evaluate": dict}):
+    for options in ({"callbacks": [EMA()]}, {"evaluate": dict}, {"epochs": 2}, {"drain": False}):
         pipe = pipeline()
         try:
-            pipe.fit(data(), 1, **(options if rank == 1 else {}))
+            pipe.fit(data(), **(options if rank == 1 else {}))
         except offbeat.UserError as error:
             texts.append(str(error))
         pipe.close()

@@ -83,7 +83,7 @@ class CheckpointEvery:
                 f"minutes={self.minutes:g} with replicas={pipe.replicas} in several processes, which would save after "
                 "different batches: give batches="
             )
-        if pipe.leads and self.requested is None and time.monotonic() - self.began >= 60 * self.minutes:
+        if pipe.leads and done > (self.requested or 0) and time.monotonic() - self.began >= 60 * self.minutes:
             earliest = done + pipe.method.reach(pipe.K, done) + pipe.method.notice(pipe.K)
             self.requested = -(-earliest // unit) * unit
             pipe.mark(self.requested)

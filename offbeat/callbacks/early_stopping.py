@@ -65,6 +65,8 @@ class EarlyStopping:
     (15, 4)
     """
 
+    evaluated = True
+
     def __init__(self, monitor: str = "loss", *, patience: int = 3, min_delta: float = 0.0, mode: Mode = "min") -> None:
         number(patience, "patience", "use a whole number of evaluations from 1 up", lambda n: n >= 1, whole=True)
         self.best, self.patience = Best(monitor, mode, min_delta), patience

@@ -34,7 +34,7 @@ class BestModel:
     >>> _ = layers.load_state_dict(best.weights)
     """
 
-    collective = True
+    collective = evaluated = True
 
     def __init__(self, monitor: str = "loss", *, mode: Mode = "min", path: str | Path | None = None) -> None:
         self.best, self.path = Best(monitor, mode), None if path is None else path_of(path)

@@ -78,6 +78,8 @@ class Calls:
     def __str__(self) -> str:
         if self.call is None:
             return UNKNOWN
+        if self.leaving.is_set():
+            return f"ended, after {self.call}"
         return str(self.call) if self.inside else f"none, after {self.call}"
 
     def close(self) -> None:
@@ -89,7 +91,9 @@ class Calls:
     def _publish(self) -> None:
         published = ""
         with contextlib.suppress(RuntimeError):  # the store ended with its process
-            while not self.leaving.wait(min(self.timeout / 4, LONGEST_PAUSE)):
+            leaving = False
+            while not leaving:
+                leaving = self.leaving.wait(min(self.timeout / 4, LONGEST_PAUSE))
                 if (now := str(self)) != published:
                     self.store.set(self._key(self.rank), now)
                     published = now

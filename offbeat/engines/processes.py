@@ -11,8 +11,9 @@ import atexit
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -348,7 +349,8 @@ class Processes:
             if "imed out" in str(error) and not self.aborted:
                 raise self.failures.timed_out() from error
             time.sleep(0.5)  # a neighbour of the lost stage knows the cause and is about to report it
-            raise self.failures.error(f"another stage is gone: {cause(error)}") from error
+            calls = f" ({self.calls.report()})" if math.isfinite(self.timeout) else ""
+            raise self.failures.error(f"another stage is gone: {cause(error)}{calls}") from error
 
     def _on_silence(self, rank: int) -> None:
         failures = self.failures
@@ -394,10 +396,12 @@ class Processes:
         A thread that is still inside gloo when the interpreter ends would abort the process as it wakes up.
         """
         atexit.unregister(self.close)
+        last = self.calls.call
         try:
             with self.guard():
                 self.settle()
         finally:
+            self.calls.call = last  # the one before, which tells the others more
             self._leave()
 
     def _leave(self) -> None:
@@ -406,9 +410,13 @@ class Processes:
             link.close(f"{STOPPED}, after {self.calls.call}" if self.calls.call else "")
         self.calls.close()
         self.heartbeat.close()
-        deadline = time.monotonic() + PARTING
-        for thread in [*(link.thread for link in links), *self.heartbeat.threads, *self.calls.threads]:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        threads = [*(link.thread for link in links), *self.heartbeat.threads, *self.calls.threads]
+        threads += self.sum.threads if self.sum is not None else []
+        join_all(threads, PARTING)
+        if any(thread.is_alive() for thread in threads):  # of a process that waits, or works, for longer
+            for group in (self.messages, self.collectives):
+                self._fail_waits(group, 1 if self.rank == 0 else 0)
+            join_all(threads, PARTING)
         if not self.open or not dist.is_initialized():
             return
         self.open = False
@@ -419,6 +427,13 @@ class Processes:
             dist.destroy_process_group(group)
         if self.joined:
             dist.destroy_process_group()
+
+
+def join_all(threads: Iterable[threading.Thread], seconds: float) -> None:
+    """Wait until all threads have ended, but at most that long."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class ProcessNormExchange:

@@ -97,6 +97,7 @@ class Callback:
 
     collective  True for a callback whose methods communicate between processes (`pipe.gather`, `pipe.evaluate`): `fit`
                 checks that every process has it
+    evaluated   True for a callback that needs evaluations: `fit` refuses it without `evaluate`
     saves       True for a callback that calls `pipe.save`: it is called after the others, so that a checkpoint has the
                 states of all of them after the same batch
 
@@ -113,6 +114,7 @@ class Callback:
     """
 
     collective = False
+    evaluated = False
     saves = False
 
     def on_step(self, step: TrainingStep) -> None:

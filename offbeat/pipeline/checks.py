@@ -79,7 +79,7 @@ def check_clipping(clip_norm: float | None, clip_over: ClipOver, method: Method)
         raise UserError(f"clip_norm={clip_norm!r}: use a number above 0, or None for no clipping")
     one_of(clip_over, ClipOver, "clip_over")
     if clip_over == "model" and clip_norm is None:
-        raise UserError("clip_over='model' without clip_norm: give clip_norm=, the largest norm")
+        raise UserError("clip_over='model' needs clip_norm=, the largest norm")
     if clip_over == "model" and method.feedback != "above":
         raise UserError(
             f"clip_over='model' with {method.name}, whose stages send no gradients down, which would carry norms: use "

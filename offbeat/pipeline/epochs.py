@@ -55,6 +55,8 @@ def steps(
             if local.loop and local.loop.stopped:
                 break
     if drain:
+        if local.found is not None and local.found.mode != "drained":  # all epochs were trained, and batches in flight
+            _make_stages(local, loader, epochs - 1)
         local.finish()
         local.gather()
 
@@ -103,6 +105,13 @@ def _read(local: LocalStages, loader: Loader | None, epoch: int, *, own_share: b
         local.assembled(batches.input_and_target(*ahead[0])[0])
         groups = chain([ahead], groups)
     yield from training.after(local.batches - begin, epoch, groups)
+
+
+def _make_stages(local: LocalStages, loader: Loader | None, epoch: int) -> None:
+    """Load the checkpoint that was found into stages, made with a batch that is not trained."""
+    with local.guard(computes=False):
+        sample = next(training.read_epoch(loader, epoch, 0)) if local.first else (None, None)
+        local.assembled(batches.input_and_target(*sample)[0] if local.first else None)
 
 
 def _split(local: LocalStages, groups: Iterator[Given]) -> Iterator[Given]:

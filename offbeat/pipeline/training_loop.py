@@ -38,7 +38,7 @@ def fit(
     """Train with callbacks and evaluation; the other options are those of `Pipeline.steps`."""
     loop = TrainingLoop(pipe, callbacks, epochs=epochs, evaluate=evaluate, evaluate_every=evaluate_every)
     with local.guard(computes=False):
-        observed = loop.agree()
+        observed = loop.agree(drain=drain, resume=options["resume"], first_epoch=options["first_epoch"])
     local.callback_states.begin(loop if observed else None, resume=options["resume"])
     if not observed:
         for _ in pipe.steps(loader, epochs, drain=drain, **options):
@@ -115,8 +115,8 @@ class TrainingLoop:
         self.ended = False
         self.samples_per_second: float | None = None
 
-    def agree(self) -> bool:
-        """Compare what the processes were given; whether any of them has callbacks or evaluates.
+    def agree(self, **options: Any) -> bool:
+        """Compare what the processes were given, with options; whether any of them has callbacks or evaluates.
 
         Losses and requests to stop pass through all processes, so all of them take part where one has callbacks.
         """
@@ -126,11 +126,15 @@ class TrainingLoop:
             "collective": [type(each).__name__ for each in self.callbacks if getattr(each, "collective", False)],
             "evaluate": given,
             "every": self.every,
+            "options": {"epochs": self.epochs, **options},
         }
         found = self.pipe.engine.exchange(mine)
         first = found[0]
         for rank, other in enumerate(found):
             where = f"but in the process of {stage_name(rank, self.pipe.K, self.pipe.replicas)}"
+            for name, here in first["options"].items():
+                if here != (there := other["options"][name]):
+                    raise UserError(f"fit() with {name}={here!r}, {where} {there!r}: give the same to all processes")
             here, there = (", ".join(each["collective"]) or "none" for each in (first, other))
             if here != there:
                 raise UserError(
@@ -144,6 +148,10 @@ class TrainingLoop:
                     "it, or a loader to the first"
                 )
         self.evaluates, self.every = bool(first["evaluate"]), first["every"]
+        for callback in self.callbacks:
+            if getattr(callback, "evaluated", False) and not self.evaluates:
+                name = type(callback).__name__
+                raise UserError(f"callback {name} without evaluations: give fit(evaluate=...), in the first process")
         return self.evaluates or any(each["callbacks"] for each in found)
 
     @property

@@ -116,10 +116,13 @@ def test_a_stop_after_an_evaluation_ends_at_the_epoch(processes):
 
 def test_what_communicates_in_one_process_alone_is_refused_in_all(processes):
     for found in processes:
-        callbacks, evaluate = found["refused"]
+        callbacks, evaluate, epochs, drain = found["refused"]
         assert "give the same ones to all processes" in callbacks
         assert "stage 2 EMA" in callbacks
         assert "give a function to all processes" in evaluate
+        there = "but in the process of stage 2"
+        assert epochs == f"fit() with epochs=1, {there} 2: give the same to all processes"
+        assert drain == f"fit() with drain=True, {there} False: give the same to all processes"
 
 
 def test_checkpoints_continue_with_the_same_bits(processes, tmp_path):
@@ -441,6 +444,20 @@ def test_early_stopping_waits_for_its_patience():
     assert (pipe.batches, stopping.best.value, stopping.best.batch) == (35, 2.0, 20)
     with pytest.raises(UserError, match="monitor='acc': the evaluation has no such number, use one of score"):
         pipeline().fit(data(), callbacks=[EarlyStopping("acc")], evaluate=scores(1.0))
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping(), BestModel()])
+def test_what_needs_evaluations_is_refused_without_them(callback):
+    expected = f"callback {type(callback).__name__} without evaluations: give fit"
+    with pytest.raises(UserError, match=expected):
+        pipeline().fit(data(), callbacks=[callback])
+
+
+def test_checkpoints_by_minutes_begin_again_with_another_pipeline(tmp_path):
+    every = CheckpointEvery(tmp_path, minutes=1e-9)
+    pipeline().fit(data(1), callbacks=[every])  # ends before the checkpoint
+    pipeline().fit(data(), 3, callbacks=[every])
+    assert list((tmp_path / "checkpoints").iterdir())
 
 
 def test_the_best_model_has_the_weights_of_the_best_evaluation(tmp_path):

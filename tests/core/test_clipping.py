@@ -141,5 +141,5 @@ def test_clipping_over_the_model_is_refused_where_norms_do_not_arrive():
         pipeline("dgl", M=None, clip_norm=1.0, clip_over="model")
     with pytest.raises(UserError, match="unknown clip_over='modle': did you mean 'model'"):
         pipeline(clip_norm=1.0, clip_over="modle")
-    with pytest.raises(UserError, match="clip_over='model' without clip_norm: give clip_norm="):
+    with pytest.raises(UserError, match="clip_over='model' needs clip_norm=, the largest norm"):
         pipeline(clip_over="model")

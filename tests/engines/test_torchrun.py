@@ -12,7 +12,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 import torchrun_script
 from preloaded import PYTHON
-from processes import ENVIRONMENT
+from processes import ENVIRONMENT, last_line, two_processes
 from torchrun_script import build, data, fingerprint, network, resumed, save_at
 
 from offbeat.checkpoint import ls
@@ -132,6 +132,45 @@ def test_a_shorter_loop_is_named_by_the_process_that_waits(tmp_path):
         r".*while stage 2 was in step \(torchrun_script.py:\d+\)",
         second["text"],
     )
+
+
+ALONE = """
+import torch, offbeat
+from offbeat.engines import processes
+
+processes.PARTING = 0.5
+layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
+pipe = offbeat.Pipeline(layers, 2, cuts=[1], loss=loss, optimizer=torch.optim.SGD)
+batches = [(torch.ones(1, 2), torch.ones(1, 2))] * 2
+"""
+FAILING = """
+class Fails:
+    def on_evaluate(self, step, result):
+        if step.pipe.last:
+            raise RuntimeError("mine")
+
+pipe.fit(batches, callbacks=[Fails()], evaluate=batches)
+"""
+ENDING = """
+pipe.step(*batches[0])
+if pipe.last:
+    pipe.gather()
+"""
+
+
+def test_a_process_that_fails_while_others_wait_together_ends_all_with_its_reason():
+    with two_processes(ALONE + FAILING) as started:
+        ends = [last_line(process) for process in started]
+    assert [process.returncode for process in started] == [1, 1], "not ended by a signal"
+    assert ends[0].endswith("StageLost: stage 2 failed: mine")
+    assert ends[1].endswith("RuntimeError: mine")
+
+
+def test_a_process_that_ends_while_another_waits_for_all_is_named():
+    with two_processes(ALONE + ENDING) as started:
+        ends = [process.communicate(timeout=90)[1].strip() for process in started]
+    assert ends[0] == ""
+    assert "(stage 1: ended, after step (<string>:10), stage 2: gather (<string>:12))" in ends[1].splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -140,6 +140,17 @@ def test_a_finished_fit_has_nothing_left_to_resume(tmp_path):
     assert second.batches == 69
 
 
+def test_a_checkpoint_after_the_last_epoch_is_completed_by_a_resumed_fit(tmp_path):
+    whole, saved, again = build(), build(), build()
+    whole.fit(DATA, 2)
+    saved.fit(DATA, 2, drain=False)
+    saved.save(tmp_path)
+    again.load(tmp_path)
+    again.fit(DATA, 2, resume=True)
+    assert again.batches == 2 * len(DATA)
+    assert same(again.model, whole.model)
+
+
 def test_a_drained_checkpoint_continues_as_after_a_drain(tmp_path):
     whole, first, second = build(), build(), build()
     for x, y in DATA[:9]:
