@@ -64,6 +64,7 @@ class Calls:
         self.call: Call | None = None  # the present one, or the last
         self.inside = 0  # calls that are open, one inside the other
         self.leaving = threading.Event()
+        self.publishes = True
         self.threads: list[threading.Thread] = []
         if math.isfinite(timeout):
             self.threads = [threading.Thread(target=self._publish, name="offbeat-calls", daemon=True)]
@@ -82,7 +83,9 @@ class Calls:
             return f"ended, after {self.call}"
         return str(self.call) if self.inside else f"none, after {self.call}"
 
-    def close(self) -> None:
+    def close(self, *, publish: bool) -> None:
+        """End; publish: whether to tell the store, which may have ended with its process."""
+        self.publishes = publish
         self.leaving.set()
 
     def _key(self, rank: int) -> str:
@@ -94,7 +97,7 @@ class Calls:
             leaving = False
             while not leaving:
                 leaving = self.leaving.wait(min(self.timeout / 4, LONGEST_PAUSE))
-                if (now := str(self)) != published:
+                if self.publishes and (now := str(self)) != published:
                     self.store.set(self._key(self.rank), now)
                     published = now
 

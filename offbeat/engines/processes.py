@@ -408,7 +408,7 @@ class Processes:
         links, self.links = self.links, []
         for link in links:
             link.close(f"{STOPPED}, after {self.calls.call}" if self.calls.call else "")
-        self.calls.close()
+        self.calls.close(publish=self.failures.store_answers)
         self.heartbeat.close()
         threads = [*(link.thread for link in links), *self.heartbeat.threads, *self.calls.threads]
         threads += self.sum.threads if self.sum is not None else []
