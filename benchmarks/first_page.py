@@ -209,7 +209,7 @@ def cpu_rows(found: Records) -> list[Cells]:
     return lines
 
 
-SHOWN = ("resnet56-adl-1f1b-k8-m4-sc", "resnet18-adl-k8-m4")  # rows of reproductions
+SHOWN = ("resnet56-adl-1f1b-k8-m4-sc",)  # rows of reproductions
 
 
 def bp_beside(found: Records, record: Record, row: Record) -> list[float]:
@@ -245,11 +245,16 @@ def error_rows(found: Records) -> list[Cells]:
     return lines
 
 
+LANGUAGE_MODEL = "gpt"  # of the rows of networks and of times to a loss
+
+
 def slow_network_rows(found: Records) -> list[Cells]:
     """ADL over slow lines against the best synchronous pipeline and DDP, at equal samples per update."""
     profile, lines = results_network.AIMED, []
     for record in found.values():
         rows, (network_, *_) = results_network.rows_of(record), record["settings"]["networks"]
+        if network_["name"] != LANGUAGE_MODEL:
+            continue
         rate = next(one for one in results_network.profiles_of(record) if one.name == profile)
         for kind, title in (
             (results_network.SYNCHRONOUS, "the best synchronous pipeline"),
@@ -264,11 +269,10 @@ def slow_network_rows(found: Records) -> list[Cells]:
                 / median(results_network.by_round(record, network_["name"], profile, name).values())
                 for name in ("adl", best)
             )
-            name = "a GPT" if network_["name"] == "gpt" else network(network_["name"])
             lines.append(
                 [
                     "samples per second",
-                    f"{name}, K={record['settings']['K']}, lines of {rate.rate / 1e6:g} Mbit/s and "
+                    f"a GPT, K={record['settings']['K']}, lines of {rate.rate / 1e6:g} Mbit/s and "
                     f"{1e3 * rate.delay:g} ms; {results_network.rounds_of(record)}",
                     f"{ours:.1f}",
                     f"{title}, same samples per update: {theirs:.1f}",
@@ -284,17 +288,16 @@ def until_rows(found: Records) -> list[Cells]:
     for record in found.values():
         exact = until_table.fastest(until_table.synchronous(record))
         late = until_table.fastest(until_table.late(record))
-        if exact is None or late is None:
+        if exact is None or late is None or not record["settings"]["model"].startswith(LANGUAGE_MODEL):
             continue
         first, second = until_table.seconds(exact), until_table.seconds(late)
         assert first is not None
         assert second is not None
         given = record["settings"]
-        model = network(given["model"].partition(":")[0].replace("gpt", "a GPT"))
         lines.append(
             [
                 "time to a loss",
-                f"{model}, K={given['K']}, until {until_table.target(record)}; one run",
+                f"a GPT, K={given['K']}, until {until_table.target(record)}; one run",
                 f"{duration(second)} with {late['optimizer']}",
                 f"{exact['title']} with {exact['optimizer']}: {duration(first)}",
                 f"{first / second:.2f} times as fast",
@@ -303,8 +306,7 @@ def until_rows(found: Records) -> list[Cells]:
     return lines
 
 
-LANGUAGE_ROWS = (  # of the GPT with late gradients: the recommended optimizer, and the usual one with a longer delay
-    "muon-adl-1f1b-k12-m16-corrected-double-rate",
+LANGUAGE_ROWS = (  # a long delay with the recommended optimizer and a synchronous start, a shorter one with AdamW
     "muon-adl-1f1b-k12-m1-corrected-warmup-double-rate",
     "adamw-adl-1f1b-k12-m4-corrected-double-rate",
 )

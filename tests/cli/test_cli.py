@@ -28,7 +28,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # beside SMALL;
     "engine": (("--engine", "simulator"), ("simulator", "did you mean 'simulate'")),
     "weights": (("--weights", "stahs"), ("stahs", "did you mean 'stash'")),
     "clip over": (("--clip-norm", "1", "--clip-over", "modle"), ("modle", "did you mean 'model'")),
-    "clip over without a norm": (("--clip-over", "model"), ("--clip-over model", "give --clip-norm")),
+    "clip over without a norm": (("--clip-over", "model"), ("--clip-over model needs --clip-norm",)),
     "clip over local losses": (
         ("--method", "dgl", "--clip-norm", "1", "--clip-over", "model"),
         ("--clip-over model with dgl", "use --clip-over stage"),

@@ -22,7 +22,7 @@ STASHED = {
     "spectrain": {"version": 2},
 }  # the settings with which a method has stashed weights
 TAKING = [name for name in METHODS if "recompute" in settings_of(name)]
-LATE = [name for name in TAKING if METHODS[name]().workers == 1 and name != "gpipe"]
+LATE = [name for name in TAKING if METHODS[name]().workers == 1 and name not in ("bp", "gpipe")]
 
 
 class Block(nn.Module):
