@@ -245,63 +245,55 @@ def error_rows(found: Records) -> list[Cells]:
     return lines
 
 
-LANGUAGE_MODEL = "gpt"  # of the rows of networks and of times to a loss
+LANGUAGE_MODEL = "gpt"  # of the row of slow networks and of the note on the time to a loss
 
 
 def slow_network_rows(found: Records) -> list[Cells]:
     """ADL over slow lines against the best synchronous pipeline and DDP, at equal samples per update."""
     profile, lines = results_network.AIMED, []
+    others = {results_network.SYNCHRONOUS: "the best synchronous pipeline", results_network.DDP: "DDP"}
     for record in found.values():
-        rows, (network_, *_) = results_network.rows_of(record), record["settings"]["networks"]
-        if network_["name"] != LANGUAGE_MODEL:
+        settings, rows = record["settings"], results_network.rows_of(record)
+        if LANGUAGE_MODEL not in (one["name"] for one in settings["networks"]):
             continue
-        rate = next(one for one in results_network.profiles_of(record) if one.name == profile)
-        for kind, title in (
-            (results_network.SYNCHRONOUS, "the best synchronous pipeline"),
-            (results_network.DDP, "DDP"),
-        ):
-            alike = [row for row in rows if results_network.kind_of(row) == kind]
-            best = results_network.fastest(record, network_["name"], profile, alike)
-            if best is None:
-                continue
-            ours, theirs = (
-                record["settings"]["samples_per_update"]
-                / median(results_network.by_round(record, network_["name"], profile, name).values())
-                for name in ("adl", best)
-            )
-            lines.append(
-                [
-                    "samples per second",
-                    f"a GPT, K={record['settings']['K']}, lines of {rate.rate / 1e6:g} Mbit/s and "
-                    f"{1e3 * rate.delay:g} ms; {results_network.rounds_of(record)}",
-                    f"{ours:.1f}",
-                    f"{title}, same samples per update: {theirs:.1f}",
-                    f"{ours / theirs:.2f} times as fast",
-                ]
-            )
+        line = next(one for one in results_network.profiles_of(record) if one.name == profile)
+
+        def speed(row: str, record: Record = record) -> float:
+            seconds = results_network.by_round(record, LANGUAGE_MODEL, profile, row).values()
+            return float(record["settings"]["samples_per_update"] / median(seconds))
+
+        alike = {kind: [row for row in rows if results_network.kind_of(row) == kind] for kind in others}
+        best = {kind: results_network.fastest(record, LANGUAGE_MODEL, profile, alike[kind]) for kind in others}
+        speeds, ours = {kind: speed(row) for kind, row in best.items() if row is not None}, speed("adl")
+        lines.append(
+            [
+                "samples per second",
+                f"a GPT, K={settings['K']}, lines of {line.rate / 1e6:g} Mbit/s and {1e3 * line.delay:g} ms, same "
+                f"samples per update; {results_network.rounds_of(record)}",
+                f"{ours:.1f}",
+                ", ".join(f"{others[kind]}: {value:.1f}" for kind, value in speeds.items()),
+                f"{' and '.join(f'{ours / value:.2f}' for value in speeds.values())} times as fast",
+            ]
+        )
     return lines
 
 
-def until_rows(found: Records) -> list[Cells]:
-    """The fastest row with late gradients against the fastest synchronous one, to a loss or an error."""
+def until_notes(found: Records) -> list[str]:
+    """The fastest row with late gradients against the fastest synchronous one, to a loss of a language model."""
     lines = []
     for record in found.values():
         exact = until_table.fastest(until_table.synchronous(record))
         late = until_table.fastest(until_table.late(record))
         if exact is None or late is None or not record["settings"]["model"].startswith(LANGUAGE_MODEL):
             continue
-        first, second = until_table.seconds(exact), until_table.seconds(late)
-        assert first is not None
-        assert second is not None
-        given = record["settings"]
+        times = [
+            f"{one['title']} with {one['optimizer']} {duration(until_table.seconds(one))}" for one in (exact, late)
+        ]
         lines.append(
-            [
-                "time to a loss",
-                f"a GPT, K={given['K']}, until {until_table.target(record)}; one run",
-                f"{duration(second)} with {late['optimizer']}",
-                f"{exact['title']} with {exact['optimizer']}: {duration(first)}",
-                f"{first / second:.2f} times as fast",
-            ]
+            point(
+                f"Time until a {until_table.target(record)} of a GPT, K={record['settings']['K']}, one run on fast "
+                f"links: {', '.join(times)}."
+            )
         )
     return lines
 
@@ -383,9 +375,8 @@ def table() -> str:
         *gpu_rows(records("gpu")),
         *cpu_rows(benches),
         *slow_network_rows(records("network")),
-        *until_rows(records("until")),
         *error_rows(again),
         *short_row(compared),
         *language_rows(again),
     ]
-    return "\n".join([markdown(HEAD, rows), "", *notes(benches, again)])
+    return "\n".join([markdown(HEAD, rows), "", *notes(benches, again), *until_notes(records("until"))])

@@ -25,6 +25,7 @@ from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded, UserError
 from offbeat.graphs import join as joining
 from offbeat.graphs import recorder
+from offbeat.graphs.device_counters import DeviceCounters
 from offbeat.graphs.device_guard import CHECK_INTERVAL
 from offbeat.graphs.launch_queue import RecordedOperation
 from offbeat.graphs.recorded_stage import RecordedStage
@@ -440,6 +441,30 @@ def test_ticks_of_a_chain_are_launched_several_at_once_in_any_order(monkeypatch,
     assert launches or not several
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_stage_is_not_further_ahead_of_its_neighbours_than_its_slots_allow(monkeypatch, seed):
+    """The stage before the last has fewer slots than there are turns in a launch."""
+    capture(monkeypatch, seed)
+    stages, trained = 9, []
+    given = torch.Generator().manual_seed(7)
+    data = [(torch.randn(3, 4, generator=given), torch.randint(4, (3,), generator=given)) for _ in range(80)]
+    for engine in ("simulate", Streams(stages, CPU)):
+        torch.manual_seed(0)
+        pipe = offbeat.Pipeline(
+            [nn.Linear(4, 4) for _ in range(stages)],
+            method=offbeat.ADL1F1B(M=1),
+            loss=nn.functional.cross_entropy,
+            optimizer=lambda p: sgd(p, fused=True),
+            engine=engine,
+        )
+        losses = [pipe.step(x.clone(), y.clone()) for x, y in data]
+        pipe.drain()
+        trained.append([loss.item().hex() for loss in losses])
+    slots = [stage.slots.ring.slots for stage in recorded(pipe)]
+    assert slots[-2] < pipe.engine.launch_queue.together
+    assert trained[0] == trained[1]
+
+
 @pytest.mark.parametrize("weights", ["stash", pytest.param("hybrid", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("corrector", ["lwp+sc", "lwp:form=weight:fraction=0.5", "t1:power=1+lookahead+sc:extra=1"])
 def test_predicted_weights_are_recorded_and_launched_with_the_other_work(monkeypatch, corrector, weights):
@@ -696,6 +721,19 @@ def test_a_pipeline_that_has_trained_can_be_loaded_too():
 
 def _copied(tree):
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, tree)
+
+
+def test_counters_name_the_first_that_is_not_finite_until_they_are_cleared():
+    counters, good, bad = DeviceCounters(CPU), torch.ones(3), torch.tensor([1.0, math.nan])
+    for gradients in ([good], [good, bad], [good], [bad]):
+        counters.gradients(gradients)
+    counters.loss(torch.tensor(math.inf), torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+    assert counters.now() == [1, 2]
+    assert torch.equal(good, torch.ones(3))
+    counters.clear()
+    counters.gradients([good])
+    counters.loss(torch.tensor(1.0), torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+    assert counters.now() == [None, None]
 
 
 @pytest.mark.parametrize("far", [3, CHECK_INTERVAL + 7])
