@@ -11,7 +11,7 @@ graph, which the device runs at the same time:
 
 With a smaller lag a gradient would be too late for that. Then all stages do the same turn in one tick, and each
 forward waits for the one below: only backwards and updates overlap. So several ticks are launched at once, in which no
-stage waits for more than it uses and for its neighbours' turn before the last (MAX_LEAD in ring.py):
+stage waits for more than it uses:
 
     stage 1   F0 B U F1 B U F2 B U F3 B U               four ticks of one launch
     stage 2      F0 B U F1 B U F2 B U F3 B U
@@ -215,15 +215,16 @@ class Ticks(Deferring):
         """What waits for what, in ticks of the branches of all stages.
 
         The operations of a branch wait for each other, and for those of the same stage in the tick before. In a chain,
-        forwards also wait for the stage below, backwards for the stage above in the tick before, and all for both
-        neighbours in the tick before that.
+        forwards also wait for the stage below, and backwards for the stage above in the tick before. So a slot with
+        room for lag + MAX_LEAD batches is written again only after its readers: the backward of a batch follows its
+        forward above, which reads the output, and the forward below that follows the backward that reads the gradient.
         """
         nodes: joining.Nodes = []
         last: dict[tuple[int, int], list[int]] = defaultdict(list)  # nodes that end a tick of a stage
         forwarded, backwarded = last.copy(), last.copy()  # and those that end its last forward and backward in it
         for tick, branches in enumerate(ticks):
             for rank, branch in enumerate(branches):
-                before = [*last[tick - 1, rank], *last[tick - 2, rank - 1], *last[tick - 2, rank + 1]]
+                before = last[tick - 1, rank]
                 for operation in branch:
                     if self.chained and operation.kind == "forward":
                         before = before + (forwarded[tick, rank - 1] or last[tick - 1, rank - 1])
