@@ -130,6 +130,16 @@ class Method:
             raise UserError(f"recompute={self.recompute!r}: use stage numbers from 1 up, or leave it out")
         object.__setattr__(self, "recompute", tuple(sorted(set(stages))))
 
+    @property
+    def holds_several(self) -> bool:
+        """Whether a stage may have several batches between forward and backward.
+
+        >>> from offbeat.methods import ADL, BP
+        >>> ADL().holds_several, BP(M=4).holds_several, BP(M=4, pipelined=True).holds_several
+        (True, False, True)
+        """
+        return bool(self.lag(1, 2) or self.pipelined or self.m > 1 or self.workers > 1 or self.order)
+
     def _check_declaration(self) -> None:
         """Raise an error for settings that no engine can combine."""
         late = self.lag(1, 2) > 0
@@ -142,6 +152,7 @@ class Method:
                 f'recompute needs weights="stash", not {self.weights!r}: use that, or leave out recompute',
             ),
             (self.recompute and self.head is not None, "a stage with a head holds a single batch: leave out recompute"),
+            (self.recompute and not self.holds_several, "its stages hold a single batch: leave out recompute"),
             (
                 self.pipelined and (late or self.barrier or self.m > 1 or self.order or self.feedback != "above"),
                 "only whole batches whose gradients come from above without a lag can be pipelined",

@@ -43,7 +43,7 @@ def BP(  # noqa: N802
     """Back-propagation; with M > 1 the mean of M gradients makes one update.
 
     Without a lag the weights cannot change between a forward and its backward, so `weights` makes no difference.
-    `recompute` makes one with `pipelined` alone: otherwise a stage holds a single graph, and uses it at once.
+    `recompute` needs `pipelined`: otherwise a stage holds a single graph, and uses it at once.
 
     >>> [" ".join(map(str, iteration)) for iteration in BP(M=2).program(1, 1, range(3))]
     ['F0 B0', 'F1 B1 U', 'F2 B2', 'U']

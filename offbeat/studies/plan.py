@@ -416,9 +416,10 @@ class Kept:
 def recompute_to_fit(method: Method, K: int, costs: Profile, limit: float | None, pinned: Sequence[int] = ()) -> Method:
     """The method with `recompute` in the fewest stages that fit the memory limit; in all if even that does not fit.
 
-    It stays as it is if it fits, if it recomputes already, or if its weights are not stashed.
+    It stays as it is if it fits, if it recomputes already, if its stages hold a single batch, or if its weights are not
+    stashed.
     """
-    takes = method.name in METHODS and "recompute" in settings_of(method.name)
+    takes = method.name in METHODS and "recompute" in settings_of(method.name) and method.holds_several
     if limit is None or method.recompute or method.weights != "stash" or not takes:
         return method
     every = replace(method, recompute=True)

@@ -94,6 +94,12 @@ def test_every_late_method_gives_the_same_bits(monkeypatch, name, K):
     assert {k: done.count(k) for k in range(1, K + 1)} == {**dict.fromkeys(range(1, K), N), K: 0}
 
 
+def test_a_method_whose_stages_hold_a_single_batch_is_refused():
+    with pytest.raises(offbeat.UserError, match="method bp: its stages hold a single batch: leave out recompute"):
+        offbeat.BP(M=4, recompute=True)
+    assert offbeat.BP(M=4, pipelined=True, recompute=True).recompute
+
+
 @pytest.mark.parametrize("name", ["asgd", "dc-asgd"])
 def test_workers_that_take_turns_give_the_same_bits(monkeypatch, name):
     done = repeats(monkeypatch)
