@@ -9,8 +9,8 @@ groups of M that share the memory of one version, and the groups go round:
                      version   0  0  1  1  2  2  0  0  1      (ceil(3/2) + 1 = 3 are alive at once)
 
 A slot is used again after the backward of its batch, when the neighbours have read what it last gave them: they are at
-most `MAX_LEAD` turns later (see ticks.py), and read a gradient `unused` turns after it was made. Where several turns
-are launched at once, batches and targets are copied into their slots before all of them, and losses are read after all
+most `MAX_LEAD` turns later, and read a gradient `unused` turns after it was made. Within a launch of several turns they
+may be later, but what each operation waits for implies the same (see ticks.py). There, batches and targets are copied into their slots before all of them, and losses are read after all
 of them: the first and the last stage have slots for that. The rings of all stages divide a common period, after which
 everything recurs, also which slot gives to which. So some stages have more slots than they need (the records of
 benchmarks/gpu.py have how many more).
