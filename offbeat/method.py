@@ -152,7 +152,6 @@ class Method:
                 f'recompute needs weights="stash", not {self.weights!r}: use that, or leave out recompute',
             ),
             (self.recompute and self.head is not None, "a stage with a head holds a single batch: leave out recompute"),
-            (self.recompute and not self.holds_several, "its stages hold a single batch: leave out recompute"),
             (
                 self.pipelined and (late or self.barrier or self.m > 1 or self.order or self.feedback != "above"),
                 "only whole batches whose gradients come from above without a lag can be pipelined",

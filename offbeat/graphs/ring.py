@@ -10,10 +10,10 @@ groups of M that share the memory of one version, and the groups go round:
 
 A slot is used again after the backward of its batch, when the neighbours have read what it last gave them: they are at
 most `MAX_LEAD` turns later, and read a gradient `unused` turns after it was made. Within a launch of several turns they
-may be later, but what each operation waits for implies the same (see ticks.py). There, batches and targets are copied into their slots before all of them, and losses are read after all
-of them: the first and the last stage have slots for that. The rings of all stages divide a common period, after which
-everything recurs, also which slot gives to which. So some stages have more slots than they need (the records of
-benchmarks/gpu.py have how many more).
+may be later, but what each operation waits for implies the same (see ticks.py). There, batches and targets are copied
+into their slots before all of them, and losses are read after all of them: the first and the last stage have slots for
+that. The rings of all stages divide a common period, after which everything recurs, also which slot gives to which. So
+some stages have more slots than they need (the records of benchmarks/gpu.py have how many more).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ are the same bit for bit, stages wait only at the ends of a window, and a stage 
 
 from __future__ import annotations
 
+from offbeat.errors import UserError
 from offbeat.method import Method, Recompute, Weights
 from offbeat.methods import lags
 from offbeat.ops import WindowRule
@@ -50,6 +51,8 @@ def BP(  # noqa: N802
     >>> [" ".join(map(str, iteration)) for iteration in BP(M=2, pipelined=True).program(1, 2, range(3))]
     ['F0', 'F1 B0 B1 U', 'F2', 'B2 U']
     """
+    if recompute and not pipelined:
+        raise UserError("method bp: recompute needs pipelined: set that, or leave out recompute")
     return Method(
         name="bp",
         title="back-propagation",

@@ -95,7 +95,7 @@ def test_every_late_method_gives_the_same_bits(monkeypatch, name, K):
 
 
 def test_a_method_whose_stages_hold_a_single_batch_is_refused():
-    with pytest.raises(offbeat.UserError, match="method bp: its stages hold a single batch: leave out recompute"):
+    with pytest.raises(offbeat.UserError, match="method bp: recompute needs pipelined"):
         offbeat.BP(M=4, recompute=True)
     assert offbeat.BP(M=4, pipelined=True, recompute=True).recompute
 

@@ -542,7 +542,7 @@ RECOMPUTING = [name for name in ALIKE if "recompute" in settings_of(name)]
 def test_forwards_are_repeated_by_the_recorded_backward_with_the_same_bits(monkeypatch, name, captured):
     if captured:
         capture(monkeypatch, 1)
-    stashed = {"pb": {"weights": "stash"}, "spectrain": {"version": 2}}.get(name, {})
+    stashed = {"pb": {"weights": "stash"}, "spectrain": {"version": 2}, "bp": {"pipelined": True}}.get(name, {})
     method = with_settings(name, {**stashed, "recompute": True})
     optimizer = partial(sgd, fused=True)
     pipe = check_same(method, drains=(14,), optimizer=optimizer, data=lambda: batches(40))
