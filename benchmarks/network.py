@@ -216,12 +216,13 @@ def time_on_line(group: Group, hosts: Hosts, profile: Profile, *, seconds: float
         before, began = hosts.counters(), time.monotonic()
         answers = group.ask(run=updates)
         after, wall = hosts.counters(), time.monotonic() - began
-        if updates > 1 or wall > seconds:
+        update = max(answer["seconds"] for answer in answers)
+        if updates > 1 or update > seconds:
             break
-        updates = updates_within(seconds, max(answer["seconds"] for answer in answers))
+        updates = updates_within(seconds, update)
     lines = profile.name != LOOPBACK
     return {
-        "seconds": max(answer["seconds"] for answer in answers),
+        "seconds": update,
         "idle": 1 - sum(answer["busy"] / answer["seconds"] for answer in answers) / len(answers),
         "updates": answers[0]["updates"],
         "bytes": (after["bytes"] - before["bytes"]) / answers[0]["updates"] if lines else None,

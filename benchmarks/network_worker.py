@@ -87,9 +87,9 @@ class NetworkWorker:
         os.environ["GLOO_SOCKET_IFNAME"] = start["interface"]
         dist.init_process_group("gloo", init_method=f"file://{start['store']}", rank=self.rank, world_size=self.K)
         self.steps = self.row.parts if self.row.late else 1
-        self.fill, self.outer_step = 2, None
+        self.fill, self.outer_step = 0, None
         self.step = self._build()
-        for _ in range(self.fill):
+        for _ in range(self.fill or 2):
             self.step()
 
     def _task(self, samples: int) -> Task:
@@ -122,12 +122,18 @@ class NetworkWorker:
             engine="processes",
             messages=row.messages,
         )
-        self.fill = -(-(method.fill(self.K) + 2) // self.steps) * self.steps  # whole updates
+        if row.late:
+            self.fill = -(-(method.fill(self.K) + 2) // self.steps) * self.steps  # whole updates
         return lambda: pipe.step(task.x, task.y)
 
     def on_run(self, updates: int) -> dict[str, Any]:
-        """Seconds per update; of local SGD with its share of an outer step. `updates`: whose bytes were sent."""
-        seconds, busy = (self.steps * value for value in timed(self.step, 0, updates * self.steps))
+        """Seconds per update; of local SGD with its share of an outer step. `updates`: whose bytes were sent.
+
+        Between two runs all stages stop at the same batch. A late method first runs until its stages are as far apart
+        as in training, which on a slow line takes as long as several batches.
+        """
+        seconds, busy = (self.steps * value for value in timed(self.step, self.fill, updates * self.steps))
+        updates += self.fill // self.steps
         if self.outer_step is not None:
             outer, outer_busy = timed(self.outer_step, 0, 1)
             seconds, busy, updates = seconds + outer / INNER_STEPS, busy + outer_busy / INNER_STEPS, INNER_STEPS

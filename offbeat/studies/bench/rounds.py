@@ -277,8 +277,11 @@ class Bench:
 
     def _warm_up(self, row: BenchRow) -> int:
         """Batches that are not timed. Stages that do not wait for each other need two: each then is as far ahead of
-        the next as the buffered messages allow."""
-        return 1 if self.found[row.name]["exact"] else 2
+        the next as the buffered messages allow. Across machines messages are under way meanwhile: they need as many as
+        fill the pipeline."""
+        if self.found[row.name]["exact"]:
+            return 1
+        return 2 + (method_of(row, self.setting, self.groups[row.name].m).fill(self.setting.K) if joined_group() else 0)
 
     def _timed(self, row: BenchRow, batches: int) -> int:
         """One worker takes as long for one batch as K workers for K batches; a GPU takes milliseconds."""
