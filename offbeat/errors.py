@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
+
+INSIDE = ("offbeat", "torch", "contextlib")  # modules between the line of a caller and a warning
 
 
 class UserError(ValueError):
@@ -199,6 +202,22 @@ def number(value: Any, meaning: str, allowed: str, fits: Callable[[float], bool]
 def earliest(found: Iterable[NotFinite]) -> NotFinite:
     """The likely cause of several values that are not finite: the one whose last batch is the earliest."""
     return min(found, key=lambda error: max(error.batches))
+
+
+def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn with the line that called the package, however deep the warning is inside of it.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as found:
+    ...     warnings.simplefilter("always")
+    ...     warn_caller("the loss is not finite")
+    >>> found[0].filename == __file__
+    False
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
 
 
 def first_line(error: BaseException) -> str:

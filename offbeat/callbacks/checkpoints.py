@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-import warnings
 from pathlib import Path
 
 from offbeat.checkpoint import CheckpointFailed
-from offbeat.errors import UserError, number
+from offbeat.errors import UserError, number, warn_caller
 from offbeat.pipeline import Pipeline
 from offbeat.pipeline.callback import TrainingStep
 from offbeat.pipeline.checks import path_of
@@ -93,4 +92,4 @@ class CheckpointEvery:
         try:
             pipe.save(self.folder, keep=self.keep)
         except CheckpointFailed as error:
-            warnings.warn(f"no checkpoint after batch {pipe.batches - 1}: {error}", stacklevel=2)
+            warn_caller(f"no checkpoint after batch {pipe.batches - 1}: {error}")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import importlib
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from os import SEEK_END
 from pathlib import Path
 from typing import Any, TextIO
 
-from offbeat.errors import PackageMissing, number, require
+from offbeat.errors import PackageMissing, number, require, warn_caller
 from offbeat.pipeline.callback import TrainingStep
 from offbeat.pipeline.checks import path_of, writing
 
@@ -211,6 +210,6 @@ def installed(module: str, *, package: str, user: str) -> Any:
     try:
         require([package], f"nothing is logged: {user} needs")
     except PackageMissing as error:
-        warnings.warn(str(error), stacklevel=3)
+        warn_caller(str(error))
         return None
     return importlib.import_module(module)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from offbeat.core.weights import Tensors, replacements
-from offbeat.errors import NotCompiled, first_line
+from offbeat.errors import NotCompiled, first_line, warn_caller
 
 BACKEND = "inductor"
 CompiledCall = Callable[[Tensors, tuple[Any, ...]], Any]
@@ -54,7 +54,7 @@ class Compiled:
 
     def _refuse(self, reason: str) -> None:
         self.refused, self.run = reason, None
-        warnings.warn(f"stage {self.k} is not compiled and runs as it is: {reason}", NotCompiled, stacklevel=3)
+        warn_caller(f"stage {self.k} is not compiled and runs as it is: {reason}", NotCompiled)
 
 
 def _compile(function: Callable[..., Any]) -> CompiledCall:

@@ -8,7 +8,6 @@ module's own. What cannot be traced, or has nothing to join, runs as it is.
 from __future__ import annotations
 
 import operator
-import warnings
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from offbeat.core.weights import Tensors, replacements
-from offbeat.errors import NotFused, first_line
+from offbeat.errors import NotFused, first_line, warn_caller
 from offbeat.kernels.batch_norm import norm
 from offbeat.kernels.conv3x3 import convolution, narrow
 
@@ -42,7 +41,7 @@ class Fused:
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
-        warnings.warn(f"stage {self.k} is not fused and runs as it is: {reason}", NotFused, stacklevel=4)
+        warn_caller(f"stage {self.k} is not fused and runs as it is: {reason}", NotFused)
 
     def _trace(self) -> None:
         try:

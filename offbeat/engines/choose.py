@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,7 @@ from offbeat.engines.devices import present
 from offbeat.engines.processes import TIMEOUT, Processes, available
 from offbeat.engines.simulate import Simulate
 from offbeat.engines.streams import Streams
-from offbeat.errors import NotRecorded, UserError, unknown
+from offbeat.errors import NotRecorded, UserError, unknown, warn_caller
 from offbeat.method import Method
 
 if TYPE_CHECKING:
@@ -63,5 +62,5 @@ def choose_engine(
         return Streams(K, present(device))
     if name == "streams":
         reason = f"{method.name} {not_recorded}: its stages are not recorded and run one after the other"
-        warnings.warn(reason, NotRecorded, stacklevel=4)
+        warn_caller(reason, NotRecorded)
     return Simulate(K, replicas=replicas)

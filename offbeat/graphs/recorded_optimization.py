@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from offbeat.core.descriptions import USER_CODE_ERRORS
 from offbeat.core.optimization import EagerOptimization
 from offbeat.core.weights import Work
 from offbeat.core.window import FixedSums, GradientWindow
-from offbeat.errors import NotRecorded, first_line
+from offbeat.errors import NotRecorded, first_line, warn_caller
 from offbeat.graphs.device_guard import DeviceGuard
 from offbeat.graphs.launch_queue import LaunchQueue, RecordedOperation
 from offbeat.graphs.recorder import Recorder
@@ -102,7 +101,7 @@ class RecordedOptimization:
     def _warn(self, reason: str) -> None:
         if self.recorder.captures:
             text = f"updates are not recorded, so that stages wait for them: {reason}"
-            warnings.warn(text, NotRecorded, stacklevel=3)
+            warn_caller(text, NotRecorded)
 
     def _why_not_recordable(self) -> str | None:
         """Why an update is not the same tensor work every time; the learning rate has to be on the device."""

@@ -14,7 +14,6 @@ from time to time, and by `settle`, which waits.
 from __future__ import annotations
 
 import gc
-import warnings
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ from offbeat.core.optimization import EagerOptimization
 from offbeat.core.stage import Stage
 from offbeat.core.weights import Stash, Version, Work
 from offbeat.core.window import FixedSums
-from offbeat.errors import NotRecorded, first_line
+from offbeat.errors import NotRecorded, first_line, warn_caller
 from offbeat.graphs.device_guard import CHECK_INTERVAL, DeviceGuard
 from offbeat.graphs.launch_queue import LaunchQueue, RecordedOperation
 from offbeat.graphs.neighbour_copies import NeighbourCopies, tensors_of
@@ -290,7 +289,7 @@ class RecordedStage:
         """Continue eagerly."""
         self.eager = reason
         self.reset()
-        warnings.warn(f"stage {self.stage.k} is not recorded and runs eagerly: {reason}", NotRecorded, stacklevel=3)
+        warn_caller(f"stage {self.stage.k} is not recorded and runs eagerly: {reason}", NotRecorded)
 
 
 def _why_not_recordable(stage: Stage) -> str | None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from torch import Tensor
 from offbeat.core.links import Link, Message
 from offbeat.core.worker import Actor, Links, Worker
 from offbeat.engines import Engine
-from offbeat.errors import UserError, first_line
+from offbeat.errors import UserError, first_line, warn_caller
 from offbeat.method import Method
 from offbeat.observe.clock_offset import ClockOffset, clock_offsets
 from offbeat.timeline import MOST_TURNS
@@ -343,7 +342,7 @@ class Tracing:
         except OSError as error:
             line = f"trace failed (training continues): {self.path}: {error.strerror or first_line(error)}"
             if self.notify is None:
-                warnings.warn(line, stacklevel=2)
+                warn_caller(line)
         if self.notify is not None:
             self.notify(line)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from offbeat.errors import Unbalanced, UserError, unknown
+from offbeat.errors import Unbalanced, UserError, unknown, warn_caller
 from offbeat.partitioning.balance import StageSummary, imbalance, summarize, table
 from offbeat.partitioning.choose import Trace, choose_trace
 from offbeat.partitioning.chunk import as_stage
@@ -297,7 +296,7 @@ def _position(name: str, names: Sequence[str], modules: Sequence[str]) -> int:
 def _warned(line: str | None) -> list[str]:
     if line is None:
         return []
-    warnings.warn(line, Unbalanced, stacklevel=4)
+    warn_caller(line, Unbalanced)
     return [line]
 
 

@@ -15,14 +15,13 @@ complete in a pipeline with another K or in one process.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat import checkpoint
 from offbeat.checkpoint import CheckpointFailed
-from offbeat.errors import NotRestored, UserError, first_line
+from offbeat.errors import NotRestored, UserError, first_line, warn_caller
 
 if TYPE_CHECKING:
     from offbeat.pipeline.local_stages import LocalStages
@@ -117,7 +116,7 @@ def restore(callbacks: Iterable[Any], saved: Mapping[str, Any]) -> None:
     for name, callback in named(callbacks).items():
         if name not in saved:
             note = f"the checkpoint has no state of callback {name}, which starts anew"
-            warnings.warn(note, NotRestored, stacklevel=2)
+            warn_caller(note, NotRestored)
             continue
         try:
             callback.load_state_dict(saved[name])

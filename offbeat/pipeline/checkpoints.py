@@ -5,7 +5,6 @@ all processes    stage_states | begin | write parts | exchange facts | first pro
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from offbeat.core import state as stage_state
 from offbeat.core.stage import Stage
 from offbeat.correctors import as_text
 from offbeat.engines import Engine
-from offbeat.errors import NotRestored, UserError
+from offbeat.errors import NotRestored, UserError, warn_caller
 from offbeat.method import Method
 from offbeat.pipeline import saving
 
@@ -183,7 +182,7 @@ def find(engine: Engine, folder: Path) -> Found:
             own = made.path == folder
             shared = {"name": None if own else made.path.name, "found": [made.t, made.K, made.mode, start, pipeline]}
             for note in notes:
-                warnings.warn(note, NotRestored, stacklevel=4)
+                warn_caller(note, NotRestored)
         except UserError as error:
             shared = {"refused": str(error)}
     shared = engine.share(shared, 1)
@@ -224,7 +223,7 @@ def restore(local: LocalStages, found: Found) -> None:
         return
     for note in _restore_changed(local, made, found):
         if local.engine.leads:
-            warnings.warn(note, NotRestored, stacklevel=2)
+            warn_caller(note, NotRestored)
 
 
 def stage_trees(made: Checkpoint, engine: Engine) -> dict[int, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from offbeat.core.metrics import batch_size
 from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines import Engine
-from offbeat.errors import LateGradients, UserError
+from offbeat.errors import LateGradients, UserError, warn_caller
 from offbeat.method import Method, StalenessWarmup
 from offbeat.methods import with_staleness_warmup
 from offbeat.partitioning.batch_times import batch_seconds, smallest_batch
@@ -68,7 +67,7 @@ class MethodChoice:
             return cls(found, K, batch)
         _check_divides(batch, settings.get("M", 1))
         if batch is None and "M" not in settings and K > 1:
-            warnings.warn(without_batch("batch", K), LateGradients, stacklevel=3)
+            warn_caller(without_batch("batch", K), LateGradients)
         measures = needs_times(K, batch=batch, settings=settings)
         first = recommend(K, batch=batch, settings=settings, seconds=float)
         return cls(first.method, K, batch, settings, measures, None if measures else first)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
-from offbeat.errors import ModelOutdated
+from offbeat.errors import ModelOutdated, warn_caller
 
 
 @dataclass
@@ -21,9 +20,8 @@ class ModelState:
         if self.whole or self.newest or self.warned:
             return
         self.warned = True
-        warnings.warn(
+        warn_caller(
             "pipe.model was read in a process that does not train all of its stages: the weights of the others are as "
             "of the last drain(), gather() or load(); call gather() in every process first",
             ModelOutdated,
-            stacklevel=3,
         )

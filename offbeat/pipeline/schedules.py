@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import lr_scheduler
 
 from offbeat.core.stage import Stage
-from offbeat.errors import ScheduleLength
+from offbeat.errors import ScheduleLength, warn_caller
 from offbeat.method import Method
 from offbeat.ops import Update
 
@@ -72,10 +71,9 @@ def warn_of_lengths(stages: Iterable[Stage]) -> None:
         if steps is not None and steps != made:
             name = type(scheduler).__name__
             what = "was passed" if made > steps else "was not used up"
-            warnings.warn(
+            warn_caller(
                 f"scheduler {name} has {steps} steps and {what}: training made {made} updates. A scheduler is stepped "
                 "once per update, not per batch: give it pipe.updates(batches) steps",
                 ScheduleLength,
-                stacklevel=4,
             )
             return

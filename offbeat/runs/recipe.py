@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -16,7 +15,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from offbeat.correctors.optimizer_rules import RULES
-from offbeat.errors import LateGradients, UserError, first_line, unknown
+from offbeat.errors import LateGradients, UserError, first_line, unknown, warn_caller
 from offbeat.method import Method, Weights
 from offbeat.methods import AUTO, settings_of, with_settings
 from offbeat.ops import WindowRule
@@ -325,7 +324,7 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
         batch = split_update(batch, 1, others.get("replicas", 1))  # of one replica
     if batch is None:
         if "M" not in settings and K > 1:
-            warnings.warn(without_batch("batch_per_update", K), LateGradients, stacklevel=3)
+            warn_caller(without_batch("batch_per_update", K), LateGradients)
         settings = {"M": 1, **settings}
     passed = {name: value for name, value in settings.items() if name != "latency"}
     trial = make_recipe(**others, method="adl-1f1b" if K > 1 else "bp", settings={"M": 1, **passed})
