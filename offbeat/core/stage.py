@@ -281,9 +281,11 @@ class Stage:
         opened, gradients = self.window, self.window.gradients()
         opened.restore({})  # or the sum would be written into their memory
         self.window, self.under_way = self.under_way, None
-        yield
-        self.window = opened
-        opened.restore(gradients)
+        try:
+            yield
+        finally:
+            self.window = opened
+            opened.restore(gradients)
 
     def update(self, over: int) -> None:
         """Apply the window: the sum of its gradients divided by `over`, at the learning rate of this update.
