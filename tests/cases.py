@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -24,13 +24,6 @@ from offbeat.engines.processes import Processes
 from offbeat.methods import METHODS
 from offbeat.methods import with_staleness_warmup as warmed_up
 from offbeat.pipeline import choice
-
-
-def some(names: Iterable[str]) -> list[Any]:
-    """Parameters of a test: a few of them every time, the others with the slow ones."""
-    import pytest
-
-    return [pytest.param(name, marks=[pytest.mark.slow] if place % 4 else []) for place, name in enumerate(names)]
 
 
 class _Cliff(torch.autograd.Function):

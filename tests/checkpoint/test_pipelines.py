@@ -9,6 +9,7 @@ import pytest
 import test_state
 import torch
 from safetensors.torch import load_file
+from selected import some
 from test_contract import batches, network, pipeline, sgd
 from test_state import LENGTH, OPTIONS, finish, interrupted, same
 from torch import nn
@@ -36,7 +37,7 @@ def _files(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(test_state, "moved", lambda states: through_files(tmp_path / "run", states, next(number)))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", some(METHODS, of=3))
 def test_every_method_resumes_from_a_file(name):
     uninterrupted = finish(pipeline(name), batches(LENGTH))
     resumed, went_on = interrupted(lambda: pipeline(name), (7,))
@@ -44,7 +45,7 @@ def test_every_method_resumes_from_a_file(name):
     assert same(resumed[7], (uninterrupted[0][7:], uninterrupted[1]))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", some(OPTIONS, of=3))
 def test_settings_that_add_state_go_on_from_a_file(name):
     def make():
         options = {"optimizer": sgd, **OPTIONS[name]}

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import some
 from command import Command, check_refused, train_here, weights
 from preloaded import PYTHON
 from processes import ENVIRONMENT, KILLED
+from selected import some
 from torch import Tensor, nn
 
 import offbeat as library

@@ -12,10 +12,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cases import some
 from command import Command, check_refused, train_here, weights
 from preloaded import PYTHON
 from processes import ENVIRONMENT, free_ports
+from selected import some
 from torch import nn
 
 import offbeat as library

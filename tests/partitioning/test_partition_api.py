@@ -16,6 +16,7 @@ import pytest
 import torch
 from fixed_times import few_laps
 from preloaded import PYTHON
+from selected import some
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -108,7 +109,7 @@ def test_the_stages_one_after_the_other_are_the_model_bit_for_bit(name):
         assert same(state(model), state(whole)), "buffers"
 
 
-@pytest.mark.parametrize("name", NOT_SEQUENTIAL)
+@pytest.mark.parametrize("name", some(NOT_SEQUENTIAL, of=2))
 def test_a_partition_lists_its_cuts_and_the_names_of_its_units(name):
     model, x = made(name)
     found = partition(model, 3, x)
@@ -599,7 +600,7 @@ def test_a_timed_profile_has_times_and_what_is_held():
     assert found.costs() == [unit.forward + unit.backward for unit in found.units]
 
 
-@pytest.mark.parametrize("name", NOT_SEQUENTIAL)
+@pytest.mark.parametrize("name", some(NOT_SEQUENTIAL))
 def test_sizes_are_the_same_on_the_meta_device(name):
     model, x = made(name)
     if name == "mixed":

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from selected import only
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -51,7 +52,7 @@ def evenly(legal, K):
         pytest.param(False, 1, id="eval, more cuts", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", zoo.CASES)
+@pytest.mark.parametrize("name", only([name for name in zoo.CASES if name != "resnet18"], zoo.CASES))
 def test_a_chain_of_stages_is_the_model_bit_for_bit(name, training, every):
     model, x = build(zoo.CASES[name])
     model.train(training)

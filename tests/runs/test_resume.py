@@ -12,6 +12,7 @@ import pytest
 from command import Command, check_refused, train_here, weights
 from preloaded import PYTHON
 from processes import processes_of
+from selected import only
 from stopped_runs import METHODS, RUN, SMALL, done, killed, recorded, start, until
 
 from offbeat.checkpoint import begin, finish, ls
@@ -23,12 +24,7 @@ def resumed(run: Path, *arguments: str, code: int = 0) -> str:
     return done(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), code)
 
 
-def some(values, quick):
-    """All of them, of which those that are not quick run with the slow tests."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
-@pytest.mark.parametrize("name", some(METHODS, ("adl-hybrid", "warm-up", "int8-messages")))
+@pytest.mark.parametrize("name", only(("adl-hybrid", "warm-up", "int8-messages"), METHODS))
 def test_a_killed_run_resumes_bit_for_bit(name, tmp_path, offbeat: Command):
     settings = [*SMALL, "-K", "3", "--checkpoint-every", "7b", *METHODS[name]]
     train_here(offbeat, *settings, "--out", tmp_path / "whole")
@@ -113,8 +109,8 @@ def test_a_killed_worker_is_replaced_and_the_run_continues(tmp_path, offbeat: Co
     assert any(line["kind"] == "resumed" and line["batch"] > 0 for line in lines(tmp_path / "broken"))
 
 
-@pytest.mark.parametrize("sent", some([signal.SIGINT, signal.SIGTERM], (signal.SIGTERM,)))
-@pytest.mark.parametrize("engine", some(["simulate", "processes"], ("processes",)))
+@pytest.mark.parametrize("sent", only([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
+@pytest.mark.parametrize("engine", only(["processes"], ["simulate", "processes"]))
 def test_one_signal_saves_and_stops(engine, sent, tmp_path, offbeat: Command):
     settings = [*RUN, "-K", "2", "-M", "2"]
     train_here(offbeat, *settings, "--engine", "simulate", "--out", tmp_path / "whole")
@@ -144,7 +140,7 @@ def test_checkpoints_by_the_clock_are_agreed_upon(engine, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    some([("-K", "3"), ("-K", "1"), ("-M", "4"), ("--method", "fr"), ("--engine", "processes")], (("-K", "3"),)),
+    only([("-K", "3")], [("-K", "3"), ("-K", "1"), ("-M", "4"), ("--method", "fr"), ("--engine", "processes")]),
 )
 def test_a_run_resumes_with_other_stages_windows_methods_or_engines(change, tmp_path, offbeat: Command):
     run = tmp_path / "run"

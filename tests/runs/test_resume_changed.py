@@ -10,6 +10,7 @@ import pytest
 import torch
 from command import Command, check_refused, train_here
 from safetensors.torch import load_file
+from selected import only, some
 
 from offbeat.checkpoint import ls
 from offbeat.pipeline import saving
@@ -101,9 +102,7 @@ CHANGES = {  # what reliability.md calls changeable: options, and whether the ba
 QUICK = ("recompute", "epochs", "milestones", "rate", "K", "M", "seed", "batch size 16", "drop-last")
 
 
-@pytest.mark.parametrize(
-    "change", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHANGES]
-)
+@pytest.mark.parametrize("change", only(QUICK, CHANGES))
 def test_a_changed_run_trains_every_sample_that_is_left(change, tmp_path, started, offbeat: Command):
     run, (options, exact) = tmp_path / "run", CHANGES[change]
     started(run, "--method", "adl", "-M", 2)
@@ -179,7 +178,7 @@ def test_fewer_epochs_than_are_done_are_refused_and_nothing_changes(tmp_path, of
     assert (run / "config.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("change", [["--seed", 1], ["--batch-size", 16], ["--lr", 0.001]])
+@pytest.mark.parametrize("change", some([["--seed", 1], ["--batch-size", 16], ["--lr", 0.001]], of=3))
 @pytest.mark.parametrize("method", ["dgl", "dni"])
 def test_heads_that_still_fit_are_kept(method, change, tmp_path, started, offbeat: Command):
     run = tmp_path / "run"
