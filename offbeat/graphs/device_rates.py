@@ -1,0 +1,96 @@
+"""Learning rates on the device: stepped on the host, and written between the updates that read them."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from offbeat.core.optimization import EagerOptimization
+from offbeat.graphs.launch_queue import LaunchQueue
+
+
+class DeviceRates:
+    """Learning rates on the device, which change there only when the updates that are queued have been made.
+
+    places  where the rates are on the device; empty until they are needed, and where they are not on a device
+    values  what was last written there, or will be before the next update
+    host    tensors of the host that a schedule steps instead of them
+    """
+
+    def __init__(self, eager: EagerOptimization, launch_queue: LaunchQueue, rank: int, *, predicts: bool) -> None:
+        self.eager, self.launch_queue, self.rank = eager, launch_queue, rank
+        self.put = launch_queue.after if predicts else launch_queue.before_update  # predictions read the rates, too
+        self.reset()
+
+    def reset(self) -> None:
+        """Take the rates from the device when they are next needed."""
+        self.places: list[Tensor] = []
+        self.values: list[float] = []
+        self.host: list[Tensor] = []
+
+    def advance(self) -> None:
+        """Step the schedule."""
+        if not self.places and not self._take():
+            self.eager.advance()
+            return
+        before, self.values = self.values, self._stepped()
+        if self.values != before:
+            self.put(self.rank, partial(_fill, self.places, self.values))
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.eager.optimizer.param_groups if self.eager.optimizer else []
+
+    def _take(self) -> bool:
+        """Read the rates; whether all of them are on the device, and work on it is queued."""
+        rates = [group["lr"] for group in self._groups()]
+        places = [rate for rate in rates if isinstance(rate, Tensor)]
+        if not self.launch_queue.defers or not places or len(places) < len(rates):
+            return False
+        self.launch_queue.flush()
+        self.places = places
+        self.host = [place.to("cpu", copy=True) for place in places]
+        self.values = [float(rate) for rate in self.host]
+        return True
+
+    def _stepped(self) -> list[float]:
+        """The rates after a step of the schedule."""
+        scheduler = self.eager.scheduler
+        if type(scheduler) is LambdaLR and not any(isinstance(rate, Tensor) for rate in scheduler.base_lrs):
+            return _step_on_numbers(scheduler, self.places)
+        groups = self._groups()
+        for group, rate in zip(groups, self.host, strict=True):
+            group["lr"] = rate
+        self.eager.advance()
+        self.host = [group["lr"] for group in groups]
+        for group, place in zip(groups, self.places, strict=True):
+            group["lr"] = place
+        return [float(rate) for rate in self.host]
+
+
+def _step_on_numbers(scheduler: LambdaLR, places: list[Tensor]) -> list[float]:
+    """The rates after a step of the schedule, whose state is then that of `scheduler.step()`.
+
+    They do not depend on the rates before, as those of most schedules do, so they need not be rounded to the type of
+    the optimizer's tensors in between. Torch takes ten times as long to step these.
+    """
+    scheduler._step_count += 1
+    scheduler.last_epoch = update = scheduler.last_epoch + 1
+    factors = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    values = [float(base * factor(update)) for base, factor in factors]
+    scheduler._last_lr = [_tensor(value, place.dtype) for value, place in zip(values, places, strict=True)]
+    return values
+
+
+@lru_cache(maxsize=256)
+def _tensor(value: float, dtype: torch.dtype) -> Tensor:
+    """Stages make the same updates, so that all of them need it."""
+    return torch.tensor(value, dtype=dtype)
+
+
+def _fill(places: list[Tensor], values: list[float]) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.fill_(value)
