@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from offbeat.core.optimization import EagerOptimization
-from offbeat.graphs.launch_queue import LaunchQueue
+from offbeat.graphs.launch_queue import LaunchQueue, write
 
 
 class DeviceRates:
@@ -22,8 +22,7 @@ class DeviceRates:
     """
 
     def __init__(self, eager: EagerOptimization, launch_queue: LaunchQueue, rank: int, *, predicts: bool) -> None:
-        self.eager, self.launch_queue, self.rank = eager, launch_queue, rank
-        self.put = launch_queue.after if predicts else launch_queue.before_update  # predictions read the rates, too
+        self.eager, self.launch_queue, self.rank, self.predicts = eager, launch_queue, rank, predicts
         self.reset()
 
     def reset(self) -> None:
@@ -39,7 +38,11 @@ class DeviceRates:
             return
         before, self.values = self.values, self._stepped()
         if self.values != before:
-            self.put(self.rank, partial(_fill, self.places, self.values))
+            values = dict(zip(self.places, self.values, strict=True))
+            if self.predicts:  # predictions read the rates, too
+                self.launch_queue.after(self.rank, partial(write, values))
+            else:
+                self.launch_queue.write_before_update(self.rank, values)
 
     def _groups(self) -> list[dict[str, Any]]:
         return self.eager.optimizer.param_groups if self.eager.optimizer else []
@@ -89,8 +92,3 @@ def _step_on_numbers(scheduler: LambdaLR, places: list[Tensor]) -> list[float]:
 def _tensor(value: float, dtype: torch.dtype) -> Tensor:
     """Stages make the same updates, so that all of them need it."""
     return torch.tensor(value, dtype=dtype)
-
-
-def _fill(places: list[Tensor], values: list[float]) -> None:
-    for place, value in zip(places, values, strict=True):
-        place.fill_(value)
