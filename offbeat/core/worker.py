@@ -51,7 +51,7 @@ class Worker:
     actor       whom the operations are given to: the executor, or an observer of it
     loss        of the newest batch, at the last stage
     marks       batches after which to save -> the reason to stop there, or an empty text
-    compression of the messages to the neighbours
+    compression of the messages to the neighbours; plain: whether they are sent as they are
     window_sum  adds the windows of all replicas of the stage, where there are several
     norm_exchange
                 brings the norms of all stages together, where the gradient is clipped by the norm of the model
@@ -77,6 +77,7 @@ class Worker:
         self.actor = self.executor
         self.compression = compression or Compression()
         self.clipping = stage.optimization.clipping
+        self.plain = self.compression.messages == "exact" and not self.clipping.carried
         self.norm_exchange = norm_exchange if self.clipping.exchanged else None
         self.under_way: Update | None = None
         self.request = 0  # what a replica has sent with the window of the last update
@@ -90,6 +91,10 @@ class Worker:
             Teach: self._teach,
             Take: self._take,
             Drop: self._drop,
+        }
+        receiving = (Forward(0), Backward(0), Take(0), Teach(0))
+        self._sources: dict[type, int | None] = {
+            type(operation): method.receives(operation, stage.k, stage.K) for operation in receiving
         }
         self._restart()
 
@@ -245,12 +250,11 @@ class Worker:
         return 1 if self.window_sum is None else self.window_sum.replicas
 
     def _source(self, operation: Operation) -> Link | None:
-        """The link from which the operation receives."""
-        k = self.stage.k
-        source = self.method.receives(operation, k, self.stage.K)
-        if source is None:
+        """The link from which the operation receives; a buffered forward uses what was received before it."""
+        source = self._sources.get(type(operation))
+        if source is None or (type(operation) is Forward and operation.buffered):
             return None
-        return self.links.gradients if source > k else self.links.inputs
+        return self.links.gradients if source > self.stage.k else self.links.inputs
 
     def _receive(self, operation: Forward | Backward | Take | Teach, source: Link | None) -> Any:
         if source is None:
@@ -265,7 +269,8 @@ class Worker:
                 "call step() and drain() equally often in every process"
             )
         content = message.content
-        if not self._from_neighbour(source):
+        from_neighbour = source is not self.links.inputs or self.stage.k > 1
+        if self.plain or not from_neighbour:
             return content
         if self.clipping.carried:
             content, norms = content
@@ -275,9 +280,6 @@ class Worker:
     def _with_norms(self, content: Any) -> Any:
         """What is sent to a neighbour: with the norms that are known, where these are carried by messages."""
         return (content, self.clipping.table()) if self.clipping.carried else content
-
-    def _from_neighbour(self, source: Link) -> bool:
-        return source is not self.links.inputs or self.stage.k > 1
 
     def ahead(self) -> Message:
         """The next message from below, left in place; marks before it that ask for a checkpoint are handled."""
@@ -314,7 +316,7 @@ class Worker:
         x, target, share = self.buffer[t] if source is None else self._receive(operation, source)
         if self.under_way is not None and self.stage.weights.needs_next():
             self.complete_update()
-        if self.method.forward == "newest":
+        if self.window_sum is not None and self.method.forward == "newest":
             self._publish_request()
         if share:
             output = self.actor.forward(t, x, target, share)
@@ -322,8 +324,10 @@ class Worker:
             output = None
             self.empty.add(t)
         if self.links.outputs:
-            content = self.compression.activations(output), target, share
-            self.links.outputs.send(Message(t, self._with_norms(content)))
+            content: Any = output, target, share
+            if not self.plain:
+                content = self._with_norms((self.compression.activations(output), target, share))
+            self.links.outputs.send(Message(t, content))
         elif output is not None:
             part = output if share == 1 else share * output
             self.loss = part if self.loss is None or t % self.method.m == 0 else self.loss + part
@@ -338,4 +342,5 @@ class Worker:
             gradients = None
         else:
             gradients = self.actor.backward(t, incoming)
-        self._feed_back(Message(t, self._with_norms(self.compression.gradients(gradients))))
+        content = gradients if self.plain else self._with_norms(self.compression.gradients(gradients))
+        self._feed_back(Message(t, content))
