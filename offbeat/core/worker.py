@@ -55,6 +55,7 @@ class Worker:
     window_sum  adds the windows of all replicas of the stage, where there are several
     norm_exchange
                 brings the norms of all stages together, where the gradient is clipped by the norm of the model
+    interleaves whether generators yield after each operation, so that other stages can continue in between
     under_way   an update whose sum over the replicas is under way. It is completed where something first needs it: a
                 forward on the new version, a backward on the parameters themselves, the next update, the end of a
                 drain, or a caller, by `complete_update`
@@ -71,8 +72,10 @@ class Worker:
         compression: Compression | None = None,
         window_sum: WindowSum | None = None,
         norm_exchange: NormExchange | None = None,
+        interleaves: bool = True,
     ) -> None:
         self.stage, self.method, self.links, self.barrier, self.window_sum = stage, method, links, barrier, window_sum
+        self.interleaves = interleaves
         self.executor: Actor = executor or stage
         self.actor = self.executor
         self.compression = compression or Compression()
@@ -110,7 +113,7 @@ class Worker:
         self.stage.restart()
 
     def iteration(self, t: int, *, wait: bool) -> Iterator[bool]:
-        """The local iteration that batch t starts; yields True after each operation.
+        """The local iteration that batch t starts; yields True after each operation, if the worker interleaves.
 
         With wait=False it yields False instead of waiting for a message that has not arrived.
         """
@@ -192,7 +195,8 @@ class Worker:
             if self.norm_exchange is not None and type(operation) is Update:
                 yield from self._exchange_norms(self.norm_exchange, operation.over, wait=wait)
             self._acts[type(operation)](operation, source)
-            yield True
+            if self.interleaves:
+                yield True
         launcher.end_turn()
 
     # ---- updates of several replicas

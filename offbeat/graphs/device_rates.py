@@ -18,7 +18,7 @@ class DeviceRates:
 
     places  where the rates are on the device; empty until they are needed, and where they are not on a device
     values  what was last written there, or will be before the next update
-    host    tensors of the host that a schedule steps instead of them
+    host    tensors of the host that a schedule steps instead of them, unless it is stepped on_numbers
     """
 
     def __init__(self, eager: EagerOptimization, launch_queue: LaunchQueue, rank: int, *, predicts: bool) -> None:
@@ -30,6 +30,7 @@ class DeviceRates:
         self.places: list[Tensor] = []
         self.values: list[float] = []
         self.host: list[Tensor] = []
+        self.on_numbers = False
 
     def advance(self) -> None:
         """Step the schedule."""
@@ -37,12 +38,13 @@ class DeviceRates:
             self.eager.advance()
             return
         before, self.values = self.values, self._stepped()
-        if self.values != before:
-            values = dict(zip(self.places, self.values, strict=True))
-            if self.predicts:  # predictions read the rates, too
-                self.launch_queue.after(self.rank, partial(write, values))
-            else:
-                self.launch_queue.write_before_update(self.rank, values)
+        if self.values == before:
+            return
+        values = dict(zip(self.places, self.values, strict=True))
+        if self.predicts:  # predictions read the rates, too
+            self.launch_queue.after(self.rank, partial(write, values))
+        else:
+            self.launch_queue.write_before_update(self.rank, values)
 
     def _groups(self) -> list[dict[str, Any]]:
         return self.eager.optimizer.param_groups if self.eager.optimizer else []
@@ -57,13 +59,15 @@ class DeviceRates:
         self.places = places
         self.host = [place.to("cpu", copy=True) for place in places]
         self.values = [float(rate) for rate in self.host]
+        scheduler = self.eager.scheduler
+        initial = getattr(scheduler, "base_lrs", [])
+        self.on_numbers = type(scheduler) is LambdaLR and not any(isinstance(rate, Tensor) for rate in initial)
         return True
 
     def _stepped(self) -> list[float]:
         """The rates after a step of the schedule."""
-        scheduler = self.eager.scheduler
-        if type(scheduler) is LambdaLR and not any(isinstance(rate, Tensor) for rate in scheduler.base_lrs):
-            return _step_on_numbers(scheduler, self.places)
+        if self.on_numbers:
+            return _step_on_numbers(self.eager.scheduler, self.places)
         groups = self._groups()
         for group, rate in zip(groups, self.host, strict=True):
             group["lr"] = rate
@@ -82,9 +86,12 @@ def _step_on_numbers(scheduler: LambdaLR, places: list[Tensor]) -> list[float]:
     """
     scheduler._step_count += 1
     scheduler.last_epoch = update = scheduler.last_epoch + 1
-    factors = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    values = [float(base * factor(update)) for base, factor in factors]
-    scheduler._last_lr = [_tensor(value, place.dtype) for value, place in zip(values, places, strict=True)]
+    values: list[float] = []
+    tensors: list[float | Tensor] = []
+    for base, factor, place in zip(scheduler.base_lrs, scheduler.lr_lambdas, places, strict=True):
+        values.append(value := float(base * factor(update)))
+        tensors.append(_tensor(value, place.dtype))
+    scheduler._last_lr = tensors
     return values
 
 

@@ -132,8 +132,10 @@ class RecordedOptimization:
 
     def _options_changed(self) -> bool:
         assert self.optimizer is not None
-        groups = self.optimizer.param_groups
-        return any(read(group) != fixed for (read, fixed), group in zip(self.options, groups, strict=True))
+        for (read, fixed), group in zip(self.options, self.optimizer.param_groups, strict=True):
+            if read(group) != fixed:
+                return True
+        return False
 
     def resume_schedule(self, updates: int) -> None:
         self.eager.resume_schedule(updates)
