@@ -86,19 +86,16 @@ class Worker:
         self.request = 0  # what a replica has sent with the window of the last update
         self.loss: Tensor | None = None
         self.marks: dict[int, str] = {}
-        self._acts: dict[type, Callable[[Any, Link | None], None]] = {
-            Forward: self._forward,
-            Backward: self._backward,
-            Update: self._update,
-            Barrier: self._barrier,
-            Teach: self._teach,
-            Take: self._take,
-            Drop: self._drop,
+        acts: dict[Operation, Callable[[Any, Link | None], None]] = {
+            Forward(0): self._forward,
+            Backward(0): self._backward,
+            Update(1): self._update,
+            Barrier(): self._barrier,
+            Teach(0): self._teach,
+            Take(0): self._take,
+            Drop(0): self._drop,
         }
-        receiving = (Forward(0), Backward(0), Take(0), Teach(0))
-        self._sources: dict[type, int | None] = {
-            type(operation): method.receives(operation, stage.k, stage.K) for operation in receiving
-        }
+        self._acts = {type(operation): (act, self._side(operation)) for operation, act in acts.items()}
         self._restart()
 
     def _restart(self) -> None:
@@ -183,7 +180,10 @@ class Worker:
             done = {Backward(t) for t in self.stage.window.batches}  # by catch_up
             iteration = tuple(operation for operation in iteration if operation not in done)
         for operation in iteration:
-            source = self._source(operation)
+            act, side = self._acts[type(operation)]
+            if self.buffer and type(operation) is Forward and operation.buffered:
+                side = None  # its input has been received before
+            source = getattr(self.links, side) if side else None
             while source is not None and not wait and not source.ready():
                 launcher.pause()
                 yield False
@@ -194,7 +194,7 @@ class Worker:
                     continue
             if self.norm_exchange is not None and type(operation) is Update:
                 yield from self._exchange_norms(self.norm_exchange, operation.over, wait=wait)
-            self._acts[type(operation)](operation, source)
+            act(operation, source)
             if self.interleaves:
                 yield True
         launcher.end_turn()
@@ -253,12 +253,12 @@ class Worker:
     def _replicas(self) -> int:
         return 1 if self.window_sum is None else self.window_sum.replicas
 
-    def _source(self, operation: Operation) -> Link | None:
-        """The link from which the operation receives; a buffered forward uses what was received before it."""
-        source = self._sources.get(type(operation))
-        if source is None or (type(operation) is Forward and operation.buffered):
+    def _side(self, operation: Operation) -> str | None:
+        """The name of the link from which operations of this kind receive."""
+        source = self.method.receives(operation, self.stage.k, self.stage.K)
+        if source is None:
             return None
-        return self.links.gradients if source > self.stage.k else self.links.inputs
+        return "gradients" if source > self.stage.k else "inputs"
 
     def _receive(self, operation: Forward | Backward | Take | Teach, source: Link | None) -> Any:
         if source is None:
@@ -273,8 +273,7 @@ class Worker:
                 "call step() and drain() equally often in every process"
             )
         content = message.content
-        from_neighbour = source is not self.links.inputs or self.stage.k > 1
-        if self.plain or not from_neighbour:
+        if self.plain or (source is self.links.inputs and self.stage.k == 1):  # a batch is not encoded
             return content
         if self.clipping.carried:
             content, norms = content
