@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,37 +16,72 @@ from offbeat.graphs.launch_queue import LaunchQueue, write
 
 
 class DeviceRates:
-    """Learning rates on the device, which change there only when the updates that are queued have been made.
+    """Learning rates on the device. Those of updates that are launched at once are in different places, which updates
+    use in turn, so that each can be written before the launch and after earlier ones.
 
-    places  where the rates are on the device; empty until they are needed, and where they are not on a device
-    values  what was last written there, or will be before the next update
+    ring    places on the device, by group; empty until they are needed, and where rates are not on a device
+    values  what was last written to each, or will be before the next update that reads it
+    next    index in the ring of what the next update reads
     host    tensors of the host that a schedule steps instead of them, unless it is stepped on_numbers
     """
 
-    def __init__(self, eager: EagerOptimization, launch_queue: LaunchQueue, rank: int, *, predicts: bool) -> None:
+    def __init__(
+        self, eager: EagerOptimization, launch_queue: LaunchQueue, rank: int, *, updates_at_once: int, predicts: bool
+    ) -> None:
         self.eager, self.launch_queue, self.rank, self.predicts = eager, launch_queue, rank, predicts
+        self.size = 1 if predicts else updates_at_once  # predictions read the rates, too, and are launched one by one
         self.reset()
 
     def reset(self) -> None:
         """Take the rates from the device when they are next needed."""
-        self.places: list[Tensor] = []
-        self.values: list[float] = []
+        self.ring: list[list[Tensor]] = []
+        self.values: list[list[float]] = []
+        self.next = 0
         self.host: list[Tensor] = []
         self.on_numbers = False
 
+    def restart(self) -> None:
+        """Start with the first place again, as the slots do, so that the same updates meet the same slots."""
+        if self.ring:
+            self._continue(0, self.values[self.next])
+
     def advance(self) -> None:
         """Step the schedule."""
-        if not self.places and not self._take():
+        if not self.ring and not self._take():
             self.eager.advance()
             return
-        before, self.values = self.values, self._stepped()
-        if self.values == before:
+        self._continue((self.next + 1) % self.size, self._stepped())
+
+    def _continue(self, index: int, values: list[float]) -> None:
+        """Have the next update read these values, at that place."""
+        places = self.ring[index]
+        if index != self.next:
+            self.next = index
+            self._set_rates(places)
+        if values == self.values[index]:
             return
-        values = dict(zip(self.places, self.values, strict=True))
-        if self.predicts:  # predictions read the rates, too
-            self.launch_queue.after(self.rank, partial(write, values))
+        self.values[index] = values
+        written = dict(zip(places, values, strict=True))
+        if self.predicts:
+            self.launch_queue.after(self.rank, partial(write, written))
         else:
-            self.launch_queue.write_before_update(self.rank, values)
+            self.launch_queue.write_before_update(self.rank, written)
+
+    @contextmanager
+    def at(self, index: int) -> Iterator[None]:
+        """Have the optimizer read the rates at that place."""
+        if not self.ring:
+            yield
+            return
+        self._set_rates(self.ring[index])
+        try:
+            yield
+        finally:
+            self._set_rates(self.ring[self.next])
+
+    def _set_rates(self, rates: list[Tensor]) -> None:
+        for group, rate in zip(self._groups(), rates, strict=True):
+            group["lr"] = rate
 
     def _groups(self) -> list[dict[str, Any]]:
         return self.eager.optimizer.param_groups if self.eager.optimizer else []
@@ -56,9 +93,9 @@ class DeviceRates:
         if not self.launch_queue.defers or not places or len(places) < len(rates):
             return False
         self.launch_queue.flush()
-        self.places = places
+        self.ring = [places, *([place.clone() for place in places] for _ in range(self.size - 1))]
         self.host = [place.to("cpu", copy=True) for place in places]
-        self.values = [float(rate) for rate in self.host]
+        self.values = [[float(rate) for rate in self.host]] * self.size
         scheduler = self.eager.scheduler
         initial = getattr(scheduler, "base_lrs", [])
         self.on_numbers = type(scheduler) is LambdaLR and not any(isinstance(rate, Tensor) for rate in initial)
@@ -66,28 +103,25 @@ class DeviceRates:
 
     def _stepped(self) -> list[float]:
         """The rates after a step of the schedule."""
+        places = self.ring[self.next]
         if self.on_numbers:
-            return _step_on_numbers(self.eager.scheduler, self.places)
-        groups = self._groups()
-        for group, rate in zip(groups, self.host, strict=True):
-            group["lr"] = rate
+            return _step_on_numbers(self.eager.scheduler, places)
+        self._set_rates(self.host)
         self.eager.advance()
-        self.host = [group["lr"] for group in groups]
-        for group, place in zip(groups, self.places, strict=True):
-            group["lr"] = place
+        self.host = [group["lr"] for group in self._groups()]
+        self._set_rates(places)
         return [float(rate) for rate in self.host]
 
 
-def _step_on_numbers(scheduler: LambdaLR, places: list[Tensor]) -> list[float]:
-    """The rates after a step of the schedule, whose state is then that of `scheduler.step()`.
+def _step_on_numbers(scheduler: Any, places: list[Tensor]) -> list[float]:
+    """The rates after a step of a LambdaLR, whose state is then that of `scheduler.step()`.
 
     They do not depend on the rates before, as those of most schedules do, so they need not be rounded to the type of
     the optimizer's tensors in between. Torch takes ten times as long to step these.
     """
     scheduler._step_count += 1
     scheduler.last_epoch = update = scheduler.last_epoch + 1
-    values: list[float] = []
-    tensors: list[float | Tensor] = []
+    values, tensors = [], []
     for base, factor, place in zip(scheduler.base_lrs, scheduler.lr_lambdas, places, strict=True):
         values.append(value := float(base * factor(update)))
         tensors.append(_tensor(value, place.dtype))

@@ -62,8 +62,13 @@ class LaunchQueue:
         action()
 
     def write_before_update(self, rank: int, values: Values) -> None:
-        """Write values after all recorded operations of this turn, and before that stage's next update."""
+        """Write values after all recorded operations of this turn, and before that stage's next update; to tensors that
+        none of the updates which are launched at once with that one reads."""
         write(values)
+
+    def updates_at_once(self, M: int) -> int:
+        """Updates of a stage, one every M turns, that may be launched at once."""
+        return 1
 
     def later(self, rank: int, action: Action) -> None:
         """Between two turns: work after all recorded operations of the last one, which that stage has closed."""

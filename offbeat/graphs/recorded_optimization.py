@@ -24,7 +24,8 @@ from offbeat.graphs.recorder import Recorder
 class RecordedOptimization:
     """Applies windows by launching a recorded update; all others eagerly, after all work that is queued.
 
-    operation   the recorded update of a whole window; the update itself where it cannot be recorded; None before
+    operations  the recorded updates of a whole window, one for each place of the rates (see device_rates.py); the
+                update itself where it cannot be recorded; None before
     options     the optimizer's options in the recording, by group: see `_options`
     stepped     indices of the parameters that the last update has changed
     s           index of the newest update
@@ -46,16 +47,23 @@ class RecordedOptimization:
         self.optimizer, self.scheduler, self.corrections = eager.optimizer, eager.scheduler, eager.corrections
         self.clipping, self.norms = eager.clipping, eager.norms
         self.launch_queue, self.rank = launch_queue, rank
-        self.rates = DeviceRates(eager, launch_queue, rank, predicts=predicts)
+        at_once = launch_queue.updates_at_once(M)
+        self.rates = DeviceRates(eager, launch_queue, rank, updates_at_once=at_once, predicts=predicts)
         self.s = 0
         self.reset()
 
     def reset(self) -> None:
         """Drop what was recorded."""
-        self.operation: RecordedOperation | Work | None = None
+        self.operations: list[RecordedOperation | Work | None] = [None] * self.rates.size
+        self.pool = self.recorder.new_pool()  # in which updates leave nothing
         self.options: list[tuple[Callable[[Any], Any], Any]] = []
         self.stepped = frozenset[int]()
         self.rates.reset()
+
+    @property
+    def operation(self) -> RecordedOperation | Work | None:
+        """The next update."""
+        return self.operations[self.rates.next]
 
     def apply(self, window: GradientWindow, over: int, s: int) -> bool:
         if self.optimizer is None:
@@ -68,15 +76,16 @@ class RecordedOptimization:
         if given:
             self.guard.updates.append((s, list(window.batches)))
         whole = divisor == self.M and bool(given) and given == self.window.recorded
-        if whole and self.operation is None and given == self.stepped:
-            self.operation = self._record()
-        if whole and isinstance(self.operation, RecordedOperation):
-            self.launch_queue.put(self.rank, self.operation)
+        operation = self.operation
+        if whole and operation is None and given == self.stepped:
+            operation = self._record()
+        if whole and isinstance(operation, RecordedOperation):
+            self.launch_queue.put(self.rank, operation)
         else:
             self.launch_queue.flush()
             self._update(divisor, given)
-            if given and given != self.window.recorded and isinstance(self.operation, RecordedOperation):
-                self.operation = None  # the state of the optimizer is no longer the one that was recorded
+            if given and given != self.window.recorded and isinstance(operation, RecordedOperation):
+                self.operations = [None] * self.rates.size  # the optimizer's state is no longer what was recorded
         self.stepped = given or self.stepped
         return True
 
@@ -87,21 +96,29 @@ class RecordedOptimization:
                 self.guard.counters.gradients(gradients)
             self.eager.step(self.window, over, self.s)
 
-    def _record(self) -> RecordedOperation | Work:
-        """The update of a whole window: recorded, or else the update itself, with a warning that has the reason."""
+    def _update_at(self, index: int) -> None:
+        """The update of a whole window, with the rates at that place."""
+        with self.rates.at(index):
+            self._update(self.M, self.window.recorded)
+
+    def _record(self) -> RecordedOperation | Work | None:
+        """Record the update of a whole window; where that is impossible, warn of the reason."""
         assert self.optimizer is not None
-        work, reason = partial(self._update, self.M, self.window.recorded), self._why_not_recordable()
+        index, reason = self.rates.next, self._why_not_recordable()
         if reason is None:
             try:
                 with self.recorder.recording():
                     self.options = [_options(group) for group in self.optimizer.param_groups]
-                    return RecordedOperation(self.recorder.record(work), kind="update")
+                    recorded = self.recorder.record(partial(self._update_at, index), self.pool)
+                    self.operations[index] = RecordedOperation(recorded, kind="update")
             except USER_CODE_ERRORS as error:
                 reason = first_line(error)
-        self._warn(reason)
-        return work
+        if reason is not None:
+            self._continue_eagerly(reason)
+        return self.operation
 
-    def _warn(self, reason: str) -> None:
+    def _continue_eagerly(self, reason: str) -> None:
+        self.operations = [partial(self._update, self.M, self.window.recorded)] * self.rates.size
         if self.recorder.captures:
             text = f"updates are not recorded, so that stages wait for them: {reason}"
             warnings.warn(text, NotRecorded, stacklevel=3)
@@ -127,8 +144,7 @@ class RecordedOptimization:
             return
         self.rates.advance()
         if isinstance(self.operation, RecordedOperation) and self._options_changed():
-            self.operation = partial(self._update, self.M, self.window.recorded)
-            self._warn("the schedule changes more than the learning rate, such as the momentum")
+            self._continue_eagerly("the schedule changes more than the learning rate, such as the momentum")
 
     def _options_changed(self) -> bool:
         assert self.optimizer is not None
@@ -139,7 +155,7 @@ class RecordedOptimization:
 
     def resume_schedule(self, updates: int) -> None:
         self.eager.resume_schedule(updates)
-        self.rates.reset()
+        self.reset()
 
 
 def _options(group: dict[str, Any]) -> tuple[Callable[[Any], Any], Any]:

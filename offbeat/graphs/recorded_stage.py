@@ -109,6 +109,7 @@ class RecordedStage:
 
     def restart(self) -> None:
         self.slots.restart()
+        self.optimization.rates.restart()
 
     def settle(self) -> None:
         self.guard.settle(self.stage.figures.meter)

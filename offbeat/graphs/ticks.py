@@ -42,19 +42,23 @@ class StageTurn:
 
     ordered         actions after all work of earlier turns
     actions         to do before the operations
-    operations      recorded ones, in order; updates: whether one of them is an update
+    operations      recorded ones, in order
     after           actions after the operations, and before those of the next turn
     values          to write after the operations, and before the next update of the stage
     """
 
-    __slots__ = ("actions", "after", "operations", "ordered", "turn", "updates", "values")
+    __slots__ = ("actions", "after", "operations", "ordered", "turn", "values")
 
     def __init__(self, turn: int, ordered: list[Action]) -> None:
-        self.turn, self.ordered, self.updates = turn, ordered, False
+        self.turn, self.ordered = turn, ordered
         self.actions: list[Action] = []
         self.operations: list[RecordedOperation] = []
         self.after: list[Action] = []
         self.values: Values = {}
+
+    def updates(self) -> bool:
+        """Whether an update is queued."""
+        return any(operation.kind == "update" for operation in reversed(self.operations))  # mostly the last
 
     def empty(self) -> list[Action]:
         """All of it, in order, which is then no longer queued."""
@@ -62,7 +66,6 @@ class StageTurn:
         if self.values:
             work.append(partial(write, self.values))
         self.ordered, self.actions, self.operations, self.after, self.values = [], [], [], [], {}
-        self.updates = False
         return work
 
 
@@ -71,7 +74,6 @@ class Ticks(Deferring):
 
     together        ticks that are launched at once, where forwards wait for those below
     pending         whole ticks that wait for others, fewer than that
-    updating        stages that make an update in them
     reads           actions to do after them
     values          to write by stage, before its next update and after all earlier ones
     """
@@ -88,17 +90,13 @@ class Ticks(Deferring):
         self.open = [StageTurn(0, []) for _ in range(K)]
         self.closed: list[deque[StageTurn]] = [deque() for _ in range(K)]
         self.pending: list[list[StageTurn]] = []
-        self.updating: set[int] = set()
         self.reads: list[Action] = []
         self.values: dict[int, Values] = {}
 
     # ---- queueing
 
     def put(self, rank: int, operation: RecordedOperation) -> None:
-        queued = self.open[rank]
-        queued.operations.append(operation)
-        if operation.kind == "update":
-            queued.updates = True
+        self.open[rank].operations.append(operation)
 
     def first(self, rank: int, action: Action) -> None:
         self.open[rank].actions.append(action)
@@ -108,6 +106,9 @@ class Ticks(Deferring):
 
     def write_before_update(self, rank: int, values: Values) -> None:
         self.open[rank].values |= values
+
+    def updates_at_once(self, M: int) -> int:
+        return -(-self.together // M)
 
     def later(self, rank: int, action: Action) -> None:
         if self.together == 1:
@@ -161,14 +162,13 @@ class Ticks(Deferring):
             queued.turn = self.turn
         if not due:
             return
-        if self.pending and any(self._must_follow(rank, queued) for rank, queued in due):
+        if self.pending and any(queued.ordered for _, queued in due):
             self._launch_pending()
         self._do_actions(due)
         whole = len(due) == len(self.open) and all(queued.operations for _, queued in due)  # others hardly recur
         turns_due = [queued for _, queued in due]
         if whole and (self.pending or begins):
             self.pending.append(turns_due)
-            self.updating.update(rank for rank, queued in due if queued.updates)
             if len(self.pending) == self.together:
                 self._launch_pending()
         else:
@@ -178,21 +178,15 @@ class Ticks(Deferring):
             if queued.values:
                 self.values.setdefault(rank, {}).update(queued.values)
 
-    def _must_follow(self, rank: int, queued: StageTurn) -> bool:
-        """Whether actions of that turn have to follow the ticks that are pending."""
-        return bool(queued.ordered) or (queued.updates and rank in self.updating and rank in self.values)
-
     def _do_actions(self, due: list[tuple[int, StageTurn]]) -> None:
         values: Values = {}
-        for rank, queued in due:
-            if queued.updates and rank in self.values:
-                values |= self.values.pop(rank)
+        for rank, queued in due if self.values else ():
+            if rank in self.values and queued.updates():
+                values |= self.values.pop(rank)  # which no update that is pending reads
         if values:
             write(values)
         for _, queued in due:
-            for action in queued.ordered:
-                action()
-            for action in queued.actions:
+            for action in (*queued.ordered, *queued.actions):
                 action()
 
     def _launch_pending(self) -> None:
@@ -201,7 +195,6 @@ class Ticks(Deferring):
             return
         pending, reads = self.pending, self.reads
         self.pending, self.reads = [], []
-        self.updating.clear()
         for ticks in [pending] if len(pending) == self.together else [[tick] for tick in pending]:
             self._launch(ticks, whole=True)
         for action in reads:

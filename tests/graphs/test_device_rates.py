@@ -36,11 +36,13 @@ def two_groups(parameters, *, initial: type = float) -> torch.optim.Optimizer:
     return made
 
 
-def pipeline(engine: str, schedule: str, M: int = 1, **options) -> offbeat.Pipeline:
+def pipeline(
+    engine: str, schedule: str, M: int = 1, method: offbeat.Method | None = None, **options
+) -> offbeat.Pipeline:
     torch.manual_seed(0)
     return offbeat.Pipeline(
         [nn.Linear(4, 4) for _ in range(K)],
-        method=offbeat.ADL(M=M),
+        method=method or offbeat.ADL(M=M),
         loss=nn.functional.cross_entropy,
         optimizer=partial(two_groups, **options),
         scheduler=SCHEDULES[schedule],
@@ -116,3 +118,32 @@ def test_a_schedule_continues_from_a_saved_state_in_either_engine(monkeypatch, s
     for pipe in (whole, again):
         pipe.drain()
     check_equal(whole.model.state_dict(), again.model.state_dict())
+
+
+@pytest.mark.parametrize("M", [1, 2, 3])
+def test_updates_of_one_launch_have_rates_of_their_own(monkeypatch, M):
+    """Four ticks are launched at once, and each update has the rate that it has in a simulation."""
+    launched = capture(monkeypatch, seed=3)
+    pipes = [pipeline(engine, "one per group", method=offbeat.ADL1F1B(M=M)) for engine in ("simulate", "streams")]
+    for pipe in pipes:
+        for _ in range(3):
+            train(pipe)
+            pipe.drain()
+    check_equal(rates(pipes[0]), rates(pipes[1]))
+    check_equal(pipes[0].model.state_dict(), pipes[1].model.state_dict())
+    stages = pipes[1].stages.values()
+    assert {len(stage.optimization.rates.ring) for stage in stages} == {-(-4 // M)}
+    assert all(isinstance(each, RecordedOperation) for stage in stages for each in stage.optimization.operations)
+    assert sum(pieces >= 4 * 2 * K for pieces in launched) >= 3
+
+
+def test_other_options_than_the_rate_are_noticed(monkeypatch):
+    """A recorded update has fixed them, so that later ones are made eagerly."""
+    capture(monkeypatch)
+    pipe = pipeline("streams", "one function")
+    train(pipe, 0, 20)
+    pipe.engine.settle()
+    for stage in pipe.stages.values():
+        stage.optimization.optimizer.param_groups[1]["momentum"] = 0.5
+    train(pipe, 20)
+    assert not any(isinstance(stage.optimization.operation, RecordedOperation) for stage in pipe.stages.values())
