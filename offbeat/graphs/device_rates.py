@@ -67,6 +67,13 @@ class DeviceRates:
         else:
             self.launch_queue.write_before_update(self.rank, written)
 
+    def known(self) -> list[float]:
+        """The rates of the next update, which the device may not have yet."""
+        if not self.ring:
+            return self.eager.learning_rates()
+        values = zip(self.values[self.next], self.ring[self.next], strict=True)
+        return [float(_tensor(value, place.dtype)) for value, place in values]
+
     @contextmanager
     def at(self, index: int) -> Iterator[None]:
         """Have the optimizer read the rates at that place."""

@@ -153,6 +153,9 @@ class RecordedOptimization:
                 return True
         return False
 
+    def learning_rates(self) -> list[float]:
+        return self.rates.known()
+
     def resume_schedule(self, updates: int) -> None:
         self.eager.resume_schedule(updates)
         self.reset()

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
 
 import offbeat
+from offbeat.callbacks import LearningRateMonitor
 from offbeat.engines.streams import Streams
 from offbeat.graphs.launch_queue import RecordedOperation
 
@@ -147,3 +148,15 @@ def test_other_options_than_the_rate_are_noticed(monkeypatch):
         stage.optimization.optimizer.param_groups[1]["momentum"] = 0.5
     train(pipe, 20)
     assert not any(isinstance(stage.optimization.operation, RecordedOperation) for stage in pipe.stages.values())
+
+
+@pytest.mark.parametrize("method", [offbeat.ADL(M=1), offbeat.ADL1F1B(M=1), offbeat.BP(M=2)], ids=lambda m: m.name)
+@pytest.mark.parametrize("schedule", ["one per group", "of the rate before"])
+def test_callbacks_get_the_rates_of_the_next_update(monkeypatch, schedule, method):
+    capture(monkeypatch)
+    monitors = []
+    for engine in ("simulate", "streams"):
+        monitors.append(LearningRateMonitor())
+        data = [(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))] * BATCHES
+        pipeline(engine, schedule, method=method).fit(data, callbacks=[monitors[-1]])
+    assert monitors[0].history == monitors[1].history
