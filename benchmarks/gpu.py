@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--models resnet56,resnet110] [--batch-sizes 32] [-K 8] [-M 4] [--precision bf16]
                              [--compile|--fuse] [--tune] [--rounds 5] [--turns 200] [--device cuda] [--out FILE]
-    python benchmarks/gpu.py --host [-K 8,14,28] [-M 1] [--rounds 20] [--turns 50]
+    python benchmarks/gpu.py --host [-K 8,14,28] [-M 1] [--schedule] [--rounds 20] [--turns 50]
 
 Every round times each row in turn, after a warm-up in which its stages fill and record; what is compared are medians,
 each ratio taken within its round. `host` is the share of the time that the host needs to ask for the work, while
@@ -13,7 +13,8 @@ method needs at least.
 
 With --host it prints the time that the host needs per turn, without a GPU: recorded work is emulated as in the tests,
 and once all of it is recorded nothing is computed, so that only the bookkeeping is left (and four small copies of the
-batch). It is the processor time of the fastest round. To compare two commits, alternate between them: the time depends
+batch). It is the processor time of the fastest round. With --schedule the learning rates are on the device, and change
+at every update. To compare two commits, alternate between them: the time depends
 on what else the machine does.
 """
 
@@ -50,6 +51,18 @@ FEW = AHEAD // 2  # turns that the host can ask for without waiting
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4, fused=True)
+
+
+def rates_on_device(parameters: Any) -> torch.optim.Optimizer:
+    """With learning rates as on a GPU."""
+    made = sgd(parameters)
+    for group in made.param_groups:
+        group["initial_lr"], group["lr"] = group["lr"], torch.tensor(group["lr"])
+    return made
+
+
+def decreasing(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s / 1000))
 
 
 class GpuRow:
@@ -190,7 +203,7 @@ def measured(options: argparse.Namespace, model: str, b: int) -> dict[str, Any]:
     return found
 
 
-def host_microseconds(K: int, M: int, *, rounds: int, turns: int) -> float:
+def host_microseconds(K: int, M: int, *, rounds: int, turns: int, schedule: bool = False) -> float:
     """Processor time of the host per turn of ADL, in microseconds, while nothing that is launched computes."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     import pytest
@@ -211,7 +224,8 @@ def host_microseconds(K: int, M: int, *, rounds: int, turns: int) -> float:
             [nn.Linear(2, 2) for _ in range(K)],
             method=offbeat.ADL(M=M),
             loss=nn.functional.cross_entropy,
-            optimizer=sgd,
+            optimizer=rates_on_device if schedule else sgd,
+            scheduler=decreasing if schedule else None,
             engine=Streams(K, torch.device("cpu")),
         )
         x, y = torch.ones(2, 2), torch.zeros(2, dtype=torch.int64)
@@ -243,12 +257,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--host", action="store_true", help="only the time of the host per turn, without a GPU")
+    parser.add_argument("--schedule", action="store_true", help="with --host: a learning rate that changes")
     parser.add_argument("--out")
     options = parser.parse_args()
     if options.host:
         torch.set_num_threads(1)
         for K in map(int, options.K.split(",")):
-            spent = host_microseconds(K, options.M, rounds=options.rounds, turns=options.turns)
+            spent = host_microseconds(
+                K, options.M, rounds=options.rounds, turns=options.turns, schedule=options.schedule
+            )
             print(f"ADL K={K} M={options.M}: {spent:.0f} microseconds of the host per turn", flush=True)
         return
     if options.device == "cuda" and not torch.cuda.is_available():

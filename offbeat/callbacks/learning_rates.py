@@ -30,8 +30,7 @@ class LearningRateMonitor:
     def on_update(self, step: TrainingStep) -> None:
         for k in step.updated:
             stage = step.pipe.stages[k]
-            if stage.optimization.optimizer is not None:
-                rates = [float(group["lr"]) for group in stage.optimization.optimizer.param_groups]
+            if rates := stage.optimization.learning_rates():
                 self.history.setdefault(k, []).append((stage.update_index, rates))
 
     def on_step(self, step: TrainingStep) -> None:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from offbeat.core.weights import Version
 
 
-@dataclass
+@dataclass(slots=True)
 class InFlight:
     """What the backward of a batch needs of its forward.
 

@@ -40,6 +40,9 @@ class Optimization(Protocol):
     def advance(self) -> None:
         """Set the learning rate of the next update."""
 
+    def learning_rates(self) -> list[float]:
+        """The learning rates of the next update, by parameter group."""
+
     def resume_schedule(self, updates: int) -> None:
         """Set the learning rate of the update after that many, for a schedule that is a function of the update
         (LambdaLR)."""
@@ -98,6 +101,9 @@ class EagerOptimization:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
             self.scheduler.step()
+
+    def learning_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
 
     def resume_schedule(self, updates: int) -> None:
         if self.scheduler is None:

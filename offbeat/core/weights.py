@@ -50,6 +50,8 @@ class Version:
     batches: in flight on them
     """
 
+    __slots__ = ("age", "batches", "number", "tensors", "writes")
+
     def __init__(
         self, tensors: Tensors | None, age: int = 0, number: int = 0, writes: Mapping[str, int] | None = None
     ) -> None:

@@ -51,10 +51,11 @@ class Worker:
     actor       whom the operations are given to: the executor, or an observer of it
     loss        of the newest batch, at the last stage
     marks       batches after which to save -> the reason to stop there, or an empty text
-    compression of the messages to the neighbours
+    compression of the messages to the neighbours; plain: whether they are sent as they are
     window_sum  adds the windows of all replicas of the stage, where there are several
     norm_exchange
                 brings the norms of all stages together, where the gradient is clipped by the norm of the model
+    interleaves whether generators yield after each operation, so that other stages can continue in between
     under_way   an update whose sum over the replicas is under way. It is completed where something first needs it: a
                 forward on the new version, a backward on the parameters themselves, the next update, the end of a
                 drain, or a caller, by `complete_update`
@@ -71,26 +72,30 @@ class Worker:
         compression: Compression | None = None,
         window_sum: WindowSum | None = None,
         norm_exchange: NormExchange | None = None,
+        interleaves: bool = True,
     ) -> None:
         self.stage, self.method, self.links, self.barrier, self.window_sum = stage, method, links, barrier, window_sum
+        self.interleaves = interleaves
         self.executor: Actor = executor or stage
         self.actor = self.executor
         self.compression = compression or Compression()
         self.clipping = stage.optimization.clipping
+        self.plain = self.compression.messages == "exact" and not self.clipping.carried
         self.norm_exchange = norm_exchange if self.clipping.exchanged else None
         self.under_way: Update | None = None
         self.request = 0  # what a replica has sent with the window of the last update
         self.loss: Tensor | None = None
         self.marks: dict[int, str] = {}
-        self._acts: dict[type, Callable[[Any, Link | None], None]] = {
-            Forward: self._forward,
-            Backward: self._backward,
-            Update: self._update,
-            Barrier: self._barrier,
-            Teach: self._teach,
-            Take: self._take,
-            Drop: self._drop,
+        acts: dict[Operation, Callable[[Any, Link | None], None]] = {
+            Forward(0): self._forward,
+            Backward(0): self._backward,
+            Update(1): self._update,
+            Barrier(): self._barrier,
+            Teach(0): self._teach,
+            Take(0): self._take,
+            Drop(0): self._drop,
         }
+        self._acts = {type(operation): (act, self._side(operation)) for operation, act in acts.items()}
         self._restart()
 
     def _restart(self) -> None:
@@ -105,7 +110,7 @@ class Worker:
         self.stage.restart()
 
     def iteration(self, t: int, *, wait: bool) -> Iterator[bool]:
-        """The local iteration that batch t starts; yields True after each operation.
+        """The local iteration that batch t starts; yields True after each operation, if the worker interleaves.
 
         With wait=False it yields False instead of waiting for a message that has not arrived.
         """
@@ -175,7 +180,10 @@ class Worker:
             done = {Backward(t) for t in self.stage.window.batches}  # by catch_up
             iteration = tuple(operation for operation in iteration if operation not in done)
         for operation in iteration:
-            source = self._source(operation)
+            act, side = self._acts[type(operation)]
+            if self.buffer and type(operation) is Forward and operation.buffered:
+                side = None  # its input has been received before
+            source = getattr(self.links, side) if side else None
             while source is not None and not wait and not source.ready():
                 launcher.pause()
                 yield False
@@ -186,8 +194,9 @@ class Worker:
                     continue
             if self.norm_exchange is not None and type(operation) is Update:
                 yield from self._exchange_norms(self.norm_exchange, operation.over, wait=wait)
-            self._acts[type(operation)](operation, source)
-            yield True
+            act(operation, source)
+            if self.interleaves:
+                yield True
         launcher.end_turn()
 
     # ---- updates of several replicas
@@ -244,13 +253,12 @@ class Worker:
     def _replicas(self) -> int:
         return 1 if self.window_sum is None else self.window_sum.replicas
 
-    def _source(self, operation: Operation) -> Link | None:
-        """The link from which the operation receives."""
-        k = self.stage.k
-        source = self.method.receives(operation, k, self.stage.K)
+    def _side(self, operation: Operation) -> str | None:
+        """The name of the link from which operations of this kind receive."""
+        source = self.method.receives(operation, self.stage.k, self.stage.K)
         if source is None:
             return None
-        return self.links.gradients if source > k else self.links.inputs
+        return "gradients" if source > self.stage.k else "inputs"
 
     def _receive(self, operation: Forward | Backward | Take | Teach, source: Link | None) -> Any:
         if source is None:
@@ -265,7 +273,7 @@ class Worker:
                 "call step() and drain() equally often in every process"
             )
         content = message.content
-        if not self._from_neighbour(source):
+        if self.plain or (source is self.links.inputs and self.stage.k == 1):  # a batch is not encoded
             return content
         if self.clipping.carried:
             content, norms = content
@@ -275,9 +283,6 @@ class Worker:
     def _with_norms(self, content: Any) -> Any:
         """What is sent to a neighbour: with the norms that are known, where these are carried by messages."""
         return (content, self.clipping.table()) if self.clipping.carried else content
-
-    def _from_neighbour(self, source: Link) -> bool:
-        return source is not self.links.inputs or self.stage.k > 1
 
     def ahead(self) -> Message:
         """The next message from below, left in place; marks before it that ask for a checkpoint are handled."""
@@ -314,7 +319,7 @@ class Worker:
         x, target, share = self.buffer[t] if source is None else self._receive(operation, source)
         if self.under_way is not None and self.stage.weights.needs_next():
             self.complete_update()
-        if self.method.forward == "newest":
+        if self.window_sum is not None and self.method.forward == "newest":
             self._publish_request()
         if share:
             output = self.actor.forward(t, x, target, share)
@@ -322,8 +327,10 @@ class Worker:
             output = None
             self.empty.add(t)
         if self.links.outputs:
-            content = self.compression.activations(output), target, share
-            self.links.outputs.send(Message(t, self._with_norms(content)))
+            content: Any = output, target, share
+            if not self.plain:
+                content = self._with_norms((self.compression.activations(output), target, share))
+            self.links.outputs.send(Message(t, content))
         elif output is not None:
             part = output if share == 1 else share * output
             self.loss = part if self.loss is None or t % self.method.m == 0 else self.loss + part
@@ -338,4 +345,5 @@ class Worker:
             gradients = None
         else:
             gradients = self.actor.backward(t, incoming)
-        self._feed_back(Message(t, self._with_norms(self.compression.gradients(gradients))))
+        content = gradients if self.plain else self._with_norms(self.compression.gradients(gradients))
+        self._feed_back(Message(t, content))

@@ -55,6 +55,10 @@ class Engine(Protocol):
         """Whether a worker may wait for a message: no other stage of this process could be the one to send it."""
 
     @property
+    def interleaves(self) -> bool:
+        """Whether a worker may be interrupted after each operation, not only where it waits for a message."""
+
+    @property
     def defers(self) -> bool:
         """Whether stages queue their work, to be launched together with that of the others.
 

@@ -101,6 +101,7 @@ class Processes:
     """
 
     waits = True
+    interleaves = False
     on_one_device = False
     defers = False  # recorded work is launched at once, since the neighbours wait for it
 

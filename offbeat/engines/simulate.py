@@ -70,6 +70,10 @@ class Simulate:
                 raise RuntimeError("no stage can continue: the programs wait for each other")
 
     @property
+    def interleaves(self) -> bool:
+        return self.order is not None
+
+    @property
     def defers(self) -> bool:
         return False
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from offbeat.graphs import join as joining
 from offbeat.graphs.capture import Recorded, recording
@@ -22,6 +23,7 @@ EVENT_INTERVAL = 4  # ticks between two events, which show how far the device is
 MOST_JOINED = 1024  # different ticks that are joined
 NAPS = (10_000, 1_000_000)  # cycles
 Action = Callable[[], object]
+Values = dict[Tensor, float]  # what to write to tensors on the device
 Kind = Literal["forward", "backward", "update", "other"]
 
 
@@ -59,9 +61,14 @@ class LaunchQueue:
         """Work after all recorded operations of this turn, and before those of the next."""
         action()
 
-    def before_update(self, rank: int, action: Action) -> None:
-        """Work after all recorded operations of this turn, and before that stage's next update."""
-        self.after(rank, action)
+    def write_before_update(self, rank: int, values: Values) -> None:
+        """Write values after all recorded operations of this turn, and before that stage's next update; to tensors that
+        none of the updates which are launched at once with that one reads."""
+        write(values)
+
+    def updates_at_once(self, M: int) -> int:
+        """Updates of a stage, one every M turns, that may be launched at once."""
+        return 1
 
     def later(self, rank: int, action: Action) -> None:
         """Between two turns: work after all recorded operations of the last one, which that stage has closed."""
@@ -145,6 +152,13 @@ class Deferring(LaunchQueue):
         """Also drop the joined graphs."""
         self.flush()
         self.joined.clear()
+
+
+def write(values: Values) -> None:
+    """Write values to tensors, on a GPU with two kernels for all of them."""
+    places = list(values)
+    torch._foreach_zero_(places)
+    torch._foreach_add_(places, list(values.values()))
 
 
 def add_operation(nodes: joining.Nodes, operation: RecordedOperation, waits: list[int]) -> list[int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from offbeat.core.descriptions import USER_CODE_ERRORS
@@ -15,6 +15,7 @@ from offbeat.core.weights import Work
 from offbeat.core.window import FixedSums, GradientWindow
 from offbeat.errors import NotRecorded, first_line, warn_caller
 from offbeat.graphs.device_guard import DeviceGuard
+from offbeat.graphs.device_rates import DeviceRates
 from offbeat.graphs.launch_queue import LaunchQueue, RecordedOperation
 from offbeat.graphs.recorder import Recorder
 
@@ -22,8 +23,9 @@ from offbeat.graphs.recorder import Recorder
 class RecordedOptimization:
     """Applies windows by launching a recorded update; all others eagerly, after all work that is queued.
 
-    operation   the recorded update of a whole window; the update itself where it cannot be recorded; None before
-    options     the optimizer's options in the recording
+    operations  the recorded updates of a whole window, one for each place of the rates (see device_rates.py); the
+                update itself where it cannot be recorded; None before
+    options     the optimizer's options in the recording, by group: see `_options`
     stepped     indices of the parameters that the last update has changed
     s           index of the newest update
     """
@@ -44,16 +46,23 @@ class RecordedOptimization:
         self.optimizer, self.scheduler, self.corrections = eager.optimizer, eager.scheduler, eager.corrections
         self.clipping, self.norms = eager.clipping, eager.norms
         self.launch_queue, self.rank = launch_queue, rank
-        self.rates = DeviceRates(eager.optimizer, launch_queue, rank, predicts=predicts)
+        at_once = launch_queue.updates_at_once(M)
+        self.rates = DeviceRates(eager, launch_queue, rank, updates_at_once=at_once, predicts=predicts)
         self.s = 0
         self.reset()
 
     def reset(self) -> None:
         """Drop what was recorded."""
-        self.operation: RecordedOperation | Work | None = None
-        self.options: list[dict[str, Any]] = []
+        self.operations: list[RecordedOperation | Work | None] = [None] * self.rates.size
+        self.pool = self.recorder.new_pool()  # in which updates leave nothing
+        self.options: list[tuple[Callable[[Any], Any], Any]] = []
         self.stepped = frozenset[int]()
         self.rates.reset()
+
+    @property
+    def operation(self) -> RecordedOperation | Work | None:
+        """The next update."""
+        return self.operations[self.rates.next]
 
     def apply(self, window: GradientWindow, over: int, s: int) -> bool:
         if self.optimizer is None:
@@ -66,15 +75,16 @@ class RecordedOptimization:
         if given:
             self.guard.updates.append((s, list(window.batches)))
         whole = divisor == self.M and bool(given) and given == self.window.recorded
-        if whole and self.operation is None and given == self.stepped:
-            self.operation = self._record()
-        if whole and isinstance(self.operation, RecordedOperation):
-            self.launch_queue.put(self.rank, self.operation)
+        operation = self.operation
+        if whole and operation is None and given == self.stepped:
+            operation = self._record()
+        if whole and isinstance(operation, RecordedOperation):
+            self.launch_queue.put(self.rank, operation)
         else:
             self.launch_queue.flush()
             self._update(divisor, given)
-            if given and given != self.window.recorded and isinstance(self.operation, RecordedOperation):
-                self.operation = None  # the state of the optimizer is no longer the one that was recorded
+            if given and given != self.window.recorded and isinstance(operation, RecordedOperation):
+                self.operations = [None] * self.rates.size  # the optimizer's state is no longer what was recorded
         self.stepped = given or self.stepped
         return True
 
@@ -85,20 +95,29 @@ class RecordedOptimization:
                 self.guard.counters.gradients(gradients)
             self.eager.step(self.window, over, self.s)
 
-    def _record(self) -> RecordedOperation | Work:
-        """The update of a whole window: recorded, or else the update itself, with a warning that has the reason."""
-        work, reason = partial(self._update, self.M, self.window.recorded), self._why_not_recordable()
+    def _update_at(self, index: int) -> None:
+        """The update of a whole window, with the rates at that place."""
+        with self.rates.at(index):
+            self._update(self.M, self.window.recorded)
+
+    def _record(self) -> RecordedOperation | Work | None:
+        """Record the update of a whole window; where that is impossible, warn of the reason."""
+        assert self.optimizer is not None
+        index, reason = self.rates.next, self._why_not_recordable()
         if reason is None:
             try:
                 with self.recorder.recording():
-                    self.options = _options(self.optimizer)
-                    return RecordedOperation(self.recorder.record(work), kind="update")
+                    self.options = [_options(group) for group in self.optimizer.param_groups]
+                    recorded = self.recorder.record(partial(self._update_at, index), self.pool)
+                    self.operations[index] = RecordedOperation(recorded, kind="update")
             except USER_CODE_ERRORS as error:
                 reason = first_line(error)
-        self._warn(reason)
-        return work
+        if reason is not None:
+            self._continue_eagerly(reason)
+        return self.operation
 
-    def _warn(self, reason: str) -> None:
+    def _continue_eagerly(self, reason: str) -> None:
+        self.operations = [partial(self._update, self.M, self.window.recorded)] * self.rates.size
         if self.recorder.captures:
             text = f"updates are not recorded, so that stages wait for them: {reason}"
             warn_caller(text, NotRecorded)
@@ -122,70 +141,32 @@ class RecordedOptimization:
     def advance(self) -> None:
         if self.scheduler is None:
             return
-        self.rates.advance(self.eager.advance)
-        if isinstance(self.operation, RecordedOperation) and _options(self.optimizer) != self.options:
-            self.operation = partial(self._update, self.M, self.window.recorded)
-            self._warn("the schedule changes more than the learning rate, such as the momentum")
+        self.rates.advance()
+        if isinstance(self.operation, RecordedOperation) and self._options_changed():
+            self._continue_eagerly("the schedule changes more than the learning rate, such as the momentum")
+
+    def _options_changed(self) -> bool:
+        assert self.optimizer is not None
+        for (read, fixed), group in zip(self.options, self.optimizer.param_groups, strict=True):
+            if read(group) != fixed:
+                return True
+        return False
+
+    def learning_rates(self) -> list[float]:
+        return self.rates.known()
 
     def resume_schedule(self, updates: int) -> None:
         self.eager.resume_schedule(updates)
-        self.rates.reset()
-
-
-class DeviceRates:
-    """Learning rates on the device, which change there only when the updates that are queued have been made.
-
-    host    the rates as the schedule has computed them on the host
-    sent    their values, of which the device gets to know
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer | None, launch_queue: LaunchQueue, rank: int, *, predicts: bool
-    ) -> None:
-        self.optimizer, self.launch_queue, self.rank = optimizer, launch_queue, rank
-        self.put = launch_queue.after if predicts else launch_queue.before_update  # predictions read the rates, too
         self.reset()
 
-    def reset(self) -> None:
-        """Take the rates from the device when they are next needed."""
-        self.host: list[Tensor] = []
-        self.sent: list[float] = []
 
-    def advance(self, step_schedule: Callable[[], None]) -> None:
-        """Step the schedule, on rates of the host."""
-        groups = self.optimizer.param_groups if self.optimizer and self.launch_queue.defers else []
-        on_device = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
-        if not on_device or len(on_device) < len(groups):
-            step_schedule()
-            return
-        if not self.host:
-            self.launch_queue.flush()
-            self.host = [rate.to("cpu", copy=True) for rate in on_device]
-            self.sent = [float(rate) for rate in self.host]
-        for group, rate in zip(groups, self.host, strict=True):
-            group["lr"] = rate
-        step_schedule()
-        self.host = [group["lr"] for group in groups]
-        for group, rate in zip(groups, on_device, strict=True):
-            group["lr"] = rate
-        before, self.sent = self.sent, [float(rate) for rate in self.host]
-        if self.sent != before:
-            self.put(self.rank, partial(_fill, on_device, self.sent))
-
-
-def _options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """What a recorded update has fixed: all options of its groups except the rates."""
-    groups = optimizer.param_groups if optimizer else []
-    return [
-        {
-            name: value
-            for name, value in group.items()
-            if name not in ("params", "param_names", "lr") and not isinstance(value, Tensor)
-        }
-        for group in groups
+def _options(group: dict[str, Any]) -> tuple[Callable[[Any], Any], Any]:
+    """What a recorded update has fixed: all options of a group except the rate, as the function that reads them, and
+    their values."""
+    names = [
+        name
+        for name, value in group.items()
+        if name not in ("params", "param_names", "lr") and not isinstance(value, Tensor)
     ]
-
-
-def _fill(places: list[Tensor], values: list[float]) -> None:
-    for place, value in zip(places, values, strict=True):
-        place.fill_(value)
+    read = itemgetter(*names)
+    return read, read(group)

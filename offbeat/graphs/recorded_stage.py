@@ -46,7 +46,9 @@ class RecordedStage:
     eager            why nothing is recorded, if so
     irregular        batches that were forwarded eagerly
     layout           shapes, types, strides and requires_grad of the inputs that were recorded, and of their targets
-    policy_work      recorded copies of weights and the like, by key; None when done once
+    predicts         whether batches are computed with predicted weights
+    policy_work      recorded copies of weights and the like, by key and, for predictions, by the update that needs the
+                     same; None when done once
     policy_pool      memory of these recordings, which leave nothing in it
     above            where a recorded backward reads the gradients from above
     """
@@ -57,6 +59,7 @@ class RecordedStage:
         self.end_turn = partial(launch_queue.close, self.rank)
         self.update, self.teach = stage.update, stage.teach
         network, weights, method = stage.network, stage.weights, stage.method
+        self.predicts = bool(weights.sources.forward or weights.sources.backward)
         self.window = FixedSums(stage.parameters)
         self.recorder = Recorder(network.device, network.random)
         self.guard = DeviceGuard(stage.guard, network.device)
@@ -73,7 +76,7 @@ class RecordedStage:
             recorder=self.recorder,
             launch_queue=launch_queue,
             rank=self.rank,
-            predicts=self._predicts(),
+            predicts=self.predicts,
         )
         stage.window, stage.optimization, stage.launcher, weights.do = (
             self.window,
@@ -94,7 +97,7 @@ class RecordedStage:
     def reset(self) -> None:
         """Drop all recordings, since tensors move; the batches in flight continue eagerly."""
         self.launch_queue.forget()
-        self.policy_work: dict[object, RecordedOperation | None] = {}
+        self.policy_work: dict[tuple[object, object], RecordedOperation | None] = {}
         self.policy_pool = self.recorder.new_pool()
         self.layout: tuple[Any, Any] | None = None
         self.above: list[Tensor] = []
@@ -105,6 +108,7 @@ class RecordedStage:
 
     def restart(self) -> None:
         self.slots.restart()
+        self.optimization.rates.restart()
 
     def settle(self) -> None:
         self.guard.settle(self.stage.figures.meter)
@@ -123,28 +127,25 @@ class RecordedStage:
         Predictions also read the state of the optimizer and of correctors, which the first updates allocate, and the
         learning rate. They are recorded once the update is: it needs the same, at the same addresses.
         """
-        update = self.optimization.operation
+        predicts = self.predicts and key != "zero"
+        update = self.optimization.operation if predicts else None
+        operation = self.policy_work.get((key, update))
+        if operation is not None:
+            self.launch_queue.put(self.rank, operation)
+            return
         recordable = self.layout is not None and key is not None
-        if key != "zero" and self._predicts():
+        if predicts:
             recordable = recordable and isinstance(update, RecordedOperation)
-            key = (key, update)
-        operation = self.policy_work.get(key) if recordable else None
-        if operation is None:
-            if not recordable or key not in self.policy_work:
-                self.flush()
-                work()
-                if recordable:
-                    self.policy_work[key] = None
-                return
+        if recordable and (key, update) in self.policy_work:
             with self.recorder.recording():
                 operation = RecordedOperation(self.recorder.record(work, self.policy_pool))
-            self.policy_work[key] = operation
-        self.launch_queue.put(self.rank, operation)
-
-    def _predicts(self) -> bool:
-        """Whether batches are computed with predicted weights."""
-        sources = self.stage.weights.sources
-        return bool(sources.forward or sources.backward)
+            self.policy_work[key, update] = operation
+            self.launch_queue.put(self.rank, operation)
+            return
+        self.flush()
+        work()
+        if recordable:
+            self.policy_work[key, update] = None
 
     # ---- forward
 

@@ -18,7 +18,7 @@ NEVER = -(10**9)  # a turn before all others
 NO_VERSION = Version(None)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
     """The memory of one batch, and the operations that were recorded on it with the weights at one address.
 

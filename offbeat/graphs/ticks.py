@@ -34,7 +34,7 @@ from itertools import chain
 import torch
 
 from offbeat.graphs import join as joining
-from offbeat.graphs.launch_queue import Action, Deferring, RecordedOperation, add_operation
+from offbeat.graphs.launch_queue import Action, Deferring, RecordedOperation, Values, add_operation, write
 
 
 class StageTurn:
@@ -42,25 +42,30 @@ class StageTurn:
 
     ordered         actions after all work of earlier turns
     actions         to do before the operations
-    operations      recorded ones, in order; updates: whether one of them is an update
+    operations      recorded ones, in order
     after           actions after the operations, and before those of the next turn
-    before_update   actions after the operations that can wait until the next update of the stage
+    values          to write after the operations, and before the next update of the stage
     """
 
-    __slots__ = ("actions", "after", "before_update", "operations", "ordered", "turn", "updates")
+    __slots__ = ("actions", "after", "operations", "ordered", "turn", "values")
 
     def __init__(self, turn: int, ordered: list[Action]) -> None:
-        self.turn, self.ordered, self.updates = turn, ordered, False
+        self.turn, self.ordered = turn, ordered
         self.actions: list[Action] = []
         self.operations: list[RecordedOperation] = []
         self.after: list[Action] = []
-        self.before_update: list[Action] = []
+        self.values: Values = {}
+
+    def updates(self) -> bool:
+        """Whether an update is queued."""
+        return any(operation.kind == "update" for operation in reversed(self.operations))  # mostly the last
 
     def empty(self) -> list[Action]:
         """All of it, in order, which is then no longer queued."""
-        work: list[Action] = [*self.ordered, *self.actions, *self.operations, *self.after, *self.before_update]
-        self.ordered, self.actions, self.operations, self.after, self.before_update = [], [], [], [], []
-        self.updates = False
+        work: list[Action] = [*self.ordered, *self.actions, *self.operations, *self.after]
+        if self.values:
+            work.append(partial(write, self.values))
+        self.ordered, self.actions, self.operations, self.after, self.values = [], [], [], [], {}
         return work
 
 
@@ -69,9 +74,8 @@ class Ticks(Deferring):
 
     together        ticks that are launched at once, where forwards wait for those below
     pending         whole ticks that wait for others, fewer than that
-    updating        stages that make an update in them
     reads           actions to do after them
-    before_updates  actions by stage that must precede its next update and follow all earlier ones
+    values          to write by stage, before its next update and after all earlier ones
     """
 
     def __init__(
@@ -86,17 +90,13 @@ class Ticks(Deferring):
         self.open = [StageTurn(0, []) for _ in range(K)]
         self.closed: list[deque[StageTurn]] = [deque() for _ in range(K)]
         self.pending: list[list[StageTurn]] = []
-        self.updating: set[int] = set()
         self.reads: list[Action] = []
-        self.before_updates: dict[int, list[Action]] = {}
+        self.values: dict[int, Values] = {}
 
     # ---- queueing
 
     def put(self, rank: int, operation: RecordedOperation) -> None:
-        queued = self.open[rank]
-        queued.operations.append(operation)
-        if operation.kind == "update":
-            queued.updates = True
+        self.open[rank].operations.append(operation)
 
     def first(self, rank: int, action: Action) -> None:
         self.open[rank].actions.append(action)
@@ -104,8 +104,11 @@ class Ticks(Deferring):
     def after(self, rank: int, action: Action) -> None:
         self.open[rank].after.append(action)
 
-    def before_update(self, rank: int, action: Action) -> None:
-        self.open[rank].before_update.append(action)
+    def write_before_update(self, rank: int, values: Values) -> None:
+        self.open[rank].values |= values
+
+    def updates_at_once(self, M: int) -> int:
+        return -(-self.together // M)
 
     def later(self, rank: int, action: Action) -> None:
         if self.together == 1:
@@ -131,8 +134,8 @@ class Ticks(Deferring):
         while not self.done and any(self.closed):
             self.tick()
         self._launch_pending()
-        work = list(chain.from_iterable(self.before_updates.values()))
-        self.before_updates.clear()
+        work: list[Action] = [partial(write, values) for values in self.values.values()]
+        self.values.clear()
         for queued in sorted(chain(*self.closed, self.open), key=lambda one: one.turn):  # a stable sort: then by stage
             work += queued.empty()
         for turns in self.closed:
@@ -159,36 +162,32 @@ class Ticks(Deferring):
             queued.turn = self.turn
         if not due:
             return
-        if self.pending and any(self._must_follow(rank, queued) for rank, queued in due):
+        if self.pending and any(queued.ordered for _, queued in due):
             self._launch_pending()
-        for rank, queued in due:
-            self._do_actions(rank, queued)
+        self._do_actions(due)
         whole = len(due) == len(self.open) and all(queued.operations for _, queued in due)  # others hardly recur
         turns_due = [queued for _, queued in due]
         if whole and (self.pending or begins):
             self.pending.append(turns_due)
-            self.updating.update(rank for rank, queued in due if queued.updates)
             if len(self.pending) == self.together:
                 self._launch_pending()
         else:
             self._launch_pending()
             self._launch([turns_due], whole=whole)
         for rank, queued in due:
-            if queued.before_update:
-                self.before_updates.setdefault(rank, []).extend(queued.before_update)
+            if queued.values:
+                self.values.setdefault(rank, {}).update(queued.values)
 
-    def _must_follow(self, rank: int, queued: StageTurn) -> bool:
-        """Whether actions of that turn have to follow the ticks that are pending."""
-        return bool(queued.ordered) or (queued.updates and rank in self.updating and rank in self.before_updates)
-
-    def _do_actions(self, rank: int, queued: StageTurn) -> None:
-        if queued.updates and rank in self.before_updates:
-            for action in self.before_updates.pop(rank):
+    def _do_actions(self, due: list[tuple[int, StageTurn]]) -> None:
+        values: Values = {}
+        for rank, queued in due if self.values else ():
+            if rank in self.values and queued.updates():
+                values |= self.values.pop(rank)  # which no update that is pending reads
+        if values:
+            write(values)
+        for _, queued in due:
+            for action in (*queued.ordered, *queued.actions):
                 action()
-        for action in queued.ordered:
-            action()
-        for action in queued.actions:
-            action()
 
     def _launch_pending(self) -> None:
         """The ticks that are pending, as one graph where they are as many as are usually launched."""
@@ -196,7 +195,6 @@ class Ticks(Deferring):
             return
         pending, reads = self.pending, self.reads
         self.pending, self.reads = [], []
-        self.updating.clear()
         for ticks in [pending] if len(pending) == self.together else [[tick] for tick in pending]:
             self._launch(ticks, whole=True)
         for action in reads:

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from offbeat.graphs import join as joining
-from offbeat.graphs.launch_queue import Action, Deferring, RecordedOperation, add_operation
+from offbeat.graphs.launch_queue import Action, Deferring, RecordedOperation, Values, add_operation, write
 
 
 class Windows(Deferring):
@@ -37,6 +37,7 @@ class Windows(Deferring):
         self.actions: list[Action] = []  # before all operations
         self.operations: list[tuple[int, RecordedOperation]] = []  # with the stage of each
         self.after_all: list[Action] = []
+        self.values: Values = {}  # to write after all of them
         self.turns = 0  # that are complete
         self.updated = False
 
@@ -49,6 +50,9 @@ class Windows(Deferring):
 
     def after(self, rank: int, action: Action) -> None:
         self.after_all.append(action)
+
+    def write_before_update(self, rank: int, values: Values) -> None:
+        self.values |= values
 
     def later(self, rank: int, action: Action) -> None:
         if self.operations:
@@ -70,8 +74,9 @@ class Windows(Deferring):
 
     def _launch_all(self, *, whole: bool) -> None:
         actions, operations, after, turns = self.actions, self.operations, self.after_all, max(1, self.turns)
+        values = self.values
         self._empty()
-        if not (actions or operations or after):
+        if not (actions or operations or after or values):
             return
         for action in actions:
             action()
@@ -85,6 +90,8 @@ class Windows(Deferring):
         )
         for action in after:
             action()
+        if values:
+            write(values)
         self._keep_up((actions, operations, after), turns)
 
     def _in_order(self, operations: list[tuple[int, RecordedOperation]]) -> joining.Nodes:

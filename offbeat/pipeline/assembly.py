@@ -183,6 +183,7 @@ class Assembler:
                     window_sum=self.engine.window_sum(k, assembly.replica),
                     norm_exchange=self.engine.norm_exchange(k, assembly.replica),
                     compression=Compression(self.messages),
+                    interleaves=self.engine.interleaves,
                 )
             )
         return replace(assembly, method=method, stages=stages, workers=workers)

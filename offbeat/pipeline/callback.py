@@ -61,8 +61,8 @@ class TrainingStep:
         """Learning rate of the next update of the first stage of this process (of its first parameter group)."""
         self.pipe._local.complete_updates()
         for stage in self.pipe.stages.values():
-            if stage.optimization.optimizer is not None:
-                return float(stage.optimization.optimizer.param_groups[0]["lr"])
+            if rates := stage.optimization.learning_rates():
+                return rates[0]
         return None
 
     @property

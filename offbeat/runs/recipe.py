@@ -9,7 +9,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -199,7 +199,8 @@ class Recipe:
         M, ramp, end = self.M, self.warmup * counted.per_epoch, self.epochs * counted.per_epoch
         drops = [fraction * self.epochs * counted.per_epoch for fraction in self.milestones]
 
-        def factor(s: int) -> float:
+        @lru_cache(maxsize=1024)  # all stages make the same updates
+        def cached(s: int) -> float:
             batch = counted.progress(M * s)
             if batch < ramp:
                 return WARMUP_START + (1 - WARMUP_START) * batch / ramp
@@ -207,6 +208,9 @@ class Recipe:
                 return 0.1 ** bisect_right(drops, batch)
             left = (1 + math.cos(math.pi * (batch - ramp) / (end - ramp))) / 2 if batch < end else 0.0
             return self.floor + (1 - self.floor) * left
+
+        def factor(s: int) -> float:  # a plain function, whose contents LambdaLR does not save
+            return cached(s)
 
         return factor
 
