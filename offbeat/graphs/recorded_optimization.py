@@ -168,5 +168,5 @@ def _options(group: dict[str, Any]) -> tuple[Callable[[Any], Any], Any]:
         for name, value in group.items()
         if name not in ("params", "param_names", "lr") and not isinstance(value, Tensor)
     ]
-    read = itemgetter(*names)
+    read: Callable[[Any], Any] = itemgetter(*names) if names else lambda _: None
     return read, read(group)

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from command import Command, check_refused, contents, weights
@@ -57,7 +58,14 @@ def freeze(run: Run) -> dict[int, str]:
     assert run.process.pid in found, run.stderr
     for pid in found:
         os.kill(pid, signal.SIGSTOP)
+    assert wait_for(lambda: all(map(stopped, found)), START, every=0.001)
     return found
+
+
+def stopped(pid: int) -> bool:
+    """Whether all threads of a process have stopped: each ends its system call first, which may write."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) <= {"T", "t", "Z"}
 
 
 # ---- a run that is running
