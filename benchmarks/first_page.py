@@ -23,7 +23,7 @@ from offbeat.method import Method
 from offbeat.methods import ADL, BP, GPipe
 from offbeat.ops import Backward, Forward, Update
 from offbeat.report import bench_table, until_table
-from offbeat.report.formatting import duration, markdown, size
+from offbeat.report.formatting import counted, duration, markdown, size
 from offbeat.timeline import Span, balanced, timeline
 
 # ---- the picture
@@ -248,51 +248,54 @@ def error_rows(found: Records) -> list[Cells]:
 LANGUAGE_MODEL = "gpt"  # of the row of slow networks and of the note on the time to a loss
 
 
-def slow_network_rows(found: Records) -> list[Cells]:
+def slow_network_row(found: Records) -> list[Cells]:
     """ADL over slow lines against the best synchronous pipeline and DDP, at equal samples per update."""
-    profile, lines = results_network.AIMED, []
+    profile, K = results_network.AIMED, list[int]()
     others = {results_network.SYNCHRONOUS: "the best synchronous pipeline", results_network.DDP: "DDP"}
+    speeds: dict[str, list[float]] = {kind: [] for kind in ("adl", *others)}
     for record in found.values():
         settings, rows = record["settings"], results_network.rows_of(record)
         if LANGUAGE_MODEL not in (one["name"] for one in settings["networks"]):
             continue
+        K.append(settings["K"])
         line = next(one for one in results_network.profiles_of(record) if one.name == profile)
-
-        def speed(row: str, record: Record = record) -> float:
-            seconds = results_network.by_round(record, LANGUAGE_MODEL, profile, row).values()
-            return float(record["settings"]["samples_per_update"] / median(seconds))
-
         alike = {kind: [row for row in rows if results_network.kind_of(row) == kind] for kind in others}
         best = {kind: results_network.fastest(record, LANGUAGE_MODEL, profile, alike[kind]) for kind in others}
-        speeds, ours = {kind: speed(row) for kind, row in best.items() if row is not None}, speed("adl")
-        lines.append(
-            [
-                "samples per second",
-                f"a GPT, K={settings['K']}, lines of {line.rate / 1e6:g} Mbit/s and {1e3 * line.delay:g} ms, same "
-                f"samples per update; {results_network.rounds_of(record)}",
-                f"{ours:.1f}",
-                ", ".join(f"{others[kind]}: {value:.1f}" for kind, value in speeds.items()),
-                f"{' and '.join(f'{ours / value:.2f}' for value in speeds.values())} times as fast",
-            ]
-        )
-    return lines
+        for kind, row in {"adl": "adl", **best}.items():
+            seconds = results_network.by_round(record, LANGUAGE_MODEL, profile, row).values()
+            speeds[kind].append(settings["samples_per_update"] / median(seconds))
+    if not K:
+        return []
+    ratios = [[ours / value for ours, value in zip(speeds["adl"], speeds[kind], strict=True)] for kind in others]
+    return [
+        [
+            "samples per second",
+            f"a GPT, {' and '.join(f'K={each}' for each in sorted(K))}, lines of {line.rate / 1e6:g} Mbit/s and "
+            f"{1e3 * line.delay:g} ms, same samples per update; {counted(len(K), 'run')}",
+            between(speeds["adl"], "{:.1f}".format),
+            ", ".join(f"{name}: {between(speeds[kind], '{:.1f}'.format)}" for kind, name in others.items()),
+            f"{' and '.join(between(each, '{:.2f}'.format) for each in ratios)} times as fast",
+        ]
+    ]
 
 
 def until_notes(found: Records) -> list[str]:
-    """The fastest row with late gradients against the fastest synchronous one, to a loss of a language model."""
+    """The fastest rows with late gradients, of all and with the optimizer of the fastest synchronous one, against
+    that, to a loss of a language model."""
     lines = []
     for record in found.values():
         exact = until_table.fastest(until_table.synchronous(record))
         late = until_table.fastest(until_table.late(record))
         if exact is None or late is None or not record["settings"]["model"].startswith(LANGUAGE_MODEL):
             continue
-        times = [
-            f"{one['title']} with {one['optimizer']} {duration(until_table.seconds(one))}" for one in (exact, late)
-        ]
+        alike = until_table.fastest([row for row in until_table.late(record) if row["optimizer"] == exact["optimizer"]])
+        shown = [exact, *([alike] if alike not in (None, late) else []), late]
+        network = record["provenance"].get("network")
+        times = [f"{one['title']} with {one['optimizer']} {duration(until_table.seconds(one))}" for one in shown]
         lines.append(
             point(
-                f"Time until a {until_table.target(record)} of a GPT, K={record['settings']['K']}, one run on fast "
-                f"links: {', '.join(times)}."
+                f"Time until a {until_table.target(record)} of a GPT, K={record['settings']['K']}, one run on "
+                f"{f'a line of {network}' if network else 'fast links'}: {', '.join(times)}."
             )
         )
     return lines
@@ -374,7 +377,7 @@ def table() -> str:
     rows = [
         *gpu_rows(records("gpu")),
         *cpu_rows(benches),
-        *slow_network_rows(records("network")),
+        *slow_network_row(records("network")),
         *error_rows(again),
         *short_row(compared),
         *language_rows(again),

@@ -20,13 +20,16 @@ from collections.abc import Sequence
 
 from network_relay import DEVICE, PROFILES, CannotMakeHostsError, Hosts, ending_on_terminate, measured
 
+from offbeat.runs.provenance import NETWORK
+
 PORT = "29577"  # of the first host, whose ports nobody else uses
 SHOWN = 0  # the host whose standard output is shown; errors of all are
 GRACE = 3.0  # seconds in which processes may end after one has failed, and after a signal
 
 
-def variables(rank: int, hosts: Hosts) -> dict[str, str]:
-    """The environment of a process, as on machines of their own; LOCAL_RANK selects its core on this one."""
+def variables(rank: int, hosts: Hosts, network: str) -> dict[str, str]:
+    """The environment of a process, as on machines of their own; LOCAL_RANK selects its core on this one. Records of
+    the command have the network."""
     count = str(len(hosts.addresses))
     return {
         "RANK": str(rank),
@@ -39,10 +42,11 @@ def variables(rank: int, hosts: Hosts) -> dict[str, str]:
         "MASTER_PORT": PORT,
         "GLOO_SOCKET_IFNAME": DEVICE,
         "OMP_NUM_THREADS": "1",
+        NETWORK: network,
     }
 
 
-def started(hosts: Hosts, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+def started(hosts: Hosts, command: Sequence[str], network: str) -> list[subprocess.Popen[bytes]]:
     """The processes, one per host. `offbeat` and `python` mean those of this interpreter."""
     words = {"offbeat": [sys.executable, "-m", "offbeat"], "python": [sys.executable]}.get(command[0], [command[0]])
     search = os.pathsep.join(filter(None, [*sys.path[1:], os.environ.get("PYTHONPATH", "")]))
@@ -50,7 +54,7 @@ def started(hosts: Hosts, command: Sequence[str]) -> list[subprocess.Popen[bytes
         subprocess.Popen(
             hosts.command(rank, *words, *command[1:]),
             stdout=None if rank == SHOWN else subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": search, **variables(rank, hosts)},
+            env={**os.environ, "PYTHONPATH": search, **variables(rank, hosts, network)},
         )
         for rank in range(len(hosts.addresses))
     ]
@@ -90,12 +94,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with ending_on_terminate(), Hosts(given.hosts) as hosts:
             found = measured(hosts, profile)
-            print(
-                f"{given.hosts} hosts, {profile.name}: {found['rate'] / 1e6:,.0f} Mbit/s, round trip "
-                f"{1e3 * found['round_trip']:.1f} ms",
-                flush=True,
-            )
-            processes = started(hosts, given.command)
+            network = f"{found['rate'] / 1e6:,.0f} Mbit/s with a round trip of {1e3 * found['round_trip']:.1f} ms"
+            print(f"{given.hosts} hosts, {profile.name}: {network}", flush=True)
+            processes = started(hosts, given.command, network)
             try:
                 return ended(processes)
             finally:

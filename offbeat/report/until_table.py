@@ -107,6 +107,8 @@ def heading(record: Record) -> str:
     where = "one core per worker"
     if given["cores_shared"]:
         where = f"{counted(given['cores'], 'core')} shared by the workers"
+    if network := record["provenance"].get("network"):
+        where += f", {network} between workers"
     return (
         f"{given['model']} on {given['data']} until {target(record)}, {given['batch_size']} samples per update, "
         f"K={given['K']}, {where}"

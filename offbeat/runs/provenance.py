@@ -14,6 +14,9 @@ from typing import Any
 PACKAGES = ("torch", "numpy", "safetensors")
 
 
+NETWORK = "OFFBEAT_NETWORK"  # variable with a description of the network between the machines, for records
+
+
 def provenance(command: list[str] | None = None, *, device: str | None = None) -> dict[str, Any]:
     """Versions, commit, host and command of this process. command: instead of its own, without paths for instance."""
     from offbeat import __version__
@@ -27,6 +30,7 @@ def provenance(command: list[str] | None = None, *, device: str | None = None) -
         "machine": f"{processor()}, {os.cpu_count()} cores{f', {gpu_name()}' if device == 'cuda' else ''}",
         "command": command or own_command(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **({"network": network} if (network := os.environ.get(NETWORK)) else {}),
     }
 
 
