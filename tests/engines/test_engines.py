@@ -38,8 +38,7 @@ def same_but_loss(found: dict, expected: dict) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("method-")])  # those: the contract
 def test_interleaving_stages_at_random_changes_no_bit(name):
-    for seed in (1, 2):
-        assert train(CASES[name], engine=Simulate(CASES[name].K, shuffle=seed)) == simulated(name)
+    assert train(CASES[name], engine=Simulate(CASES[name].K, shuffle=1)) == simulated(name)
 
 
 WAYS = {  # recorded as on GPUs; and with payloads that go apart from their headers

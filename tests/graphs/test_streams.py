@@ -537,7 +537,7 @@ RECOMPUTING = [name for name in ALIKE if "recompute" in settings_of(name)]
 @pytest.mark.parametrize(
     ("name", "captured"),
     [
-        pytest.param(name, captured, marks=[] if captured or name == "adl" else pytest.mark.slow)
+        pytest.param(name, captured, marks=[] if captured and name in ("bp", *RECOMPUTING[::3]) else pytest.mark.slow)
         for name, captured in product(RECOMPUTING, [False, True])
     ],
 )

@@ -159,9 +159,8 @@ def test_random_interleavings_change_no_bit_and_the_parameters_of_every_stage_mo
     for k, stage in plain.stages.items():
         own = [parameter for parameter in stage.parameters if not parameter.startswith("head.")]
         assert all(not torch.equal(plain.model.state_dict()[p], before[p]) for p in own), f"stage {k}"
-    for seed in (1, 2):
-        other = train(name, engine=Simulate(stages_of(name), shuffle=seed)).model.state_dict()
-        assert all(torch.equal(value, other[key]) for key, value in plain.model.state_dict().items())
+    other = train(name, engine=Simulate(stages_of(name), shuffle=1)).model.state_dict()
+    assert all(torch.equal(value, other[key]) for key, value in plain.model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -47,7 +47,7 @@ def evenly(legal, K):
     ("training", "every"),  # cut in every number of stages, in every second, or in every third
     [
         pytest.param(True, 2, id="train"),
-        pytest.param(False, 3, id="eval"),
+        pytest.param(False, 3, id="eval", marks=pytest.mark.slow),
         pytest.param(True, 1, id="train, more cuts", marks=pytest.mark.slow),
         pytest.param(False, 1, id="eval, more cuts", marks=pytest.mark.slow),
     ],
