@@ -134,7 +134,10 @@ class LocalStages:
         optimizers and schedulers."""
         self.batches, assembly, method = batches, self.assembled(None), self.method.phase(batches)
         if new or assembly.method != method:
-            assembly = self.assembly = self.assembler.with_method(assembly, method)
+            before, assembly = assembly, self.assembler.with_method(assembly, method)
+            for old, made in zip(before.all_workers, assembly.all_workers, strict=True):
+                made.stage.keep(old.stage.keeping)
+            self.assembly = assembly
             self.observation.change_stages(assembly, batches)
         return assembly
 

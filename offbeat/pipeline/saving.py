@@ -112,7 +112,6 @@ def hand_over(before: Assembly, after: Assembly, diagnoses: Diagnoses, states: M
         new.marks = old.marks
         with after.engine.stage_context():
             new.loss = None if old.loss is None else old.loss.clone()  # a recorded stage has it in its own memory
-        new.stage.keep(old.stage.keeping)
     trees = {
         k: {**tree, "stage": stage_state.of_another_method(tree["stage"], after.stages[k])}
         for k, tree in states.items()

@@ -20,7 +20,8 @@ from offbeat.methods import METHODS, named, with_staleness_warmup
 
 CPU, SIZE = torch.device("cpu"), 5
 ALIKE = [name for name in METHODS if not named(name).why_not_capturable()]
-FOUND, MORE = (349, 2225), range(24, 240)  # seeds that were wrong once, and more of them
+QUICK, FOUND = range(12), (100, 153, 349, 2225)  # a few seeds, and those that were wrong once
+MORE = [seed for seed in range(len(QUICK), 240) if seed not in FOUND]
 CORRECTORS = (
     "sc",
     "lwp",
@@ -128,7 +129,11 @@ class Program:
             if event == "drain":
                 pipe.drain()
             elif event == "report":
-                told += [(one.updates, one.samples, one.versions, one.in_flight) for one in pipe.reports()]
+                synchronous = self.method.phase(t + 1).pipelined  # streams complete its batches sooner
+                told += [
+                    (one.updates, one.samples, one.versions, None if synchronous else one.in_flight)
+                    for one in pipe.reports()
+                ]
             elif event == "evaluate":
                 told.append(pipe.evaluate([(torch.ones(2, 2, 4, 4), torch.zeros(2, dtype=torch.int64))])["loss"])
             elif event == "look":
@@ -145,7 +150,7 @@ class Program:
         return [loss.item().hex() for loss in losses], told, weights, pipe.staleness
 
 
-@pytest.mark.parametrize("seed", [*range(12), *FOUND, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
+@pytest.mark.parametrize("seed", [*QUICK, *FOUND, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
 def test_recorded_stages_give_the_bits_of_simulate_for_random_programs(monkeypatch, seed):
     program = Program(seed)
     here = program.run(streams=False)

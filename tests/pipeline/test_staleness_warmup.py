@@ -199,6 +199,18 @@ def test_a_checkpoint_around_the_switch_resumes_bit_for_bit(weights, engine, int
         check_same_bits(bits(again), expected)
 
 
+def test_what_is_kept_for_a_state_is_kept_after_loading_into_another_phase():
+    method = offbeat.methods.with_staleness_warmup(offbeat.ADL(M=2, weights="hybrid"), "bp@2")
+    batches = images(16, torch.float32)
+    first, second = pipeline(method), pipeline(method)
+    for each in (first, second):
+        each.keep()  # the second one in its synchronous phase
+    train(first, batches[:9])
+    second.load_stage_states(first.stage_states(), batches=9)
+    train(second, batches[9:])
+    assert sorted(second.stage_states()) == sorted(first.stages)
+
+
 # ---- what is reported
 
 
