@@ -7,7 +7,7 @@ beside one (bench-*.svg, scaling-*.svg) is shown, too
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
 from page import RECORDS, Record, point, prose, records, source
@@ -50,21 +50,36 @@ def bench_section(name: str, record: Record) -> list[str]:
     ]
 
 
+REPLICATED = (4, 16, 64)  # stages whose replicas are shown
+Speeds = dict[tuple[str, ...], dict[str, list[float]]]  # of a line of a table, by link
+
+
 def _replicated(simulation: Record) -> list[str]:
     """The simulated speed-up of replicas; nothing for a record without them."""
-    rows = simulation.get("replica_rows", [])
+    rows = [row for row in simulation.get("replica_rows", []) if row["K"] in REPLICATED]
     copies = sorted({row["replicas"] for row in rows})
-    speed = {(row["method"], row["link"], row["K"], row["replicas"]): row["speedup"] for row in rows}
-    lines = dict.fromkeys((method, link, K) for method, link, K, _ in speed)
-    table = [[*map(str, line), *(f"{speed[*line, R]:.3g}" for R in copies)] for line in lines]
-    return [markdown(["method", "link", "K", *(f"R={R}" for R in copies)], table), ""] if rows else []
+    by_link: Speeds = {}
+    for row in rows:
+        by_link.setdefault((row["method"], f"K={row['K']}"), {}).setdefault(row["link"], []).append(row["speedup"])
+    table = [[method, K, links, *speeds] for (method, K), links, speeds in _alike(by_link)]
+    return [markdown(["method", "stages", "link", *(f"R={R}" for R in copies)], table), ""] if rows else []
+
+
+def _alike(by_link: Speeds) -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
+    """Speed-ups as text; links with the same ones are one line."""
+    for line, speeds in by_link.items():
+        same: dict[tuple[str, ...], list[str]] = {}
+        for link, values in speeds.items():
+            same.setdefault(tuple(f"{value:.3g}" for value in values), []).append(link)
+        for shown, links in same.items():
+            yield line, ", ".join(links), list(shown)
 
 
 def scaling_section(name: str, record: Record) -> list[str]:
     simulation = record["simulation"]
     rows = []
     for one in record["points"]:
-        measured = one["staleness_measured"][0] if one["K"] > 1 and one["staleness_measured"] else 0.0
+        measured = one["staleness_measured"][0]
         rows.append(
             [
                 one["axis"],
@@ -76,7 +91,7 @@ def scaling_section(name: str, record: Record) -> list[str]:
                 f"{1000 * one['predicted']:,.0f}" if "predicted" in one else "",
                 f"{max(one['memory']) / 1e6:,.0f}",
                 f"{max(one['memory_counted']) / 1e6:,.0f}",
-                f"{measured:.2f}",
+                "" if measured is None else f"{measured:.2f}",
                 f"{one['staleness'][0]:.2f}",
             ]
         )
@@ -94,9 +109,10 @@ def scaling_section(name: str, record: Record) -> list[str]:
         "by formula",
     ]
     stages = list(dict.fromkeys(row["K"] for row in simulation["rows"]))
-    lines = list(dict.fromkeys((row["method"], row["link"]) for row in simulation["rows"]))
-    speed = {(row["method"], row["link"], row["K"]): row["speedup"] for row in simulation["rows"]}
-    clock = [[method, link, *(f"{speed[method, link, K]:.3g}" for K in stages)] for method, link in lines]
+    by_link: Speeds = {}
+    for row in simulation["rows"]:
+        by_link.setdefault((row["method"],), {}).setdefault(row["link"], []).append(row["speedup"])
+    clock = [[method, links, *speeds] for (method,), links, speeds in _alike(by_link)]
     told = ", ".join(
         f"{link} {1e3 * values['latency']:g} ms and {values['bandwidth'] / 1e9:g} GB/s"
         for link, values in simulation["links"].items()

@@ -227,10 +227,11 @@ def growth(content: Mapping[str, Any], *, width: int | None = None) -> Panels:
         memory.append(Line(f"{label}, measured", _series(strong, "memory", megabytes), colour=place, measured=True))
     if any(line.points for line in memory):
         made["memory"] = ("Memory", _by_stages(memory, "MB", width=width, log=None))
+    first = [{**row, "staleness_measured": row.get("staleness_measured", [])[:1]} for row in strong]
     late = [
         Line("stage 1, the stalest, by formula", _series(counted, "staleness", max)),
         Line("mean of all stages, by formula", _series(counted, "staleness", lambda v: sum(v) / len(v)), colour=2),
-        Line("stage 1, measured", _series(strong, "staleness_measured", max), colour=0, measured=True),
+        Line("stage 1, measured", _series(first, "staleness_measured", max), colour=0, measured=True),
     ]
     if any(line.points for line in late):
         made["staleness"] = ("Mean staleness", _by_stages(late, "updates", width=width, doubling=True, zero=True))

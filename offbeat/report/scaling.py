@@ -68,7 +68,8 @@ def _measured(points: Sequence[Mapping[str, Any]]) -> Section:
         return section.add(missing("no point has been measured: run `offbeat bench scaling` to its end"))
     rows = []
     for point in points:
-        seconds, peak, late = (numbers(point.get(key)) for key in ("seconds_per_batch", "memory", "staleness_measured"))
+        seconds, peak = numbers(point.get("seconds_per_batch")), numbers(point.get("memory"))
+        late = numbers(point.get("staleness_measured", [])[:1])  # of stage 1
         counted = numbers(point.get("memory_counted"))
         rows.append(
             [
@@ -78,7 +79,7 @@ def _measured(points: Sequence[Mapping[str, Any]]) -> Section:
                 f"{1e3 * predicted[0]:,.0f}" if (predicted := numbers(point.get("predicted"))) else "-",
                 size(max(peak)) if peak else "-",
                 size(max(counted)) if counted else "-",
-                f"{max(late):.2f}" if late else "-",
+                f"{late[0]:.2f}" if late else "-",
             ]
         )
     columns = [

@@ -185,7 +185,7 @@ def _axis(axis: Axis, values: Sequence[float]) -> alt.Axis:
         low = [0.0] if axis.zero else []
         more = {"values": low + doublings(max(min(values), 1.0) if low else min(values), max(values)), "format": ",~g"}
     elif values and axis.log:
-        more = {"values": log_ticks(min(values), max(values)) or [min(values)], "format": ",~g"}
+        more = {"values": log_ticks(min(values), max(values)), "format": ",~g"}
     elif axis.whole and values and max(values) - min(values) <= MOST_TICKS:
         more = {"values": list(range(math.ceil(min(values)), math.floor(max(values)) + 1)), "format": "d"}
     elif axis.whole:
@@ -194,14 +194,21 @@ def _axis(axis: Axis, values: Sequence[float]) -> alt.Axis:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of every decade, or the decades alone where those would be too many.
+    """1, 2 and 5 of every decade; the decades alone where those would be too many, more where they are too few.
 
     >>> log_ticks(3, 120), log_ticks(0.01, 1e4)
     ([5.0, 10.0, 20.0, 50.0, 100.0], [0.01, 0.1, 1.0, 10.0, 100.0, 1000.0, 10000.0])
+    >>> log_ticks(0.0547, 0.085), log_ticks(0.0547, 0.0561)
+    ([0.06, 0.07, 0.08], [0.0547, 0.0561])
     """
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = [float(f"{factor}e{power}") for power in decades for factor in (1, 2, 5)]
-    found = [value for value in found if low * 0.999 <= value <= high * 1.001]
+    found: list[float] = []
+    for factors in ((1, 2, 5), range(1, 10)):
+        if len(found) < 2:
+            found = [float(f"{factor}e{power}") for power in decades for factor in factors]
+            found = [value for value in found if low * 0.999 <= value <= high * 1.001]
+    if len(found) < 2:
+        return sorted({float(f"{low:.3g}"), float(f"{high:.3g}")})
     return found if len(found) <= 8 else [value for value in found if f"{value:e}"[0] == "1"]
 
 

@@ -51,8 +51,8 @@ class Contender(Protocol):
     def sent(self) -> int:
         """Bytes that this worker sends for a batch; takes a step or more, of which nothing is timed."""
 
-    def staleness(self) -> list[float]:
-        """Mean measured level of the stages that are here."""
+    def staleness(self) -> list[float | None]:
+        """Mean measured level of the stages that are here; None before a stage has applied a batch of steady state."""
 
     def update(self, batch: Batch | None) -> None:
         """One update on the samples of a batch, which is None in workers that do not need it."""
@@ -161,7 +161,7 @@ class Loop:
     def sent(self) -> int:
         return 0
 
-    def staleness(self) -> list[float]:
+    def staleness(self) -> list[float | None]:
         return [0.0]
 
     def update(self, batch: Batch | None) -> None:
@@ -311,7 +311,7 @@ class TorchPipelining:
             self.step()
         return self.counter.bytes
 
-    def staleness(self) -> list[float]:
+    def staleness(self) -> list[float | None]:
         return [0.0]
 
     def update(self, batch: Batch | None) -> None:
@@ -404,8 +404,8 @@ class Ours:
         links.outputs, links.feedback = kept
         return counter.bytes
 
-    def staleness(self) -> list[float]:
-        return [stage.staleness.mean for stage in self.pipe.stages.values()]
+    def staleness(self) -> list[float | None]:
+        return [stage.staleness.mean if stage.staleness else None for stage in self.pipe.stages.values()]
 
     def update(self, batch: Batch | None) -> None:
         M = batches_per_update(self.row, self.task.setting, self.m)

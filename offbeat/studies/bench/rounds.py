@@ -380,7 +380,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     setting = request.setting()
     rows = chosen(request.against, request.device, methods=tuple(setting.methods))
     out = folder_for(request.out, f"bench-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", "bench.json")
-    load = os.getloadavg()[0]
+    load = load_here()
     made = origin()
     if setting.device == "cuda":
         check_gpu()
@@ -421,6 +421,12 @@ def finish(run: Bench) -> None:
         content, out = run.as_dict(), run.runner.folder
         run.runner.write("table.md", bench_table.page(content))
         by_the_way(lambda path: draw_bench(content, path), out / "bench.svg", out / "bench.png")
+
+
+def load_here() -> float:
+    """Other processes that may run on the cores of this one: all that do not fit on the others of the machine."""
+    elsewhere = (os.cpu_count() or 1) - len(cores_here())
+    return max(0.0, os.getloadavg()[0] - elsewhere)
 
 
 def shared_cores(K: int) -> str | None:
