@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -118,7 +119,9 @@ def test_repeated_forwards_are_recorded_and_change_no_bit(M, recompute):
     assert all(map(torch.equal, plain.model.state_dict().values(), pipe.model.state_dict().values()))
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if "recompute" in settings_of(name) and name != "gpipe"])
+@pytest.mark.parametrize(
+    "name", sorted(name for name in METHODS if "recompute" in settings_of(name) and name not in ("bp", "gpipe"))
+)
 def test_every_method_that_repeats_forwards_gives_the_bits_of_simulate(name):
     stashed = {"pb": {"weights": "stash"}, "spectrain": {"version": 2}}.get(name, {})
     check_same(with_settings(name, {**stashed, "recompute": True}), drains=(14,))
@@ -131,6 +134,7 @@ def test_repeated_forwards_that_sleep_at_random_change_no_bit(seed):
 
 def test_recorded_stages_that_repeat_their_forwards_need_less_memory():
     def peak(recompute: bool) -> int:
+        gc.collect()  # pipelines of other tests, whose memory would be returned in between
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.manual_seed(0)
