@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +27,8 @@ class RotatedAdam(CompensatedOptimizer):
         theta <- theta - lr U ((U' d V / (1 - a b^t)) / (sqrt(v / (1 - b2^t)) + eps)) V'
 
     Bases begin as eigenvectors. Every `refresh` updates their columns are ordered by diag(U' L U), v in the same way,
-    and U <- qr(L U). A matrix of m x n has 2 m^2 + 2 n^2 numbers of state for L, R, U and V. A refresh computes on the
-    host's schedule, so updates are not recorded in CUDA graphs.
+    and U <- qr(L U). A matrix of m x n has 2 m^2 + 2 n^2 numbers of state for L, R, U and V. A factorization cannot be
+    captured in a CUDA graph: updates with a refresh are done eagerly, and those between them can be recorded.
 
     betas          b and b2, also of AdamW
     refresh        updates between two refreshes; groups may have their own
@@ -35,6 +37,7 @@ class RotatedAdam(CompensatedOptimizer):
     weight_decay   decoupled: theta <- (1 - lr weight_decay) theta
     hidden         function (name, parameter) -> bool that chooses the hidden matrices; by default `is_hidden_matrix`,
                    which goes by names: give named parameters, model.named_parameters()
+    capturable     on a GPU: count steps and read lr there, so that a step without a refresh can be captured
 
     >>> import offbeat
     >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
@@ -58,6 +61,7 @@ class RotatedAdam(CompensatedOptimizer):
         one_sided: bool = False,
         max_dim: int = 4096,
         hidden: IsHidden | None = None,
+        capturable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -68,8 +72,49 @@ class RotatedAdam(CompensatedOptimizer):
             "refresh": refresh,
             "one_sided": one_sided,
             "max_dim": max_dim,
+            "capturable": capturable,
         }
         super().__init__(parameters, defaults, hidden=hidden)
+
+    # ---- which steps are alike (see graphs/recorded_optimization.py)
+
+    def next_is_regular(self) -> bool:
+        """Whether the next step has no refresh."""
+        return not any(self._due(group, p) for group in self.param_groups if group["hidden"] for p in group["params"])
+
+    @contextmanager
+    def regular(self) -> Iterator[None]:
+        """Steps inside have no refresh and are not counted, whenever they are repeated."""
+        self.__dict__["_regular"] = True
+        try:
+            yield
+        finally:
+            del self.__dict__["_regular"]
+
+    def count_step(self) -> None:
+        """A regular step has been repeated."""
+        for p in self._taken:
+            self._taken[p] += 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._taken.clear()
+
+    @property
+    def _taken(self) -> dict[Tensor, int]:
+        """Steps of the hidden matrices, on the host; not a part of the state, from which they are read when needed."""
+        found: dict[Tensor, int] = self.__dict__.setdefault("_steps_taken", {})
+        return found
+
+    def _due(self, group: Group, p: Tensor) -> bool:
+        """Whether the bases of a matrix are refreshed in this step."""
+        if "_regular" in self.__dict__:
+            return False
+        if p not in self._taken:
+            self._taken[p] = int(self.state[p]["step"]) if "step" in self.state.get(p, {}) else 0
+        return self._taken[p] % int(group["refresh"]) == 0
+
+    # ---- directions
 
     def hidden_directions(self, group: Group, parameters: Tensors) -> Tensors:
         for p in parameters:
@@ -77,6 +122,8 @@ class RotatedAdam(CompensatedOptimizer):
         bases = [(self.state[p].get("left_basis"), self.state[p].get("right_basis")) for p in parameters]
         back = [tuple(None if basis is None else basis.mT for basis in pair) for pair in bases]
         directions = self.adam_directions(group, parameters, lambda tensors: _rotated(tensors, bases))
+        for p in parameters if "_regular" not in self.__dict__ else ():
+            self._taken[p] += 1
         return _rotated(directions, back)
 
     def _follow(self, group: Group, p: Tensor) -> None:
@@ -86,8 +133,8 @@ class RotatedAdam(CompensatedOptimizer):
             raise UserError(
                 f"RotatedAdam with parameters of {p.dtype}: use float32, and precision='bf16' of a pipeline"
             )
+        due = self._due(group, p)
         state, g, b2 = self.state[p], p.grad.flatten(1), group["betas"][1]
-        due = "step" not in state or int(state["step"]) % group["refresh"] == 0
         for side, dim in _sides(group, g):
             gram = g @ g.mT if dim == 0 else g.mT @ g
             if f"{side}_average" not in state:

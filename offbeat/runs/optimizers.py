@@ -60,7 +60,8 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
         "RotatedAdam",
         lambda batch_size, M: 1e-3,
         {"betas": (0.95, 0.95), "weight_decay": 0.1},
-        module="offbeat.optim",
+        {"capturable": True},
+        "offbeat.optim",
     ),
     "nadam": OptimizerKind(
         "NAdam",

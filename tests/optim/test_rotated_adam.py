@@ -81,6 +81,24 @@ def test_each_group_has_its_own_interval_of_refreshes():
         torch.testing.assert_close(theta[name].detach(), expected, **CLOSE)
 
 
+def test_steps_counted_on_the_device_give_the_same_numbers():
+    theta, same, steps = parameters(), parameters(), gradients(7)
+    take(RotatedAdam(theta.items(), torch.tensor(0.01), refresh=3, capturable=True), theta, steps)
+    take(RotatedAdam(same.items(), 0.01, refresh=3), same, steps)
+    for name, p in theta.items():
+        torch.testing.assert_close(p, same[name], rtol=1e-6, atol=1e-6, msg=name)  # the bias is corrected in float32
+
+
+def test_a_copy_counts_its_own_steps():
+    theta, steps = parameters(torch.float32), gradients(9, torch.float32)
+    optimizer = RotatedAdam(theta.items(), 0.01, refresh=4)
+    take(optimizer, theta, steps[:3])
+    again, other = copy.deepcopy((theta, optimizer))
+    take(optimizer, theta, steps[3:])
+    take(other, again, steps[3:])
+    assert all(torch.equal(p, again[name]) for name, p in theta.items())
+
+
 def test_the_direction_is_the_change_per_rate():
     theta, steps = parameters(), gradients(3)
     optimizer = RotatedAdam(theta.items(), 0.01, weight_decay=0.0)

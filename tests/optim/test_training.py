@@ -18,6 +18,7 @@ from offbeat.models.gpt import gpt
 from offbeat.optim import Muon, RotatedAdam
 from offbeat.runs.build import cross_entropy
 
+CPU = torch.device("cpu")
 MAKE = {"muon": Muon, "rotated-adam": partial(RotatedAdam, refresh=3)}
 
 
@@ -64,28 +65,49 @@ def test_a_pipeline_learns_and_a_saved_state_continues_bit_for_bit(make):
     check_equal(whole, again)
 
 
-def on_device(parameters, lr: float) -> Muon:
+def on_device(make, parameters, lr: float) -> torch.optim.Optimizer:
     """With learning rates as tensors, as a pipeline sets them on a GPU."""
-    made = Muon(parameters, lr, capturable=True)
+    made = make(parameters, lr, capturable=True)
     for group in made.param_groups:
         group.update(initial_lr=group["lr"], lr=torch.tensor(group["lr"]), compensation=1.5, keep_direction=True)
     return made
 
 
-def test_recorded_updates_of_muon_give_the_bits_of_simulate(monkeypatch):
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_recorded_updates_give_the_bits_of_simulate(monkeypatch, make):
     capture(monkeypatch)
-    one, other = pipeline(on_device), pipeline(on_device, Streams(3, torch.device("cpu")))
+    one, other = (pipeline(partial(on_device, make), engine) for engine in ("simulate", Streams(3, CPU)))
     assert trained(one, tokens(24)) == trained(other, tokens(24))
     assert all(isinstance(stage.optimization.operation, RecordedOperation) for stage in other.stages.values())
     check_equal(one, other)
 
 
-def test_updates_of_rotated_adam_are_not_recorded_and_give_the_bits_of_simulate(monkeypatch):
+def test_only_updates_with_a_refresh_are_done_eagerly(monkeypatch):
     capture(monkeypatch)
-    one, other = (pipeline(MAKE["rotated-adam"], engine) for engine in ("simulate", Streams(3, torch.device("cpu"))))
-    assert trained(one, tokens(24)) == trained(other, tokens(24))
-    assert not any(isinstance(stage.optimization.operation, RecordedOperation) for stage in other.stages.values())
-    check_equal(one, other)
+    pipe = pipeline(partial(on_device, MAKE["rotated-adam"]), Streams(3, CPU))
+    stage, eager = pipe.stages[2], []
+    update = stage.optimization._update
+
+    def noted(over, given):
+        regular = "_regular" in stage.optimization.optimizer.__dict__
+        eager.extend([] if regular else [stage.update_index])
+        update(over, given)
+
+    stage.optimization._update = noted
+    trained(pipe, tokens(24))
+    assert eager == [0, 3, 6, 9]  # the last of 12 updates is 11
+
+
+def test_a_recorded_run_continues_from_a_state_between_two_refreshes(monkeypatch):
+    capture(monkeypatch)
+    whole, saved, again = (pipeline(partial(on_device, MAKE["rotated-adam"]), Streams(3, CPU)) for _ in range(3))
+    data = tokens(30)
+    losses = trained(whole, data)
+    for x, y in data[:17]:
+        saved.step(x, y)
+    again.load_stage_states(pytree.tree_map_only(Tensor, torch.clone, saved.stage_states()), batches=17)
+    assert trained(again, data[17:]) == losses[17:]
+    check_equal(whole, again)
 
 
 def saved_by(make) -> list:
@@ -106,7 +128,7 @@ def test_a_state_with_other_hidden_matrices_is_refused():
 
 
 def test_what_correctors_set_is_not_loaded():
-    pipe = pipeline(on_device)
+    pipe = pipeline(partial(on_device, Muon))
     pipe.load_stage_states(saved_by(Muon), batches=8)
     for stage in pipe.stages.values():
         for group in stage.optimization.optimizer.param_groups:
