@@ -78,8 +78,7 @@ def late_methods(K: int) -> list[tuple[str, int, int]]:
 def rows(setting: GPTSetting) -> Iterator[TableRow]:
     """All rows, by K and optimizer: BP, then each late method without a corrector and with the recommended one, or for
     an optimizer that is recommended without, with the correctors of the others. Late rows have the learning rate that
-    is best for BP and, at the most important K, the usual one; there, three rows per optimizer are synchronous at
-    first."""
+    is best for BP and, at the most important K, the usual one. Three rows per optimizer are synchronous at first."""
     for place, K in enumerate(setting.stages):
         for optimizer in GPT_OPTIMIZERS:
             best = setting.best_rates.get(optimizer, 1.0)
@@ -98,12 +97,12 @@ def rows(setting: GPTSetting) -> Iterator[TableRow]:
                     corrector=corrector,
                     baseline=f"{optimizer}-bp-k{K}{RATES[rate]}",
                 )
-            for method, M in (("adl-1f1b", 4), ("adl-1f1b", 1), ("adl", 4)) if place == 0 else ():
+            for method, M in (("adl-1f1b", 4), ("adl-1f1b", 1), ("adl", 4)):
                 yield made(
                     method,
                     M=M,
                     rate=best,
-                    tier=2,
+                    tier=_tier(place, 2),
                     end=f"-m{M}-corrected-warmup{RATES[best]}",
                     corrector=RECOMMENDED,
                     warmup=WARMUP,
