@@ -19,8 +19,9 @@ class StageStream:
     """The stream of recorded work, which must not be the default one and does not wait for the caller's later work."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         on_gpu = device.type == "cuda"
+        # With its index: without one, torch looks for all kinds of devices in every call.
+        self.index = (torch.cuda.current_device() if device.index is None else device.index) if on_gpu else None
         self.stream = torch.cuda.Stream(device) if on_gpu else None
         self.asked = torch.cuda.Event() if on_gpu else None  # on the caller's stream
 
@@ -30,7 +31,7 @@ class StageStream:
         if self.stream is None or self.asked is None:
             yield None
             return
-        device, caller = torch.cuda.current_device(), torch.cuda.current_stream(self.device)
+        device, caller = torch.cuda.current_device(), torch.cuda.current_stream(self.index)
         self.asked.record(caller)
         self.stream.wait_event(self.asked)
         torch.cuda.set_stream(self.stream)  # and with it the device; torch's own context takes longer, every turn
