@@ -108,6 +108,7 @@ def _garbage_of_this_module_alone() -> None:
     """A collection takes 0.2 seconds with all that torch and others have imported, and next to none without."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 100)  # one in a hundred collections looks at all objects, not one in ten
 
 
 @pytest.fixture(scope="module")

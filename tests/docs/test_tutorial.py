@@ -45,7 +45,7 @@ def test_every_block_is_one_that_is_run_here():
     assert len(SCRIPTS) == 1
 
 
-@pytest.mark.parametrize("samples", [480, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", [320, pytest.param(None, marks=pytest.mark.slow)])
 def test_the_code_runs_from_top_to_bottom(samples, tmp_path, monkeypatch, capsys):
     """With the first samples of the digits, or all of them."""
     opened = data.open
