@@ -182,7 +182,7 @@ def stateful(folder: Path) -> list[Any]:
         CheckpointEvery(folder, batches=5, keep=1),
         EMA(0.9),
         EMA(0.5),
-        EarlyStopping("score", mode="max", patience=5),
+        EarlyStopping("score", mode="max", patience=3),
         BestModel("score", mode="max"),
         scores,
         CSVLogger(folder / "log.csv"),

@@ -7,6 +7,7 @@ one launch run at once, held back only by what they wait for. Here they run one 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from offbeat.engines import streams
 from offbeat.graphs import join as joining
-from offbeat.graphs import launch_queue, recorder
+from offbeat.graphs import launch_queue, recorded_stage, recorder
 from offbeat.graphs.capture import Recorded
 from offbeat.graphs.slot_recordings import SlotRecordings
 
@@ -68,6 +69,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> list[int]:
         return groups
 
     monkeypatch.setattr(recorder, "Recorded", Captured)
+    monkeypatch.setattr(recorded_stage, "gc", SimpleNamespace(collect=lambda: None))  # no memory of a GPU to return
     monkeypatch.setattr(streams, "captures", lambda device: True)
     monkeypatch.setattr(launch_queue.Deferring, "_keep_up", lambda self, work, turns=1: None)
     monkeypatch.setattr(joining, "join", join)

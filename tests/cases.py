@@ -308,12 +308,12 @@ def _train(case: Case, mine: bool, options: dict[str, Any]) -> dict[str, Any]:
         loss = pipe.step(x, y) if mine else pipe.step()
         losses.append(None if loss is None else float(loss))
         if t == 6:
-            middle = pipe.evaluate(batches if mine else None)
+            middle = pipe.evaluate(batches[-3:] if mine else None)
     pipe.drain()
     result = {
         "weights": fingerprint(pipe.model.state_dict()),
         "middle": middle,
-        "evaluate": pipe.evaluate(batches if mine else None),
+        "evaluate": pipe.evaluate(batches[-3:] if mine else None),
         "staleness": [dict(stage) for stage in pipe.staleness],
         "loss": losses[-1],
         "M": pipe.method.M,

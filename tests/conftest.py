@@ -39,6 +39,7 @@ LONG = (
     "test_interpreter",
     "test_resume",
     "test_state",
+    "test_recompute",
     "test_contract",
     "test_reproduction_record",
     "test_transformers",
@@ -51,6 +52,7 @@ LONG = (
     "test_torchrun",
     "test_gpt_table",
     "test_examples",
+    "test_comparison",
     "test_clipping",
     "test_checkpoints",
     "test_staleness_warmup",
@@ -108,6 +110,7 @@ def _garbage_of_this_module_alone() -> None:
     """A collection takes 0.2 seconds with all that torch and others have imported, and next to none without."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 100)  # one in a hundred collections looks at all objects, not one in ten
 
 
 @pytest.fixture(scope="module")

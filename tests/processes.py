@@ -69,11 +69,19 @@ def processes_of(out: Path) -> dict[int, str]:
             if os.fsencode(out) not in (entry / "cmdline").read_bytes().split(b"\0"):
                 continue
             surroundings = dict(pair.partition(b"=")[::2] for pair in (entry / "environ").read_bytes().split(b"\0"))
-            if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            if alive(int(entry.name)):
                 found[int(entry.name)] = surroundings.get(b"RANK", b"").decode()
         except OSError:  # gone meanwhile
             continue
     return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process has not ended; one that has may wait for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 LISTENING = "0A"

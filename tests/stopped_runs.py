@@ -26,7 +26,7 @@ RUN = [
     "1",
     "--json",
 ]
-SMALL = [*RUN, "--samples", "320", "--shape", "3,8,8", "--engine", "simulate"]
+SMALL = [*RUN, "--samples", "240", "--shape", "3,8,8", "--engine", "simulate"]
 METHODS = {
     "adl": ["--method", "adl", "-M", "2"],
     "adl-hybrid": ["--method", "adl", "-M", "2", "--weights", "hybrid"],

@@ -42,7 +42,28 @@ def test_a_forked_process_has_what_it_is_started_with(tmp_path, new_session):
     assert (done.returncode, done.stderr) == (5, "on stderr\n")
     arguments, files = ["-c", "one", "two words"], ["0", "1", "2"]
     seen = [arguments, "__main__", str(tmp_path), "3", os.getpid(), new_session]
-    assert json.loads(done.stdout) == [*seen, [True, True], files, "given", [min(cores)]]
+    hung_up = signal.getsignal(signal.SIGHUP) == signal.SIG_DFL  # which nohup ignores
+    assert json.loads(done.stdout) == [*seen, [True, hung_up], files, "given", [min(cores)]]
+
+
+ENDING = """
+import atexit, sys, threading, time
+
+atexit.register(print, "atexit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+if sys.argv[1] == "daemon":
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print("main")
+sys.exit({"number": 6, "text": "a reason"}.get(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "error"), [("nothing", 0, ""), ("number", 6, ""), ("text", 1, "a reason\n"), ("daemon", 0, "")]
+)
+def test_a_forked_process_ends_as_the_interpreter_does(how, code, error):
+    done = subprocess.run([PYTHON, "-c", ENDING, how], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "main\nthread\natexit\n", error)
 
 
 def test_a_forked_process_dies_of_signals_and_of_exceptions(tmp_path):

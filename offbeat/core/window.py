@@ -146,7 +146,12 @@ class GradientWindow:
     def finite(self) -> bool:
         """Whether all gradients are."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        return not gradients or bool(torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite().all())
+        if not gradients:
+            return True
+        # A sum is finite only if all its terms are, and is 2 to 20 times faster than a norm on a CPU. It may overflow.
+        if gradients[0].is_cpu and torch.stack([gradient.sum() for gradient in gradients]).isfinite().all():
+            return True
+        return bool(torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite().all())
 
     def mean(self, over: float) -> None:
         """Divide the sum by `over`."""

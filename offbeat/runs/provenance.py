@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import time
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,12 @@ def processor() -> str:
 
 def commit() -> str | None:
     """The commit of the environment variable OFFBEAT_COMMIT, else of the source tree, with + if it has changes."""
-    if os.environ.get("OFFBEAT_COMMIT"):
-        return os.environ["OFFBEAT_COMMIT"]
+    return os.environ.get("OFFBEAT_COMMIT") or _commit_of_source()
+
+
+@cache
+def _commit_of_source() -> str | None:
+    """Read once per process: the source tree may change while its modules run."""
     here = Path(__file__).resolve().parent
     try:
         head = subprocess.run(

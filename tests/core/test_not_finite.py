@@ -12,6 +12,7 @@ from cases import Steep
 from torch import nn
 
 import offbeat
+from offbeat.core.window import GradientWindow
 from offbeat.errors import NotFinite
 from offbeat.runs import build
 from offbeat.runs.recipe import make_recipe
@@ -57,6 +58,26 @@ def test_a_loss_that_is_not_finite_stops_and_is_named():
     with pytest.raises(NotFinite, match=r"the loss of batch 6 is nan .seen at stage 3 of 3") as raised:
         run(pipeline(offbeat.ADL(M=2)), batches(12, poisoned=(6,)))
     assert raised.value.batches == (6,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_are_finite_exactly_if_all_their_values_are(dtype):
+    largest = torch.finfo(dtype).max
+    for values, finite in {
+        (1.0, -1.0): True,
+        (largest, largest): True,  # their sum is not
+        (largest, -largest): True,
+        (math.inf, 1.0): False,
+        (math.inf, -math.inf): False,
+        (1.0, math.nan): False,
+    }.items():
+        parameters = {name: torch.zeros(2, 1, dtype=dtype, requires_grad=True) for name in "ab"}
+        window = GradientWindow(parameters)
+        assert window.finite()
+        parameters["b"].grad = torch.tensor(values, dtype=dtype)[:, None]
+        assert window.finite() is finite, values
+        parameters["a"].grad = torch.ones(2, 1, dtype=dtype)
+        assert window.finite() is finite, values
 
 
 def test_micro_batches_are_named_by_their_batch():

@@ -13,7 +13,7 @@ import offbeat
 from offbeat.core import state as stage_state
 from offbeat.methods import METHODS
 
-LENGTH = 17
+LENGTH = 14
 
 
 def moved(tree):

@@ -61,8 +61,10 @@ def test_the_same_code_runs_in_four_processes(tmp_path):
     given = [PYTHON, "-m", "torch.distributed.run", "--standalone", *command.split()[1:]]
     done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(set(done.stdout.split())) == 1, "the same loss in every process"
-    assert len(done.stdout.split()) == 4
+    printed = "".join(done.stdout.split())  # a process may print between the loss and the end of line of another
+    loss = printed[: len(printed) // 4]
+    assert printed == 4 * loss, "the same loss in every process"
+    assert float(loss) > 0
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("offbeat methods")])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from preloaded import PYTHON
 
 import offbeat
 
@@ -125,7 +126,7 @@ def build(shape, classes):
 
 def image_example(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "examples/timm_models.py"), *args],
+        [PYTHON, "-W", "error", str(ROOT / "examples/timm_models.py"), *args],
         capture_output=True,
         text=True,
         timeout=200,

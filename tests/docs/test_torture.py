@@ -33,11 +33,12 @@ def configs(monkeypatch):
     return module
 
 
-def test_100_configurations_end_as_documented(configs, tmp_path):
-    found, faults = configs.attempt(100, 0, tmp_path / "here")
+@pytest.mark.parametrize("count", [50, pytest.param(100, marks=pytest.mark.slow)])
+def test_random_configurations_end_as_documented(configs, tmp_path, count):
+    found, faults = configs.attempt(count, 0, tmp_path / "here")
     assert not faults
-    assert found["valid"] >= 25
-    assert found["invalid"] >= 40
+    assert found["valid"] >= count // 4
+    assert found["invalid"] >= 2 * count // 5
 
 
 def test_the_statement_of_what_is_valid_can_be_contradicted(configs):

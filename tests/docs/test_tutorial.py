@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from fixed_times import few_laps
 
 import offbeat
 from offbeat import data
@@ -45,9 +47,9 @@ def test_every_block_is_one_that_is_run_here():
     assert len(SCRIPTS) == 1
 
 
-@pytest.mark.parametrize("samples", [480, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", [320, pytest.param(None, marks=pytest.mark.slow)])
 def test_the_code_runs_from_top_to_bottom(samples, tmp_path, monkeypatch, capsys):
-    """With the first samples of the digits, or all of them."""
+    """With the first samples of the digits and times of few laps, or all of them."""
     opened = data.open
 
     def open_some(*given, **options):
@@ -58,9 +60,10 @@ def test_the_code_runs_from_top_to_bottom(samples, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(data, "open", open_some)
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "tutorial"}
-    for code in PYTHON:
-        if code not in SCRIPTS.values():
-            exec(compile(code, "docs/tutorial.md", "exec"), namespace)
+    with few_laps() if samples else nullcontext():
+        for code in PYTHON:
+            if code not in SCRIPTS.values():
+                exec(compile(code, "docs/tutorial.md", "exec"), namespace)
     assert "test error" in capsys.readouterr().out
 
 

@@ -169,6 +169,9 @@ def test_an_update_that_is_under_way_is_completed_by_whatever_reads_it():
 
 FAILING = """
 import time, torch, offbeat
+from offbeat.engines import processes
+
+processes.PARTING = 0.5
 layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
 pipe = offbeat.Pipeline(layers, 1, method="bp", replicas=2, loss=loss, optimizer=torch.optim.SGD)
 pipe.step(torch.ones(1, 2), torch.ones(1, 2))

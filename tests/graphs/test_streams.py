@@ -200,9 +200,9 @@ def test_ticks_in_which_stages_are_missing_are_not_joined(monkeypatch):
         (1, 4, "fp32"),
         (2, 1, "bf16"),
         (4, 4, "fp32"),
-        (4, 2, "bf16"),
+        pytest.param(4, 2, "bf16", marks=pytest.mark.slow),
         (6, 4, "bf16"),
-        (6, 2, "fp32"),
+        pytest.param(6, 2, "fp32", marks=pytest.mark.slow),
         (16, 3, "fp32"),
     ],
 )
@@ -416,11 +416,11 @@ def test_adl_launches_a_tick_at_a_time_and_in_any_order_gives_the_bits_of_simula
 @pytest.mark.parametrize(
     ("spec", "rate", "launches"),
     [
-        ("adl-1f1b:M=4,corrector=sc", 1.0, 12),
+        pytest.param("adl-1f1b:M=4,corrector=sc", 1.0, 12, marks=pytest.mark.slow),
         ("adl-1f1b:M=4,corrector=sc", 0.9, 12),
         ("adl-1f1b:M=1,corrector=sc", 1.0, 12),
         ("adl-1f1b:M=1", 0.9, 12),  # whose ticks have the learning rates of their own updates
-        ("adl-1f1b:M=2", 0.9, 12),
+        pytest.param("adl-1f1b:M=2", 0.9, 12, marks=pytest.mark.slow),
         ("adl-1f1b:M=3,recompute=yes", 1.0, 8),
         ("adl-1f1b:M=4,corrector=lwp", 0.9, 0),  # predictions need them, too
         ("pipedream", 1.0, 12),

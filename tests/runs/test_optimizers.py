@@ -30,6 +30,7 @@ def recipe(name: str, **given: Any) -> Recipe:
 QUICK = ("muon",)
 
 
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )

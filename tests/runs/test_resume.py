@@ -112,7 +112,7 @@ def test_a_killed_worker_is_replaced_and_the_run_continues(tmp_path, offbeat: Co
 @pytest.mark.parametrize("sent", only([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
 @pytest.mark.parametrize("engine", only(["processes"], ["simulate", "processes"]))
 def test_one_signal_saves_and_stops(engine, sent, tmp_path, offbeat: Command):
-    settings = [*RUN, "-K", "2", "-M", "2"]
+    settings = [*RUN, "--shape", "3,16,16", "-K", "2", "-M", "2"]
     train_here(offbeat, *settings, "--engine", "simulate", "--out", tmp_path / "whole")
     broken = start(tmp_path / "broken", *settings, "--engine", engine)
     until(lambda: any(line["kind"] == "train" for line in lines(tmp_path / "broken")))

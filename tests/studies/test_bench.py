@@ -17,7 +17,7 @@ import pytest
 import torch
 from command import check_refused, offbeat  # noqa: F401
 from preloaded import PYTHON
-from processes import ENVIRONMENT, START, STOP, wait_for
+from processes import ENVIRONMENT, START, STOP, alive, wait_for
 from torch import nn
 
 from offbeat.errors import UserError
@@ -905,7 +905,7 @@ def test_an_interrupted_request_ends_the_fork_server_and_it_can_still_be_closed(
     for worker in born:
         worker.close()
     fork_server.close()
-    wait_for(lambda: not any(Path(f"/proc/{worker.pid}").exists() for worker in born), 5)
+    assert wait_for(lambda: not any(alive(worker.pid) for worker in born), STOP)
 
 
 def test_workers_end_with_their_fork_server_and_the_benchmark_reports_it(fork_server, tmp_path):

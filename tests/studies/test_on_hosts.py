@@ -34,9 +34,21 @@ else:
 """
 
 
+# the command with less patience with processes that still run when one has failed
+IMPATIENT = f"""
+import sys
+
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import on_hosts
+
+on_hosts.GRACE = 0.3
+sys.exit(on_hosts.main(sys.argv[1:]))
+"""
+
+
 def on_hosts(*given: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, ROOT / "benchmarks/on_hosts.py", *given],
+        [sys.executable, "-c", IMPATIENT, *given],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
