@@ -140,7 +140,7 @@ class Recipe:
 
     @property
     def corrector(self) -> str | None:
-        """The correctors as text; None for none."""
+        """The correctors as text; None where none are given."""
         return self.settings.get("corrector")
 
     @property
