@@ -307,7 +307,7 @@ def why_not(needs: Iterable[Need], optimizer: Optimizer, rule: OptimizerRule | N
 def usable_with(need: Need) -> str:
     """The optimizers that meet the need, in words."""
     names = [name for name, rule in RULES.items() if need in rule.provides]
-    return f"{', '.join(names)}, or one that implements offbeat.correctors.SelfCompensating"
+    return f"{', '.join(names)}, or one that implements offbeat.correctors.SelfCompensating, as offbeat.optim.Muon does"
 
 
 # ---- lists of tensors

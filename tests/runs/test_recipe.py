@@ -147,6 +147,7 @@ REFUSED = {
     "beta that is no number": ("fdg:beta=nan", (), ("--method fdg:beta=nan",)),
     "too many micro-batches": (f"gpipe:m={10**40}", (), ("use an integer of at most",)),
     "a method that there is not": ("ald:M=2", (), ("unknown method 'ald': did you mean 'adl'?",)),
+    "a method auto in capitals": ("AUTO", (), ("unknown method 'AUTO': did you mean 'auto'?",)),
 }
 
 
