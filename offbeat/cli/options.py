@@ -99,7 +99,7 @@ class OneMethod:
             "or numbers of stages such as 1+2. (default no)"
         ),
     ] = None
-    corrector: Annotated[str | None, typer.Option(help="Corrections of stale gradients: auto, sc, lwp+sc.")] = None
+    corrector: Annotated[str | None, typer.Option(help="Corrections of late gradients: auto, sc, lwp+sc, none.")] = None
     staleness_warmup: Annotated[
         str | None,
         typer.Option(

@@ -24,9 +24,13 @@ MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
 class Optimization(Protocol):
-    """Applies windows of gradients to the parameters of a stage; optimizer is None where there are no parameters."""
+    """Applies windows of gradients to the parameters of a stage; optimizer is None where there are no parameters.
+
+    made   the options of the optimizer's groups as they were made, before schedules and correctors change any
+    """
 
     optimizer: torch.optim.Optimizer | None
+    made: list[dict[str, Any]]
     scheduler: Any
     corrections: Corrections
     clipping: Clipping
@@ -66,9 +70,11 @@ class EagerOptimization:
     ) -> None:
         self.guard, self.clipping = guard, clipping
         self.optimizer: torch.optim.Optimizer | None = None
+        self.made: list[dict[str, Any]] = []
         if parameters:
             given = (list(parameters.items()), method.stage_info(k, K))[: arguments_of(optimizer)]
             made = _checked_optimizer(optimizer(*given), parameters)  # type: ignore[arg-type]
+            self.made = [options_of(group) for group in made.param_groups]
             self.optimizer = _rates_on_device(made, device)
         self.scheduler = _checked_scheduler(scheduler(self.optimizer)) if scheduler and self.optimizer else None
         self.corrections = Corrections(method, k, K, self.optimizer)
@@ -137,6 +143,19 @@ def arguments_of(optimizer: MakeOptimizer) -> int:
             "..., or of two, lambda parameters, stage: ..."
         )
     return count
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group as values: scalars on the device are read.
+
+    >>> options_of({"params": [], "lr": torch.tensor(0.5), "nesterov": True})
+    {'lr': 0.5, 'nesterov': True}
+    """
+    return {
+        option: value.item() if isinstance(value, Tensor) and not value.dim() else value
+        for option, value in group.items()
+        if option not in ("params", "param_names")
+    }
 
 
 def _checked_optimizer(optimizer: torch.optim.Optimizer, given: Mapping[str, Tensor]) -> torch.optim.Optimizer:

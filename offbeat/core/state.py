@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from offbeat.core.in_flight import InFlight
+from offbeat.core.optimization import options_of
 from offbeat.core.stage import Stage
 from offbeat.core.stage_network import differentiable
 from offbeat.core.weights import Version
@@ -101,18 +102,9 @@ def optimizer_state(stage: Stage) -> Tree:
     names = {id(parameter): name for name, parameter in stage.parameters.items()}
     state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if values}
     groups = [
-        {
-            **{option: _number(value) for option, value in group.items() if option not in ("params", "param_names")},
-            "names": [names[id(p)] for p in group["params"]],
-        }
-        for group in optimizer.param_groups
+        {**options_of(group), "names": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups
     ]
     return {"optimizer": state, "groups": groups}
-
-
-def _number(value: Any) -> Any:
-    """An option of an optimizer, which may be a scalar on the device."""
-    return value.item() if isinstance(value, Tensor) and not value.dim() else value
 
 
 def _save_batch(stage: Stage, t: int, batch: InFlight, versions: list[Version]) -> Tree:
@@ -171,16 +163,33 @@ def load(stage: Stage, tree: Tree) -> None:
         batch.version.batches += 1
 
 
-def of_another_method(tree: Tree, stage: Stage) -> Tree:
-    """The state of a drained stage, for a new stage of another method at the same place."""
+def of_another_method(tree: Tree, before: Stage, stage: Stage) -> Tree:
+    """The state of a drained stage, for a new stage of another method at the same place.
+
+    Options and schedule of the optimizer continue, unless it was made with other options for this method: then it has
+    those, at the same update of its schedule.
+    """
     assert not tree["in_flight"], "only a drained stage can change its method"
+    same = before.optimization.made == stage.optimization.made
     return {
         **tree,
+        **({} if same else _own_options(stage, tree["counters"]["update_index"])),
         "corrections": {},
         "versions": [],
         "policy": stage.weights.save([]),
         "counters": {**tree["counters"], "backwards": 0},  # the first backward of a method is checked
         "staleness": [],
+    }
+
+
+def _own_options(stage: Stage, updates: int) -> Tree:
+    """The options and the schedule of a new stage, after that many updates."""
+    stage.advance_schedule(updates)
+    rates, groups = stage.optimization.learning_rates(), optimizer_state(stage)["groups"]
+    scheduler = stage.optimization.scheduler
+    return {
+        "groups": [{**group, "lr": rate} for group, rate in zip(groups, rates, strict=True)],
+        "scheduler": scheduler.state_dict() if scheduler else None,
     }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from offbeat.correctors.corrector import Corrector, StageContext, Tensors, nonnegative
 from offbeat.correctors.optimizer import kept_tensors
+from offbeat.correctors.optimizer_rules import as_given, as_real
 from offbeat.errors import UserError, number
 
 if TYPE_CHECKING:
@@ -47,10 +48,11 @@ class DelayCompensation(Corrector):
     ) -> Sequence[Tensor]:
         import torch
 
-        squares = torch._foreach_mul(list(gradients), list(gradients))
+        own = as_real(gradients)
+        squares = torch._foreach_mul(own, own)
         factors = squares
         if self.adaptive:
-            means = kept_tensors(context, parameters, "mean_square")
+            means = as_real(kept_tensors(context, parameters, "mean_square"))
             torch._foreach_mul_(means, 0.95)
             torch._foreach_add_(means, squares, alpha=0.05)
             roots = torch._foreach_add(means, 1e-7)
@@ -60,6 +62,6 @@ class DelayCompensation(Corrector):
             factors = torch._foreach_mul(roots, squares)
         else:
             torch._foreach_mul_(factors, self.lambda_)
-        now, then = ([tensor.detach() for tensor in tensors] for tensors in (parameters, forwarded))
+        now, then = (as_real([tensor.detach() for tensor in tensors]) for tensors in (parameters, forwarded))
         torch._foreach_mul_(factors, torch._foreach_sub(now, then))
-        return list(torch._foreach_add(list(gradients), factors))
+        return as_given(torch._foreach_add(own, factors), gradients)

@@ -19,7 +19,8 @@ class NesterovMomentum(Corrector):
     Ajanthan et al., "Nesterov Method for Asynchronous Pipeline Parallel Optimization" (ICML 2025), for SGD:
     v <- gamma v + g; theta <- theta - lr (1-gamma)/(1-m) (g + gamma v). theta is stored at the look-ahead point. m is
     the momentum given to the optimizer; its effective learning rate lr/(1-m) stays the same. NAdam gets beta1 = gamma,
-    and Muon momentum = gamma with Nesterov's method; both average gradients, so that the rate stays.
+    and Muon momentum = gamma with Nesterov's method; both average gradients, so that the rate stays. What Muon leaves
+    to AdamW has Nesterov's method with the beta1 of AdamW.
 
     >>> import offbeat
     >>> offbeat.PipeDream(corrector=offbeat.NesterovMomentum(gamma=0.98)).correctors

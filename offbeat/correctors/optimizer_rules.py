@@ -171,7 +171,7 @@ class AdamRule(OptimizerRule):
 
     def _moments(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         states = [self.optimizer.state[parameter] for parameter in parameters]
-        return [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+        return as_real([state["exp_avg"] for state in states]), as_real([state["exp_avg_sq"] for state in states])
 
     def directions(self, group: Group, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         import torch
@@ -181,7 +181,7 @@ class AdamRule(OptimizerRule):
             first, second = self._moments(alike)
             values = scaled(first, 1 / (1 - group["betas"][0] ** t))
             torch._foreach_div_(values, _denominators(second, group, t))
-            found.update(zip(map(id, alike), values, strict=True))
+            found.update(zip(map(id, alike), as_given(values, alike), strict=True))
         return [found.get(id(parameter)) for parameter in parameters]
 
     def before_compensated_step(self, D: float) -> Any:
@@ -200,14 +200,14 @@ class AdamRule(OptimizerRule):
         import torch
 
         for group, parameters, gradients in kept:
-            gradient_of = dict(zip(map(id, parameters), gradients, strict=True))
+            gradient_of = dict(zip(map(id, parameters), as_real(gradients), strict=True))
             for t, alike in self._by_update(parameters):
                 first, second = self._moments(alike)
                 of_m, of_g = self._differences(group, alike, t, D)
                 change = scaled(first, of_m)
                 torch._foreach_add_(change, scaled([gradient_of[id(parameter)] for parameter in alike], of_g))
                 torch._foreach_div_(change, _denominators(second, group, t))
-                torch._foreach_sub_(alike, scaled(change, group["lr"]))
+                torch._foreach_sub_(as_real(alike), scaled(change, group["lr"]))
 
     def _differences(self, group: Group, parameters: list[Tensor], t: Scalar, D: float) -> tuple[Scalar, Scalar]:
         """By how much the weights of m and g in the compensated step differ from those in the optimizer's own."""
@@ -307,7 +307,7 @@ def why_not(needs: Iterable[Need], optimizer: Optimizer, rule: OptimizerRule | N
 def usable_with(need: Need) -> str:
     """The optimizers that meet the need, in words."""
     names = [name for name, rule in RULES.items() if need in rule.provides]
-    return f"{', '.join(names)}, or one that implements offbeat.correctors.SelfCompensating"
+    return f"{', '.join(names)}, or one that implements offbeat.correctors.SelfCompensating, as offbeat.optim.Muon does"
 
 
 # ---- lists of tensors
@@ -326,6 +326,21 @@ def scaled(tensors: Sequence[Tensor], factor: Scalar) -> list[Tensor]:
     if isinstance(factor, torch.Tensor) and factor.device != tensors[0].device:
         factor = float(factor)  # from the CPU
     return list(torch._foreach_mul(list(tensors), factor))
+
+
+def as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, with views of complex ones as pairs of real numbers, which torch's optimizers step one by one."""
+    import torch
+
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+
+
+def as_given(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The values, with complex ones where the tensors are complex."""
+    import torch
+
+    pairs = zip(values, tensors, strict=True)
+    return [torch.view_as_complex(value) if tensor.is_complex() else value for value, tensor in pairs]
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:

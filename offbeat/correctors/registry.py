@@ -36,6 +36,8 @@ CORRECTORS: dict[str, type[Corrector]] = {
     )
 }
 
+NONE = "none"  # the text of no corrector
+
 CorrectorLike = str | Corrector | Sequence[Corrector] | None
 
 
@@ -48,11 +50,14 @@ def correctors(given: CorrectorLike) -> tuple[Corrector, ...]:
     (Rescheduling(updates=500, power=None, above=0.0), SpikeCompensation(delay=None, extra=1.0))
     >>> correctors("lwp:fraction=0.5:form=weight")
     (WeightPrediction(horizon=None, form='weight', fraction=0.5),)
+    >>> correctors("none")
+    ()
     """
     if given is None:
         return ()
     if isinstance(given, str):
-        found = [_parse(part.strip(), given) for part in given.split("+")] if given.strip() else []
+        parts = [] if given.strip() in ("", NONE) else given.split("+")
+        found = [_parse(part.strip(), given) for part in parts]
     else:
         found = list(given) if isinstance(given, Iterable) else [given]
     for corrector in found:
@@ -79,7 +84,7 @@ def as_text(given: Iterable[Corrector]) -> str:
     >>> as_text(correctors("sc:extra=1+t1:power=1")), as_text(())
     ('t1:power=1+sc:extra=1', 'none')
     """
-    return "+".join(_text(corrector) for corrector in given) or "none"
+    return "+".join(_text(corrector) for corrector in given) or NONE
 
 
 def by_stage(texts: Iterable[str]) -> str:
@@ -98,13 +103,18 @@ def by_stage(texts: Iterable[str]) -> str:
 
 def _text(corrector: Corrector) -> str:
     values = {name: (getattr(corrector, field.name), field) for name, field in settings_of(corrector.name).items()}
-    words = {True: "yes", False: "no"}
-    settings = (
-        f":{name}={words[value] if isinstance(value, bool) else value if isinstance(value, str) else f'{value:g}'}"
-        for name, (value, field) in values.items()
-        if value != field.default
-    )
+    settings = (f":{name}={_written(value)}" for name, (value, field) in values.items() if value != field.default)
     return corrector.name + "".join(settings)
+
+
+def _written(value: Any) -> str:
+    """The value of a setting as text that `_read` reads, without loss."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:g}"
+    return (short if float(short) == value else repr(value)).replace("+", "")  # which would begin another corrector
 
 
 def _parse(text: str, whole: str) -> Corrector:

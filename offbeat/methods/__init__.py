@@ -178,7 +178,7 @@ def settings_of(name: str) -> dict[str, Setting]:
     if name not in METHODS and name in (failed := add_packages()):
         raise UserError(f"method {name} {failed[name]}: update or uninstall the package")
     if name not in METHODS:
-        raise unknown("method", str(name), METHODS)
+        raise unknown("method", str(name), [AUTO, *METHODS])
     found, method = declared(METHODS[name]), METHODS[name]()
     if method.feedback != "above" or method.m > 1:
         return found

@@ -9,12 +9,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from offbeat.errors import UserError, number
+from offbeat.errors import UserError, number, unknown
 from offbeat.optim.names import is_hidden_matrix
 
 Group = dict[str, Any]
 Tensors = list[Tensor] | tuple[Tensor, ...]
 IsHidden = Callable[[str | None, Tensor], bool]
+SCALES = ("rms", "spectral")  # of Muon
 
 
 class CompensatedOptimizer(torch.optim.Optimizer, ABC):
@@ -40,6 +41,8 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
             number(adam_lr, "adam_lr", "use a number of at least 0", lambda x: 0 <= x < float("inf"))
         self.adam_lr = adam_lr
         if hidden is not None:
+            if not callable(hidden):
+                raise UserError(f"hidden={hidden!r}: give a function (name, parameter) -> bool")
             self.is_hidden = hidden
         _check(defaults)  # also of groups without parameters
         super().__init__(parameters, {**defaults, "compensation": 0.0, "keep_direction": False})
@@ -57,7 +60,7 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
             super().add_param_group({"hidden": False, **param_group, "params": listed})  # raises where torch does
             return
         for hidden in (True, False):
-            chosen = [(name, p) for name, p in pairs if param_group.get("hidden", self.is_hidden(name, p)) == hidden]
+            chosen = [(name, p) for name, p in pairs if self._is_hidden(name, p, param_group) == hidden]
             if not chosen:
                 continue
             named = [p if name is None else (name, p) for name, p in chosen]
@@ -68,6 +71,9 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
                 options["nesterov"] = False
                 options.setdefault("lr", self.defaults["lr"] if self.adam_lr is None else self.adam_lr)
             super().add_param_group(options)
+
+    def _is_hidden(self, name: str | None, parameter: Tensor, group: Group) -> bool:
+        return bool(group["hidden"] if "hidden" in group else self.is_hidden(name, parameter))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -83,6 +89,7 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
+                _check_gradients(parameters)
                 directions = self.hidden_directions if group["hidden"] else self.adam_directions
                 self._move(group, parameters, directions(group, parameters))
         return loss
@@ -173,11 +180,13 @@ def _check_matrices(chosen: Iterable[tuple[str | None, Tensor]]) -> None:
             )
 
 
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if any(g.is_sparse or g.is_complex() for g in gradients):
+def _check_gradients(parameters: Iterable[Tensor]) -> None:
+    if any(g.is_sparse or g.is_complex() for g in _gradients(parameters)):
         raise UserError("a gradient is sparse or complex: use torch.optim.SparseAdam or torch.optim.AdamW for it")
-    return gradients
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def _weights(steps: Tensors, a: float, b: float, group: Group) -> Any:
@@ -194,12 +203,29 @@ def _check(options: Group) -> None:
     """Raise UserError for options out of their range."""
     for name, value in options.items():
         if name in ("lr", "eps", "weight_decay"):
-            number(float(value), name, "use a number of at least 0", lambda x: 0 <= x < float("inf"))
+            number(_plain(value), name, "use a number of at least 0", lambda x: 0 <= x < float("inf"))
         elif name == "momentum":
             number(value, name, "use a number of at least 0 and below 1", lambda b: 0 <= b < 1)
         elif name == "refresh":
             number(value, name, "use a whole number of updates from 1 up", lambda n: n >= 1, whole=True)
         elif name == "max_dim":
             number(value, name, "use a whole number from 0 up", lambda n: n >= 0, whole=True)
-        elif name == "betas" and (len(value) != 2 or any(not 0 <= b < 1 for b in value)):
+        elif name == "betas" and not _are_betas(value):
             raise UserError(f"betas={value}: use two numbers of at least 0 and below 1")
+        elif name == "scale" and value not in SCALES:
+            raise unknown("scale", str(value), SCALES)
+        elif name in ("nesterov", "one_sided", "capturable", "hidden") and not isinstance(value, bool):
+            raise UserError(f"{name}={value!r}: use True or False")
+
+
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(_is_beta(_plain(beta)) for beta in value)
+
+
+def _is_beta(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1
+
+
+def _plain(value: Any) -> Any:
+    """The number of a tensor with one element."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -9,13 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from offbeat.errors import unknown
 from offbeat.optim.compensated import CompensatedOptimizer, Group, IsHidden, Tensors
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
-SCALES = ("rms", "spectral")
 
 
 class Muon(CompensatedOptimizer):
@@ -59,8 +57,6 @@ class Muon(CompensatedOptimizer):
         hidden: IsHidden | None = None,
         capturable: bool = False,
     ) -> None:
-        if scale not in SCALES:
-            raise unknown("scale", str(scale), SCALES)
         defaults = {
             "lr": lr,
             "momentum": momentum,

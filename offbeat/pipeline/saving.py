@@ -107,13 +107,13 @@ def _of_replica(stage: Stage, trees: Mapping[int, Any], assembly: Assembly) -> A
 def hand_over(before: Assembly, after: Assembly, diagnoses: Diagnoses, states: Mapping[int, Any], batches: int) -> None:
     """Continue with new stages of another method from the states of drained ones. The weights, the optimizer, the
     schedule, the random streams and all counters continue; the memory of correctors and the measured staleness, which
-    belong to a method, start anew."""
+    belong to a method, start anew, and so do options that the optimizer was made with for the delay of a method."""
     for old, new in zip(before.workers, after.workers, strict=True):
         new.marks = old.marks
         with after.engine.stage_context():
             new.loss = None if old.loss is None else old.loss.clone()  # a recorded stage has it in its own memory
     trees = {
-        k: {**tree, "stage": stage_state.of_another_method(tree["stage"], after.stages[k])}
+        k: {**tree, "stage": stage_state.of_another_method(tree["stage"], before.stages[k], after.stages[k])}
         for k, tree in states.items()
     }
     for worker in after.workers:

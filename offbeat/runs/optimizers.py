@@ -11,6 +11,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from offbeat.correctors.optimizer_rules import RULES, SelfCompensatingRule
+
 if TYPE_CHECKING:
     from offbeat.core.optimization import MakeOptimizer
     from offbeat.runs.recipe import Recipe
@@ -39,6 +41,13 @@ class OptimizerKind:
     on_gpu: Mapping[str, Any] = field(default_factory=dict)
     module: str = "torch.optim"
     fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def provides(self) -> set[str]:
+        """What correctors get of it (see correctors/optimizer_rules.py)."""
+        if self.title in RULES:
+            return {*RULES[self.title].provides}
+        return {*SelfCompensatingRule.provides} - ({"nesterov"} if "momentum" not in self.defaults else set())
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {

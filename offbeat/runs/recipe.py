@@ -14,7 +14,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from offbeat.correctors.optimizer_rules import RULES
 from offbeat.errors import LateGradients, UserError, first_line, unknown, warn_caller
 from offbeat.method import Method, Weights
 from offbeat.methods import AUTO, settings_of, with_settings
@@ -140,7 +139,7 @@ class Recipe:
 
     @property
     def corrector(self) -> str | None:
-        """The correctors as text; None for none."""
+        """The correctors as text; None where none are given."""
         return self.settings.get("corrector")
 
     @property
@@ -360,19 +359,13 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 def _check_correctors(recipe: Recipe, method: Method) -> None:
     """Raise UserError for a corrector that does not work with the optimizer."""
-    rule = RULES.get(OPTIMIZERS[recipe.optimizer].title)
     for corrector in method.correctors:
-        missing = [need for need in corrector.needs if rule and need not in rule.provides]
-        if missing:
-            usable = [
-                repr(name)
-                for name, kind in OPTIMIZERS.items()
-                if kind.title in RULES and {*corrector.needs} <= {*RULES[kind.title].provides}
-            ]
+        usable = [name for name, kind in OPTIMIZERS.items() if {*corrector.needs} <= kind.provides]
+        if recipe.optimizer not in usable:
             raise UserError(
-                f"corrector {corrector.name} with optimizer={recipe.optimizer!r}: use optimizer={' or '.join(usable)}"
+                f"corrector {corrector.name} with optimizer={recipe.optimizer!r}: use one of {', '.join(usable)}"
             )
-        if corrector.needs and recipe.momentum is not None and not 0 < recipe.momentum < 1:
+        if corrector.needs and recipe.optimizer == "sgd" and not 0 < (recipe.momentum or 0) < 1:
             raise UserError(
                 f"corrector {corrector.name} with momentum={recipe.momentum:g}: it needs the momentum of SGD, "
                 "use one above 0 and below 1"

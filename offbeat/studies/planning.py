@@ -17,7 +17,7 @@ from offbeat import models
 from offbeat.correctors import as_text, correctors
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
-from offbeat.methods import DECLARED, METHODS, add_packages, parsed, with_settings
+from offbeat.methods import AUTO, DECLARED, METHODS, add_packages, parsed, with_settings
 from offbeat.partitioning import Profile
 from offbeat.partitioning.batch_times import batch_seconds, smallest_batch
 from offbeat.partitioning.loopback import measure_links
@@ -40,7 +40,7 @@ def chosen_method(text: str, M: int | None) -> Method:
     if name not in DECLARED:
         add_packages()
     if name not in DECLARED:
-        raise unknown("method", name, DECLARED)
+        raise unknown("method", name, [AUTO, *DECLARED])
     if name in METHODS:
         return with_settings(*parsed(text, M=M))
     if M is not None or name != text:

@@ -160,3 +160,32 @@ def test_callbacks_get_the_rates_of_the_next_update(monkeypatch, schedule, metho
         data = [(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))] * BATCHES
         pipeline(engine, schedule, method=method).fit(data, callbacks=[monitors[-1]])
     assert monitors[0].history == monitors[1].history
+
+
+@pytest.mark.parametrize("schedule", ["one function", "of the rate before"])
+def test_rates_for_the_delay_of_a_stage_begin_with_its_method_as_in_simulate(monkeypatch, schedule):
+    def by_delay(parameters, stage) -> torch.optim.Optimizer:
+        rate = torch.tensor(0.3 / (1 + stage.delay))
+        return offbeat.optim.Muon(parameters, rate, capturable=True)
+
+    def trained(engine: str | Streams) -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        pipe = offbeat.Pipeline(
+            [nn.Linear(4, 4) for _ in range(K)],
+            method=offbeat.ADL(M=2),
+            staleness_warmup="bp@3+adl-1f1b@4",
+            loss=nn.functional.cross_entropy,
+            optimizer=by_delay,
+            scheduler=SCHEDULES[schedule],
+            engine=engine,
+        )
+        train(pipe)
+        weights = list(pipe.drain().parameters())
+        return [stage.optimization.learning_rates()[0] for stage in pipe.stages.values()], weights
+
+    expected = trained("simulate")
+    capture(monkeypatch)
+    found = trained(Streams(K, torch.device("cpu")))
+    assert found[0] == expected[0]
+    assert [rate / expected[0][-1] for rate in expected[0]] == pytest.approx([1 / 3, 1 / 2, 1])
+    assert all(map(torch.equal, found[1], expected[1]))

@@ -175,3 +175,35 @@ def test_parameters_with_different_numbers_of_steps_are_corrected_each_at_its_ow
                 rule.after_compensated_step(1.5, kept)
     for one, other in zip(parameters, alone, strict=True):
         assert torch.equal(one, other)
+
+
+class Rotation(torch.nn.Module):
+    """z -> |z W| with a complex W, given as such or as pairs of real numbers."""
+
+    def __init__(self, *, real: bool, seed: int) -> None:
+        super().__init__()
+        W = torch.randn(4, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(seed))
+        self.real, self.W = real, torch.nn.Parameter(torch.view_as_real(W).clone() if real else W)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return (z.to(torch.complex128) @ (torch.view_as_complex(self.W) if self.real else self.W)).abs()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "nadam"])
+@pytest.mark.parametrize("corrector", ["sc", "lwp", "lookahead+sc:extra=1", "dc:2", "dc:2:adaptive=yes"])
+def test_complex_parameters_are_corrected_as_pairs_of_real_ones(corrector, optimizer):
+    """Roots of Adam's second moments, and squares, were those of complex numbers, which torch's steps do not use."""
+
+    def weights(real: bool) -> Tensor:
+        pipe = offbeat.Pipeline(
+            [Rotation(real=real, seed=k) for k in range(2)],
+            method=offbeat.ADL(M=1, corrector=corrector),
+            loss=serial.mean_square,
+            optimizer=OPTIMIZERS[optimizer],
+        )
+        for x, y in data(8):
+            pipe.step(x, y)
+        W = pipe.drain()[0].W.detach()
+        return W if real else torch.view_as_real(W)
+
+    torch.testing.assert_close(weights(real=False), weights(real=True), rtol=1e-9, atol=1e-12)

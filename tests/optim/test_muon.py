@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from literal_optimizers import CLOSE, HIDDEN, adamw, gradients, muon, parameters
 from torch import Tensor, nn
 
 from offbeat.errors import UserError
-from offbeat.optim import Muon, is_hidden_matrix
+from offbeat.optim import Muon, RotatedAdam, is_hidden_matrix
 
 
 @pytest.mark.parametrize("scale", ["rms", "spectral"])
@@ -161,11 +162,43 @@ def test_a_function_chooses_the_hidden_matrices():
         ({"momentum": 1.0}, "momentum=1.0: use a number of at least 0 and below 1"),
         ({"betas": (0.9, 1.0)}, "betas=.* use two numbers"),
         ({"scale": "rsm"}, "unknown scale 'rsm': did you mean 'rms'"),
+        ({"lr": None}, "lr=None: use a number of at least 0"),
+        ({"weight_decay": "x"}, "weight_decay='x': use a number of at least 0"),
+        ({"lr": torch.ones(2)}, "lr=tensor.*: use a number of at least 0"),
+        ({"betas": 0.9}, "betas=0.9: use two numbers"),
+        ({"betas": ("a", "b")}, "betas=.* use two numbers"),
+        ({"nesterov": 2}, "nesterov=2: use True or False"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         Muon(parameters().items(), **options)
+    if "adam_lr" not in options:
+        with pytest.raises(UserError, match=message):  # it used the other scale for a group with a wrong one
+            Muon([{"params": list(parameters().items()), **options}])
+
+
+@pytest.mark.parametrize("found", [re.compile("block").search, lambda name: name.startswith("block") or None])
+def test_a_choice_of_hidden_matrices_counts_as_true_or_false(found):
+    """Parameters for which it was neither True nor False were left out, and not trained."""
+    theta = parameters()
+    optimizer = Muon(theta.items(), hidden=lambda name, p: p.ndim >= 2 and found(name))
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(theta)
+    assert optimizer.param_groups[0]["param_names"] == [n for n, p in theta.items() if p.ndim >= 2 and "block" in n]
+    with pytest.raises(UserError, match=r"hidden=\['block'\]: give a function \(name, parameter\) -> bool"):
+        Muon(theta.items(), hidden=["block"])
+    with pytest.raises(UserError, match="hidden='yes': use True or False"):
+        Muon([{"params": list(theta.items()), "hidden": "yes"}])
+
+
+@pytest.mark.parametrize("make", [Muon, RotatedAdam])
+@pytest.mark.parametrize("shape", [(3, 2), (3,)])
+def test_sparse_and_complex_gradients_are_refused_in_one_line(make, shape):
+    for dtype, sparse in ((torch.float32, True), (torch.complex64, False)):
+        p = nn.Parameter(torch.ones(shape, dtype=dtype))
+        p.grad = torch.ones_like(p).to_sparse() if sparse else torch.ones_like(p)
+        with pytest.raises(UserError, match=r"^a gradient is sparse or complex: use .*$"):
+            make([p]).step()
 
 
 def transformer(name: str) -> nn.Module:

@@ -12,7 +12,7 @@ from fixed_times import few_laps
 from torch import nn
 
 from offbeat.methods import ADL, DDG
-from offbeat.partitioning import profile, solve, trace
+from offbeat.partitioning import batch_times, profile, solve, trace
 from offbeat.partitioning import timing as timing_module
 from offbeat.partitioning.loopback import measure_links
 from offbeat.partitioning.refine import refine, rescaled
@@ -299,3 +299,17 @@ def test_links_between_two_processes_are_measured():
     assert found.bandwidth > 0
     assert found.work_per_message > 0
     assert found.work_per_byte >= 0
+
+
+def test_the_first_run_of_a_batch_is_not_its_time_however_long_it_takes(monkeypatch):
+    """A new process loads libraries in it. From a second on it was the only run, and method auto chose M by it."""
+    now = [0.0]
+
+    class SlowAtFirst(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            now[0] += 0.02 if now[0] else 1.5
+            return super().forward(x)
+
+    monkeypatch.setattr(batch_times.time, "perf_counter", lambda: now[0])
+    seconds = batch_times.batch_seconds(SlowAtFirst(2, 2), torch.ones(4, 2), device=torch.device("cpu"))
+    assert seconds(4) == pytest.approx(0.02)

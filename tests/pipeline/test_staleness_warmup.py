@@ -24,14 +24,13 @@ from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.graphs.recorded_stage import RecordedStage
 
 
+def sgd(parameters) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+
+
 def chain(K: int, method: offbeat.Method | str = "adl", **options) -> offbeat.Pipeline:
-    return offbeat.Pipeline(
-        [Layer(*theta) for theta in network(K)],
-        method=method,
-        loss=mean_square,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, weight_decay=DECAY),
-        **options,
-    )
+    layers = [Layer(*theta) for theta in network(K)]
+    return offbeat.Pipeline(layers, **{"method": method, "loss": mean_square, "optimizer": sgd, **options})
 
 
 def pipeline(
@@ -106,6 +105,45 @@ def test_the_switch_is_a_hand_over_of_a_saved_state(method):
     assert [stage.update_index for stage in pipe.stages.values()] == [
         stage.update_index for stage in late.stages.values()
     ]
+
+
+@pytest.mark.parametrize("engine", ["simulate", "streams"])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_options_that_depend_on_the_delay_of_a_stage_change_with_the_method(engine, scheduled):
+    """They were those of the first phase, without a delay, to the end."""
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda s: 1 / (1 + s))
+    pipe = chain(
+        3,
+        offbeat.ADL(M=1),
+        staleness_warmup=2,
+        optimizer=lambda p, stage: torch.optim.SGD(p, lr=0.1 / (1 + stage.delay), momentum=0.5 if stage.delay else 0.9),
+        scheduler=schedule if scheduled else None,
+        engine=Streams(3, torch.device("cpu")) if engine == "streams" else engine,
+    )
+
+    def options(name: str) -> list[float]:
+        return [stage.optimization.optimizer.param_groups[0][name] for stage in pipe.stages.values()]
+
+    batches = data(6)
+    train(pipe, batches[:1])
+    assert options("momentum") == [0.9, 0.9, 0.9]
+    assert options("lr") == pytest.approx([0.1 / (2 if scheduled else 1)] * 3)
+    train(pipe, batches[1:2])  # the last one of the warm-up: what follows is the next method's
+    assert options("momentum") == [0.5, 0.5, 0.9]
+    assert options("lr") == pytest.approx([rate / (3 if scheduled else 1) for rate in (0.1 / 5, 0.1 / 3, 0.1)])
+    train(pipe, batches[2:])
+    pipe.drain()
+    assert options("lr") == pytest.approx([rate / (7 if scheduled else 1) for rate in (0.1 / 5, 0.1 / 3, 0.1)])
+
+
+def test_options_that_do_not_depend_on_the_stage_continue_as_they_were_set():
+    pipe = chain(3, offbeat.ADL(M=1), staleness_warmup=2)
+    batches = data(4)
+    train(pipe, batches[:1])
+    for stage in pipe.stages.values():
+        stage.optimization.optimizer.param_groups[0]["lr"] = 0.03
+    train(pipe, batches[1:])
+    assert [stage.optimization.optimizer.param_groups[0]["lr"] for stage in pipe.stages.values()] == [0.03] * 3
 
 
 @pytest.mark.parametrize("M", [1, 3, 8])

@@ -12,6 +12,7 @@ from command import Command, weights
 from run_folders import stopped
 
 import offbeat
+from offbeat.errors import UserError
 from offbeat.runs.begin import begin
 from offbeat.runs.build import check
 from offbeat.runs.optimizers import described
@@ -66,6 +67,19 @@ def test_the_command_line_takes_muon(tmp_path, offbeat: Command):
     made = json.loads((out / "config.json").read_text())["recipe"]
     settings = ("optimizer", "lr", "momentum", "betas", "weight_decay")
     assert [made[name] for name in settings] == ["muon", 3e-3, 0.9, [0.9, 0.95], 0.1]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "rotated-adam"])
+def test_a_corrector_is_refused_with_the_optimizers_that_it_works_with(optimizer):
+    """rotated-adam was refused where training began, and muon was not among those to use."""
+    with pytest.raises(UserError, match=f"^corrector nag with optimizer='{optimizer}': use one of sgd, muon, nadam$"):
+        make_recipe(optimizer=optimizer, corrector="nag", K=2)
+
+
+def test_only_sgd_needs_a_momentum_above_zero_for_a_corrector():
+    assert make_recipe(optimizer="muon", momentum=0.0, corrector="sc", K=2).momentum == 0
+    with pytest.raises(UserError, match="corrector sc with momentum=0: it needs the momentum of SGD"):
+        make_recipe(momentum=0.0, corrector="sc", K=2)
 
 
 def test_an_optimizer_is_described_with_its_settings():

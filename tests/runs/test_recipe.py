@@ -19,6 +19,7 @@ GIVEN = {  # --method, options, settings in the recipe beside M, weights and win
     "two correctors": ("adl:M=2,corrector=lwp+sc", (), {"M": 2, "corrector": "lwp+sc"}),
     "a corrector with a number": ("adl:corrector=dc:0.1,M=2", (), {"M": 2, "corrector": "dc:0.1"}),
     "no corrector": ("pb:corrector=none", (), {"corrector": None}),
+    "no corrector in short": ("adl", ("--corrector", "none"), {"corrector": "none"}),
     "M in short": ("adl:weights=hybrid", ("-M", 2), {"M": 2, "weights": "hybrid"}),
     "M twice, the same": ("adl:M=2", ("-M", 2), {"M": 2}),
     "micro-batches": ("gpipe:m=2,recompute=yes", (), {"m": 2, "recompute": True}),
@@ -146,6 +147,7 @@ REFUSED = {
     "beta that is no number": ("fdg:beta=nan", (), ("--method fdg:beta=nan",)),
     "too many micro-batches": (f"gpipe:m={10**40}", (), ("use an integer of at most",)),
     "a method that there is not": ("ald:M=2", (), ("unknown method 'ald': did you mean 'adl'?",)),
+    "a method auto in capitals": ("AUTO", (), ("unknown method 'AUTO': did you mean 'auto'?",)),
 }
 
 
