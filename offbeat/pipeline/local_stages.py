@@ -143,6 +143,11 @@ class LocalStages:
 
     # ---- batch by batch
 
+    @property
+    def iterations_per_call(self) -> int:
+        """Local iterations of each batch that the user gives."""
+        return 1 if self.batch is None else self.method.M
+
     def micro_batches(self, x: Any, y: Any) -> Given:
         """The micro-batches of an update, if `batch` is given; otherwise the batch itself."""
         if self.batch is None:
