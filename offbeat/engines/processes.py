@@ -390,7 +390,7 @@ class Processes:
         for link in list(self.links):
             link.failure = link.failure or reason
         for group in (self.messages, self.collectives):
-            self._fail_waits(group, 1 if self.rank == 0 else 0)
+            self._fail_waits(group)
         self._fail_sums()
         for carrier in self.carriers.values():
             carrier.abort()
@@ -398,7 +398,7 @@ class Processes:
     def _fail_sums(self) -> None:
         """Make the other replicas of this stage raise, which wait for its gradients."""
         if self.stage_group is not None:
-            self._fail_waits(self.stage_group, self.rank + self.K if self.rank < self.K else self.rank - self.K)
+            self._fail_waits(self.stage_group)
 
     def _fail_collectives(self) -> None:
         """Make the processes raise that wait for this one in a collective, after those that raise the same by
@@ -406,13 +406,16 @@ class Processes:
         if not self.failed and not self.aborted:
             self.failed = True
             time.sleep(GRACE)
-            self._fail_waits(self.collectives, 1 if self.rank == 0 else 0)
+            self._fail_waits(self.collectives)
 
-    def _fail_waits(self, group: dist.ProcessGroup, other: int) -> None:
-        with suppress(RuntimeError, ValueError):
-            work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
-            assert work is not None
-            work.wait(timedelta(milliseconds=1))
+    def _fail_waits(self, group: dist.ProcessGroup) -> None:
+        """Close the connections of this process in a group: by a receive that times out, from any process whose
+        connection is open, since one that is closed fails at once and leaves the others open."""
+        for other in set(dist.get_process_group_ranks(group)) - {self.rank}:
+            with suppress(RuntimeError, ValueError):
+                work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
 
     def _end(self) -> None:
         """Close at the end of the process; an exception that ends it is reported to the others."""
@@ -447,7 +450,7 @@ class Processes:
         join_all(threads, PARTING)
         if any(thread.is_alive() for thread in threads):  # of a process that waits, or works, for longer
             for group in (self.messages, self.collectives):
-                self._fail_waits(group, 1 if self.rank == 0 else 0)
+                self._fail_waits(group)
             join_all(threads, PARTING)
         if not self.open or not dist.is_initialized():
             return
