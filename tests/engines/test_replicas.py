@@ -158,7 +158,7 @@ except offbeat.UserError as error:
 """
 
 
-def test_a_loader_with_too_few_batches_ends_the_processes_of_all_stages_at_once(tmp_path):
+def test_a_loader_with_too_few_batches_ends_all_processes_at_once(tmp_path):
     (tmp_path / "script.py").write_text(TOO_FEW)
     torchrun(str(tmp_path / "script.py"), str(tmp_path), nproc=4)
     for rank in range(4):

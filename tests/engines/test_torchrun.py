@@ -186,7 +186,7 @@ except KeyError:
 """
 
 
-def test_a_loader_that_raises_before_the_first_batch_stops_the_waiting_process_at_once():
+def test_a_loader_that_raises_at_first_stops_the_waiting_process_at_once():
     with two_processes(ALONE + FAILING_LOADER) as started:
         assert last_line(started[1]).endswith("StageLost: stage 1 failed: KeyError: 'label'")
 

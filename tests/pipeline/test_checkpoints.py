@@ -109,7 +109,7 @@ def test_replicas_of_one_process_resume_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("R", [1, 3, 4])
-def test_another_number_of_replicas_resumes_after_the_batches_that_were_trained(R, tmp_path):
+def test_another_number_of_replicas_resumes_after_what_was_trained(R, tmp_path):
     first, second, seen = build(2, replicas=2), build(2, replicas=R), []
     loader = [(x.clone(), y) for x, y in DATA]
     with pytest.raises(Stop):
@@ -124,7 +124,7 @@ def test_another_number_of_replicas_resumes_after_the_batches_that_were_trained(
     assert all(one is x for one, (x, _) in zip(seen, left, strict=True))
 
 
-def test_another_m_of_micro_batches_resumes_after_the_batches_that_were_trained(tmp_path):
+def test_another_m_of_micro_batches_resumes_after_what_was_trained(tmp_path):
     first, second = build(batch=8, M=4), build(batch=8, M=2)
     with pytest.raises(Stop):
         first.fit(EIGHTS, 1, callbacks=[stop_after(12, first, tmp_path)])
