@@ -87,7 +87,7 @@ class StageSilent(StageLost):
 
 
 class CallTimeout(StageLost):
-    """The processes have waited for each other for too long, since their calls differ; names the call of each."""
+    """The calls of the processes differ, so that some have waited for too long or have met; names the calls."""
 
 
 class NotRecorded(UserWarning):
@@ -224,6 +224,17 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where it has none."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def named(error: BaseException) -> str:
+    """The first line of an error's text, after its type where it is not an error in one line of its own.
+
+    >>> named(UserError("M=0: use 1")), named(KeyError("label"))
+    ('M=0: use 1', "KeyError: 'label'")
+    """
+    text = first_line(error)
+    kind = type(error).__name__
+    return text if isinstance(error, UserError) or text == kind else f"{kind}: {text}"
 
 
 def stage_name(rank: int, K: int, replicas: int = 1) -> str:

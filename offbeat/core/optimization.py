@@ -15,7 +15,7 @@ from offbeat.core.clipping import Clipping
 from offbeat.core.corrections import Corrections
 from offbeat.core.window import GradientWindow
 from offbeat.correctors import StageInfo
-from offbeat.errors import UserError
+from offbeat.errors import UserError, first_line
 from offbeat.method import Method
 
 Parameters = Iterable[tuple[str, Tensor]]
@@ -102,11 +102,11 @@ class EagerOptimization:
         if self.scheduler is None:
             return
         if getattr(self.optimizer, "_opt_called", False):  # so that torch has nothing to warn of
-            self.scheduler.step()
+            _step(self.scheduler)
             return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-            self.scheduler.step()
+            _step(self.scheduler)
 
     def learning_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
@@ -117,7 +117,18 @@ class EagerOptimization:
         self.scheduler.last_epoch = updates - 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.scheduler.step()
+            _step(self.scheduler)
+
+
+def _step(scheduler: Any) -> None:
+    """Step a scheduler; one that has a length (OneCycleLR) raises beyond it."""
+    try:
+        scheduler.step()
+    except ValueError as error:
+        raise UserError(
+            f"scheduler {type(scheduler).__name__} cannot be stepped further ({first_line(error)}): it is stepped once "
+            "per update, not per batch; give it pipe.updates(batches) steps, of all batches that you train on"
+        ) from error
 
 
 def arguments_of(optimizer: MakeOptimizer) -> int:

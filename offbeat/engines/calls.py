@@ -52,6 +52,20 @@ def current_call() -> Call | None:
     return None
 
 
+def calling_function() -> str:
+    """The function that calls the one that calls this.
+
+    >>> def communicates():
+    ...     return calling_function()
+    >>> def caller():
+    ...     return communicates()
+    >>> caller().rpartition(".")[2]
+    'caller'
+    """
+    frame = sys._getframe(2)
+    return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
+
+
 class Calls:
     """The calls of all processes of a group.
 

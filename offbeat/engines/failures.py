@@ -12,6 +12,7 @@ from offbeat.engines.calls import Calls
 from offbeat.errors import CallTimeout, StageLost, StageSilent
 
 WAITED = "the processes have waited for each other"
+DIFFERENT = "the processes are in different calls"
 STORE_SECONDS = 2.0  # for the store to answer, which may be on a machine that is cut off
 
 
@@ -35,13 +36,20 @@ class Failures:
         if self.silent:
             return StageSilent(self.silent)
         first = self.first_report(report)
-        return CallTimeout(first) if first.startswith(WAITED) else StageLost(first)
+        return CallTimeout(first) if first.startswith((WAITED, DIFFERENT)) else StageLost(first)
 
     def timed_out(self) -> StageLost:
         """The error for a wait that is over, while all processes are alive."""
         return self.error(
             f"{WAITED} for more than {self.calls.timeout:g} s ({self.calls.report()}): make the same calls in every "
             "process, or set a longer timeout="
+        )
+
+    def calls_differ(self, rank: int, call: str) -> StageLost:
+        """The error for a process that communicates in another call than this one."""
+        return self.error(
+            f"{DIFFERENT} ({self.name(rank)}: {call}, {self.name(self.rank)}: {self.calls}): make the same calls in "
+            "every process"
         )
 
     def error_of_link(self, rank: int) -> Callable[[str], StageLost]:

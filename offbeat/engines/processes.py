@@ -33,12 +33,12 @@ from offbeat.core.links.wire import LIMIT, MalformedMessage, pack, unpack
 from offbeat.core.replica_group import GroupWindowSum
 from offbeat.core.replicas import WindowSum
 from offbeat.engines import MakeExecutor, eager
-from offbeat.engines.calls import Calls
+from offbeat.engines.calls import Calls, calling_function
 from offbeat.engines.devices import agreed, present
 from offbeat.engines.failures import Failures
 from offbeat.engines.meshes import make_mesh
 from offbeat.engines.stage_streams import StageStream, many_queues
-from offbeat.errors import FolderTaken, StageLost, UserError, first_line, stage_name
+from offbeat.errors import FolderTaken, StageLost, UserError, first_line, named, stage_name
 from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.method import Method
@@ -51,6 +51,7 @@ JOINING = timedelta(minutes=10)  # for all processes to join
 PARTING = 5.0  # seconds to wait for the last messages of neighbours
 PATIENCE = timedelta(days=365)  # of threads that wait for the next message: an idle link is no failure
 TIMEOUT = 600.0  # seconds that a call waits for other processes
+GRACE = 0.5  # seconds until others hear of a failure, the cause of which some of them are about to report
 SILENCE = 30.0  # seconds without a sign of life from a neighbour
 
 
@@ -143,6 +144,7 @@ class Processes:
         self.replicas_here: Sequence[int] = [self.rank // K]
         self.patience = min(PATIENCE, timedelta(seconds=min(self.timeout, PATIENCE.total_seconds())))
         self.aborted = False  # whether this process ended its own waits
+        self.failed = False  # whether it has reported a failure of its own
         self.collectives = dist.new_group(backend="gloo", timeout=self.patience)
         self.messages = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.groups = [self.messages, self.collectives]  # made here
@@ -168,7 +170,7 @@ class Processes:
             silent=self._on_silence,
             broken=self._on_break,
         )
-        atexit.register(self.close)
+        atexit.register(self._end)
 
     @property
     def leads(self) -> bool:
@@ -286,21 +288,31 @@ class Processes:
         return loss.detach().clone()  # of a recorded stage it is in a slot, which is used again
 
     def share(self, value: Any, source: int) -> Any:
-        return self._broadcast(value, source - 1)
+        return self._broadcast(value, source - 1, calling_function())
 
-    def _broadcast(self, value: Any, rank: int) -> Any:
-        """The value of one process, in all of them."""
+    def _broadcast(self, value: Any, rank: int, function: str) -> Any:
+        """The value of one process, in all of them, which must be in the same function of the package."""
         sends = rank == self.rank
-        buffer = pack(Message(0, value)) if sends else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([buffer.numel()])
+        buffer = torch.empty(0, dtype=torch.uint8)
         with self._collective():
+            if sends:
+                buffer = pack(Message(0, [str(self.calls), value], kind=function))
+            length = torch.tensor([buffer.numel()])
             dist.broadcast(length, rank, group=self.collectives)
             if not 0 < int(length) <= LIMIT:
                 raise MalformedMessage(f"malformed message: {int(length)} bytes announced")
             if not sends:
                 buffer = torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(buffer, rank, group=self.collectives)
-        return value if sends else unpack(buffer).content
+            if sends:
+                return value
+            received = unpack(buffer)
+            call, value = received.content
+            if received.kind != function:
+                error = self.failures.calls_differ(rank, call)
+                self._end_all_waits(str(error))
+                raise error
+        return value
 
     def share_tensors(self, tensors: list[Tensor], source: int) -> None:
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
@@ -313,7 +325,8 @@ class Processes:
                     tensor.copy_(part.view(tensor.shape))
 
     def exchange(self, value: Any) -> list[Any]:
-        return [self._broadcast(value, rank) for rank in range(self.K * self.replicas)]
+        function = calling_function()
+        return [self._broadcast(value, rank, function) for rank in range(self.K * self.replicas)]
 
     def barrier(self) -> None:
         with self._collective():
@@ -336,22 +349,24 @@ class Processes:
         except Exception as error:
             reason = str(error)
             if not isinstance(error, StageLost | FolderTaken):  # which all processes know of
-                reason = self.failures.first_report(f"{self._name(self.rank)} failed: {first_line(error)}")
+                reason = self.failures.first_report(f"{self._name(self.rank)} failed: {named(error)}")
             for link in self.links:
                 link.close(reason)
             self._fail_sums()
+            self._fail_collectives()
             raise
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if "imed out" in str(error) and not self.aborted:
-                raise self.failures.timed_out() from error
-            time.sleep(0.5)  # a neighbour of the lost stage knows the cause and is about to report it
-            calls = f" ({self.calls.report()})" if math.isfinite(self.timeout) else ""
-            raise self.failures.error(f"another stage is gone: {cause(error)}{calls}") from error
+        with self.calls:
+            try:
+                yield
+            except RuntimeError as error:
+                if "imed out" in str(error) and not self.aborted:
+                    raise self.failures.timed_out() from error
+                time.sleep(GRACE)  # a neighbour of the lost stage knows the cause and is about to report it
+                calls = f" ({self.calls.report()})" if math.isfinite(self.timeout) else ""
+                raise self.failures.error(f"another stage is gone: {cause(error)}{calls}") from error
 
     def _on_silence(self, rank: int) -> None:
         failures = self.failures
@@ -360,7 +375,7 @@ class Processes:
         self._end_all_waits(failures.silent)
 
     def _on_break(self, rank: int) -> None:
-        time.sleep(0.5)  # a process that ends may still send the reason on its links
+        time.sleep(GRACE)  # a process that ends may still send the reason on its links
         if self.open:
             report = f"{self._name(rank)} is gone: its process has died{self.failures.last_message(rank)}"
             self._end_all_waits(self.failures.first_report(report))
@@ -375,7 +390,7 @@ class Processes:
         for link in list(self.links):
             link.failure = link.failure or reason
         for group in (self.messages, self.collectives):
-            self._fail_waits(group, 1 if self.rank == 0 else 0)
+            self._fail_waits(group)
         self._fail_sums()
         for carrier in self.carriers.values():
             carrier.abort()
@@ -383,20 +398,39 @@ class Processes:
     def _fail_sums(self) -> None:
         """Make the other replicas of this stage raise, which wait for its gradients."""
         if self.stage_group is not None:
-            self._fail_waits(self.stage_group, self.rank + self.K if self.rank < self.K else self.rank - self.K)
+            self._fail_waits(self.stage_group)
 
-    def _fail_waits(self, group: dist.ProcessGroup, other: int) -> None:
-        with suppress(RuntimeError, ValueError):
-            work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
-            assert work is not None
-            work.wait(timedelta(milliseconds=1))
+    def _fail_collectives(self) -> None:
+        """Make the processes raise that wait for this one in a collective, after those that raise the same by
+        themselves."""
+        if not self.failed and not self.aborted:
+            self.failed = True
+            time.sleep(GRACE)
+            self._fail_waits(self.collectives)
+
+    def _fail_waits(self, group: dist.ProcessGroup) -> None:
+        """Close the connections of this process in a group: by a receive that times out, from any process whose
+        connection is open, since one that is closed fails at once and leaves the others open."""
+        for other in set(dist.get_process_group_ranks(group)) - {self.rank}:
+            with suppress(RuntimeError, ValueError):
+                work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, self._tag("abort", 0))
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+
+    def _end(self) -> None:
+        """Close at the end of the process; an exception that ends it is reported to the others."""
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, Exception):
+            with suppress(Exception), self.guard():
+                raise error
+        self.close()
 
     def close(self) -> None:
         """Send a last message on every link and wait for those of the neighbours.
 
         A thread that is still inside gloo when the interpreter ends would abort the process as it wakes up.
         """
-        atexit.unregister(self.close)
+        atexit.unregister(self._end)
         last = self.calls.call
         try:
             with self.guard():
@@ -416,7 +450,7 @@ class Processes:
         join_all(threads, PARTING)
         if any(thread.is_alive() for thread in threads):  # of a process that waits, or works, for longer
             for group in (self.messages, self.collectives):
-                self._fail_waits(group, 1 if self.rank == 0 else 0)
+                self._fail_waits(group)
             join_all(threads, PARTING)
         if not self.open or not dist.is_initialized():
             return

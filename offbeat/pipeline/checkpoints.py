@@ -99,6 +99,7 @@ def _finish(local: LocalStages, folder: Path, part: Path, facts: list[Any], *, d
                 "batches": local.batches,
                 "epoch": epoch,
                 "epoch_batches": local.batches - first,
+                "micro_batches": local.iterations_per_call,
                 "pipeline": {**description(local.method, local.K), "cuts": local.cuts},
             },
         )
@@ -133,15 +134,19 @@ def description(method: Method, K: int) -> dict[str, Any]:
 class Found:
     """A checkpoint, the same in every process.
 
-    epoch_start   the epoch, and the number of its first batch
-    pipeline      `description` of its method, with cuts; empty where `offbeat train` wrote it
+    epoch, done    the epoch, and how many of its batches each replica has had
+    micro_batches  of each batch of the loader; None where it is not known
+    pipeline       `description` of its method, with cuts; empty where `offbeat train` wrote it
     """
 
     path: Path
     t: int
     K: int
+    replicas: int
     mode: str
-    epoch_start: tuple[int, int]
+    epoch: int
+    done: int
+    micro_batches: int | None
     pipeline: Mapping[str, Any]
 
     @property
@@ -152,20 +157,29 @@ class Found:
     def M(self) -> int | None:  # noqa: N802
         return self.pipeline.get("M")
 
+    def done_with(self, replicas: int, micro_batches: int) -> int:
+        """Batches of the epoch that each replica of another pipeline leaves out, which then has all that were trained,
+        and up to R-1 others where R does not divide their number."""
+        before = self.micro_batches or micro_batches
+        if (self.replicas, before) == (replicas, micro_batches):
+            return self.done
+        return -(-self.done * self.replicas // (before * replicas)) * micro_batches
+
 
 def load(local: LocalStages, folder: Path) -> None:
     """Continue from a checkpoint: now, or where there are no stages once the first batch makes them."""
     local.check_drained("load")
     local.found = found = find(local.engine, folder)
     local.callback_states.load(local, found.path)
-    local.batches, local.epoch_start = found.t, found.epoch_start
+    if local.choice.measures and found.M:
+        local.set_choice(local.choice.with_M(found.M))
+    done = found.done_with(local.replicas, local.iterations_per_call)
+    local.batches, local.epoch_start = found.t, (found.epoch, found.t - done)
     if local.assembly is not None:
         local.load_found()
         return
     if found.K == local.K and local.given_cuts is None:
         local.given_cuts = found.cuts
-    if local.choice.measures and found.M:
-        local.set_choice(local.choice.with_M(found.M))
     load_model(local.model, found)
 
 
@@ -178,9 +192,11 @@ def find(engine: Engine, folder: Path) -> Found:
             run = made.run()
             recipe = run.get("recipe", {})
             pipeline = run.get("pipeline", {"cuts": recipe.get("cuts"), "M": recipe.get("settings", {}).get("M")})
-            start = (run.get("epoch", 0), made.t - run.get("epoch_batches", made.t))
-            own = made.path == folder
-            shared = {"name": None if own else made.path.name, "found": [made.t, made.K, made.mode, start, pipeline]}
+            place = [run.get("epoch", 0), run.get("epoch_batches", made.t), run.get("micro_batches")]
+            shared = {
+                "name": None if made.path == folder else made.path.name,
+                "found": [made.t, made.K, made.replicas, made.mode, *place, pipeline],
+            }
             for note in notes:
                 warn_caller(note, NotRestored)
         except UserError as error:
@@ -188,9 +204,8 @@ def find(engine: Engine, folder: Path) -> Found:
     shared = engine.share(shared, 1)
     if "refused" in shared:
         raise UserError(shared["refused"])
-    t, K, mode, start, pipeline = shared["found"]
     path = folder if shared["name"] is None else folder / FOLDER / shared["name"]
-    return Found(path, t, K, mode, tuple(start), pipeline)
+    return Found(path, *shared["found"])
 
 
 def _newest(folder: Path) -> tuple[Checkpoint, list[str]]:
@@ -263,7 +278,7 @@ def _restore_changed(local: LocalStages, made: Checkpoint, found: Found) -> list
         stage.advance_schedule(updates)
     missing = sorted({k for each in local.engine.exchange(sorted(lost)) for k in each})
     new = f"the heads of stages {', '.join(map(str, missing))} are new: the checkpoint has none at these cuts"
-    return saving.lost_batches(parts) + [new] * bool(missing)
+    return saving.lost_batches(parts, made.replicas) + [new] * bool(missing)
 
 
 # ---- export

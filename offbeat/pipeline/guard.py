@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines import Engine
-from offbeat.errors import UserError, first_line
+from offbeat.errors import UserError, named
 
 
 class Guard:
@@ -29,5 +29,5 @@ class Guard:
             with self.engine.guard(), self.precision.switched() if computes else nullcontext():
                 yield
         except Exception as error:
-            self.failure = self.failure or first_line(error)
+            self.failure = self.failure or named(error)
             raise

@@ -14,7 +14,7 @@ from offbeat.core.links import Message
 from offbeat.core.links.local import Entrance
 from offbeat.core.stage import Stage
 from offbeat.core.worker import SAVE, Worker
-from offbeat.errors import NotFinite, UserError
+from offbeat.errors import NotFinite, UserError, stage_name
 from offbeat.method import Method
 from offbeat.pipeline import batches, checkpoints, saving, training
 from offbeat.pipeline.assembly import Assembler, Assembly
@@ -143,6 +143,11 @@ class LocalStages:
 
     # ---- batch by batch
 
+    @property
+    def iterations_per_call(self) -> int:
+        """Local iterations of each batch that the user gives."""
+        return 1 if self.batch is None else self.method.M
+
     def micro_batches(self, x: Any, y: Any) -> Given:
         """The micro-batches of an update, if `batch` is given; otherwise the batch itself."""
         if self.batch is None:
@@ -204,6 +209,8 @@ class LocalStages:
         if self.found is not None and self.found.mode != "drained":
             raise UserError(f"drain() before the first batch, which loads {self.found.path}: give sample=")
         with self.guard():
+            self.compare_replicas()
+            self._compare_processes()
             self.engine.settle()  # a drain is many turns in one
             with self.observation.draining(self.batches):
                 if self.loop and self.loop.observes_updates:
@@ -211,7 +218,6 @@ class LocalStages:
                 else:
                     self.engine.run([worker.drain(wait=self.engine.waits) for worker in self.all_workers])
                 self.settle()
-            self.compare_replicas()
             done = self.engine.exchange([stage.update_index for stage in self.stages.values()])
             for worker in self.all_workers:
                 worker.stage.catch_up(max(chain.from_iterable(done)))
@@ -228,6 +234,17 @@ class LocalStages:
         for worker in self.workers:
             if worker.window_sum is not None:
                 worker.window_sum.end(worker.stage.window, batches=self.batches)
+
+    def _compare_processes(self) -> None:
+        """Raise where the process of another stage has had other batches, instead of waiting for it without end."""
+        first, *others = self.engine.exchange(self.batches)
+        for rank, there in enumerate(others, start=1):
+            if there != first:
+                names = [stage_name(each, self.K, self.replicas) for each in (0, rank)]
+                raise UserError(
+                    f"drain() after {first} batches in the process of {names[0]}, but after {there} in that of "
+                    f"{names[1]}: call step() equally often in every process"
+                )
 
     def settle(self) -> None:
         """Wait for all work of the stages, if there are any."""

@@ -474,7 +474,7 @@ class Pipeline(PipelineView):
 
         The pipeline must be built in the same way. Then it continues with the same bits, with batches in flight or
         drained; `fit(..., resume=True)` continues in the middle of the epoch, and restores its callbacks. It may have
-        another K, other cuts, another M or another engine: then weights, the state of the optimizer and the learning
+        another K, other cuts, another M, number of replicas or engine: then weights, optimizer state and the learning
         rate continue, and batches in flight are lost, with a `NotRestored` warning. In several processes every process
         calls it.
 

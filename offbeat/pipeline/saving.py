@@ -136,14 +136,16 @@ def updates_after(parts: list[dict[str, Any]], batches: int, *, saved_M: int | N
     return max(part["counters"]["update_index"] for part in parts) if saved_M == M else batches // M
 
 
-def lost_batches(parts: list[dict[str, Any]]) -> list[str]:
-    """A note on the batches in flight, if there are any, which another pipeline cannot continue."""
+def lost_batches(parts: list[dict[str, Any]], replicas: int) -> list[str]:
+    """A note on the batches in flight, if there are any, which another pipeline cannot continue; parts: the stages of
+    one replica, of which the others have had as many batches."""
     lost = sorted({entry["t"] for part in parts for entry in part["in_flight"]})
     if not lost:
         return []
+    each = f" of each of {replicas} replicas" if replicas > 1 else ""
     if len(lost) == 1:
-        return [f"batch {lost[0]}, which was in flight, is lost by the change"]
-    return [f"{len(lost)} batches that were in flight ({lost[0]} to {lost[-1]}) are lost by the change"]
+        return [f"batch {lost[0]}{each}, which was in flight, is lost by the change"]
+    return [f"{len(lost)} batches{each} that were in flight ({lost[0]} to {lost[-1]}) are lost by the change"]
 
 
 def _copied(tree: Any) -> Any:

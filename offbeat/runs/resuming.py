@@ -129,7 +129,7 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
             change_rates(stage, recipe, saved)
         return []
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
-    notes = saving.lost_batches(parts)
+    notes = saving.lost_batches(parts, made.replicas)
     before = {**EARLIER, **saved}["optimizer"]
     if before != recipe.optimizer:
         parts = [{**part, "optimizer": {}} for part in parts]

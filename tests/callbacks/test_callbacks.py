@@ -136,7 +136,8 @@ def test_checkpoints_continue_with_the_same_bits(processes, tmp_path):
 
 def test_the_reason_of_a_failure_is_that_of_its_own_pipeline(processes):
     """Pipelines of the same processes have failed before, for other reasons."""
-    assert [found["lost"] for found in processes] == ["stage 2 failed: mine", "mine", "stage 2 failed: mine"]
+    told = "stage 2 failed: ValueError: mine"
+    assert [found["lost"] for found in processes] == [told, "mine", told]
 
 
 def plain(found: dict) -> dict:
@@ -633,6 +634,14 @@ def test_the_number_of_updates_counts_warm_ups_and_micro_batches():
     assert pipeline(M=2, batch=4).updates(5) == 5
     with pytest.raises(UserError, match='method="auto" before the first batch'):
         pipeline("auto", M=None, batch=4).updates(5)
+
+
+def test_a_scheduler_that_raises_beyond_its_length_is_named_in_one_line():
+    def cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+
+    with pytest.raises(UserError, match=r"OneCycleLR cannot be .* steps is 3.*: it is stepped once per update, .*upd"):
+        pipeline(scheduler=cycle).fit(data(), 2)
 
 
 def test_a_scheduler_of_another_length_is_reported_at_the_end():

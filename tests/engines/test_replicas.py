@@ -120,7 +120,7 @@ def test_replicas_with_other_numbers_of_batches_are_refused():
     with two_processes(UNEQUAL) as started:
         ends = [last_line(process) for process in started]
     assert all("call step() and drain() equally often in every process" in end for end in ends), ends
-    assert "replica 1 is at update 1 of 2 gradients where replica 0 is at update 1 of 1" in ends[0]
+    assert "replica 1 is at update 1 of 2 gradients where replica 0 is at the end of an epoch or a drain" in ends[0]
 
 
 UNEQUAL_EPOCHS = """
@@ -140,6 +140,29 @@ def test_epochs_of_replicas_with_other_numbers_of_batches_are_refused(M, place):
         ends = [last_line(process) for process in started]
     assert f"replica 1 is {place} where replica 0 is at the end of an epoch or a drain after 2 batches" in ends[0], ends
     assert all("equally often in every process" in end for end in ends), ends
+
+
+TOO_FEW = """
+import os, pathlib, sys, time, torch, offbeat
+layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
+pipe = offbeat.Pipeline(layers, 2, replicas=2, loss=loss, optimizer=torch.optim.SGD, timeout=20)
+began = time.monotonic()
+try:
+    pipe.fit([(torch.ones(1, 2), torch.ones(1, 2))])
+except offbeat.UserError as error:
+    assert time.monotonic() - began < 15
+    out = pathlib.Path(sys.argv[1])
+    (out / os.environ["RANK"]).write_text(str(error))
+    while len(list(out.iterdir())) < 5 and time.monotonic() - began < 25:  # lives on, with the script
+        time.sleep(0.1)
+"""
+
+
+def test_a_loader_with_too_few_batches_ends_all_processes_at_once(tmp_path):
+    (tmp_path / "script.py").write_text(TOO_FEW)
+    torchrun(str(tmp_path / "script.py"), str(tmp_path), nproc=4)
+    for rank in range(4):
+        assert "a loader of 1 batch with replicas=2: give at least one" in (tmp_path / str(rank)).read_text()
 
 
 UNDER_WAY = """

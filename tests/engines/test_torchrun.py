@@ -162,7 +162,7 @@ def test_a_process_that_fails_while_others_wait_together_ends_all_with_its_reaso
     with two_processes(ALONE + FAILING) as started:
         ends = [last_line(process) for process in started]
     assert [process.returncode for process in started] == [1, 1], "not ended by a signal"
-    assert ends[0].endswith("StageLost: stage 2 failed: mine")
+    assert ends[0].endswith("StageLost: stage 2 failed: RuntimeError: mine")
     assert ends[1].endswith("RuntimeError: mine")
 
 
@@ -171,6 +171,76 @@ def test_a_process_that_ends_while_another_waits_for_all_is_named():
         ends = [process.communicate(timeout=90)[1].strip() for process in started]
     assert ends[0] == ""
     assert "(stage 1: ended, after step (<string>:10), stage 2: gather (<string>:12))" in ends[1].splitlines()[-1]
+
+
+FAILING_LOADER = """
+import time
+
+def loader(epoch):
+    raise KeyError("label")
+
+try:
+    pipe.fit(loader)
+except KeyError:
+    time.sleep(60)  # lives on
+"""
+
+
+def test_a_loader_that_raises_at_first_stops_the_waiting_process_at_once():
+    with two_processes(ALONE + FAILING_LOADER) as started:
+        assert last_line(started[1]).endswith("StageLost: stage 1 failed: KeyError: 'label'")
+
+
+FAILING_LOOP = """
+def loader():
+    yield batches[0]
+    raise KeyError("label")
+
+for batch in loader() if pipe.first else batches:
+    pipe.step(*batch)
+"""
+
+
+def test_an_exception_that_ends_a_process_is_the_reason_in_the_others():
+    with two_processes(ALONE + FAILING_LOOP) as started:
+        ends = [last_line(process) for process in started]
+    assert ends[0].endswith("KeyError: 'label'")
+    assert ends[1].endswith("StageLost: stage 1 failed: KeyError: 'label'")
+
+
+LONGER = """
+for batch in batches * (2 if pipe.first else 1):
+    pipe.step(*batch)
+pipe.drain()
+"""
+
+
+def test_a_drain_after_other_numbers_of_batches_is_refused_in_all_processes():
+    with two_processes(ALONE + LONGER) as started:
+        ends = [last_line(process) for process in started]
+    expected = "drain() after 4 batches in the process of stage 1, but after 2 in that of stage 2: call step() equally"
+    assert all(expected in end for end in ends)
+
+
+LOADING = """
+import pathlib, tempfile
+pipe = offbeat.Pipeline(layers, 2, loss=loss, optimizer=torch.optim.SGD)
+alone = offbeat.Pipeline(layers, 2, cuts=[1], loss=loss, optimizer=torch.optim.SGD, engine="simulate")
+folder = alone.save(tempfile.mkdtemp())
+if pipe.{place}:
+    pipe.load(folder)
+pipe.step(*batches[0])
+"""
+
+
+@pytest.mark.parametrize(("place", "first", "second"), [("first", "load", "step"), ("last", "step", "load")])
+def test_a_load_in_one_process_alone_names_the_calls_of_both(place, first, second):
+    with two_processes(ALONE + LOADING.format(place=place)) as started:
+        ends = [last_line(process) for process in started]
+    lines = {"load": 15, "step": 16}
+    calls = f"(stage 1: {first} (<string>:{lines[first]}), stage 2: {second} (<string>:{lines[second]}))"
+    for end in ends:
+        assert f"CallTimeout: the processes are in different calls {calls}: make the same calls" in end
 
 
 @pytest.mark.slow

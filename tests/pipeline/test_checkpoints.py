@@ -108,6 +108,32 @@ def test_replicas_of_one_process_resume_bit_for_bit(tmp_path):
     assert same(second.model, whole.model)
 
 
+@pytest.mark.parametrize("R", [1, 3, 4])
+def test_another_number_of_replicas_resumes_after_what_was_trained(R, tmp_path):
+    first, second, seen = build(2, replicas=2), build(2, replicas=R), []
+    loader = [(x.clone(), y) for x, y in DATA]
+    with pytest.raises(Stop):
+        first.fit(loader, 1, callbacks=[stop_after(6, first, tmp_path)])
+    second.load(tmp_path)
+    step = second._local.step
+    second._local.step = lambda given: step(given) or seen.extend(x for x, _ in given)
+    with pytest.warns(offbeat.NotRestored, match="2 batches of each of 2 replicas that were in flight"):
+        second.fit(loader, 1, resume=True)
+    left = loader[12:][: 11 // R * R]
+    assert len(seen) == len(left)
+    assert all(one is x for one, (x, _) in zip(seen, left, strict=True))
+
+
+def test_another_m_of_micro_batches_resumes_after_what_was_trained(tmp_path):
+    first, second = build(batch=8, M=4), build(batch=8, M=2)
+    with pytest.raises(Stop):
+        first.fit(EIGHTS, 1, callbacks=[stop_after(12, first, tmp_path)])
+    second.load(tmp_path)
+    with pytest.warns(offbeat.NotRestored, match="in flight"):
+        second.fit(EIGHTS, 1, resume=True)
+    assert second.batches == 12 + 2 * (7 - 3)
+
+
 @pytest.mark.parametrize("optimizer", [sgd, torch.optim.Adam])
 def test_replicas_stay_equal_after_a_checkpoint_of_a_changed_pipeline(optimizer, tmp_path):
     first, second = (build(2, optimizer=optimizer, M=M, replicas=R, sample=DATA[0][0]) for M, R in ((2, 3), (1, 2)))
