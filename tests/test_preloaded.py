@@ -42,7 +42,7 @@ def test_a_forked_process_has_what_it_is_started_with(tmp_path, new_session):
     assert (done.returncode, done.stderr) == (5, "on stderr\n")
     arguments, files = ["-c", "one", "two words"], ["0", "1", "2"]
     seen = [arguments, "__main__", str(tmp_path), "3", os.getpid(), new_session]
-    hung_up = signal.getsignal(signal.SIGHUP) == signal.SIG_DFL  # which nohup ignores
+    hung_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # which nohup ignores
     assert json.loads(done.stdout) == [*seen, [True, hung_up], files, "given", [min(cores)]]
 
 
