@@ -48,6 +48,8 @@ class RotatedAdam(CompensatedOptimizer):
     True
     """
 
+    _repeats = False  # whether a regular step is repeated
+
     def __init__(
         self,
         parameters: Any,
@@ -75,6 +77,7 @@ class RotatedAdam(CompensatedOptimizer):
             "capturable": capturable,
         }
         super().__init__(parameters, defaults, hidden=hidden)
+        self._taken: dict[Tensor, int] = {}  # steps of hidden matrices: reading those on a device would wait for it
 
     # ---- which steps are alike (see graphs/recorded_optimization.py)
 
@@ -85,30 +88,25 @@ class RotatedAdam(CompensatedOptimizer):
     @contextmanager
     def regular(self) -> Iterator[None]:
         """Steps inside have no refresh and are not counted, whenever they are repeated."""
-        self.__dict__["_regular"] = True
+        self._repeats = True
         try:
             yield
         finally:
-            del self.__dict__["_regular"]
+            self._repeats = False
 
     def count_step(self) -> None:
         """A regular step has been repeated."""
         for p in self._taken:
             self._taken[p] += 1
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._taken.clear()
-
-    @property
-    def _taken(self) -> dict[Tensor, int]:
-        """Steps of the hidden matrices, on the host; not a part of the state, from which they are read when needed."""
-        found: dict[Tensor, int] = self.__dict__.setdefault("_steps_taken", {})
-        return found
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, and after a state was loaded: steps are read from it again."""
+        super().__setstate__(state)
+        self._taken = {}
 
     def _due(self, group: Group, p: Tensor) -> bool:
         """Whether the bases of a matrix are refreshed in this step."""
-        if "_regular" in self.__dict__:
+        if self._repeats:
             return False
         if p not in self._taken:
             self._taken[p] = int(self.state[p]["step"]) if "step" in self.state.get(p, {}) else 0
@@ -122,7 +120,7 @@ class RotatedAdam(CompensatedOptimizer):
         bases = [(self.state[p].get("left_basis"), self.state[p].get("right_basis")) for p in parameters]
         back = [tuple(None if basis is None else basis.mT for basis in pair) for pair in bases]
         directions = self.adam_directions(group, parameters, lambda tensors: _rotated(tensors, bases))
-        for p in parameters if "_regular" not in self.__dict__ else ():
+        for p in () if self._repeats else parameters:
             self._taken[p] += 1
         return _rotated(directions, back)
 

@@ -89,6 +89,21 @@ def test_steps_counted_on_the_device_give_the_same_numbers():
         torch.testing.assert_close(p, same[name], rtol=1e-6, atol=1e-6, msg=name)  # the bias is corrected in float32
 
 
+def test_a_loaded_state_decides_when_the_next_refresh_is():
+    theta, steps = parameters(torch.float32), gradients(8, torch.float32)
+    optimizer = RotatedAdam(theta.items(), 0.01, refresh=4)
+    take(optimizer, theta, steps[:2])
+    saved, kept = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(theta)
+    take(optimizer, theta, steps[2:])
+    expected = copy.deepcopy(theta)
+    optimizer.load_state_dict(saved)
+    with torch.no_grad():
+        for name, p in theta.items():
+            p.copy_(kept[name])
+    take(optimizer, theta, steps[2:])
+    assert all(torch.equal(p, expected[name]) for name, p in theta.items())
+
+
 def test_a_copy_counts_its_own_steps():
     theta, steps = parameters(torch.float32), gradients(9, torch.float32)
     optimizer = RotatedAdam(theta.items(), 0.01, refresh=4)

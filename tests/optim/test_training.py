@@ -89,8 +89,7 @@ def test_only_updates_with_a_refresh_are_done_eagerly(monkeypatch):
     update = stage.optimization._update
 
     def noted(over, given):
-        regular = "_regular" in stage.optimization.optimizer.__dict__
-        eager.extend([] if regular else [stage.update_index])
+        eager.extend([] if stage.optimization.optimizer._repeats else [stage.update_index])
         update(over, given)
 
     stage.optimization._update = noted
