@@ -175,6 +175,16 @@ def _series(rows: Rows, key: str, how: Callable[[list[float]], float], by: Any =
     return sorted((at, how(values)) for at, values in found if values)
 
 
+def first_staleness(row: Mapping[str, Any]) -> list[float]:
+    """The staleness that stage 1 has measured; empty where it is not known.
+
+    >>> first_staleness({"staleness_measured": [1.5, 0.0]}), first_staleness({"staleness_measured": [None, 0.0]})
+    ([1.5], [])
+    """
+    found = row.get("staleness_measured")
+    return numbers(found[:1]) if isinstance(found, list) else []
+
+
 def measured_speed_ups(strong: Rows) -> list[tuple[float, float]]:
     """Over one stage, by K."""
     times = [(K, seconds) for K, seconds in _series(strong, "seconds_per_batch", median) if seconds > 0]
@@ -227,7 +237,7 @@ def growth(content: Mapping[str, Any], *, width: int | None = None) -> Panels:
         memory.append(Line(f"{label}, measured", _series(strong, "memory", megabytes), colour=place, measured=True))
     if any(line.points for line in memory):
         made["memory"] = ("Memory", _by_stages(memory, "MB", width=width, log=None))
-    first = [{**row, "staleness_measured": row.get("staleness_measured", [])[:1]} for row in strong]
+    first = [{**row, "staleness_measured": first_staleness(row)} for row in strong]
     late = [
         Line("stage 1, the stalest, by formula", _series(counted, "staleness", max)),
         Line("mean of all stages, by formula", _series(counted, "staleness", lambda v: sum(v) / len(v)), colour=2),

@@ -69,7 +69,7 @@ def _measured(points: Sequence[Mapping[str, Any]]) -> Section:
     rows = []
     for point in points:
         seconds, peak = numbers(point.get("seconds_per_batch")), numbers(point.get("memory"))
-        late = numbers(point.get("staleness_measured", [])[:1])  # of stage 1
+        late = drawn.first_staleness(point)
         counted = numbers(point.get("memory_counted"))
         rows.append(
             [

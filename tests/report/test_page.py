@@ -317,6 +317,18 @@ def test_a_benchmark_is_bars_with_their_spread_and_a_table(tmp_path):
     assert [row["value"] for row in data(tmp_path / "a", "bench-bytes-moved")] == [0, 25, 25]
 
 
+@pytest.mark.parametrize("found", [[None, 1.25, 0.5, 0.0], None, "broken"])
+def test_staleness_that_stage_1_has_not_measured_is_left_out(tmp_path, found):
+    folder = made.scaling(tmp_path / "a")
+    record = json.loads((folder / "scaling.json").read_text())
+    record["points"][-1]["staleness_measured"] = found
+    (folder / "scaling.json").write_text(json.dumps(record))
+    assert "1.25" not in page(folder)
+    drawn = {(row["series"], row["x"]) for row in data(folder, "scaling-staleness")}
+    assert ("stage 1, measured", 2) in drawn
+    assert ("stage 1, measured", 4) not in drawn
+
+
 def test_a_scaling_study_is_lines_over_k(tmp_path):
     text = page(made.scaling(tmp_path / "a"))
     assert titles(text) == ["ADL", "GPipe, at most 4K micro-batches", "Memory", "Mean staleness"]

@@ -20,6 +20,7 @@ from preloaded import PYTHON
 from processes import ENVIRONMENT, START, STOP, alive, wait_for
 from torch import nn
 
+import offbeat as offbeat_package
 from offbeat.errors import UserError
 from offbeat.methods import ADL, ADL1F1B, GPipe
 from offbeat.partitioning.loopback import LinkMeasurement
@@ -28,7 +29,7 @@ from offbeat.report import bench_table
 from offbeat.report.draw import draw_bench, draw_scaling
 from offbeat.studies.bench import fork_server as fork_server_module
 from offbeat.studies.bench import rounds, scaling
-from offbeat.studies.bench.contenders import Counter, Flat
+from offbeat.studies.bench.contenders import Counter, Flat, Ours
 from offbeat.studies.bench.cuts import check, counted, placed
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.prediction import PredictionHere, period_on
@@ -915,3 +916,27 @@ def test_workers_end_with_their_fork_server_and_the_benchmark_reports_it(fork_se
     with pytest.raises(UserError, match="the process that starts the workers has ended: run the benchmark again"):
         fork_server.spawn({}, tmp_path / "err")
     worker.close()
+
+
+@pytest.mark.parametrize(
+    ("load", "machine", "here", "expected"), [(9.3, 16, 8, 1.3), (4.2, 16, 8, 0.0), (3.0, 2, 2, 3.0)]
+)
+def test_load_that_other_cores_can_carry_does_not_count(monkeypatch, load, machine, here, expected):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(rounds, "cores_here", lambda: list(range(here)))
+    assert rounds.load_here() == pytest.approx(expected)
+
+
+def test_staleness_is_unknown_until_a_batch_of_steady_state_is_applied():
+    pipe = offbeat_package.Pipeline(
+        [nn.Linear(2, 2), nn.Linear(2, 3)], method=ADL(M=1), loss=nn.functional.cross_entropy, optimizer=torch.optim.SGD
+    )
+    row = object.__new__(Ours)
+    row.pipe = pipe
+    found = []
+    for _ in range(6):
+        pipe.step(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
+        found.append(row.staleness())
+    assert found[0] == [None, 0.0]  # stage 1 is not full yet, and has applied nothing
+    assert found[-1] == [2.0, 0.0]
