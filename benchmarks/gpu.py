@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from start import arguments
+from timed_pipeline import TimedPipeline, held
 from torch import nn
 
 import offbeat
@@ -41,12 +42,7 @@ from offbeat.engines import Engine
 from offbeat.engines.streams import Streams
 from offbeat.graphs import join as joining
 from offbeat.graphs import recorder
-from offbeat.graphs.launch_queue import AHEAD
-from offbeat.graphs.recorded_stage import RecordedStage
 from offbeat.runs.provenance import provenance
-
-MOST_PASSES = 20  # of turns before a measurement
-FEW = AHEAD // 2  # turns that the host can ask for without waiting
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -65,8 +61,8 @@ def decreasing(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lam
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s / 1000))
 
 
-class GpuRow:
-    """A pipeline that is timed."""
+class GpuRow(TimedPipeline):
+    """A pipeline of one row, and the memory that it holds."""
 
     def __init__(
         self,
@@ -79,99 +75,30 @@ class GpuRow:
         engine: Engine | str,
         exact: bool = False,
     ) -> None:
-        self.name, self.K = name, K
-        recorded = isinstance(engine, Streams)
-        self.device = torch.device(options.device)
-        before = self._held()
+        recorded, device = isinstance(engine, Streams), torch.device(options.device)
+        before = held(device)
         torch.manual_seed(0)
         method = offbeat.BP(M=options.M) if exact else offbeat.ADL(M=options.M, weights=options.weights)
         shape = models.describe(model).shape
-        x, y = torch.randn(b, *shape, device=self.device), torch.randint(10, (b,), device=self.device)
-        self.pipe = offbeat.Pipeline(
+        x, y = torch.randn(b, *shape, device=device), torch.randint(10, (b,), device=device)
+        pipe = offbeat.Pipeline(
             models.build(model, shape=shape, classes=10),
             K,
             method=method,
             loss=nn.functional.cross_entropy,
             optimizer=sgd,
             sample=x,
-            device=self.device,
+            device=device,
             engine=engine,
             precision=options.precision,
             compile=options.compile and recorded,
             fuse=options.fuse and recorded,
         )
-        self.batch = x, y
-        self._settle(4 * (2 * K + options.M) + 20)
-        self.held = self._held() - before
-        self.figures: dict[str, list[float]] = {"ms": [], "host": []}
-
-    def turns(self, n: int) -> tuple[float, float]:
-        """Seconds, and seconds until the last of them was asked for."""
-        self._wait()
-        began = time.perf_counter()
-        for _ in range(n):
-            self.pipe._local.step([self.batch])
-        asked = time.perf_counter() - began
-        self._wait()
-        return time.perf_counter() - began, asked
-
-    def _settle(self, turns: int) -> None:
-        """Turns until all kinds of ticks have been joined: none comes that is not known."""
-        self.turns(turns)
-        joined = getattr(getattr(self.pipe.engine, "launch_queue", None), "joined", {})
-        for _ in range(MOST_PASSES):
-            known = sum(together is not None for together in joined.values())
-            self.turns(turns)
-            if sum(together is not None for together in joined.values()) == known:
-                return
-
-    def _held(self) -> int:
-        """Bytes of the device that nobody else can have."""
-        if self.device.type != "cuda":
-            return 0
-        gc.collect()
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(self.device)
-
-    def _rings(self) -> list[dict[str, int]]:
-        """Of every stage: slots and versions, and how many batches in flight and versions its lag asks for."""
-        method, K = self.pipe.method, self.K
-        return [
-            {
-                "slots": worker.executor.slots.ring.slots,
-                "batches": method.lag(k, K) + 1,
-                "groups": worker.executor.slots.ring.groups,
-                "versions": -(-method.lag(k, K) // method.M) + 1,
-            }
-            for k, worker in enumerate(self.pipe.workers, start=1)
-            if isinstance(worker.executor, RecordedStage)
-        ]
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def measure(self, turns: int) -> None:
-        turns = turns if isinstance(self.pipe.engine, Streams) else max(1, turns // 5)
-        seconds, _ = self.turns(turns)
-        self.figures["ms"].append(1000 * seconds / turns)
-        asked = min(self.turns(FEW)[1] for _ in range(5))
-        self.figures["host"].append(asked / FEW / (seconds / turns))
+        super().__init__(name, pipe, (x, y))
+        self.held = held(device) - before
 
     def as_dict(self) -> dict[str, Any]:
-        reasons = {k: getattr(worker.executor, "eager", None) for k, worker in enumerate(self.pipe.workers, start=1)}
-        eager = {k: reason for k, reason in reasons.items() if reason}
-        staleness = [stage.mean for stage in self.pipe.staleness]
-        return {
-            "name": self.name,
-            "K": self.K,
-            **self.figures,
-            "held": self.held,
-            "rings": self._rings(),
-            "cuts": self.pipe.cuts,
-            "eager": eager,
-            "staleness": staleness,
-        }
+        return {**super().as_dict(), "held": self.held}
 
 
 def measured(options: argparse.Namespace, model: str, b: int) -> dict[str, Any]:
