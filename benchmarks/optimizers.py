@@ -4,8 +4,9 @@
                                     [--turns 200] [--device cuda] [--out FILE]
 
 A row is an optimizer, or an optimizer and correctors (`muon+auto`). Every round times each row in turn; medians are
-compared, each ratio taken within its round: an optimizer with AdamW without correctors, an optimizer with correctors with
-the same one without. The stages are recorded (engine `streams`) and have the lag of 1F1B. Aim: at most 1.15 times.
+compared, each ratio taken within its round: an optimizer with AdamW, both without correctors, and an optimizer with
+correctors with the same one without. The stages are recorded (engine `streams`) and have the lag of 1F1B. Aim: at most
+1.15 times.
 """
 
 from __future__ import annotations
