@@ -21,12 +21,11 @@ from typing import Any
 
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.recipe import Recipe, make_recipe
-from offbeat.runs.tables.row import Table, TableRow
+from offbeat.runs.tables.row import STALENESS_WARMUP, Table, TableRow
 
 GPT_OPTIMIZERS = ("adamw", "nadam", "muon", "rotated-adam")
 RATES = {1.0: "", 0.5: "-half-rate", 2.0: "-double-rate"}  # with the ends of the names of rows
 RECOMMENDED = "auto"
-WARMUP = 150  # synchronous updates before the late ones, in the rows that have them
 CORRECTORS = {"nadam": "lookahead+t1:power=1:above=3+sc"}  # "auto" gives NAdam none: these, which AdamW gets, instead
 TITLES = {"bp": "BP", "adl-1f1b": "ADL on the 1F1B lag", "2bw": "2BW", "adl": "ADL"}
 
@@ -105,7 +104,7 @@ def rows(setting: GPTSetting) -> Iterator[TableRow]:
                     tier=_tier(place, 2),
                     end=f"-m{M}-corrected-warmup{RATES[best]}",
                     corrector=RECOMMENDED,
-                    warmup=WARMUP,
+                    warmup=STALENESS_WARMUP,
                     baseline=f"{optimizer}-bp-k{K}{RATES[best]}",
                 )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from offbeat.runs.recipe import Recipe, make_recipe
-from offbeat.runs.tables.row import Images, Paper, Table, row
+from offbeat.runs.tables.row import STALENESS_WARMUP, Images, Paper, Table, row
 
 BP_SETTING = "the paper does not state the M of its BP"
 
@@ -36,6 +36,18 @@ def resnet18_bp_m4(**given: Any) -> Recipe:
 def resnet18_adl_k10_m4(**given: Any) -> Recipe:
     """ResNet-18, ADL, K=10, M=4."""
     return imagenet("resnet18", "adl", K=10, M=4, **given)
+
+
+@row(2)
+def resnet18_adl_1f1b_k8_m4_sc(**given: Any) -> Recipe:
+    """ResNet-18, ADL on the 1F1B lag, K=8, M=4, with spike compensation."""
+    return imagenet("resnet18", "adl-1f1b", K=8, M=4, corrector="sc", **given)
+
+
+@row(2)
+def resnet18_adl_1f1b_k8_m4_sc_warmup(**given: Any) -> Recipe:
+    """ResNet-18, ADL on the 1F1B lag, K=8, M=4, with spike compensation, the first 150 updates synchronous."""
+    return imagenet("resnet18", "adl-1f1b", K=8, M=4, corrector="sc", staleness_warmup=STALENESS_WARMUP, **given)
 
 
 @row(2, Paper(29.01, "Table I(b), SE-ResNet-18, K=8, ADL", top5=10.14))
@@ -138,6 +150,8 @@ IMAGENET_TABLE = Table(
         resnet18_adl_k8_m4,
         resnet18_bp_m4,
         resnet18_adl_k10_m4,
+        resnet18_adl_1f1b_k8_m4_sc,
+        resnet18_adl_1f1b_k8_m4_sc_warmup,
         seresnet18_adl_k8_m4,
         seresnet18_bp_m4,
         seresnet18_adl_k10_m2,

@@ -11,6 +11,7 @@ from offbeat.runs.recipe import Recipe, changed, make_recipe, without_default_ra
 from offbeat.runs.task import LearningTask
 
 CHECKPOINTS = 30  # that a run makes at most, at epochs of its recipe: a 300-epoch run every 10 epochs
+STALENESS_WARMUP = 150  # synchronous updates before the late ones, in the rows that have them
 
 
 @dataclass(frozen=True)
