@@ -31,6 +31,7 @@ from offbeat.runs.provenance import provenance
 from offbeat.runs.tables.gpt import GPTSetting
 
 BASE = "adamw"
+AIM = 1.15  # times the turn of the row with which a row is compared, at most
 
 
 def timed(row: str, options: argparse.Namespace) -> TimedPipeline:

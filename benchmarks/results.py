@@ -22,6 +22,7 @@ import results_gpu
 import results_messages
 import results_models
 import results_network
+import results_optimizers
 import results_reproduction
 import results_torture
 import results_trace
@@ -409,6 +410,7 @@ def main() -> None:
         *times_section(times),
         *errors_section(compared, again),
         *results_gpu.section(records("gpu")),
+        *results_optimizers.section(records("optimizers")),
         *results_reproduction.section(again),
         *results_bench.section(),
         *results_network.section(),

@@ -7,13 +7,14 @@ python benchmarks/staleness.py --check      only compare, and fail where they ar
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from page import RECORDS, ROOT, listed, point, prose, records
 from staleness_pictures import Picture, by_choice, by_stages, by_staleness
-from staleness_records import MeasuredRow, MeasuredTable, images_table, language_tables
+from staleness_records import IMAGES, ImageExperiment, MeasuredRow, MeasuredTable, language_tables
 
 from offbeat.methods import with_settings
 from offbeat.recommended import DELAY, EFFICIENT, LATE, SYNCHRONOUS, correctors_by_optimizer, recommend
@@ -30,8 +31,9 @@ MARGIN = 0.1  # nats above the last loss of that BP: the loss to which time and 
 AIM_STAGES = 12
 AIMS = ((1.0, 0.01), (2.75, 0.03), (11.0, 0.15))
 CHOICE_STAGES = (4, 12, 24)  # where the recommended configuration is to be no worse than BP with AdamW
-IMAGE_AIMS = {8: 0.1, 28: 0.1}  # points of error above BP with the same M, by K
 COMPENSATED = ("auto", "sc")  # what is recommended for SGD
+
+ImageTables = Mapping[ImageExperiment, MeasuredTable]
 
 
 @dataclass(frozen=True)
@@ -129,31 +131,34 @@ def image_differences(table: MeasuredTable, K: int) -> dict[str, float]:
     found = {}
     for row in table.rows:
         if row.K == K and row.method == method_of(K) and row.corrector in COMPENSATED:
-            bp = [one for one in table.rows if one.method == "bp" and one.batch_size == row.batch_size]
-            found |= {f"M={row.M}": row.value - one.value for one in bp if one.M == row.M}
+            same = (one for one in table.rows if (one.M, one.batch_size) == (row.M, row.batch_size))
+            bp = next((one for one in same if one.method == "bp"), None)
+            name = f"M={row.M}" + " with a synchronous start" * bool(row.warmup)
+            found |= {name: row.value - bp.value} if bp else {}
     return found
 
 
-def image_aims(table: MeasuredTable | None) -> list[Aim]:
+def image_aims(experiment: ImageExperiment, table: MeasuredTable) -> list[Aim]:
     return [
         Aim(
-            f"ResNet-56, K={K}: within {limit:g} points of error of BP with the same M",
-            measured := image_differences(table, K) if table else {},
+            f"{table.title}, K={K}: within {limit:g} points of error of BP with the same M",
+            measured := image_differences(table, K),
             limit,
             list(measured) or ["all"],
             2,
         )
-        for K, limit in IMAGE_AIMS.items()
+        for K, limit in experiment.aims.items()
     ]
 
 
-def aims_section(tables: list[MeasuredTable], images: MeasuredTable | None) -> list[str]:
+def aims_section(tables: list[MeasuredTable], images: ImageTables) -> list[str]:
     lines = ["## Aims, met and missed", ""]
     head = ["aim", "measured, difference to BP", "outcome"]
     for table in tables:
         lines += [f"{table.title}:", "", markdown(head, [aim.cells for aim in language_aims(table)]), ""]
     lines += [] if tables else ["There is no record of a language model yet.", ""]
-    lines += [markdown(head, [aim.cells for aim in image_aims(images)]), ""]
+    found = [aim.cells for experiment, table in images.items() for aim in image_aims(experiment, table)]
+    lines += [markdown(head, found), ""]
     late = [row for table in tables for row in table.rows if row.staleness > 0]
     single = sum(len(row.runs) == 1 for row in late)
     seeds = (
@@ -332,8 +337,8 @@ def sources(table: MeasuredTable) -> list[str]:
 # ---- images
 
 
-def images_section(table: MeasuredTable | None) -> list[str]:
-    if table is None:
+def images_section(table: MeasuredTable) -> list[str]:
+    if not table.rows:
         return []
     rows = [
         [row.title, str(row.K), str(row.M), f"{row.staleness:.2f}", row.shown(2), str(len(row.runs))]
@@ -347,12 +352,19 @@ def images_section(table: MeasuredTable | None) -> list[str]:
             "compare with BP of the same M. Runs of all records together.",
         ),
         "",
-        f"![Test error against the number of stages](results/{by_stages(table).name})",
-        "",
+        *(
+            f"![Test error against the number of stages](results/{picture.name})\n"
+            for picture in stages_pictures(table)
+        ),
         markdown(["row", "K", "M", "staleness of stage 1", "error %", "runs"], rows),
         "",
         *sources(table),
     ]
+
+
+def stages_pictures(table: MeasuredTable) -> list[Picture]:
+    """Error against K, where there are several values of it beside that of BP."""
+    return [by_stages(table)] if len({row.K for row in table.rows}) > 2 else []
 
 
 # ---- what to choose
@@ -435,7 +447,7 @@ def choice_of(table: MeasuredTable, method: str) -> list[str]:
 # ---- the page
 
 
-def page(tables: list[MeasuredTable], images: MeasuredTable | None) -> str:
+def page(tables: list[MeasuredTable], images: ImageTables) -> str:
     lines = [
         "# Staleness: what late gradients cost",
         "",
@@ -451,13 +463,15 @@ def page(tables: list[MeasuredTable], images: MeasuredTable | None) -> str:
     ]
     for table in tables:
         lines += language_section(table)
-    return "\n".join([*lines, *images_section(images), *choice_section(tables)]).rstrip() + "\n"
+    for table in images.values():
+        lines += images_section(table)
+    return "\n".join([*lines, *choice_section(tables)]).rstrip() + "\n"
 
 
-def pictures(tables: list[MeasuredTable], images: MeasuredTable | None) -> list[Picture]:
+def pictures(tables: list[MeasuredTable], images: ImageTables) -> list[Picture]:
     method = method_of(AIM_STAGES)
     found = [picture for table in tables for picture in (by_staleness(table), by_choice(table, method, REFERENCE))]
-    found += [by_stages(images)] if images else []
+    found += [picture for table in images.values() for picture in stages_pictures(table)]
     return [picture for picture in found if picture.panels]
 
 
@@ -465,7 +479,8 @@ def main() -> None:
     if unknown := set(sys.argv[1:]) - {"--check"}:
         sys.exit(f"unknown arguments {' '.join(sorted(unknown))}: use --check, or none")
     again = records("reproduction")
-    tables, images = language_tables(again), images_table(again)
+    tables = language_tables(again)
+    images = {experiment: experiment.table_of(again) for experiment in IMAGES}
     wanted = page(tables, images)
     shown = pictures(tables, images)
     drawn = [picture for picture in shown if not picture.current]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -13,8 +13,6 @@ from results_reproduction import EPOCHS, task_of
 from offbeat.runs.tables import TABLES
 from offbeat.runs.tables.gpt import CORRECTORS, RECOMMENDED
 from offbeat.runs.task import LANGUAGE
-
-NETWORK = "resnet56"
 
 
 @dataclass(frozen=True)
@@ -262,12 +260,33 @@ def updates_of(rows: Sequence[MeasuredRow]) -> str:
     return " or ".join(f"{count:,}" for count in sorted(most)) + " updates" if most else "all runs"
 
 
-def images_table(records: Records) -> MeasuredTable | None:
-    """ResNet-56 on CIFAR-10 with the paper's number of epochs."""
-    those = {
-        name: record
-        for name, record in records.items()
-        if record["table"] == "cifar10-table" and record["settings"]["epochs"] == EPOCHS
-    }
-    rows = tuple(row for row in _joined(list(those.values())) if row.name.startswith(f"{NETWORK}-"))
-    return MeasuredTable("cifar10", f"ResNet-56 on CIFAR-10, {EPOCHS} epochs", tuple(those), rows) if rows else None
+@dataclass(frozen=True, eq=False)
+class ImageExperiment:
+    """A network on images, with the length at which its rows are compared.
+
+    aims   points of error above BP with the same M, by K
+    """
+
+    slug: str
+    network: str
+    data: str
+    table: str
+    epochs: int
+    aims: Mapping[int, float]
+
+    def table_of(self, records: Records) -> MeasuredTable:
+        """Its rows in the records of that table and length; none if there are no such records."""
+        those = {
+            name: record
+            for name, record in records.items()
+            if record["table"] == self.table and record["settings"]["epochs"] == self.epochs
+        }
+        begins = f"{self.network.lower().replace('-', '')}-"
+        rows = tuple(row for row in _joined(list(those.values())) if row.name.startswith(begins))
+        return MeasuredTable(self.slug, f"{self.network} on {self.data}, {self.epochs} epochs", tuple(those), rows)
+
+
+IMAGES = (
+    ImageExperiment("cifar10", "ResNet-56", "CIFAR-10", "cifar10-table", EPOCHS, {8: 0.1, 28: 0.1}),
+    ImageExperiment("imagenette", "ResNet-18", "Imagenette", "imagenet-table", 40, {8: 0.5}),
+)

@@ -1,0 +1,57 @@
+"""The section of docs/results.md on the time of optimizers, from the records of benchmarks/optimizers.py."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from optimizers import AIM, compared_with
+from page import Record, Records, listed, point, prose, source
+from results_gpu import spread
+
+from offbeat.report.formatting import markdown
+from offbeat.runs.optimizers import OPTIMIZERS
+
+
+def ratios_of(record: Record, row: Record) -> list[float]:
+    """The time of a turn over that of the row with which it is compared, in each round."""
+    base = next(other for other in record["rows"] if other["name"] == compared_with(row["name"]))
+    return [one / other for one, other in zip(row["ms"], base["ms"], strict=True)]
+
+
+def title_of(name: str) -> str:
+    optimizer, _, corrector = name.partition("+")
+    return OPTIMIZERS[optimizer].title + (f" with `{corrector}`" if corrector else "")
+
+
+def table(record: Record) -> str:
+    head = ["optimizer", "ms per turn", "compared with", "times as long", f"at most {AIM}", "host's share"]
+    rows = []
+    for row in record["rows"]:
+        base, ratios = compared_with(row["name"]), ratios_of(record, row)
+        cells = ["", "", ""]
+        if base != row["name"]:
+            cells = [title_of(base), spread(ratios, 2), "yes" if median(ratios) <= AIM else "**no**"]
+        rows.append([title_of(row["name"]), spread(row["ms"], 2), *cells, f"{median(row['host']):.2f}"])
+    return markdown(head, rows)
+
+
+def section(found: Records) -> list[str]:
+    lines = ["## What optimizers cost on one GPU", ""]
+    for name, record in found.items():
+        settings = record["settings"]
+        slow = [row["name"] for row in record["rows"] if median(ratios_of(record, row)) > AIM]
+        lines += [
+            prose(
+                "A turn of the GPT with late gradients (12 blocks of width 256, 64 sequences per update), ADL on the",
+                f"1F1B lag, K={settings['K']}, M={settings['M']}, engine `streams`, bf16: one batch of every stage,",
+                f"and every M-th time an update. Median (least-most) of {settings['rounds']} rounds.",
+            ),
+            "",
+            table(record),
+            "",
+            point(f"Above the aim of {AIM} times: {listed([title_of(one) for one in slow])}."),
+            "",
+            source(name, record),
+            "",
+        ]
+    return lines if found else []
