@@ -266,8 +266,8 @@ def section() -> list[str]:
     if benches:
         lines += [
             prose(
-                "`offbeat bench`: all rows in one run on one machine, on the same cuts (interleaved: cuts of its own),",
-                "in rounds that time every row once.",
+                "`offbeat bench`: all rows in one run on one machine, in rounds that time every row once. All rows",
+                "have the same cuts unless others are listed (interleaved: cuts of its own).",
             ),
             "",
             *summary(),

@@ -19,7 +19,7 @@ TRAINED_ONLY = ("samples", "every", "validation_samples", "data", "data_dir", "o
 TIMED_ONLY = ("repetitions", "batches")
 
 benches = Application(
-    help="Time torch.distributed.pipelining, DDP and Offbeat with the same cuts.", invoke_without_command=True
+    help="Time torch.distributed.pipelining, DDP and Offbeat in one run.", invoke_without_command=True
 )
 app.add_typer(benches, name="bench")
 
@@ -56,10 +56,13 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu (one core per worker) or cuda (one GPU).")] = "cpu",
     precision: Annotated[str, typer.Option(help="fp32, or on a GPU tf32 or bf16.")] = "fp32",
     partition: Annotated[str, typer.Option(help="What to balance: measured time or flops.")] = "measured",
-    cuts: Annotated[str | None, typer.Option(help="Cut before these units, such as 47,86,125.")] = None,
+    cuts: Annotated[str | None, typer.Option(help="Cut all rows before these units, such as 47,86,125.")] = None,
     units: Annotated[str | None, typer.Option(help="Units to cut between: blocks or layers. (default layers)")] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="File of the profile of the units: read if it exists, else written.")
+        Path | None,
+        typer.Option(
+            help="File of the profile of the units: read if it exists, else written; of micro-batches of 16, FILE-b16."
+        ),
     ] = None,
     micro_batches: Annotated[
         str | None, typer.Option(help="Numbers of micro-batches to try, such as 4,8. (default K, 2K and 4K)")
@@ -124,7 +127,9 @@ def bench(
         int, typer.Option(help="Seed of initial weights and order of samples.", rich_help_panel=TRAINING)
     ] = 0,
 ) -> None:
-    """Time BP, torch.distributed.pipelining, DDP and Offbeat's methods with the same cuts, in interleaved rounds.
+    """Time BP, torch.distributed.pipelining, DDP and Offbeat's methods in interleaved rounds.
+
+    Rows whose stages compute on as many samples, of a batch or of a micro-batch, have the same cuts, planned for these.
 
     With --until-loss or --until-error, train them on data until that loss or error instead. Under torchrun with K
     processes, on one or several machines, each process has one worker.

@@ -49,11 +49,30 @@ def by_round(row: RowRecord, other: RowRecord) -> list[float]:
     return [a / b for a, b in pairs]
 
 
+def bound_of(row: RowRecord, record: Record) -> Record | None:
+    """The bound of the cuts of a row, where it was measured."""
+    rows = {other["name"]: other for other in record["rows"]}
+    bounds = [(rows.get("adl", {}), record["bound"])]
+    bounds += [(other, other["bound"]) for other in rows.values() if "bound" in other]
+    same = (bound for other, bound in bounds if other.get("cuts") == row.get("cuts") and bound["seconds_per_batch"])
+    return next(same, None) if is_pipeline(row) else None
+
+
 def share_of_bound(row: RowRecord, record: Record) -> float | None:
-    """The time of the slowest stage alone, divided by the row's in the same round."""
-    if not record["bound"]["seconds_per_batch"] or not is_pipeline(row):
-        return None
-    return times_faster(row, record["bound"])
+    """The time of the slowest stage alone on the cuts of the row, divided by the row's in the same round."""
+    bound = bound_of(row, record)
+    return times_faster(row, bound) if bound else None
+
+
+def other_cuts(record: Record) -> list[str]:
+    """The cuts of the record, and those of rows with other ones; nothing where all rows share them."""
+    whole = list(record["settings"]["cuts"])
+    found: dict[str, list[str]] = {}
+    for row in record["rows"]:
+        if (own := row.get("cuts")) not in (None, whole):
+            found.setdefault(str(own), []).append(row["name"])
+    others = [f"{', '.join(names)}: {own}" for own, names in found.items()]
+    return [f"Cuts, for the samples on which stages compute: {'; '.join([str(whole), *others])}."] if others else []
 
 
 def gradient(row: RowRecord) -> str:
@@ -205,6 +224,7 @@ def common_notes(record: Record) -> list[str]:
         "is never late.",
         f"Memory: {record['settings']['memory']}. Moved: by all workers together in one {unit}.",
         f"Bound: {record['bound']['meaning']}.",
+        *other_cuts(record),
     ]
     if record["settings"]["device"] == "cpu":
         batches = counted(record["settings"]["batches"], "batch", "batches")
@@ -236,7 +256,7 @@ def page(record: Record) -> str:
         *(f"- {note}" for note in notes(record)),
         "",
         f"`{' '.join(made['command'])}`, commit {(made['commit'] or 'unknown')[:12]}, torch "
-        f"{made['versions']['torch']}, {made['machine']}; cuts {record['settings']['cuts']}.",
+        f"{made['versions']['torch']}, {made['machine']}; cuts {list(record['settings']['cuts'])}.",
         "",
     ]
     return "\n".join(lines)

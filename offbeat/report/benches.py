@@ -108,7 +108,7 @@ def _speeds(rows: Sequence[dict[str, Any]], content: dict[str, Any], name: str) 
     )
     bound = content.get("bound")
     limit = isinstance(bound, dict) and numbers(bound.get("samples_per_second"))
-    caption = "Dashed: what the cuts allow, the slowest stage alone without messages." if limit else ""
+    caption = "Dashed: what the cuts of ADL allow, the slowest stage alone without messages." if limit else ""
     chart = drawn.speeds(sorted(rows, key=_speed, reverse=True), bound)
     return section.add(charts(Drawing(f"{name}-speed", "Samples per second", chart, caption)), _table(content))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from offbeat.report.bench_table import other_cuts
 from offbeat.report.formatting import counted, duration, markdown
 
 Record = dict[str, Any]
@@ -182,6 +183,7 @@ def notes(record: Record) -> list[str]:
         "x fastest sync.: time of the fastest row with exact gradients divided by that of the row; above 1 is faster. "
         "Late: how many updates old the gradients of stage 1 are, on average, by formula.",
         "Every run was made once, with one seed: small differences are within noise.",
+        *other_cuts(record),
     ]
     return made + [f"{name} is left out: {reason}." for name, reason in record["left_out"].items()]
 
@@ -213,7 +215,7 @@ def page(record: Record) -> str:
             *(f"- {line}" for line in (*advice(record), *notes(record))),
             "",
             f"`{' '.join(made['command'])}`, commit {(made['commit'] or 'unknown')[:12]}, torch "
-            f"{made['versions']['torch']}, {made['machine']}; cuts {record['settings']['cuts']}.",
+            f"{made['versions']['torch']}, {made['machine']}; cuts {list(record['settings']['cuts'])}.",
             "",
         ]
     )

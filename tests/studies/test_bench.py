@@ -43,6 +43,7 @@ from offbeat.studies.bench.rows import (
     note,
     of_row,
     row_of,
+    samples_at_once,
     samples_per_update,
     settings_by_method,
     title_of,
@@ -77,7 +78,7 @@ from offbeat.studies.bench.cuts import placed
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 torch.set_num_threads(1)
-setting = placed(BenchSetting.of(json.loads(sys.argv[3])), by="flops", cuts=None, units=None)
+setting = placed(BenchSetting.of(json.loads(sys.argv[3])), by="flops")
 whole = Task.of(setting, 0)
 plain = Loop(whole)
 losses = [plain.step() for _ in range(2)]
@@ -333,6 +334,56 @@ def test_adl_takes_the_micro_batches_of_the_best_synchronous_pipeline(offbeat): 
     assert "At 16 samples per update, " in page
 
 
+def test_a_row_has_the_cuts_for_the_samples_on_which_its_stages_compute():
+    setting = replace(SETTING, cuts=(5,), chunk_cuts=(3, 5, 7), replicas=2)
+    setting = replace(setting, cuts_by_samples={"4": {"cuts": (6,), "chunk_cuts": (2, 6, 7)}})
+    assert BenchSetting.of(json.loads(json.dumps(setting.as_dict()))) == setting
+    for name, m, samples in (
+        ("adl", None, 16),
+        ("ddg", None, 16),
+        ("torch-gpipe", 4, 4),
+        ("torch-1f1b", 8, 2),
+        ("gpipe", 4, 4),
+        ("adl-micro", 4, 4),
+        ("adl-recompute", 8, 2),
+    ):
+        row = ROWS[name]
+        assert samples_at_once(row, setting, m) == samples
+        assert of_row(row, setting, m).cuts == ((6,) if samples == 4 else (5,)), name
+    assert of_row(ROWS["torch-interleaved"], setting, 4).chunk_cuts == (2, 6, 7)
+    assert of_row(ROWS["adl"], replace(setting, batch_per_update=16, M=4)).cuts == (6,)
+
+
+@pytest.mark.usefixtures("one_core")
+def test_cuts_are_planned_for_every_number_of_samples_that_rows_compute_on(offbeat):  # noqa: F811
+    command = ("bench", "-K", 2, "--model", "resnet8", "--shape", "3,8,8", "--batch-size", 16, "--micro-batches", 4)
+    command = (*command, "--partition", "flops", "--against", "torch-gpipe,adl-micro,gpipe", "--batches", 2, "--json")
+    first = json.loads(offbeat(*command, "--repetitions", 1, "--out", "found").out)
+    whole, part = (
+        list(placed(replace(SETTING, model="resnet8", shape=(3, 8, 8), batch_size=b), by="flops").cuts) for b in (16, 4)
+    )
+    assert whole != part
+    assert first["settings"]["cuts"] == whole
+    assert first["settings"]["cuts_by_samples"]["4"]["cuts"] == part
+    wanted = {"bp": None, "torch-gpipe": part, "adl": whole, "adl-micro": part, "gpipe": part}
+    rows = {row["name"]: row for row in first["rows"]}
+    assert {name: row["cuts"] for name, row in rows.items()} == wanted
+    assert len(rows["adl-micro"]["bound"]["seconds_per_batch"]) == 1
+    assert f"stages compute: {whole}; torch-gpipe, adl-micro, gpipe: {part}." in Path("found/table.md").read_text()
+    both = json.loads(offbeat(*command, "--repetitions", 2, "--out", "found").out)
+    assert both["settings"]["cuts_by_samples"] == first["settings"]["cuts_by_samples"]
+    rows = {row["name"]: row for row in both["rows"]}
+    assert {name: row["cuts"] for name, row in rows.items()} == wanted
+    assert len(rows["adl-micro"]["bound"]["seconds_per_batch"]) == 2
+    given = json.loads(offbeat(*command, "--repetitions", 1, "--cuts", whole[0], "--out", "given").out)
+    assert [row["cuts"] for row in given["rows"]] == [None, *[whole] * 4]
+    assert not [row for row in given["rows"] if "bound" in row]
+    moved = {row["name"]: row["bytes_moved"] for row in given["rows"]}
+    assert moved["adl"] == rows["adl"]["bytes_moved"]
+    assert moved["torch-gpipe"] != rows["torch-gpipe"]["bytes_moved"]
+    assert moved["adl-micro"] != rows["adl-micro"]["bytes_moved"]
+
+
 def below(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -468,7 +519,7 @@ def test_rows_that_cannot_be_are_left_out_with_a_reason():
     assert left_out(ROWS["ddp"], odd) == "a batch of 15 cannot be divided equally among 2 workers"
     assert "micro-batches" in left_out(ROWS["torch-gpipe"], odd)
     assert "fewer than 4 units" in left_out(ROWS["torch-interleaved"], SETTING)
-    assert left_out(ROWS["torch-interleaved"], placed(SETTING, by="flops", cuts=None, units=None)) is None
+    assert left_out(ROWS["torch-interleaved"], placed(SETTING, by="flops")) is None
     gpu = BenchSetting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=4, device="cuda")
     assert {name for name, row in ROWS.items() if left_out(row, gpu) is None} == {
         "bp",
@@ -579,6 +630,22 @@ def test_ratios_are_taken_within_a_round():
     line = bench_table.cells(record)[3]
     assert line[2:6] == ["2.60", f"{median([1.0, 1.6 / 1.25]):.2f}", "0.89", "late by 0.5"]
     assert bench_table.cells(record)[-1][0] == "no-communication bound of the cuts"
+
+
+def test_a_row_is_compared_with_the_bound_of_its_own_cuts():
+    record = made(
+        row("bp", [2.0, 4.0]),
+        row("torch-gpipe", [1.0, 1.0], m=4) | {"cuts": [2]},
+        row("torch-1f1b", [1.0, 1.0], m=8) | {"cuts": [1]},
+        row("adl", [1.0, 1.0], staleness=(0.5, 0.0)) | {"cuts": [3]},
+        row("adl-micro", [1.0, 1.0], staleness=(0.5, 0.0), m=4) | {"cuts": [2], "bound": {"seconds_per_batch": [0.8]}},
+        row("ddg", [1.25, 1.25], staleness=(1.0, 0.0)) | {"cuts": [3]},
+    )
+    shares = {name: bench_table.share_of_bound(row, record) for name, row in bench_table.measured(record).items()}
+    assert shares == {"bp": None, "torch-gpipe": 0.8, "torch-1f1b": None, "adl": 1.0, "adl-micro": 0.8, "ddg": 0.8}
+    told = "Cuts, for the samples on which stages compute: [3]; torch-gpipe, adl-micro: [2]; torch-1f1b: [1]."
+    assert told in bench_table.notes(record)
+    assert bench_table.other_cuts(made(row("adl", [1.0], staleness=(0.5, 0.0)))) == []
 
 
 def test_the_advice_follows_the_figures_in_both_directions():

@@ -194,6 +194,8 @@ def test_a_run_ends_at_the_target_and_earlier_runs_are_kept_after_ctrl_c(offbeat
     assert len(calls) == 3
     assert list(runs(record())) == [("bp", 1.0), ("adl", 1.0)]
     assert runs(record())["bp", 1.0] == run
+    own = record()["settings"]["cuts_by_samples"]["16"]["cuts"]  # of an update of 32 samples in M=2 batches
+    assert [row["cuts"] for row in record()["rows"]] == [None, own]
     check_refused(offbeat, small("--until-loss", target / 2, "--against", "bp"), "already holds until.json with target")
 
 
@@ -339,6 +341,8 @@ def test_the_table_has_the_best_rate_of_every_row_and_its_ratio():
     content["rows"].append(trained("adl-1f1b", None, None, staleness=(0.5, 0.0)))
     assert until_table.cells(content)[2][3:6] == ["not reached, best loss 1.4", "", ""]
     assert "ddp is left out: a reason." in until_table.page(content)
+    content["rows"][1]["cuts"] = [1, 2, 4]
+    assert "stages compute: [1, 2, 3]; adl: [1, 2, 4]." in until_table.page(content)
 
 
 def test_the_advice_follows_the_times_in_both_directions():

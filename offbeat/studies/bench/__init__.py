@@ -1,8 +1,8 @@
-"""`offbeat bench`: the methods of this package beside what people use today, on the same cuts, in one run.
+"""`offbeat bench`: the methods of this package beside what people use today, in one run.
 
 rows            what can be timed, and under which name
 request         the options, checked
-cuts            the cuts that all rows share
+cuts            the cuts of rows whose stages compute on the same number of samples
 contenders      each row as one of its workers: an object with a `step()`
 worker          a process that builds one contender and times it on request
 worker_group    the workers of one row, seen from the process that started them

@@ -1,4 +1,4 @@
-"""The cuts that all rows share: measured here, by FLOPs, or as given; and those of 2K chunks for the interleaved."""
+"""The cuts of rows: measured here, by FLOPs, or as given; and those of 2K chunks for the interleaved."""
 
 from __future__ import annotations
 
@@ -71,12 +71,13 @@ def placed(
     setting: BenchSetting,
     *,
     by: str,
-    cuts: Sequence[int] | None,
-    units: str | None,
+    cuts: Sequence[int] | None = None,
+    units: str | None = None,
+    M: int = 1,
     file: Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> BenchSetting:
-    """The setting with its cuts."""
+    """The setting with its cuts, for batches of its size; an update counts as a part of each of its M batches."""
     K = setting.K
     if cuts is not None:
         kind = units or "layers"
@@ -91,7 +92,7 @@ def placed(
     report(f"cutting {len(found.profile.units)} units into {K} stages")
     costs = found.profile
     with Stopwatch(found.traced.twin(), found.sample, K) as stopwatch:
-        solution = refine(costs.costs(), K, stopwatch, legal=costs.legal_cuts).solution
+        solution = refine(costs.costs(), K, stopwatch, M=M, legal=costs.legal_cuts).solution
     return _with_chunks(replace(setting, cuts=solution.cuts), costs)
 
 

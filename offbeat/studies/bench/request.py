@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from offbeat import models
 from offbeat.errors import UserError, unknown
 from offbeat.runs.recipe import split_update
 from offbeat.studies.bench.cuts import check, placed
-from offbeat.studies.bench.rows import OURS, ROWS, BenchSetting, batches_per_update, settings_by_method
+from offbeat.studies.bench.rows import OURS, ROWS, BenchRow, BenchSetting, batches_per_update, settings_by_method, sizes
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,25 @@ class BenchRequest:
         return setting
 
     def placed(
-        self, setting: BenchSetting, earlier: Mapping[str, Any] | None, report: Callable[[str], None]
+        self,
+        setting: BenchSetting,
+        rows: Sequence[BenchRow],
+        earlier: Mapping[str, Any] | None,
+        report: Callable[[str], None],
     ) -> BenchSetting:
-        """The setting with its cuts: those of an earlier record that is continued, or new ones."""
+        """The setting with the cuts of these rows: those of an earlier record that is continued, those that are given,
+        or new ones for every number of samples on which their stages compute."""
         if earlier:
-            names = setting.as_dict()
-            return BenchSetting.of({name: value for name, value in earlier["settings"].items() if name in names})
-        return placed(setting, by=self.partition, cuts=self.cuts, units=self.units, file=self.profile, report=report)
+            return BenchSetting.of(earlier["settings"])
+        made = placed(setting, by=self.partition, cuts=self.cuts, units=self.units, file=self.profile, report=report)
+        whole, other = setting.batch_size, dict[str, dict[str, Any]]()
+        for samples in [] if self.cuts else sizes(rows, made, self.micro_batches)[1:]:
+            file = self.profile and self.profile.with_stem(f"{self.profile.stem}-b{samples}")
+            smaller = replace(setting, batch_size=samples)
+            own = placed(smaller, by=self.partition, M=whole // samples, file=file, report=report)
+            other[str(samples)] = {"cuts": own.cuts, "chunk_cuts": own.chunk_cuts}
+            report(f"{setting.model}, {samples} of {whole} samples, cuts {list(own.cuts)}")
+        return replace(made, cuts_by_samples=other)
 
     def size(self) -> tuple[tuple[int, ...], int]:
         """The shape of a sample, and the number of classes."""

@@ -31,12 +31,14 @@ from offbeat.studies.bench.rows import (
     batches_per_update,
     chosen,
     cores_here,
+    cuts_of,
     left_out,
     method_of,
     micro_batches,
     note,
     samples_per_update,
     title_of,
+    usual_micro_batches,
 )
 from offbeat.studies.bench.worker_group import PATIENCE, RowFailedError, WorkerGroup
 from offbeat.studies.runner import Failure, StudyRunner, isolated
@@ -50,7 +52,10 @@ MEMORY = {
     "cpu": "peak resident memory of the worker with the most, less what torch takes without a network",
     "cuda": "peak of torch's allocator on the GPU, of all stages together",
 }
-BOUND = "the slowest stage of these cuts (ADL), all stages computing at the same time on canned messages, nothing sent"
+BOUND = (
+    "the slowest stage of ADL, all stages computing at the same time on canned messages, nothing sent; of rows with "
+    "other cuts, that of ADL with micro-batches on the same cuts, where it was timed"
+)
 TIMES = ("samples_per_second", "seconds_per_batch", "processor_seconds")  # one of each per round
 
 
@@ -170,8 +175,7 @@ class Bench:
         tried = {
             seconds: int(m) for found in self.found.values() if found["exact"] for m, seconds in found["sweep"].items()
         }
-        possible = micro_batches(row, self.setting, self.request.micro_batches) or micro_batches(row, self.setting)
-        return tried[min(tried)] if tried else min(possible, key=lambda m: abs(m - 2 * self.setting.K))
+        return tried[min(tried)] if tried else usual_micro_batches(row, self.setting, self.request.micro_batches)
 
     def _fill(self, workers: WorkerGroup, m: int | None) -> tuple[float, list[int], list[dict[str, Any]]]:
         """Seconds of a first batch, bytes that each worker sends per batch, and what the workers hold."""
@@ -213,8 +217,10 @@ class Bench:
             "staleness": levels,
             "samples_per_update": samples_per_update(row, self.setting, workers.m),
             "micro_batches": workers.m,
+            "cuts": cuts_of(row, self.setting, workers.m),
             "sweep": {str(m): seconds for m, seconds in tried.items()},
             **{name: list(earlier.get(name, [])) for name in TIMES},
+            **({"bound": earlier["bound"]} if "bound" in earlier else {}),
             "memory_per_worker": max(answer["memory"] for answer in looked),
             "memory": [answer["memory"] for answer in looked],
             "bytes_moved": sum(sent),
@@ -266,12 +272,14 @@ class Bench:
         found["samples_per_second"].append(speed)
         unit = "update" if self.setting.batch_per_update or row.micro else "batch"
         self.runner.report(f"{row.name}: {1000 * seconds:.0f} ms per {unit}, {speed:,.0f} samples/s")
-        if row.name == OURS and self.setting.device == "cpu":
+        other_cuts = found["cuts"] != self.found[OURS]["cuts"]
+        if row.bounds and (row.name == OURS or other_cuts) and self.setting.device == "cpu":
+            bound = found.setdefault("bound", {}) if other_cuts else self.bound
             stages = [parts * seconds for seconds in workers.seconds(LEAST, batches, what="bound")[0]]
-            self.bound.setdefault("stages", []).append(stages)
-            self.bound.setdefault("seconds_per_batch", []).append(max(stages))
-            self.bound.setdefault("samples_per_second", []).append(self.setting.batch_size / max(stages))
-            self.runner.report(f"bound: {1000 * max(stages):.0f} ms per batch")
+            bound.setdefault("stages", []).append(stages)
+            bound.setdefault("seconds_per_batch", []).append(max(stages))
+            bound.setdefault("samples_per_second", []).append(self.setting.batch_size / max(stages))
+            self.runner.report(f"bound of {row.name}: {1000 * max(stages):.0f} ms per {unit}")
         found["staleness_measured"] = [level for answer in workers.ask("look") for level in answer["staleness"]]
         self._rest(workers)
 
@@ -388,7 +396,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     made["machine"] = machines.described(made["machine"])
     runner = StudyRunner(out, request.minutes, show)
     earlier = stored(out / "bench.json", identity(request, setting), made)
-    setting = request.placed(setting, earlier, runner.report)
+    setting = request.placed(setting, rows, earlier, runner.report)
     if setting.device == "cpu" and (shared := shared_cores(setting.K)):
         print(f"offbeat: {shared}", file=sys.stderr)
     runner.report(f"{setting.model}, b={setting.batch_size}, K={setting.K}, cuts {list(setting.cuts)}")

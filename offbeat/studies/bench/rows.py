@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from offbeat.errors import UserError, unknown
@@ -33,6 +33,7 @@ class BenchRow:
     micro     whether an update is one batch, which is split into M micro-batches: the number with which a synchronous
               pipeline is the fastest
     recompute whether stages hold inputs instead of graphs
+    bounds    whether its stages are also timed without messages, which bounds all rows with the same cuts
     """
 
     name: str
@@ -45,6 +46,7 @@ class BenchRow:
     swept: bool = False
     micro: bool = False
     recompute: bool = False
+    bounds: bool = False
     on_gpu: bool = False  # there alone
 
     def title_on(self, device: str) -> str:
@@ -66,8 +68,8 @@ LISTED = (
         swept=True,
     ),
     BenchRow("ddp", "torch DistributedDataParallel", "torch", "ddp"),
-    BenchRow("adl", "Offbeat ADL", "offbeat", "pipeline", "adl"),
-    BenchRow("adl-micro", "Offbeat ADL, micro-batches", "offbeat", "pipeline", "adl", micro=True),
+    BenchRow("adl", "Offbeat ADL", "offbeat", "pipeline", "adl", bounds=True),
+    BenchRow("adl-micro", "Offbeat ADL, micro-batches", "offbeat", "pipeline", "adl", micro=True, bounds=True),
     BenchRow(
         "adl-recompute",
         "Offbeat ADL, micro-batches, recompute",
@@ -93,6 +95,8 @@ class BenchSetting:
 
     batch_size         samples of a batch, over all workers; of an update where samples per update are given
     batch_per_update   None, or the samples of an update of every row: methods with M > 1 split them into M batches
+    cuts_by_samples    `cuts` and `chunk_cuts` of rows whose stages compute on fewer samples than `batch_size`, by these
+                       samples (as text, as in JSON)
     replicas           copies of all stages, in rows of this package; each trains on batches of `batch_size`
     """
 
@@ -110,20 +114,27 @@ class BenchSetting:
     methods: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)  # settings of our methods, by name
     batch_per_update: int | None = None
     replicas: int = 1
+    cuts_by_samples: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
 
     def as_dict(self) -> dict[str, Any]:
         optional: dict[str, Any] = {
             "methods": {},
             "batch_per_update": None,
             "replicas": 1,
+            "cuts_by_samples": {},
         }  # left out of the record where not given
         return {name: value for name, value in asdict(self).items() if name not in optional or value != optional[name]}
 
     @classmethod
     def of(cls, stored: dict[str, Any]) -> BenchSetting:
-        """From the result of `as_dict` after a round trip through JSON."""
-        lists: dict[str, Any] = {name: tuple(had) if isinstance(had, list) else had for name, had in stored.items()}
-        return cls(**lists)
+        """From the result of `as_dict` after a round trip through JSON, among other settings or alone."""
+        known = _with_tuples({each.name: stored[each.name] for each in fields(cls) if each.name in stored})
+        other = {samples: _with_tuples(cuts) for samples, cuts in stored.get("cuts_by_samples", {}).items()}
+        return cls(**{**known, "cuts_by_samples": other})
+
+
+def _with_tuples(stored: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(had) if isinstance(had, list) else had for name, had in stored.items()}
 
 
 def method_of(row: BenchRow, setting: BenchSetting, m: int | None = None) -> Method:
@@ -158,9 +169,23 @@ def title_of(row: BenchRow, setting: BenchSetting, m: int | None = None) -> str:
     return title if samples == setting.batch_size else f"{title}, {samples} samples per update"
 
 
+def samples_at_once(row: BenchRow, setting: BenchSetting, m: int | None = None) -> int:
+    """The samples on which a stage of the row computes: those of a batch, or of a micro-batch."""
+    return setting.batch_size // batches_per_update(row, setting, m) // (m if row.swept and m else 1)
+
+
 def of_row(row: BenchRow, setting: BenchSetting, m: int | None = None) -> BenchSetting:
-    """The setting with the batch size of the row."""
-    return replace(setting, batch_size=setting.batch_size // batches_per_update(row, setting, m))
+    """The setting with the batch size of the row, and the cuts for the samples on which its stages compute."""
+    own = setting.cuts_by_samples.get(str(samples_at_once(row, setting, m)), {})
+    return replace(setting, batch_size=setting.batch_size // batches_per_update(row, setting, m), **own)
+
+
+def cuts_of(row: BenchRow, setting: BenchSetting, m: int | None = None) -> list[int] | None:
+    """The cuts of a row; None where each worker has the whole network."""
+    if row.kind in ("loop", "ddp"):
+        return None
+    own = of_row(row, setting, m)
+    return list((own.chunk_cuts if row.setting == "ScheduleInterleaved1F1B" else own.cuts) or ())
 
 
 def row_of(name: str) -> BenchRow:
@@ -248,6 +273,23 @@ def micro_batches(row: BenchRow, setting: BenchSetting, given: tuple[int, ...] |
     own = setting.methods.get(row.setting, {}).get("m")
     fit = [m for m in (given if own is None else (own,)) or (K, 2 * K, 4 * K) if m <= b and b % m == 0]
     return [m for m in fit if m % K == 0] if row.setting == "ScheduleInterleaved1F1B" else fit
+
+
+def usual_micro_batches(row: BenchRow, setting: BenchSetting, given: tuple[int, ...] | None = None) -> int:
+    """The number where no synchronous pipeline has found one: of those to try, the one next to 2K."""
+    possible = micro_batches(row, setting, given) or micro_batches(row, setting)
+    return min(possible, key=lambda m: abs(m - 2 * setting.K))
+
+
+def sizes(rows: Sequence[BenchRow], setting: BenchSetting, given: tuple[int, ...] | None = None) -> list[int]:
+    """All numbers of samples on which stages of these rows may compute, the largest first."""
+    found = {setting.batch_size}
+    for row in rows:
+        if left_out(row, setting) is None and cuts_of(row, setting) is not None:
+            tried: Sequence[int | None] = micro_batches(row, setting, given) if row.swept else [None]
+            tried = [usual_micro_batches(row, setting, given)] if row.micro else tried
+            found |= {samples_at_once(row, setting, m) for m in tried}
+    return sorted(found, reverse=True)
 
 
 def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1) -> str:

@@ -39,6 +39,7 @@ from offbeat.studies.bench.rows import (
     BenchSetting,
     chosen,
     cores_here,
+    cuts_of,
     left_out,
     method_of,
     micro_batches,
@@ -252,6 +253,7 @@ class UntilBench:
             "staleness": levels,
             "samples_per_update": self.setting.batch_size,
             "micro_batches": m,
+            "cuts": cuts_of(row, self.setting, m),
             "sweep": {str(number): seconds for number, seconds in sweep.items()},
             "note": note(row, self.setting, m, len(sweep)),
             "runs": [],
@@ -409,7 +411,7 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     if request.every:
         settings["every"] = request.every
     earlier = stored(out / RECORD, settings, made) or {}
-    setting = request.placed(setting, earlier, runner.report)
+    setting = request.placed(setting, rows, earlier, runner.report)
     if earlier:
         request = replace(request, every=earlier["settings"]["every"])
         runner.report(f"continuing the record of {sum(len(row['runs']) for row in earlier['rows'])} runs")
