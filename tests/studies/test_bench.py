@@ -296,9 +296,7 @@ def test_rows_of_micro_batches_have_the_samples_per_update_of_the_others():
         assert (method.M, method.recompute, [c.name for c in method.correctors]) == (8, recompute, ["sc"])
         assert of_row(row, setting, 8).batch_size == 2
         assert samples_per_update(row, setting, 8) == 16
-        assert "an update is one batch, in 8 micro-batches of 2, the number with which a synchronous" in note(
-            row, setting, 8
-        )
+        assert "an update is one batch, in 8 micro-batches of 2, the best of those tried" in note(row, setting, 8, 2)
         assert ("hold inputs" in note(row, setting, 8)) == recompute
     assert title_of(ROWS["adl"], setting) == "Offbeat ADL, 48 samples per update"
     assert title_of(ROWS["ddg"], setting) == "Offbeat DDG"
@@ -311,7 +309,7 @@ def test_rows_of_micro_batches_have_the_samples_per_update_of_the_others():
 
 
 @pytest.mark.usefixtures("one_core")
-def test_adl_takes_the_micro_batches_of_the_best_synchronous_pipeline(offbeat):  # noqa: F811
+def test_every_row_has_the_number_of_micro_batches_with_which_it_is_the_fastest(offbeat):  # noqa: F811
     command = ("bench", "-K", 2, "--model", "mlp", "--batch-size", 16, "-M", 3, "--partition", "flops")
     against = ("--against", "gpipe,adl-micro,adl-recompute", "--batches", 2, "--repetitions", 1)
     done = offbeat(*command, *against, "--json", "--out", "found")
@@ -319,12 +317,13 @@ def test_adl_takes_the_micro_batches_of_the_best_synchronous_pipeline(offbeat): 
     record = json.loads(done.out)
     rows = {row["name"]: row for row in record["rows"]}
     assert list(rows) == ["bp", "adl", "adl-micro", "adl-recompute", "gpipe"]
-    m = rows["gpipe"]["micro_batches"]
-    assert str(m) == min(rows["gpipe"]["sweep"], key=rows["gpipe"]["sweep"].get)
+    for name in ("gpipe", "adl-micro", "adl-recompute"):
+        sweep = rows[name]["sweep"]
+        assert {"2", "4"} <= {*sweep}
+        assert str(rows[name]["micro_batches"]) == min(sweep, key=sweep.get)
     assert {name: row["samples_per_update"] for name, row in rows.items()} == dict.fromkeys(rows, 16) | {"adl": 48}
     for name in ("adl-micro", "adl-recompute"):
-        row = rows[name]
-        assert row["micro_batches"] == m
+        row, m = rows[name], rows[name]["micro_batches"]
         assert row["staleness"] == row["staleness_measured"] == [2 / m, 0]
         assert row["samples_per_second"] == pytest.approx([16 / value for value in row["seconds_per_batch"]])
         assert row["bytes_moved"] >= rows["adl"]["bytes_moved"], "of as many samples, with a header per micro-batch"

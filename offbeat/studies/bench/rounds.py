@@ -38,7 +38,6 @@ from offbeat.studies.bench.rows import (
     note,
     samples_per_update,
     title_of,
-    usual_micro_batches,
 )
 from offbeat.studies.bench.worker_group import PATIENCE, RowFailedError, WorkerGroup
 from offbeat.studies.runner import Failure, StudyRunner, isolated
@@ -109,24 +108,18 @@ class Bench:
                 workers.ready()
 
     def prepare(self) -> None:
-        """Build every row with its best number of micro-batches; measure what it sends and holds.
+        """Build every row with its fastest number of micro-batches; measure what it sends and holds.
 
         Rows without micro-batches are built at the same time, as far as there are cores: nothing of it is compared.
-        Those that take the number of the fastest synchronous pipeline are built last.
         """
-        groups = sorted((self.groups[row.name] for row in self._there()), key=lambda workers: workers.row.micro)
-        plain = [
-            workers
-            for workers in groups
-            if not workers.row.swept and not workers.row.micro and workers.row.cores == "one"
-        ]
+        groups = [self.groups[row.name] for row in self._there()]
+        plain = [workers for workers in groups if not workers.row.swept and workers.row.cores == "one"]
         for at in range(0, len(plain), self._side_by_side()):
             self._fill_together(plain[at : at + self._side_by_side()])
         for workers in [workers for workers in groups if workers not in plain]:
             with self._isolated(workers.row):
                 tried = self._sweep(workers) if workers.row.swept else {}
-                m = self._micro_batches_of_the_best(workers.row) if workers.row.micro else _fastest(tried)
-                self._enter(workers, tried, *self._fill(workers, m))
+                self._enter(workers, tried, *self._fill(workers, _fastest(tried)))
         self.found = {row.name: self.found[row.name] for row in self._there()}
         self.batches = self._fitting()
 
@@ -153,29 +146,21 @@ class Bench:
         return max(1, len(cores_here()) // self.setting.K) if alone else 1
 
     def _sweep(self, workers: WorkerGroup) -> dict[int, float]:
-        """Seconds per batch by the number of micro-batches, until more of them are clearly slower."""
+        """Seconds per batch, or per update of micro-batches, by their number, until more of them are clearly slower."""
         if had := self._earlier(workers.row).get("sweep"):
             return {int(m): seconds for m, seconds in had.items()}
         tried: dict[int, float] = {}
         for m in micro_batches(workers.row, self.setting, self.request.micro_batches):
             workers.ask("build", m)
             workers.m = m
-            tried[m] = max(workers.seconds(0, 1)[0])
+            parts = batches_per_update(workers.row, self.setting, m)
+            tried[m] = parts * max(workers.seconds(0, parts)[0])
             if tried[m] < QUICK:
-                tried[m] = max(workers.seconds(0, LEAST)[0])
+                tried[m] = parts * max(workers.seconds(0, LEAST * parts)[0])
             self.runner.report(f"{workers.row.name}, {m} micro-batches: {1000 * tried[m]:.0f} ms per batch")
             if tried[m] > WORSE * min(tried.values()):
                 break
         return tried
-
-    def _micro_batches_of_the_best(self, row: BenchRow) -> int:
-        """The number of micro-batches of the fastest synchronous pipeline in its sweep; 2K where there is none."""
-        if had := self._earlier(row).get("micro_batches"):
-            return int(had)
-        tried = {
-            seconds: int(m) for found in self.found.values() if found["exact"] for m, seconds in found["sweep"].items()
-        }
-        return tried[min(tried)] if tried else usual_micro_batches(row, self.setting, self.request.micro_batches)
 
     def _fill(self, workers: WorkerGroup, m: int | None) -> tuple[float, list[int], list[dict[str, Any]]]:
         """Seconds of a first batch, bytes that each worker sends per batch, and what the workers hold."""

@@ -30,8 +30,7 @@ class BenchRow:
     workers   "one", or "K"
     cores     of a worker: "one", or "all"
     swept     whether the number of micro-batches is to be found first
-    micro     whether an update is one batch, which is split into M micro-batches: the number with which a synchronous
-              pipeline is the fastest
+    micro     whether an update is one batch, which is split into M micro-batches
     recompute whether stages hold inputs instead of graphs
     bounds    whether its stages are also timed without messages, which bounds all rows with the same cuts
     """
@@ -69,13 +68,16 @@ LISTED = (
     ),
     BenchRow("ddp", "torch DistributedDataParallel", "torch", "ddp"),
     BenchRow("adl", "Offbeat ADL", "offbeat", "pipeline", "adl", bounds=True),
-    BenchRow("adl-micro", "Offbeat ADL, micro-batches", "offbeat", "pipeline", "adl", micro=True, bounds=True),
+    BenchRow(
+        "adl-micro", "Offbeat ADL, micro-batches", "offbeat", "pipeline", "adl", swept=True, micro=True, bounds=True
+    ),
     BenchRow(
         "adl-recompute",
         "Offbeat ADL, micro-batches, recompute",
         "offbeat",
         "pipeline",
         "adl",
+        swept=True,
         micro=True,
         recompute=True,
     ),
@@ -171,7 +173,7 @@ def title_of(row: BenchRow, setting: BenchSetting, m: int | None = None) -> str:
 
 def samples_at_once(row: BenchRow, setting: BenchSetting, m: int | None = None) -> int:
     """The samples on which a stage of the row computes: those of a batch, or of a micro-batch."""
-    return setting.batch_size // batches_per_update(row, setting, m) // (m if row.swept and m else 1)
+    return setting.batch_size // (m or batches_per_update(row, setting))
 
 
 def of_row(row: BenchRow, setting: BenchSetting, m: int | None = None) -> BenchSetting:
@@ -257,7 +259,7 @@ def left_out(row: BenchRow, setting: BenchSetting) -> str | None:
         return "batches of a window run at the same time only on a GPU"
     if row.kind == "ddp" and b % K:
         return f"a batch of {b} cannot be divided equally among {K} workers"
-    if (row.swept or row.micro) and not micro_batches(row, setting):
+    if row.swept and not micro_batches(row, setting):
         return f"a batch of {b} cannot be split into micro-batches for {K} workers"
     if row.setting == "ScheduleInterleaved1F1B" and setting.chunk_cuts is None:
         return f"the network has fewer than {2 * K} units for its chunks"
@@ -275,19 +277,12 @@ def micro_batches(row: BenchRow, setting: BenchSetting, given: tuple[int, ...] |
     return [m for m in fit if m % K == 0] if row.setting == "ScheduleInterleaved1F1B" else fit
 
 
-def usual_micro_batches(row: BenchRow, setting: BenchSetting, given: tuple[int, ...] | None = None) -> int:
-    """The number where no synchronous pipeline has found one: of those to try, the one next to 2K."""
-    possible = micro_batches(row, setting, given) or micro_batches(row, setting)
-    return min(possible, key=lambda m: abs(m - 2 * setting.K))
-
-
 def sizes(rows: Sequence[BenchRow], setting: BenchSetting, given: tuple[int, ...] | None = None) -> list[int]:
     """All numbers of samples on which stages of these rows may compute, the largest first."""
     found = {setting.batch_size}
     for row in rows:
         if left_out(row, setting) is None and cuts_of(row, setting) is not None:
             tried: Sequence[int | None] = micro_batches(row, setting, given) if row.swept else [None]
-            tried = [usual_micro_batches(row, setting, given)] if row.micro else tried
             found |= {samples_at_once(row, setting, m) for m in tried}
     return sorted(found, reverse=True)
 
@@ -303,9 +298,10 @@ def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1) ->
             if row.cores == "all"
             else "eager"
         )
-    if m and not row.micro:
+    if m:
         best = "the best of those tried" if tried > 1 else "no other number tried"
-        parts.append(f"{m} micro-batches of {setting.batch_size // m}, {best}")
+        update = "an update is one batch, in " if row.micro else ""
+        parts.append(f"{update}{m} micro-batches of {setting.batch_size // m}, {best}")
     if row.kind == "pipelining":
         parts.append("BatchNorm sees micro-batches, and its running statistics move with each of them")
     if row.setting == "ScheduleInterleaved1F1B":
@@ -321,12 +317,7 @@ def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1) ->
             parts.append(", ".join(f"{name}={shown(value)}" for name, value in own.items()))
         if method.m > 1:
             parts.append("BatchNorm normalises by micro-batch, its running statistics move once per batch")
-        if row.micro:
-            parts.append(
-                f"an update is one batch, in {method.M} micro-batches of {setting.batch_size // method.M}, the number "
-                "with which a synchronous pipeline was the fastest when numbers were tried"
-            )
-        elif setting.batch_per_update and method.M > 1:
+        if setting.batch_per_update and method.M > 1 and not row.micro:
             parts.append(f"an update is split into {method.M} batches of {setting.batch_per_update // method.M}")
         elif method.M > 1:
             parts.append(f"an update every {method.M} batches")
