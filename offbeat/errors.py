@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-INSIDE = ("offbeat", "torch", "contextlib")  # modules between the line of a caller and a warning
+from offbeat.call_stack import INSIDE, calling_frame
 
 
 class UserError(ValueError):
@@ -214,10 +214,8 @@ def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
     >>> found[0].filename == __file__
     False
     """
-    level, frame = 1, sys._getframe()
-    while frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE and frame.f_back is not None:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, category, stacklevel=level)
+    frame, between = calling_frame(*INSIDE)
+    warnings.warn(text, category, stacklevel=len(between) + (frame is not None))
 
 
 def first_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "offbeat"
 
 # Each may import what stands above it, never what stands below.
 ORDER = [
+    "call_stack",
     "errors",
     "seeds",
     "ops",
@@ -51,6 +52,7 @@ ORDER = [
     "__main__",
 ]
 TORCH_FREE = [
+    "call_stack",
     "errors",
     "seeds",
     "ops",

@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import threading
-from pathlib import Path
 from typing import Any, NamedTuple
 
-PACKAGE = str(Path(__file__).parents[1]) + os.sep
+from offbeat.call_stack import INSIDE, PACKAGE, calling_frame
+
 LONGEST_PAUSE = 10.0  # seconds between two looks at the call
 UNKNOWN = "no call so far"
 
@@ -36,34 +35,14 @@ class Call(NamedTuple):
 def current_call() -> Call | None:
     """The innermost call from outside of the package; None where there is none.
 
-    >>> current_call() is None or current_call().name
+    >>> current_call() and current_call().name
     'current_call'
     """
-    frame, name = sys._getframe(), ""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) and frame.f_code.co_name != "<module>":
-            name = frame.f_code.co_name
-        elif file != contextlib.__file__:
-            return Call("Pipeline" if name == "__init__" else name, file, frame.f_lineno)
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
-
-
-def calling_function() -> str:
-    """The function that calls the one that calls this.
-
-    >>> def communicates():
-    ...     return calling_function()
-    >>> def caller():
-    ...     return communicates()
-    >>> caller().rpartition(".")[2]
-    'caller'
-    """
-    frame = sys._getframe(2)
-    return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
+    frame, between = calling_frame(*INSIDE)
+    if frame is None:
+        return None
+    name = [each.name for each in between if each.is_of(PACKAGE) and each.name != "<module>"][-1]
+    return Call("Pipeline" if name == "__init__" else name, frame.f_code.co_filename, frame.f_lineno)
 
 
 class Calls:

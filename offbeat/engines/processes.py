@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from offbeat.call_stack import calling_function
 from offbeat.core.clipping import NormExchange
 from offbeat.core.links import LOOPBACK_INTERFACE, Link, Message, network
 from offbeat.core.links.device import Carrier, DeviceReceiver, DeviceSender
@@ -33,7 +34,7 @@ from offbeat.core.links.wire import LIMIT, MalformedMessage, pack, unpack
 from offbeat.core.replica_group import GroupWindowSum
 from offbeat.core.replicas import WindowSum
 from offbeat.engines import MakeExecutor, eager
-from offbeat.engines.calls import Calls, calling_function
+from offbeat.engines.calls import Calls
 from offbeat.engines.devices import agreed, present
 from offbeat.engines.failures import Failures
 from offbeat.engines.meshes import make_mesh

@@ -20,10 +20,10 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offbeat.core.links import LOOPBACK_INTERFACE
-from offbeat.errors import Interrupted, NotFinite, StageLost, UserError, stage_name
+from offbeat.errors import Interrupted, NotFinite, StageLost, UserError, named, stage_name
 
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # of workers: the folder to which they write their errors
 LAUNCHER = "OFFBEAT_LAUNCHER"  # of workers: the process that started them
@@ -51,20 +51,49 @@ def launch(
 ) -> None:
     """Run `offbeat ARGUMENTS` in K processes per replica on this machine; raises UserError or Interrupted if they fail.
 
-    When one fails, all are stopped; they are started again as a group up to `max_restarts` times.
+    When one fails, all are stopped; they are started again as a group up to `max_restarts` times, each time after a
+    line with the reason.
 
     environment: more variables of the workers. Those of this process stay as they are.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    logging.disable(logging.CRITICAL)  # the traceback of torch; the error here is one line
+    remove_leftovers()
+    try:
+        for restart in range(max_restarts + 1):
+            given = {**(environment or {}), "TORCHELASTIC_RESTART_COUNT": str(restart)}
+            failure = run_group(K, arguments, replicas=replicas, environment=given)
+            if failure is None:
+                return
+            if restart == max_restarts:
+                raise failure.error
+            print(f"offbeat: restart {restart + 1} of {max_restarts}: {failure.line}", file=sys.stderr)
+    except SignalException as error:  # between two groups
+        raise Interrupted(stopped_by(error.sigval)) from None
+    finally:
+        logging.disable(logging.NOTSET)
+        if sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h")  # a killed worker cannot show the cursor that its progress bar hid
+
+
+class GroupFailure(NamedTuple):
+    """Why a group has ended: the error, and a line with the stage."""
+
+    error: Exception
+    line: str
+
+
+def run_group(K: int, arguments: list[str], *, replicas: int, environment: Mapping[str, str]) -> GroupFailure | None:
+    """Run the workers once; the reason if they fail. Interrupted if this process gets a signal."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from offbeat.runs import rendezvous
 
-    logging.disable(logging.CRITICAL)  # the traceback of torch; the error here is one line
-    remove_leftovers()
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder:
-        given = {**(environment or {}), ERRORS: folder, LAUNCHER: str(os.getpid())}
+        given = {**environment, ERRORS: folder, LAUNCHER: str(os.getpid())}
         given["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if sys.platform in LOOPBACK_INTERFACE:
             given["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE[sys.platform]  # nothing needs to leave the machine
@@ -78,7 +107,7 @@ def launch(
             run_id=uuid.uuid4().hex,
             rdzv_backend=rendezvous.register(),
             local_addr=rendezvous.LOOPBACK,
-            max_restarts=max_restarts,
+            max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             **later,
@@ -92,20 +121,17 @@ def launch(
             variables = [f"{name}={value}" for name, value in given.items()]
             elastic_launch(config, "env")(*variables, sys.executable, "-m", "offbeat", *arguments)
         except SignalException as error:
-            plain = "" if error.sigval == signal.SIGINT else f"stopped by {error.sigval.name}"
-            raise Interrupted(interrupted(folder) or plain) from None
+            raise Interrupted(interrupted(folder) or stopped_by(error.sigval)) from None
         except ChildFailedError as error:
-            if interrupted(folder) is not None:
-                raise Interrupted(interrupted(folder)) from None
-            for entry in worker_errors(folder):
-                if entry["kind"] == NotFinite.__name__:
-                    raise NotFinite(str(entry["text"]), entry["batches"]) from None
-            raise UserError(reason(folder, error.failures, K, replicas)) from None
+            return failure_of(folder, error.failures, K, replicas)
         finally:
             over.set()
-            logging.disable(logging.NOTSET)
-            if sys.stderr.isatty():
-                sys.stderr.write("\x1b[?25h")  # a killed worker cannot show the cursor that its progress bar hid
+    return None
+
+
+def stopped_by(signal_number: signal.Signals) -> str:
+    """The line about a signal; the command line has one of its own about Ctrl-C."""
+    return "" if signal_number == signal.SIGINT else f"stopped by {signal_number.name}"
 
 
 def remove_leftovers() -> None:
@@ -119,28 +145,27 @@ def remove_leftovers() -> None:
 
 def leave_error(error: BaseException) -> None:
     """Write the error that stops this worker to a file for the launcher."""
-    rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank = int(os.environ.get("RANK", "0"))
     content = {
         "kind": type(error).__name__,
         "text": str(error),
+        "line": named(error),
         "time": time.time(),
         "rank": rank,
-        "attempt": attempt,
         "batches": list(getattr(error, "batches", ())),
     }
-    (Path(os.environ[ERRORS]) / f"{attempt}-{rank}.json").write_text(json.dumps(content))
+    (Path(os.environ[ERRORS]) / f"{rank}.json").write_text(json.dumps(content))
 
 
 def worker_errors(folder: str) -> list[dict[str, Any]]:
-    """The errors of the workers in the last attempt, in order of time."""
+    """The errors of the workers, in order of time."""
     found = []
     for file in Path(folder).glob("*.json"):
         try:
             found.append(json.loads(file.read_text()))
         except ValueError:  # killed while writing
             continue
-    last = max((entry["attempt"] for entry in found), default=0)
-    return sorted((entry for entry in found if entry["attempt"] == last), key=lambda entry: entry["time"])
+    return sorted(found, key=lambda entry: entry["time"])
 
 
 def interrupted(folder: str) -> str | None:
@@ -148,21 +173,28 @@ def interrupted(folder: str) -> str | None:
     return next((str(entry["text"]) for entry in worker_errors(folder) if entry["kind"] == Interrupted.__name__), None)
 
 
-def reason(folder: str, failures: dict[int, Any], K: int, replicas: int = 1) -> str:
+def failure_of(folder: str, failures: dict[int, Any], K: int, replicas: int = 1) -> GroupFailure:
     """The cause of a failure: a worker's own error, else a signal that killed a worker, else what others noticed."""
     errors = worker_errors(folder)
-    for entry in errors:
-        if entry["kind"] != StageLost.__name__:
-            return str(entry["text"])
+    own = [entry for entry in errors if entry["kind"] != StageLost.__name__]
     silent = {rank: f for rank, f in sorted(failures.items()) if rank not in {entry["rank"] for entry in errors}}
-    killed = {rank: f for rank, f in silent.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
-    for rank, failure in (killed or silent).items():
+    if silent and not own:
+        killed = {rank: f for rank, f in silent.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
+        rank, failure = next(iter((killed or silent).items()))
         how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         found = [match[1] for entry in errors if (match := re.search(r"message was of batch (\d+)", entry["text"]))]
         where = f", its last message was of batch {found[0]}" if found else ""
-        name = stage_name(rank, K, replicas)
-        return f"{name} has died ({how}, process {failure.pid}{where}); the other stages were stopped"
-    return str(errors[0]["text"]) if errors else "the workers stopped without an error message"
+        line = f"{stage_name(rank, K, replicas)} has died ({how}, process {failure.pid}{where})"
+        return GroupFailure(UserError(f"{line}; the other stages were stopped"), line)
+    if not errors:
+        line = "the workers stopped without an error message"
+        return GroupFailure(UserError(line), line)
+    kinds = {Interrupted.__name__: Interrupted, NotFinite.__name__: NotFinite}
+    cause = next((entry for kind in kinds for entry in own if entry["kind"] == kind), (own or errors)[0])
+    error = kinds.get(cause["kind"], UserError)(cause["text"])
+    if isinstance(error, NotFinite):
+        error.batches = tuple(cause["batches"])
+    return GroupFailure(error, f"{stage_name(cause['rank'], K, replicas)} failed: {cause['line']}")
 
 
 def continue_stopped_workers(folder: str, over: threading.Event) -> None:

@@ -191,14 +191,27 @@ def show_splits(request: PlanRequest, method: Method) -> None:
     console = Console(highlight=False)
     console.print(split_table(request, method, found, chosen))
     console.print(
-        f"- fastest: -K {chosen.K} --replicas {chosen.replicas} -M {chosen.M}; 'offbeat plan' with these in place of "
-        f"--workers {request.workers} measures its stages",
+        f"- fastest: {options_of(chosen, request.method)}; 'offbeat plan' with these in place of --workers "
+        f"{request.workers} measures its stages",
         soft_wrap=True,
     )
     console.print(f"- {link_line(request, link)}", soft_wrap=True)
     for split in found:
         if split.reason:
             console.print(f"- K={split.K}, replicas={split.replicas} is not possible: {split.reason}", soft_wrap=True)
+
+
+def options_of(split: Split, method: str) -> str:
+    """The options of a division; with those of the method, given as text, where it fits only with recompute.
+
+    >>> options_of(Split(4, 2, 1, samples_per_update=64, recompute="1+2"), "adl:corrector=sc")
+    '-K 4 --replicas 2 -M 1 --method adl:corrector=sc,recompute=1+2 (forwards are repeated to fit)'
+    """
+    options = f"-K {split.K} --replicas {split.replicas} -M {split.M}"
+    if not split.recompute:
+        return options
+    settings = f"{method}{',' if ':' in method else ':'}recompute={split.recompute}"
+    return f"{options} --method {settings} (forwards are repeated to fit)"
 
 
 def split_table(request: PlanRequest, method: Method, found: Sequence[Split], chosen: Split) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,9 @@ def test_a_killed_process_of_a_replica_is_replaced_and_the_run_continues(whole, 
     until(lambda: len(ls(out)) >= 1)
     assert sorted(processes_of(out).values()) == ["", "0", "1", "2", "3"]
     os.kill(next(pid for pid, rank in processes_of(out).items() if rank == "3"), signal.SIGKILL)
-    done(broken)
+    (line,) = done(broken).splitlines()
+    died = r"stage 2 of replica 1 has died \(SIGKILL, process \d+(, its last message was of batch \d+)?\)"
+    assert re.fullmatch(f"offbeat: restart 1 of 2: {died}", line), line
     assert weights(out) == weights(whole)
     assert any(line["kind"] == "resumed" and line["batch"] > 0 for line in lines(out))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -107,6 +108,18 @@ def test_a_killed_worker_is_replaced_and_the_run_continues(tmp_path, offbeat: Co
     done(broken)
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert any(line["kind"] == "resumed" and line["batch"] > 0 for line in lines(tmp_path / "broken"))
+
+
+def test_a_restart_is_printed_with_the_stage_and_its_error(tmp_path):
+    settings = ["--model", "mlp", "--data", "synthetic", "--samples", "640", "-K", "2", "-M", "1", "--json"]
+    broken = start(tmp_path / "broken", *settings, "--lr", "1e38", "--warmup", "0", "--max-restarts", "2")
+    printed = done(broken, 2).splitlines()
+    first, second, last = (line for line in printed if "uneven cuts" not in line)
+    assert first.startswith("offbeat: restart 1 of 2: stage 2 failed: ")
+    assert second.startswith("offbeat: restart 2 of 2: stage 2 failed: ")
+    for line in (first, second, last):
+        assert re.search(r"batch \d+.*stage 2 of 2.*learning rate", line), line
+    assert last.startswith("offbeat: ")
 
 
 @pytest.mark.parametrize("sent", only([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))

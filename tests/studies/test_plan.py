@@ -466,6 +466,25 @@ def test_the_table_of_divisions_names_the_fastest(offbeat, profile):
     assert done(offbeat(*SMALL, *options.split(), "--profile", profile))
 
 
+def test_the_fastest_division_that_fits_only_with_recompute_is_named_with_it(offbeat):
+    network = ("--model", "resnet8", "--batch-size", 16, "--profile", "p.json")
+    fixed = (*SMALL, *network, "--workers", 2, "-M", 2, "--method", "adl:corrector=sc")
+    free = json.loads(done(offbeat(*fixed, "--json")))["splits"]
+    assert [split["recompute"] for split in free] == ["", ""]
+    limited = json.loads(done(offbeat(*fixed, "--memory-limit", 1.5, "--json")))
+    alone, split = limited["splits"]
+    assert alone["reason"].startswith("1 stage does not fit a memory limit of 1.5 MB")
+    assert limited["best"] == split
+    assert split["recompute"] == "1"
+    assert split["memory_bytes"] <= 1.5e6
+    assert split["speedup"] < free[1]["speedup"], "with the forwards that stage 1 repeats"
+    text = done(offbeat(*fixed, "--memory-limit", 1.5))
+    options = re.search(r"- fastest: (.*) \(forwards are repeated to fit\); 'offbeat plan' with these", text)[1]
+    assert options == "-K 2 --replicas 1 -M 2 --method adl:corrector=sc,recompute=1"
+    plan = json.loads(done(offbeat(*SMALL, *network, *options.split(), "--memory-limit", 1.5, "--json")))
+    assert [stage["recompute"] for stage in plan["stages"]] == [True, False]
+
+
 def test_the_limit_that_an_error_names_is_one_that_fits(offbeat, profile):
     printed = check_refused(offbeat, (*SMALL, "-K", 2, "--profile", profile, "--memory-limit", 0.01))
     least = re.search(r"at least ([0-9.]+) MB", printed)[1]
