@@ -18,7 +18,7 @@ from offbeat.errors import LateGradients, UserError, first_line, unknown, warn_c
 from offbeat.method import Method, Weights
 from offbeat.methods import AUTO, settings_of, with_settings
 from offbeat.ops import WindowRule
-from offbeat.recommended import SYNCHRONOUS, needs_times, recommend, without_batch
+from offbeat.recommended import needs_times, recommend, without_batch
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.group import from_first
 from offbeat.runs.optimizers import OPTIMIZERS, SETTINGS
@@ -336,11 +336,24 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
         from offbeat.runs.measuring import measure_batches
 
         measured = from_first(lambda: measure_batches(trial, settings), key="auto")
-    known, smallest = dict(measured["times"]).__getitem__, measured["smallest"]
-    method = recommend(K, batch=measured["batch"], settings=settings, seconds=known, smallest=smallest).method
+
+    def updates() -> int:
+        from offbeat.runs.measuring import count_samples
+
+        counted = measured if "samples" in measured else from_first(lambda: count_samples(trial), key="samples")
+        return trial.epochs * trial.count(counted["samples"]).per_epoch // trial.M
+
+    method = recommend(
+        K,
+        batch=measured["batch"],
+        settings=settings,
+        seconds=dict(measured["times"]).__getitem__,
+        smallest=measured["smallest"],
+        updates=updates,
+    ).method
     chosen: dict[str, Any] = {"M": method.M} | ({} if K == 1 else {"corrector": AUTO})
-    if method.staleness_warmup:
-        chosen["staleness_warmup"] = SYNCHRONOUS
+    for _, synchronous in method.staleness_warmup:
+        chosen["staleness_warmup"] = synchronous
     return {**others, "method": method.name, "settings": {**chosen, **passed}}
 
 
