@@ -19,7 +19,7 @@ from offbeat.correctors.auto import recommended as correctors_for
 from offbeat.correctors.optimizer_rules import RULES, SelfCompensatingRule
 from offbeat.errors import UserError
 from offbeat.method import Method
-from offbeat.methods import AUTO, LATENCY, parsed, with_settings
+from offbeat.methods import AUTO, LATENCY, parsed, settings_of, with_settings
 
 EFFICIENT = 1.15  # times the shortest time per sample
 DELAY = 0.25  # updates: if the gradients of stage 1 are no later than this, a larger M is not needed
@@ -107,7 +107,24 @@ def parsed_auto(text: object, **besides: Any) -> dict[str, Any] | None:
     """
     if not isinstance(text, str) or text.partition(":")[0].strip() != AUTO:
         return None
-    return parsed(text, **besides)[1]
+    settings = parsed(text, **besides)[1]
+    check_settings(settings)
+    return settings
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise UserError for a setting that method auto does not have.
+
+    >>> check_settings({"m": 4})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    offbeat.errors.UserError: auto takes no m (given: 4): leave it out; its settings are M, window, weights, ...
+    """
+    takes = settings_of(AUTO)
+    for name, value in settings.items():
+        if name not in takes:
+            raise UserError(
+                f"{AUTO} takes no {name} (given: {value!r}): leave it out; its settings are {', '.join(takes)}"
+            )
 
 
 def candidates(batch: int, lag: int, *, smallest: int = 1) -> list[int]:

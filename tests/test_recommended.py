@@ -119,7 +119,11 @@ def test_settings_of_auto_are_read_and_wrong_ones_refused_in_one_line():
     assert parsed_auto("auto:latency=0.01,weights=hybrid", M=2) == {"latency": 0.01, "weights": "hybrid", "M": 2}
     for text, said in (
         ("auto:latency=long", "'latency=long': use a number or none"),
-        ("auto:beta=1", "auto takes no beta|adl-1f1b takes no beta"),
+        (
+            "auto:beta=1",
+            r"auto takes no beta \(given: '1'\): leave it out; its settings are M, window, weights, recompute, "
+            "corrector, staleness_warmup, latency$",
+        ),
     ):
         with pytest.raises(offbeat.UserError, match=said):
             recommend(4, batch=64, settings=parsed_auto(text), seconds=flat)

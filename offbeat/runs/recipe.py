@@ -18,7 +18,7 @@ from offbeat.errors import LateGradients, UserError, first_line, unknown, warn_c
 from offbeat.method import Method, Weights
 from offbeat.methods import AUTO, settings_of, with_settings
 from offbeat.ops import WindowRule
-from offbeat.recommended import needs_times, recommend, without_batch
+from offbeat.recommended import check_settings, needs_times, recommend, without_batch
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.group import from_first
 from offbeat.runs.optimizers import OPTIMIZERS, SETTINGS
@@ -322,6 +322,7 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
     settings = {**values.get("settings", {}), **{name: value for name, value in values.items() if name not in names}}
     others = {name: value for name, value in values.items() if name in names and name not in ("method", "settings")}
     _check_types({**others, "settings": settings})
+    check_settings(settings)
     K, batch = others.get("K", PAPER["K"]), others.get("batch_per_update")
     if batch is not None:
         batch = split_update(batch, 1, others.get("replicas", 1))  # of one replica
@@ -329,7 +330,8 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
         if "M" not in settings and K > 1:
             warn_caller(without_batch("batch_per_update", K), LateGradients)
         settings = {"M": 1, **settings}
-    passed = {name: value for name, value in settings.items() if name != "latency"}
+    unused = ("latency", "staleness_warmup") if K == 1 else ("latency",)
+    passed = {name: value for name, value in settings.items() if name not in unused}
     trial = make_recipe(**others, method="adl-1f1b" if K > 1 else "bp", settings={"M": 1, **passed})
     measured: dict[str, Any] = {"batch": batch, "smallest": 1, "times": []}
     if needs_times(K, batch=batch, settings=settings):

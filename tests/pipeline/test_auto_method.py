@@ -209,7 +209,8 @@ def test_measuring_changes_neither_the_model_nor_random_numbers():
         ({"method": "adl", "latency": 0.1}, 'latency=0.1 without method="auto"'),
         ({"method": "auto", "latency": -0.1, "batch": B}, "latency=-0.1: use a number of seconds from 0 up"),
         ({"method": "auto", "latency": "long", "batch": B}, "latency='long': use a number or None"),
-        ({"method": "auto:m=3", "batch": B}, "adl-1f1b takes no m "),
+        ({"method": "auto:m=3", "batch": B}, "auto takes no m .*: leave it out; its settings are M, .*, latency$"),
+        ({"method": "auto:m=3", "K": 1}, "auto takes no m "),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(options, said):

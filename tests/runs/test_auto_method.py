@@ -57,6 +57,12 @@ def test_one_stage_and_a_given_m_need_no_measurement(times):
     assert times == []
 
 
+def test_settings_of_auto_that_have_no_use_with_one_stage_are_left_out():
+    plain = make_recipe(**SMALL, K=1, method="auto", batch_per_update=16)
+    for settings in ({"staleness_warmup": 7}, {"staleness_warmup": 0}, {"latency": 0.1}):
+        assert make_recipe(**SMALL, K=1, method="auto", batch_per_update=16, settings=settings) == plain
+
+
 def test_a_long_latency_chooses_the_lag_of_adl(times):
     assert make_recipe(**SMALL, K=3, method="auto", batch_per_update=16, latency=1.3).method == "adl-1f1b"
     assert make_recipe(**SMALL, K=3, method="auto", batch_per_update=16, latency=1.4).method == "adl"
@@ -143,7 +149,11 @@ def test_auto_is_compared_at_the_same_samples_per_update(offbeat, times):
     ("arguments", "words"),
     [
         (("--method", "auto:latency=-1", "--batch-per-update", 16), ("latency=-1", "seconds from 0 up")),
-        (("--method", "auto:m=3", "--batch-per-update", 16), ("takes no m",)),
+        (("--method", "auto:m=3", "--batch-per-update", 16), ("auto takes no m (given: 3)", "its settings are M, ")),
+        (
+            ("--method", "auto:pipelined=yes", "-K", 1),
+            ("auto takes no pipelined (given: yes)", "staleness_warmup, latency"),
+        ),
         (("--method", "auto", "-M", 3, "--batch-per-update", 16), ("--batch-per-update 16", "multiple of 3")),
     ],
 )
