@@ -224,6 +224,12 @@ CASES: dict[str, Case] = {
         K=3,
         cuts=(1, 4),
     ),
+    "three-annealed": Case(
+        **nets(torch.float32),
+        method=warmed_up(offbeat.ADL(M=1, corrector="t1:updates=4"), "bp@3+adl-1f1b@2"),
+        K=3,
+        cuts=(1, 4),
+    ),
     "three": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=3, cuts=(1, 4)),
     "three-replay": Case(**nets(torch.float64), method=offbeat.ADL(M=1, weights="replay"), K=3, cuts=(1, 3)),
     "three-pipelined": Case(

@@ -64,11 +64,11 @@ class Corrections:
                 gradients = [None if gradient is None else next(corrected) for gradient in gradients]
         return gradients
 
-    def step(self, s: int) -> None:
-        """The optimizer's step for update s, between the correctors' before_step and, in reverse order, after_step."""
+    def step(self) -> None:
+        """The optimizer's step, between the correctors' before_step and, in reverse order, after_step."""
         if self.place.rule is not None:
             self.place.rule.before_step()
-        kept = [(corrector, corrector.before_step(self.place, s)) for corrector in self.active]
+        kept = [(corrector, corrector.before_step(self.place)) for corrector in self.active]
         self.place.optimizer.step()
         for corrector, returned in reversed(kept):
             corrector.after_step(self.place, returned)

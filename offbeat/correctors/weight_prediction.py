@@ -62,7 +62,7 @@ class WeightPrediction(Corrector):
             return extrapolate(parameters, context, self._T(context))
         return moved_along(parameters, context, "last_step", self._T(context))
 
-    def before_step(self, context: StageContext, s: int) -> Any:
+    def before_step(self, context: StageContext) -> Any:
         return values_before_step(context) if self.form == "weight" else None
 
     def after_step(self, context: StageContext, kept: Any) -> None:

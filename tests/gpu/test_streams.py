@@ -208,7 +208,7 @@ def test_steps_with_correctors_do_not_wait_for_the_device(optimizer, no_synchron
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         context.rule.before_step()
-        kept = [(corrector, corrector.before_step(context, 0)) for corrector in used]
+        kept = [(corrector, corrector.before_step(context)) for corrector in used]
         made.step()
         for corrector, returned in reversed(kept):
             corrector.after_step(context, returned)
