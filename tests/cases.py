@@ -243,6 +243,8 @@ CORRECTED: dict[str, tuple[str, Any]] = {
     "adamw": ("lookahead+sc", lambda p, stage: torch.optim.AdamW(p, lr=1e-2 / (1 + stage.delay))),
     "nadam": ("lwp:form=weight+sc", lambda p, stage: torch.optim.NAdam(p, lr=1e-2 * stage.k / stage.K)),
     "auto": ("auto", lambda p: torch.optim.AdamW(p, lr=1e-2)),
+    "rates": ("lwp+t1:updates=6+sc", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "rates-by-delay": ("lwp+t1:power=1", lambda p: torch.optim.AdamW(p, lr=1e-2)),
     "adagrad": ("t1:power=1+lookahead:k=1", lambda p: torch.optim.Adagrad(p, lr=1e-2)),
 }
 CASES |= {

@@ -95,8 +95,12 @@ class Corrector:
         """The gradients of one batch for these parameters; its forward used the values `forwarded` ("gradient")."""
         raise NotImplementedError
 
+    def rate(self, context: StageContext) -> float:
+        """Factor of the learning rates of the next update, in its step and in predictions of weights ("rate")."""
+        return 1.0
+
     def before_step(self, context: StageContext) -> Any:
-        """Called before the optimizer's step; the result is passed to `after_step` ("rate", "step")."""
+        """Called before the optimizer's step; the result is passed to `after_step` ("step", "weights after a step")."""
 
     def after_step(self, context: StageContext, kept: Any) -> None:
         """Called after the optimizer's step, with what `before_step` returned."""

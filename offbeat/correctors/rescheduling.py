@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from offbeat.correctors.corrector import Corrector, StageContext, nonnegative
-from offbeat.correctors.optimizer import scale_learning_rates, set_learning_rates
 from offbeat.errors import UserError, number
 
 
@@ -44,11 +43,8 @@ class Rescheduling(Corrector):
     def active(self, context: StageContext) -> bool:
         return context.delay > 1 if self.power is None else self.power > 0 and context.delay > self.above
 
-    def before_step(self, context: StageContext) -> Any:
+    def rate(self, context: StageContext) -> float:
         if self.power is not None:
-            return scale_learning_rates(context, ((1 + context.delay) / (1 + self.above)) ** -self.power)
+            return float(((1 + context.delay) / (1 + self.above)) ** -self.power)
         p = 1 - min(context.updates / self.updates, 1)
-        return scale_learning_rates(context, max(context.delay, 1) ** -p)
-
-    def after_step(self, context: StageContext, kept: Any) -> None:
-        set_learning_rates(context, kept)
+        return float(max(context.delay, 1) ** -p)

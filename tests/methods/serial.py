@@ -168,14 +168,22 @@ def weights_of_forward(stage: Stage, t: int) -> Theta:
     if rules.spectrain:
         r = stage.k - 1
         ahead = r // 2 + stage.K - r - 1
-        return tuple(p - ahead * rules.lr * v for p, v in zip(theta, stage.velocity))
+        return tuple(p - ahead * rate(stage) * v for p, v in zip(theta, stage.velocity))
     if rules.predict:
         T = rules.fraction * stage.delay if rules.horizon is None else rules.horizon
         if rules.predict == "velocity":
-            return tuple(p - rules.lr * T * v for p, v in zip(theta, direction(stage)))
+            return tuple(p - rate(stage) * T * v for p, v in zip(theta, direction(stage)))
         before = stage.versions[-2] if len(stage.versions) > 1 else theta
         return tuple(p + T * (p - q) for p, q in zip(theta, before))
     return theta
+
+
+def rate(stage: Stage) -> float:
+    """The learning rate of the next update of this stage."""
+    rules, lr = stage.rules, stage.rules.lr
+    if rules.anneal is not None:
+        lr = lr / max(stage.delay, 1) ** (1 - min(stage.late_updates / rules.anneal, 1))
+    return lr / (1 + stage.delay) ** rules.rate_power
 
 
 def direction(stage: Stage) -> Theta:
@@ -222,7 +230,7 @@ def weights_of_hybrid_backward(stage: Stage) -> Theta:
     rules, theta = stage.rules, stage.live
     if rules.spectrain:
         ahead = (stage.k - 1) // 2
-        return tuple(p - ahead * rules.lr * v for p, v in zip(theta, stage.velocity))
+        return tuple(p - ahead * rate(stage) * v for p, v in zip(theta, stage.velocity))
     if rules.discrepancy is not None:
         return tuple(p - stage.delay * d for p, d in zip(theta, stage.drift))
     return theta
@@ -255,10 +263,7 @@ def update(stage: Stage) -> None:
     rules, theta, m = stage.rules, stage.live, stage.rules.momentum
     mean = [sum(parts) / len(stage.window) for parts in zip(*stage.window)]
     d = [g + rules.decay * p for g, p in zip(mean, theta)]
-    lr = rules.lr
-    if rules.anneal is not None:
-        lr = lr / max(stage.delay, 1) ** (1 - min(stage.late_updates / rules.anneal, 1))
-    lr = lr / (1 + stage.delay) ** rules.rate_power
+    lr = rate(stage)
     if rules.optimizer != "sgd":
         new = adam(stage, mean, lr)
     elif rules.look_ahead is not None:
