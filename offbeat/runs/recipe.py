@@ -21,7 +21,7 @@ from offbeat.ops import WindowRule
 from offbeat.recommended import check_settings, needs_times, recommend, without_batch
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.group import from_first
-from offbeat.runs.optimizers import OPTIMIZERS, SETTINGS
+from offbeat.runs.optimizers import OPTIMIZERS, SETTINGS, options
 from offbeat.runs.task import LearningTask, default_names, task_of
 from offbeat.settings import LARGEST
 from offbeat.timeline import MOST_TURNS
@@ -374,16 +374,18 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 def _check_correctors(recipe: Recipe, method: Method) -> None:
     """Raise UserError for a corrector that does not work with the optimizer."""
+    optimizer = OPTIMIZERS[recipe.optimizer]
     for corrector in method.correctors:
         usable = [name for name, kind in OPTIMIZERS.items() if {*corrector.needs} <= kind.provides]
         if recipe.optimizer not in usable:
             raise UserError(
                 f"corrector {corrector.name} with optimizer={recipe.optimizer!r}: use one of {', '.join(usable)}"
             )
-        if corrector.needs and recipe.optimizer == "sgd" and not 0 < (recipe.momentum or 0) < 1:
+        for option in optimizer.rule.outside(options(recipe)) if corrector.needs else ():
+            least, most = optimizer.rule.between[option]
             raise UserError(
-                f"corrector {corrector.name} with momentum={recipe.momentum:g}: it needs the momentum of SGD, "
-                "use one above 0 and below 1"
+                f"corrector {corrector.name} with {option}={getattr(recipe, option):g}: it needs the {option} of "
+                f"{optimizer.title}, use one above {least:g} and below {most:g}"
             )
 
 
