@@ -4,7 +4,8 @@ One stage: back-propagation. Otherwise ADL on the 1F1B lag with corrector "auto"
 longer than a stage computes, since only that lag hides it. An update of B samples is split into M micro-batches: with a
 larger M gradients are less late, and with smaller micro-batches the device is used less well. M is the largest power of
 two whose measured time per sample is at most EFFICIENT times the shortest one, and no larger than DELAY needs. If stage
-1 is then more than LATE updates late, the first SYNCHRONOUS updates are those of back-propagation (staleness_warmup).
+1 is then more than LATE updates late, the first SYNCHRONOUS updates are those of back-propagation (staleness_warmup);
+of a run whose length is known, at most one in SHARE.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from offbeat.correctors.auto import recommended as correctors_for
 from offbeat.correctors.optimizer_rules import RULES, SelfCompensatingRule
 from offbeat.errors import UserError
 from offbeat.method import Method
-from offbeat.methods import AUTO, LATENCY, parsed, with_settings
+from offbeat.methods import AUTO, LATENCY, parsed, settings_of, with_settings
 
 EFFICIENT = 1.15  # times the shortest time per sample
 DELAY = 0.25  # updates: if the gradients of stage 1 are no later than this, a larger M is not needed
@@ -27,9 +28,11 @@ LATE = 1.0  # updates: if the gradients of stage 1 are later than this, training
 # 0.019 nats at a delay of 2.75 updates, and from 0.255 to 0.119 at 11 (docs/results/reproduction-gpt-double-rate.json
 # and reproduction-gpt-stages.json).
 SYNCHRONOUS = 150
+SHARE = 10  # of the updates of a run, one in this many is synchronous at most, as in those runs
 NORMALIZED = 16  # samples: smallest micro-batch of a model with BatchNorm, whose statistics are those of a micro-batch
 
 Seconds = Callable[[int], float]  # of forward and backward of the whole model, for a number of samples
+Updates = Callable[[], int]  # of a whole run
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,14 @@ class MicroBatches:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended method, and the measurements that it follows from; none if there was nothing to choose."""
+    """The recommended method, and the measurements that it follows from; none if there was nothing to choose.
+
+    open_start   whether it begins with a number of synchronous updates that a short run has fewer of
+    """
 
     method: Method
     measured: tuple[MicroBatches, ...] = ()
+    open_start: bool = False
 
     @property
     def M(self) -> int:  # noqa: N802
@@ -65,7 +72,8 @@ class Recommendation:
         warmup = "".join(
             f", {updates} updates of {first.name} before" for first, updates in self.method.staleness_warmup
         )
-        return f"{self.method.name}, M={self.M}{size}{corrector}{warmup}"
+        share = f", at most {100 // SHARE} % of a run" if self.open_start else ""
+        return f"{self.method.name}, M={self.M}{size}{corrector}{warmup}{share}"
 
 
 def correctors_by_optimizer(method: Method, K: int) -> dict[str, str]:
@@ -99,7 +107,24 @@ def parsed_auto(text: object, **besides: Any) -> dict[str, Any] | None:
     """
     if not isinstance(text, str) or text.partition(":")[0].strip() != AUTO:
         return None
-    return parsed(text, **besides)[1]
+    settings = parsed(text, **besides)[1]
+    check_settings(settings)
+    return settings
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise UserError for a setting that method auto does not have.
+
+    >>> check_settings({"m": 4})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    offbeat.errors.UserError: auto takes no m (given: 4): leave it out; its settings are M, window, weights, ...
+    """
+    takes = settings_of(AUTO)
+    for name, value in settings.items():
+        if name not in takes:
+            raise UserError(
+                f"{AUTO} takes no {name} (given: {value!r}): leave it out; its settings are {', '.join(takes)}"
+            )
 
 
 def candidates(batch: int, lag: int, *, smallest: int = 1) -> list[int]:
@@ -149,7 +174,13 @@ def measured_times(
 
 
 def recommend(
-    K: int, *, batch: int | None, settings: Mapping[str, Any], seconds: Seconds, smallest: int = 1
+    K: int,
+    *,
+    batch: int | None,
+    settings: Mapping[str, Any],
+    seconds: Seconds,
+    smallest: int = 1,
+    updates: Updates | None = None,
 ) -> Recommendation:
     """The method for K stages and updates of `batch` samples (None: each batch is an update, M=1).
 
@@ -157,6 +188,7 @@ def recommend(
                are passed on
     seconds    measures; called only if there is something to choose
     smallest   micro-batch
+    updates    of the run, if its length is known; called only if it begins with synchronous updates
     """
     given = dict(settings)
     latency = given.pop("latency", None)
@@ -184,6 +216,8 @@ def recommend(
     if latency is not None and latency > chosen.seconds * chosen.size / K:
         name, found = "adl", rows("adl")
         chosen = largest_efficient(found)
-    warmup = SYNCHRONOUS if chosen.delay > LATE else None
-    method = with_settings(name, {"M": chosen.M, "corrector": AUTO, "staleness_warmup": warmup, **given})
-    return Recommendation(method, tuple(found) if known else ())
+    starts = chosen.delay > LATE and "staleness_warmup" not in given
+    if starts:
+        given["staleness_warmup"] = SYNCHRONOUS if updates is None else min(SYNCHRONOUS, updates() // SHARE)
+    method = with_settings(name, {"M": chosen.M, "corrector": AUTO, **given})
+    return Recommendation(method, tuple(found) if known else (), open_start=starts and updates is None)

@@ -224,6 +224,12 @@ CASES: dict[str, Case] = {
         K=3,
         cuts=(1, 4),
     ),
+    "three-annealed": Case(
+        **nets(torch.float32),
+        method=warmed_up(offbeat.ADL(M=1, corrector="t1:updates=4"), "bp@3+adl-1f1b@2"),
+        K=3,
+        cuts=(1, 4),
+    ),
     "three": Case(**nets(torch.float32), method=offbeat.ADL(M=2), K=3, cuts=(1, 4)),
     "three-replay": Case(**nets(torch.float64), method=offbeat.ADL(M=1, weights="replay"), K=3, cuts=(1, 3)),
     "three-pipelined": Case(
@@ -237,6 +243,8 @@ CORRECTED: dict[str, tuple[str, Any]] = {
     "adamw": ("lookahead+sc", lambda p, stage: torch.optim.AdamW(p, lr=1e-2 / (1 + stage.delay))),
     "nadam": ("lwp:form=weight+sc", lambda p, stage: torch.optim.NAdam(p, lr=1e-2 * stage.k / stage.K)),
     "auto": ("auto", lambda p: torch.optim.AdamW(p, lr=1e-2)),
+    "rates": ("lwp+t1:updates=6+sc", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "rates-by-delay": ("lwp+t1:power=1", lambda p: torch.optim.AdamW(p, lr=1e-2)),
     "adagrad": ("t1:power=1+lookahead:k=1", lambda p: torch.optim.Adagrad(p, lr=1e-2)),
 }
 CASES |= {

@@ -51,7 +51,8 @@ def test_m_is_limited_by_the_measured_time_per_sample():
     assert found.measured[1].seconds == pytest.approx(1.125e-3)
     assert (
         found.as_text()
-        == "adl-1f1b, M=2 of 32 samples, stage 1 5.5 updates late, corrector auto, 150 updates of bp before"
+        == "adl-1f1b, M=2 of 32 samples, stage 1 5.5 updates late, corrector auto, 150 updates of bp before, at most "
+        "10 % of a run"
     )
 
 
@@ -65,6 +66,21 @@ def test_training_begins_synchronously_where_stage_1_is_more_than_one_update_lat
     for left_out in (0, None):
         given = {"M": 1, "staleness_warmup": left_out}
         assert recommend(12, batch=64, settings=given, seconds=refuse).method.staleness_warmup == ()
+
+
+@pytest.mark.parametrize(("updates", "synchronous"), [(4000, 150), (1500, 150), (1499, 149), (40, 4), (9, 0), (0, 0)])
+def test_the_synchronous_start_is_at_most_a_tenth_of_a_run_whose_length_is_known(updates, synchronous):
+    found = recommend(12, batch=64, settings={"M": 1}, seconds=refuse, updates=lambda: updates)
+    assert [number for _, number in found.method.staleness_warmup] == [synchronous] * bool(synchronous)
+    start = f", {synchronous} updates of bp before" if synchronous else ""
+    assert found.as_text() == f"adl-1f1b, M=1, corrector auto{start}"
+
+
+def test_the_length_of_a_run_is_not_asked_for_without_a_reason():
+    for given in ({"M": 16}, {"M": 1, "staleness_warmup": 7}, {"M": 1, "staleness_warmup": 0}):
+        found = recommend(12, batch=64, settings=given, seconds=refuse, updates=lambda: refuse(0))
+        assert sum(number for _, number in found.method.staleness_warmup) == given.get("staleness_warmup", 0)
+        assert "at most" not in found.as_text()
 
 
 def test_sizes_that_do_not_fit_into_memory_are_left_out():
@@ -103,7 +119,11 @@ def test_settings_of_auto_are_read_and_wrong_ones_refused_in_one_line():
     assert parsed_auto("auto:latency=0.01,weights=hybrid", M=2) == {"latency": 0.01, "weights": "hybrid", "M": 2}
     for text, said in (
         ("auto:latency=long", "'latency=long': use a number or none"),
-        ("auto:beta=1", "auto takes no beta|adl-1f1b takes no beta"),
+        (
+            "auto:beta=1",
+            r"auto takes no beta \(given: '1'\): leave it out; its settings are M, window, weights, recompute, "
+            "corrector, staleness_warmup, latency$",
+        ),
     ):
         with pytest.raises(offbeat.UserError, match=said):
             recommend(4, batch=64, settings=parsed_auto(text), seconds=flat)

@@ -53,11 +53,17 @@ def schedule_not_used_up() -> None:
     pipe.fit(data())
 
 
+def mostly_synchronous() -> None:
+    pipe = pipeline(method="auto", K=3, M=1)
+    pipe.fit(data())
+
+
 CASES: dict[Callable, tuple[type[Warning], str]] = {
     uneven: (offbeat.Unbalanced, "return offbeat.Pipeline("),
     without_a_batch: (offbeat.LateGradients, "return offbeat.Pipeline("),
     not_fused: (offbeat.NotFused, "return offbeat.Pipeline("),
     schedule_not_used_up: (offbeat.ScheduleLength, "pipe.fit("),
+    mostly_synchronous: (offbeat.ScheduleLength, "pipe.fit("),
 }
 
 

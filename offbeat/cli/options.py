@@ -104,8 +104,8 @@ class OneMethod:
         str | None,
         typer.Option(
             help="Updates of exact back-propagation before the method, such as 500, whose M batches fill and drain the "
-            "pipeline; or methods whose lag grows, such as bp@200+adl-1f1b@300. (default 0; method auto: 150 if stage "
-            "1 is more than one update late)"
+            "pipeline; or methods whose lag grows, such as bp@200+adl-1f1b@300. (default 0; method auto: 150, at most "
+            "10 % of the run, if stage 1 is more than one update late)"
         ),
     ] = None
 

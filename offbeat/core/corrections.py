@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.correctors import AutoCorrector, Corrector, StageContext, as_text, resolved
+from offbeat.correctors.optimizer import scaled_rates
 from offbeat.correctors.optimizer_rules import rule_of, why_not
 from offbeat.errors import UserError
 from offbeat.method import Method
@@ -37,14 +40,26 @@ class Corrections:
     def forward_weights(self, parameters: dict[str, Tensor]) -> Callable[[], list[Tensor]] | None:
         """What forwards use instead of the parameters, if anything."""
         for corrector in self._answering("forward weights"):
-            return lambda: corrector.forward_weights(list(parameters.values()), self.place)
+            return partial(self._predicted, corrector.forward_weights, parameters)
         return None
 
     def backward_weights(self, parameters: dict[str, Tensor]) -> Callable[[], list[Tensor]] | None:
         """What backwards use instead of the parameters, if anything."""
         for corrector in self._answering("backward weights"):
-            return lambda: corrector.backward_weights(list(parameters.values()), self.place)
+            return partial(self._predicted, corrector.backward_weights, parameters)
         return None
+
+    def _predicted(
+        self, predict: Callable[[list[Tensor], StageContext], list[Tensor]], parameters: dict[str, Tensor]
+    ) -> list[Tensor]:
+        with self._at_its_rates():
+            return predict(list(parameters.values()), self.place)
+
+    def _at_its_rates(self) -> AbstractContextManager[None]:
+        """The optimizer with the learning rates of the stage's next update."""
+        for corrector in self._answering("rate"):
+            return scaled_rates(self.place, corrector.rate(self.place))
+        return nullcontext()
 
     def incoming(self, gradient: Tensor) -> Tensor:
         """The gradient from above."""
@@ -64,14 +79,15 @@ class Corrections:
                 gradients = [None if gradient is None else next(corrected) for gradient in gradients]
         return gradients
 
-    def step(self, s: int) -> None:
-        """The optimizer's step for update s, between the correctors' before_step and, in reverse order, after_step."""
+    def step(self) -> None:
+        """The optimizer's step, between the correctors' before_step and, in reverse order, after_step."""
         if self.place.rule is not None:
             self.place.rule.before_step()
-        kept = [(corrector, corrector.before_step(self.place, s)) for corrector in self.active]
-        self.place.optimizer.step()
-        for corrector, returned in reversed(kept):
-            corrector.after_step(self.place, returned)
+        with self._at_its_rates():
+            kept = [(corrector, corrector.before_step(self.place)) for corrector in self.active]
+            self.place.optimizer.step()
+            for corrector, returned in reversed(kept):
+                corrector.after_step(self.place, returned)
 
     def kept(self) -> Any:
         """The tensors that correctors keep."""

@@ -88,15 +88,15 @@ class EagerOptimization:
     def apply(self, window: GradientWindow, over: int, s: int) -> bool:
         if self.optimizer is None or not self.guard.accepts_gradients(window, s) or not self.clipping.finite():
             return False
-        self.step(window, window.divisor(over), s)
+        self.step(window, window.divisor(over))
         return True
 
-    def step(self, window: GradientWindow, over: float, s: int) -> None:
+    def step(self, window: GradientWindow, over: float) -> None:
         """The mean of the window's gradients, clipped, and the optimizer's step with it."""
         assert self.optimizer is not None
         window.mean(over)
         self.clipping.clip(self._trained())
-        self.corrections.step(s)
+        self.corrections.step()
 
     def advance(self) -> None:
         if self.scheduler is None:

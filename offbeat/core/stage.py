@@ -42,6 +42,7 @@ class Stage:
     parameters    those that are trained, by name, with those of a head
     in_flight     batches between forward and backward
     update_index  s: windows closed
+    late          whether the method has late gradients, in this stage or in another
     under_way     the window of an update whose sum over the replicas is under way, if another one is open (see Worker)
     """
 
@@ -117,6 +118,7 @@ class Stage:
         self.figures = StageFigures(most_in_flight=method.held(k, K), most_versions=method.versions(k, K))
         self.staleness = Staleness()
         self.update_index = 0
+        self.late = not method.synchronous(K)
         self.under_way: GradientWindow | None = None
         self.keeping = False  # whether the weights of every forward are kept, for a checkpoint
 
@@ -304,7 +306,17 @@ class Stage:
             self.network.deferred.commit()
         self.optimization.advance()
         self.update_index += 1
+        self.late_updates += self.late
         self.window.clear()
+
+    @property
+    def late_updates(self) -> int:
+        """Updates so far with late gradients, also those of other methods before this one (see `StageContext`)."""
+        return self.optimization.corrections.place.updates
+
+    @late_updates.setter
+    def late_updates(self, updates: int) -> None:
+        self.optimization.corrections.place.updates = updates
 
     def resume_schedule(self, updates: int) -> None:
         """Continue as if that many updates had been made, at the learning rate of the next."""

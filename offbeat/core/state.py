@@ -78,6 +78,7 @@ def _counters(stage: Stage) -> dict[str, int | None]:
     figures = stage.figures
     return {
         "update_index": stage.update_index,
+        "late_updates": stage.late_updates,
         "samples": figures.samples,
         "last_batch": figures.last_batch,
         "backwards": figures.backwards,
@@ -195,8 +196,9 @@ def _own_options(stage: Stage, updates: int) -> Tree:
 
 def _load_counters(stage: Stage, tree: Tree) -> None:
     saved = {**_counters(stage), **tree["counters"]}  # older files lack some
+    all_late = saved["update_index"] if stage.late else 0
     figures, meter = stage.figures, stage.figures.meter
-    stage.update_index = saved["update_index"]
+    stage.update_index, stage.late_updates = saved["update_index"], tree["counters"].get("late_updates", all_late)
     figures.samples, figures.last_batch = saved["samples"], saved["last_batch"]
     figures.backwards, figures.most_held = saved["backwards"], saved["most_held"]
     if ("graph_bytes" in tree["counters"]) == stage.weights.replays:  # else they are measured again

@@ -39,6 +39,7 @@ class StageContext:
     delay       mean number of updates between a forward and the use of its gradient
     optimizer   the optimizer of the stage
     rule        what correctors can do with that optimizer; None if it has no rule
+    updates     made so far with late gradients: of this method, and of late ones before it (staleness_warmup)
     memory      the state of the correctors: a dict of tensors per parameter
     """
 
@@ -47,6 +48,7 @@ class StageContext:
     delay: float
     optimizer: Any = None
     rule: Any = None
+    updates: int = 0
     memory: defaultdict[Tensor, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -93,8 +95,12 @@ class Corrector:
         """The gradients of one batch for these parameters; its forward used the values `forwarded` ("gradient")."""
         raise NotImplementedError
 
-    def before_step(self, context: StageContext, s: int) -> Any:
-        """Called before the optimizer's step of update s; the result is passed to `after_step` ("rate", "step")."""
+    def rate(self, context: StageContext) -> float:
+        """Factor of the learning rates of the next update, in its step and in predictions of weights ("rate")."""
+        return 1.0
+
+    def before_step(self, context: StageContext) -> Any:
+        """Called before the optimizer's step; the result is passed to `after_step` ("step", "weights after a step")."""
 
     def after_step(self, context: StageContext, kept: Any) -> None:
         """Called after the optimizer's step, with what `before_step` returned."""

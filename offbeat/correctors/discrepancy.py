@@ -40,7 +40,7 @@ class Discrepancy(Corrector):
     def backward_weights(self, parameters: Tensors, context: StageContext) -> list[Tensor]:
         return moved_along(parameters, context, "drift", -context.delay)
 
-    def before_step(self, context: StageContext, s: int) -> Any:
+    def before_step(self, context: StageContext) -> Any:
         return values_before_step(context)
 
     def after_step(self, context: StageContext, kept: Any) -> None:

@@ -35,7 +35,7 @@ class NesterovMomentum(Corrector):
     def __post_init__(self) -> None:
         number(self.gamma, "gamma of Nesterov's method", "use a number between 0 and 1", lambda gamma: 0 < gamma < 1)
 
-    def before_step(self, context: StageContext, s: int) -> Any:
+    def before_step(self, context: StageContext) -> Any:
         own = []
         for group in context.optimizer.param_groups:
             changed = context.rule.nesterov_options(group, self.gamma)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from offbeat.correctors.corrector import StageContext, Tensors
 from offbeat.correctors.optimizer_rules import copied, scaled, updated_groups
@@ -79,15 +81,15 @@ def moved_along(parameters: Tensors, context: StageContext, name: str, factor: f
     return _with_copies(parameters, moved)
 
 
-def scale_learning_rates(context: StageContext, factor: float) -> list[Any]:
-    """Multiply the learning rates by a factor and return the previous ones."""
-    rates = [group["lr"] for group in context.optimizer.param_groups]
-    for group in context.optimizer.param_groups:
+@contextmanager
+def scaled_rates(context: StageContext, factor: float) -> Iterator[None]:
+    """The optimizer with its learning rates multiplied by a factor."""
+    groups = context.optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    for group in groups:
         group["lr"] = group["lr"] * factor
-    return rates
-
-
-def set_learning_rates(context: StageContext, rates: list[Any]) -> None:
-    """Set the learning rate of each parameter group."""
-    for group, rate in zip(context.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate

@@ -11,7 +11,7 @@ A corrector names its needs, and works with the optimizers whose rule provides a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -48,10 +48,12 @@ class OptimizerRule:
 
     provides   the needs that it meets
     condition  which optimizers of its class it covers, in words; empty if it covers all
+    between    options that must lie between two numbers
     """
 
     provides: ClassVar[tuple[Need, ...]] = ()
     condition: ClassVar[str] = ""
+    between: ClassVar[Mapping[str, tuple[float, float]]] = {}
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -59,6 +61,15 @@ class OptimizerRule:
     def meets(self, need: Need) -> bool:
         """Whether it meets the need for this optimizer."""
         return need in self.provides
+
+    @classmethod
+    def outside(cls, options: Mapping[str, Any]) -> list[str]:
+        """The options that do not lie between the numbers that are declared.
+
+        >>> SGDRule.outside({"momentum": 0.0}), SGDRule.outside({"momentum": 0.9})
+        (['momentum'], [])
+        """
+        return [name for name, (least, most) in cls.between.items() if not least < options[name] < most]
 
     def unsupported_options(self) -> str | None:
         """The options of the optimizer that the rule does not cover, and which to use; None if it covers all."""
@@ -92,11 +103,12 @@ class SGDRule(OptimizerRule):
 
     provides = ("direction", "compensation", "nesterov")
     condition = "with momentum"
+    between: ClassVar[Mapping[str, tuple[float, float]]] = {"momentum": (0.0, 1.0)}
 
     def unsupported_options(self) -> str | None:
         for group in self.optimizer.param_groups:
             others = group["dampening"] or group["nesterov"] or group["maximize"]
-            if others or not 0 < group["momentum"] < 1:
+            if others or self.outside(group):
                 options = ("momentum", "dampening", "nesterov", "maximize")
                 given = ", ".join(f"{name}={group[name]}" for name in options)
                 return f"{given}: use a momentum between 0 and 1, and neither dampening, nesterov nor maximize"

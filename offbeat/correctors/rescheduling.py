@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from offbeat.correctors.corrector import Corrector, StageContext, nonnegative
-from offbeat.correctors.optimizer import scale_learning_rates, set_learning_rates
 from offbeat.errors import UserError, number
 
 
@@ -14,8 +13,9 @@ from offbeat.errors import UserError, number
 class Rescheduling(Corrector):
     """T1 of PipeMare: stages with a long delay start with a smaller learning rate.
 
-    lr_k(s) = lr(s) / max(tau, 1)^p, p = 1 - min(s / updates, 1), with tau the delay. With `power`, the rate of a stage
-    is lr(s) * min(1, (1 + above) / (1 + tau))^power in all updates instead: it stays lr(s) up to a delay of `above`.
+    lr_k(s) = lr(s) / max(tau, 1)^p, p = 1 - min(l / updates, 1), with tau the delay and l the updates so far with late
+    gradients: those of a synchronous start (staleness_warmup) do not count. With `power`, the rate of a stage is
+    lr(s) * min(1, (1 + above) / (1 + tau))^power in all updates instead: it stays lr(s) up to a delay of `above`.
 
     >>> import offbeat
     >>> offbeat.ADL(corrector="t1:updates=500").correctors
@@ -38,16 +38,13 @@ class Rescheduling(Corrector):
 
     @property
     def recordable(self) -> bool:  # type: ignore[override]
-        return self.power is not None  # else the factor changes with s
+        return self.power is not None  # else the factor changes from update to update
 
     def active(self, context: StageContext) -> bool:
         return context.delay > 1 if self.power is None else self.power > 0 and context.delay > self.above
 
-    def before_step(self, context: StageContext, s: int) -> Any:
+    def rate(self, context: StageContext) -> float:
         if self.power is not None:
-            return scale_learning_rates(context, ((1 + context.delay) / (1 + self.above)) ** -self.power)
-        p = 1 - min(s / self.updates, 1)
-        return scale_learning_rates(context, max(context.delay, 1) ** -p)
-
-    def after_step(self, context: StageContext, kept: Any) -> None:
-        set_learning_rates(context, kept)
+            return float(((1 + context.delay) / (1 + self.above)) ** -self.power)
+        p = 1 - min(context.updates / self.updates, 1)
+        return float(max(context.delay, 1) ** -p)

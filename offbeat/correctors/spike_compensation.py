@@ -45,7 +45,7 @@ class SpikeCompensation(Corrector):
     def active(self, context: StageContext) -> bool:
         return self._D(context) != 0
 
-    def before_step(self, context: StageContext, s: int) -> Any:
+    def before_step(self, context: StageContext) -> Any:
         return context.rule.before_compensated_step(self._D(context))
 
     def after_step(self, context: StageContext, kept: Any) -> None:

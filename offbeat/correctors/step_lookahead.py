@@ -41,7 +41,7 @@ class StepLookahead(Corrector):
     def active(self, context: StageContext) -> bool:
         return self._k(context) != 0
 
-    def before_step(self, context: StageContext, s: int) -> Any:
+    def before_step(self, context: StageContext) -> Any:
         return values_before_step(context)
 
     def after_step(self, context: StageContext, kept: Any) -> None:

@@ -26,8 +26,8 @@ class WeightPrediction(Corrector):
                           m_hat / (sqrt(v_hat) + eps) of Adam (the forward of PipeOptim)
         form "weight"     theta^s + T (theta^s - theta^(s-1))
 
-    lr is the rate of the optimizer, also where `t1` steps at a smaller one. So the two differ when another corrector
-    changes the rate or the step, and by decoupled weight decay.
+    lr is the rate of the stage's next update, with `t1` the smaller one. The two differ where rates change from update
+    to update or another corrector changes the step, and by decoupled weight decay.
 
     >>> import offbeat
     >>> offbeat.ADL(corrector=offbeat.WeightPrediction(form="weight")) == offbeat.ADL(corrector="lwp:form=weight")
@@ -62,7 +62,7 @@ class WeightPrediction(Corrector):
             return extrapolate(parameters, context, self._T(context))
         return moved_along(parameters, context, "last_step", self._T(context))
 
-    def before_step(self, context: StageContext, s: int) -> Any:
+    def before_step(self, context: StageContext) -> Any:
         return values_before_step(context) if self.form == "weight" else None
 
     def after_step(self, context: StageContext, kept: Any) -> None:

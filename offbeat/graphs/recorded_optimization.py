@@ -45,7 +45,6 @@ class RecordedOptimization:
                 update itself where it cannot be recorded; None before
     options     the optimizer's options in the recording, by group: see `_options`
     stepped     indices of the parameters that the last update has changed
-    s           index of the newest update
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class RecordedOptimization:
         at_once = launch_queue.updates_at_once(M)
         self.irregular = self.optimizer if isinstance(self.optimizer, IrregularSteps) else None
         self.rates = DeviceRates(eager, launch_queue, rank, updates_at_once=at_once, predicts=predicts)
-        self.s = 0
         self.reset()
 
     def reset(self) -> None:
@@ -90,7 +88,6 @@ class RecordedOptimization:
         if batches.on_nan != "stop" and not batches.accepts_gradients(window, s):
             return False  # with "stop" the device notes what is not finite, and it is reported later
         given, divisor = self.window.given, window.divisor(over)
-        self.s = s
         if given:
             self.guard.updates.append((s, list(window.batches)))
         whole = divisor == self.M and bool(given) and given == self.window.recorded
@@ -115,7 +112,7 @@ class RecordedOptimization:
             gradients = [p.grad for p in self.window.parameters.values() if p.grad is not None]
             if gradients and self.eager.guard.on_nan == "stop":
                 self.guard.counters.gradients(gradients)
-            self.eager.step(self.window, over, self.s)
+            self.eager.step(self.window, over)
 
     def _update_at(self, index: int) -> None:
         """The update of a whole window, with the rates at that place."""

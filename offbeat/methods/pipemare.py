@@ -7,6 +7,8 @@ and corrected weights (T2); learning rates can be rescheduled (T1):
     T1   lr_k(s) = lr(s) / max(tau, 1)^p,   p = 1 - min(s/S1, 1)               (only with `anneal`, S1 updates)
     T2   theta - tau delta,   delta <- g delta + (1-g)(theta^(s+1) - theta^s),  g = C^(1/tau)
 
+s of T1 counts from the first late gradient: a synchronous start (T3, `staleness_warmup`) does not count.
+
     K=2, M=1        tick  0   1      2      3
     stage 1             | F0  F1     F2B0U  F3B1U
     stage 2             | -   F0B0U  F1B1U  F2B2U
@@ -25,7 +27,7 @@ from offbeat.methods import lags
 def PipeMare(  # noqa: N802
     M: int = 1, *, anneal: int | None = None, C: float = 0.135, corrector: CorrectorLike = None
 ) -> Method:
-    """The schedule of ADL with current weights and T2, and with T1 over the first `anneal` updates.
+    """The schedule of ADL with current weights and T2, and with T1 over the first `anneal` late updates.
 
     >>> method = PipeMare(M=2, anneal=1000)
     >>> method.weights, [corrector.name for corrector in method.correctors]

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from functools import partial
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 
-from offbeat.errors import UserError, number, unknown
+from offbeat.errors import UserError, number
 from offbeat.optim.names import is_hidden_matrix
 
 Group = dict[str, Any]
 Tensors = list[Tensor] | tuple[Tensor, ...]
 IsHidden = Callable[[str | None, Tensor], bool]
-SCALES = ("rms", "spectral")  # of Muon
+Check = Callable[[Any, str], None]  # (value, name) of an option: raises UserError for a value that is not allowed
+AT_LEAST_0 = partial(number, allowed="use a number of at least 0", fits=lambda x: 0 <= x < float("inf"))
+
+
+def check_flag(value: Any, name: str) -> None:
+    """Refuse an option that is not True or False."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name}={value!r}: use True or False")
+
+
+def _check_nonnegative(value: Any, name: str) -> None:
+    AT_LEAST_0(_plain(value), name)
+
+
+def _check_betas(value: Any, name: str) -> None:
+    betas = [_plain(beta) for beta in value] if isinstance(value, tuple | list) else []
+    if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+        raise UserError(f"{name}={value}: use two numbers of at least 0 and below 1")
+
+
+def _plain(value: Any) -> Any:
+    """The number of a tensor with one element."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 class CompensatedOptimizer(torch.optim.Optimizer, ABC):
@@ -29,8 +52,15 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
     and the direction is computed from d. `group["compensation"]` is a number of updates: set to the delay of the
     gradients, the total weight of a gradient stays 1 and its late part is applied at once. `group["keep_direction"]`
     keeps the direction of each step in the state, for `direction`.
+
+    checks   by the names of options, of the optimizer and of groups; a subclass adds its own
     """
 
+    checks: ClassVar[dict[str, Check]] = {
+        **dict.fromkeys(("lr", "eps", "weight_decay"), _check_nonnegative),
+        **dict.fromkeys(("nesterov", "capturable", "hidden"), check_flag),
+        "betas": _check_betas,
+    }
     adam_lr: float | None = None
     is_hidden: IsHidden = staticmethod(is_hidden_matrix)
 
@@ -38,13 +68,13 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
         self, parameters: Any, defaults: Group, *, hidden: IsHidden | None = None, adam_lr: float | None = None
     ) -> None:
         if adam_lr is not None:
-            number(adam_lr, "adam_lr", "use a number of at least 0", lambda x: 0 <= x < float("inf"))
+            AT_LEAST_0(adam_lr, "adam_lr")
         self.adam_lr = adam_lr
         if hidden is not None:
             if not callable(hidden):
                 raise UserError(f"hidden={hidden!r}: give a function (name, parameter) -> bool")
             self.is_hidden = hidden
-        _check(defaults)  # also of groups without parameters
+        self._check(defaults)  # also of groups without parameters
         super().__init__(parameters, {**defaults, "compensation": 0.0, "keep_direction": False})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -52,7 +82,7 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
 
         With "hidden" in the group, all its parameters are hidden matrices or none is.
         """
-        _check(param_group)
+        self._check(param_group)
         params = param_group["params"]
         listed = params if isinstance(params, set) else [params] if isinstance(params, Tensor) else list(params)
         pairs = [given if isinstance(given, tuple) else (None, given) for given in listed]
@@ -71,6 +101,12 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
                 options["nesterov"] = False
                 options.setdefault("lr", self.defaults["lr"] if self.adam_lr is None else self.adam_lr)
             super().add_param_group(options)
+
+    def _check(self, options: Group) -> None:
+        """Raise UserError for options that are not allowed."""
+        for name, value in options.items():
+            if name in self.checks:
+                self.checks[name](value, name)
 
     def _is_hidden(self, name: str | None, parameter: Tensor, group: Group) -> bool:
         return bool(group["hidden"] if "hidden" in group else self.is_hidden(name, parameter))
@@ -197,35 +233,3 @@ def _weights(steps: Tensors, a: float, b: float, group: Group) -> Any:
     torch._foreach_mul_(powers, -a)
     torch._foreach_add_(powers, 1.0)
     return powers
-
-
-def _check(options: Group) -> None:
-    """Raise UserError for options out of their range."""
-    for name, value in options.items():
-        if name in ("lr", "eps", "weight_decay"):
-            number(_plain(value), name, "use a number of at least 0", lambda x: 0 <= x < float("inf"))
-        elif name == "momentum":
-            number(value, name, "use a number of at least 0 and below 1", lambda b: 0 <= b < 1)
-        elif name == "refresh":
-            number(value, name, "use a whole number of updates from 1 up", lambda n: n >= 1, whole=True)
-        elif name == "max_dim":
-            number(value, name, "use a whole number from 0 up", lambda n: n >= 0, whole=True)
-        elif name == "betas" and not _are_betas(value):
-            raise UserError(f"betas={value}: use two numbers of at least 0 and below 1")
-        elif name == "scale" and value not in SCALES:
-            raise unknown("scale", str(value), SCALES)
-        elif name in ("nesterov", "one_sided", "capturable", "hidden") and not isinstance(value, bool):
-            raise UserError(f"{name}={value!r}: use True or False")
-
-
-def _are_betas(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and all(_is_beta(_plain(beta)) for beta in value)
-
-
-def _is_beta(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value < 1
-
-
-def _plain(value: Any) -> Any:
-    """The number of a tensor with one element."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

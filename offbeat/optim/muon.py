@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from offbeat.errors import number, unknown
 from offbeat.optim.compensated import CompensatedOptimizer, Group, IsHidden, Tensors
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
+SCALES = ("rms", "spectral")
+
+
+def _check_scale(value: Any, name: str) -> None:
+    if value not in SCALES:
+        raise unknown(name, str(value), SCALES)
 
 
 class Muon(CompensatedOptimizer):
@@ -41,6 +49,11 @@ class Muon(CompensatedOptimizer):
     >>> losses[-1] < losses[0]
     True
     """
+
+    checks = CompensatedOptimizer.checks | {
+        "momentum": partial(number, allowed="use a number of at least 0 and below 1", fits=lambda b: 0 <= b < 1),
+        "scale": _check_scale,
+    }
 
     def __init__(
         self,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offbeat.errors import UserError
-from offbeat.optim.compensated import CompensatedOptimizer, Group, IsHidden, Tensors
+from offbeat.errors import UserError, number
+from offbeat.optim.compensated import CompensatedOptimizer, Group, IsHidden, Tensors, check_flag
 
 PRECISIONS = (torch.float32, torch.float64)
 
@@ -48,6 +49,13 @@ class RotatedAdam(CompensatedOptimizer):
     True
     """
 
+    checks = CompensatedOptimizer.checks | {
+        "refresh": partial(
+            number, allowed="use a whole number of updates from 1 up", fits=lambda n: n >= 1, whole=True
+        ),
+        "max_dim": partial(number, allowed="use a whole number from 0 up", fits=lambda n: n >= 0, whole=True),
+        "one_sided": check_flag,
+    }
     _repeats = False  # whether a regular step is repeated
 
     def __init__(

@@ -276,6 +276,7 @@ def _restore_changed(local: LocalStages, made: Checkpoint, found: Found) -> list
             stage_state.load_head(stage, head)
             lost |= {stage.k} if head is None else set()
         stage.advance_schedule(updates)
+        stage.late_updates = saving.late_updates_after(parts, updates)
     missing = sorted({k for each in local.engine.exchange(sorted(lost)) for k in each})
     new = f"the heads of stages {', '.join(map(str, missing))} are new: the checkpoint has none at these cuts"
     return saving.lost_batches(parts, made.replicas) + [new] * bool(missing)

@@ -7,7 +7,7 @@ from itertools import chain
 
 from offbeat.core.links import Message
 from offbeat.errors import UserError
-from offbeat.pipeline import batches, checks, training
+from offbeat.pipeline import batches, checks, schedules, training
 from offbeat.pipeline.local_stages import Given, LocalStages
 from offbeat.pipeline.training import Loader
 
@@ -41,6 +41,8 @@ def steps(
                 if before_step:
                     before_step(local.batches)
                 local.step(batch)
+                if local.batches == 1:
+                    _warn_of_synchronous_start(local, loader, epochs - first_epoch, own_share=own_share)
                 if after_step:
                     after_step(local.batches - 1)
                 yield
@@ -59,6 +61,15 @@ def steps(
             _make_stages(local, loader, epochs - 1)
         local.finish()
         local.gather()
+
+
+def _warn_of_synchronous_start(local: LocalStages, loader: Loader | None, epochs: int, *, own_share: bool) -> None:
+    """In the process that reads the loader, where it has a length; the method has been chosen."""
+    try:
+        batches = len(loader) // (1 if own_share else local.replicas)  # type: ignore[arg-type]
+    except TypeError:  # a function of the epoch, or a stream
+        return
+    schedules.warn_of_synchronous_start(local.choice, epochs * batches * local.iterations_per_call)
 
 
 def _check_loader(

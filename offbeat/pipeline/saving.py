@@ -136,6 +136,14 @@ def updates_after(parts: list[dict[str, Any]], batches: int, *, saved_M: int | N
     return max(part["counters"]["update_index"] for part in parts) if saved_M == M else batches // M
 
 
+def late_updates_after(parts: list[dict[str, Any]], updates: int) -> int:
+    """How many of the updates from which a schedule continues had late gradients; in older files all of them."""
+    counters = [part["counters"] for part in parts]
+    made = max(each["update_index"] for each in counters)
+    late = max(each.get("late_updates", each["update_index"]) for each in counters)
+    return late * updates // made if made else 0
+
+
 def lost_batches(parts: list[dict[str, Any]], replicas: int) -> list[str]:
     """A note on the batches in flight, if there are any, which another pipeline cannot continue; parts: the stages of
     one replica, of which the others have had as many batches."""

@@ -1,4 +1,4 @@
-"""Learning-rate schedules count updates, not batches: how many there are, and whether a schedule fits them."""
+"""Schedules count updates, not batches: how many there are, and whether a schedule fits them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from offbeat.core.stage import Stage
 from offbeat.errors import ScheduleLength, warn_caller
 from offbeat.method import Method
 from offbeat.ops import Update
+from offbeat.pipeline.choice import MethodChoice
+from offbeat.recommended import SHARE
 
 
 def count_updates(method: Method, K: int, batches: int) -> int:
@@ -37,6 +39,20 @@ def _count(method: Method, K: int, first: int, batches: int) -> int:
     counted = range(first, first + batches - whole * method.M)
     programs = (method.program(k, K, counted) for k in range(1, K + 1))
     return whole + max(sum(type(each) is Update for turn in program for each in turn) for program in programs)
+
+
+def warn_of_synchronous_start(choice: MethodChoice, batches: int) -> None:
+    """Before that many batches: warn of a synchronous start, chosen by method "auto", of more than half of them."""
+    if choice.settings is None or "staleness_warmup" in choice.settings:
+        return
+    updates = batches // choice.method.M
+    for _, synchronous in choice.method.staleness_warmup:
+        if updates < 2 * synchronous:
+            warn_caller(
+                f'method="auto": {min(synchronous, updates)} of {updates} updates are synchronous '
+                f"(staleness_warmup={synchronous}): give staleness_warmup={updates // SHARE}, or 0",
+                ScheduleLength,
+            )
 
 
 def length(scheduler: Any) -> int | None:

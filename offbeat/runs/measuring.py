@@ -16,8 +16,8 @@ from offbeat.runs.recipe import Recipe
 
 
 def measure_batches(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Samples per update, smallest micro-batch, and (size, seconds) of each size that is compared, on the recipe's
-    device and with its threads."""
+    """Samples per update and per epoch, smallest micro-batch, and (size, seconds) of each size that is compared, on the
+    recipe's device and with its threads."""
     recipe, known = build.check(recipe)
     model = build.build_model(recipe, known)
     batch, smallest = recipe.samples_per_update, smallest_batch(model, NORMALIZED)
@@ -29,4 +29,9 @@ def measure_batches(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, An
         times = measured_times(recipe.K, batch=batch, settings=settings, seconds=seconds, smallest=smallest)
     finally:
         torch.set_num_threads(threads)
-    return {"batch": batch, "smallest": smallest, "times": times}
+    return {"batch": batch, "samples": known.samples, "smallest": smallest, "times": times}
+
+
+def count_samples(recipe: Recipe) -> dict[str, Any]:
+    """Samples per epoch of a recipe whose batches are not measured."""
+    return {"samples": build.open_data(recipe).train_samples}

@@ -11,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offbeat.correctors.optimizer_rules import RULES, SelfCompensatingRule
+from offbeat.correctors.optimizer_rules import RULES, Need, OptimizerRule, SelfCompensatingRule
 
 if TYPE_CHECKING:
     from offbeat.core.optimization import MakeOptimizer
@@ -43,11 +43,15 @@ class OptimizerKind:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def provides(self) -> set[str]:
+    def rule(self) -> type[OptimizerRule]:
+        """What correctors can do with it."""
+        return RULES.get(self.title, SelfCompensatingRule)
+
+    @property
+    def provides(self) -> set[Need]:
         """What correctors get of it (see correctors/optimizer_rules.py)."""
-        if self.title in RULES:
-            return {*RULES[self.title].provides}
-        return {*SelfCompensatingRule.provides} - ({"nesterov"} if "momentum" not in self.defaults else set())
+        without_nesterov = self.title not in RULES and "momentum" not in self.defaults
+        return {*self.rule.provides} - ({"nesterov"} if without_nesterov else set())
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {

@@ -18,10 +18,10 @@ from offbeat.errors import LateGradients, UserError, first_line, unknown, warn_c
 from offbeat.method import Method, Weights
 from offbeat.methods import AUTO, settings_of, with_settings
 from offbeat.ops import WindowRule
-from offbeat.recommended import SYNCHRONOUS, needs_times, recommend, without_batch
+from offbeat.recommended import check_settings, needs_times, recommend, without_batch
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.group import from_first
-from offbeat.runs.optimizers import OPTIMIZERS, SETTINGS
+from offbeat.runs.optimizers import OPTIMIZERS, SETTINGS, options
 from offbeat.runs.task import LearningTask, default_names, task_of
 from offbeat.settings import LARGEST
 from offbeat.timeline import MOST_TURNS
@@ -322,6 +322,7 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
     settings = {**values.get("settings", {}), **{name: value for name, value in values.items() if name not in names}}
     others = {name: value for name, value in values.items() if name in names and name not in ("method", "settings")}
     _check_types({**others, "settings": settings})
+    check_settings(settings)
     K, batch = others.get("K", PAPER["K"]), others.get("batch_per_update")
     if batch is not None:
         batch = split_update(batch, 1, others.get("replicas", 1))  # of one replica
@@ -329,18 +330,32 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
         if "M" not in settings and K > 1:
             warn_caller(without_batch("batch_per_update", K), LateGradients)
         settings = {"M": 1, **settings}
-    passed = {name: value for name, value in settings.items() if name != "latency"}
+    unused = ("latency", "staleness_warmup") if K == 1 else ("latency",)
+    passed = {name: value for name, value in settings.items() if name not in unused}
     trial = make_recipe(**others, method="adl-1f1b" if K > 1 else "bp", settings={"M": 1, **passed})
     measured: dict[str, Any] = {"batch": batch, "smallest": 1, "times": []}
     if needs_times(K, batch=batch, settings=settings):
         from offbeat.runs.measuring import measure_batches
 
         measured = from_first(lambda: measure_batches(trial, settings), key="auto")
-    known, smallest = dict(measured["times"]).__getitem__, measured["smallest"]
-    method = recommend(K, batch=measured["batch"], settings=settings, seconds=known, smallest=smallest).method
+
+    def updates() -> int:
+        from offbeat.runs.measuring import count_samples
+
+        counted = measured if "samples" in measured else from_first(lambda: count_samples(trial), key="samples")
+        return trial.epochs * trial.count(counted["samples"]).per_epoch // trial.M
+
+    method = recommend(
+        K,
+        batch=measured["batch"],
+        settings=settings,
+        seconds=dict(measured["times"]).__getitem__,
+        smallest=measured["smallest"],
+        updates=updates,
+    ).method
     chosen: dict[str, Any] = {"M": method.M} | ({} if K == 1 else {"corrector": AUTO})
-    if method.staleness_warmup:
-        chosen["staleness_warmup"] = SYNCHRONOUS
+    for _, synchronous in method.staleness_warmup:
+        chosen["staleness_warmup"] = synchronous
     return {**others, "method": method.name, "settings": {**chosen, **passed}}
 
 
@@ -359,16 +374,18 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 def _check_correctors(recipe: Recipe, method: Method) -> None:
     """Raise UserError for a corrector that does not work with the optimizer."""
+    optimizer = OPTIMIZERS[recipe.optimizer]
     for corrector in method.correctors:
         usable = [name for name, kind in OPTIMIZERS.items() if {*corrector.needs} <= kind.provides]
         if recipe.optimizer not in usable:
             raise UserError(
                 f"corrector {corrector.name} with optimizer={recipe.optimizer!r}: use one of {', '.join(usable)}"
             )
-        if corrector.needs and recipe.optimizer == "sgd" and not 0 < (recipe.momentum or 0) < 1:
+        for option in optimizer.rule.outside(options(recipe)) if corrector.needs else ():
+            least, most = optimizer.rule.between[option]
             raise UserError(
-                f"corrector {corrector.name} with momentum={recipe.momentum:g}: it needs the momentum of SGD, "
-                "use one above 0 and below 1"
+                f"corrector {corrector.name} with {option}={getattr(recipe, option):g}: it needs the {option} of "
+                f"{optimizer.title}, use one above {least:g} and below {most:g}"
             )
 
 

@@ -142,6 +142,7 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
         stage_state.load_model(stage, merged["model"], merged["optimizer"], merged["corrections"])
         stage_state.load_head(stage, heads.get(_end(recipe.as_dict(), stage.k)))
         stage.resume_schedule(updates)
+        stage.late_updates = saving.late_updates_after(parts, updates)
     return [*notes, *_lost_heads(pipe, heads, recipe, parts), *_new_rate(recipe, saved)]
 
 

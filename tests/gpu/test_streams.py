@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 
 import offbeat
 from offbeat import models
-from offbeat.correctors import StageContext, correctors
-from offbeat.correctors.optimizer_rules import rule_of
+from offbeat.core.corrections import Corrections
 from offbeat.engines.streams import Streams
 from offbeat.errors import NotFinite, NotRecorded
 from offbeat.graphs.device_guard import CHECK_INTERVAL
@@ -179,7 +178,15 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, capturable=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=1e-3, capturable=True),
 }
-CORRECTORS = ("sc", "lwp:fraction=0.5+sc:extra=1", "lwp:form=weight", "lookahead+sc", "t1:power=1+lookahead", "auto")
+CORRECTORS = (
+    "sc",
+    "lwp:fraction=0.5+sc:extra=1",
+    "lwp:form=weight",
+    "lwp+t1:power=1+sc",
+    "lookahead+sc",
+    "t1:power=1+lookahead",
+    "auto",
+)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -201,18 +208,15 @@ def test_steps_with_correctors_do_not_wait_for_the_device(optimizer, no_synchron
     made = OPTIMIZERS[optimizer](parameters)
     for group in made.param_groups:
         group["lr"] = torch.tensor(group["lr"], device=GPU)
-    context = StageContext(1, 2, 1.5, optimizer=made, rule=rule_of(made))
-    used = correctors("t1:power=1+lwp+sc+lookahead")
+    corrections = Corrections(offbeat.ADL(M=2, corrector="t1:power=1+lwp+sc+lookahead"), 1, 2, made)
+    predict = corrections.forward_weights({str(number): parameter for number, parameter in enumerate(parameters)})
+    assert (len(corrections.active), predict is None) == (4, False)
 
     def step() -> None:
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        context.rule.before_step()
-        kept = [(corrector, corrector.before_step(context, 0)) for corrector in used]
-        made.step()
-        for corrector, returned in reversed(kept):
-            corrector.after_step(context, returned)
-        used[0].forward_weights(parameters, context)
+        corrections.step()
+        predict()
 
     for _ in range(3):
         step()

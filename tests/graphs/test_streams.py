@@ -468,7 +468,10 @@ def test_a_stage_is_not_further_ahead_of_its_neighbours_than_its_slots_allow(mon
 
 
 @pytest.mark.parametrize("weights", ["stash", pytest.param("hybrid", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("corrector", ["lwp+sc", "lwp:form=weight:fraction=0.5", "t1:power=1+lookahead+sc:extra=1"])
+@pytest.mark.parametrize(
+    "corrector",
+    ["lwp+sc", "lwp:form=weight:fraction=0.5", "t1:power=1+lookahead+sc:extra=1", "lwp:fraction=0.5+t1:power=1+sc"],
+)
 def test_predicted_weights_are_recorded_and_launched_with_the_other_work(monkeypatch, corrector, weights):
     launched = capture(monkeypatch, seed=1)
     check_same(
@@ -479,6 +482,14 @@ def test_predicted_weights_are_recorded_and_launched_with_the_other_work(monkeyp
         scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s / 10)),
     )
     assert sum(pieces >= 2 * K for pieces in launched) > 20
+
+
+@pytest.mark.parametrize("weights", ["stash", "hybrid"])
+def test_predictions_at_rates_that_the_host_computes_are_not_recorded(monkeypatch, weights):
+    capture(monkeypatch, seed=1)
+    method = offbeat.ADL(M=2, weights=weights, corrector="lwp+t1:updates=8+sc")
+    pipe = check_same(method, drains=(20,), optimizer=on_device, data=lambda: batches(60))
+    assert [stage.eager for stage in recorded(pipe)] == [None] * K
 
 
 def test_an_update_of_other_parameters_than_recorded_is_recorded_anew(monkeypatch):

@@ -123,6 +123,13 @@ class Stage:
     second: Theta | None = None  # Adam's moving mean of g^2, beside the velocity as that of g
     last_step: Theta | None = None  # before the parameters were moved ahead
     forwarded_at: dict[int, int] = field(default_factory=dict)
+    late_before: int = 0  # updates with late gradients before versions[0]
+
+    @property
+    def late_updates(self) -> int:
+        """Of the whole training: where no stage has a lag, none is late."""
+        late = any(self.rules.lag(k, self.K) for k in range(1, self.K + 1))
+        return self.late_before + (len(self.versions) - 1 if late else 0)
 
     @property
     def lag(self) -> int:
@@ -161,14 +168,22 @@ def weights_of_forward(stage: Stage, t: int) -> Theta:
     if rules.spectrain:
         r = stage.k - 1
         ahead = r // 2 + stage.K - r - 1
-        return tuple(p - ahead * rules.lr * v for p, v in zip(theta, stage.velocity))
+        return tuple(p - ahead * rate(stage) * v for p, v in zip(theta, stage.velocity))
     if rules.predict:
         T = rules.fraction * stage.delay if rules.horizon is None else rules.horizon
         if rules.predict == "velocity":
-            return tuple(p - rules.lr * T * v for p, v in zip(theta, direction(stage)))
+            return tuple(p - rate(stage) * T * v for p, v in zip(theta, direction(stage)))
         before = stage.versions[-2] if len(stage.versions) > 1 else theta
         return tuple(p + T * (p - q) for p, q in zip(theta, before))
     return theta
+
+
+def rate(stage: Stage) -> float:
+    """The learning rate of the next update of this stage."""
+    rules, lr = stage.rules, stage.rules.lr
+    if rules.anneal is not None:
+        lr = lr / max(stage.delay, 1) ** (1 - min(stage.late_updates / rules.anneal, 1))
+    return lr / (1 + stage.delay) ** rules.rate_power
 
 
 def direction(stage: Stage) -> Theta:
@@ -215,7 +230,7 @@ def weights_of_hybrid_backward(stage: Stage) -> Theta:
     rules, theta = stage.rules, stage.live
     if rules.spectrain:
         ahead = (stage.k - 1) // 2
-        return tuple(p - ahead * rules.lr * v for p, v in zip(theta, stage.velocity))
+        return tuple(p - ahead * rate(stage) * v for p, v in zip(theta, stage.velocity))
     if rules.discrepancy is not None:
         return tuple(p - stage.delay * d for p, d in zip(theta, stage.drift))
     return theta
@@ -248,11 +263,7 @@ def update(stage: Stage) -> None:
     rules, theta, m = stage.rules, stage.live, stage.rules.momentum
     mean = [sum(parts) / len(stage.window) for parts in zip(*stage.window)]
     d = [g + rules.decay * p for g, p in zip(mean, theta)]
-    lr = rules.lr
-    if rules.anneal is not None:
-        done = len(stage.versions) - 1
-        lr = lr / max(stage.delay, 1) ** (1 - min(done / rules.anneal, 1))
-    lr = lr / (1 + stage.delay) ** rules.rate_power
+    lr = rate(stage)
     if rules.optimizer != "sgd":
         new = adam(stage, mean, lr)
     elif rules.look_ahead is not None:
@@ -284,14 +295,14 @@ def lagged(
     K: int, batches: Batches, rules: Rules, *, shuffle: int | None = None, after: list[Stage] | None = None
 ) -> list[Stage]:
     """Run N batches and drain. `shuffle` seeds the order in which stages are asked, which must not matter. `after`: the
-    stages of an earlier call, whose weights and velocity are continued."""
+    stages of an earlier call, whose weights, velocity and number of late updates are continued."""
     N = len(batches)
     zeros = [tuple(torch.zeros_like(p) for p in theta) for theta in network(K)]
     stages = [
         Stage(k, K, rules, [theta], zero, zero, zero) for k, (theta, zero) in enumerate(zip(network(K), zeros), start=1)
     ]
     for stage, before in zip(stages, after or []):
-        stage.versions, stage.velocity = [before.live], before.velocity
+        stage.versions, stage.velocity, stage.late_before = [before.live], before.velocity, before.late_updates
     up = {(0, t): x for t, (x, _) in enumerate(batches)}  # up[k, t]: the output of stage k for batch t
     down: dict[tuple[int, int], Tensor] = {}  # down[k, t]: the gradient for the output of stage k
     todo = {stage.k: list(program(stage.lag, rules.M, N)) for stage in stages}

@@ -66,6 +66,8 @@ CORRECTED: dict[str, dict[str, Any]] = {
     "lookahead+lwp:form=weight": {"ahead": 0.5, "predict": "weight"},
     "t1:power=1": {"rate_power": 1.0},
     "t1:power=0.5+lookahead+sc": {"rate_power": 0.5, "ahead": 0.5, "spike": True},
+    "lwp+t1:power=1": {"predict": "velocity", "rate_power": 1.0},
+    "lwp:fraction=0.5+t1:power=0.5+sc": {"predict": "velocity", "fraction": 0.5, "rate_power": 0.5, "spike": True},
     "dc:3+lookahead": {"compensate": 3.0, "ahead": 0.5},
     "nag:0.95": {"look_ahead": 0.95},
 }
@@ -134,7 +136,7 @@ def test_nag_is_refused_by_an_optimizer_of_its_own_without_nesterov_momentum():
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("corrector", ["lwp+sc", "lookahead+sc:extra=1", "lwp:form=weight+lookahead"])
+@pytest.mark.parametrize("corrector", ["lwp+sc", "lookahead+sc:extra=1", "lwp:form=weight+lookahead", "lwp+t1:9"])
 def test_a_pipeline_resumes_with_the_correctors_memory_bit_for_bit(corrector, optimizer):
     def made() -> offbeat.Pipeline:
         return pipeline(K, offbeat.ADL(M=2, corrector=corrector), optimizer=OPTIMIZERS[optimizer])

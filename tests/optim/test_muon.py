@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
 from literal_optimizers import CLOSE, HIDDEN, adamw, gradients, muon, parameters, take
 from torch import Tensor, nn
 
-from offbeat.errors import UserError
+from offbeat.errors import UserError, number
 from offbeat.optim import Muon, RotatedAdam, is_hidden_matrix
+from offbeat.optim.compensated import CompensatedOptimizer
 
 
 @pytest.mark.parametrize("scale", ["rms", "spectral"])
@@ -176,6 +178,38 @@ def test_options_out_of_range_are_refused(options, message):
     if "adam_lr" not in options:
         with pytest.raises(UserError, match=message):  # it used the other scale for a group with a wrong one
             Muon([{"params": list(parameters().items()), **options}])
+
+
+class Scaled(CompensatedOptimizer):
+    """Another optimizer, with options that have names of Muon's and of RotatedAdam's, and a check of its own."""
+
+    checks = CompensatedOptimizer.checks | {
+        "steps": partial(number, allowed="use a number above 1", fits=lambda n: n > 1)
+    }
+
+    def __init__(self, parameters, **options) -> None:
+        given = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "nesterov": False, **options}
+        super().__init__(parameters, given)
+
+    def hidden_directions(self, group: dict, parameters: list[Tensor]) -> list[Tensor]:
+        return [group["scale"] * p.grad for p in parameters]
+
+
+def test_a_class_checks_its_own_options_and_those_of_all_but_not_those_of_another():
+    theta, steps = parameters(), gradients(1)
+    take(Scaled(theta.items(), scale=0.5, momentum=(1, 2), refresh="never"), theta, steps)
+    for name in HIDDEN:
+        expected = parameters()[name].detach() - 0.1 * 0.5 * steps[0][name]
+        torch.testing.assert_close(theta[name].detach(), expected, **CLOSE)
+    with pytest.raises(UserError, match="lr=-1: use a number"):  # the first of several
+        Scaled(theta.items(), lr=-1, eps=-1, steps=0)
+    for options, message in (({"steps": 1}, "steps=1: use a number above 1"), ({"lr": -1.0}, "lr=-1.0: use a number")):
+        with pytest.raises(UserError, match=message):
+            Scaled(theta.items(), **options)
+        with pytest.raises(UserError, match=message):
+            Scaled([{"params": list(theta.items()), **options}])
+    Muon([{"params": list(theta.items()), "refresh": 0}])  # which it does not have
+    RotatedAdam([{"params": list(theta.items()), "momentum": 1.0, "scale": "none"}])
 
 
 @pytest.mark.parametrize("found", [re.compile("block").search, lambda name: name.startswith("block") or None])

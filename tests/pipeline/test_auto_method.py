@@ -21,6 +21,11 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
+def deep() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), *(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3))
+
+
 def batches(n: int = 6, size: int = B) -> list[tuple[torch.Tensor, torch.Tensor]]:
     g = torch.Generator().manual_seed(1)
     return [(torch.randn(size, 4, generator=g), torch.randint(3, (size,), generator=g)) for _ in range(n)]
@@ -98,6 +103,61 @@ def test_without_a_batch_every_batch_is_an_update_and_a_warning_says_so():
         assert pipeline(method="auto", K=1).method == offbeat.BP()
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Its loader does not know its length."""
+
+    def __iter__(self):
+        return iter([(x[0], y[0]) for x, y in batches(3, size=1)])
+
+
+def synchronous_starts(train) -> list[str]:
+    """The warnings of synchronous starts, during a call."""
+    with warnings.catch_warnings(record=True, action="always") as found:
+        train()
+    return [str(one.message) for one in found if one.category is offbeat.ScheduleLength]
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 2}])
+def test_fit_warns_once_if_all_of_its_updates_are_synchronous(options):
+    """They were, without a word."""
+    auto = pipeline(method="auto", M=1, **options)
+    assert synchronous_starts(lambda: auto.fit(batches(15, size=2), epochs=2)) == [
+        'method="auto": 30 of 30 updates are synchronous (staleness_warmup=150): give staleness_warmup=3, or 0'
+    ]
+    assert synchronous_starts(lambda: auto.fit(batches(15, size=2))) == []
+
+
+@pytest.mark.parametrize(
+    ("updates", "said"), [(150, "150 of 150 updates"), (299, "150 of 299 updates"), (300, None), (4000, None)]
+)
+def test_a_start_of_more_than_half_of_the_updates_is_named_after_the_first_batch(updates, said):
+    steps = pipeline(method="auto", M=1).steps(batches(1, size=2) * updates)
+    found = synchronous_starts(lambda: next(steps))
+    assert (len(found), (said or "") in "".join(found)) == (bool(said), True), found
+
+
+def test_fit_counts_the_updates_of_replicas_and_of_micro_batches():
+    for options, said in (
+        ({"replicas": 2}, "15 of 15 updates"),
+        ({"K": 6, "M": 2}, "15 of 15 updates"),
+        ({"K": 6, "M": 2, "batch": 2}, "30 of 30 updates"),
+    ):
+        auto = pipeline(**{"method": "auto", "M": 1, "model": deep(), **options})
+        with pytest.warns(offbeat.ScheduleLength, match=said):
+            auto.fit(batches(30, size=2))
+
+
+def test_fit_does_not_warn_of_a_given_start_or_without_a_known_length():
+    data = batches(4, size=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", offbeat.ScheduleLength)
+        pipeline(method="auto", M=1, staleness_warmup=150).fit(data)
+        pipeline(method=offbeat.ADL(M=1), staleness_warmup=150).fit(data)
+        pipeline(method="auto", M=2, batch=2).fit(data)  # one update late
+        pipeline(method="auto", M=1).fit(lambda epoch: data)
+        pipeline(method="auto", M=1).fit(torch.utils.data.DataLoader(Stream(), batch_size=2))
+
+
 def test_latency_beyond_the_time_of_a_stage_chooses_the_lag_of_adl(times):
     assert pipeline(method="auto", batch=B, latency=1.3, sample=torch.zeros(1, 4)).method.name == "adl-1f1b"
     assert pipeline(method="auto", batch=B, latency=1.4, sample=torch.zeros(1, 4)).method.name == "adl"
@@ -149,7 +209,8 @@ def test_measuring_changes_neither_the_model_nor_random_numbers():
         ({"method": "adl", "latency": 0.1}, 'latency=0.1 without method="auto"'),
         ({"method": "auto", "latency": -0.1, "batch": B}, "latency=-0.1: use a number of seconds from 0 up"),
         ({"method": "auto", "latency": "long", "batch": B}, "latency='long': use a number or None"),
-        ({"method": "auto:m=3", "batch": B}, "adl-1f1b takes no m "),
+        ({"method": "auto:m=3", "batch": B}, "auto takes no m .*: leave it out; its settings are M, .*, latency$"),
+        ({"method": "auto:m=3", "K": 1}, "auto takes no m "),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(options, said):

@@ -218,12 +218,15 @@ def test_correctors_do_nothing_in_the_warmup():
     check_same_bits(bits(pipe), bits(synchronous))
 
 
-@pytest.mark.parametrize("weights", only(["stash"], ["stash", "hybrid", "replay"]))
+@pytest.mark.parametrize(
+    "settings", only(["", "corrector=t1:6"], ["", "corrector=t1:6", "weights=hybrid", "weights=replay"])
+)
 @pytest.mark.parametrize(
     ("engine", "into"), [("simulate", "simulate"), ("streams", "simulate"), ("streams", "streams")]
 )
-def test_a_checkpoint_around_the_switch_resumes_bit_for_bit(weights, engine, into):
-    method = offbeat.methods.with_staleness_warmup(offbeat.ADL(M=2, weights=weights), "bp@2+adl-1f1b@2")
+def test_a_checkpoint_around_the_switch_resumes_bit_for_bit(settings, engine, into):
+    name, given = offbeat.methods.parsed(f"adl:M=2,staleness_warmup=bp@2+adl-1f1b@2,{settings}".rstrip(","))
+    method = offbeat.methods.with_settings(name, given)
     batches, dropout = images(22, torch.float32), engine == "simulate"
     whole = pipeline(method, dropout=dropout)
     losses = train(whole, batches)
@@ -247,6 +250,62 @@ def test_what_is_kept_for_a_state_is_kept_after_loading_into_another_phase():
     second.load_stage_states(first.stage_states(), batches=9)
     train(second, batches[9:])
     assert sorted(second.stage_states()) == sorted(first.stages)
+
+
+# ---- updates with late gradients, which t1 counts
+
+
+@pytest.mark.parametrize("engine", ["simulate", "streams"])
+def test_late_updates_are_counted_from_the_end_of_the_synchronous_phases(engine):
+    method = offbeat.methods.with_staleness_warmup(offbeat.ADL(M=1, corrector="t1:updates=4"), "bp@3+adl-1f1b@2")
+    pipe = chain(3, method, engine=Streams(3, torch.device("cpu")) if engine == "streams" else engine)
+    counted = []
+    for x, y in data(8):
+        pipe.step(x, y)
+        counted.append([stage.late_updates for stage in pipe.stages.values()])
+    # bp, adl-1f1b with a lag of 2, 1, 0 batches and a drain, adl with a lag of 4, 2, 0
+    assert counted == [[0, 0, 0]] * 3 + [[0, 0, 1], [2, 2, 2], [2, 2, 3], [2, 2, 4], [2, 3, 5]]
+
+
+def test_a_state_without_late_updates_has_counted_all_as_earlier_versions_did():
+    batches = data(9)
+    for method, expected in ((offbeat.ADL(M=1, corrector="t1:20"), [5, 7, 9]), (offbeat.BP(), [0, 0, 0])):
+        saved, pipe = chain(3, method), chain(3, method)
+        saved.keep()
+        train(saved, batches)
+        states = saved.stage_states()
+        for tree in states.values():
+            del tree["stage"]["counters"]["late_updates"]
+        pipe.load_stage_states(states, batches=9)
+        assert [stage.late_updates for stage in pipe.stages.values()] == expected
+
+
+def test_a_checkpoint_of_back_propagation_begins_t1_of_a_late_method(tmp_path):
+    """As a warm-up by hand: T3 of PipeMare."""
+    method, batches = offbeat.ADL(M=1, corrector="t1:updates=6"), data(16)
+    first, late, whole = chain(3, offbeat.BP()), chain(3, method), chain(3, method, staleness_warmup=6)
+    train(first, batches[:6])
+    first.save(tmp_path)
+    late.load(tmp_path)
+    assert train(late, batches[6:]) == train(whole, batches)[6:]
+    check_same_bits(bits(late), bits(whole))
+
+
+@pytest.mark.parametrize(("K", "M", "updates"), [(3, 1, [6, 6, 6]), (2, 1, [6, 6]), (2, 2, [3, 3])])
+def test_t1_continues_in_a_changed_pipeline(K, M, updates, tmp_path):
+    layers = [Layer(*theta) for theta in network(3)]
+
+    def made(K: int, M: int, **options) -> offbeat.Pipeline:
+        method = offbeat.ADL(M=M, corrector="t1:updates=20")
+        given = {"loss": mean_square, "optimizer": sgd, "cuts": [1, 2][: K - 1], **options}
+        return offbeat.Pipeline(nn.Sequential(*layers), K, method=method, **given)
+
+    pipe = made(3, 1, staleness_warmup=6)
+    train(pipe, data(12))
+    pipe.save(tmp_path, drain=True)
+    again = made(K, M)
+    again.load(tmp_path)
+    assert [stage.late_updates for stage in again.stages.values()] == updates
 
 
 # ---- what is reported

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def test_one_stage_and_a_given_m_need_no_measurement(times):
     assert times == []
 
 
+def test_settings_of_auto_that_have_no_use_with_one_stage_are_left_out():
+    plain = make_recipe(**SMALL, K=1, method="auto", batch_per_update=16)
+    for settings in ({"staleness_warmup": 7}, {"staleness_warmup": 0}, {"latency": 0.1}):
+        assert make_recipe(**SMALL, K=1, method="auto", batch_per_update=16, settings=settings) == plain
+
+
 def test_a_long_latency_chooses_the_lag_of_adl(times):
     assert make_recipe(**SMALL, K=3, method="auto", batch_per_update=16, latency=1.3).method == "adl-1f1b"
     assert make_recipe(**SMALL, K=3, method="auto", batch_per_update=16, latency=1.4).method == "adl"
@@ -65,9 +72,45 @@ def test_without_samples_per_update_every_batch_is_an_update():
     with pytest.warns(offbeat.LateGradients, match="without batch_per_update=: M=1, every batch is an update"):
         found = make_recipe(**SMALL, K=3, method="auto")
     assert (found.method, found.M, found.batch_size, found.corrector) == ("adl-1f1b", 1, 32, "auto")
-    assert found.staleness_warmup == 150  # stage 1 is two updates late
+    assert found.staleness_warmup is None  # of 2 updates
     late = make_recipe(**SMALL, K=3, method="auto", M=1, staleness_warmup=0)
     assert not late.make_method().staleness_warmup
+
+
+@pytest.mark.parametrize(
+    ("settings", "updates"),
+    [
+        ({"M": 1, "epochs": 1000}, 150),  # of 2,000
+        ({"M": 1, "epochs": 100}, 20),
+        ({"M": 1, "epochs": 100, "replicas": 2, "batch_size": 16}, 20),
+        ({"M": 1, "epochs": 100, "batch_per_update": 16}, 40),
+        ({"M": 1, "epochs": 100, "batch_per_update": 24}, 30),  # the last one of an epoch is short
+        ({"M": 1, "epochs": 100, "batch_per_update": 24, "drop_last": True}, 20),
+        ({"M": 2, "epochs": 100, "batch_size": 4, "K": 6}, 80),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_a_run_begins_with_at_most_a_tenth_of_its_updates_synchronous(settings, updates):
+    """A run of fewer than 150 updates was synchronous to its end, without a word."""
+    found = make_recipe(**{**SMALL, "K": 3, "method": "auto", "engine": None, **settings})
+    assert found.staleness_warmup == updates
+    assert make_recipe(**{**SMALL, "K": 3, "method": "auto", "engine": None, **settings, "staleness_warmup": 7}) == (
+        replace(found, settings={**found.settings, "staleness_warmup": 7})
+    )
+
+
+def test_the_number_of_updates_follows_from_the_measured_batches(monkeypatch):
+    monkeypatch.setattr(measuring, "batch_seconds", lambda model, sample, **options: lambda size: 1.0)
+    found = make_recipe(**{**SMALL, "K": 3, "epochs": 100}, method="auto", batch_per_update=16)
+    assert (found.M, found.staleness_warmup) == (1, 40)
+
+
+def test_a_run_that_is_resumed_keeps_its_synchronous_start(offbeat):
+    arguments = ("train", *OPTIONS[:-1], 10, "-K", 3, "--engine", "simulate", "--method", "auto", "-M", 1)
+    outcome = offbeat(*arguments, "--batch-size", 16, "--checkpoint-every", "1e", "--out", "run")
+    assert (outcome.code, "16 samples per batch, staleness warm-up 4" in outcome.err) == (0, True), outcome
+    assert offbeat("train", "--resume", "run", "--method", "auto", "--epochs", 12).code == 0
+    assert recipe("run")["settings"]["staleness_warmup"] == 4
 
 
 def test_the_command_trains_and_resumes_what_was_chosen(offbeat, times):
@@ -106,7 +149,11 @@ def test_auto_is_compared_at_the_same_samples_per_update(offbeat, times):
     ("arguments", "words"),
     [
         (("--method", "auto:latency=-1", "--batch-per-update", 16), ("latency=-1", "seconds from 0 up")),
-        (("--method", "auto:m=3", "--batch-per-update", 16), ("takes no m",)),
+        (("--method", "auto:m=3", "--batch-per-update", 16), ("auto takes no m (given: 3)", "its settings are M, ")),
+        (
+            ("--method", "auto:pipelined=yes", "-K", 1),
+            ("auto takes no pipelined (given: yes)", "staleness_warmup, latency"),
+        ),
         (("--method", "auto", "-M", 3, "--batch-per-update", 16), ("--batch-per-update 16", "multiple of 3")),
     ],
 )

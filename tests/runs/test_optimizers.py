@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from command import Command, weights
 from run_folders import stopped
 
 import offbeat
+from offbeat.correctors.optimizer_rules import RULES, AdamRule
 from offbeat.errors import UserError
 from offbeat.runs.begin import begin
 from offbeat.runs.build import check
@@ -80,6 +81,31 @@ def test_only_sgd_needs_a_momentum_above_zero_for_a_corrector():
     assert make_recipe(optimizer="muon", momentum=0.0, corrector="sc", K=2).momentum == 0
     with pytest.raises(UserError, match="corrector sc with momentum=0: it needs the momentum of SGD"):
         make_recipe(momentum=0.0, corrector="sc", K=2)
+
+
+def test_a_rule_declares_the_options_that_its_correctors_need(monkeypatch):
+    """A recipe knew the need of SGD by its name."""
+
+    class Decaying(AdamRule):
+        between: ClassVar[dict[str, tuple[float, float]]] = {"weight_decay": (0.0, 0.5)}
+
+    monkeypatch.setitem(RULES, "AdamW", Decaying)
+    for decay in (0.0, 0.5):
+        needed = "it needs the weight_decay of AdamW, use one above 0 and below 0.5"
+        with pytest.raises(UserError, match=f"corrector sc with weight_decay={decay:g}: {needed}"):
+            recipe("adamw", corrector="sc", weight_decay=decay)
+        recipe("adamw", corrector="lookahead", weight_decay=decay)  # needs nothing of the optimizer
+        recipe("nadam", corrector="sc", weight_decay=decay)
+    assert recipe("adamw", corrector="sc", weight_decay=0.1).corrector == "sc"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 1.0, 1.5])
+def test_the_rule_of_sgd_refuses_the_momentum_that_a_recipe_refuses(momentum):
+    made = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=momentum)
+    assert RULES["SGD"](made).unsupported_options() is not None
+    line = f"corrector sc with momentum={momentum:g}: it needs the momentum of SGD, use one above 0 and below 1"
+    with pytest.raises(UserError, match=line):
+        recipe("sgd", corrector="sc", momentum=momentum)
 
 
 def test_an_optimizer_is_described_with_its_settings():

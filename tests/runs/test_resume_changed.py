@@ -74,6 +74,19 @@ def recorded(run: Path) -> dict[str, list]:
     return {**kinds, "note": [line["text"] for line in found if line["kind"] == "note"]}
 
 
+def test_t1_begins_with_the_late_method_of_a_run_that_was_synchronous(tmp_path, offbeat: Command):
+    constant = [*RUN, "--milestones", ""]
+    train_here(
+        offbeat, *constant, "--method", "bp", "--epochs", 1, "--checkpoint-every", "1e", "--out", tmp_path / "run"
+    )
+    late = ["--method", "adl:M=1,corrector=t1:updates=18"]
+    resumed = offbeat("train", "--resume", tmp_path / "run", *late, "--epochs", 2, "--json")
+    assert resumed.code == 0, resumed
+    train_here(offbeat, *constant, *late, "--staleness-warmup", 12, "--epochs", 2, "--out", tmp_path / "whole")
+    found, expected = (load_file(tmp_path / run / "model.safetensors") for run in ("run", "whole"))
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
 CHANGES = {  # what reliability.md calls changeable: options, and whether the batches in flight go on
     "epochs": (["--epochs", EPOCHS + 1], True),
     "warm-up": (["--warmup", 0.5], True),

@@ -564,6 +564,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "replicas of dni": (("--method", "dni", "--replicas", "2"), ("dni with --replicas 2", "synthesisers")),
     "no workers": (("--workers", "0"), ("--workers 0", "from 1 up")),
     "workers and stages": (("--workers", "4", "-K", "2"), ("--workers 4 with -K: it compares divisions",)),
+    "no setting of auto": (("--method", "auto:m=4"), ("auto takes no m (given: 4)", "its settings are M, ")),
     "workers of auto": (("--workers", "4", "--method", "auto"), ("--method auto with --workers 4", "name one method")),
     "workers without memory": (
         ("--workers", "2", "--memory-limit", "0.001"),
