@@ -29,7 +29,7 @@ Batch = tuple[Tensor, Tensor]
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
 LAYOUT = "train/<class>/*.jpeg and val/<class>/*.jpeg (or test/ for val/; .jpg and .png too)"
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+WHITE, MEAN, STD = 255.0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class Files:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageFolder:
-    """Images of classes that are folders; classes are numbered in the order of the sorted folder names."""
+    """Images of classes that are folders; classes are numbered in the order of the sorted folder names.
+
+    as_bytes   whether batches are bytes, in pinned memory if there is a GPU, for those who normalise them there
+    """
 
     shape: tuple[int, int, int]
     class_names: list[str]
@@ -50,6 +53,7 @@ class ImageFolder:
     test_files: Files
     workers: int
     name: str = "imagefolder"
+    as_bytes: bool = False
 
     @property
     def classes(self) -> int:
@@ -76,14 +80,16 @@ class ImageFolder:
         """One shuffled epoch of random-resized crops and flips without its first `skip` samples, which are not read."""
         parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
         order = epoch_order(self.train_samples, seed=seed, epoch=epoch)
-        reader = _Reader(self.train_files, self.shape, (seed, epoch))
-        return _loaded(reader, [order[part].tolist() for part in parts], self.workers)
+        return self._loaded(self.train_files, (seed, epoch), [order[part].tolist() for part in parts])
 
     def test(self, *, batch_size: int) -> Iterator[Batch]:
         """The test images once, in order, resized and cut at the centre."""
         parts = slices(self.test_samples, batch_size=batch_size)
-        batches = [list(range(part.start, part.stop)) for part in parts]
-        return _loaded(_Reader(self.test_files, self.shape, None), batches, self.workers)
+        return self._loaded(self.test_files, None, [list(range(part.start, part.stop)) for part in parts])
+
+    def _loaded(self, files: Files, seeds: tuple[int, int] | None, batches: list[list[int]]) -> Iterator[Batch]:
+        reader = _Reader(files, self.shape, seeds, as_bytes=self.as_bytes)
+        return _loaded(reader, batches, self.workers, pinned=self.as_bytes and torch.cuda.is_available())
 
 
 class _Reader(Dataset[Batch | UserError]):
@@ -92,15 +98,18 @@ class _Reader(Dataset[Batch | UserError]):
     A UserError is returned, not raised: the DataLoader would wrap a raised one in the worker's traceback.
     """
 
-    def __init__(self, files: Files, shape: tuple[int, int, int], seeds: tuple[int, int] | None) -> None:
-        self.files, self.size, self.seeds = files, shape[1:], seeds
+    def __init__(
+        self, files: Files, shape: tuple[int, int, int], seeds: tuple[int, int] | None, *, as_bytes: bool
+    ) -> None:
+        self.files, self.size, self.seeds, self.as_bytes = files, shape[1:], seeds, as_bytes
 
     def __getitem__(self, indices: list[int]) -> Batch | UserError:
         try:
             pixels = np.stack([self._pixels(index) for index in indices])  # b,H,W,3
         except UserError as error:
             return error
-        images = normalise(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)), white=255.0, mean=MEAN, std=STD)
+        planes = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+        images = torch.from_numpy(planes) if self.as_bytes else normalise(planes, white=WHITE, mean=MEAN, std=STD)
         return images, torch.tensor([self.files.labels[index] for index in indices], dtype=torch.int64)
 
     def _pixels(self, index: int) -> np.ndarray:
@@ -110,7 +119,7 @@ class _Reader(Dataset[Batch | UserError]):
         return training_pixels(self.files.paths[index], self.size, draws)
 
 
-def _loaded(reader: _Reader, batches: list[list[int]], workers: int) -> Iterator[Batch]:
+def _loaded(reader: _Reader, batches: list[list[int]], workers: int, *, pinned: bool) -> Iterator[Batch]:
     # batch_size=None: an element of `batches` is one item of the reader. Without a generator of its own the DataLoader
     # would draw its workers' seed from torch's global one.
     loader = DataLoader(
@@ -120,6 +129,7 @@ def _loaded(reader: _Reader, batches: list[list[int]], workers: int) -> Iterator
         num_workers=min(workers, len(batches)),
         collate_fn=_as_it_is,
         generator=generator("loader"),
+        pin_memory=pinned,
     )
     with warnings.catch_warnings():
         # Python 3.12 warns of every fork beside threads; the workers run nothing but Pillow and numpy.

@@ -19,8 +19,11 @@ from torch import Tensor
 
 from offbeat.core.layout import ALIGNMENT
 from offbeat.data import augment
+from offbeat.data.decoded import DecodedOnHost
+from offbeat.data.imagefolder import ImageFolder
 from offbeat.data.memory import InMemory
 from offbeat.data.order import epoch_order, generator, slices
+from offbeat.data.pixels import PixelTable, arranged
 from offbeat.data.synthetic import NOISE_STEP, OFFSETS, Synthetic, patch_of
 
 if TYPE_CHECKING:
@@ -93,11 +96,10 @@ class Resident:
             0
         ].start  # with the batches of other shares
         together = max(1, self.piece // (_finished_bytes(self.shape, self.dtype) * size))
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
         for at in range(0, len(parts), together):
             batches = parts[at : at + together]
             images, labels = make(slice(batches[0].start, batches[-1].stop))
-            yield batches, images.to(self.dtype).contiguous(memory_format=layout), labels
+            yield batches, arranged(images.to(self.dtype), channels_last=self.channels_last), labels
 
 
 def on_device(
@@ -111,17 +113,19 @@ def on_device(
 ) -> tuple[DataSet, str | None]:
     """The data set with its samples on the device; or the same data set, and a note if it does not fit there.
 
-    Only data sets that are in memory as a whole can be moved; an image folder is returned as it is. `limit` is how many
-    bytes of the device the data may take, by default a quarter of the free memory of a CUDA device.
+    Of an image folder, batches are copied one by one; a text is returned as it is. `limit` is how many bytes of the
+    device the data may take, by default a quarter of the free memory of a CUDA device.
 
     >>> from offbeat import data
     >>> digits, note = on_device(data.open("digits"), "cpu")
     >>> [len(labels) for _, labels in digits.test(batch_size=250)]
     [250, 110]
     """
+    device = torch.device(device)
+    if isinstance(data, ImageFolder):
+        return DecodedOnHost.of(data, device, dtype, channels_last=channels_last), None
     if not isinstance(data, InMemory | Synthetic):
         return data, None
-    device = torch.device(device)
     samples = max(data.train_samples, data.test_samples)
     needed = _kept(data) + PEAK_PIECES * min(piece, samples * _finished_bytes(data.shape, dtype))
     if limit is None and device.type == "cuda":
@@ -167,10 +171,7 @@ class _Images:
         self.train = data.train_images.to(device), data.train_labels.to(device)
         self.test = data.test_images.to(device), data.test_labels.to(device)
         channels, height, width = data.train_images.shape[1:]
-        values = np.broadcast_to(np.arange(256, dtype=np.uint8), (channels, 1, 256))
-        table = augment.normalise(values, white=data.white, mean=data.mean, std=data.std)
-        self.table = table.flatten().to(device, dtype)  # value v of channel c is at 256 c + v
-        self.channels = torch.arange(channels, device=device)[:, None, None]
+        self.table = PixelTable(channels, device, dtype, white=data.white, mean=data.mean, std=data.std)
         # The row and column of the image for each row and column of a finished image.
         self.rows = torch.arange(height * data.zoom[0], device=device) // data.zoom[0]
         self.columns = torch.arange(width * data.zoom[1], device=device) // data.zoom[1]
@@ -202,8 +203,7 @@ class _Images:
         # Two gathers with expanded views: indexing with several tensors would materialise them on a GPU.
         strips = pixels.gather(2, rows[:, None, :, None].expand(count, channels, -1, across))
         cut = strips.gather(3, columns[:, None, None, :].expand(*strips.shape[:3], -1))  # b,C,H,W
-        places = cut.int().add_(256 * self.channels)
-        return self.table.index_select(0, places.flatten()).view(cut.shape)
+        return self.table.floats(cut)
 
 
 class _Noise:

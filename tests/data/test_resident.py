@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import offbeat.data
-from offbeat.data import DataSet, resident
+from offbeat.data import DataSet, imagefolder, resident
 from offbeat.data.cifar import open_cifar10, open_cifar100
 from offbeat.data.cifar_files import CIFAR10, CIFAR100, CifarFormat
 from offbeat.data.memory import InMemory
@@ -230,14 +230,34 @@ def test_a_quarter_of_a_cuda_devices_free_memory_is_the_limit(
     )
 
 
-def test_an_image_folder_is_left_to_its_own_loader(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_image_folders_are_copied_as_bytes_and_normalised_on_the_device(
+    tmp_path: Path, device: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from PIL import Image
 
-    for split, kind in itertools.product(("train", "val"), ("cat", "dog")):
-        (tmp_path / split / kind).mkdir(parents=True)
-        Image.new("RGB", (40, 40)).save(tmp_path / split / kind / "0.JPEG")
-    folder = offbeat.data.open("imagefolder", folder=tmp_path, shape=(3, 16, 16), workers=0)
-    assert on_device(folder, "cpu") == (folder, None)
+    for seed, (split, kind, number) in enumerate(itertools.product(("train", "val"), ("cat", "dog"), range(3))):
+        (tmp_path / split / kind).mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(seed).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / split / kind / f"{number}.png")
+    folder = offbeat.data.open("imagefolder", folder=tmp_path, shape=(3, 16, 16), workers=workers)
+    wanted = {"batch_size": 4, "seed": 1, "epoch": 2}
+    trained, tested = list(folder.train(**wanted)), list(folder.test(batch_size=4))
+    half, _ = on_device(folder, device, dtype=torch.bfloat16, channels_last=True)
+    there, note = on_device(folder, device)
+    assert note is None
+    assert (there.name, there.shape, there.classes) == (folder.name, folder.shape, folder.classes)
+    assert (there.train_samples, there.test_samples) == (folder.train_samples, folder.test_samples)
+    with monkeypatch.context() as patch:
+        patch.setattr(imagefolder, "normalise", None)  # workers give bytes
+        assert_same(there.train(**wanted), trained)
+        assert_same(there.test(batch_size=4), tested)
+        assert_same(there.train(**wanted, skip=4), trained[1:])
+        images, labels = next(half.test(batch_size=4))
+    assert {images.device.type, labels.device.type} == {torch.device(device).type}
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(images.cpu(), tested[0][0].bfloat16())
 
 
 def test_synthetic_images_of_imagenet_size_are_made_a_piece_at_a_time() -> None:

@@ -175,7 +175,7 @@ def test_what_differs_from_the_papers_rows_is_what_their_names_say():
     assert changed("resnet56-adl-k14-m4").pop("K") == 14
 
 
-def test_images_have_rows_with_the_recommended_method_with_and_without_a_synchronous_start():
+def test_images_have_rows_with_the_recommended_method_and_with_a_synchronous_start():
     rows = {one.name: one.recipe() for one in TABLES["imagenet-table"].rows}
     late, started, bp = (rows[f"resnet18-{end}"] for end in ("adl-1f1b-k8-m4-sc", "adl-1f1b-k8-m4-sc-warmup", "bp-m4"))
     assert (late.K, late.M, late.batch_size, late.lr, late.epochs) == (8, 4, bp.batch_size, bp.lr, bp.epochs)
