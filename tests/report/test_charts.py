@@ -45,6 +45,17 @@ def test_a_line_has_the_median_of_its_runs_and_a_band_where_there_are_several():
     assert bands == {"bp": [(60.0, 70.0), (20.0, 30.0), (7.0, 9.0)], "adl": [(None, None)] * 3}
 
 
+def test_a_single_point_has_a_rule_over_the_range_of_its_runs():
+    drawn = [Line("one", [(8, 5.5)], [(5.4, 5.7)]), Line("two", [(1, 5.0), (8, 6.0)], [(4.9, 5.1), (5.9, 6.1)])]
+    chart = lines(drawn, x=Axis("K"), y=Axis("error"), width=400)
+    assert [row["series"] for row in rows(chart) if row.get("alone")] == ["one"]
+    rule = next(layer for layer in chart.to_dict()["layer"] if layer["mark"]["type"] == "rule")
+    assert rule["transform"] == [{"filter": "datum.alone"}]
+    assert (rule["encoding"]["y"]["field"], rule["encoding"]["y2"]["field"]) == ("low", "high")
+    without = lines(drawn[1:], x=Axis("K"), y=Axis("error"), width=400)
+    assert "rule" not in [layer["mark"]["type"] for layer in without.to_dict()["layer"]]
+
+
 def test_a_line_against_time_is_at_the_median_minute():
     chart = figures.curves(
         figures.curve_lines(RUNS, {"bp": [[60, 120, 180]] * 3, "adl": [[90, 180, 270]]}), across="minutes of training"

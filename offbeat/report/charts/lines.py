@@ -97,6 +97,9 @@ def lines(
     if any(line.band for line in drawn):
         band = chart.transform_filter("isValid(datum.low)").mark_area(opacity=0.15, clip=True)
         layers.append(band.encode(x=at["x"], y=alt.Y("low:Q"), y2="high:Q", color=hue))
+    if any(line.band and len(line.points) == 1 for line in drawn):  # whose band has no width
+        spread = chart.transform_filter("datum.alone").mark_rule(strokeWidth=2, opacity=0.5, clip=True)
+        layers.append(spread.encode(x=at["x"], y=alt.Y("low:Q"), y2="high:Q", color=hue))
     joined = chart.transform_filter("!datum.measured").mark_line(strokeWidth=2, strokeJoin="round", clip=True)
     layers.append(joined.encode(**at, color=hue, strokeDash=dash))
     layers.append(chart.transform_filter("datum.dot").mark_circle(size=22, opacity=1).encode(**at, color=hue))
@@ -123,6 +126,7 @@ def _rows(line: Line) -> list[dict[str, Any]]:
             "x": a,
             "y": b,
             **({"low": line.band[at][0], "high": line.band[at][1]} if line.band else {}),
+            **({"alone": True} if line.band and count == 1 else {}),
             **({"text": f"{round(b, 2):g}"} if line.written and at % -(-count // MOST_TEXTS) == 0 else {}),
             **({"measured": True} if line.measured else {"dot": True} if count <= MOST_DOTS else {}),
             **({"tip": True} if (count - 1 - at) % -(-count // MOST_TIPS) == 0 else {}),
