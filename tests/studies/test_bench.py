@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -29,12 +30,14 @@ from offbeat.report import bench_table
 from offbeat.report.draw import draw_bench, draw_scaling
 from offbeat.runs.build import cross_entropy
 from offbeat.studies.bench import fork_server as fork_server_module
+from offbeat.studies.bench import request as request_module
 from offbeat.studies.bench import rounds, scaling
 from offbeat.studies.bench.contenders import Ours, Task
 from offbeat.studies.bench.cuts import check, counted, placed
 from offbeat.studies.bench.flat_stage import Counter, Flat, as_floats, restored, tried
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.prediction import PredictionHere, period_on
+from offbeat.studies.bench.request import BenchRequest
 from offbeat.studies.bench.rows import (
     ROWS,
     BenchSetting,
@@ -494,6 +497,50 @@ def test_cuts_are_planned_for_every_number_of_samples_that_rows_compute_on(offbe
     assert moved["adl-micro"] != rows["adl-micro"]["bytes_moved"]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="cuts are measured with a core per stage")
+def test_planning_leaves_time_to_time_the_rows(offbeat):  # noqa: F811
+    command = ("bench", "-K", 2, "--model", "mlp", "--batch-size", 16, "--micro-batches", 4, "--against", "torch-gpipe")
+    done = offbeat(*command, "--budget-minutes", 0.001, "--out", "found")
+    assert done.code == 0, done.err
+    assert "units into 2 stages by the times of the units: no time to time stages" in done.err
+    assert "no time to plan cuts for 4 of 16 samples: those for 16 are used" in done.err
+    assert "no time for 2 more rounds in 0.001 minutes" in done.err
+    record = json.loads(Path("found/bench.json").read_text())
+    assert record["settings"]["rounds"] == 1
+    assert "cuts_by_samples" not in record["settings"]
+    assert [len(row["seconds_per_batch"]) for row in record["rows"]] == [1, 1, 1]
+    assert {tuple(row["cuts"]) for row in record["rows"] if row["cuts"]} == {tuple(record["settings"]["cuts"])}
+
+
+class Ticking:
+    """A clock of a study that a test moves."""
+
+    def __init__(self) -> None:
+        self.seconds, self.lines = 0.0, []
+
+    def report(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.mark.parametrize(("minutes", "limits"), [(None, [math.inf] * 3), (5, [100 / 3, 35.0, 40.0]), (1, [20 / 3])])
+def test_planning_takes_a_third_of_the_time_limit(monkeypatch, minutes, limits):
+    """Each size takes 30 s here."""
+    runner, given = Ticking(), []
+
+    def timed(setting, *, seconds=math.inf, **options):
+        given.append(seconds)
+        runner.seconds += 30.0
+        return placed(setting, **{**options, "by": "flops"})
+
+    monkeypatch.setattr(request_module, "placed", timed)
+    request = BenchRequest("mlp", batch_size=16, K=2, micro_batches=(2, 4), minutes=minutes)
+    made = request.placed(request.setting(), [ROWS["adl"], ROWS["torch-gpipe"]], None, runner)
+    assert given == pytest.approx(limits)
+    assert list(made.cuts_by_samples) == ["8", "4"][: len(limits) - 1]
+    left = [line for line in runner.lines if line.startswith("no time")]
+    assert len(left) == 3 - len(limits)
+
+
 def below(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -780,6 +827,24 @@ def test_rows_of_a_round_that_was_not_finished_are_compared_as_far_as_it_went():
     record = made(row("bp", [2.0, 4.0]), row("adl", [1.0], staleness=(0.5, 0.0)))
     assert bench_table.times_faster(*(bench_table.measured(record)[name] for name in ("adl", "bp"))) == 2.0
     assert "ddg is left out: no reason." in bench_table.page(record)
+
+
+def test_a_record_without_rounds_has_a_page_and_no_empty_table(capsys):
+    record = made(row("bp", []), bound=())
+    record["settings"]["rounds"] = 0
+    bench_table.show(record, "runs/found")
+    shown = capsys.readouterr().out
+    assert "mlp, b=8, K=2, M=4, one core per worker; no row was timed" in shown
+    assert "ddg is left out: no reason." in shown
+    assert "samples/s" not in shown
+    assert "Bound" not in shown
+    assert bench_table.page(record).startswith("# mlp, b=8, K=2, M=4, one core per worker; no row was timed\n")
+
+
+def test_a_round_that_was_not_finished_is_one():
+    record = made(row("bp", [1.0]), bound=())
+    record["settings"]["rounds"] = 0
+    assert bench_table.heading(record).endswith("median (least-most) of 1 round")
 
 
 def test_a_busy_machine_is_reported():
