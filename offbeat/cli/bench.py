@@ -71,7 +71,10 @@ def bench(
     batches: Annotated[int, typer.Option(help="Batches timed per round.")] = 8,
     budget_minutes: Annotated[
         float | None,
-        typer.Option(help="Time limit in minutes: times fewer batches, and starts no round that would exceed it."),
+        typer.Option(
+            help="Time limit in minutes: plans cuts in a third of it, times fewer batches, and after the first round "
+            "starts none that would exceed it."
+        ),
     ] = None,
     out: Annotated[
         Path | None,

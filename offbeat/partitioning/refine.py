@@ -3,12 +3,13 @@
 Each step times the stages of the present cuts and of a few others in the same rounds: the best cuts by the units, whose
 times are scaled to those of their stages, and the present cuts with one unit moved from the slowest stage to the next
 one or the one before. Other cuts are kept only if they are faster in these rounds. The steps end when all of these have
-been tried, when balance leaves no more than noise to gain, or after SECONDS.
+been tried, when balance leaves no more than noise to gain, after SECONDS, or before a time limit that is given.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -60,13 +61,21 @@ class Refinement:
 
 
 def refine(
-    costs: Sequence[float], K: int, meter: Meter, *, M: int = 1, speeds: Sequence[float] | None = None, **options: Any
+    costs: Sequence[float],
+    K: int,
+    meter: Meter,
+    *,
+    M: int = 1,
+    speeds: Sequence[float] | None = None,
+    seconds: float = math.inf,
+    **options: Any,
 ) -> Refinement:
     """The best cuts for measured units, moved by the times of whole stages.
 
     meter    times the stages between cuts
     M        an update counts as a part of each of its M batches
     speeds   of the workers of the stages; with `options` as for `solve`
+    seconds  time limit; the stages of the first cuts are timed in any case
     """
     solution = solve(costs, K, speeds=speeds, **options)
     if K == 1:
@@ -76,13 +85,15 @@ def refine(
     tried, kept, began = {first}, 0, time.monotonic()
     others: list[Cuts] = []
     for _ in range(STEPS):
+        step_began = time.monotonic()
         found = search.time([present, *others])
         fastest = min(found, key=lambda cuts: max(found[cuts].loads))
         if max(found[fastest].loads) < (1 - WORTHWHILE) * max(found[present].loads):
             present, kept = fastest, kept + 1
         search.scale(found, last=present)
         others = search.alternatives(present, tried)
-        if not others or time.monotonic() - began > SECONDS:
+        now = time.monotonic()
+        if not others or now - began > SECONDS or now - began + 2 * (now - step_began) > seconds:  # with the last one
             break
         tried |= set(others)
     if present != first:  # once more: the times by which cuts were chosen are too optimistic

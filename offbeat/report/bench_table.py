@@ -130,7 +130,10 @@ def setting(record: Record) -> str:
 
 
 def heading(record: Record) -> str:
-    return f"{setting(record)}; median (least-most) of {counted(record['settings']['rounds'], 'round')}"
+    if not measured(record):
+        return f"{setting(record)}; no row was timed"
+    rounds = max(1, record["settings"]["rounds"])  # 0: the first one was not finished
+    return f"{setting(record)}; median (least-most) of {counted(rounds, 'round')}"
 
 
 def compared(row: RowRecord, other: RowRecord) -> str:
@@ -235,8 +238,11 @@ def common_notes(record: Record) -> list[str]:
             f"The machine was busy with something else when this began (load {load:g} on "
             f"{counted(cores, 'core')}): these times are not reliable."
         )
-    made += [f"{name} is left out: {reason}." for name, reason in record["left_out"].items()]
-    return made
+    return made + rows_left_out(record)
+
+
+def rows_left_out(record: Record) -> list[str]:
+    return [f"{name} is left out: {reason}." for name, reason in record["left_out"].items()]
 
 
 def page(record: Record) -> str:
@@ -277,6 +283,10 @@ def show(record: Record, where: str) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
+    if not measured(record):
+        for text in (heading(record), *(f"- {reason}" for reason in rows_left_out(record))):
+            console.print(text, soft_wrap=True)
+        return
     made = Table(title=heading(record), box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     made.add_column("row", no_wrap=True)
     for column in ("m", "late\nby", "MB per\nworker", "MB\nmoved", "samples/s", "x BP", "x best\nsync.", "of\nbound"):

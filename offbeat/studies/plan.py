@@ -303,7 +303,7 @@ def _measure(
         if by == "measured":
             both = sum(unit.forward for unit in costs.units), sum(unit.backward for unit in costs.units)
             exposed = exposure(method, K, *both, messages)
-            both_sides = {"exposed_below": exposed, "exposed_above": exposed}
+            both_sides: dict[str, Any] = {"exposed_below": exposed, "exposed_above": exposed}
             refinement = refine(costs.costs(), K, stopwatch, M=M, **both_sides, **options)
             solution = refinement.solution
         else:

@@ -106,16 +106,18 @@ class StudyRunner:
         failed: Callable[[Task, Failure], object] | None = None,
         late: Callable[[Task], object] = lambda task: None,
         resumable: bool = False,
+        least: int = 0,
         errors: type[Exception] = Exception,
     ) -> None:
         """Do the tasks in order. `failed` records one that raised, `late` one for which there is no time.
 
         resumable   the budget interrupts a task, which continues another time: it starts in whatever time is left
+        least       so many are done without time left, too
         errors      those that end a task alone; others end the study, and so do all without `failed`
         """
         took = 0.0
-        for task in tasks:
-            if not self.has_time(0.0 if resumable else took):
+        for place, task in enumerate(tasks):
+            if place >= least and not self.has_time(0.0 if resumable else took):
                 late(task)
                 continue
             began = self.seconds

@@ -13,6 +13,7 @@ from torch import nn
 
 from offbeat.methods import ADL, DDG
 from offbeat.partitioning import batch_times, profile, solve, trace
+from offbeat.partitioning import refine as refine_module
 from offbeat.partitioning import timing as timing_module
 from offbeat.partitioning.loopback import measure_links
 from offbeat.partitioning.refine import refine, rescaled
@@ -206,6 +207,22 @@ def test_pinned_cuts_and_forbidden_positions_hold_when_cuts_move():
     assert {(2, 6), (1, 6)} <= timed
     assert all(6 in cuts and 3 not in cuts for cuts in timed)
     assert (found.solution.cuts, found.kept) == ((1, 6), 1)
+
+
+@pytest.mark.parametrize(("seconds", "timings"), [(1.0, 1), (35.0, 3), (1000.0, 6)])
+def test_a_time_limit_leaves_time_for_the_last_comparison(monkeypatch, seconds, timings):
+    """Each timing takes 10 s: another one is begun if it, and the comparison with the first cuts, end within it."""
+    now = [0.0]
+    monkeypatch.setattr(refine_module.time, "monotonic", lambda: now[0])
+    times = FixedTimes(lambda start, end: StageTime(20.0 - 2 * end if start == 0 else 3.0 * end - start, 0.0))
+
+    def meter(several, load):
+        now[0] += 10.0
+        return times(several, load)
+
+    found = refine([1.0] * 10, 2, meter, seconds=seconds)
+    assert len(times.asked) == timings
+    assert found.solution.cuts in times.asked[-1]
 
 
 def test_the_spread_of_the_rounds_is_in_the_balance():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -27,12 +28,16 @@ from offbeat.partitioning.loopback import LinkMeasurement
 from offbeat.partitioning.profile import Profile, UnitCost
 from offbeat.report import bench_table
 from offbeat.report.draw import draw_bench, draw_scaling
+from offbeat.runs.build import cross_entropy
 from offbeat.studies.bench import fork_server as fork_server_module
+from offbeat.studies.bench import request as request_module
 from offbeat.studies.bench import rounds, scaling
-from offbeat.studies.bench.contenders import Counter, Flat, Ours
+from offbeat.studies.bench.contenders import Ours, Task
 from offbeat.studies.bench.cuts import check, counted, placed
+from offbeat.studies.bench.flat_stage import Counter, Flat, as_floats, restored, tried
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.prediction import PredictionHere, period_on
+from offbeat.studies.bench.request import BenchRequest
 from offbeat.studies.bench.rows import (
     ROWS,
     BenchSetting,
@@ -104,14 +109,11 @@ for name in ("torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "gpipe"):
 """
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """By row and rank: losses where there are any, those of BP, how far parameters are apart, their names, bytes."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    told = json.dumps(SETTING.as_dict())
+def in_two_workers(script: str, store: Path, *arguments: str) -> dict[str, list]:
+    """What both print, by its first entry and by rank."""
     workers = [
         subprocess.Popen(
-            [PYTHON, "-c", TRAIN, str(rank), str(store), told],
+            [PYTHON, "-c", script, str(rank), str(store), *arguments],
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -129,6 +131,12 @@ def trained(tmp_path_factory):
     return found
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """By row and rank: losses where there are any, those of BP, how far parameters are apart, their names, bytes."""
+    return in_two_workers(TRAIN, tmp_path_factory.mktemp("store") / "store", json.dumps(SETTING.as_dict()))
+
+
 def test_stages_of_torch_exchange_contiguous_values_and_gradients():
     """Where a cut is within a block, neither may be: gloo would refuse to send it."""
 
@@ -137,10 +145,116 @@ def test_stages_of_torch_exchange_contiguous_values_and_gradients():
             return x.transpose(1, 2)
 
     x = torch.zeros(2, 3, 4, requires_grad=True)
-    y = Flat(Turned(), x, x.transpose(1, 2), Counter(), last=False)(x)
+    y = Flat(Turned(), x, Counter(), last=False)(x)
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert y.is_contiguous()
     assert gradient.is_contiguous()
+
+
+@pytest.mark.parametrize("cuts", [[7], [12], [27], [9, 14, 22]])
+def test_every_value_that_stages_of_torch_receive_gets_a_gradient(cuts):
+    """Also the tables of rotary positions, which have none, and are passed on by stages between: torch's older
+    versions announce all values as requiring one, and raise an error where there is none."""
+    setting = BenchSetting("gpt:layers=1,width=16,context=8", (8,), 256, batch_size=4, K=len(cuts) + 1, M=2)
+    unsplit, task = Task.of(setting, 0), Task.of(setting, 0)
+    cross_entropy(unsplit.model(unsplit.x), unsplit.y).backward()
+    received, sent, message, tables = [(task.x,)], [], task.x, 0
+    for part in (parts := task.parts(tuple(cuts), "layers")):
+        outputs, unused = tried(part, message)
+        last = part is parts[-1]
+        output = Flat(part, message, Counter(), unused=unused, last=last)(*received[-1])
+        sent.append(output if isinstance(output, tuple) else (output,))
+        received.append(tuple(tensor.detach().requires_grad_() for tensor in sent[-1]))
+        message, tables = outputs, tables + (len(unused) if received[1:-1] else 0)
+    assert tables >= len(cuts)
+    gradients = torch.autograd.grad(cross_entropy(*sent[-1], unsplit.y), sent[-1], retain_graph=True)
+    for outputs, inputs in reversed(list(zip(sent, received, strict=False))):
+        assert all(tensor.requires_grad for tensor in outputs)
+        torch.autograd.backward(outputs, gradients)
+        gradients = tuple(tensor.grad for tensor in inputs)
+    for name, parameter in task.model.named_parameters():
+        assert torch.equal(parameter.grad, unsplit.model.get_parameter(name).grad), name
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([-(2**40), 7]),
+        torch.tensor([[1, -2]], dtype=torch.int32),
+        torch.tensor([3, -4], dtype=torch.int16),
+        torch.arange(256).to(torch.uint8),
+        torch.arange(-128, 128).to(torch.int8),
+        torch.tensor([True, False]),
+        torch.tensor(5),
+        torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        torch.arange(6).reshape(2, 3).T,
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{tensor.dim()}",
+)
+def test_values_that_are_no_floating_point_numbers_arrive_as_they_were(tensor):
+    sent = as_floats(tensor)
+    assert sent.is_floating_point()
+    assert sent.requires_grad
+    assert sent.is_contiguous()
+    arrived = restored(sent.detach().clone(), tensor.dtype)
+    assert arrived.dtype == tensor.dtype
+    assert torch.equal(arrived, tensor)
+
+
+CUT_WITHIN = """
+import sys, json, torch, torch.distributed as dist
+from torch import nn
+from offbeat.studies.bench.contenders import Loop, Task, make
+from offbeat.studies.bench.rows import ROWS, BenchSetting
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.more, self.norm = nn.Embedding(10, 8), nn.Embedding(10, 8), nn.BatchNorm1d(6)
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 10)
+        self.register_buffer("table", torch.rand(6, 8))
+
+    def forward(self, x):
+        kept, table = (x > 3).unsqueeze(-1), self.table * 2
+        h = self.first(self.words(x))
+        h = self.second(h) + 0.0 * self.norm(h)  # sums of micro-batches are those of the batch
+        h = h.masked_fill(kept, 0.5) * table + self.more(x)
+        return self.head(h)
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+torch.set_num_threads(1)
+setting = BenchSetting.of(json.loads(sys.argv[3]))
+def task(rank):
+    torch.manual_seed(3)
+    return Task.of(setting, rank, Masked())
+plain = Loop(task(0))
+for _ in range(2):
+    plain.step()
+wanted = dict(plain.model.named_parameters())
+for name in ("torch-gpipe", "torch-1f1b", "torch-interleaved"):
+    mine = task(rank)
+    contender = make(ROWS[name], mine, 4)
+    for _ in range(2):
+        contender.step()
+    trained = {key: value for key, value in mine.model.named_parameters()
+               if any(value is own for own in contender.parameters)}
+    apart = max((float((value - wanted[key]).abs().max()) for key, value in trained.items()), default=0.0)
+    counted = int(mine.model.norm.num_batches_tracked) if "norm.weight" in trained else 8
+    print(json.dumps([name, apart, counted, sorted(trained)]), flush=True)
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(("cut", "chunks"), [(1, (4, 7, 10)), (10, (5, 9, 11))])
+def test_torch_trains_on_cuts_that_masks_tables_and_tokens_cross(tmp_path, cut, chunks):
+    setting = BenchSetting("gpt", (6,), 10, batch_size=16, K=2, M=2, cuts=(cut,), chunk_cuts=chunks)
+    found = in_two_workers(CUT_WITHIN, tmp_path / "store", json.dumps(setting.as_dict()))
+    for ranks in found.values():
+        assert all(apart < 1e-6 for apart, _, _ in ranks)
+        assert [counted for _, counted, _ in ranks] == [8, 8]  # micro-batches that BatchNorm has seen
+        assert sum(len(names) for _, _, names in ranks) == 10
+    assert list(found) == ["torch-gpipe", "torch-1f1b", "torch-interleaved"]
 
 
 @pytest.mark.parametrize("name", ["torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "gpipe"])
@@ -381,6 +495,50 @@ def test_cuts_are_planned_for_every_number_of_samples_that_rows_compute_on(offbe
     assert moved["adl"] == rows["adl"]["bytes_moved"]
     assert moved["torch-gpipe"] != rows["torch-gpipe"]["bytes_moved"]
     assert moved["adl-micro"] != rows["adl-micro"]["bytes_moved"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="cuts are measured with a core per stage")
+def test_planning_leaves_time_to_time_the_rows(offbeat):  # noqa: F811
+    command = ("bench", "-K", 2, "--model", "mlp", "--batch-size", 16, "--micro-batches", 4, "--against", "torch-gpipe")
+    done = offbeat(*command, "--budget-minutes", 0.001, "--out", "found")
+    assert done.code == 0, done.err
+    assert "units into 2 stages by the times of the units: no time to time stages" in done.err
+    assert "no time to plan cuts for 4 of 16 samples: those for 16 are used" in done.err
+    assert "no time for 2 more rounds in 0.001 minutes" in done.err
+    record = json.loads(Path("found/bench.json").read_text())
+    assert record["settings"]["rounds"] == 1
+    assert "cuts_by_samples" not in record["settings"]
+    assert [len(row["seconds_per_batch"]) for row in record["rows"]] == [1, 1, 1]
+    assert {tuple(row["cuts"]) for row in record["rows"] if row["cuts"]} == {tuple(record["settings"]["cuts"])}
+
+
+class Ticking:
+    """A clock of a study that a test moves."""
+
+    def __init__(self) -> None:
+        self.seconds, self.lines = 0.0, []
+
+    def report(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.mark.parametrize(("minutes", "limits"), [(None, [math.inf] * 3), (5, [100 / 3, 35.0, 40.0]), (1, [20 / 3])])
+def test_planning_takes_a_third_of_the_time_limit(monkeypatch, minutes, limits):
+    """Each size takes 30 s here."""
+    runner, given = Ticking(), []
+
+    def timed(setting, *, seconds=math.inf, **options):
+        given.append(seconds)
+        runner.seconds += 30.0
+        return placed(setting, **{**options, "by": "flops"})
+
+    monkeypatch.setattr(request_module, "placed", timed)
+    request = BenchRequest("mlp", batch_size=16, K=2, micro_batches=(2, 4), minutes=minutes)
+    made = request.placed(request.setting(), [ROWS["adl"], ROWS["torch-gpipe"]], None, runner)
+    assert given == pytest.approx(limits)
+    assert list(made.cuts_by_samples) == ["8", "4"][: len(limits) - 1]
+    left = [line for line in runner.lines if line.startswith("no time")]
+    assert len(left) == 3 - len(limits)
 
 
 def below(pid: int) -> list[int]:
@@ -669,6 +827,24 @@ def test_rows_of_a_round_that_was_not_finished_are_compared_as_far_as_it_went():
     record = made(row("bp", [2.0, 4.0]), row("adl", [1.0], staleness=(0.5, 0.0)))
     assert bench_table.times_faster(*(bench_table.measured(record)[name] for name in ("adl", "bp"))) == 2.0
     assert "ddg is left out: no reason." in bench_table.page(record)
+
+
+def test_a_record_without_rounds_has_a_page_and_no_empty_table(capsys):
+    record = made(row("bp", []), bound=())
+    record["settings"]["rounds"] = 0
+    bench_table.show(record, "runs/found")
+    shown = capsys.readouterr().out
+    assert "mlp, b=8, K=2, M=4, one core per worker; no row was timed" in shown
+    assert "ddg is left out: no reason." in shown
+    assert "samples/s" not in shown
+    assert "Bound" not in shown
+    assert bench_table.page(record).startswith("# mlp, b=8, K=2, M=4, one core per worker; no row was timed\n")
+
+
+def test_a_round_that_was_not_finished_is_one():
+    record = made(row("bp", [1.0]), bound=())
+    record["settings"]["rounds"] = 0
+    assert bench_table.heading(record).endswith("median (least-most) of 1 round")
 
 
 def test_a_busy_machine_is_reported():

@@ -71,6 +71,14 @@ def test_a_task_starts_if_one_like_the_last_would_end_within_the_budget(tmp_path
     assert late == [task for task in range(5) if task not in expected]
 
 
+def test_the_least_number_of_tasks_is_done_without_time_left(tmp_path, clock):
+    done, late = [], []
+    runner = StudyRunner(tmp_path, minutes=1, show=False)
+    clock[0] += 61
+    runner.run(range(4), done.append, late=late.append, least=2)
+    assert (done, late) == ([0, 1], [2, 3])
+
+
 def test_ctrl_c_writes_what_there_is_and_states_how_to_continue(tmp_path):
     runner = StudyRunner(tmp_path / "x", show=False)
 

@@ -4,6 +4,7 @@ rows            what can be timed, and under which name
 request         the options, checked
 cuts            the cuts of rows whose stages compute on the same number of samples
 contenders      each row as one of its workers: an object with a `step()`
+flat_stage      stages as torch.distributed.pipelining takes them
 worker          a process that builds one contender and times it on request
 worker_group    the workers of one row, seen from the process that started them
 fork_server     the process that workers are forked from, which has imported torch

@@ -7,8 +7,7 @@ batches of a data set where they are trained (row_training.py). Gradients are me
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -17,7 +16,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from offbeat import models
 from offbeat.core.links import Message
@@ -28,6 +26,7 @@ from offbeat.core.worker import Links, Worker
 from offbeat.partitioning import partition
 from offbeat.pipeline import Pipeline
 from offbeat.runs.build import cross_entropy
+from offbeat.studies.bench.flat_stage import Counter, Flat, announced, tried
 from offbeat.studies.bench.rows import BenchRow, BenchSetting, batches_per_update, method_of
 from offbeat.studies.bench.timing import Canned, Tap, sgd
 
@@ -96,22 +95,27 @@ class Task:
     def optimize(self, parameters: Iterable[Tensor]) -> ScheduledOptimizer:
         """The optimizer of these parameters of the model, which it takes with their names."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
-        optimizer = self.optimizer([(names[parameter], parameter) for parameter in parameters])
+        named = [(names[parameter], parameter) for parameter in parameters]
+        if not named:  # a stage without parameters
+            return ScheduledOptimizer()
+        optimizer = self.optimizer(named)
         return ScheduledOptimizer(optimizer, self.scheduler(optimizer) if self.scheduler else None)
 
 
 @dataclass
 class ScheduledOptimizer:
-    """An optimizer with the schedule of its learning rate."""
+    """An optimizer, if there is anything to optimize, with the schedule of its learning rate."""
 
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
+        if self.optimizer:
+            self.optimizer.zero_grad()
 
     def step(self) -> None:
-        self.optimizer.step()
+        if self.optimizer:
+            self.optimizer.step()
         if self.scheduler:
             self.scheduler.step()
 
@@ -207,59 +211,6 @@ class DataParallel(Loop):
         return 2 * (K - 1) * gradients // K + (buffers * (K - 1) if dist.get_rank() == 0 else 0)
 
 
-@dataclass
-class Counter:
-    """Bytes that pass, while it is on."""
-
-    bytes: int = 0
-    on: bool = False
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        self.bytes, self.on = 0, True
-        yield
-        self.on = False
-
-    def see(self, tensor: Tensor) -> None:
-        if self.on:
-            self.bytes += tensor.nbytes
-
-
-class Flat(nn.Module):
-    """A stage whose values in and out are plain tensors, as torch.distributed.pipelining takes them.
-
-    `inputs` and `outputs` are trees of one sample message each; what is no tensor in them is the same for every batch.
-    Values and gradients are contiguous, since gloo sends no others.
-    """
-
-    def __init__(self, stage: nn.Module, inputs: Any, outputs: Any, counter: Counter, *, last: bool) -> None:
-        super().__init__()
-        self.stage, self.counter, self.last = stage, counter, last
-        leaves, self.structure = pytree.tree_flatten(inputs)
-        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        for leaf in pytree.tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and not leaf.is_floating_point():
-                raise ValueError(f"a {leaf.dtype} tensor crosses a cut, which takes no gradient")
-
-    def forward(self, *tensors: Tensor) -> Any:
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-            if tensor.requires_grad:
-                leaves[place] = view = tensor.view_as(tensor)  # whose hooks end with this batch
-                view.register_hook(Tensor.contiguous)
-                if self.counter.on:
-                    view.register_hook(self.counter.see)
-        output = self.stage(pytree.tree_unflatten(leaves, self.structure))
-        if self.last:
-            return output
-        sent = [leaf.contiguous() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        for tensor in sent:
-            self.counter.see(tensor)
-        return sent[0] if len(sent) == 1 else tuple(sent)
-
-
 class TorchPipelining:
     """torch.distributed.pipelining, on the cuts of the run; interleaved: on 2K chunks, two a worker."""
 
@@ -282,11 +233,13 @@ class TorchPipelining:
         self.parameters: list[Tensor] = []
         buffers = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
         for index, part in enumerate(parts):
-            with torch.no_grad():
-                y = part.train()(pytree.tree_map_only(Tensor, torch.clone, x))
+            y, unused = tried(part.train(), x)
             if index % K == task.rank:
-                flat = Flat(part, x, y, self.counter, last=index == n - 1)
-                stages.append(pipelining.PipelineStage(flat, index, n, task.x.device))
+                flat = Flat(part, x, self.counter, unused=unused, last=index == n - 1)
+                given, made = announced(x, crosses=index > 0), announced(y, crosses=not flat.last)
+                stages.append(
+                    pipelining.PipelineStage(flat, index, n, task.x.device, input_args=given, output_args=made)
+                )
                 self.parameters += list(part.parameters())
             x = y
         for name, buffer in task.model.named_buffers():  # the forwards have changed the statistics of BatchNorm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,11 +76,15 @@ def placed(
     cuts: Sequence[int] | None = None,
     units: str | None = None,
     M: int = 1,
+    seconds: float = math.inf,
     file: Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> BenchSetting:
-    """The setting with its cuts, for batches of its size; an update counts as a part of each of its M batches."""
-    K = setting.K
+    """The setting with its cuts, for batches of its size; an update counts as a part of each of its M batches.
+
+    seconds   for measuring; units are timed in any case, stages as far as there is time
+    """
+    K, began = setting.K, time.monotonic()
     if cuts is not None:
         kind = units or "layers"
         network = Network.of(setting, device="meta")
@@ -89,10 +95,14 @@ def placed(
         return _with_chunks(replace(setting, cuts=solve(costs.costs(), K, legal=costs.legal_cuts).cuts), costs)
     report(f"profiling {setting.model}, b={setting.batch_size}")
     found = measured(setting, file)
-    report(f"cutting {len(found.profile.units)} units into {K} stages")
-    costs = found.profile
+    costs, left = found.profile, seconds - (time.monotonic() - began)
+    cutting = f"cutting {len(costs.units)} units into {K} stages"
+    if left <= 0:
+        report(f"{cutting} by the times of the units: no time to time stages")
+        return _with_chunks(replace(setting, cuts=solve(costs.costs(), K, legal=costs.legal_cuts).cuts), costs)
+    report(cutting)
     with Stopwatch(found.traced.twin(), found.sample, K) as stopwatch:
-        solution = refine(costs.costs(), K, stopwatch, M=M, legal=costs.legal_cuts).solution
+        solution = refine(costs.costs(), K, stopwatch, M=M, seconds=left, legal=costs.legal_cuts).solution
     return _with_chunks(replace(setting, cuts=solution.cuts), costs)
 
 

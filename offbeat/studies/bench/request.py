@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from offbeat.errors import UserError, unknown
 from offbeat.runs.recipe import split_update
 from offbeat.studies.bench.cuts import check, placed
 from offbeat.studies.bench.rows import OURS, ROWS, BenchRow, BenchSetting, batches_per_update, settings_by_method, sizes
+from offbeat.studies.runner import StudyRunner
+
+PLANNING = 1 / 3  # of the time limit, at most, for cuts
 
 
 @dataclass(frozen=True)
@@ -90,18 +94,26 @@ class BenchRequest:
         setting: BenchSetting,
         rows: Sequence[BenchRow],
         earlier: Mapping[str, Any] | None,
-        report: Callable[[str], None],
+        runner: StudyRunner,
     ) -> BenchSetting:
         """The setting with the cuts of these rows: those of an earlier record that is continued, those that are given,
-        or new ones for every number of samples on which their stages compute."""
+        or new ones for every number of samples on which their stages compute, as far as there is time."""
         if earlier:
             return BenchSetting.of(earlier["settings"])
-        made = placed(setting, by=self.partition, cuts=self.cuts, units=self.units, file=self.profile, report=report)
+        report, by = runner.report, self.partition
+        end = math.inf if self.minutes is None else runner.seconds + PLANNING * 60 * self.minutes
+        share = (end - runner.seconds) / len(sizes(rows, setting, self.micro_batches))
+        made = placed(setting, by=by, cuts=self.cuts, units=self.units, seconds=share, file=self.profile, report=report)
         whole, other = setting.batch_size, dict[str, dict[str, Any]]()
-        for samples in [] if self.cuts else sizes(rows, made, self.micro_batches)[1:]:
+        smaller = [] if self.cuts else sizes(rows, made, self.micro_batches)[1:]
+        for place, samples in enumerate(smaller):
+            share = (end - runner.seconds) / (len(smaller) - place)
+            if share <= 0:
+                report(f"no time to plan cuts for {samples} of {whole} samples: those for {whole} are used")
+                continue
             file = self.profile and self.profile.with_stem(f"{self.profile.stem}-b{samples}")
-            smaller = replace(setting, batch_size=samples)
-            own = placed(smaller, by=self.partition, M=whole // samples, file=file, report=report)
+            part = replace(setting, batch_size=samples)
+            own = placed(part, by=by, M=whole // samples, seconds=share, file=file, report=report)
             other[str(samples)] = {"cuts": own.cuts, "chunk_cuts": own.chunk_cuts}
             report(f"{setting.model}, {samples} of {whole} samples, cuts {list(own.cuts)}")
         return replace(made, cuts_by_samples=other)

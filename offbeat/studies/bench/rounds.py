@@ -231,9 +231,9 @@ class Bench:
     # ---- rounds
 
     def go(self) -> None:
-        """All rounds that are not in the record yet, as far as there is time."""
+        """All rounds that are not in the record yet, as far as there is time; the first one in any case."""
         late: list[int] = []
-        self.runner.run(range(self.request.repetitions), self._round, late=late.append)
+        self.runner.run(range(self.request.repetitions), self._round, late=late.append, least=1)
         if late:
             self.runner.report(f"no time for {len(late)} more rounds in {self.request.minutes:g} minutes")
 
@@ -381,7 +381,7 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     made["machine"] = machines.described(made["machine"])
     runner = StudyRunner(out, request.minutes, show)
     earlier = stored(out / "bench.json", identity(request, setting), made)
-    setting = request.placed(setting, rows, earlier, runner.report)
+    setting = request.placed(setting, rows, earlier, runner)
     if setting.device == "cpu" and (shared := shared_cores(setting.K)):
         print(f"offbeat: {shared}", file=sys.stderr)
     runner.report(f"{setting.model}, b={setting.batch_size}, K={setting.K}, cuts {list(setting.cuts)}")

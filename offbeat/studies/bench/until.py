@@ -411,7 +411,7 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     if request.every:
         settings["every"] = request.every
     earlier = stored(out / RECORD, settings, made) or {}
-    setting = request.placed(setting, rows, earlier, runner.report)
+    setting = request.placed(setting, rows, earlier, runner)
     if earlier:
         request = replace(request, every=earlier["settings"]["every"])
         runner.report(f"continuing the record of {sum(len(row['runs']) for row in earlier['rows'])} runs")
