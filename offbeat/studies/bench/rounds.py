@@ -381,9 +381,9 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     made["machine"] = machines.described(made["machine"])
     runner = StudyRunner(out, request.minutes, show)
     earlier = stored(out / "bench.json", identity(request, setting), made)
-    setting = request.placed(setting, rows, earlier, runner)
     if setting.device == "cpu" and (shared := shared_cores(setting.K)):
         print(f"offbeat: {shared}", file=sys.stderr)
+    setting = request.placed(setting, rows, earlier, runner)
     runner.report(f"{setting.model}, b={setting.batch_size}, K={setting.K}, cuts {list(setting.cuts)}")
     run = Bench(request, setting, runner, rows, made, earlier or {}, load=load)
     with runner.opened(partial(finish, run), arguments=f" with out={str(out)!r}"):
