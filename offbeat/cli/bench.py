@@ -122,7 +122,7 @@ def bench(
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help="Optimizer of all rows. (default sgd; for text adamw, and muon too in rows with late gradients)",
+            help="Optimizer of all rows. (default sgd; for text adamw and muon)",
             rich_help_panel=TRAINING,
         ),
     ] = None,

@@ -17,7 +17,7 @@ from offbeat.runs.task import LANGUAGE
 from offbeat.seeds import derive
 from offbeat.studies.bench import until
 from offbeat.studies.bench.row_training import validation_batches
-from offbeat.studies.bench.rows import BenchSetting, chosen
+from offbeat.studies.bench.rows import chosen
 from offbeat.studies.bench.target import Measurement, Target, best, reached
 from offbeat.studies.bench.until import TrainedRow
 
@@ -83,19 +83,18 @@ def test_validation_samples_are_spread_over_all_test_samples():
 # ---- which rows there are
 
 
-def test_on_text_rows_with_late_gradients_have_the_recommended_optimizer_too():
-    setting = BenchSetting("mlp", (1, 8, 8), 10, batch_size=16, K=2, M=2)
+def test_on_text_all_rows_have_the_optimizer_recommended_for_late_gradients_too():
     rows = chosen(until.COMPARED)
 
     def named(default: str, given: str | None = None) -> list[tuple[str, str]]:
-        return [(one.name, one.optimizer) for one in TrainedRow.all_of(rows, setting, default=default, given=given)]
+        return [(one.name, one.optimizer) for one in TrainedRow.all_of(rows, default=default, given=given)]
 
     assert named("sgd") == [(name, "sgd") for name in ("bp", "torch-1f1b", "ddp", "adl", "adl-1f1b")]
-    assert named(LANGUAGE.defaults["optimizer"])[3:] == [
-        ("adl", "adamw"),
-        ("adl-muon", "muon"),
-        ("adl-1f1b", "adamw"),
-        ("adl-1f1b-muon", "muon"),
+    assert named(LANGUAGE.defaults["optimizer"])[:4] == [
+        ("bp", "adamw"),
+        ("bp-muon", "muon"),
+        ("torch-1f1b", "adamw"),
+        ("torch-1f1b-muon", "muon"),
     ]
     assert named("adamw", "muon") == [(name, "muon") for name in ("bp", "torch-1f1b", "ddp", "adl", "adl-1f1b")]
 

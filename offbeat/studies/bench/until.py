@@ -153,19 +153,13 @@ class TrainedRow:
     name: str
 
     @classmethod
-    def all_of(
-        cls, rows: list[BenchRow], setting: BenchSetting, *, default: str, given: str | None
-    ) -> list[TrainedRow]:
-        """Every row with the default optimizer of the data; on text, rows whose gradients are late also with the
-        recommended one. Or all rows with the one that is given."""
-        found = []
-        for row in rows:
-            late = row.kind == "pipeline" and method_of(row, setting).lag(1, setting.K) > 0
-            also = [RECOMMENDED_OPTIMIZER] if late and default == LANGUAGE.defaults["optimizer"] else []
-            for optimizer in [given] if given else [default, *also]:
-                name = row.name if optimizer == (given or default) else f"{row.name}-{optimizer}"
-                found.append(cls(row, optimizer, name))
-        return found
+    def all_of(cls, rows: list[BenchRow], *, default: str, given: str | None) -> list[TrainedRow]:
+        """Every row with the default optimizer of the data, and on text also with the one that is recommended for late
+        gradients. Or all rows with the one that is given."""
+        first = given or default
+        also = [RECOMMENDED_OPTIMIZER] if given is None and default == LANGUAGE.defaults["optimizer"] else []
+        named = [("", first), *((f"-{optimizer}", optimizer) for optimizer in also)]
+        return [cls(row, optimizer, f"{row.name}{end}") for row in rows for end, optimizer in named]
 
 
 @dataclass
@@ -402,7 +396,7 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     given = tuple(settings_by_method(request.methods, request.M))
     rows = [row for row in chosen(request.against, methods=given) if not row.micro]
     task = make_recipe(**request.recipe(1)).task
-    trained = TrainedRow.all_of(rows, setting, default=task.defaults["optimizer"], given=request.optimizer)
+    trained = TrainedRow.all_of(rows, default=task.defaults["optimizer"], given=request.optimizer)
     out = folder_for(request.out, f"until-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", RECORD)
     made = origin()
     made["machine"] = machines.described(made["machine"])
