@@ -380,7 +380,7 @@ def test_a_warmup_that_is_not_possible_is_refused_in_one_line(method, given, lin
 )
 def test_correctors_of_later_phases_that_cannot_work_are_refused_at_once(method, given):
     """It was refused at the switch, after all updates of the warm-up."""
-    with pytest.raises(UserError, match=r"^corrector sc with optimizer RMSprop: use SGD, .*") as caught:
+    with pytest.raises(UserError, match=r"^corrector sc with optimizer torch.optim.RMSprop: use SGD, .*") as caught:
         chain(3, method, staleness_warmup=given, optimizer=torch.optim.RMSprop)
     assert "\n" not in str(caught.value)
 
@@ -395,5 +395,5 @@ def test_correctors_are_checked_with_the_optimizer_of_their_phase():
     pipe = chain(2, method, staleness_warmup=2, optimizer=good)
     train(pipe, data(12))
     assert [stage.optimization.made[0]["momentum"] for stage in pipe.stages.values()] == [0.9, 0.9]
-    with pytest.raises(UserError, match=r"^corrector sc with optimizer SGD with momentum=0"):
+    with pytest.raises(UserError, match=r"^corrector sc with optimizer torch.optim.SGD with momentum=0"):
         chain(2, method, staleness_warmup=2, optimizer=bad)
