@@ -240,6 +240,16 @@ class Method:
         """
         return replace(self, staleness_warmup=()) if self.staleness_warmup else self
 
+    @property
+    def phases(self) -> tuple[Method, ...]:
+        """The methods that train one after the other: those of the warm-up, and this one without a warm-up.
+
+        >>> from offbeat.methods import ADL, BP
+        >>> [method.name for method in Method(name="warm", lag=ADL().lag, staleness_warmup=[(BP(), 10)]).phases]
+        ['bp', 'warm']
+        """
+        return (*(method for method, _ in self.staleness_warmup), self.after_warmup)
+
     def why_not_capturable(self) -> str | None:
         """The reason why the iterations of a stage differ, so that they cannot be recorded; None if they do not.
 
@@ -491,8 +501,7 @@ class Method:
         >>> ADL(M=2).notice(4), BP().notice(4)
         (8, 2)
         """
-        phases = [self, *(phase for phase, _ in self.staleness_warmup)]
-        return 2 + max(phase.resting(k, K, phase.fill(K)) for phase in phases for k in range(1, K + 1))
+        return 2 + max(phase.resting(k, K, phase.fill(K)) for phase in self.phases for k in range(1, K + 1))
 
     def synchronous(self, K: int) -> bool:
         """Whether stages wait for each other in every update: there is no lag, and gradients come from above.

@@ -2,7 +2,7 @@
 
 As a script under torchrun it trains every case that fits the number of processes and writes the final weights:
 
-    torchrun --nproc-per-node 4 tests/replica_cases.py OUT plain recorded
+    torchrun --nproc-per-node 4 tests/replica_cases.py OUT plain recorded resumed
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ CASES |= {
     ),
     "three": Case(ADL, K=1, R=3),
     "three-2bw": Case(offbeat.TwoBW(M=2), K=1, R=3),
+    "adaptive": Case(offbeat.ADL(M=1, corrector="dc:2:adaptive=yes+lookahead")),
+    "three-adaptive": Case(offbeat.TwoBW(M=2, corrector="dc:2:adaptive=yes"), K=1, R=3),
     "three-bp": Case(offbeat.BP(M=2), K=1, R=3, batches=lambda n: images(n, sizes=(5, 3))),
 }
 
@@ -129,6 +132,8 @@ RECORDED = (
     "three",
     "three-2bw",
 )
+RESUMED = ("clipped", "int8-messages", "adaptive", "three-2bw", "three-adaptive")  # from a checkpoint
+WAYS = {"plain": tuple(CASES), "recorded": RECORDED, "resumed": RESUMED}
 
 
 def pipeline(case: Case, **options: Any) -> offbeat.Pipeline:
@@ -163,13 +168,18 @@ def at(pipe: offbeat.Pipeline, case: Case, t: int) -> tuple[Any, ...]:
     )
 
 
-def train(case: Case, **options: Any) -> dict[str, Any]:
-    """Train a case by step(), with a drain and an evaluation."""
-    pipe = pipeline(case, **options)
+def train(case: Case, *, engine: Callable[[], Any] = lambda: None, folder: str | None = None) -> dict[str, Any]:
+    """Train a case by step(), with a drain and an evaluation; with a folder, a new pipeline continues from there."""
+    pipe = pipeline(case, engine=engine())
     losses = []
     for t in range(case.N):
         if t == 4:
             pipe.drain()
+        if t == 7 and folder:
+            pipe.save(folder)
+            pipe.close()
+            pipe = pipeline(case, engine=engine())
+            pipe.load(folder)
         loss = pipe.step(*at(pipe, case, t))
         losses.append(None if loss is None else float(loss))
     middle = pipe.evaluate(images(2, seed=1) if pipe.leads else None)
@@ -210,9 +220,10 @@ def main(out: str, *ways: str) -> None:
         return torch.distributed.destroy_process_group()
     results: dict[str, dict[str, dict]] = {how: {} for how in ways}
     for how, (name, case) in itertools.product(ways, CASES.items()):
-        if size == case.K * case.R and (how == "plain" or name in RECORDED):
-            engine = Processes(case.K, replicas=case.R, recorded=how == "recorded")
-            results[how][name] = train(case, engine=engine)
+        if size == case.K * case.R and name in WAYS[how]:
+            engine = partial(Processes, case.K, replicas=case.R, recorded=how == "recorded")
+            folder = f"{out}/{name}" if how == "resumed" else None
+            results[how][name] = train(case, engine=engine, folder=folder)
     with open(f"{out}/{size}-{rank}.json", "w") as file:
         json.dump(results, file)
     torch.distributed.destroy_process_group()

@@ -78,8 +78,8 @@ def test_auto_is_printed_with_the_pipeline_for_each_stage():
     assert first == "Pipeline(method=adl, K=3, M=2, engine=simulate)"
     assert stages[0] == (
         "  stage 1: 20 parameters, staleness 2, corrector none (without sc, which does not work with optimizer "
-        "Adagrad: use SGD, Adam, AdamW, NAdam, or one that implements offbeat.correctors.SelfCompensating, "
-        "as offbeat.optim.Muon does)"
+        "torch.optim.Adagrad: use SGD, Adam, AdamW or NAdam of torch.optim, offbeat.optim.Muon, or another that "
+        "implements offbeat.correctors.SelfCompensating)"
     )
     assert stages[2] == "  stage 3: 15 parameters, staleness 0, corrector none"
 

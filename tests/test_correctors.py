@@ -150,7 +150,7 @@ def test_settings_of_a_wrong_type_are_refused_as_wrong_numbers_are(make):
 @pytest.mark.parametrize("name", ["lwp", "sc", "nag"])
 def test_momentum_is_read_of_plain_sgd_only_and_the_error_names_what_was_given(name, options):
     ((option, value),) = options.items()
-    with pytest.raises(offbeat.UserError, match=f"{name} with optimizer SGD with .*{option}={value}"):
+    with pytest.raises(offbeat.UserError, match=f"{name} with optimizer torch.optim.SGD with .*{option}={value}"):
         pipeline(named("adl", corrector=name), optimizer=lambda p: sgd(p, **options))
 
 
@@ -161,10 +161,25 @@ FREE = (offbeat.WeightPrediction(form="weight"), "t1:3", "t1:power=1", "dc", "sh
 @pytest.mark.parametrize("name", NEEDY)
 def test_an_optimizer_without_a_rule_is_refused_with_those_that_have_one(name):
     with pytest.raises(
-        offbeat.UserError, match=r"with optimizer Adagrad: use SGD, .*NAdam, or one that implements"
+        offbeat.UserError,
+        match=r"with optimizer torch.optim.Adagrad: use SGD.* or NAdam of torch.optim, offbeat.optim.Muon",
     ) as e:
         pipeline(named("adl", corrector=name), optimizer=lambda p: torch.optim.Adagrad(p, lr=0.01))
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_of_torch_is_told_from_the_one_that_is_recommended():
+    """Both were called Muon in the error."""
+    with pytest.raises(offbeat.UserError) as caught:
+        pipeline(
+            named("adl", corrector="sc"),
+            optimizer=lambda p: torch.optim.Muon([each for _, each in p if each.dim() == 2]),
+        )
+    assert str(caught.value) == (
+        "corrector sc with optimizer torch.optim.Muon: use SGD, Adam, AdamW or NAdam of torch.optim, offbeat.optim.Muon"
+        ", or another that implements offbeat.correctors.SelfCompensating"
+    )
 
 
 @pytest.mark.parametrize("corrector", FREE, ids=str)
@@ -178,14 +193,16 @@ def test_correctors_without_needs_work_with_every_optimizer(corrector):
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_options_of_adam_that_a_rule_does_not_cover_are_refused_in_one_line(kind, option):
     for name in ("sc", "lwp"):
-        with pytest.raises(offbeat.UserError, match=f"{name} with optimizer {kind.__name__} with {option}=True: use"):
+        with pytest.raises(
+            offbeat.UserError, match=f"{name} with optimizer torch.optim.{kind.__name__} with {option}=True: use"
+        ):
             pipeline(named("adl", corrector=name), optimizer=lambda p: kind(p, lr=0.01, **{option: True}))
     assert pipeline(named("adl", corrector="lookahead"), optimizer=lambda p: kind(p, **{option: True}))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_nag_is_refused_by_optimizers_without_a_nesterov_form(kind):
-    with pytest.raises(offbeat.UserError, match=f"nag with optimizer {kind.__name__}: use SGD, NAdam, or one that"):
+    with pytest.raises(offbeat.UserError, match=f"nag with optimizer torch.optim.{kind.__name__}: use SGD or NAdam of"):
         pipeline(named("adl", corrector="nag"), optimizer=lambda p: kind(p, lr=0.01))
 
 

@@ -35,6 +35,9 @@ class Optimization(Protocol):
     corrections: Corrections
     clipping: Clipping
 
+    def check_later(self, method: Method) -> None:
+        """Refuse a method that will train the stage later with correctors that its optimizer does not support."""
+
     def norms(self, window: GradientWindow, over: int) -> list[float]:
         """The norms of the gradients that `apply` will use."""
 
@@ -68,16 +71,24 @@ class EagerOptimization:
         device: torch.device,
         guard: BatchGuard,
     ) -> None:
-        self.guard, self.clipping = guard, clipping
+        self.k, self.K, self.guard, self.clipping = k, K, guard, clipping
+        self.parameters, self.make = parameters, optimizer
         self.optimizer: torch.optim.Optimizer | None = None
         self.made: list[dict[str, Any]] = []
         if parameters:
-            given = (list(parameters.items()), method.stage_info(k, K))[: arguments_of(optimizer)]
-            made = _checked_optimizer(optimizer(*given), parameters)  # type: ignore[arg-type]
+            made = self._made_for(method)
             self.made = [options_of(group) for group in made.param_groups]
             self.optimizer = _rates_on_device(made, device)
         self.scheduler = _checked_scheduler(scheduler(self.optimizer)) if scheduler and self.optimizer else None
         self.corrections = Corrections(method, k, K, self.optimizer)
+
+    def _made_for(self, method: Method) -> torch.optim.Optimizer:
+        given = (list(self.parameters.items()), method.stage_info(self.k, self.K))[: arguments_of(self.make)]
+        return _checked_optimizer(self.make(*given), self.parameters)  # type: ignore[arg-type]
+
+    def check_later(self, method: Method) -> None:
+        if self.parameters and any(corrector.needs for corrector in method.correctors):
+            Corrections(method, self.k, self.K, self._made_for(method))
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []

@@ -69,6 +69,12 @@ class Corrector:
     supported_weights: ClassVar[tuple[str, ...]] = ("stash", "hybrid", "replay")
     recordable: ClassVar[bool] = True
 
+    @property
+    def differs_in_replicas(self) -> bool:
+        """Whether what it keeps follows the batches of its replica: if it changes their gradients, before the mean over
+        all replicas. Weights, steps and directions of the optimizer are the same in all."""
+        return "gradient" in self.changes
+
     def active(self, context: StageContext) -> bool:
         """Whether it changes anything in this stage."""
         return True

@@ -306,7 +306,7 @@ def rule_of(optimizer: Optimizer) -> OptimizerRule | None:
 
 def why_not(needs: Iterable[Need], optimizer: Optimizer, rule: OptimizerRule | None) -> str | None:
     """Why a corrector with these needs does not work with the optimizer, and what to use; None if it works."""
-    name = type(optimizer).__name__
+    name = _public_name(type(optimizer))
     for need in needs:
         if rule is None or not rule.meets(need):
             return f"optimizer {name}: use {usable_with(need)}"
@@ -318,8 +318,17 @@ def why_not(needs: Iterable[Need], optimizer: Optimizer, rule: OptimizerRule | N
 
 def usable_with(need: Need) -> str:
     """The optimizers that meet the need, in words."""
-    names = [name for name, rule in RULES.items() if need in rule.provides]
-    return f"{', '.join(names)}, or one that implements offbeat.correctors.SelfCompensating, as offbeat.optim.Muon does"
+    *names, last = [name for name, rule in RULES.items() if need in rule.provides]
+    return (
+        f"{', '.join(names)} or {last} of torch.optim, offbeat.optim.Muon, or another that implements "
+        "offbeat.correctors.SelfCompensating"
+    )
+
+
+def _public_name(kind: type) -> str:
+    """The name of an optimizer's class; in torch and here, which both have a Muon, with its package."""
+    packages = [package for package in ("torch.optim", "offbeat.optim") if kind.__module__.startswith(package)]
+    return ".".join([*packages, kind.__name__])
 
 
 # ---- lists of tensors

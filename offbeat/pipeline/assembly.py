@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -142,6 +142,9 @@ class Assembler:
         )
         others = [self._copied(cut, replica) for replica in self.engine.replicas_here[1:]]
         made_stages = self.with_method(replace(cut, others=others), self.method.phase(batch))
+        for stage, phase in product(made_stages.stages.values(), self.method.phases):
+            if phase != made_stages.method:
+                stage.optimization.check_later(phase)
         return replace(made_stages, correctors=self._correctors(made_stages.stages))
 
     def with_method(self, assembly: Assembly, method: Method) -> Assembly:
@@ -258,10 +261,9 @@ class Assembler:
         up: dict[int, Link | None] = {0: entrance, self.K: None}
         down: dict[int, Link | None] = {0: None, self.K: None}
         evaluation: dict[int, Link | None] = {}
-        phases = [method for method, _ in self.method.staleness_warmup]
         free = self.method.feedback == "local"  # no gradient comes back, so only a full link stops the lower stage
         for k in range(1, self.K):
-            held = max(method.held(k, self.K) for method in (self.method, *phases))
+            held = max(method.held(k, self.K) for method in self.method.phases)
             capacity = 2 * (held + LESSON) + (8 * self.K if self.method.order else 0)
             up[k] = self.engine.link("activations", k, k + 1, capacity=capacity, patient=free)
             sent = self.method.sends(Backward(0), k + 1, self.K) is not None

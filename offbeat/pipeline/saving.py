@@ -16,7 +16,7 @@ from offbeat.observe.diagnosis import Diagnosis
 from offbeat.pipeline.assembly import Assembly
 
 Diagnoses = Mapping[int, Diagnosis]  # of the stages of this process that have one
-SAME_IN_REPLICAS = ("optimizer", "groups", "scheduler", "corrections", "versions", "policy")
+SAME_IN_REPLICAS = ("optimizer", "groups", "scheduler", "versions", "policy")
 
 
 def states(assembly: Assembly, diagnoses: Diagnoses, *, keep_on: bool) -> dict[int, Any]:
@@ -54,7 +54,9 @@ def number(k: int, assembly: Assembly) -> int:
 
 def without_first(tree: Any, stage: Stage) -> Any:
     """The state of a stage of another replica, without what is the same in replica 0."""
-    own = {name: value for name, value in tree["stage"].items() if name not in SAME_IN_REPLICAS}
+    differs = any(corrector.differs_in_replicas for corrector in stage.optimization.corrections.active)
+    same = SAME_IN_REPLICAS if differs else (*SAME_IN_REPLICAS, "corrections")
+    own = {name: value for name, value in tree["stage"].items() if name not in same}
     own["model"] = dict(stage.network.module.named_buffers())
     return {**tree, "stage": own}
 

@@ -17,7 +17,7 @@ import torch
 from cases import fingerprint
 from preloaded import PYTHON
 from processes import START, last_line, two_processes
-from replica_cases import CASES, EXACT, RECORDED, at, images, layers, pipeline, sgd, train
+from replica_cases import CASES, EXACT, RESUMED, WAYS, at, images, layers, pipeline, sgd, train
 from selected import some
 from torch import nn
 
@@ -46,7 +46,7 @@ def trained_by(tmp_path_factory) -> Callable[[int], list[dict]]:
     @cache
     def run(size: int) -> list[dict]:
         out = tmp_path_factory.mktemp("replicas")
-        torchrun(str(HERE / "replica_cases.py"), str(out), "plain", "recorded", nproc=size)
+        torchrun(str(HERE / "replica_cases.py"), str(out), *WAYS, nproc=size)
         return [json.loads((out / f"{size}-{rank}.json").read_text()) for rank in range(size)]
 
     return run
@@ -55,15 +55,20 @@ def trained_by(tmp_path_factory) -> Callable[[int], list[dict]]:
 @pytest.mark.parametrize("name", some(CASES, of=2))
 def test_interleaving_replicas_at_random_changes_no_bit(name):
     case = CASES[name]
-    assert train(case, engine=Simulate(case.K, replicas=case.R, shuffle=1)) == simulated(name)
+    assert train(case, engine=lambda: Simulate(case.K, replicas=case.R, shuffle=1)) == simulated(name)
 
 
-@pytest.mark.parametrize("how", ["plain", "recorded"])
+@pytest.mark.parametrize("name", RESUMED)
+def test_replicas_continue_from_a_checkpoint_bit_for_bit(name, tmp_path):
+    assert train(CASES[name], folder=str(tmp_path)) == simulated(name)
+
+
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_replicas_in_processes_equal_the_simulator_bit_for_bit(size, how, trained_by):
     names = {name for name, case in CASES.items() if size == case.K * case.R}
     for rank, found in enumerate(trained_by(size)):
-        assert set(found[how]) == (names if how == "plain" else names & set(RECORDED))
+        assert set(found[how]) == names & set(WAYS[how])
         for name, result in found[how].items():
             expected, case = simulated(name), CASES[name]
             assert result["replica"] == rank // case.K
@@ -335,7 +340,9 @@ def test_batch_is_split_over_replicas_and_micro_batches():
         offbeat.Pipeline(layers(), method="adl", M=3, **{**options, "batch": 7})
 
 
-@pytest.mark.parametrize("name", ["method-adl", "method-dsp", "method-gpipe", "method-dgl", "uneven", "clipped"])
+@pytest.mark.parametrize(
+    "name", ["method-adl", "method-dsp", "method-gpipe", "method-dgl", "uneven", "clipped", "adaptive"]
+)
 @pytest.mark.parametrize("stop", [3, 5])
 def test_replicas_continue_from_a_state_bit_for_bit(name, stop):
     case = CASES[name]
@@ -352,6 +359,27 @@ def test_replicas_continue_from_a_state_bit_for_bit(name, stop):
     for t in range(stop, case.N):
         after.step(*at(after, case, t))
     assert fingerprint(after.drain().state_dict()) == fingerprint(straight.drain().state_dict())
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_the_memory_of_a_corrector_of_gradients_is_each_replicas_own(earlier):
+    """Earlier versions saved that of replica 0 alone, and went on with it in all replicas."""
+    case = CASES["adaptive"]
+    before, after = pipeline(case), pipeline(case)
+    for t in range(5):
+        before.step(*at(before, case, t))
+    trees = before.stage_states()
+    if earlier:
+        trees[3]["stage"].pop("corrections")
+    after.load_stage_states(trees, 5)
+
+    def mean_squares(pipe):
+        memories = [stage.optimization.corrections.place.memory for stage in pipe.all_stages if stage.k == 1]
+        return [fingerprint({str(i): kept["mean_square"] for i, kept in enumerate(m.values())}) for m in memories]
+
+    first, second = mean_squares(before)
+    assert first != second
+    assert mean_squares(after) == [first, first if earlier else second]
 
 
 def test_a_drained_state_is_loaded_with_another_number_of_replicas():

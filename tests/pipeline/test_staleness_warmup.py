@@ -369,3 +369,31 @@ def test_a_warmup_that_is_not_possible_is_refused_in_one_line(method, given, lin
     with pytest.raises(UserError, match=line) as caught:
         chain(3, method, staleness_warmup=given)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("adl:M=2,corrector=sc", 500),
+        ("adl:M=2", [(offbeat.BP(M=2), 200), (offbeat.ADL1F1B(M=2, corrector="sc"), 300)]),
+    ],
+)
+def test_correctors_of_later_phases_that_cannot_work_are_refused_at_once(method, given):
+    """It was refused at the switch, after all updates of the warm-up."""
+    with pytest.raises(UserError, match=r"^corrector sc with optimizer torch.optim.RMSprop: use SGD, .*") as caught:
+        chain(3, method, staleness_warmup=given, optimizer=torch.optim.RMSprop)
+    assert "\n" not in str(caught.value)
+
+
+def momentum_by_delay(parameters, stage, *, synchronous: float, late: float) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=LR, momentum=late if stage.delay else synchronous)
+
+
+def test_correctors_are_checked_with_the_optimizer_of_their_phase():
+    method = offbeat.TwoBW(M=2, corrector="sc")  # with late gradients in all stages
+    good, bad = (partial(momentum_by_delay, synchronous=0.9 - late, late=late) for late in (0.9, 0.0))
+    pipe = chain(2, method, staleness_warmup=2, optimizer=good)
+    train(pipe, data(12))
+    assert [stage.optimization.made[0]["momentum"] for stage in pipe.stages.values()] == [0.9, 0.9]
+    with pytest.raises(UserError, match=r"^corrector sc with optimizer torch.optim.SGD with momentum=0"):
+        chain(2, method, staleness_warmup=2, optimizer=bad)
