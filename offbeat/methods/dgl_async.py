@@ -108,4 +108,5 @@ def AsyncDGL(buffer: int = 2, *, seed: int = 0) -> Method:  # noqa: N802
         feedback="local",
         head=head,
         order=order,
+        free_running=True,
     )
