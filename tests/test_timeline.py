@@ -182,7 +182,10 @@ def test_the_period_of_many_stages_is_found_without_running_the_schedule(method,
     assert period(method, balanced(256)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("method", [BP(), DDG(), ADL(M=4), ADL1F1B(M=4), GPipe(32)], ids=lambda method: method.name)
+MANY = [BP(), DDG(), ADL(M=4), ADL1F1B(M=4), GPipe(32), TwoBW(M=255)]
+
+
+@pytest.mark.parametrize("method", MANY, ids=lambda method: method.name)
 def test_a_plan_of_256_stages_takes_a_bounded_amount_of_work(method, monkeypatch):
     """Operations of programs: at most three fills of each stage; dependencies: in proportion to K; a few passes."""
     K, drawn_operations, passes, program = 256, 0, [], Method.program
