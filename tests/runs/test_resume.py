@@ -164,7 +164,7 @@ def group(out: Path, *arguments: str, share: float = 1.0) -> list[subprocess.Pop
     ]
 
 
-def test_a_run_in_processes_without_an_interval_has_a_checkpoint_when_a_worker_is_lost(tmp_path):
+def test_a_run_without_an_interval_has_a_checkpoint_when_a_worker_is_lost(tmp_path):
     lost = tmp_path / "lost"
     first, second = group(lost, *RUN, "-K", "2", "-M", "2", "--epochs", "1000")
     try:
