@@ -50,6 +50,9 @@ class Method:
                lag; results are the same, but stages do not wait for each other until the end of the window
     m          micro-batches per batch; with more than one, each batch fills and drains the pipeline
     order      (k, K, batches) -> program, for a method whose order the settings above cannot express
+    free_running
+               whether no stage waits for one above it, and each has one forward, backward and update per batch in the
+               long run, in an order of its own: the slowest stage then determines the time per batch
     limit      K -> the reason why the method cannot have K stages, or None
 
     Weights
@@ -91,6 +94,7 @@ class Method:
     pipelined: bool = False
     m: int = 1
     order: Callable[[int, int, Iterable[int]], Program] | None = None
+    free_running: bool = False
     limit: Callable[[int], str | None] | None = None
     forward: ForwardWeights = "newest"
     weights: Weights = "stash"
@@ -155,6 +159,10 @@ class Method:
             (
                 self.pipelined and (late or self.barrier or self.m > 1 or self.order or self.feedback != "above"),
                 "only whole batches whose gradients come from above without a lag can be pipelined",
+            ),
+            (
+                self.free_running and (self.order is None or self.feedback != "local" or self.M > 1),
+                "free_running needs an order, a local loss and M=1",
             ),
             (self.m > 1 and (late or self.M > 1), "with micro-batches there is one update per batch, and no lag"),
         ):

@@ -148,6 +148,8 @@ def _pass_barrier(ahead: list[Step | None], programs: Sequence[Iterator[Step]], 
 def period(method: Method, costs: Costs) -> float:
     """Seconds per batch in steady state, of the slowest stage."""
     K = costs.K
+    if method.free_running:
+        return max(_busy(method, costs)) / method.workers
     if method.order:  # batches may be skipped or repeated: the mean over many batches
         many = 40 * K
         return max(span.end for span in timeline(method, many, costs)) / many / method.workers
@@ -155,6 +157,15 @@ def period(method: Method, costs: Costs) -> float:
     if seconds is None:
         raise UserError(f"{method.name} with K={K}: the programs of its stages wait for each other")
     return seconds / method.M / method.workers
+
+
+def _busy(method: Method, costs: Costs) -> Iterator[float]:
+    """Seconds per batch in which each stage computes, and each exclusive link transfers, with one forward per batch."""
+    for k in range(1, costs.K + 1):
+        seconds, _, _ = _durations(costs, k, method)
+        yield sum(seconds.values())
+        if costs.exclusive and k < costs.K:
+            yield costs.transfer_seconds(k, k + 1, method)
 
 
 def _dependencies(method: Method, costs: Costs) -> dict[Hashable, list[Dependency]]:

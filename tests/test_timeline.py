@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from offbeat import Method, UserError, critical_cycle
-from offbeat.methods import ADL, ADL1F1B, BP, DDG, DECLARED, DSP, FR, GPipe
+from offbeat.methods import ADL, ADL1F1B, BP, DDG, DECLARED, DSP, FR, AsyncDGL, GPipe, TwoBW
 from offbeat.ops import Backward, Barrier, Forward
 from offbeat.timeline import Costs, balanced, period, speed_up, timeline
 
@@ -155,13 +156,36 @@ def test_the_period_is_the_mean_over_many_batches_of_a_timeline(name):
         assert period(method, costs) == pytest.approx(slowest / many, rel=1e-9), K
 
 
-@pytest.mark.parametrize(("method", "expected"), [(ADL(M=4), 3.0), (ADL1F1B(M=4), 3.0), (GPipe(32), 3 * 287 / 32)])
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_the_period_of_a_free_running_method_is_the_mean_over_many_batches(exclusive):
+    """Its turns are random, so the mean over n batches differs by an order of 1 / sqrt(n)."""
+    costs = Costs(
+        [1.0, 2.0, 1.0], [2.0, 2.5, 1.0], [0.1, 0.5, 0.1], up=[1.0, 7.0], down=[9.0, 9.0], exclusive=exclusive
+    )
+    n = 8000
+    mean = max(span.end for span in timeline(AsyncDGL(), n, costs)) / n
+    assert period(AsyncDGL(), costs) == (7.0 if exclusive else 5.0) == pytest.approx(mean, rel=0.03)
+
+
+def test_a_free_running_method_has_an_order_and_a_local_loss():
+    for settings in ({"order": None}, {"feedback": "above", "head": None}, {"M": 2}):
+        with pytest.raises(UserError, match="free_running needs an order, a local loss and M=1"):
+            replace(AsyncDGL(), **settings)
+
+
+FOUND = [(ADL(M=4), 3.0), (ADL1F1B(M=4), 3.0), (AsyncDGL(), 3.0), (GPipe(32), 3 * 287 / 32)]
+
+
+@pytest.mark.parametrize(("method", "expected"), FOUND, ids=lambda value: getattr(value, "name", ""))
 def test_the_period_of_many_stages_is_found_without_running_the_schedule(method, expected, monkeypatch):
     monkeypatch.setattr("offbeat.timeline.timeline", None)
     assert period(method, balanced(256)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("method", [BP(), DDG(), ADL(M=4), ADL1F1B(M=4), GPipe(32)], ids=lambda method: method.name)
+MANY = [BP(), DDG(), ADL(M=4), ADL1F1B(M=4), GPipe(32), TwoBW(M=255)]
+
+
+@pytest.mark.parametrize("method", MANY, ids=lambda method: method.name)
 def test_a_plan_of_256_stages_takes_a_bounded_amount_of_work(method, monkeypatch):
     """Operations of programs: at most three fills of each stage; dependencies: in proportion to K; a few passes."""
     K, drawn_operations, passes, program = 256, 0, [], Method.program

@@ -247,7 +247,8 @@ class Saving:
     checkpoint_every: Annotated[
         str | None,
         typer.Option(
-            help="Checkpoint interval: 500b (batches), 1e (epochs) or 10min. (default: at Ctrl-C, and at the end)"
+            help="Checkpoint interval: 500b (batches), 1e (epochs) or 10min. (default: at Ctrl-C, at the end, and "
+            "every 10 minutes in several processes)"
         ),
     ] = None
     checkpoint_mode: Annotated[

@@ -16,7 +16,7 @@ auxiliary classifier.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from offbeat.errors import number
 from offbeat.method import Method
@@ -56,24 +56,29 @@ class Buffer:
         return t
 
 
-def free_running(k: int, K: int, batches: Iterable[int], *, size: int, seed: int) -> Program:
-    """The program of stage k, which computes the draws of all stages and yields its own operations.
+def turns(K: int, t: int, *, seed: int) -> Iterator[int]:
+    """The stages that run after batch t-1 has entered, in order: drawn at random until stage 1 is drawn, which lets
+    batch t enter."""
+    draw = random.Random(derive(seed, "turns", t)).randint
+    for _ in range(MOST_TURNS * K):
+        stage = draw(1, K)
+        if stage == 1:
+            break
+        yield stage
+    yield 1
 
-    Between two batches that enter, stages are drawn at random until stage 1 is drawn.
-    """
-    buffers = {stage: Buffer(size) for stage in range(2, K + 1)}
+
+def free_running(k: int, K: int, batches: Iterable[int], *, size: int, seed: int) -> Program:
+    """The program of stage k, which computes the draws of the stages below as well and yields its own operations."""
+    buffers = {stage: Buffer(size) for stage in range(2, k + 1)}  # stages above do not affect it
     for t in batches:
-        rng = random.Random(derive(seed, "turns", t))
-        turns = [rng.randint(1, K) for _ in range(MOST_TURNS * K)]
-        turns = turns[: turns.index(1)] if 1 in turns else turns
         mine: list[Operation] = []
-        for stage in [*turns, 1]:
-            drawn = t if stage == 1 else buffers[stage].draw()
-            if drawn is None:
+        for stage in turns(K, t, seed=seed):
+            if stage > k or (drawn := t if stage == 1 else buffers[stage].draw()) is None:
                 continue
             if stage == k:
                 mine += learn(drawn, buffered=k > 1)
-            if stage < K:
+            else:
                 received = buffers[stage + 1].add(drawn)
                 mine += received if stage + 1 == k else ()
         yield tuple(mine)
@@ -103,4 +108,5 @@ def AsyncDGL(buffer: int = 2, *, seed: int = 0) -> Method:  # noqa: N802
         feedback="local",
         head=head,
         order=order,
+        free_running=True,
     )

@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -108,6 +109,12 @@ class _Stages:
     fits: list[Fits]
     legal: NDArray[np.bool_]
 
+    def within(self, k: int, limit: float, end: int | slice = slice(None)) -> NDArray[np.bool_]:
+        """Which starts of a stage fit and keep to the limit: [end, start], or [start] for one end."""
+        fits = self.fits[k]
+        quick: NDArray[np.bool_] = np.asarray(self.ends[k][end])[..., None] - self.starts[k] <= limit
+        return quick if fits is None else quick & fits[end]
+
 
 def solve(
     costs: Sequence[float],
@@ -141,7 +148,7 @@ def solve(
     work = _numbers("costs", costs)
     count = len(work)
     allowed = _allowed(count, K, pinned, legal)
-    pace = np.ones(K) if speeds is None else _numbers("speeds", speeds, K, of="stages", zero=False)
+    pace = _speeds(speeds, K)
     below = _at_cuts("exposed_below", exposed_below, allowed, count)
     above = _at_cuts("exposed_above", exposed_above, allowed, count)
     prefix = _prefix(work)
@@ -155,7 +162,7 @@ def solve(
         fits=[None] * K if kept is None else kept.fits(),
         legal=mask,
     )
-    limit = _smallest_limit(stages)
+    limit = _smallest_limit([stages])
     if limit is None:
         assert kept is not None  # pins and legal cuts alone, once checked, always leave a partition
         raise _too_little(kept, pins, mask)
@@ -172,53 +179,92 @@ def solve(
     )
 
 
-def fewest_changed(
-    plain: Memory, changed: Memory, K: int, *, pinned: Collection[int] = (), legal: Collection[int] | None = None
-) -> tuple[int, ...] | None:
-    """The fewest stages (from 1) that must keep what `changed` describes instead of `plain` so that K stages fit
-    the limits; None if they do not fit even if all change. Where the choice is free, the last stages stay plain.
+class Way(NamedTuple):
+    """One of two ways to run a stage: what all stages keep, and how fast they are, if they run that way."""
 
-    >>> sizes = {"parameters": [0] * 4, "held": [1] * 4, "versions": [0] * 2, "limit": 4}
-    >>> fewest_changed(Memory(**sizes, in_flight=[3, 1]), Memory(**sizes, in_flight=[1, 1]), 2)
-    ()
-    >>> fewest_changed(Memory(**sizes, in_flight=[5, 1]), Memory(**sizes, in_flight=[1, 1]), 2)
-    (1,)
+    memory: Memory
+    speeds: Sequence[float] | None = None
+
+
+class Changed(NamedTuple):
+    """The stages (from 1) that run the second way, and the time of the slowest stage without any of them, over the
+    shortest possible; infinite where that does not fit."""
+
+    stages: tuple[int, ...]
+    without: float
+
+
+def fastest_changed(
+    costs: Sequence[float],
+    K: int,
+    plain: Way,
+    changed: Way,
+    *,
+    within: float = 1.0,
+    pinned: Collection[int] = (),
+    legal: Collection[int] | None = None,
+) -> Changed | None:
+    """The stages that run the `changed` way so that the slowest stage is the fastest possible within the memory limits:
+    the fewest with which it takes at most `within` times as long. None if nothing fits.
+
+    Where the choice is free, the last stages stay plain.
+
+    >>> sizes = {"parameters": [0] * 6, "held": [1] * 6, "versions": [0] * 2, "limit": 6}
+    >>> plain, changed = Way(Memory(**sizes, in_flight=[3, 1])), Way(Memory(**sizes, in_flight=[1, 1]), [0.8, 0.8])
+    >>> fastest_changed([1] * 6, 2, plain, changed)  # cut at 3: 3.75 in stage 1; plain, stage 2 would have 4 units
+    Changed(stages=(1,), without=1.0666666666666667)
+    >>> fastest_changed([1] * 6, 2, plain, changed, within=1.1)
+    Changed(stages=(), without=1.0666666666666667)
     """
-    count = len(plain.parameters)
+    prefix = _prefix(_numbers("costs", costs))
+    count = len(costs)
     mask, pins = _mask(count, _allowed(count, K, pinned, legal)), _last_pin(count, pinned)
-    kept = [_Kept.of(memory, count, K) for memory in (plain, changed)]
-    ways = [list(zip([np.maximum(pins, first) for first in way.first()], way.fits(), strict=True)) for way in kept]
-    positions = np.arange(count + 1)
+    ways = []
+    for memory, speeds in (plain, changed):
+        kept, times = _Kept.of(memory, count, K), [prefix / speed for speed in _speeds(speeds, K)]
+        ways.append(_Stages(times, times, [np.maximum(pins, first) for first in kept.first()], kept.fits(), mask))
+    limit = _smallest_limit(ways)
+    if limit is None:
+        return None
+    alone = _smallest_limit(ways[:1])
+    without = np.inf if alone is None else alone / limit if limit else 1.0
+    enough = alone is not None and without <= within
+    return Changed(() if enough else _fewest(ways, limit * within), float(without))
+
+
+def _fewest(ways: Sequence[_Stages], limit: float) -> tuple[int, ...]:
+    """The fewest stages that run the second way with all within the limit, which the two ways together permit."""
+    positions = np.arange(len(ways[0].legal))
+    K, count = len(ways[0].ends), len(positions) - 1
     fewest = [np.where(positions == 0, 0.0, np.inf)]  # for k = 0..K: changed stages of k that end at a position
     for k in range(K):
-        may_end = mask if k < K - 1 else positions == count
-        found = [-_best_start(-fewest[-1], *way[k]) + cost for cost, way in enumerate(ways)]
+        may_end = ways[0].legal if k < K - 1 else positions == count
+        found = [-_best_start(-fewest[-1], way.first[k], way.within(k, limit)) + cost for cost, way in enumerate(ways)]
         fewest.append(np.where(may_end, np.minimum(*found), np.inf))
-    if not np.isfinite(fewest[K][count]):
-        return None
     stages: list[int] = []
     end = count
     for k in reversed(range(K)):
-        way, end = next(
-            (way, start)
-            for way, (first, fits) in enumerate((ways[0][k], ways[1][k]))
-            for start in range(first[end], end)
-            if (fits is None or fits[end, start]) and fewest[k][start] + way == fewest[k + 1][end]
+        cost, end = next(
+            (cost, int(start))
+            for cost, way in enumerate(ways)
+            for start in np.flatnonzero(way.within(k, limit, end))
+            if way.first[k][end] <= start < end and fewest[k][start] + cost == fewest[k + 1][end]
         )
-        stages += [k + 1] * way
+        stages += [k + 1] * cost
     return tuple(reversed(stages))
 
 
 # --- the search ---------------------------------------------------------------------------------------------------
 
 
-def _smallest_limit(stages: _Stages) -> float | None:
-    """The time of the slowest stage of the best partition; None where there is no partition."""
+def _smallest_limit(ways: Sequence[_Stages]) -> float | None:
+    """The time of the slowest stage of the best partition, each stage in the best way; None where there is none."""
+    stages = ways[0]
 
     def possible(limit: float) -> bool:
-        return bool(_reachable(stages, limit)[-1][-1])
+        return bool(_reachable(ways, limit)[-1][-1])
 
-    high = max(float(ends.max() - starts.min()) for ends, starts in zip(stages.ends, stages.starts, strict=True))
+    high = max(float(e.max() - s.min()) for way in ways for e, s in zip(way.ends, way.starts, strict=True))
     if not possible(high):
         return None
     low = high / (2 * len(stages.ends))
@@ -231,15 +277,17 @@ def _smallest_limit(stages: _Stages) -> float | None:
     return high
 
 
-def _reachable(stages: _Stages, limit: float) -> list[NDArray[np.bool_]]:
-    """For k = 0..K, the positions that k stages within the limit can end at."""
+def _reachable(ways: Sequence[_Stages], limit: float) -> list[NDArray[np.bool_]]:
+    """For k = 0..K, the positions that k stages within the limit can end at, each stage in one of the ways."""
+    stages = ways[0]
     positions = np.arange(len(stages.legal))
     reached = [positions == 0]
-    rows = zip(stages.ends, stages.starts, stages.first, stages.fits, strict=True)
-    for k, (ends, starts, first, fits) in enumerate(rows, start=1):
-        best = _best_start(np.where(reached[-1], starts, -np.inf), first, fits)
-        may_end = stages.legal if k < len(stages.ends) else positions == positions[-1]
-        reached.append(may_end & (ends - best <= limit))
+    for k in range(len(stages.ends)):
+        ended = np.zeros(len(positions), bool)
+        for way in ways:
+            best = _best_start(np.where(reached[-1], way.starts[k], -np.inf), way.first[k], way.fits[k])
+            ended |= way.ends[k] - best <= limit
+        reached.append(ended & (stages.legal if k < len(stages.ends) - 1 else positions == positions[-1]))
     return reached
 
 
@@ -276,7 +324,7 @@ def _smoothest(stages: _Stages, limit: float) -> list[int]:
     From the last stage to the first, so that of equal sums the earliest first cut wins, then the earliest second.
     """
     size = len(stages.legal)
-    reached = _reachable(stages, limit)
+    reached = _reachable([stages], limit)
     rest = np.where(np.arange(size) == size - 1, 0.0, np.inf)  # the smallest sum from a position to the end
     next_cut = []
     for k in reversed(range(len(stages.ends))):
@@ -390,7 +438,7 @@ def _too_little(kept: _Kept, pins: NDArray[np.intp], legal: NDArray[np.bool_]) -
         each if kept.alike else [sums / limit for sums, limit in zip(each, kept.limits, strict=True)]
         for each in (kept.sums, kept.starts)
     )
-    least = _smallest_limit(_Stages(ends=ends, starts=starts, first=[pins] * K, fits=[None] * K, legal=legal))
+    least = _smallest_limit([_Stages(ends=ends, starts=starts, first=[pins] * K, fits=[None] * K, legal=legal)])
     assert least is not None
     shown = _megabytes if kept.in_bytes else _plain
     if kept.alike:
@@ -477,6 +525,10 @@ def _last_pin(count: int, pinned: Collection[int]) -> NDArray[np.intp]:
     """For every end b, the last pinned cut below it (or 0): a stage must not reach across."""
     pins = np.array([0, *sorted(set(pinned))], np.intp)
     return pins[np.maximum(np.searchsorted(pins, np.arange(count + 1), side="left") - 1, 0)]
+
+
+def _speeds(given: Sequence[float] | None, K: int) -> Floats:
+    return np.ones(K) if given is None else _numbers("speeds", given, K, of="stages", zero=False)
 
 
 def _at_cuts(name: str, given: Exposed | None, allowed: Sequence[int], count: int) -> Floats:

@@ -33,6 +33,8 @@ from offbeat.runs.recipe import Recipe
 
 RECORDS = 1 << 20  # bytes to keep free for records
 ROOM = 5  # sizes of the model to keep free before a checkpoint at the end: its parts, and the model itself
+UNASKED = 600.0  # seconds between checkpoints of a run in several processes without an interval
+LARGEST_SHARE = 0.01  # of the time of a run that such checkpoints may take
 REASONS = ("", "Ctrl-C", "SIGTERM")  # why a run stops at a checkpoint, as replicas send it; "": it does not stop
 
 
@@ -131,6 +133,9 @@ class Saver:
         self.model_bytes = sum(tensor.nbytes for part in pipe.parts for tensor in part.state_dict().values())
         self.disk_full = False  # whether checkpoints were removed for lack of space
         self.links = self._links()
+        self.unasked = recipe.checkpoint_every is None and recipe.keep > 0 and bool(self.links)
+        if self.unasked:  # a process that is lost must not end with all training lost
+            self.every = Every(seconds=UNASKED)
         self.apart = apart
         self.writers = {number: ThreadPoolExecutor(1, f"offbeat-part-{number}") for number in apart if pipe.leads}
         self.window_sum = pipe.workers[0].window_sum if len(pipe.engine.replicas_here) < pipe.replicas else None
@@ -299,6 +304,8 @@ class Saver:
             self.note("checkpoint failed", batch=t, reason=str(error))
         else:
             self.saved = t
+            if self.unasked:
+                self.every = Every(seconds=max(UNASKED, pending.pause / LARGEST_SHARE))
             self.note("checkpoint", batch=t, bytes=made.size, pause=pending.pause, mode=made.mode)
             if early and not self.disk_full:
                 self.disk_full = True

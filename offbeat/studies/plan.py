@@ -17,7 +17,7 @@ from offbeat.partitioning.loopback import measure_links
 from offbeat.partitioning.partition import By
 from offbeat.partitioning.profile import Profile, profile
 from offbeat.partitioning.refine import LAPS, LONGEST, Refinement, RoundsBalance, refine, rescaled, stage_sums
-from offbeat.partitioning.solve import Memory, Solution, fewest_changed, solve, too_few_units
+from offbeat.partitioning.solve import Memory, Solution, Way, fastest_changed, solve, too_few_units
 from offbeat.partitioning.timing import Load, StageTime, Stopwatch, Timings, shortest, whole_time
 from offbeat.partitioning.trace import Traced, trace
 from offbeat.partitioning.walk import verify
@@ -144,11 +144,8 @@ def make_plan(
     link = link or LinkCost()
     costs, traced = measured.profile, measured.traced
     _check(K, len(traced.legal_cuts) + 1, speeds, max_staleness)
-    chosen = recompute_to_fit(method, K, costs, memory_limit, pinned)
-    advice = []
-    if chosen is not method:
-        advice.append(f"fits with {chosen.name}:recompute={shown(chosen.recompute)}: these stages repeat forwards")
-        method = chosen
+    fitting = recompute_to_fit(method, K, costs, memory_limit, by=by, speeds=speeds, pinned=pinned)
+    method = fitting.method
     kept = Kept.of(method, K)
     options: dict[str, Any] = {
         "speeds": with_repeated_forwards(method, K, costs, speeds),
@@ -202,7 +199,7 @@ def make_plan(
             for name, declare in DECLARED.items()
             if replicas == 1 or declare().why_no_replicas() is None
         },
-        advice=[*advice, *_advice(method, timing, stages, fewer, max_staleness)],
+        advice=[*fitting.advice(), *_advice(method, timing, stages, fewer, max_staleness)],
         notes=[*traced.notes, *found.notes],
         replicas=replicas,
         refinement=None if found.refinement is None else found.refinement.as_dict(),
@@ -413,23 +410,60 @@ class Kept:
         )
 
 
-def recompute_to_fit(method: Method, K: int, costs: Profile, limit: float | None, pinned: Sequence[int] = ()) -> Method:
-    """The method with `recompute` in the fewest stages that fit the memory limit; in all if even that does not fit.
+@dataclass(frozen=True)
+class Fitting:
+    """A method as it fits a memory limit.
 
-    It stays as it is if it fits, if it recomputes already, if its stages hold a single batch, or if its weights are not
-    stashed.
+    without   if stages were chosen that recompute: seconds per batch with none of them, by the units, over those of the
+              fastest choice; infinite where that does not fit
+    """
+
+    method: Method
+    without: float | None = None
+
+    def advice(self) -> Iterator[str]:
+        """Which stages recompute, and why."""
+        if self.without is None:
+            return
+        chosen = f"with {self.method.name}:recompute={shown(self.method.recompute)}: these stages repeat forwards"
+        if self.without == float("inf"):
+            yield f"fits {chosen}"
+        else:
+            yield (
+                f"faster {chosen}, and the cuts are more even; without it the cuts that fit take "
+                f"{self.without:.2f} times as long per batch"
+            )
+
+
+def recompute_to_fit(
+    method: Method,
+    K: int,
+    costs: Profile,
+    limit: float | None,
+    *,
+    by: By = "measured",
+    speeds: Sequence[float] | None = None,
+    pinned: Sequence[int] = (),
+) -> Fitting:
+    """The method with `recompute` in the stages with which it is fastest within the memory limit, by the units; in the
+    fewest that are as fast, and in all if even that does not fit.
+
+    It stays as it is if it recomputes already, if its stages hold a single batch, or if its weights are not stashed.
     """
     takes = method.name in METHODS and "recompute" in settings_of(method.name) and method.holds_several
     if limit is None or method.recompute or method.weights != "stash" or not takes:
-        return method
+        return Fitting(method)
     every = replace(method, recompute=True)
-    plain, changed = (Kept.of(each, K).limited(costs, limit) for each in (method, every))
-    assert plain is not None
-    assert changed is not None
-    stages = fewest_changed(plain, changed, K, pinned=pinned, legal=costs.legal_cuts)
-    if stages is None:
-        return every
-    return replace(method, recompute=stages) if stages else method
+    ways = []
+    for each in (method, every):
+        memory = Kept.of(each, K).limited(costs, limit)
+        assert memory is not None
+        ways.append(Way(memory, with_repeated_forwards(each, K, costs, speeds)))
+    work = costs.costs() if by == "measured" else replace(costs, timed=False).costs()
+    found = fastest_changed(work, K, *ways, within=AS_FAST, pinned=pinned, legal=costs.legal_cuts)
+    if found is None:
+        return Fitting(every, float("inf"))
+    return Fitting(replace(method, recompute=found.stages), found.without) if found.stages else Fitting(method)
 
 
 def with_repeated_forwards(

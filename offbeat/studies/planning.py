@@ -133,9 +133,16 @@ def show_plan(request: PlanRequest) -> None:
         replicas=request.replicas,
     )
     if request.picture:
-        limit = request.memory_limit
-        drawn = recompute_to_fit(method, request.K, measured.profile, limit, request.pinned)
-        by_the_way(lambda path: draw_timeline(drawn, costs, path), request.picture)
+        drawn = recompute_to_fit(
+            method,
+            request.K,
+            measured.profile,
+            request.memory_limit,
+            by=request.by,
+            speeds=request.speeds,
+            pinned=request.pinned,
+        )
+        by_the_way(lambda path: draw_timeline(drawn.method, costs, path), request.picture)
     if request.staleness_picture:
         by_the_way(
             lambda path: draw_staleness(lambda M: replace(method.after_warmup, M=M), request.K, path),

@@ -32,7 +32,7 @@ class Split:
     speedup        in batches per second, over back-propagation on one worker; None where it is not possible
     staleness      the largest mean staleness of a stage, in updates
     memory_bytes   of the fullest worker
-    recompute      stages that repeat forwards, to fit the memory limit
+    recompute      stages that repeat forwards, to fit the memory limit or to be faster within it
     reason         why it is not possible
     """
 
@@ -125,7 +125,7 @@ def _predicted(
     messages = [link.seconds(size) for size in costs.boundary_bytes]
     exposed = exposure(method, K, sum(forward), sum(backward), messages)
     fitting = recompute_to_fit(method, K, costs, memory_limit)
-    recompute, method = shown(fitting.recompute) if fitting is not method else "", fitting
+    method = fitting.method
     kept = Kept.of(method, K)
     cuts = solve(
         work,
@@ -147,5 +147,5 @@ def _predicted(
         staleness=max(kept.staleness),
         memory_bytes=max(kept.bytes(costs, k, start, end) for k, (start, end) in enumerate(edges, start=1)),
         speedup=split.replicas * alone / seconds,
-        recompute=recompute,
+        recompute="" if fitting.without is None else shown(method.recompute),
     )

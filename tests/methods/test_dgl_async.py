@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
 import offbeat
-from offbeat.methods.dgl_async import Buffer
+from offbeat.methods.dgl_async import MOST_TURNS, Buffer
 from offbeat.ops import Drop, Forward, Take
+from offbeat.seeds import derive
 
 
 def text(operations) -> str:
@@ -80,3 +82,56 @@ def test_every_stage_has_as_many_turns_as_the_first_in_the_long_run(K):
         if k > 1:
             assert len(set(learnt)) < n
             assert len(set(learnt)) < len(learnt)
+
+
+def read_literally(k: int, K: int, batches, *, size: int, seed: int) -> list[str]:
+    """The operations of stage k, from the turns and the buffers of all stages; all turns of a batch are drawn first."""
+    buffers = {stage: Buffer(size) for stage in range(2, K + 1)}
+    program = []
+    for t in batches:
+        rng = random.Random(derive(seed, "turns", t))
+        drawn = [rng.randint(1, K) for _ in range(MOST_TURNS * K)]
+        mine = []
+        for stage in [*(drawn[: drawn.index(1)] if 1 in drawn else drawn), 1]:
+            batch = t if stage == 1 else buffers[stage].draw()
+            if batch is None:
+                continue
+            if stage == k:
+                mine += [f"F{batch}", f"B{batch}", "U"]
+            if stage < K:
+                received = map(str, buffers[stage + 1].add(batch))
+                mine += received if stage + 1 == k else ()
+        program.append(" ".join(mine))
+    return program
+
+
+@pytest.mark.parametrize(("K", "size", "seed"), [(1, 2, 0), (2, 1, 3), (3, 2, 0), (5, 3, 1), (16, 2, 0)])
+def test_programs_are_those_of_a_literal_reading(K, size, seed):
+    method, batches = offbeat.AsyncDGL(buffer=size, seed=seed), range(3, 40)
+    for k in range(1, K + 1):
+        found = [text(iteration) for iteration in method.program(k, K, batches)]
+        assert found == read_literally(k, K, batches, size=size, seed=seed)
+
+
+def test_a_stage_draws_no_turns_after_that_of_stage_1_and_follows_no_stage_above(monkeypatch):
+    """So that an iteration takes about K draws, and stage k the buffers of k-1 stages at most."""
+    K, n, draws, followed = 64, 50, 0, 0
+
+    class Counted(random.Random):
+        def randint(self, a, b):
+            nonlocal draws
+            draws += 1
+            return super().randint(a, b)
+
+    class CountedBuffer(Buffer):
+        def draw(self):
+            nonlocal followed
+            followed += 1
+            return super().draw()
+
+    monkeypatch.setattr("offbeat.methods.dgl_async.random.Random", Counted)
+    monkeypatch.setattr("offbeat.methods.dgl_async.Buffer", CountedBuffer)
+    for _ in offbeat.AsyncDGL().program(4, K, range(n)):
+        pass
+    assert 0 < draws <= 2 * K * n
+    assert 0 < followed <= 2 * 4 * n

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import UserError
-from offbeat.partitioning.solve import Memory, fewest_changed, solve
+from offbeat.partitioning.solve import Memory, Way, fastest_changed, solve
 
 
 def exhaustive(costs, K, *, speeds=None, exposed_below=None, exposed_above=None, memory=None, pinned=(), legal=None):
@@ -238,11 +238,14 @@ def test_the_solver_itself_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("within", [1.0, 1.1, float("inf")])
 @pytest.mark.parametrize("seed", range(60))
-def test_the_fewest_stages_that_hold_inputs_are_chosen(seed):
-    """Against all partitions and all choices of stages."""
+def test_the_fastest_choice_of_stages_that_hold_inputs_is_made(seed, within):
+    """Against all partitions and all choices of stages; of those within the tolerance the fewest."""
     draw = random.Random(seed)
     count, K = draw.randint(3, 7), draw.randint(2, 3)
+    costs = [draw.randint(1, 9) for _ in range(count)]
+    speeds = [draw.choice([0.5, 1.0]) for _ in range(K)]
     in_flight = [2 * (K - k) + 1 for k in range(1, K + 1)]
     sizes = {
         "parameters": [draw.randint(0, 3) for _ in range(count)],
@@ -254,33 +257,40 @@ def test_the_fewest_stages_that_hold_inputs_are_chosen(seed):
     inputs = [n - 1 for n in in_flight]
     plain = Memory(**sizes, in_flight=in_flight, limit=limit, entering=entering, inputs=[0] * K)
     changed = Memory(**sizes, in_flight=[1] * K, limit=limit, entering=entering, inputs=inputs)
+    pace = [speeds, [0.75 * speed for speed in speeds]]
 
     def bytes_of(k, a, b, repeats):
         held = sum(sizes["held"][a:b]) * (1 if repeats else in_flight[k]) + entering[a] * inputs[k] * repeats
         return sum(sizes["parameters"][a:b]) * 4.0 + held
 
-    best = None
+    possible = {}  # which stages repeat -> time of the slowest stage
     for cuts in itertools.combinations(range(1, count), K - 1):
         spans = list(enumerate(itertools.pairwise([0, *cuts, count])))
-        needed = [next((r for r in (0, 1) if bytes_of(k, a, b, r) <= limit), None) for k, (a, b) in spans]
-        if None not in needed:
-            best = min(sum(needed), best if best is not None else K)
-    found = fewest_changed(plain, changed, K)
-    assert (found is None) == (best is None)
+        for chosen in itertools.product((0, 1), repeat=K):
+            if all(bytes_of(k, a, b, chosen[k]) <= limit for k, (a, b) in spans):
+                slowest = max(sum(costs[a:b]) / pace[chosen[k]][k] for k, (a, b) in spans)
+                possible[chosen] = min(slowest, possible.get(chosen, float("inf")))
+    found = fastest_changed(costs, K, Way(plain, speeds), Way(changed, pace[1]), within=within)
+    assert (found is None) == (not possible)
     if found is None:
         return
-    assert len(found) == best
-    chosen = Memory(
+    fastest = min(possible.values())
+    assert found.without == pytest.approx(possible.get((0,) * K, float("inf")) / fastest)
+    good = {chosen: time for chosen, time in possible.items() if time <= within * fastest * (1 + 1e-12)}
+    marks = tuple(int(k + 1 in found.stages) for k in range(K))
+    assert marks in good
+    assert sum(marks) == min(map(sum, good))
+    kept = Memory(
         **sizes,
-        in_flight=[1 if k + 1 in found else n for k, n in enumerate(in_flight)],
+        in_flight=[1 if repeats else n for n, repeats in zip(in_flight, marks, strict=True)],
         limit=limit,
         entering=entering,
-        inputs=[n if k + 1 in found else 0 for k, n in enumerate(inputs)],
+        inputs=[n * repeats for n, repeats in zip(inputs, marks, strict=True)],
     )
-    solution = solve([1.0] * count, K, memory=chosen)
+    solution = solve(costs, K, speeds=[pace[repeats][k] for k, repeats in enumerate(marks)], memory=kept)
     spans = enumerate(itertools.pairwise([0, *solution.cuts, count]))
-    assert solution.memory == tuple(bytes_of(k, a, b, k + 1 in found) for k, (a, b) in spans)
-    assert max(solution.memory) <= limit
+    assert solution.memory == tuple(bytes_of(k, a, b, marks[k]) for k, (a, b) in spans)
+    assert solution.bottleneck == pytest.approx(possible[marks])
 
 
 def test_a_stage_is_not_cut_where_its_input_is_too_large():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command import Command, check_refused, train_here, weights
 from preloaded import PYTHON
-from processes import processes_of
+from processes import ENVIRONMENT, free_ports, processes_of
 from selected import only
 from stopped_runs import METHODS, RUN, SMALL, done, killed, recorded, start, until
 
@@ -137,6 +137,64 @@ def test_one_signal_saves_and_stops(engine, sent, tmp_path, offbeat: Command):
     assert processes_of(tmp_path / "broken") == {}
     train_here(offbeat, "--resume", tmp_path / "broken", "--engine", "simulate", "--json")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+# The command in one of two processes, with a shorter default of the time between checkpoints.
+SOON = """
+from offbeat import cli
+from offbeat.runs import saving
+
+saving.UNASKED, saving.LARGEST_SHARE = 0.3, {share}
+cli.main()
+"""
+
+
+def group(out: Path, *arguments: str, share: float = 1.0) -> list[subprocess.Popen]:
+    """A run in two processes as torchrun starts them, saved every 0.3 s by default, in that share of the time."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    return [
+        subprocess.Popen(
+            [PYTHON, "-c", SOON.format(share=share), "train", *arguments, "--out", str(out)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**ENVIRONMENT, **shared, "RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]
+
+
+def test_a_run_without_an_interval_has_a_checkpoint_when_a_worker_is_lost(tmp_path):
+    lost = tmp_path / "lost"
+    first, second = group(lost, *RUN, "-K", "2", "-M", "2", "--epochs", "1000")
+    try:
+        until(lambda: lost.exists() and ls(lost))
+    finally:
+        second.kill()
+    assert "stage 2" in done(first, 2)
+    second.communicate()
+    made = [each.checkpoint.t for each in ls(lost) if each.checkpoint]
+    assert 1 <= len(made) <= 3, "keep"
+    resumed(lost, "--engine", "simulate", "--epochs", str(max(made) // 32 + 1))
+    assert any(line["kind"] == "resumed" and line["batch"] == max(made) for line in lines(lost))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["0", "50"])
+def test_checkpoints_by_default_change_no_bit_and_keep_0_has_none(keep, tmp_path, offbeat: Command):
+    settings = [*RUN, "-K", "2", "-M", "2", "--keep", keep]
+    train_here(offbeat, *settings, "--engine", "simulate", "--out", tmp_path / "whole")
+    for process in group(tmp_path / "saved", *settings):
+        done(process)
+    assert len(ls(tmp_path / "saved")) == 0 if keep == "0" else len(ls(tmp_path / "saved")) > 1
+    assert weights(tmp_path / "saved") == weights(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_checkpoints_by_default_take_a_small_share_of_the_time(tmp_path):
+    for process in group(tmp_path / "run", *RUN, "-K", "2", "-M", "2", "--keep", "50", share=1e-9):
+        done(process)
+    assert len(ls(tmp_path / "run")) == 2, "the first, and that of the end"
 
 
 @pytest.mark.slow

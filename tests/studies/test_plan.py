@@ -230,6 +230,21 @@ def test_the_fewest_stages_recompute_so_that_a_memory_limit_is_kept(offbeat):
     assert counts[-1] == 0
 
 
+def test_a_stage_recomputes_where_cuts_that_fit_without_it_are_slower(offbeat):
+    """3.8 MB fit without recompute as well, by cuts with which the slowest stage has 1.4 times as much to compute."""
+    network = ("--model", "resnet8", "--batch-size", 16, "--shape", "3,16,16", "--partition", "flops")
+    plan = planned(offbeat, *network, "-K", 3, "--method", "adl", "--memory-limit", 3.8)
+    assert [stage["recompute"] for stage in plan["stages"]] == [True, False, False]
+    assert max(stage["memory_bytes"] for stage in plan["stages"]) <= 3.8e6
+    (told,) = (line for line in plan["advice"] if "recompute=" in line)
+    slower = re.fullmatch(
+        "faster with adl:recompute=1: these stages repeat forwards, and the cuts are more even; without it the cuts "
+        r"that fit take ([0-9.]+) times as long per batch",
+        told,
+    )
+    assert 1.1 < float(slower[1]) < 2
+
+
 def test_memory_with_recompute_is_that_of_inputs_and_one_graph(offbeat, profile):
     units = json.loads(profile.read_text())["units"]
     fixed = ("-K", 3, "--pin", "3,6", "--partition", "flops", "--profile", profile)

@@ -19,6 +19,7 @@ LAWS = {
             "fdg",
             "adl",
             "dgl",
+            "dgl-async",
             "dni",
             "mostafa",
             "pred",
@@ -45,13 +46,7 @@ def test_the_clock_agrees_with_the_law(name, K):
 
 
 def test_every_published_method_has_its_law():
-    assert set(LAWS) | {"dgl-async", "asgd", "dc-asgd"} == set(ORDER)
-
-
-@pytest.mark.parametrize("K", [2, 4, 8])
-def test_greedy_learning_from_buffers_keeps_its_stages_busy(K):
-    """Turns are random, so the busiest stage is ahead of the mean by chance."""
-    assert 0.7 * K < speed_up(named("dgl-async"), balanced(K)) <= K
+    assert set(LAWS) | {"asgd", "dc-asgd"} == set(ORDER)
 
 
 @pytest.mark.parametrize("N", [1, 4, 8])
