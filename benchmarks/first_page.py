@@ -282,8 +282,10 @@ def slow_network_row(found: Records) -> list[Cells]:
 def until_notes(found: Records) -> list[str]:
     """The fastest rows with late gradients, of all and with the optimizer of the fastest synchronous one, against
     that, to a loss of a language model."""
-    lines = []
-    for record in found.values():
+    lines, newest = [], {}
+    for record in sorted(found.values(), key=lambda record: record["provenance"]["started"]):
+        newest[record["settings"]["K"], record["provenance"].get("network"), until_table.target(record)] = record
+    for record in newest.values():
         exact = until_table.fastest(until_table.synchronous(record))
         late = until_table.fastest(until_table.late(record))
         if exact is None or late is None or not record["settings"]["model"].startswith(LANGUAGE_MODEL):
@@ -291,11 +293,13 @@ def until_notes(found: Records) -> list[str]:
         alike = until_table.fastest([row for row in until_table.late(record) if row["optimizer"] == exact["optimizer"]])
         shown = [exact, *([alike] if alike not in (None, late) else []), late]
         network = record["provenance"].get("network")
+        optimizers = {row["optimizer"] for row in until_table.synchronous(record)}
+        alone = "" if late["optimizer"] in optimizers else f" No synchronous row was trained with {late['optimizer']}."
         times = [f"{one['title']} with {one['optimizer']} {duration(until_table.seconds(one))}" for one in shown]
         lines.append(
             point(
                 f"Time until a {until_table.target(record)} of a GPT, K={record['settings']['K']}, one run on "
-                f"{f'a line of {network}' if network else 'fast links'}: {', '.join(times)}."
+                f"{f'a line of {network}' if network else 'fast links'}: {', '.join(times)}.{alone}"
             )
         )
     return lines

@@ -10,6 +10,7 @@ from results_gpu import spread
 
 from offbeat.report.formatting import markdown
 from offbeat.runs.optimizers import OPTIMIZERS
+from offbeat.runs.tables.gpt import GPTSetting
 
 
 def ratios_of(record: Record, row: Record) -> list[float]:
@@ -42,9 +43,9 @@ def section(found: Records) -> list[str]:
         slow = [row["name"] for row in record["rows"] if median(ratios_of(record, row)) > AIM]
         lines += [
             prose(
-                "A turn of the GPT with late gradients (12 blocks of width 256, 64 sequences per update), ADL on the",
-                f"1F1B lag, K={settings['K']}, M={settings['M']}, engine `streams`, bf16: one batch of every stage,",
-                f"and every M-th time an update. Median (least-most) of {settings['rounds']} rounds.",
+                f"A turn of `{settings['model'] or GPTSetting().model}`, {GPTSetting().batch} sequences per update,",
+                f"ADL on the 1F1B lag, K={settings['K']}, M={settings['M']}, engine `streams`, bf16: one batch of",
+                f"every stage, and every M-th time an update. Median (least-most) of {settings['rounds']} rounds.",
             ),
             "",
             table(record),

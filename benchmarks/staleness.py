@@ -17,7 +17,7 @@ from staleness_pictures import Picture, by_choice, by_stages, by_staleness
 from staleness_records import IMAGES, ImageExperiment, MeasuredRow, MeasuredTable, language_tables
 
 from offbeat.methods import with_settings
-from offbeat.recommended import DELAY, EFFICIENT, LATE, SHARE, SYNCHRONOUS, correctors_by_optimizer, recommend
+from offbeat.recommended import DELAY, EFFICIENT, LATE, ONE_IN, SYNCHRONOUS, correctors_by_optimizer, recommend
 from offbeat.report.formatting import markdown
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.tables.gpt import RECOMMENDED
@@ -405,7 +405,7 @@ def choice_section(tables: list[MeasuredTable]) -> list[str]:
         prose(
             f"Where M cannot be large, so that stage 1 is more than {LATE:g} update late, the first {SYNCHRONOUS}",
             f"updates are synchronous (`--staleness-warmup {SYNCHRONOUS}`; `auto:staleness_warmup=0` leaves them out);",
-            f"`offbeat train` limits them to {100 // SHARE} % of the run, and `Pipeline.fit` warns if they are more",
+            f"`offbeat train` limits them to {100 // ONE_IN} % of the run, and `Pipeline.fit` warns if they are more",
             "than half of it.",
             "In processes the M batches of each fill and drain the pipeline, so that it takes (M+K-1)/M times as long",
             f"as a late one: {(4 + K - 1) / 4:.3g} times at K={K} and M=4, and K times at M=1.",

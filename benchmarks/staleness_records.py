@@ -279,7 +279,9 @@ class ImageExperiment:
         those = {
             name: record
             for name, record in records.items()
-            if record["table"] == self.table and record["settings"]["epochs"] == self.epochs
+            if record["table"] == self.table
+            and record["settings"]["epochs"] == self.epochs
+            and self.data in record["title"]
         }
         begins = f"{self.network.lower().replace('-', '')}-"
         rows = tuple(row for row in _joined(list(those.values())) if row.name.startswith(begins))

@@ -5,7 +5,7 @@ longer than a stage computes, since only that lag hides it. An update of B sampl
 larger M gradients are less late, and with smaller micro-batches the device is used less well. M is the largest power of
 two whose measured time per sample is at most EFFICIENT times the shortest one, and no larger than DELAY needs. If stage
 1 is then more than LATE updates late, the first SYNCHRONOUS updates are those of back-propagation (staleness_warmup);
-of a run whose length is known, at most one in SHARE.
+of a run whose length is known, at most one in ONE_IN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LATE = 1.0  # updates: if the gradients of stage 1 are later than this, training
 # 0.019 nats at a delay of 2.75 updates, and from 0.255 to 0.119 at 11 (docs/results/reproduction-gpt-double-rate.json
 # and reproduction-gpt-stages.json).
 SYNCHRONOUS = 150
-SHARE = 10  # of the updates of a run, one in this many is synchronous at most, as in those runs
+ONE_IN = 10  # updates of a run, one is synchronous at most, as in those runs
 NORMALIZED = 16  # samples: smallest micro-batch of a model with BatchNorm, whose statistics are those of a micro-batch
 
 Seconds = Callable[[int], float]  # of forward and backward of the whole model, for a number of samples
@@ -53,12 +53,13 @@ class MicroBatches:
 class Recommendation:
     """The recommended method, and the measurements that it follows from; none if there was nothing to choose.
 
-    open_start   whether it begins with a number of synchronous updates that a short run has fewer of
+    limited_start
+                 whether a short run has fewer synchronous updates than `method`, since its length is not known here
     """
 
     method: Method
     measured: tuple[MicroBatches, ...] = ()
-    open_start: bool = False
+    limited_start: bool = False
 
     @property
     def M(self) -> int:  # noqa: N802
@@ -72,7 +73,7 @@ class Recommendation:
         warmup = "".join(
             f", {updates} updates of {first.name} before" for first, updates in self.method.staleness_warmup
         )
-        share = f", at most {100 // SHARE} % of a run" if self.open_start else ""
+        share = f", at most {100 // ONE_IN} % of a run" if self.limited_start else ""
         return f"{self.method.name}, M={self.M}{size}{corrector}{warmup}{share}"
 
 
@@ -218,6 +219,6 @@ def recommend(
         chosen = largest_efficient(found)
     starts = chosen.delay > LATE and "staleness_warmup" not in given
     if starts:
-        given["staleness_warmup"] = SYNCHRONOUS if updates is None else min(SYNCHRONOUS, updates() // SHARE)
+        given["staleness_warmup"] = SYNCHRONOUS if updates is None else min(SYNCHRONOUS, updates() // ONE_IN)
     method = with_settings(name, {"M": chosen.M, "corrector": AUTO, **given})
-    return Recommendation(method, tuple(found) if known else (), open_start=starts and updates is None)
+    return Recommendation(method, tuple(found) if known else (), limited_start=starts and updates is None)

@@ -15,6 +15,12 @@ from offbeat.correctors.corrector import CHANGES
 from offbeat.methods import named, parsed
 
 
+def test_memory_of_correctors_of_gradients_differs_in_replicas():
+    found = {name: offbeat.ADL(corrector=name).correctors[0].differs_in_replicas for name in ("dc", "sc", "lwp", "t1")}
+    assert found == {"dc": True, "sc": False, "lwp": False, "t1": False}
+    assert offbeat.Shrink(beta=0.5).differs_in_replicas, "it changes incoming gradients"
+
+
 def test_every_corrector_of_the_folder_can_be_given_by_name():
     folder = Path(offbeat.correctors.__file__).parent
     modules = [importlib.import_module(f"offbeat.correctors.{path.stem}") for path in folder.glob("[!_]*.py")]

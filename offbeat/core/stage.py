@@ -312,11 +312,11 @@ class Stage:
     @property
     def late_updates(self) -> int:
         """Updates so far with late gradients, also those of other methods before this one (see `StageContext`)."""
-        return self.optimization.corrections.place.updates
+        return self.optimization.corrections.place.late_updates
 
     @late_updates.setter
     def late_updates(self, updates: int) -> None:
-        self.optimization.corrections.place.updates = updates
+        self.optimization.corrections.place.late_updates = updates
 
     def resume_schedule(self, updates: int) -> None:
         """Continue as if that many updates had been made, at the learning rate of the next."""

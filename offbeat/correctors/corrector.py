@@ -39,7 +39,8 @@ class StageContext:
     delay       mean number of updates between a forward and the use of its gradient
     optimizer   the optimizer of the stage
     rule        what correctors can do with that optimizer; None if it has no rule
-    updates     made so far with late gradients: of this method, and of late ones before it (staleness_warmup)
+    late_updates
+                updates made so far with late gradients: of this method, and of late ones before it (staleness_warmup)
     memory      the state of the correctors: a dict of tensors per parameter
     """
 
@@ -48,7 +49,7 @@ class StageContext:
     delay: float
     optimizer: Any = None
     rule: Any = None
-    updates: int = 0
+    late_updates: int = 0
     memory: defaultdict[Tensor, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -73,7 +74,7 @@ class Corrector:
     def differs_in_replicas(self) -> bool:
         """Whether what it keeps follows the batches of its replica: if it changes their gradients, before the mean over
         all replicas. Weights, steps and directions of the optimizer are the same in all."""
-        return "gradient" in self.changes
+        return not {"gradient", "incoming gradient"}.isdisjoint(self.changes)
 
     def active(self, context: StageContext) -> bool:
         """Whether it changes anything in this stage."""

@@ -46,5 +46,5 @@ class Rescheduling(Corrector):
     def rate(self, context: StageContext) -> float:
         if self.power is not None:
             return float(((1 + context.delay) / (1 + self.above)) ** -self.power)
-        p = 1 - min(context.updates / self.updates, 1)
+        p = 1 - min(context.late_updates / self.updates, 1)
         return float(max(context.delay, 1) ** -p)

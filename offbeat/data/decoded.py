@@ -37,7 +37,8 @@ class DecodedOnHost:
         """The same images, with batches on the device."""
         table = PixelTable(data.shape[0], device, dtype, white=WHITE, mean=MEAN, std=STD)
         sizes = data.name, data.shape, data.classes, data.train_samples, data.test_samples
-        return cls(*sizes, replace(data, as_bytes=True), table, channels_last)
+        source = replace(data, as_bytes=True, pinned=device.type == "cuda")
+        return cls(*sizes, source, table, channels_last)
 
     def train(
         self,

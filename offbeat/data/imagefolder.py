@@ -44,7 +44,8 @@ class Files:
 class ImageFolder:
     """Images of classes that are folders; classes are numbered in the order of the sorted folder names.
 
-    as_bytes   whether batches are bytes, in pinned memory if there is a GPU, for those who normalise them there
+    as_bytes   whether batches are bytes, for those who normalise them
+    pinned     whether batches are in pinned memory, for copies to a GPU
     """
 
     shape: tuple[int, int, int]
@@ -54,6 +55,7 @@ class ImageFolder:
     workers: int
     name: str = "imagefolder"
     as_bytes: bool = False
+    pinned: bool = False
 
     @property
     def classes(self) -> int:
@@ -89,7 +91,7 @@ class ImageFolder:
 
     def _loaded(self, files: Files, seeds: tuple[int, int] | None, batches: list[list[int]]) -> Iterator[Batch]:
         reader = _Reader(files, self.shape, seeds, as_bytes=self.as_bytes)
-        return _loaded(reader, batches, self.workers, pinned=self.as_bytes and torch.cuda.is_available())
+        return _loaded(reader, batches, self.workers, pinned=self.pinned)
 
 
 class _Reader(Dataset[Batch | UserError]):

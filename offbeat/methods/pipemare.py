@@ -4,10 +4,10 @@ Yang, Zhang, Li, Re, Aberger, De Sa, "PipeMare: Asynchronous Pipeline Parallel D
 of a forward at stage k are tau = 2(K-k)/M updates old when its gradient arrives. The backward uses stored activations
 and corrected weights (T2); learning rates can be rescheduled (T1):
 
-    T1   lr_k(s) = lr(s) / max(tau, 1)^p,   p = 1 - min(s/S1, 1)               (only with `anneal`, S1 updates)
+    T1   lr_k(s) = lr(s) / max(tau, 1)^p,   p = 1 - min(l/S1, 1)               (only with `anneal`, S1 updates)
     T2   theta - tau delta,   delta <- g delta + (1-g)(theta^(s+1) - theta^s),  g = C^(1/tau)
 
-s of T1 counts from the first late gradient: a synchronous start (T3, `staleness_warmup`) does not count.
+l counts updates with late gradients: a synchronous start (T3, `staleness_warmup`) does not count.
 
     K=2, M=1        tick  0   1      2      3
     stage 1             | F0  F1     F2B0U  F3B1U

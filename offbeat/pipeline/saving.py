@@ -139,10 +139,12 @@ def updates_after(parts: list[dict[str, Any]], batches: int, *, saved_M: int | N
 
 
 def late_updates_after(parts: list[dict[str, Any]], updates: int) -> int:
-    """How many of the updates from which a schedule continues had late gradients; in older files all of them."""
+    """How many of the updates from which a schedule continues had late gradients; in older files all of them, if any
+    gradient was late."""
     counters = [part["counters"] for part in parts]
     made = max(each["update_index"] for each in counters)
-    late = max(each.get("late_updates", each["update_index"]) for each in counters)
+    all_late = made if any(level > 0 for part in parts for level, _ in part["staleness"]) else 0
+    late = max(each.get("late_updates", all_late) for each in counters)
     return late * updates // made if made else 0
 
 

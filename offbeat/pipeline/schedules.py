@@ -12,7 +12,7 @@ from offbeat.errors import ScheduleLength, warn_caller
 from offbeat.method import Method
 from offbeat.ops import Update
 from offbeat.pipeline.choice import MethodChoice
-from offbeat.recommended import SHARE
+from offbeat.recommended import ONE_IN
 
 
 def count_updates(method: Method, K: int, batches: int) -> int:
@@ -48,9 +48,10 @@ def warn_of_synchronous_start(choice: MethodChoice, batches: int) -> None:
     updates = batches // choice.method.M
     for _, synchronous in choice.method.staleness_warmup:
         if updates < 2 * synchronous:
+            fewer = f"{updates // ONE_IN}, or " if updates >= ONE_IN else ""
             warn_caller(
                 f'method="auto": {min(synchronous, updates)} of {updates} updates are synchronous '
-                f"(staleness_warmup={synchronous}): give staleness_warmup={updates // SHARE}, or 0",
+                f"(staleness_warmup={synchronous}): give staleness_warmup={fewer}0",
                 ScheduleLength,
             )
 

@@ -125,6 +125,10 @@ def test_fit_warns_once_if_all_of_its_updates_are_synchronous(options):
         'method="auto": 30 of 30 updates are synchronous (staleness_warmup=150): give staleness_warmup=3, or 0'
     ]
     assert synchronous_starts(lambda: auto.fit(batches(15, size=2))) == []
+    short = pipeline(method="auto", M=1, **options)
+    assert synchronous_starts(lambda: short.fit(batches(8, size=2))) == [
+        'method="auto": 8 of 8 updates are synchronous (staleness_warmup=150): give staleness_warmup=0'
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from offbeat.engines.streams import Streams
 from offbeat.errors import UserError
 from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.graphs.recorded_stage import RecordedStage
+from offbeat.pipeline import saving
 
 
 def sgd(parameters) -> torch.optim.SGD:
@@ -289,6 +290,14 @@ def test_a_checkpoint_of_back_propagation_begins_t1_of_a_late_method(tmp_path):
     late.load(tmp_path)
     assert train(late, batches[6:]) == train(whole, batches)[6:]
     check_same_bits(bits(late), bits(whole))
+
+
+def test_older_states_have_late_updates_if_any_gradient_was_late():
+    def parts(*levels: list[list[int]]) -> list[dict]:
+        return [{"counters": {"update_index": 200}, "staleness": each} for each in levels]
+
+    assert saving.late_updates_after(parts([[0, 200]], [[0, 200]]), 200) == 0
+    assert saving.late_updates_after(parts([[1, 150], [0, 50]], [[0, 200]]), 100) == 100
 
 
 @pytest.mark.parametrize(("K", "M", "updates"), [(3, 1, [6, 6, 6]), (2, 1, [6, 6]), (2, 2, [3, 3])])

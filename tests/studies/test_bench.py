@@ -326,7 +326,9 @@ def test_the_command_writes_all_results_and_continues_after_a_row_fails(offbeat,
         "--json",
     )
     assert done.code == 0, done.err
-    assert done.err.startswith("offbeat: 2 workers on 1 core: cores are shared")
+    cuts, shared, *_ = done.err.splitlines()
+    assert cuts.endswith("resnet8, 8 of 32 samples, cuts [11]")
+    assert shared.startswith("offbeat: 2 workers on 1 core: cores are shared")
     assert "gpipe is left out: worker 0 has ended" in done.err
     out = tmp_path / "found"
     record = json.loads((out / "bench.json").read_text())
@@ -445,6 +447,13 @@ def test_every_row_has_the_number_of_micro_batches_with_which_it_is_the_fastest(
     assert "Offbeat ADL, 48 samples per update" in page
     assert f"Offbeat ADL, micro-batches, recompute, m={m}" in page
     assert "At 16 samples per update, " in page
+
+
+def test_rows_for_which_no_given_number_of_micro_batches_fits_are_left_out():
+    for name in ("adl-micro", "adl-recompute", "gpipe", "torch-1f1b"):
+        assert left_out(ROWS[name], SETTING, (3, 4)) is None
+        reason = "a batch of 16 cannot be split into 3 or 5 micro-batches for 2 workers"
+        assert left_out(ROWS[name], SETTING, (3, 5)) == reason
 
 
 def test_a_row_has_the_cuts_for_the_samples_on_which_its_stages_compute():

@@ -88,7 +88,7 @@ class Bench:
     def start(self, folder: Path) -> None:
         """Start the processes of all rows."""
         for row in self.rows:
-            if reason := left_out(row, self.setting):
+            if reason := left_out(row, self.setting, self.request.micro_batches):
                 self.left_out[row.name] = reason
                 continue
             place = len(self.groups) % self._side_by_side()
@@ -147,17 +147,23 @@ class Bench:
 
     def _sweep(self, workers: WorkerGroup) -> dict[int, float]:
         """Seconds per batch, or per update of micro-batches, by their number, until more of them are clearly slower."""
-        if had := self._earlier(workers.row).get("sweep"):
+        earlier = self._earlier(workers.row)
+        if had := earlier.get("sweep"):
             return {int(m): seconds for m, seconds in had.items()}
+        if m := earlier.get("micro_batches"):  # a record in which another row chose it
+            return {int(m): 0.0}
+        numbers = micro_batches(workers.row, self.setting, self.request.micro_batches)
         tried: dict[int, float] = {}
-        for m in micro_batches(workers.row, self.setting, self.request.micro_batches):
+        for m in numbers:
             workers.ask("build", m)
             workers.m = m
             parts = batches_per_update(workers.row, self.setting, m)
-            tried[m] = parts * max(workers.seconds(0, parts)[0])
+            # as many micro-batches for every number, after those that late stages need (see _warm_up)
+            warm_up, batches = (2, max(numbers)) if workers.row.micro else (0, 1)
+            tried[m] = parts * max(workers.seconds(warm_up, batches)[0])
             if tried[m] < QUICK:
-                tried[m] = parts * max(workers.seconds(0, LEAST * parts)[0])
-            self.runner.report(f"{workers.row.name}, {m} micro-batches: {1000 * tried[m]:.0f} ms per batch")
+                tried[m] = parts * max(workers.seconds(0, LEAST * batches)[0])
+            self.runner.report(f"{workers.row.name}, {m} micro-batches: {1000 * tried[m]:.0f} ms")
             if tried[m] > WORSE * min(tried.values()):
                 break
         return tried
@@ -381,9 +387,9 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     made["machine"] = machines.described(made["machine"])
     runner = StudyRunner(out, request.minutes, show)
     earlier = stored(out / "bench.json", identity(request, setting), made)
+    setting = request.placed(setting, rows, earlier, runner)
     if setting.device == "cpu" and (shared := shared_cores(setting.K)):
         print(f"offbeat: {shared}", file=sys.stderr)
-    setting = request.placed(setting, rows, earlier, runner)
     runner.report(f"{setting.model}, b={setting.batch_size}, K={setting.K}, cuts {list(setting.cuts)}")
     run = Bench(request, setting, runner, rows, made, earlier or {}, load=load)
     with runner.opened(partial(finish, run), arguments=f" with out={str(out)!r}"):

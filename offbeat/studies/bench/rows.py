@@ -237,7 +237,7 @@ def chosen(against: str, device: str = "cpu", *, methods: Sequence[str] = ()) ->
     return [row for row in LISTED if row.name in (*whole, *wanted, *methods, *ALWAYS)] + others
 
 
-def left_out(row: BenchRow, setting: BenchSetting) -> str | None:
+def left_out(row: BenchRow, setting: BenchSetting, given: tuple[int, ...] | None = None) -> str | None:
     """The reason why a row cannot be timed in this setting; None where it can."""
     b, K = setting.batch_size, setting.K
     if row.recompute and (weights := setting.methods.get(row.setting, {}).get("weights", "stash")) != "stash":
@@ -259,8 +259,9 @@ def left_out(row: BenchRow, setting: BenchSetting) -> str | None:
         return "batches of a window run at the same time only on a GPU"
     if row.kind == "ddp" and b % K:
         return f"a batch of {b} cannot be divided equally among {K} workers"
-    if row.swept and not micro_batches(row, setting):
-        return f"a batch of {b} cannot be split into micro-batches for {K} workers"
+    if row.swept and not micro_batches(row, setting, given):
+        numbers = f"{' or '.join(map(str, given))} " if given else ""
+        return f"a batch of {b} cannot be split into {numbers}micro-batches for {K} workers"
     if row.setting == "ScheduleInterleaved1F1B" and setting.chunk_cuts is None:
         return f"the network has fewer than {2 * K} units for its chunks"
     return None
@@ -281,7 +282,7 @@ def sizes(rows: Sequence[BenchRow], setting: BenchSetting, given: tuple[int, ...
     """All numbers of samples on which stages of these rows may compute, the largest first."""
     found = {setting.batch_size}
     for row in rows:
-        if left_out(row, setting) is None and cuts_of(row, setting) is not None:
+        if left_out(row, setting, given) is None and cuts_of(row, setting) is not None:
             tried: Sequence[int | None] = micro_batches(row, setting, given) if row.swept else [None]
             found |= {samples_at_once(row, setting, m) for m in tried}
     return sorted(found, reverse=True)

@@ -191,7 +191,7 @@ class UntilBench:
         """All runs that the record does not have; first the default learning rate of every row."""
         self.folder = folder
         for trained in self.rows:
-            if reason := left_out(trained.row, self.setting):
+            if reason := left_out(trained.row, self.setting, self.request.micro_batches):
                 self.left_out[trained.name] = reason
                 self.runner.report(f"{trained.name} is left out: {reason}")
         todo = [
@@ -254,7 +254,10 @@ class UntilBench:
         }
 
     def _sweep(self, row: BenchRow) -> dict[int, float]:
-        """Seconds per batch by the number of micro-batches, on random samples."""
+        """Seconds per batch by the number of micro-batches, on random samples; the same for all optimizers."""
+        for trained in self.rows:
+            if trained.row == row and (had := self.found.get(trained.name, {}).get("sweep")):
+                return {int(m): seconds for m, seconds in had.items()}
         numbers = micro_batches(row, self.setting, self.request.micro_batches)
         if len(numbers) == 1:
             return {numbers[0]: 0.0}
@@ -406,11 +409,11 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
         settings["every"] = request.every
     earlier = stored(out / RECORD, settings, made) or {}
     setting = request.placed(setting, rows, earlier, runner)
+    if shared := shared_cores(setting.K):
+        print(f"offbeat: {shared}", file=sys.stderr)
     if earlier:
         request = replace(request, every=earlier["settings"]["every"])
         runner.report(f"continuing the record of {sum(len(row['runs']) for row in earlier['rows'])} runs")
-    if shared := shared_cores(setting.K):
-        print(f"offbeat: {shared}", file=sys.stderr)
     found = {row["name"]: row for row in earlier.get("rows", [])}
     study = UntilBench(request, setting, data, runner, trained, made, found)
     with runner.opened(partial(finish, study), arguments=f" with out={str(out)!r}"):
