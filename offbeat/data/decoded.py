@@ -1,12 +1,14 @@
 """Folders of images for another device: decoded on the host, copied as bytes, normalised on the device.
 
-What worker processes hand over and what is copied is then a quarter of the floats.
+What worker processes hand over and what is copied is then a quarter of the floats. The bytes of test images, which are
+the same in every epoch, stay on the device where they fit: they are decoded once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,6 +21,9 @@ class DecodedOnHost:
     """A folder of images whose batches are decoded on the host, and copied to the device before they are normalised.
 
     A batch is computed on the CUDA stream that is current when it is requested.
+
+    keeps   whether test images stay on the device
+    kept    their batches, as bytes, by the batch size of the last complete pass
     """
 
     name: str
@@ -29,16 +34,25 @@ class DecodedOnHost:
     source: ImageFolder
     table: PixelTable
     channels_last: bool
+    keeps: bool
+    kept: dict[int, list[Batch]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, data: ImageFolder, device: torch.device, dtype: torch.dtype, *, channels_last: bool = False
+        cls,
+        data: ImageFolder,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        channels_last: bool = False,
+        limit: int | None = None,
     ) -> DecodedOnHost:
-        """The same images, with batches on the device."""
+        """The same images, with batches on the device. Test images stay there if they take at most `limit` bytes."""
         table = PixelTable(data.shape[0], device, dtype, white=WHITE, mean=MEAN, std=STD)
         sizes = data.name, data.shape, data.classes, data.train_samples, data.test_samples
         source = replace(data, as_bytes=True, pinned=device.type == "cuda")
-        return cls(*sizes, source, table, channels_last)
+        keeps = limit is None or data.test_samples * math.prod(data.shape) <= limit
+        return cls(*sizes, source, table, channels_last, keeps)
 
     def train(
         self,
@@ -54,14 +68,34 @@ class DecodedOnHost:
         decoded = self.source.train(
             batch_size=batch_size, seed=seed, epoch=epoch, skip=skip, drop_last=drop_last, share=share
         )
-        return self._finished(decoded)
+        return self._finished(self._copied(decoded))
 
     def test(self, *, batch_size: int) -> Iterator[Batch]:
         """The test images once, in order, resized and cut at the centre."""
-        return self._finished(self.source.test(batch_size=batch_size))
+        return self._finished(self._tests(batch_size))
 
-    def _finished(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _tests(self, batch_size: int) -> Iterator[Batch]:
+        if batch_size in self.kept:
+            yield from self.kept[batch_size]
+            return
+        batches = []
+        for batch in self._copied(self.source.test(batch_size=batch_size)):
+            if self.keeps:
+                batches.append(batch)
+            yield batch
+        if self.keeps:
+            if self.table.device.type == "cuda":
+                torch.cuda.synchronize(self.table.device)  # copied on this stream, read on any other
+            self.kept.clear()
+            self.kept[batch_size] = batches
+
+    def _copied(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         device = self.table.device
         for pixels, labels in batches:
-            images = self.table.floats(pixels.to(device, non_blocking=True))
-            yield arranged(images, channels_last=self.channels_last), labels.to(device, non_blocking=True)
+            yield pixels.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+    def _finished(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Bytes (b, H, W, 3) as floats (b, 3, H, W)."""
+        for pixels, labels in batches:
+            images = self.table.floats(pixels.permute(0, 3, 1, 2))
+            yield arranged(images, channels_last=self.channels_last), labels

@@ -44,7 +44,7 @@ class Files:
 class ImageFolder:
     """Images of classes that are folders; classes are numbered in the order of the sorted folder names.
 
-    as_bytes   whether batches are bytes, for those who normalise them
+    as_bytes   whether batches are bytes (b, H, W, 3), for those who arrange and normalise them
     pinned     whether batches are in pinned memory, for copies to a GPU
     """
 
@@ -110,9 +110,11 @@ class _Reader(Dataset[Batch | UserError]):
             pixels = np.stack([self._pixels(index) for index in indices])  # b,H,W,3
         except UserError as error:
             return error
+        labels = torch.tensor([self.files.labels[index] for index in indices], dtype=torch.int64)
+        if self.as_bytes:
+            return torch.from_numpy(pixels), labels
         planes = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
-        images = torch.from_numpy(planes) if self.as_bytes else normalise(planes, white=WHITE, mean=MEAN, std=STD)
-        return images, torch.tensor([self.files.labels[index] for index in indices], dtype=torch.int64)
+        return normalise(planes, white=WHITE, mean=MEAN, std=STD), labels
 
     def _pixels(self, index: int) -> np.ndarray:
         if self.seeds is None:

@@ -113,8 +113,9 @@ def on_device(
 ) -> tuple[DataSet, str | None]:
     """The data set with its samples on the device; or the same data set, and a note if it does not fit there.
 
-    Of an image folder, batches are copied one by one; a text is returned as it is. `limit` is how many bytes of the
-    device the data may take, by default a quarter of the free memory of a CUDA device.
+    Of an image folder, batches are copied one by one, and only test images stay on the device, if they fit; a text is
+    returned as it is. `limit` is how many bytes of the device the data may take, by default a quarter of the free
+    memory of a CUDA device.
 
     >>> from offbeat import data
     >>> digits, note = on_device(data.open("digits"), "cpu")
@@ -122,14 +123,14 @@ def on_device(
     [250, 110]
     """
     device = torch.device(device)
-    if isinstance(data, ImageFolder):
-        return DecodedOnHost.of(data, device, dtype, channels_last=channels_last), None
-    if not isinstance(data, InMemory | Synthetic):
+    if not isinstance(data, ImageFolder | InMemory | Synthetic):
         return data, None
-    samples = max(data.train_samples, data.test_samples)
-    needed = _kept(data) + PEAK_PIECES * min(piece, samples * _finished_bytes(data.shape, dtype))
     if limit is None and device.type == "cuda":
         limit = int(SHARE * torch.cuda.mem_get_info(device)[0])
+    if isinstance(data, ImageFolder):
+        return DecodedOnHost.of(data, device, dtype, channels_last=channels_last, limit=limit), None
+    samples = max(data.train_samples, data.test_samples)
+    needed = _kept(data) + PEAK_PIECES * min(piece, samples * _finished_bytes(data.shape, dtype))
     if limit is not None and needed > limit:
         mib = [-(-needed // 2**20), limit // 2**20]
         return data, (

@@ -230,18 +230,23 @@ def test_a_quarter_of_a_cuda_devices_free_memory_is_the_limit(
     )
 
 
+def open_small_folder(folder: Path, *, workers: int = 0) -> DataSet:
+    """Three images of each of two classes, in both splits."""
+    from PIL import Image
+
+    for seed, (split, kind, number) in enumerate(itertools.product(("train", "val"), ("cat", "dog"), range(3))):
+        (folder / split / kind).mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(seed).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / split / kind / f"{number}.png")
+    return offbeat.data.open("imagefolder", folder=folder, shape=(3, 16, 16), workers=workers)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_image_folders_are_copied_as_bytes_and_normalised_on_the_device(
     tmp_path: Path, device: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from PIL import Image
-
-    for seed, (split, kind, number) in enumerate(itertools.product(("train", "val"), ("cat", "dog"), range(3))):
-        (tmp_path / split / kind).mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(seed).integers(0, 256, (40, 30, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / split / kind / f"{number}.png")
-    folder = offbeat.data.open("imagefolder", folder=tmp_path, shape=(3, 16, 16), workers=workers)
+    folder = open_small_folder(tmp_path, workers=workers)
     wanted = {"batch_size": 4, "seed": 1, "epoch": 2}
     trained, tested = list(folder.train(**wanted)), list(folder.test(batch_size=4))
     half, _ = on_device(folder, device, dtype=torch.bfloat16, channels_last=True)
@@ -258,6 +263,28 @@ def test_image_folders_are_copied_as_bytes_and_normalised_on_the_device(
     assert {images.device.type, labels.device.type} == {torch.device(device).type}
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(images.cpu(), tested[0][0].bfloat16())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_test_images_of_a_folder_are_decoded_once_where_they_fit(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_small_folder(tmp_path)
+    tested, size = list(folder.test(batch_size=4)), folder.test_samples * 3 * 16 * 16
+    there, _ = on_device(folder, device, limit=size)
+    next(there.test(batch_size=4))  # a pass that is not completed keeps nothing
+    assert_same(there.test(batch_size=4), tested)
+    decoded = []
+    original = imagefolder.testing_pixels
+    monkeypatch.setattr(imagefolder, "testing_pixels", lambda *given: decoded.append(given) or original(*given))
+    assert_same(there.test(batch_size=4), tested)
+    assert not decoded
+    assert_same(there.test(batch_size=3), folder.test(batch_size=3))  # other batches are decoded
+    assert len(decoded) == 2 * folder.test_samples
+    small, _ = on_device(folder, device, limit=size - 1)
+    for _ in range(2):
+        assert_same(small.test(batch_size=4), tested)
+    assert len(decoded) == 4 * folder.test_samples
 
 
 def test_synthetic_images_of_imagenet_size_are_made_a_piece_at_a_time() -> None:
