@@ -944,6 +944,20 @@ def test_replicas_are_measured_on_workers_of_their_own(tmp_path):
     assert min(*found["at_once"], *found["seconds_per_batch"]) > 0
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two workers")
+@pytest.mark.parametrize("method", ["gpipe:m=3", "dgl-async", "dni", "ddg"])
+def test_stages_of_every_kind_of_method_are_timed_on_canned_messages(tmp_path, method):
+    request = scaling.ScalingRequest(model="mlp", method=method, depths=(), repetitions=1, batches=2)
+    server = ForkServer()
+    setting = replace(request.setting(), K=2, batch_size=8, cuts=(2,))  # micro-batches of 3, 3 and 2
+    try:
+        found = scaling.measure(setting, request, tmp_path, server)
+    finally:
+        server.close()
+    assert len(found["at_once"]) == 2
+    assert min(found["at_once"]) > 0
+
+
 def test_the_published_link_speeds_are_in_the_documentation():
     text = " ".join((ROOT / "docs/architecture.md").read_text().split())
     for name, link in PUBLISHED.items():
