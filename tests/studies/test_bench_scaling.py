@@ -103,6 +103,37 @@ def test_stages_of_every_kind_of_method_are_timed_on_canned_messages(tmp_path, m
     assert min(found["at_once"]) > 0
 
 
+def test_points_are_timed_in_whole_windows_with_and_without_messages_in_turn(tmp_path, monkeypatch):
+    asked = []
+
+    class Workers:
+        count = 2
+
+        def __init__(self, *given):
+            pass
+
+        def start(self):
+            pass
+
+        ready = close = start
+
+        def ask(self, what):
+            asked.append(what)
+            return [{"memory": len(asked), "staleness": [float(len(asked))]}] * 2
+
+        def seconds(self, warm_up, batches, what="time"):
+            asked.append((what, batches))
+            return [len(asked), 1.0], 2.0
+
+    monkeypatch.setattr(scaling, "WorkerGroup", Workers)
+    request = scaling.ScalingRequest(model="mlp", M=8, depths=(), repetitions=2, batches=4)
+    found = scaling.measure(replace(request.setting(), K=2), request, tmp_path, ForkServer())
+    assert asked == ["build", *[("time", 8), "look", ("bound", 8)] * 2]
+    assert (found["seconds_per_batch"], found["at_once"]) == ([2, 5], [5.5, 1.0])
+    assert (found["memory"], found["staleness_measured"]) == ([3, 3], [6.0, 6.0])
+    assert found["processor_seconds"] == found["processor_seconds_at_once"] == [2.0, 2.0]
+
+
 def test_the_published_link_speeds_are_in_the_documentation():
     text = " ".join((ROOT / "docs/architecture.md").read_text().split())
     for name, link in PUBLISHED.items():
