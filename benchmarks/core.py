@@ -81,7 +81,7 @@ def worker(options: argparse.Namespace) -> None:
         model, K, method=offbeat.ADL(M=options.M), loss=loss, optimizer=sgd, sample=x, cuts=cuts, units=units
     )
     links = pipe.workers[0].links
-    taps = {name: Tap(getattr(links, name)) for name in ("inputs", "gradients") if getattr(links, name)}
+    taps = {name: Tap(getattr(links, name), 1) for name in ("inputs", "gradients") if getattr(links, name)}
     for name, tap in taps.items():
         setattr(links, name, tap)
     say("filling the pipeline")
@@ -90,11 +90,11 @@ def worker(options: argparse.Namespace) -> None:
     bare = pipe._local.assembler.make_stage(
         rank + 1, K, copy.deepcopy(pipe.parts[rank]), loss=loss if rank == K - 1 else None
     )
+    unsent: Any = Canned()
     canned = Links(
-        inputs=Canned(taps["inputs"].last),  # type: ignore[arg-type]
-        outputs=Canned(None) if rank < K - 1 else None,  # type: ignore[arg-type]
-        gradients=Canned(taps["gradients"].last) if "gradients" in taps else None,  # type: ignore[arg-type]
-        feedback=Canned(None) if rank else None,  # type: ignore[arg-type]
+        **{name: Canned(tap.contents, count()) for name, tap in taps.items()},  # type: ignore[arg-type]
+        outputs=unsent if rank < K - 1 else None,
+        feedback=unsent if rank else None,
     )
     unlinked, index = Worker(bare, pipe.method, canned), count()
 

@@ -225,7 +225,7 @@ def bench_scaling(
     ),
     most_stages: Annotated[int, typer.Option(help="Largest K in the simulated sweep.")] = 256,
     repetitions: Annotated[int, typer.Option(help="Repetitions per point.")] = 3,
-    batches: Annotated[int, typer.Option(help="Batches timed per repetition.")] = 4,
+    batches: Annotated[int, typer.Option(help="Batches timed per repetition, in whole windows of M.")] = 4,
     budget_minutes: Annotated[
         float | None, typer.Option(help="Time limit in minutes: starts no point that would exceed it.")
     ] = None,

@@ -66,8 +66,10 @@ class Progress:
             value = values[f"test_{self.task.key}"]
             test = "" if value is None else f"  {self.task.metric} {self.task.shown(value):>6}"
             test += f"  {speed:,.0f} {self.task.speed_unit}"
+            loss = values["train_loss"]  # None: no batch of the epoch has reached the last stage, or all were left out
+            train = "" if loss is None else f"  train loss {loss:.4f}"
             self.console.print(
-                f"{self.name}epoch {epoch + 1:>{width}}/{self.epochs}  train loss {values['train_loss']:.4f}"
+                f"{self.name}epoch {epoch + 1:>{width}}/{self.epochs}{train}"
                 f"  test loss {values['test_loss']:.4f}{test}  staleness {_short(staleness)}",
                 soft_wrap=True,
             )

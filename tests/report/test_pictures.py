@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -80,14 +81,23 @@ def test_nothing_to_draw_is_an_empty_picture(runs, tmp_path):
 
 
 def test_a_scaling_study_is_panels_with_their_titles(tmp_path):
-    import json
-
     record = json.loads((made.scaling(tmp_path / "a") / "scaling.json").read_text())
     record["simulation"] |= {"model": "resnet110", "batch_size": 32, "M": 2}
     draw.draw_scaling(record, tmp_path / "study.svg")
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "study.svg").read_text())
     for title in ("resnet110, b=32, M=2", "ADL", "GPipe, at most 4K micro-batches", "Memory", "Mean staleness"):
         assert texts.count(title) == 1
+
+
+def test_a_scaling_study_of_a_method_without_staleness_is_drawn(tmp_path):
+    record = json.loads((made.scaling(tmp_path / "a") / "scaling.json").read_text())
+    record["simulation"] |= {"model": "resnet110", "batch_size": 32, "M": 1}
+    for row in (*record["counted"], *record["points"]):
+        row["staleness"] = [0.0] * row["K"]
+        if "staleness_measured" in row:
+            row["staleness_measured"] = [0.0] * len(row["staleness_measured"])
+    draw.draw_scaling(record, tmp_path / "study.svg")
+    assert "Mean staleness" in (tmp_path / "study.svg").read_text()
 
 
 # ---- text

@@ -50,6 +50,15 @@ def test_a_recipe_is_trained_into_a_run_folder_and_the_result_returned(tmp_path,
     assert capsys.readouterr() == ("", "")
 
 
+def test_an_epoch_in_which_no_batch_reaches_the_last_stage_has_no_training_loss(tmp_path, capsys):
+    recipe = make_recipe(**{**SMALL, "samples": 8, "M": None}, method="dgl-async", engine="simulate")
+    offbeat.train(recipe, out=tmp_path / "run", show=True)
+    (record,) = (line for line in lines(tmp_path / "run") if line["kind"] == "epoch")
+    assert record["train_loss"] is None
+    (printed,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch"))
+    assert printed.startswith("epoch 1/1  test loss")
+
+
 @pytest.mark.usefixtures("forked_children")
 def test_the_records_of_a_run_show_what_the_auto_corrector_chose(tmp_path, capsys):
     given = {**SMALL, "optimizer": "adamw"}

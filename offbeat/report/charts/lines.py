@@ -186,8 +186,9 @@ def _scale(axis: Axis, values: Sequence[float]) -> alt.Scale:
 def _axis(axis: Axis, values: Sequence[float]) -> alt.Axis:
     more: dict[str, Any] = {}
     if values and axis.doubling:
-        low = [0.0] if axis.zero else []
-        more = {"values": low + doublings(max(min(values), 1.0) if low else min(values), max(values)), "format": ",~g"}
+        low, high = min(values), max(values)
+        ticks = [0.0, *doublings(max(low, 1.0), max(high, 1.0))] if axis.zero else doublings(low, high)
+        more = {"values": ticks, "format": ",~g"}
     elif values and axis.log:
         more = {"values": log_ticks(min(values), max(values)), "format": ",~g"}
     elif axis.whole and values and max(values) - min(values) <= MOST_TICKS:

@@ -28,7 +28,7 @@ from offbeat.pipeline import Pipeline
 from offbeat.runs.build import cross_entropy
 from offbeat.studies.bench.flat_stage import Counter, Flat, announced, tried
 from offbeat.studies.bench.rows import BenchRow, BenchSetting, batches_per_update, method_of
-from offbeat.studies.bench.timing import Canned, Tap, sgd
+from offbeat.studies.bench.timing import Canned, Tap, received, sgd
 
 Batch = tuple[Tensor, Tensor]
 RECORDING = 60  # batches in which stages on streams fill, and record what they do
@@ -373,24 +373,25 @@ class Ours:
 
     def unlinked(self) -> Callable[[], None]:
         """The stage that is here, on canned messages: what it takes where nothing is sent. Takes a step."""
-        worker = self.pipe.workers[0]
-        links, rank, K = worker.links, self.task.rank % self.pipe.K, self.pipe.K
-        taps = {name: Tap(getattr(links, name)) for name in ("inputs", "gradients") if getattr(links, name)}
+        links, method = self.pipe.workers[0].links, self.pipe.method
+        rank, K = self.task.rank % self.pipe.K, self.pipe.K
+        taps = {name: Tap(getattr(links, name), method.m) for name in ("inputs", "gradients") if getattr(links, name)}
         kept = links.inputs, links.gradients
         for name, tap in taps.items():
             setattr(links, name, tap)
         self.step()
         links.inputs, links.gradients = kept
-        loss = cross_entropy if rank == K - 1 else None
-        part = copy.deepcopy(self.pipe.parts[rank])
-        stage = self.pipe._local.assembler.make_stage(rank + 1, K, part, method=self.pipe.method, loss=loss)
-        canned: Any = Links(
-            inputs=Canned(taps["inputs"].last),  # type: ignore[arg-type]
-            outputs=Canned(None) if rank < K - 1 else None,  # type: ignore[arg-type]
-            gradients=Canned(taps["gradients"].last) if "gradients" in taps else None,  # type: ignore[arg-type]
-            feedback=Canned(None) if rank else None,  # type: ignore[arg-type]
+        loss = cross_entropy if rank == K - 1 or method.feedback == "local" else None
+        part, assembly = copy.deepcopy(self.pipe.parts[rank]), self.pipe._local.assembled(None)
+        stage = self.pipe._local.assembler.make_stage(
+            rank + 1, K, part, method=method, loss=loss, output=assembly.outputs[rank]
         )
-        bare, index = Worker(stage, self.pipe.method, canned), count()
+        sources, unsent = {"inputs": rank, "gradients": rank + 2}, Canned()
+        canned: dict[str, Any] = {
+            name: Canned(tap.contents, received(method, rank + 1, K, sources[name])) for name, tap in taps.items()
+        }
+        canned |= {"outputs": unsent if rank < K - 1 else None, "feedback": unsent if rank else None}
+        bare, index = Worker(stage, method, Links(**canned)), count()
 
         def iteration() -> None:
             for _ in bare.iteration(next(index), wait=True):

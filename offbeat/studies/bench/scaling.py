@@ -207,24 +207,42 @@ def points(request: ScalingRequest) -> Iterator[tuple[str, BenchSetting]]:
 
 def measure(setting: BenchSetting, request: ScalingRequest, folder: Path, fork_server: ForkServer) -> dict[str, Any]:
     """Time per batch and memory: of the method on K x R workers, of back-propagation on one; and of the stages that
-    compute at the same time on canned messages, seconds per batch each."""
-    row = row_of(request.make_method().name) if setting.K * setting.replicas > 1 else ROWS["bp"]
+    compute at the same time on canned messages, seconds per batch each.
+
+    A repetition times both, one after the other, so that what else the machine does slows down both.
+    """
+    method = request.make_method()
+    row = row_of(method.name) if setting.K * setting.replicas > 1 else ROWS["bp"]
     workers = WorkerGroup(row, setting, folder, fork_server)
+    seconds: list[float] = []
+    at_once: list[list[float]] = []
+    busy: dict[str, list[float]] = {"time": [], "bound": []}
+    memory: list[int] = []
     try:
         workers.start()
         workers.ready()
         workers.ask("build")
         several = workers.count > 1
-        warm_up, batches = (2, request.batches) if several else (1, 2)
-        seconds = [max(workers.seconds(warm_up, batches)[0]) for _ in range(request.repetitions)]
-        looked = workers.ask("look")
-        at_once = workers.seconds(warm_up, batches, what="bound")[0] if several else []
+        windows = -(-request.batches // method.M)  # whole ones: replicas add their gradients once per window
+        warm_up, batches = (2, windows * method.M) if several else (1, 2)
+        for _ in range(request.repetitions):
+            each, processor = workers.seconds(warm_up, batches)
+            seconds.append(max(each))
+            busy["time"].append(processor)
+            looked = workers.ask("look")
+            memory = memory or [found["memory"] for found in looked]  # before stages on canned messages are made
+            if several:
+                each, processor = workers.seconds(warm_up, batches, what="bound")
+                at_once.append(each)
+                busy["bound"].append(processor)
     finally:
         workers.close()
     return {
         "seconds_per_batch": seconds,
-        "at_once": at_once,
-        "memory": [found["memory"] for found in looked],
+        "at_once": [median(of_worker) for of_worker in zip(*at_once, strict=True)],
+        "processor_seconds": busy["time"],
+        "processor_seconds_at_once": busy["bound"],
+        "memory": memory,
         "staleness_measured": [level for found in looked for level in found["staleness"]],
     }
 

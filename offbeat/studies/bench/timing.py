@@ -7,7 +7,8 @@ import ctypes
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,39 +16,55 @@ from typing import Any
 import torch
 
 from offbeat.core.links import Message
+from offbeat.method import Method
 
 
 class Canned:
-    """A link that always has the same message and throws away what is sent."""
+    """A link with the same messages for every batch, which throws away what is sent.
 
-    def __init__(self, content: Any) -> None:
-        self.content, self.t = content, 0
+    contents    of a batch, or of its micro-batches
+    order       the batches, or micro-batches, as the stage receives them
+    """
 
-    def peek(self) -> Message:
-        return Message(self.t, self.content)
+    def __init__(self, contents: Mapping[int, Any] | None = None, order: Iterable[int] = ()) -> None:
+        self.contents, self.order = contents or {}, iter(order)
 
     def receive(self) -> Message:
-        message = self.peek()
-        self.t += 1
-        return message
+        t = next(self.order)
+        return Message(t, self.contents[t % len(self.contents)])
 
     def send(self, message: Message) -> None:
         pass
 
 
 class Tap:
-    """A link that remembers the last content that came through."""
+    """A link that remembers the last contents that came through, of each of m micro-batches."""
 
-    def __init__(self, link: Any) -> None:
-        self.link, self.last = link, None
+    def __init__(self, link: Any, m: int) -> None:
+        self.link, self.m = link, m
+        self.contents: dict[int, Any] = {}
 
     def receive(self) -> Message:
         message: Message = self.link.receive()
-        self.last = message.content
+        self.contents[message.t % self.m] = message.content
         return message
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.link, name)
+
+
+def received(method: Method, k: int, K: int, source: int) -> Iterator[int]:
+    """The batches, or micro-batches, in the order in which stage k receives their messages from another stage.
+
+    >>> from itertools import islice
+    >>> from offbeat.methods import GPipe
+    >>> list(islice(received(GPipe(m=3), 1, 2, 2), 6))  # gradients
+    [2, 1, 0, 5, 4, 3]
+    """
+    for iteration in method.program(k, K, count()):
+        for operation in iteration:
+            if method.receives(operation, k, K) == source:
+                yield operation.t  # type: ignore[union-attr]
 
 
 def pin(cores: set[int]) -> None:

@@ -1,0 +1,83 @@
+"""The processes of `offbeat bench`: where workers come from and how they end, and the load of other programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+from bench_cases import SETTING
+from processes import STOP, alive, wait_for
+
+from offbeat.errors import UserError
+from offbeat.studies.bench import fork_server as fork_server_module
+from offbeat.studies.bench import rounds
+from offbeat.studies.bench.fork_server import ForkServer
+
+pytestmark = pytest.mark.usefixtures("forked_children")
+
+
+@pytest.fixture
+def fork_server():
+    made = ForkServer()
+    yield made
+    made.close()
+
+
+def test_a_worker_is_forked_with_its_own_surroundings_and_its_end_is_known(fork_server, tmp_path):
+    born = [fork_server.spawn({"OFFBEAT_TOLD": str(n)}, tmp_path / f"{n}.err") for n in range(2)]
+    for worker in born:
+        told = {
+            "row": "bp",
+            "setting": SETTING.as_dict(),
+            "rank": 0,
+            "world": 1,
+            "store": "",
+            "threads": 1,
+            "cores": sorted(os.sched_getaffinity(0))[:1],
+        }
+        worker.stdin.write(json.dumps(told) + "\n")
+        assert json.loads(worker.stdout.readline()) == {}
+    born[0].kill()
+    assert born[0].wait() == -signal.SIGKILL
+    born[1].stdin.close()
+    assert born[1].wait() == 0
+    for worker in born:
+        worker.close()
+
+
+def test_an_interrupted_request_ends_the_fork_server_and_it_can_still_be_closed(fork_server, tmp_path, monkeypatch):
+    born = [fork_server.spawn({}, tmp_path / f"{n}.err") for n in range(2)]
+    real = fork_server_module._line
+
+    def broken_off(connection):
+        monkeypatch.setattr(fork_server_module, "_line", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fork_server_module, "_line", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        fork_server.spawn({}, tmp_path / "last.err")
+    for worker in born:
+        worker.close()
+    fork_server.close()
+    assert wait_for(lambda: not any(alive(worker.pid) for worker in born), STOP)
+
+
+def test_workers_end_with_their_fork_server_and_the_benchmark_reports_it(fork_server, tmp_path):
+    worker = fork_server.spawn({}, tmp_path / "err")
+    fork_server.process.kill()
+    assert worker.stdout.readline() == ""  # within the half second in which it looks for its parent
+    with pytest.raises(UserError, match="the process that starts the workers has ended: run the benchmark again"):
+        fork_server.spawn({}, tmp_path / "err")
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("load", "machine", "here", "expected"), [(9.3, 16, 8, 1.3), (4.2, 16, 8, 0.0), (3.0, 2, 2, 3.0)]
+)
+def test_load_that_other_cores_can_carry_does_not_count(monkeypatch, load, machine, here, expected):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(rounds, "cores_here", lambda: list(range(here)))
+    assert rounds.load_here() == pytest.approx(expected)
