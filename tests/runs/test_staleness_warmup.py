@@ -36,6 +36,17 @@ def test_the_option_is_the_setting_of_the_method(tmp_path, offbeat: Command):
     assert recipes[0] == recipes[1]
 
 
+@pytest.mark.filterwarnings("always::offbeat.errors.ScheduleLength")
+@pytest.mark.parametrize("warmup", ["32", "bp@20+adl-1f1b@12"])
+def test_a_warmup_of_the_whole_run_is_named(warmup, offbeat: Command):
+    """The method never trained, without a word."""
+    given = [*RUN, "--engine", "simulate", "--dry-run", "--method", "adl:M=2", "--staleness-warmup"]
+    assert train_here(offbeat, *given, warmup) == (
+        f"offbeat: --staleness-warmup {warmup} with 32 updates in all: adl never begins; use fewer updates\n"
+    )
+    assert train_here(offbeat, *given, "31") == ""
+
+
 @pytest.mark.parametrize("every", ["5b", pytest.param("0.1s", marks=pytest.mark.slow)])
 def test_processes_change_the_method_together_and_save_around_it(every, tmp_path, offbeat: Command):
     train_here(offbeat, *RUN, "--engine", "simulate", *WARM, "--out", tmp_path / "whole")
