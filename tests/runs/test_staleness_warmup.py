@@ -90,6 +90,14 @@ def _at(run: Path, batch: int) -> Path:
         ),
         (["--staleness-warmup", "-3"], "--staleness-warmup -3: use a number of updates from 1 up"),
         (["--staleness-warmup", "5", "--method", "adl:staleness_warmup=6"], "given separately: give it once"),
+        (
+            ["--method", "adl:M=1", "--staleness-warmup", "nag-async@3", "--optimizer", "adamw"],
+            "corrector nag with --optimizer adamw: use one of sgd, muon, nadam",
+        ),
+        (
+            ["--method", "adl:M=1", "--staleness-warmup", "nag-async@3", "--momentum", "0"],
+            "corrector nag with --momentum 0: it needs the momentum of SGD",
+        ),
     ],
 )
 def test_a_warmup_that_is_not_possible_is_refused(given, words, offbeat: Command):
