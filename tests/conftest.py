@@ -23,6 +23,7 @@ preloaded.install()
 
 # Files that take longest, first: a worker takes whole files, and one that is left at the end leaves the others idle.
 LONG = (
+    "test_launches",
     "test_streams",
     "test_serial",
     "test_engines",

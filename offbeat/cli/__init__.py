@@ -18,7 +18,16 @@ import typer
 
 from offbeat.cli.app import app
 from offbeat.cli.wording import in_options_of_this_command
-from offbeat.errors import Interrupted, LateGradients, NotCompiled, NotFused, NotRecorded, Unbalanced, UserError
+from offbeat.errors import (
+    Interrupted,
+    LateGradients,
+    NotCompiled,
+    NotFused,
+    NotRecorded,
+    ScheduleLength,
+    Unbalanced,
+    UserError,
+)
 from offbeat.runs import launch
 
 INTERRUPTED = 130
@@ -71,7 +80,7 @@ def brief(show: Callable[..., None]) -> Callable[..., None]:
     printed: set[tuple[type[Warning], str]] = set()
 
     def warn(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, LateGradients | NotCompiled | NotFused | NotRecorded | Unbalanced):
+        if issubclass(category, LateGradients | NotCompiled | NotFused | NotRecorded | ScheduleLength | Unbalanced):
             line = in_options_of_this_command(" ".join(str(message).split()))
             reason = category, line.partition(": ")[2] or line
             if reason not in printed:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offbeat.correctors import AutoCorrector, Corrector, StageContext, as_text, resolved
 from offbeat.correctors.optimizer import scaled_rates
-from offbeat.correctors.optimizer_rules import rule_of, why_not
+from offbeat.correctors.optimizer_rules import Need, rule_of, why_not
 from offbeat.errors import UserError
 from offbeat.method import Method
 
@@ -23,6 +23,7 @@ class Corrections:
     def __init__(self, method: Method, k: int, K: int, optimizer: torch.optim.Optimizer | None) -> None:
         self.place = _context(method, k, K, optimizer)
         self.active: list[Corrector] = []
+        self.prepared: set[Need] = set()  # what the optimizer keeps for correctors
         if optimizer is None:
             return
         rule, given = self.place.rule, resolved(method.correctors, self.place)
@@ -31,8 +32,15 @@ class Corrections:
             reason = why_not(corrector.needs, optimizer, rule)
             if reason:
                 raise UserError(f"corrector {corrector.name} with {reason}")
+        self.prepared = {need for corrector in self.active for need in corrector.needs}
         if rule is not None:
-            rule.prepare([need for corrector in self.active for need in corrector.needs])
+            rule.prepare(self.prepared)
+
+    def prepare_for(self, later: Corrections) -> None:
+        """Let the optimizer keep what it must have when these follow."""
+        self.prepared |= later.prepared
+        if self.place.rule is not None:
+            self.place.rule.prepare(self.prepared)
 
     def _answering(self, question: str) -> list[Corrector]:
         return [corrector for corrector in self.active if question in corrector.changes]

@@ -35,8 +35,9 @@ class Optimization(Protocol):
     corrections: Corrections
     clipping: Clipping
 
-    def check_later(self, method: Method) -> None:
-        """Refuse a method that will train the stage later with correctors that its optimizer does not support."""
+    def prepare_for(self, later: Method) -> None:
+        """Keep what the correctors of a method that will train the stage later need of the optimizer's last step.
+        Refuse those that the optimizer does not support."""
 
     def norms(self, window: GradientWindow, over: int) -> list[float]:
         """The norms of the gradients that `apply` will use."""
@@ -86,9 +87,9 @@ class EagerOptimization:
         given = (list(self.parameters.items()), method.stage_info(self.k, self.K))[: arguments_of(self.make)]
         return _checked_optimizer(self.make(*given), self.parameters)  # type: ignore[arg-type]
 
-    def check_later(self, method: Method) -> None:
-        if self.parameters and any(corrector.needs for corrector in method.correctors):
-            Corrections(method, self.k, self.K, self._made_for(method))
+    def prepare_for(self, later: Method) -> None:
+        if self.parameters and any(corrector.needs for corrector in later.correctors):
+            self.corrections.prepare_for(Corrections(later, self.k, self.K, self._made_for(later)))
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []

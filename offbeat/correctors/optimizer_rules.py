@@ -76,7 +76,7 @@ class OptimizerRule:
         return None
 
     def prepare(self, needs: Iterable[Need]) -> None:
-        """Called once, when the stage is built, with all that its correctors need."""
+        """Called when the stage is built, with all that its correctors, and those that follow a warm-up, need."""
 
     def before_step(self) -> None:
         """Called before each step."""

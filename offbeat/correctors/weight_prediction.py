@@ -27,7 +27,8 @@ class WeightPrediction(Corrector):
         form "weight"     theta^s + T (theta^s - theta^(s-1))
 
     lr is the rate of the stage's next update, with `t1` the smaller one. The two differ where rates change from update
-    to update or another corrector changes the step, and by decoupled weight decay.
+    to update or another corrector changes the step, and by decoupled weight decay. After a synchronous start
+    (staleness_warmup), "velocity" predicts from the last step of the start, "weight" only after one more.
 
     >>> import offbeat
     >>> offbeat.ADL(corrector=offbeat.WeightPrediction(form="weight")) == offbeat.ADL(corrector="lwp:form=weight")

@@ -62,7 +62,7 @@ class RecordedOptimization:
         self.eager, self.window, self.M, self.guard, self.recorder = eager, window, M, guard, recorder
         self.optimizer, self.scheduler, self.corrections = eager.optimizer, eager.scheduler, eager.corrections
         self.clipping, self.norms, self.made = eager.clipping, eager.norms, eager.made
-        self.check_later = eager.check_later
+        self.prepare_for = eager.prepare_for
         self.launch_queue, self.rank = launch_queue, rank
         at_once = launch_queue.updates_at_once(M)
         self.irregular = self.optimizer if isinstance(self.optimizer, IrregularSteps) else None

@@ -142,15 +142,16 @@ class Assembler:
         )
         others = [self._copied(cut, replica) for replica in self.engine.replicas_here[1:]]
         made_stages = self.with_method(replace(cut, others=others), self.method.phase(batch))
-        for stage, phase in product(made_stages.stages.values(), self.method.phases):
-            if phase != made_stages.method:
-                stage.optimization.check_later(phase)
         return replace(made_stages, correctors=self._correctors(made_stages.stages))
 
     def with_method(self, assembly: Assembly, method: Method) -> Assembly:
         """New stages and workers for this method, on the same cut model and links, in all replicas."""
         others = [self._with_method(other, method) for other in assembly.others]
-        return replace(self._with_method(assembly, method), others=others)
+        made = replace(self._with_method(assembly, method), others=others)
+        later = self.method.phases[self.method.phases.index(method) + 1 :]
+        for worker, phase in product(made.all_workers, later):
+            worker.stage.optimization.prepare_for(phase)
+        return made
 
     def _copied(self, assembly: Assembly, replica: int) -> Assembly:
         """Another replica in this process, with its own copy of the model and its own links."""

@@ -178,7 +178,8 @@ def _title(asked: dict[str, Any], recipes: list[Recipe]) -> str:
     runs = f"{seeds} seeds" if seeds > 1 else "1 seed"
     K = max(recipe.K for recipe in recipes)
     epochs = f"{first.epochs} epochs" if first.epochs > 1 else "1 epoch"
-    match = f"{first.batch_per_update} samples per update" if first.batch_per_update else f"--match {asked['match']}"
+    per_update = asked.get("batch_per_update")
+    match = f"{per_update} samples per update" if per_update else f"--match {asked['match']}"
     return f"{first.model} on {first.data}, K={K}, {epochs}, {runs}, {match}"
 
 
@@ -189,7 +190,10 @@ def _rule(asked: dict[str, Any], recipes: list[Recipe]) -> str:
     linear = asked["lr"] is None and recipes[0].optimizer == "sgd"
     rate = "lr = 0.1 b M / 256" if linear else f"lr = {', '.join(f'{rate:g}' for rate in sorted(rates))} for all"
     if asked["match"] == "batch":
-        return f"match batch: b = {asked['batch_size']} for all, each method at its own M; {rate}"
+        b, named = asked["batch_size"], zip(asked["methods"], recipes, strict=True)
+        others = [f"{label} (b = {recipe.batch_size})" for label, recipe in named if recipe.batch_size != b]
+        but = f" but {', '.join(others)}" if others else ""  # method auto splits b M samples
+        return f"match batch: b = {b} for all{but}, each method at its own M; {rate}"
     return f"match effective: {per_update} samples per update for all, b = {per_update} where M = 1; {rate}"
 
 

@@ -179,17 +179,14 @@ def read(
     """
     rows, task = [], table.task
     others = images if table.images and images and not table.images.alike(images) else None
-    method = settings.get("method")  # with settings that take the place of the rows' own
-    other_method = method.partition(":")[0] if method else None
-    per_update = settings.get("batch_per_update")
     for row in table.rows:
         there = {int(path.name.rpartition("-seed")[2]) for path in (folder / "runs").glob(f"{row.name}-seed[0-9]*")}
         wanted = set(seeds.get(row.name, ()))
         paths = {seed: folder / "runs" / run_name(row.name, seed) for seed in sorted(wanted | there)}
         if runs := [read_seed_run(path, seed, task=task) for seed, path in paths.items()]:
             recipe = recipes.get(row.name) or _recipe(paths[runs[0].seed])
-            changed = bool(per_update) or (recipe is not None and recipe.method == other_method)
-            rows.append(_result(row, recipe, runs, compared=not others and not changed))
+            compared = not others and not is_changed(recipe, settings)
+            rows.append(_result(row, recipe, runs, compared=compared))
     rows = _to_baselines(rows) if task is LANGUAGE else rows
     epochs = settings["epochs"]
     title = f"{table.title}, {OTHERS}" if others else table.title
@@ -200,7 +197,10 @@ def read(
         settings=settings,
         top5=table.top5,
         rows=rows,
-        notes=[*_notes(table, rows, settings, others), *_changed(table, method, per_update)],
+        notes=[
+            *_notes(table, rows, settings, others),
+            *_changed(table, settings.get("method"), settings.get("batch_per_update")),
+        ],
         provenance=provenance,
         task=task.name,
     )
@@ -257,6 +257,14 @@ def _result(row: TableRow, recipe: Recipe | None, runs: list[SeedRun], *, compar
         loss_range=(min(losses), max(losses)) if losses else None,
         baseline=row.baseline,
     )
+
+
+def is_changed(recipe: Recipe | None, settings: dict[str, Any]) -> bool:
+    """Whether the samples per update or settings of the method that are given take the place of the row's own, so that
+    the paper's value is of something else."""
+    method = settings.get("method")
+    named = method is not None and recipe is not None and recipe.method == method.partition(":")[0]
+    return named or bool(settings.get("batch_per_update"))
 
 
 def setting(recipe: Recipe) -> str:

@@ -373,9 +373,9 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 def _check_correctors(recipe: Recipe, method: Method) -> None:
-    """Raise UserError for a corrector that does not work with the optimizer."""
+    """Raise UserError for a corrector, also of the staleness warm-up, that does not work with the optimizer."""
     optimizer = OPTIMIZERS[recipe.optimizer]
-    for corrector in method.correctors:
+    for corrector in (corrector for phase in method.phases for corrector in phase.correctors):
         usable = [name for name, kind in OPTIMIZERS.items() if {*corrector.needs} <= kind.provides]
         if recipe.optimizer not in usable:
             raise UserError(

@@ -107,9 +107,10 @@ def show_plan(request: PlanRequest) -> None:
         return
     method.check(request.K)
     check_replicas(method, request.replicas)
-    samples = request.batch_per_update or request.batch_size * method.M * request.replicas  # of an update
-    if request.batch_per_update and settings is None:
-        request = replace(request, batch_size=split_update(samples, method.M, request.replicas))
+    M = method.M if settings is None else settings.get("M", method.M)
+    samples = request.batch_per_update or request.batch_size * M * request.replicas  # of an update
+    if settings is None or "M" in settings:
+        request = replace(request, batch_size=split_update(samples, M, request.replicas))
     link = link_cost(request.latency, request.bandwidth, measured=request.measure_links)
     network = build(request)
     known_latency = request.latency is not None or request.measure_links

@@ -26,7 +26,7 @@ from offbeat.errors import UserError, first_line, unknown
 from offbeat.methods import parsed
 from offbeat.report import draw_curves
 from offbeat.report.draw import by_the_way
-from offbeat.report.reproduction import Reproduction, grid, markdown, read, setting
+from offbeat.report.reproduction import Reproduction, grid, is_changed, markdown, read, setting
 from offbeat.runs import launch, lock, record
 from offbeat.runs import tables as recipes
 from offbeat.runs.provenance import provenance
@@ -417,6 +417,7 @@ def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:
     given = asked(request)
     first = {row.name: recipe_of(row, 0, given) for row, _ in table.order(1) if row in rows}
     named = {row.name: row for row in rows}
+    papers = {name: None if is_changed(recipe, given) else named[name].paper for name, recipe in first.items()}
     if as_json:
         print(
             json.dumps(
@@ -425,7 +426,7 @@ def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:
                         "name": name,
                         "title": named[name].title,
                         "recipe": recipe.as_dict(),
-                        "paper": None if named[name].paper is None else vars(named[name].paper),
+                        "paper": None if (paper := papers[name]) is None else vars(paper),
                     }
                     for name, recipe in first.items()
                 ]
@@ -442,7 +443,7 @@ def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:
     for name in ("row", "paper", "setting", "in the paper") if published else ("row", "setting", "corrector"):
         grid.add_column(name, no_wrap=name in ("row", "paper"), overflow="fold")
     for name, recipe in first.items():
-        paper = named[name].paper
+        paper = papers[name]
         value = "-" if paper is None else "div." if paper.error is None else f"{paper.error:.2f}"
         value += f" / {paper.top5:.2f}" if paper and paper.top5 else ""
         place = paper.place if paper else "(ours)"

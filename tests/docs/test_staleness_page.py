@@ -13,6 +13,8 @@ from published import ROOT, copy_pages, join, write_pages
 from offbeat.runs import tables as recipes
 from offbeat.runs.tables.gpt import GPTSetting, gpt_table
 
+pytestmark = pytest.mark.filterwarnings("ignore::offbeat.errors.ScheduleLength")  # a run of 3 updates has a warm-up
+
 SMALL = GPTSetting(model="gpt:layers=12,width=8,heads=1,context=4", batch=16, updates=1, epochs=3, stages=(12,))
 BP, M16, M4, M1 = "adamw-bp-k12", *(f"adamw-adl-1f1b-k12-m{M}-corrected" for M in (16, 4, 1))
 PLAIN, WARM = "adamw-adl-1f1b-k12-m4", f"{M4}-warmup"

@@ -16,6 +16,7 @@ from serial import Rules, adl, data, final, lagged
 from torch import Tensor
 
 import offbeat
+from offbeat.methods import with_staleness_warmup
 
 K, N = 3, 17
 
@@ -116,6 +117,17 @@ def test_what_a_corrector_sets_for_a_step_is_restored_after_it(optimizer):
     plain = options(None)
     for corrector in ("lookahead+sc", "t1:power=1", *(("nag",) if optimizer in ("sgd", "nadam", "own") else ())):
         assert options(corrector) == plain, corrector
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "own"])
+def test_the_first_late_forwards_are_predicted_from_the_last_synchronous_step(optimizer):
+    """An optimizer that keeps directions on request had kept none, so that these forwards were not predicted."""
+    sums = {"momentum": 0.8, "decay": 0.0, "lr": serial.LR * (1 - 0.8)} if optimizer == "own" else {}
+    first = lagged(K, data(N)[:6], replace(serial.bp(2), **sums))
+    wanted = final(lagged(K, data(N)[6:], replace(adl(2), predict="velocity", **sums), after=first))
+    method = with_staleness_warmup(offbeat.ADL(M=2, corrector="lwp"), 3)
+    for mine, theta in zip(trained(pipeline(K, method, optimizer=OPTIMIZERS[optimizer]), data(N)), wanted, strict=True):
+        agree(mine, theta, optimizer)
 
 
 def test_directions_are_kept_only_for_a_corrector_that_needs_them():

@@ -406,3 +406,14 @@ def test_correctors_are_checked_with_the_optimizer_of_their_phase():
     assert [stage.optimization.made[0]["momentum"] for stage in pipe.stages.values()] == [0.9, 0.9]
     with pytest.raises(UserError, match=r"^corrector sc with optimizer torch.optim.SGD with momentum=0"):
         chain(2, method, staleness_warmup=2, optimizer=bad)
+
+
+def test_directions_are_kept_for_a_later_phase_in_all_replicas():
+    phases = [(offbeat.BP(M=1), 2), (offbeat.ADL1F1B(M=1), 2)]
+    method = offbeat.ADL(M=1, corrector="lwp")
+    pipe = chain(3, method, staleness_warmup=phases, optimizer=offbeat.optim.Muon, replicas=2)
+    for _ in range(5):
+        groups = [worker.stage.optimization.optimizer.param_groups for worker in pipe._local.all_workers]
+        kept = [{group["keep_direction"] for group in each} for each in groups]
+        assert kept == [{True}, {True}, {False}] * 2  # the last stage is never late
+        pipe.step(*(list(each) for each in zip(*data(2), strict=True)))

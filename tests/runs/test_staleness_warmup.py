@@ -36,6 +36,17 @@ def test_the_option_is_the_setting_of_the_method(tmp_path, offbeat: Command):
     assert recipes[0] == recipes[1]
 
 
+@pytest.mark.filterwarnings("always::offbeat.errors.ScheduleLength")
+@pytest.mark.parametrize("warmup", ["32", "bp@20+adl-1f1b@12"])
+def test_a_warmup_of_the_whole_run_is_named(warmup, offbeat: Command):
+    """The method never trained, without a word."""
+    given = [*RUN, "--engine", "simulate", "--dry-run", "--method", "adl:M=2", "--staleness-warmup"]
+    assert train_here(offbeat, *given, warmup) == (
+        f"offbeat: --staleness-warmup {warmup} with 32 updates in all: adl never begins; use fewer updates\n"
+    )
+    assert train_here(offbeat, *given, "31") == ""
+
+
 @pytest.mark.parametrize("every", ["5b", pytest.param("0.1s", marks=pytest.mark.slow)])
 def test_processes_change_the_method_together_and_save_around_it(every, tmp_path, offbeat: Command):
     train_here(offbeat, *RUN, "--engine", "simulate", *WARM, "--out", tmp_path / "whole")
@@ -79,6 +90,14 @@ def _at(run: Path, batch: int) -> Path:
         ),
         (["--staleness-warmup", "-3"], "--staleness-warmup -3: use a number of updates from 1 up"),
         (["--staleness-warmup", "5", "--method", "adl:staleness_warmup=6"], "given separately: give it once"),
+        (
+            ["--method", "adl:M=1", "--staleness-warmup", "nag-async@3", "--optimizer", "adamw"],
+            "corrector nag with --optimizer adamw: use one of sgd, muon, nadam",
+        ),
+        (
+            ["--method", "adl:M=1", "--staleness-warmup", "nag-async@3", "--momentum", "0"],
+            "corrector nag with --momentum 0: it needs the momentum of SGD",
+        ),
     ],
 )
 def test_a_warmup_that_is_not_possible_is_refused(given, words, offbeat: Command):

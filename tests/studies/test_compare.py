@@ -161,6 +161,17 @@ def test_samples_per_update_are_in_recipes_table_and_title(offbeat):
     assert {row["samples_per_update"] for row in rows.values()} == {8}
 
 
+@pytest.mark.parametrize("methods", ["bp,auto:M=4,adl", "auto:M=4,bp,adl"])
+def test_auto_among_batches_of_equal_size_is_named_with_its_samples_per_update(offbeat, methods):
+    """Title and notes said that all rows have the b or the samples per update of one of them."""
+    outcome = compare(offbeat, methods)
+    assert outcome.code == 0, outcome.err
+    made = json.loads(Path("x/comparison.json").read_text())
+    assert {row["label"]: row["samples_per_update"] for row in made["rows"]} == {"bp": 4, "auto:M=4": 8, "adl": 8}
+    assert made["title"].endswith("--match batch")
+    assert made["notes"][0].startswith("match batch: b = 4 for all but auto:M=4 (b = 2), each method at its own M; ")
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_a_recipe_in_a_comparison(name):
     made = recipe_of(MethodSpec.of(name), asked())

@@ -365,6 +365,8 @@ def test_auto_is_planned_as_what_it_is(offbeat):
     given = json.loads(done(offbeat(*MLP, "--method", "adl", "-M", 2, "--batch-per-update", 16, "--json")))
     assert (given["method"], given["M"], given["batch_size"]) == ("adl", 2, 8)
     assert found["staleness_warmup"] == []
+    own = json.loads(done(offbeat(*MLP, "--method", "auto:M=3", "--batch-size", 4, "--json")))
+    assert (own["M"], own["batch_size"], own["recommendation"]["batch_per_update"]) == (3, 4, 12)
     late = json.loads(done(offbeat(*MLP, "--method", "auto", "-M", 1, "--batch-per-update", 16, "--json")))
     assert late["recommendation"]["staleness_warmup"] == [["bp", 150]]
     (line,) = (line for line in late["advice"] if "staleness_warmup" in line)
@@ -580,6 +582,10 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no workers": (("--workers", "0"), ("--workers 0", "from 1 up")),
     "workers and stages": (("--workers", "4", "-K", "2"), ("--workers 4 with -K: it compares divisions",)),
     "no setting of auto": (("--method", "auto:m=4"), ("auto takes no m (given: 4)", "its settings are M, ")),
+    "samples that auto cannot split": (
+        ("--method", "auto:M=3", "--batch-per-update", "16"),
+        ("--batch-per-update 16 with M = 3: 16 samples cannot be split into 3 equal batches",),
+    ),
     "workers of auto": (("--workers", "4", "--method", "auto"), ("--method auto with --workers 4", "name one method")),
     "workers without memory": (
         ("--workers", "2", "--memory-limit", "0.001"),

@@ -192,6 +192,10 @@ def test_rows_are_listed_without_data_and_nothing_is_run(offbeat):
     assert "resnet56" not in outcome.out
     listed = json.loads(offbeat("reproduce", "imagenet-table", "--list", "--json").out)
     assert listed[0]["paper"]["top5"] == 10.55
+    for changed in (("--batch-per-update", 256), ("--method", "adl:M=2")):  # as in the table of results
+        given = ("reproduce", "cifar10-table", "--list", "--only", "resnet56-adl-k8-m4", *changed)
+        assert {row["paper"] for row in json.loads(offbeat(*given, "--json").out)} == {None}
+        assert "6.18" not in offbeat(*given).out
     assert not any(Path().iterdir())
 
 
