@@ -191,8 +191,9 @@ class AdamRule(OptimizerRule):
         found: dict[int, Tensor] = {}
         for t, alike in self._by_update([p for p in parameters if self.optimizer.state.get(p)]):
             first, second = self._moments(alike)
-            values = scaled(first, 1 / (1 - group["betas"][0] ** t))
-            torch._foreach_div_(values, _denominators(second, group, t))
+            divisors = _denominators(second, group, t)
+            torch._foreach_mul_(divisors, 1 - group["betas"][0] ** t)
+            values = torch._foreach_div(first, divisors)
             found.update(zip(map(id, alike), as_given(values, alike), strict=True))
         return [found.get(id(parameter)) for parameter in parameters]
 
@@ -393,10 +394,10 @@ def _denominators(second: list[Tensor], group: Group, t: Scalar) -> list[Tensor]
     """sqrt(v / (1 - b2^t)) + eps."""
     import torch
 
-    roots = torch._foreach_sqrt(second)
-    torch._foreach_div_(roots, (1 - group["betas"][1] ** t) ** 0.5)
-    torch._foreach_add_(roots, group["eps"])
-    return list(roots)
+    found = torch._foreach_div(second, 1 - group["betas"][1] ** t)
+    torch._foreach_sqrt_(found)
+    torch._foreach_add_(found, group["eps"])
+    return list(found)
 
 
 def _positions(values: Sequence[float]) -> dict[float, list[int]]:

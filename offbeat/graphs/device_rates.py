@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from offbeat.core.optimization import EagerOptimization
-from offbeat.graphs.launch_queue import LaunchQueue, write
+from offbeat.graphs.launch_queue import LaunchQueue
 
 
 class DeviceRates:
     """Learning rates on the device. Those of updates that are launched at once are in different places, which updates
-    use in turn, so that each can be written before the launch and after earlier ones.
+    use in turn, so that each can be written before the launch and after earlier ones. Predictions of weights read those
+    of the next update.
 
     ring    places on the device, by group; empty until they are needed, and where rates are not on a device
     values  what was last written to each, or will be before the next update that reads it
@@ -26,10 +27,11 @@ class DeviceRates:
     """
 
     def __init__(
-        self, eager: EagerOptimization, launch_queue: LaunchQueue, rank: int, *, updates_at_once: int, predicts: bool
+        self, eager: EagerOptimization, launch_queue: LaunchQueue, rank: int, *, M: int, predicts: bool
     ) -> None:
-        self.eager, self.launch_queue, self.rank, self.predicts = eager, launch_queue, rank, predicts
-        self.size = 1 if predicts else updates_at_once  # predictions read the rates, too, and are launched one by one
+        self.eager, self.launch_queue, self.rank = eager, launch_queue, rank
+        self.size = launch_queue.rate_places(M, predicts=predicts)
+        self.write = launch_queue.write_before_turn if predicts else launch_queue.write_before_update
         self.reset()
 
     def reset(self) -> None:
@@ -61,11 +63,7 @@ class DeviceRates:
         if values == self.values[index]:
             return
         self.values[index] = values
-        written = dict(zip(places, values, strict=True))
-        if self.predicts:
-            self.launch_queue.after(self.rank, partial(write, written))
-        else:
-            self.launch_queue.write_before_update(self.rank, written)
+        self.write(self.rank, dict(zip(places, values, strict=True)))
 
     def known(self) -> list[float]:
         """The rates of the next update, which the device may not have yet."""

@@ -57,17 +57,19 @@ class LaunchQueue:
         """Work that may be done before all recorded operations of this turn."""
         action()
 
-    def after(self, rank: int, action: Action) -> None:
-        """Work after all recorded operations of this turn, and before those of the next."""
-        action()
-
     def write_before_update(self, rank: int, values: Values) -> None:
         """Write values after all recorded operations of this turn, and before that stage's next update; to tensors that
         none of the updates which are launched at once with that one reads."""
         write(values)
 
-    def updates_at_once(self, M: int) -> int:
-        """Updates of a stage, one every M turns, that may be launched at once."""
+    def write_before_turn(self, rank: int, values: Values) -> None:
+        """Write values after all recorded operations of this turn, and before those of that stage's next turn; to
+        tensors that nothing which is launched at once with that one reads."""
+        write(values)
+
+    def rate_places(self, M: int, *, predicts: bool) -> int:
+        """Places for the learning rates of a stage, used in turn by its updates, one every M turns, so that these can
+        be launched at once; `predicts`: the turns after an update read the rates of the next one, too."""
         return 1
 
     def later(self, rank: int, action: Action) -> None:

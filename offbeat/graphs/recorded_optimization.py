@@ -64,9 +64,8 @@ class RecordedOptimization:
         self.clipping, self.norms, self.made = eager.clipping, eager.norms, eager.made
         self.prepare_for = eager.prepare_for
         self.launch_queue, self.rank = launch_queue, rank
-        at_once = launch_queue.updates_at_once(M)
         self.irregular = self.optimizer if isinstance(self.optimizer, IrregularSteps) else None
-        self.rates = DeviceRates(eager, launch_queue, rank, updates_at_once=at_once, predicts=predicts)
+        self.rates = DeviceRates(eager, launch_queue, rank, M=M, predicts=predicts)
         self.reset()
 
     def reset(self) -> None:

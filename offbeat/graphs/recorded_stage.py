@@ -125,7 +125,8 @@ class RecordedStage:
         for the second time (never with key None).
 
         Predictions also read the state of the optimizer and of correctors, which the first updates allocate, and the
-        learning rate. They are recorded once the update is: it needs the same, at the same addresses.
+        learning rate of the next update. They are recorded once that update is: it needs the same, at the same
+        addresses.
         """
         predicts = self.predicts and key != "zero"
         update = self.optimization.operation if predicts else None
@@ -137,6 +138,8 @@ class RecordedStage:
         if predicts:
             recordable = recordable and isinstance(update, RecordedOperation)
         if recordable and (key, update) in self.policy_work:
+            if predicts:
+                work = partial(self._predict_at, self.optimization.rates.next, work)
             with self.recorder.recording():
                 operation = RecordedOperation(self.recorder.record(work, self.policy_pool))
             self.policy_work[key, update] = operation
@@ -146,6 +149,11 @@ class RecordedStage:
         work()
         if recordable:
             self.policy_work[key, update] = None
+
+    def _predict_at(self, index: int, work: Work) -> None:
+        """A prediction with the rates at that place, also if it runs after the next update was queued."""
+        with self.optimization.rates.at(index):
+            work()
 
     # ---- forward
 

@@ -43,17 +43,16 @@ class StageTurn:
     ordered         actions after all work of earlier turns
     actions         to do before the operations
     operations      recorded ones, in order
-    after           actions after the operations, and before those of the next turn
-    values          to write after the operations, and before the next update of the stage
+    values          to write after the operations, and before the next update or turn of the stage
     """
 
-    __slots__ = ("actions", "after", "operations", "ordered", "turn", "values")
+    __slots__ = ("actions", "operations", "ordered", "turn", "values")
 
-    def __init__(self, turn: int, ordered: list[Action]) -> None:
-        self.turn, self.ordered = turn, ordered
+    def __init__(self, turn: int) -> None:
+        self.turn = turn
+        self.ordered: list[Action] = []
         self.actions: list[Action] = []
         self.operations: list[RecordedOperation] = []
-        self.after: list[Action] = []
         self.values: Values = {}
 
     def updates(self) -> bool:
@@ -62,10 +61,10 @@ class StageTurn:
 
     def empty(self) -> list[Action]:
         """All of it, in order, which is then no longer queued."""
-        work: list[Action] = [*self.ordered, *self.actions, *self.operations, *self.after]
+        work: list[Action] = [*self.ordered, *self.actions, *self.operations]
         if self.values:
             work.append(partial(write, self.values))
-        self.ordered, self.actions, self.operations, self.after, self.values = [], [], [], [], {}
+        self.ordered, self.actions, self.operations, self.values = [], [], [], {}
         return work
 
 
@@ -76,6 +75,7 @@ class Ticks(Deferring):
     pending         whole ticks that wait for others, fewer than that
     reads           actions to do after them
     values          to write by stage, before its next update and after all earlier ones
+    every_turn      stages that read them before their next update, in any turn
     """
 
     def __init__(
@@ -87,11 +87,12 @@ class Ticks(Deferring):
         self.delays = [0 if self.chained else rank for rank in range(K)]  # in turns after the first stage
         self.turn = 0
         self.done: set[int] = set()  # stages that have done this turn
-        self.open = [StageTurn(0, []) for _ in range(K)]
+        self.open = [StageTurn(0) for _ in range(K)]
         self.closed: list[deque[StageTurn]] = [deque() for _ in range(K)]
         self.pending: list[list[StageTurn]] = []
         self.reads: list[Action] = []
         self.values: dict[int, Values] = {}
+        self.every_turn: set[int] = set()
 
     # ---- queueing
 
@@ -101,14 +102,18 @@ class Ticks(Deferring):
     def first(self, rank: int, action: Action) -> None:
         self.open[rank].actions.append(action)
 
-    def after(self, rank: int, action: Action) -> None:
-        self.open[rank].after.append(action)
-
     def write_before_update(self, rank: int, values: Values) -> None:
         self.open[rank].values |= values
 
-    def updates_at_once(self, M: int) -> int:
-        return -(-self.together // M)
+    def write_before_turn(self, rank: int, values: Values) -> None:
+        self.write_before_update(rank, values)
+        self.every_turn.add(rank)
+
+    def rate_places(self, M: int, *, predicts: bool) -> int:
+        """As many as updates are launched at once. Predictions read a rate up to M - 1 turns before its update, which
+        may be in the launch of as many earlier updates: with twice as many places, none of these has the same one."""
+        updates = -(-self.together // M)
+        return 2 * updates if predicts and self.together > 1 else updates
 
     def later(self, rank: int, action: Action) -> None:
         if self.together == 1:
@@ -122,10 +127,8 @@ class Ticks(Deferring):
         self.flush()
 
     def close(self, rank: int) -> None:
-        queued = self.open[rank]
-        self.closed[rank].append(queued)
-        self.open[rank] = StageTurn(self.turn + 1, queued.after)
-        queued.after = []
+        self.closed[rank].append(self.open[rank])
+        self.open[rank] = StageTurn(self.turn + 1)
         if self.in_order or rank in self.done:  # several in one: the rest of a program
             self.flush()
         self.done.add(rank)
@@ -181,8 +184,8 @@ class Ticks(Deferring):
     def _do_actions(self, due: list[tuple[int, StageTurn]]) -> None:
         values: Values = {}
         for rank, queued in due if self.values else ():
-            if rank in self.values and queued.updates():
-                values |= self.values.pop(rank)  # which no update that is pending reads
+            if rank in self.values and (rank in self.every_turn or queued.updates()):
+                values |= self.values.pop(rank)  # which nothing that is pending reads
         if values:
             write(values)
         for _, queued in due:

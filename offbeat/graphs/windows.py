@@ -48,15 +48,15 @@ class Windows(Deferring):
     def first(self, rank: int, action: Action) -> None:
         self.actions.append(action)
 
-    def after(self, rank: int, action: Action) -> None:
-        self.after_all.append(action)
-
     def write_before_update(self, rank: int, values: Values) -> None:
         self.values |= values
 
+    def write_before_turn(self, rank: int, values: Values) -> None:
+        self.values |= values  # they follow an update, which ends a launch
+
     def later(self, rank: int, action: Action) -> None:
         if self.operations:
-            self.after(rank, action)
+            self.after_all.append(action)
         else:  # all have been launched
             action()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, overload
@@ -76,6 +77,7 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
             self.is_hidden = hidden
         self._check(defaults)  # also of groups without parameters
         super().__init__(parameters, {**defaults, "compensation": 0.0, "keep_direction": False})
+        self._alike: dict[int, tuple[list[int], list[list[int]]]] = {}  # by group: what was stepped last; see _counted
 
     def add_param_group(self, param_group: Group) -> None:
         """Add the hidden matrices of a group and its other parameters as a group each.
@@ -171,40 +173,58 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
 
         1 - a b^t is the total weight of the gradients in d after t updates.
         """
-        b2 = group["betas"][1]
+        b, b2 = self.momentum_of(group), group["betas"][1]
         d, a = self.compensated(group, parameters)
         gradients, v = rotate(_gradients(parameters)), self.averages(parameters, "exp_avg_sq")
         torch._foreach_mul_(v, b2)
         torch._foreach_addcmul_(v, gradients, gradients, 1 - b2)
-        steps = self._counted(group, parameters)
-        result = torch._foreach_div(rotate(d), _weights(steps, a, self.momentum_of(group), group))
-        divisors = torch._foreach_div(v, _weights(steps, 1.0, b2, group))
-        torch._foreach_sqrt_(divisors)
-        torch._foreach_add_(divisors, group["eps"])
-        torch._foreach_div_(result, divisors)
-        return result
+        directions = list(rotate(d))
+        for t, places in self._counted(group, parameters):
+            divisors = torch._foreach_div([v[place] for place in places], _weight(1.0, b2, t))
+            torch._foreach_sqrt_(divisors)
+            torch._foreach_add_(divisors, group["eps"])
+            torch._foreach_mul_(divisors, _weight(a, b, t))
+            found = torch._foreach_div([directions[place] for place in places], divisors)
+            for place, direction in zip(places, found, strict=True):
+                directions[place] = direction
+        return directions
 
-    def _counted(self, group: Group, parameters: Tensors) -> list[Tensor]:
-        """The numbers of steps of the parameters, this one included; on the device with capturable=True."""
+    def _counted(self, group: Group, parameters: Tensors) -> list[tuple[Any, list[int]]]:
+        """Count a step: the numbers of steps of the parameters, each with the indices of those that have it.
+
+        With capturable=True they are on the device, and parameters that are stepped together have the same: they are
+        compared, which waits for the device, only when others are stepped than before.
+        """
         for p in parameters:
             if "step" not in self.state[p]:
                 device = p.device if group.get("capturable") else "cpu"
                 self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=device)
         steps = [self.state[p]["step"] for p in parameters]
         torch._foreach_add_(steps, 1.0)
-        return steps
+        if not group.get("capturable"):
+            return [(float(steps[places[0]]), places) for places in _equal(steps)]
+        stepped = [id(step) for step in steps]
+        if id(group) not in self._alike or self._alike[id(group)][0] != stepped:
+            self._alike[id(group)] = stepped, _equal(steps)
+        return [(steps[places[0]], places) for places in self._alike[id(group)][1]]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, and after a state was loaded: the numbers of steps are compared again."""
+        super().__setstate__(state)
+        self._alike = {}
 
     def _move(self, group: Group, parameters: Tensors, directions: Tensors) -> None:
-        """theta <- (1 - lr weight_decay) theta - lr direction."""
+        """theta <- theta - lr (direction + weight_decay theta)."""
         if group["keep_direction"]:
             torch._foreach_copy_(self.averages(parameters, "direction"), directions)
         lr = group["lr"] if group.get("capturable") else float(group["lr"])
+        changes = directions
         if group["weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+            changes = torch._foreach_add(directions, parameters, alpha=group["weight_decay"])
         if isinstance(lr, Tensor):
-            torch._foreach_sub_(parameters, torch._foreach_mul(directions, lr))
+            torch._foreach_sub_(parameters, torch._foreach_mul(changes, lr))
         else:
-            torch._foreach_add_(parameters, directions, alpha=-lr)
+            torch._foreach_add_(parameters, changes, alpha=-lr)
 
 
 def _check_matrices(chosen: Iterable[tuple[str | None, Tensor]]) -> None:
@@ -225,11 +245,14 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def _weights(steps: Tensors, a: float, b: float, group: Group) -> Any:
-    """1 - a b^t for each number of steps t."""
-    if not group.get("capturable"):
-        return [1 - a * b ** float(t) for t in steps]
-    powers = torch._foreach_pow(b, steps)
-    torch._foreach_mul_(powers, -a)
-    torch._foreach_add_(powers, 1.0)
-    return powers
+def _equal(scalars: Tensors) -> list[list[int]]:
+    """The indices of those that are equal and on one device."""
+    found: dict[Any, list[int]] = defaultdict(list)
+    for place, scalar in enumerate(scalars):
+        found[float(scalar), scalar.device].append(place)
+    return list(found.values())
+
+
+def _weight(a: float, b: float, t: float | Tensor) -> Any:
+    """1 - a b^t, on the device where t is."""
+    return torch.rsub(b**t, 1.0, alpha=a) if isinstance(t, Tensor) else 1 - a * b**t

@@ -250,7 +250,9 @@ def test_adl_launches_a_tick_at_a_time_and_in_any_order_gives_the_bits_of_simula
         ("adl-1f1b:M=1", 0.9, 12),  # whose ticks have the learning rates of their own updates
         pytest.param("adl-1f1b:M=2", 0.9, 12, marks=pytest.mark.slow),
         ("adl-1f1b:M=3,recompute=yes", 1.0, 8),
-        ("adl-1f1b:M=4,corrector=lwp", 0.9, 0),  # predictions need them, too
+        ("adl-1f1b:M=4,corrector=lwp", 0.9, 12),  # predictions need them, too
+        ("adl-1f1b:M=1,corrector=lwp+sc", 0.9, 12),
+        ("adl-1f1b:M=2,weights=hybrid,corrector=lwp", 0.9, 12),
         ("pipedream", 1.0, 12),
         ("2bw:M=4", 0.9, 12),
     ],
