@@ -52,6 +52,9 @@ def plan(
     measure_links: Annotated[
         bool, typer.Option("--measure-links", help="Measure latency and bandwidth on this machine, unless given.")
     ] = False,
+    messages: Annotated[
+        str, typer.Option(help="Messages between stages: exact, bf16 or int8, as in train; sizes as of float32.")
+    ] = "exact",
     profile: Annotated[
         Path | None, typer.Option(help="File of the profile of the units: read if it exists, else written.")
     ] = None,
@@ -117,6 +120,7 @@ def plan(
         latency=None if latency is None else latency / 1e3,
         bandwidth=None if bandwidth is None else bandwidth * 1e6,
         measure_links=measure_links,
+        messages=messages,
         profile_file=profile,
         max_staleness=max_staleness,
         picture=picture,

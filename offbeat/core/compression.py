@@ -33,6 +33,7 @@ from offbeat.errors import UserError, unknown
 Messages = Literal["exact", "bf16", "int8"]
 LEAST_ROW = 64  # elements that share a scale
 LEVELS = 127
+SCALE_BYTES = 4
 KEYS = {"encoding", "codes", "scales", "dtype", "requires_grad"}
 
 
@@ -48,6 +49,17 @@ def check_messages(messages: str, K: int, *, streams: bool = False) -> Messages:
             "engine='processes' or engine='simulate'"
         )
     return messages  # type: ignore[return-value]
+
+
+def sent_bytes(size: float, messages: Messages) -> float:
+    """The bytes of a message for `size` bytes of float32 values; with int8 at most, where rows are shortest.
+
+    >>> [sent_bytes(1024, messages) for messages in ("exact", "bf16", "int8")]
+    [1024, 512.0, 272.0]
+    """
+    if messages == "exact":
+        return size
+    return size / 2 if messages == "bf16" else size / 4 + size / 4 / LEAST_ROW * SCALE_BYTES
 
 
 class Compression:

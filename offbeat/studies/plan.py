@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from offbeat.core.compression import Messages, sent_bytes
 from offbeat.errors import UserError, first_line
 from offbeat.method import Method
 from offbeat.methods import DECLARED, METHODS, settings_of
@@ -33,13 +34,24 @@ AS_FAST = 1.03  # times as long per batch counts as equally fast
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What a message costs: latency in seconds, bandwidth in bytes per second."""
+    """What a message costs: latency in seconds, bandwidth in bytes per second, and how stages encode their messages."""
 
     latency: float = 1e-4
     bandwidth: float = 2e9
+    messages: Messages = "exact"
 
     def seconds(self, size: float) -> float:
+        """For that many bytes."""
         return self.latency + size / self.bandwidth
+
+    def message_seconds(self, size: float) -> float:
+        """For a message between two stages with `size` bytes of float32 values. Encoding takes no time.
+
+        >>> link = LinkCost(latency=1.0, bandwidth=4.0, messages="bf16")
+        >>> link.seconds(8), link.message_seconds(8)
+        (3.0, 2.0)
+        """
+        return self.seconds(sent_bytes(size, self.messages))
 
     def sum_seconds(self, size: float, replicas: int) -> float:
         """Adding gradients of that many bytes over R replicas: an all-to-all and an all-gather, in each of which a
@@ -90,6 +102,7 @@ class Plan:
     advice: list[str]
     notes: list[str]
     replicas: int = 1
+    messages: Messages = "exact"
     refinement: dict[str, Any] | None = None  # what moving the cuts by whole stages gained; None by FLOPs
     calibration: dict[str, float] | None = None  # of stages that run at once; None where there are too few cores
 
@@ -160,10 +173,11 @@ def make_plan(
         StageTime(*(part / rate for part in (time.forward, time.backward, time.update)))
         for time, rate in zip(taken, rates, strict=True)
     ]
-    messages = [link.seconds(costs.boundary_bytes[cut]) for cut in solution.cuts]
+    messages = [link.message_seconds(costs.boundary_bytes[cut]) for cut in solution.cuts]
     sizes = stage_sums([unit.parameter_bytes for unit in costs.units], solution.cuts)
     sums = [link.sum_seconds(size, replicas) for size in sizes]
-    working = message_work(found.calibration, [costs.boundary_bytes[cut] for cut in solution.cuts])
+    sent = [round(sent_bytes(costs.boundary_bytes[cut], link.messages)) for cut in solution.cuts]
+    working = message_work(found.calibration, sent)
     timing = Costs(
         [time.forward + work for time, work in zip(seconds, working, strict=True)],
         [time.backward + work for time, work in zip(seconds, working, strict=True)],
@@ -172,7 +186,7 @@ def make_plan(
         down=messages,
         baseline=found.bp / max(rates),
     )
-    stages = _stage_plans(costs, kept, solution.cuts, seconds, sums)
+    stages = _stage_plans(costs, kept, solution.cuts, seconds, sums, [*sent, 0])
 
     def loads_of(times: Sequence[StageTime]) -> list[float]:
         each = enumerate(zip(times, rates, strict=True), start=1)
@@ -202,6 +216,7 @@ def make_plan(
         advice=[*fitting.advice(), *_advice(method, timing, stages, fewer, max_staleness)],
         notes=[*traced.notes, *found.notes],
         replicas=replicas,
+        messages=link.messages,
         refinement=None if found.refinement is None else found.refinement.as_dict(),
         calibration=None if found.calibration is None else asdict(found.calibration),
     )
@@ -218,7 +233,12 @@ def _check(K: int, most: int, speeds: Sequence[float] | None, max_staleness: flo
 
 
 def _stage_plans(
-    costs: Profile, kept: Kept, cuts: Sequence[int], seconds: Sequence[StageTime], sums: Sequence[float]
+    costs: Profile,
+    kept: Kept,
+    cuts: Sequence[int],
+    seconds: Sequence[StageTime],
+    sums: Sequence[float],
+    sent: Sequence[int],
 ) -> list[StagePlan]:
     return [
         StagePlan(
@@ -228,7 +248,7 @@ def _stage_plans(
             forward_ms=1000 * time.forward,
             backward_ms=1000 * time.backward,
             update_ms=1000 * time.update,
-            boundary_bytes=costs.boundary_bytes[end] if k < len(seconds) else 0,
+            boundary_bytes=sent[k - 1],
             in_flight=kept.in_flight[k - 1],
             versions=kept.versions[k - 1],
             memory_bytes=kept.bytes(costs, k, start, end),
@@ -294,7 +314,7 @@ def _measure(
 ) -> MeasuredStages:
     costs, twin = measured.profile, measured.traced.twin()
     M = min(method.M, 4)  # an update is timed by itself; a longer window only takes longer to reach one
-    messages = [link.seconds(size) for size in costs.boundary_bytes]
+    messages = [link.message_seconds(size) for size in costs.boundary_bytes]
     refinement = None
     with Stopwatch(twin, measured.sample, K) as stopwatch:
         if by == "measured":
@@ -485,7 +505,7 @@ def _fewest(method: Method, costs: Profile, link: LinkCost, solution: Solution, 
     backward = rescaled([unit.backward for unit in costs.units], cuts, [time.backward for time in taken])
     update = rescaled([unit.parameter_bytes for unit in costs.units], cuts, [time.update for time in taken])
     work = [sum(parts[:2]) + parts[2] / method.M for parts in zip(forward, backward, update, strict=True)]
-    messages = [link.seconds(size) for size in costs.boundary_bytes]
+    messages = [link.message_seconds(size) for size in costs.boundary_bytes]
 
     def seconds(chosen: Sequence[int]) -> float:
         hops = [messages[cut] for cut in chosen]

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offbeat import models
+from offbeat.core.compression import check_messages, sent_bytes
 from offbeat.correctors import as_text, correctors
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
@@ -72,6 +73,7 @@ class PlanRequest:
     latency: float | None
     bandwidth: float | None
     measure_links: bool
+    messages: str
     profile_file: Path | None
     max_staleness: float | None
     picture: Path | None
@@ -111,7 +113,7 @@ def show_plan(request: PlanRequest) -> None:
     samples = request.batch_per_update or request.batch_size * M * request.replicas  # of an update
     if settings is None or "M" in settings:
         request = replace(request, batch_size=split_update(samples, M, request.replicas))
-    link = link_cost(request.latency, request.bandwidth, measured=request.measure_links)
+    link = link_cost(request)
     network = build(request)
     known_latency = request.latency is not None or request.measure_links
     of_replica = split_update(samples, 1, request.replicas)
@@ -176,13 +178,15 @@ def show_plan(request: PlanRequest) -> None:
 
 def link_line(request: PlanRequest, link: LinkCost) -> str:
     source = "measured" if request.measure_links else "assumed unless given"
-    return f"messages take {1e3 * link.latency:.3g} ms and {link.bandwidth / 1e6:,.0f} MB/s, {source}"
+    encoded = "" if link.messages == "exact" else f"; {link.messages} sends {sent_bytes(100, link.messages):.0f} % of"
+    values = " the bytes of float32, and encoding is not part of the time" if encoded else ""
+    return f"messages take {1e3 * link.latency:.3g} ms and {link.bandwidth / 1e6:,.0f} MB/s, {source}{encoded}{values}"
 
 
 def show_splits(request: PlanRequest, method: Method) -> None:
     """Every division of the workers into stages and replicas, and the fastest."""
     assert request.workers is not None
-    link = link_cost(request.latency, request.bandwidth, measured=request.measure_links)
+    link = link_cost(request)
     found = splits(
         measure(request, build(request)),
         method,
@@ -347,13 +351,17 @@ def origin() -> dict[str, Any]:
     }
 
 
-def link_cost(latency: float | None, bandwidth: float | None, *, measured: bool) -> LinkCost:
-    """What is given (seconds, bytes per second), else what is measured if `measured`, else the defaults."""
+def link_cost(request: PlanRequest) -> LinkCost:
+    """What is given (seconds, bytes per second), else what is measured if that is requested, else the defaults."""
+    latency, bandwidth = request.latency, request.bandwidth
+    messages = check_messages(request.messages, request.workers or request.K)
     found = LinkCost()
-    if measured and (latency is None or bandwidth is None):
+    if request.measure_links and (latency is None or bandwidth is None):
         here = measure_links()
         found = LinkCost(here.latency, here.bandwidth)
-    return LinkCost(found.latency if latency is None else latency, found.bandwidth if bandwidth is None else bandwidth)
+    return LinkCost(
+        found.latency if latency is None else latency, found.bandwidth if bandwidth is None else bandwidth, messages
+    )
 
 
 def timing_lines(plan: Plan) -> list[str]:

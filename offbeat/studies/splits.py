@@ -122,7 +122,7 @@ def _predicted(
         for unit in costs.units
     ]
     work = [f + b + (u + s) / method.M for f, b, u, s in zip(forward, backward, update, sums, strict=True)]
-    messages = [link.seconds(size) for size in costs.boundary_bytes]
+    messages = [link.message_seconds(size) for size in costs.boundary_bytes]
     exposed = exposure(method, K, sum(forward), sum(backward), messages)
     fitting = recompute_to_fit(method, K, costs, memory_limit)
     method = fitting.method
