@@ -284,7 +284,8 @@ def until_notes(found: Records) -> list[str]:
     that, to a loss of a language model."""
     lines, newest = [], {}
     for record in sorted(found.values(), key=lambda record: record["provenance"]["started"]):
-        newest[record["settings"]["K"], record["provenance"].get("network"), until_table.target(record)] = record
+        slow = "network" in record["provenance"]
+        newest[record["settings"]["K"], slow, until_table.target(record)] = record
     for record in newest.values():
         exact = until_table.fastest(until_table.synchronous(record))
         late = until_table.fastest(until_table.late(record))
