@@ -73,7 +73,7 @@ class Picture:
         width = PICTURE if single else PANEL
         drawn = {
             panel.title: [
-                Line(one.label, one.points, one.band, one.end, one.colour, DASHED if one.dashed else None)
+                Line(one.label, one.points, one.band, one.end, one.colour, _dash(one))
                 for one in panel.curves
                 if one.points
             ]
@@ -91,6 +91,13 @@ class Picture:
         size = width if single else None
         content = rendered(chart, "svg", title=title, subtitle=subtitle, width=size).decode()
         write(self.path, content.replace("</svg>", f"<!-- drawn from {self.digest} -->\n</svg>"))
+
+
+def _dash(one: Curve) -> int | None:
+    """Of a reference, or of a line whose colour another has: never that of references."""
+    from offbeat.report.style import COLOURS
+
+    return DASHED if one.dashed else (DASHED + one.colour // COLOURS if one.colour >= COLOURS else None)
 
 
 def curve(label: str, rows: Sequence[tuple[float, MeasuredRow]], colour: int, *, end: str = "") -> Curve:
