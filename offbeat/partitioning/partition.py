@@ -148,6 +148,8 @@ def partition(
 
     sample  a batch: a tensor, a tuple of arguments, or a dict of keyword arguments of forward
     cuts    K-1 of them: numbers of units, or names of modules ("layer3.0"), each the first of a stage
+    units   where to cut: "blocks" or "layers", see Partition. Cuts between blocks that are chosen by time, speeds or
+            memory are numbers of layers
     by      "flops" gives the same cuts everywhere (between layers it counts bytes moved, too); "measured" times the
             units here, then whole stages, and moves the cuts
     speeds  of the K workers

@@ -173,10 +173,10 @@ def make_plan(
         StageTime(*(part / rate for part in (time.forward, time.backward, time.update)))
         for time, rate in zip(taken, rates, strict=True)
     ]
-    messages = [link.message_seconds(costs.boundary_bytes[cut]) for cut in solution.cuts]
+    sent = [round(sent_bytes(costs.boundary_bytes[cut], link.messages)) for cut in solution.cuts]
+    messages = [link.seconds(size) for size in sent]
     sizes = stage_sums([unit.parameter_bytes for unit in costs.units], solution.cuts)
     sums = [link.sum_seconds(size, replicas) for size in sizes]
-    sent = [round(sent_bytes(costs.boundary_bytes[cut], link.messages)) for cut in solution.cuts]
     working = message_work(found.calibration, sent)
     timing = Costs(
         [time.forward + work for time, work in zip(seconds, working, strict=True)],

@@ -178,9 +178,11 @@ def show_plan(request: PlanRequest) -> None:
 
 def link_line(request: PlanRequest, link: LinkCost) -> str:
     source = "measured" if request.measure_links else "assumed unless given"
-    encoded = "" if link.messages == "exact" else f"; {link.messages} sends {sent_bytes(100, link.messages):.0f} % of"
-    values = " the bytes of float32, and encoding is not part of the time" if encoded else ""
-    return f"messages take {1e3 * link.latency:.3g} ms and {link.bandwidth / 1e6:,.0f} MB/s, {source}{encoded}{values}"
+    line = f"messages take {1e3 * link.latency:.3g} ms and {link.bandwidth / 1e6:,.0f} MB/s, {source}"
+    if link.messages == "exact":
+        return line
+    share = sent_bytes(100, link.messages)
+    return f"{line}; {link.messages} sends {share:.0f} % of the bytes of float32, and encoding is not part of the time"
 
 
 def show_splits(request: PlanRequest, method: Method) -> None:

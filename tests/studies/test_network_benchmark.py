@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import results_network  # noqa: E402
+from network import NetworkRecord, cuts_of  # noqa: E402
 from network_prediction import MeasuredCosts, one_f_one_b, predicted  # noqa: E402
 from network_relay import PROFILES, Profile, why_not  # noqa: E402
-from network_rows import LISTED, ROWS  # noqa: E402
+from network_rows import LISTED, ROWS, TINY  # noqa: E402
 
 FEW = "ddp-accumulate,local-sgd,torch-gpipe-4,torch-1f1b-4,gpipe-4,adl,adl-int8,2bw"
 
@@ -125,6 +127,24 @@ def costs(K: int = 2) -> MeasuredCosts:
 
 
 FAST, SLOW = PROFILES[0], Profile("slow", 100e6, 10e-3)
+
+
+def test_networks_are_cut_between_blocks_by_time_and_as_in_a_record_that_is_continued(tmp_path, monkeypatch):
+    given = []
+
+    def by_time(model, K, sample, **options):
+        given.append(options)
+        names = ["embedding.tokens", "block0.norm", "block0.linear", "block1.norm", "block1.linear", "head.linear"]
+        return SimpleNamespace(cuts=[3], names=names)  # before block1, numbered in layers
+
+    monkeypatch.setattr("offbeat.partitioning.partition", by_time)
+    monkeypatch.setattr("torch.set_num_threads", lambda number: None)
+    record = NetworkRecord(tmp_path / "record.json", {}, {})
+    assert cuts_of(TINY, 2, record) == [2]  # of embedding, block0, block1, head
+    assert given == [{"units": "blocks", "by": "measured"}]
+    record.found["costs"]["tiny-2"] = {"cuts": [1], "workers": []}
+    assert cuts_of(TINY, 2, record) == [1]
+    assert len(given) == 1
 
 
 def test_predictions_on_a_fast_line_are_those_of_the_computation():

@@ -311,15 +311,15 @@ def test_links_are_measured_and_given_values_win(offbeat, monkeypatch):
 
 def test_compressed_messages_are_smaller_and_faster_on_slow_links(offbeat, profile):
     options = ("-K", 2, "--partition", "flops", "--profile", profile, "--latency", 0, "--bandwidth", 0.1)
-    exact, half, eighth = (planned(offbeat, *options, "--messages", name) for name in ("exact", "bf16", "int8"))
-    assert [plan["messages"] for plan in (exact, half, eighth)] == ["exact", "bf16", "int8"]
-    assert exact["cuts"] == half["cuts"] == eighth["cuts"]
+    exact, half, quarter = (planned(offbeat, *options, "--messages", name) for name in ("exact", "bf16", "int8"))
+    assert [plan["messages"] for plan in (exact, half, quarter)] == ["exact", "bf16", "int8"]
+    assert exact["cuts"] == half["cuts"] == quarter["cuts"]
     size = exact["stages"][0]["boundary_bytes"]
     assert half["stages"][0]["boundary_bytes"] == size / 2
-    assert size / 4 < eighth["stages"][0]["boundary_bytes"] < size / 3
+    assert size / 4 < quarter["stages"][0]["boundary_bytes"] < size / 3
     assert exact["stages"][0]["memory_bytes"] == half["stages"][0]["memory_bytes"]  # what a stage holds is exact
-    times = [plan["bp_ms"] / plan["methods"]["bp"] for plan in (exact, half, eighth)]  # of a batch that waits for both
-    saved = [2e3 * (size - plan["stages"][0]["boundary_bytes"]) / 1e5 for plan in (half, eighth)]
+    times = [plan["bp_ms"] / plan["methods"]["bp"] for plan in (exact, half, quarter)]  # of a batch that waits for both
+    saved = [2e3 * (size - plan["stages"][0]["boundary_bytes"]) / 1e5 for plan in (half, quarter)]
     assert [times[0] - time for time in times[1:]] == pytest.approx(saved, rel=0.2)
     said = done(offbeat(*SMALL, *options, "--messages", "int8"))
     assert "int8 sends 27 % of the bytes of float32, and encoding is not part of the time" in " ".join(said.split())
