@@ -77,7 +77,8 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
             self.is_hidden = hidden
         self._check(defaults)  # also of groups without parameters
         super().__init__(parameters, {**defaults, "compensation": 0.0, "keep_direction": False})
-        self._alike: dict[int, tuple[list[int], list[list[int]]]] = {}  # by group: what was stepped last; see _counted
+        # by group: the counts that were stepped last, and which are equal; kept, so that no other has their identity
+        self._alike: dict[int, tuple[list[Tensor], list[list[int]]]] = {}
 
     def add_param_group(self, param_group: Group) -> None:
         """Add the hidden matrices of a group and its other parameters as a group each.
@@ -203,9 +204,9 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
         torch._foreach_add_(steps, 1.0)
         if not group.get("capturable"):
             return [(float(steps[places[0]]), places) for places in _equal(steps)]
-        stepped = [id(step) for step in steps]
-        if id(group) not in self._alike or self._alike[id(group)][0] != stepped:
-            self._alike[id(group)] = stepped, _equal(steps)
+        before, _ = self._alike.get(id(group), ([], []))
+        if len(before) != len(steps) or any(old is not new for old, new in zip(before, steps, strict=True)):
+            self._alike[id(group)] = steps, _equal(steps)
         return [(steps[places[0]], places) for places in self._alike[id(group)][1]]
 
     def __setstate__(self, state: dict[str, Any]) -> None:

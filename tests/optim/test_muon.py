@@ -146,6 +146,30 @@ def test_parameters_without_gradient_keep_value_and_count(capturable):
         torch.testing.assert_close(theta[name].detach(), expected, **close)
 
 
+@pytest.mark.parametrize("way", ["a copy", "load_state_dict", "other tensors"])
+def test_other_counts_of_steps_are_found_in_a_copy_and_after_loading(way):
+    steps, once, twice = gradients(3), "head.weight", "embedding.weight"
+    optimizer = Muon((theta := parameters()).items(), 0.01, capturable=True)
+    take(optimizer, theta, [steps[0], {twice: steps[1][twice]}])  # counts 1 and 2
+    made = Muon((other := parameters()).items(), 0.01, capturable=True)
+    take(made, other, steps[:2])  # counts 2 everywhere, compared by its last step
+    if way == "a copy":
+        made, other = copy.deepcopy((optimizer, theta))
+    elif way == "load_state_dict":
+        made.load_state_dict(optimizer.state_dict())
+    else:  # as checkpoints are loaded; new tensors may be where old ones were
+        made.state.clear()
+        for name, p in other.items():
+            made.state[p] = {key: value.clone() for key, value in optimizer.state[theta[name]].items()}
+    for name, p in other.items():
+        p.data.copy_(theta[name].data)
+    take(made, other, steps[2:])
+    start, close = parameters(), {"rtol": 1e-5, "atol": 1e-6}
+    for name, seen in ((once, (0, 2)), (twice, (0, 1, 2))):
+        expected = adamw(start[name].detach(), [steps[t][name] for t in seen], lr=0.01)
+        torch.testing.assert_close(other[name].detach(), expected, **close)
+
+
 def test_the_direction_is_the_change_per_rate_where_it_is_kept():
     theta, steps = parameters(), gradients(2)
     optimizer = Muon(theta.items(), 0.01, adam_lr=0.02, weight_decay=0.0)
