@@ -129,7 +129,7 @@ def costs(K: int = 2) -> MeasuredCosts:
 FAST, SLOW = PROFILES[0], Profile("slow", 100e6, 10e-3)
 
 
-def test_networks_are_cut_between_blocks_by_time_and_as_in_a_record_that_is_continued(tmp_path, monkeypatch):
+def test_networks_are_cut_by_time_between_blocks_and_as_in_a_record_before(tmp_path, monkeypatch):
     given = []
 
     def by_time(model, K, sample, **options):
