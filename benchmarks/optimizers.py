@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("-M", type=int, default=4)
     parser.add_argument("--rows", default="adamw,adamw+lwp,adamw+auto,nadam,muon,muon+auto,rotated-adam")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--turns", type=int, default=200, help="per round: whole intervals of refreshes of RotatedAdam")
+    parser.add_argument("--turns", type=int, default=200, help="per round")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", help="another GPT, such as gpt:layers=4,width=64,heads=4,context=32")
     parser.add_argument("--out", type=Path)

@@ -92,37 +92,61 @@ def rotated_adam(
     exponent=0.0,
     decay=0.1,
     eps=1e-8,
-    refresh=10,
-    sides=("left", "right"),
+    block=128,
 ) -> Tensor:
-    """Adam in the bases of the eigenvectors of L (left) and R (right), with momentum in the original space."""
+    """Adam in the bases of the eigenvectors of L and R, with momentum in the original space, for each block alone."""
+    shape, theta = theta.shape, theta.reshape(theta.shape[0], -1)
+    given = [g.reshape(theta.shape) for g in gradients]
+    (rows, height), (columns, width) = (divided(size, block) for size in theta.shape)
+    found = theta.new_zeros(rows * height, columns * width)
+    for row in range(rows):
+        for column in range(columns):
+            place = slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width)
+            parts = [padded(part[place], height, width) for part in (theta, *given)]
+            found[place] = rotated_block(
+                parts[0], parts[1:], lr=lr, betas=betas, exponent=exponent, decay=decay, eps=eps
+            )
+    return found[: theta.shape[0], : theta.shape[1]].reshape(shape)
+
+
+def divided(size: int, block: int) -> tuple[int, int]:
+    """The number of blocks of a side, and the size of each."""
+    count = -(-size // block)
+    return count, -(-size // count)
+
+
+def padded(part: Tensor, height: int, width: int) -> Tensor:
+    whole = part.new_zeros(height, width)
+    whole[: part.shape[0], : part.shape[1]] = part
+    return whole
+
+
+def rotated_block(
+    theta: Tensor, gradients: list[Tensor], *, lr: float, betas, exponent: float, decay: float, eps: float
+) -> Tensor:
     b, b2 = betas
-    rows, columns = theta.reshape(theta.shape[0], -1).shape
-    L, R = (torch.zeros(n, n, dtype=theta.dtype) for n in (rows, columns))
-    U, V = (torch.eye(n, dtype=theta.dtype) for n in (rows, columns))
-    a, v = b**exponent, torch.zeros(rows, columns, dtype=theta.dtype)
-    for t, (g, d) in enumerate(zip(gradients, compensated(gradients, b, exponent), strict=True), 1):
-        G, D = g.reshape(rows, columns), d.reshape(rows, columns)
-        L, R = torch.lerp(L, G @ G.T, 1 - b2), torch.lerp(R, G.T @ G, 1 - b2)
-        if "left" in sides and (t - 1) % refresh == 0:
-            U, order = basis(L, None if t == 1 else U)
-            v = v[order]
-        if "right" in sides and (t - 1) % refresh == 0:
-            V, order = basis(R, None if t == 1 else V)
-            v = v[:, order]
+    a, v, L, R, U, V = b**exponent, 0.0, 0.0, 0.0, None, None
+    for t, (G, D) in enumerate(zip(gradients, compensated(gradients, b, exponent), strict=True), 1):
+        L, R = b2 * L + (1 - b2) * G @ G.T, b2 * R + (1 - b2) * G.T @ G
+        U, V = refreshed(U, L), refreshed(V, R)
         v = b2 * v + (1 - b2) * (U.T @ G @ V) ** 2
         c = a * (1 - b**t) + 1 - a
         u = U @ ((U.T @ D @ V / c) / ((v / (1 - b2**t)).sqrt() + eps)) @ V.T
-        theta = theta - lr * decay * theta - lr * u.reshape(theta.shape)
+        theta = theta - lr * decay * theta - lr * u
     return theta
 
 
-def basis(L: Tensor, Q: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Eigenvectors of L, or one step of power iteration from Q, and how the columns of Q were ordered for it.
-
-    With few gradients L is singular, and rounding chooses some of the vectors: the optimizer has the same operations.
-    """
-    if Q is None:
-        return torch.linalg.eigh(L).eigenvectors.flip(1), torch.arange(len(L))
-    order = (Q * (L @ Q)).sum(0).argsort(descending=True, stable=True)  # by diag(Q' L Q)
-    return torch.linalg.qr(L @ Q[:, order]).Q.contiguous(), order
+def refreshed(U: Tensor | None, L: Tensor) -> Tensor:
+    """Eigenvectors of L, or U, rotated towards them by one angle for each pair of columns."""
+    if U is None:
+        return torch.linalg.eigh(L).eigenvectors
+    B, S, eye = U.T @ L @ U, torch.zeros_like(U), torch.eye(len(U), dtype=U.dtype)
+    floor = 1e-5 * max(B.diagonal().tolist())
+    for i in range(len(U)):
+        for j in range(len(U)):
+            if B[i, i] < B[j, j]:
+                S[i, j] = B[i, j] / max(B[j, j], floor)
+                S[j, i] = -S[i, j]
+    largest = ((S @ S).square().sum().sqrt() / 2**0.5).sqrt()
+    S = S * (0.5 / largest if largest > 0.5 else 1.0)
+    return U @ (eye + S + S @ S / 2 + (eye - U.T @ U) / 2)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import itemgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -21,25 +20,8 @@ from offbeat.graphs.launch_queue import LaunchQueue, RecordedOperation
 from offbeat.graphs.recorder import Recorder
 
 
-@runtime_checkable
-class IrregularSteps(Protocol):
-    """An optimizer that knows on the host which of its steps differ from the others, such as RotatedAdam: these are
-    done eagerly."""
-
-    def next_is_regular(self) -> bool:
-        """Whether the next step is like the others."""
-
-    def regular(self) -> AbstractContextManager[None]:
-        """Steps inside are like the others and are not counted, whenever they are repeated."""
-
-    def count_step(self) -> None:
-        """A regular step has been repeated."""
-
-
 class RecordedOptimization:
     """Applies windows by launching a recorded update; all others eagerly, after all work that is queued.
-
-    irregular   the optimizer, if some of its steps differ from the others
 
     operations  the recorded updates of a whole window, one for each place of the rates (see device_rates.py); the
                 update itself where it cannot be recorded; None before
@@ -64,7 +46,6 @@ class RecordedOptimization:
         self.clipping, self.norms, self.made = eager.clipping, eager.norms, eager.made
         self.prepare_for = eager.prepare_for
         self.launch_queue, self.rank = launch_queue, rank
-        self.irregular = self.optimizer if isinstance(self.optimizer, IrregularSteps) else None
         self.rates = DeviceRates(eager, launch_queue, rank, M=M, predicts=predicts)
         self.reset()
 
@@ -91,14 +72,11 @@ class RecordedOptimization:
         if given:
             self.guard.updates.append((s, list(window.batches)))
         whole = divisor == self.M and bool(given) and given == self.window.recorded
-        whole = whole and (self.irregular is None or self.irregular.next_is_regular())
         operation = self.operation
         if whole and operation is None and given == self.stepped:
             operation = self._record()
         if whole and isinstance(operation, RecordedOperation):
             self.launch_queue.put(self.rank, operation)
-            if self.irregular is not None:
-                self.irregular.count_step()
         else:
             self.launch_queue.flush()
             self._update(divisor, given)
@@ -116,7 +94,7 @@ class RecordedOptimization:
 
     def _update_at(self, index: int) -> None:
         """The update of a whole window, with the rates at that place."""
-        with self.rates.at(index), nullcontext() if self.irregular is None else self.irregular.regular():
+        with self.rates.at(index):
             self._update(self.M, self.window.recorded)
 
     def _record(self) -> RecordedOperation | Work | None:

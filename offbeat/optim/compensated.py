@@ -126,7 +126,7 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
+            parameters = [p for p in group["params"] if p.grad is not None and p.numel()]
             if parameters:
                 _check_gradients(parameters)
                 directions = self.hidden_directions if group["hidden"] else self.adam_directions
@@ -158,39 +158,31 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
 
     def compensated(self, group: Group, parameters: Tensors) -> tuple[Tensors, float]:
         """d and a for each parameter, after the update of m. Do not write to d: it may be m."""
-        gradients = _gradients(parameters)
+        gradients = gradients_of(parameters)
         m, b = self.averages(parameters, "exp_avg"), self.momentum_of(group)
         torch._foreach_lerp_(m, gradients, 1 - b)
         a = b ** (group["compensation"] + group["nesterov"])
         return (m if a == 1 else torch._foreach_lerp(gradients, m, a)), a
 
-    def adam_directions(
-        self,
-        group: Group,
-        parameters: Tensors,
-        rotate: Callable[[Tensors], Tensors] = lambda tensors: tensors,
-    ) -> Tensors:
-        """(d / (1 - a b^t)) / (sqrt(v / (1 - b2^t)) + eps), with v the running average of g^2 in the basis of `rotate`.
+    def adam_directions(self, group: Group, parameters: Tensors) -> Tensors:
+        """(d / (1 - a b^t)) / (sqrt(v / (1 - b2^t)) + eps), with v the running average of g^2.
 
         1 - a b^t is the total weight of the gradients in d after t updates.
         """
         b, b2 = self.momentum_of(group), group["betas"][1]
         d, a = self.compensated(group, parameters)
-        gradients, v = rotate(_gradients(parameters)), self.averages(parameters, "exp_avg_sq")
+        gradients, v = gradients_of(parameters), self.averages(parameters, "exp_avg_sq")
         torch._foreach_mul_(v, b2)
         torch._foreach_addcmul_(v, gradients, gradients, 1 - b2)
-        directions = list(rotate(d))
-        for t, places in self._counted(group, parameters):
-            divisors = torch._foreach_div([v[place] for place in places], _weight(1.0, b2, t))
-            torch._foreach_sqrt_(divisors)
-            torch._foreach_add_(divisors, group["eps"])
-            torch._foreach_mul_(divisors, _weight(a, b, t))
-            found = torch._foreach_div([directions[place] for place in places], divisors)
+        directions = list(d)
+        for t, places in self.counted(group, parameters):
+            chosen = [d[place] for place in places], [v[place] for place in places]
+            found = scaled(*chosen, weight(a, b, t), weight(1.0, b2, t), group["eps"])
             for place, direction in zip(places, found, strict=True):
                 directions[place] = direction
         return directions
 
-    def _counted(self, group: Group, parameters: Tensors) -> list[tuple[Any, list[int]]]:
+    def counted(self, group: Group, parameters: Tensors) -> list[tuple[Any, list[int]]]:
         """Count a step: the numbers of steps of the parameters, each with the indices of those that have it.
 
         With capturable=True they are on the device, and parameters that are stepped together have the same: they are
@@ -238,11 +230,11 @@ def _check_matrices(chosen: Iterable[tuple[str | None, Tensor]]) -> None:
 
 
 def _check_gradients(parameters: Iterable[Tensor]) -> None:
-    if any(g.is_sparse or g.is_complex() for g in _gradients(parameters)):
+    if any(g.is_sparse or g.is_complex() for g in gradients_of(parameters)):
         raise UserError("a gradient is sparse or complex: use torch.optim.SparseAdam or torch.optim.AdamW for it")
 
 
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
@@ -254,6 +246,15 @@ def _equal(scalars: Tensors) -> list[list[int]]:
     return list(found.values())
 
 
-def _weight(a: float, b: float, t: float | Tensor) -> Any:
+def scaled(d: Tensors, v: Tensors, weight_of_d: Any, weight_of_v: Any, eps: float) -> Tensors:
+    """(d / weight) / (sqrt(v / weight) + eps) for each pair, the step of Adam with its corrections of bias."""
+    divisors = torch._foreach_div(v, weight_of_v)
+    torch._foreach_sqrt_(divisors)
+    torch._foreach_add_(divisors, eps)
+    torch._foreach_mul_(divisors, weight_of_d)
+    return torch._foreach_div(d, divisors)
+
+
+def weight(a: float, b: float, t: float | Tensor) -> Any:
     """1 - a b^t, on the device where t is."""
     return torch.rsub(b**t, 1.0, alpha=a) if isinstance(t, Tensor) else 1 - a * b**t

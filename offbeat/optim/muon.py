@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from itertools import groupby
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from offbeat.optim.compensated import CompensatedOptimizer, Group, IsHidden, Ten
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 MOST_PADDING = {"cuda": 1.5}  # by type of device; 1 on others, where a batch takes no less time than its matrices
+WIDE = {"cpu": 1.5}  # columns per row from which Gram matrices take fewer multiplications; bfloat16 is too inexact
 SMALLEST_NORM = 1e-7
 SCALES = ("rms", "spectral")
 
@@ -173,17 +175,32 @@ def _factor(matrix: Tensor, scale: str) -> float:
 def newton_schulz(batch: Tensor) -> Tensor:
     """Matrices with the singular vectors of the given ones and singular values of about 1 (0.7 to 1.2).
 
-    The matrices have no more rows than columns. X <- a X + (b A + c A A) X with A = X X', from X = G / |G|. Rows and
-    columns of zeros stay zero. Adding a to the diagonal of b A + c A A would save a copy of X per iteration, but gives
-    twice the error in bfloat16.
+    The matrices have no more rows than columns. X <- p(A) X with p(A) = a + b A + c A A and A = X X', from X = G / |G|.
+    Rows and columns of zeros stay zero. Wide matrices take fewer multiplications if X is left out until the end:
+    A <- p(A) A p(A) and Q <- p(A) Q, then Q X.
     """
     a, b, c = NEWTON_SCHULZ
+    rows, columns = batch.shape[1:]
     norms = torch.linalg.vector_norm(batch, dim=(1, 2), keepdim=True).clamp_(min=SMALLEST_NORM)
     precise = torch.float64 if batch.dtype == torch.float64 else torch.float32
     x = torch.empty_like(batch, dtype=torch.bfloat16 if batch.is_cuda else precise)
     torch.div(batch, norms, out=x)
-    for _ in range(ITERATIONS):
+    if columns > WIDE.get(batch.device.type, math.inf) * rows:
+        return torch.bmm(_product_of_polynomials(torch.bmm(x, x.mT)), x)
+    for _ in range(ITERATIONS):  # adding a to the diagonal would save a copy of X, but doubles the error in bfloat16
         gram = torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x
+
+
+def _product_of_polynomials(gram: Tensor) -> Tensor:
+    """Q of `newton_schulz`, from the first A."""
+    a, b, c = NEWTON_SCHULZ
+    polynomials: list[Tensor] = []
+    for _ in range(ITERATIONS):
+        for last in polynomials[-1:]:
+            gram = torch.bmm(torch.bmm(last, gram), last)
+        polynomials.append(torch.baddbmm(gram, gram, gram, beta=b, alpha=c))
+        polynomials[-1].diagonal(dim1=1, dim2=2).add_(a)
+    return reduce(torch.bmm, reversed(polynomials))

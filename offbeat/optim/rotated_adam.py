@@ -1,62 +1,66 @@
-"""Adam in a basis that follows the gradients: SOAP, with momentum in the original space."""
+"""Adam in a basis that follows the gradients: SOAP on blocks of matrices, with momentum in the original space."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from math import ceil
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from offbeat.errors import UserError, number
-from offbeat.optim.compensated import CompensatedOptimizer, Group, IsHidden, Tensors, check_flag
+from offbeat.optim.compensated import CompensatedOptimizer, Group, IsHidden, Tensors, gradients_of, scaled, weight
 
 PRECISIONS = (torch.float32, torch.float64)
+LARGEST_ANGLE = 0.5  # bound of |S|: the next step halves what is left of an error of orthogonality, or does better
+FLOOR = 1e-5  # of the largest eigenvalue: below it, float32 has nothing but rounding to rotate by
 
 
 class RotatedAdam(CompensatedOptimizer):
     """Adam in a rotated basis for hidden matrices (SOAP), and AdamW for all other parameters.
 
     Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (2024), with momentum in the original space, which
-    is the basis rotation of asynchronous pipelines. For a matrix (a convolution kernel as the matrix of its outputs by
-    all others) with gradient G and d of `CompensatedOptimizer`, L and R are running averages of G G' and G' G with
-    factor b2, and U and V bases close to their eigenvectors:
+    is the basis rotation of asynchronous pipelines. A matrix (a convolution kernel as the matrix of its outputs by all
+    others) is divided into blocks of at most `block` rows and columns. For a block with gradient G and d of
+    `CompensatedOptimizer`, L and R are running averages of G G' and G' G with factor b2, and U and V bases close to
+    their eigenvectors:
 
         v <- b2 v + (1-b2) (U' G V)^2
         theta <- theta - lr U ((U' d V / (1 - a b^t)) / (sqrt(v / (1 - b2^t)) + eps)) V'
 
-    Bases begin as eigenvectors. Every `refresh` updates their columns are ordered by diag(U' L U), v in the same way,
-    and U <- qr(L U). A matrix of m x n has 2 m^2 + 2 n^2 numbers of state for L, R, U and V. A factorization cannot be
-    captured in a CUDA graph: updates with a refresh are done eagerly, and those between them can be recorded.
+    Bases begin as eigenvectors, and every further update rotates them by angles S, as a step of QR iteration,
+    U <- qr(L U), does to first order. With B = U' L U and f = 1e-5 max(B_kk):
+
+        S_ij = B_ij / max(B_jj, f) if B_ii < B_jj,    S_ji = -S_ij,    S <- S min(1, 0.5 / (|S S| / sqrt(2))^(1/2))
+        U <- U (I + S + S S / 2 + (I - U' U) / 2)
+
+    |S S| is the Frobenius norm, so that no angle is above 0.5. All this is products of matrices, the same in every
+    update, and can be captured in a CUDA graph. Blocks of equal shape are computed as one batch. L, R, U and V of a
+    block of m x n are 2 m^2 + 2 n^2 numbers of state: four for each weight of a square block.
 
     betas          b and b2, also of AdamW
-    refresh        updates between two refreshes; groups may have their own
-    one_sided      rotate the smaller side alone: less memory and time
-    max_dim        a side of more than this is not rotated
+    block          rows and columns of a block, at most: larger ones take more time and lose less with late gradients
     weight_decay   decoupled: theta <- (1 - lr weight_decay) theta
     hidden         function (name, parameter) -> bool that chooses the hidden matrices; by default `is_hidden_matrix`,
                    which goes by names: give named parameters, model.named_parameters()
-    capturable     on a GPU: count steps and read lr there, so that a step without a refresh can be captured
+    capturable     on a GPU: count steps and read lr there, so that all steps but the first can be captured
 
     >>> import offbeat
     >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
     >>> pipe = offbeat.Pipeline(layers, K=3, loss=torch.nn.functional.mse_loss,
-    ...                         optimizer=lambda parameters: RotatedAdam(parameters, lr=0.01, refresh=20))
+    ...                         optimizer=lambda parameters: RotatedAdam(parameters, lr=0.01, block=64))
     >>> losses = [float(pipe.step(torch.ones(4, 2), torch.full((4, 1), 3.0))) for _ in range(20)]
     >>> losses[-1] < losses[0]
     True
     """
 
     checks = CompensatedOptimizer.checks | {
-        "refresh": partial(
-            number, allowed="use a whole number of updates from 1 up", fits=lambda n: n >= 1, whole=True
-        ),
-        "max_dim": partial(number, allowed="use a whole number from 0 up", fits=lambda n: n >= 0, whole=True),
-        "one_sided": check_flag,
+        "block": partial(number, allowed="use a whole number from 1 up", fits=lambda n: n >= 1, whole=True),
     }
-    _repeats = False  # whether a regular step is repeated
 
     def __init__(
         self,
@@ -67,9 +71,7 @@ class RotatedAdam(CompensatedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         nesterov: bool = False,
-        refresh: int = 10,
-        one_sided: bool = False,
-        max_dim: int = 4096,
+        block: int = 128,
         hidden: IsHidden | None = None,
         capturable: bool = False,
     ) -> None:
@@ -79,100 +81,148 @@ class RotatedAdam(CompensatedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "refresh": refresh,
-            "one_sided": one_sided,
-            "max_dim": max_dim,
+            "block": block,
             "capturable": capturable,
         }
         super().__init__(parameters, defaults, hidden=hidden)
-        self._taken: dict[Tensor, int] = {}  # steps of hidden matrices: reading those on a device would wait for it
-
-    # ---- which steps are alike (see graphs/recorded_optimization.py)
-
-    def next_is_regular(self) -> bool:
-        """Whether the next step has no refresh."""
-        return not any(self._due(group, p) for group in self.param_groups if group["hidden"] for p in group["params"])
-
-    @contextmanager
-    def regular(self) -> Iterator[None]:
-        """Steps inside have no refresh and are not counted, whenever they are repeated."""
-        self._repeats = True
-        try:
-            yield
-        finally:
-            self._repeats = False
-
-    def count_step(self) -> None:
-        """A regular step has been repeated."""
-        for p in self._taken:
-            self._taken[p] += 1
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, and after a state was loaded: steps are read from it again."""
-        super().__setstate__(state)
-        self._taken = {}
-
-    def _due(self, group: Group, p: Tensor) -> bool:
-        """Whether the bases of a matrix are refreshed in this step."""
-        if self._repeats:
-            return False
-        if p not in self._taken:
-            self._taken[p] = int(self.state[p]["step"]) if "step" in self.state.get(p, {}) else 0
-        return self._taken[p] % int(group["refresh"]) == 0
-
-    # ---- directions
 
     def hidden_directions(self, group: Group, parameters: Tensors) -> Tensors:
-        for p in parameters:
-            self._follow(group, p)
-        bases = [(self.state[p].get("left_basis"), self.state[p].get("right_basis")) for p in parameters]
-        back = [tuple(None if basis is None else basis.mT for basis in pair) for pair in bases]
-        directions = self.adam_directions(group, parameters, lambda tensors: _rotated(tensors, bases))
-        for p in () if self._repeats else parameters:
-            self._taken[p] += 1
-        return _rotated(directions, back)
+        d, a = self.compensated(group, parameters)
+        gradients, directions = gradients_of(parameters), list(d)
+        grids = [Grid.of(p, group["block"]) for p in parameters]
+        for t, stepped in self.counted(group, parameters):
+            batches: dict[Any, list[int]] = defaultdict(list)
+            for place in stepped:
+                batches[grids[place].size, d[place].dtype, d[place].device].append(place)
+            for places in batches.values():
+                inside = [grids[place] for place in places]
+                pairs = _pairs([(gradients[place], d[place]) for place in places], inside)
+                found = self._directions(group, [parameters[place] for place in places], inside, pairs, a=a, t=t)
+                for place, grid, blocks in zip(places, inside, found, strict=True):
+                    directions[place] = grid.joined(blocks, parameters[place].shape)
+        return directions
 
-    def _follow(self, group: Group, p: Tensor) -> None:
-        """Add a gradient to L and R, and refresh the bases when it is time."""
-        assert p.grad is not None
+    def _directions(
+        self, group: Group, parameters: Tensors, grids: list[Grid], pairs: Tensor, *, a: float, t: Any
+    ) -> tuple[Tensor, ...]:
+        """The directions of the blocks of each parameter, from pairs (blocks, height, 2, width) of g and d."""
+        (b, b2), (height, width) = map(float, group["betas"]), grids[0].size
+        left, right = self._bases(parameters, grids, pairs[:, :, 0], b2)
+        rotated = torch.bmm(left.mT, pairs.flatten(2)).view(-1, 2 * height, width)  # g and d at once
+        g, d = torch.bmm(rotated, right).view(pairs.shape).unbind(2)
+        v = self._joined(parameters, "exp_avg_sq").mul_(b2).addcmul_(g, g, value=1 - b2)
+        (direction,) = scaled([d], [v], weight(a, b, t), weight(1.0, b2, t), group["eps"])
+        return torch.bmm(torch.bmm(left, direction), right.mT).split([grid.rows * grid.columns for grid in grids])
+
+    def _bases(self, parameters: Tensors, grids: list[Grid], g: Tensor, b2: float) -> list[Tensor]:
+        """U and V of all blocks, after g was added to L and R. Those of square blocks are one batch."""
+        are_new = [self._begin(p, grid) for p, grid in zip(parameters, grids, strict=True)]
+        factors, bases = {"left": (g, g.mT), "right": (g.mT, g)}, []
+        for sides in [("left", "right")] if g.shape[1] == g.shape[2] else [("left",), ("right",)]:
+            averages = self._joined(parameters, *(f"{side}_average" for side in sides))
+            kept = self._joined(parameters, *(f"{side}_basis" for side in sides))
+            for side, average in zip(sides, averages.split(len(g)), strict=True):
+                average.baddbmm_(*factors[side], beta=b2, alpha=1 - b2)
+            kept.copy_(eigenvectors(averages) if are_new[0] else refreshed(kept, averages))
+            bases += kept.split(len(g))
+        return bases
+
+    def _joined(self, parameters: Tensors, *names: str) -> Tensor:
+        """States as one batch, of which they become parts: the next step finds it without a copy."""
+        places = [(self.state[p], name) for name in names for p in parameters]
+        parts = [state[name] for state, name in places]
+        batch, counts = parts[0]._base, [len(part) for part in parts]
+        if batch is None or not _divide(batch, parts):
+            batch = torch.cat(parts)
+            for (state, name), part in zip(places, batch.split(counts), strict=True):
+                state[name] = part
+        return batch
+
+    def _begin(self, p: Tensor, grid: Grid) -> bool:
+        """Make the state of a matrix: whether there was none."""
         if p.dtype not in PRECISIONS:
             raise UserError(
                 f"RotatedAdam with parameters of {p.dtype}: use float32, and precision='bf16' of a pipeline"
             )
-        due = self._due(group, p)
-        state, g, b2 = self.state[p], p.grad.flatten(1), group["betas"][1]
-        for side, dim in _sides(group, g):
-            gram = g @ g.mT if dim == 0 else g.mT @ g
-            if f"{side}_average" not in state:
-                state[f"{side}_average"] = torch.zeros_like(gram)
-            average = state[f"{side}_average"].lerp_(gram, 1 - b2)
-            if not due:
-                continue
-            basis = state.get(f"{side}_basis")
-            if basis is None:
-                state[f"{side}_basis"] = torch.linalg.eigh(average).eigenvectors.flip(1).contiguous()
-                continue
-            order = (basis * (average @ basis)).sum(0).argsort(descending=True, stable=True)
-            v = state["exp_avg_sq"]
-            v.copy_(v.flatten(1).index_select(dim, order).view(v.shape))
-            basis.copy_(torch.linalg.qr(average @ basis[:, order]).Q)
+        state, count, (height, width) = self.state[p], grid.rows * grid.columns, grid.size
+        if "exp_avg_sq" in state:
+            if state["exp_avg_sq"].shape != (count, height, width):
+                raise UserError(
+                    "this state of RotatedAdam has other blocks: use the version and the block= that saved it"
+                )
+            return False
+        state["exp_avg_sq"] = p.new_zeros(count, height, width)
+        for side, size in (("left", height), ("right", width)):
+            for name in ("average", "basis"):
+                state[f"{side}_{name}"] = p.new_zeros(count, size, size)
+        return True
 
 
-def _sides(group: Group, matrix: Tensor) -> list[tuple[str, int]]:
-    """The sides of a matrix that are rotated, each with its dimension."""
-    rows, columns = matrix.shape
-    sides = [("left", 0), ("right", 1)]
-    if group["one_sided"]:
-        sides = [sides[rows > columns]]
-    return [(side, dim) for side, dim in sides if matrix.shape[dim] <= group["max_dim"]]
+class Grid(NamedTuple):
+    """How a matrix is divided into blocks of one size, which pad it with zeros if need be.
+
+    >>> Grid.of(torch.empty(768, 300), 256)
+    Grid(rows=3, columns=2, size=(256, 150))
+    """
+
+    rows: int
+    columns: int
+    size: tuple[int, int]  # of a block
+
+    @classmethod
+    def of(cls, p: Tensor, block: int) -> Grid:
+        height, width = p.shape[0], p.shape[1:].numel()
+        rows, columns = ceil(height / block), ceil(width / block)
+        return cls(rows, columns, (ceil(height / rows), ceil(width / columns)))
+
+    def divided(self, matrix: Tensor) -> Tensor:
+        """The blocks (rows, columns, height, width) of a matrix."""
+        (height, width), (rows, columns) = self.size, matrix.shape
+        below, beside = self.rows * height - rows, self.columns * width - columns
+        padded = functional.pad(matrix, (0, beside, 0, below)) if below or beside else matrix
+        return padded.unflatten(1, (self.columns, width)).unflatten(0, (self.rows, height)).transpose(1, 2)
+
+    def joined(self, blocks: Tensor, shape: torch.Size) -> Tensor:
+        """The parameter of that shape that has these blocks (rows * columns, height, width)."""
+        height, width = self.size
+        whole = blocks.unflatten(0, (self.rows, self.columns)).transpose(1, 2)
+        matrix = whole.reshape(self.rows * height, self.columns * width)
+        return matrix[: shape[0], : shape[1:].numel()].reshape(shape)
 
 
-def _rotated(tensors: Tensors, bases: list[Any]) -> list[Tensor]:
-    """left' X right for each tensor as a matrix X; a basis of None is the identity."""
-    found = []
-    for tensor, (left, right) in zip(tensors, bases, strict=True):
-        matrix = tensor.flatten(1)
-        matrix = matrix if left is None else left.mT @ matrix
-        matrix = matrix if right is None else matrix @ right
-        found.append(matrix.view(tensor.shape))
-    return found
+def _divide(batch: Tensor, parts: list[Tensor]) -> bool:
+    """Whether a batch consists of these parts, in this order."""
+    begins = accumulate((part.numel() for part in parts), initial=0)
+    there = all(part._base is batch and part.storage_offset() == next(begins) for part in parts)
+    return there and batch.shape == (sum(map(len, parts)), *parts[0].shape[1:])
+
+
+def _pairs(tensors: list[tuple[Tensor, Tensor]], grids: list[Grid]) -> Tensor:
+    """The blocks of two tensors of each parameter, side by side (blocks, height, 2, width)."""
+    counts = [grid.rows * grid.columns for grid in grids]
+    height, width = grids[0].size
+    pairs = tensors[0][0].new_empty(sum(counts), height, 2, width)
+    for part, pair, grid in zip(pairs.split(counts), tensors, grids, strict=True):
+        for blocks, tensor in zip(part.unbind(2), pair, strict=True):
+            blocks.unflatten(0, (grid.rows, grid.columns)).copy_(grid.divided(tensor.flatten(1)))
+    return pairs
+
+
+def eigenvectors(averages: Tensor) -> Tensor:
+    """Of symmetric matrices. Gradients that are not finite make later steps NaN, as in Adam, not the factorization."""
+    return torch.linalg.eigh(averages.nan_to_num(0.0, 0.0, 0.0)).eigenvectors
+
+
+def refreshed(bases: Tensor, averages: Tensor) -> Tensor:
+    """Bases, rotated towards the eigenvectors of the averages; see `RotatedAdam`."""
+    rotated = torch.bmm(bases.mT, torch.bmm(averages, bases))
+    values = rotated.diagonal(dim1=1, dim2=2)
+    floor = values.amax(1, keepdim=True).mul_(FLOOR).clamp_(min=torch.finfo(values.dtype).tiny)  # of zeros
+    angles = (rotated / values.maximum(floor)[:, None]).mul_(values[:, :, None] < values[:, None])
+    angles = angles - angles.mT
+    squares = torch.bmm(angles, angles)
+    bound = torch.linalg.vector_norm(squares, dim=(1, 2), keepdim=True)  # sqrt(2) times the largest angle^2, or more
+    excess = bound.div_(2**0.5 * LARGEST_ANGLE**2).clamp_(min=1)
+    change = squares.div_(excess).addcdiv_(angles, excess.sqrt(), value=2)
+    change.baddbmm_(bases.mT, bases, beta=0.5, alpha=-0.5).diagonal(dim1=1, dim2=2).add_(1.5)
+    return torch.bmm(bases, change)

@@ -98,6 +98,7 @@ class Rules:
     fraction: float = 1.0  # of the delay, as the horizon of a prediction
     optimizer: str = "sgd"  # "adam", "adamw", "nadam"
     ahead: float = 0.0  # the parameters stay ahead by this fraction of the delay
+    ahead_least: float = 0.0  # or by the delay itself, up to this many updates
     rate_power: float = 0.0  # lr / (1 + delay)^power
     look_ahead: float | None = None  # gamma
     compensate: float | None = None  # lambda of delay compensation
@@ -282,7 +283,8 @@ def update(stage: Stage) -> None:
     if rules.ahead:
         step = tuple(q - p for p, q in zip(theta, new))
         last = stage.last_step or [torch.zeros_like(x) for x in step]
-        new = tuple(q + rules.ahead * stage.delay * (x - y) for q, x, y in zip(new, step, last))
+        updates = max(rules.ahead * stage.delay, min(rules.ahead_least, stage.delay))
+        new = tuple(q + updates * (x - y) for q, x, y in zip(new, step, last))
         stage.last_step = step
     if rules.discrepancy is not None and stage.delay:
         keep = rules.discrepancy ** (1 / stage.delay)

@@ -63,6 +63,7 @@ CORRECTED: dict[str, dict[str, Any]] = {
     "lwp:form=weight:fraction=0.5": {"predict": "weight", "fraction": 0.5},
     "lwp:1+sc": {"predict": "velocity", "horizon": 1.0, "spike": True},
     "lookahead": {"ahead": 0.5},
+    "lookahead:least=1+sc": {"ahead": 0.5, "ahead_least": 1.0, "spike": True},
     "lookahead:1+sc:extra=1": {"ahead": 1.0, "spike": True, "extra": 1.0},
     "lookahead+lwp:form=weight": {"ahead": 0.5, "predict": "weight"},
     "t1:power=1": {"rate_power": 1.0},

@@ -11,15 +11,15 @@ from itertools import chain
 
 import pytest
 import torch
+from counted_operations import CountedOperations
 from literal_optimizers import CLOSE, HIDDEN, SHAPES, adamw, gradients, muon, parameters, take
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat.errors import UserError, number
 from offbeat.models.gpt import gpt
 from offbeat.optim import Muon, RotatedAdam, is_hidden_matrix
 from offbeat.optim.compensated import CompensatedOptimizer
-from offbeat.optim.muon import MOST_PADDING, batches
+from offbeat.optim.muon import MOST_PADDING, WIDE, batches, newton_schulz
 
 SIZES = tuple((SHAPES[name][0], math.prod(SHAPES[name][1:])) for name in HIDDEN)
 
@@ -65,6 +65,23 @@ def test_matrices_are_those_of_torchs_muon(monkeypatch, nesterov, scale, torchs)
         torch.testing.assert_close(theta[name], p, **CLOSE)
 
 
+@pytest.mark.parametrize("shape", [(8, 8), (8, 11), (8, 13), (8, 40), (1, 7)])
+@pytest.mark.parametrize("smallest", [1.0, 1e-6], ids=["well conditioned", "ill conditioned"])
+def test_wide_matrices_are_orthogonalised_as_by_the_literal_iteration(shape, smallest):
+    torch.manual_seed(0)
+    u, s, v = torch.linalg.svd(torch.randn(3, *shape, dtype=torch.float64), full_matrices=False)
+    given = (u * s[:, None] * torch.logspace(0, math.log10(smallest), min(shape), dtype=torch.float64)) @ v
+    wanted = []
+    for matrix in given:
+        x = matrix / matrix.norm()
+        for _ in range(5):
+            x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+        wanted.append(x)
+    torch.testing.assert_close(newton_schulz(given), torch.stack(wanted), rtol=0, atol=1e-10)
+    single = newton_schulz(given.float()).double()
+    torch.testing.assert_close(single, torch.stack(wanted), rtol=0, atol=1e-3)
+
+
 def test_newton_schulz_makes_singular_values_close_to_one():
     theta, steps = parameters(torch.float32), gradients(1, torch.float32)
     optimizer = Muon(theta.items(), 1.0, weight_decay=0.0, scale="spectral")
@@ -103,21 +120,10 @@ def test_no_batch_takes_more_multiplications_than_its_padding_allows():
             assert len(batch) * (2 * rows * rows * columns + rows**3) <= 1.5 * alone
 
 
-class CountedOperations(TorchDispatchMode):
-    """Counts operations that compute or copy: all but views and allocations."""
-
-    number = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        name = operation.__name__
-        views = operation.is_view or name.startswith(("empty", "new_empty", "split", "unbind", "_record_function"))
-        self.number += not views
-        return operation(*args, **(kwargs or {}))
-
-
 def test_all_matrices_of_a_block_take_the_iterations_of_one(monkeypatch):
     """They were 94 operations: on a GPU, small kernels one after the other are what an update costs."""
     monkeypatch.setitem(MOST_PADDING, "cpu", MOST_PADDING["cuda"])
+    monkeypatch.delitem(WIDE, "cpu")
     block = gpt(layers=3, width=32, heads=2, context=8).block1
     optimizer = Muon(block.named_parameters(), torch.tensor(0.01), capturable=True)
     for p in block.parameters():

@@ -19,7 +19,7 @@ from offbeat.optim import Muon, RotatedAdam
 from offbeat.runs.build import cross_entropy
 
 CPU = torch.device("cpu")
-MAKE = {"muon": Muon, "rotated-adam": partial(RotatedAdam, refresh=3)}
+MAKE = {"muon": Muon, "rotated-adam": partial(RotatedAdam, block=12)}
 
 
 def pipeline(make, engine: str | Streams = "simulate") -> offbeat.Pipeline:
@@ -82,24 +82,10 @@ def test_recorded_updates_give_the_bits_of_simulate(monkeypatch, make):
     check_equal(one, other)
 
 
-def test_only_updates_with_a_refresh_are_done_eagerly(monkeypatch):
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_a_recorded_run_continues_from_a_saved_state(monkeypatch, make):
     capture(monkeypatch)
-    pipe = pipeline(partial(on_device, MAKE["rotated-adam"]), Streams(3, CPU))
-    stage, eager = pipe.stages[2], []
-    update = stage.optimization._update
-
-    def noted(over, given):
-        eager.extend([] if stage.optimization.optimizer._repeats else [stage.update_index])
-        update(over, given)
-
-    stage.optimization._update = noted
-    trained(pipe, tokens(24))
-    assert eager == [0, 3, 6, 9]  # the last of 12 updates is 11
-
-
-def test_a_recorded_run_continues_from_a_state_between_two_refreshes(monkeypatch):
-    capture(monkeypatch)
-    whole, saved, again = (pipeline(partial(on_device, MAKE["rotated-adam"]), Streams(3, CPU)) for _ in range(3))
+    whole, saved, again = (pipeline(partial(on_device, make), Streams(3, CPU)) for _ in range(3))
     data = tokens(30)
     losses = trained(whole, data)
     for x, y in data[:17]:
