@@ -26,6 +26,9 @@ class Declaration(Protocol):
     @property
     def order(self) -> object: ...
 
+    @property
+    def M(self) -> int: ...  # noqa: N802
+
     def program(self, k: int, K: int, batches: Iterable[int]) -> Program: ...
 
     def receives(self, operation: Operation, k: int, K: int) -> int | None: ...
@@ -39,6 +42,8 @@ class Declaration(Protocol):
     def versions_kept(self) -> int: ...
 
     def full(self, k: int, K: int, *, in_flight: int, forwards: int) -> bool: ...
+
+    def plain_lag(self, k: int, K: int) -> int | None: ...
 
     def __hash__(self) -> int: ...
 
@@ -153,12 +158,41 @@ class SteadyState:
 
 @lru_cache(maxsize=4096)
 def steady_state(method: Declaration, k: int, K: int) -> SteadyState:
-    """Interpret the program of stage k until it has closed a few windows whose gradients are all of steady state.
+    """Stage k of K in steady state: by its lag alone where that is enough, otherwise by interpreting its program.
 
     >>> from offbeat.methods import TwoBW
     >>> steady_state(TwoBW(M=3), 1, 4)
     SteadyState(fill=3, levels=(1, 1, 1, 1, 1, 1), versions=2, held=4, resting=(0, 1, 2, 3))
     """
+    lag = method.plain_lag(k, K)
+    return interpreted(method, k, K) if lag is None else lagged_state(lag, method.M, kept=method.versions_kept())
+
+
+@lru_cache(maxsize=4096)
+def lagged_state(lag: int, M: int, *, kept: int) -> SteadyState:
+    """The steady state of `ops.lagged` with windows by count, which `interpreted` finds as well; but hundreds of stages
+    take long to fill. `kept` is that of `versions_kept`.
+
+    Gradient t is computed after floor(t/M) updates, and its forward ran after floor((t-lag)/M). With two versions kept,
+    forwards use that of the previous window, floor(t/M) - 1, if it is there. A window is in steady state if t >= lag
+    for its first gradient, and with two versions t >= M.
+
+    >>> lagged_state(3, 2, kept=1)
+    SteadyState(fill=3, levels=(2, 1, 2, 1), versions=3, held=4, resting=(0, 1, 2, 3))
+    >>> lagged_state(1, 2, kept=2)
+    SteadyState(fill=2, levels=(1, 1, 1, 1), versions=2, held=2, resting=(0, 1, 1))
+    """
+    least = int(kept == 2)  # staleness
+    fill = max(lag, M) if least else lag
+    updates = -(-fill // M)  # until the first window in steady state
+    first = updates * M
+    levels = tuple(max(least, t // M - (t - lag) // M) for t in range(first, first + WINDOWS * M))
+    resting = tuple(min(iteration, lag) for iteration in range(fill + 1))
+    return SteadyState(fill, levels, updates + 1 if kept else 1, lag + 1, resting)
+
+
+def interpreted(method: Declaration, k: int, K: int) -> SteadyState:
+    """Interpret the program of stage k until it has closed a few windows whose gradients are all of steady state."""
     fill: int | None = None
     windows, versions, held, resting = 0, 1, 0, [0]
     levels: list[int] = []

@@ -437,6 +437,17 @@ class Method:
         """
         return in_flight >= self.lag(k, K) and (self.forward == "newest" or forwards >= self.M)
 
+    def plain_lag(self, k: int, K: int) -> int | None:
+        """The lag of stage k if its steady state follows from it, M and the versions kept: the program is `ops.lagged`
+        with windows by count, and weights of the previous window are kept if forwards use them. None otherwise.
+
+        >>> from offbeat.methods import ADL, GPipe, TwoBW
+        >>> ADL().plain_lag(1, 4), TwoBW().plain_lag(1, 4), GPipe(m=4).plain_lag(1, 4)
+        (6, 3, None)
+        """
+        other = self.order or self.m > 1 or self.pipelined or self.window != "count"
+        return None if other or (self.forward == "before" and self.weights != "stash") else self.lag(k, K)
+
     def counted(self, levels: Iterable[int | None]) -> list[int]:
         """The levels of staleness of a window that count: all if it is complete and in steady state, else none.
 

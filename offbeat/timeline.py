@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, islice, pairwise
+from itertools import chain, count, islice
 from typing import NamedTuple
 
-from offbeat.critical_cycle import Dependency, longest_period
+import numpy as np
+
+from offbeat.critical_cycle import EventArrays, PeriodicEvent, longest_period
 from offbeat.errors import UserError
 from offbeat.interpreter import Messages, Step, steady_state
 from offbeat.method import Method
-from offbeat.ops import LESSON, Backward, Barrier, Forward, Operation, Update
+from offbeat.ops import LESSON, Backward, Barrier, Forward, Operation, Teach, Update
 
 MOST_TURNS = 100_000  # largest number of local iterations in a trace, which is held in memory
 
@@ -153,10 +155,24 @@ def period(method: Method, costs: Costs) -> float:
     if method.order:  # batches may be skipped or repeated: the mean over many batches
         many = 40 * K
         return max(span.end for span in timeline(method, many, costs)) / many / method.workers
-    seconds = longest_period(_dependencies(method, costs))
+    return _long_run(method, costs) / method.M / method.workers
+
+
+def longer_than(method: Method, costs: Costs, seconds: float) -> bool:
+    """Whether `period` is longer, which takes less time to find than the period itself."""
+    if method.free_running or method.order:
+        return period(method, costs) > seconds
+    window = seconds * method.M * method.workers
+    return _long_run(method, costs, within=window) > window
+
+
+def _long_run(method: Method, costs: Costs, *, within: float | None = None) -> float:
+    """Seconds per M batches; `within` as for `longest_period`."""
+    events = _lagged_events(method, costs) or _sequences(method, costs)
+    seconds = longest_period(events, within=within)
     if seconds is None:
-        raise UserError(f"{method.name} with K={K}: the programs of its stages wait for each other")
-    return seconds / method.M / method.workers
+        raise UserError(f"{method.name} with K={costs.K}: the programs of its stages wait for each other")
+    return seconds
 
 
 def _busy(method: Method, costs: Costs) -> Iterator[float]:
@@ -168,50 +184,94 @@ def _busy(method: Method, costs: Costs) -> Iterator[float]:
             yield costs.transfer_seconds(k, k + 1, method)
 
 
-def _dependencies(method: Method, costs: Costs) -> dict[Hashable, list[Dependency]]:
-    """What the end of every operation waits for in steady state, where a stage repeats its program every M batches.
+def _sequences(method: Method, costs: Costs) -> list[list[PeriodicEvent]]:
+    """The operations of all stages in steady state, where a stage repeats its program every M batches; then the
+    transfers of exclusive links, and the stages that reach a barrier.
 
     The period of an operation is that of its batch; of an update or a barrier that of its local iteration.
     """
     K, M, size = costs.K, method.M, method.M * method.m
-    waits_for: defaultdict[Hashable, list[Dependency]] = defaultdict(list)
-    sent: dict[tuple[int, int, int], Hashable] = {}  # (from, to, batch within the period) -> event that sends it
-    transfers: defaultdict[tuple[int, int], list[tuple[Hashable, int]]] = defaultdict(list)  # link -> event, period
-    received: list[tuple[Hashable, tuple[int, int, int], float]] = []  # event, message, seconds from sending to its end
+    found: list[list[PeriodicEvent]] = []
+    transfers: defaultdict[tuple[int, int], list[PeriodicEvent]] = defaultdict(list)
     for k in range(1, K + 1):
-        seconds, _, _ = _durations(costs, k, method)
+        kinds = _kinds(method, costs, k)
+        stage: list[PeriodicEvent] = []
         first = steady_state(method, k, K).fill + LESSON
-        order: list[tuple[Hashable, int, float]] = []  # event, its period, seconds that it takes
         for iteration, operations in enumerate(islice(method.program(k, K, count()), first, first + M), start=first):
             for operation in operations:
-                kind, own = type(operation), seconds.get(type(operation), 0.0)
-                if isinstance(operation, Update | Barrier):
+                kind = type(operation)
+                seconds, source, waits, target = kinds[kind]
+                if kind is Update or kind is Barrier:
                     number, place = divmod(iteration, M)
                 else:
-                    number, place = divmod(operation.t, size)
-                event: Hashable = (0 if kind is Barrier else k, kind, place)  # a barrier is one event of all stages
-                order.append((event, number, own))
-                if target := method.sends(operation, k, K):
-                    sent[k, target, place] = event
-                    if costs.exclusive:
-                        transfer: Hashable = ("transfer", k, target, place)
-                        waits_for[transfer].append(Dependency(event, costs.transfer_seconds(k, target, method), 0))
-                        transfers[k, target].append((transfer, number))
-                        sent[k, target, place] = transfer
-                if source := method.receives(operation, k, K):
-                    ahead = costs.latency if costs.exclusive else costs.message_seconds(source, k, method)
-                    received.append((event, (source, k, place), ahead + own))
-        start, number, own = order[0]
-        for (before, earlier, _), (after, later, taken) in pairwise([*order, (start, number + 1, own)]):
-            waits_for[after].append(Dependency(before, taken, later - earlier))
-    for (source, target), each in transfers.items():
-        first_transfer, number = each[0]
-        for (event, earlier), (later_event, later) in pairwise([*each, (first_transfer, number + 1)]):
-            seconds_each = costs.transfer_seconds(source, target, method)
-            waits_for[later_event].append(Dependency(event, seconds_each, later - earlier))
-    for after, message, taken in received:
-        waits_for[after].append(Dependency(sent[message], taken, 0))
-    return waits_for
+                    number, place = divmod(operation.t, size)  # type: ignore[union-attr]
+                message: Hashable = None if source is None else (source, k, place)
+                if kind is Barrier:
+                    stage.append(PeriodicEvent((k, "reaches", place), 0.0, number))
+                    message = K, "waits", place
+                name: Hashable = (k, kind, place) if target is None else (k, target, place)
+                if target and costs.exclusive:
+                    name = k, kind, place
+                    transferred = costs.transfer_seconds(k, target, method)
+                    transfers[k, target].append(PeriodicEvent((k, target, place), transferred, number, name))
+                stage.append(PeriodicEvent(name, seconds, number, message, waits))
+        found.append(stage)
+    found += transfers.values()
+    if method.barrier:
+        found.append(
+            [
+                PeriodicEvent((k, "waits", place), 0.0, waits_for=(k, "reaches", place))
+                for place in range(M)
+                for k in range(1, K + 1)
+            ]
+        )
+    return found
+
+
+def _lagged_events(method: Method, costs: Costs) -> EventArrays | None:
+    """The same for stages that run `ops.lagged` alone, computed for M batches at once; None for other programs.
+
+    Local iteration i is the forward of batch i and the backward of batch i - lag, and in one of M iterations an update.
+    """
+    K, M = costs.K, method.M
+    lags = [method.plain_lag(k, K) for k in range(1, K + 1)]
+    if None in lags or method.barrier or method.feedback == "synthesiser" or costs.exclusive:
+        return None
+    begins = np.array([[steady_state(method, k, K).fill + LESSON] for k in range(1, K + 1)])
+    lag, turn, size = np.array(lags, np.intp)[:, None], np.arange(M), 2 * M + 1  # [stage, turn], and [stage, event]
+    update = (lag - begins - 1) % M  # the turn that it follows
+    kinds = [_kinds(method, costs, k) for k in range(1, K + 1)]
+    seconds, delay = np.zeros((2, K, size))
+    period, source = np.zeros((K, size), np.intp), np.full((K, size), -1)
+    stage = np.arange(K)[:, None]
+    for second, (kind, batch) in enumerate(((Forward, begins + turn), (Backward, begins + turn - lag))):
+        taken, sender, waits = (np.array([[each[kind][n] or 0] for each in kinds]) for n in range(3))
+        row = sender - 1  # -1 without a message
+        sent = (batch - batch[row[:, 0], :1]) % M  # in that turn
+        event = 2 * turn + second + (turn > update)
+        period[stage, event] = batch // M
+        seconds[stage, event], delay[stage, event] = taken, waits
+        there = row * size + 2 * sent + second + (sent > update[row[:, 0]])
+        source[stage, event] = np.where(row >= 0, there, -1)
+    event = 2 * update + 2
+    seconds[stage, event] = [[each[Update][0]] for each in kinds]
+    period[stage, event] = (begins + update) // M
+    return EventArrays([size] * K, seconds.reshape(-1), period.reshape(-1), source.reshape(-1), delay.reshape(-1))
+
+
+def _kinds(method: Method, costs: Costs, k: int) -> dict[type, tuple[float, int | None, float, int | None]]:
+    """Of each kind of operation of stage k: its seconds, the stage whose message it uses, the seconds after the end of
+    sending (or of an exclusive transfer) that this takes, and the stage that it sends to."""
+    found = {}
+    for operation in (Forward(0), Backward(0), Update(1), Barrier(), Teach(0)):
+        source, target = method.receives(operation, k, costs.K), method.sends(operation, k, costs.K)
+        if not source or source > costs.K:  # the data, or a kind of operation that this stage does not have
+            source = None
+        waits = 0.0
+        if source:
+            waits = costs.latency if costs.exclusive else costs.message_seconds(source, k, method)
+        found[type(operation)] = costs.of(operation, k, method), source, waits, target
+    return found
 
 
 def speed_up(method: Method, costs: Costs, *, batches: int | None = None) -> float:

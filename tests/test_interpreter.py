@@ -21,7 +21,7 @@ from torch import nn
 import offbeat
 from offbeat.clock import Event, ticks
 from offbeat.engines.streams import Streams
-from offbeat.interpreter import steps
+from offbeat.interpreter import interpreted, steady_state, steps
 from offbeat.method import Method
 from offbeat.methods import METHODS, named
 from offbeat.ops import Backward, Update
@@ -290,3 +290,25 @@ def marked(method, K: int, t: int) -> int:
 def test_a_mark_reaches_every_stage_when_the_interpreter_says(name, K):
     for t in (0, 1, 17, 400):
         assert named(name).reach(K, t) == marked(named(name), K, t)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_steady_state_by_the_lag_alone_is_that_of_the_interpreted_program(name):
+    for given in settings(name):
+        method = named(name, **given)
+        for K in (1, 2, 5, 9):
+            if method.limit is None or method.limit(K) is None:
+                for k in range(1, K + 1):
+                    assert steady_state(method, k, K) == interpreted(method, k, K), (given, k, K)
+
+
+def test_the_steady_state_of_hundreds_of_stages_interprets_no_program(monkeypatch):
+    monkeypatch.setattr(Method, "program", None)
+    stages = [steady_state(named("adl", M=256), k, 256) for k in (1, 128, 256)]
+    assert [(state.held, state.versions, state.staleness) for state in stages] == [
+        (511, 3, 510 / 256),
+        (257, 2, 1.0),
+        (1, 1, 0.0),
+    ]
+    stages = [steady_state(named("2bw", M=256), k, 256) for k in (1, 256)]
+    assert [(state.held, state.versions, state.staleness) for state in stages] == [(256, 2, 1.0), (1, 2, 1.0)]

@@ -7,12 +7,13 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from offbeat import Method, UserError, critical_cycle
 from offbeat.methods import ADL, ADL1F1B, BP, DDG, DECLARED, DSP, FR, AsyncDGL, GPipe, TwoBW
 from offbeat.ops import Backward, Barrier, Forward
-from offbeat.timeline import Costs, balanced, period, speed_up, timeline
+from offbeat.timeline import Costs, _lagged_events, _sequences, balanced, longer_than, period, speed_up, timeline
 
 LAWS = {  # ideal speed-ups at K = 2, 4, 8, balanced, B = 2F
     "bp": (BP(), (1, 1, 1)),
@@ -182,12 +183,12 @@ def test_the_period_of_many_stages_is_found_without_running_the_schedule(method,
     assert period(method, balanced(256)) == pytest.approx(expected)
 
 
-MANY = [BP(), DDG(), ADL(M=4), ADL1F1B(M=4), GPipe(32), TwoBW(M=255)]
+MANY = [BP(), BP(M=64), DDG(), ADL(M=4), ADL(M=256), ADL1F1B(M=4), ADL1F1B(M=64), GPipe(32), TwoBW(M=255)]
 
 
-@pytest.mark.parametrize("method", MANY, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", MANY, ids=lambda method: f"{method.name}-{method.M}")
 def test_a_plan_of_256_stages_takes_a_bounded_amount_of_work(method, monkeypatch):
-    """Operations of programs: at most three fills of each stage; dependencies: in proportion to K; a few passes."""
+    """Operations of programs: at most three fills of each stage; events: in proportion to K M; a few evaluations."""
     K, drawn_operations, passes, program = 256, 0, [], Method.program
 
     def counted(self, k, stages, batches):
@@ -196,17 +197,17 @@ def test_a_plan_of_256_stages_takes_a_bounded_amount_of_work(method, monkeypatch
             drawn_operations += len(operations)
             yield operations
 
-    def evaluated(chosen):
-        passes.append(len(chosen))
-        return evaluate(chosen)
+    def evaluated(policy):
+        passes.append(len(policy.ends))
+        return evaluate(policy)
 
-    evaluate = critical_cycle._evaluate
+    evaluate = critical_cycle._Policy.evaluate
     monkeypatch.setattr(Method, "program", counted)
-    monkeypatch.setattr(critical_cycle, "_evaluate", evaluated)
+    monkeypatch.setattr(critical_cycle._Policy, "evaluate", evaluated)
     uneven = Costs(*(drawn(K, 3).forward for _ in range(2)), up=[0.3] * (K - 1), down=[0.3] * (K - 1))
     assert period(method, uneven) > 0
-    assert 0 < drawn_operations <= 3 * sum(3 * method.m * (method.lag(k, K) + method.M + 4) for k in range(1, K + 1))
-    assert max(passes) <= 4 * K * method.M * method.m
+    assert drawn_operations <= 3 * sum(3 * method.m * (method.lag(k, K) + method.M + 4) for k in range(1, K + 1))
+    assert max(passes) <= 6 * K * method.M * method.m
     assert len(passes) <= 20
 
 
@@ -239,6 +240,10 @@ def test_a_latency_is_of_every_message_and_micro_batches_share_a_transfer():
     assert whole.transfer_seconds(2, 1, GPipe(4)) == pytest.approx(0.8 / 4)
 
 
+def test_a_barrier_has_no_latency():
+    assert period(DDG(), Costs([1.0], [2.0], latency=0.5)) == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize(
     "method",
     [BP(M=2), ADL(M=1), ADL(M=4), ADL1F1B(M=2), DSP(), GPipe(4), GPipe(2)],
@@ -255,3 +260,29 @@ def test_the_period_with_exclusive_links_is_that_of_a_long_timeline(method):
             s.operation: s.start for s in timeline(method, 910, costs) if s.k == 1 and s.operation in (first, last)
         }
         assert (begun[last] - begun[first]) / 840 == pytest.approx(period(method, costs))
+
+
+@pytest.mark.parametrize("name", ["bp", "adl", "pipedream", "2bw", "adl-1f1b", "pipemare", "dsp", "dgl", "predsim"])
+@pytest.mark.parametrize("M", [1, 2, 3, 7])
+def test_lagged_events_are_those_of_the_programs(name, M):
+    method = replace(DECLARED[name](), M=M)
+    draw = random.Random(0).random
+    for K in (1, 2, 5, 9):
+        forward, backward, update, up, down = ([draw() for _ in range(K)] for _ in range(5))
+        costs = Costs(forward, backward, update, up=up, down=down, latency=draw())
+        found, programs = _lagged_events(method, costs), critical_cycle.EventArrays.of(_sequences(method, costs))
+        assert found is not None
+        for one, other in zip(found, programs, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_period_is_longer_than_what_is_below_it(name):
+    method = DECLARED[name]()
+    for K in (1, 2, 6):
+        costs = drawn(K, 3)
+        seconds = period(method, costs)
+        assert longer_than(method, costs, seconds * (1 - 1e-6))
+        assert not longer_than(method, costs, seconds * (1 + 1e-6))
+        assert longer_than(method, costs, 0.5 * seconds)
+        assert not longer_than(method, costs, 2 * seconds)

@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import count, takewhile
+from threading import Lock
 
 from offbeat.errors import number
 from offbeat.method import Method
@@ -25,6 +28,7 @@ from offbeat.methods.dgl import head
 from offbeat.ops import Backward, Drop, Forward, Iteration, Operation, Program, Take, Update
 from offbeat.seeds import derive
 
+MOST_SHARED = 10_000  # largest number of batches whose draws are kept for the programs of other stages
 MOST_TURNS = 8  # largest number of draws per stage between two batches that enter
 
 
@@ -56,31 +60,66 @@ class Buffer:
         return t
 
 
-def turns(K: int, t: int, *, seed: int) -> Iterator[int]:
+@lru_cache(maxsize=1024)  # the programs of all stages in a process have the same turns
+def turns(K: int, t: int, *, seed: int) -> tuple[int, ...]:
     """The stages that run after batch t-1 has entered, in order: drawn at random until stage 1 is drawn, which lets
     batch t enter."""
     draw = random.Random(derive(seed, "turns", t)).randint
-    for _ in range(MOST_TURNS * K):
-        stage = draw(1, K)
-        if stage == 1:
-            break
-        yield stage
-    yield 1
+    drawn = (draw(1, K) for _ in range(MOST_TURNS * K))
+    return (*takewhile(lambda stage: stage != 1, drawn), 1)
+
+
+Draws = dict[int, list[tuple[int, int]]]  # of each stage, the turns in which it runs and the batches that it draws
+
+
+def draws(K: int, batches: Iterable[int], *, top: int, size: int, seed: int) -> Iterator[Draws]:
+    """What the stages 1 to `top` draw after each batch has entered; stages above do not affect them."""
+    buffers = {stage: Buffer(size) for stage in range(2, top + 1)}
+    for t in batches:
+        found: Draws = {}
+        for turn, stage in enumerate(turns(K, t, seed=seed)):
+            if stage > top or (drawn := t if stage == 1 else buffers[stage].draw()) is None:
+                continue
+            found.setdefault(stage, []).append((turn, drawn))
+            if stage < top:
+                buffers[stage + 1].add(drawn)
+        yield found
+
+
+class SharedDraws:
+    """The draws of all stages for a range of batches, found once for the programs of all stages."""
+
+    def __init__(self, K: int, batches: range, *, size: int, seed: int) -> None:
+        self.found: list[Draws] = []
+        self.lock = Lock()
+        self.more = draws(K, batches, top=K, size=size, seed=seed)
+
+    def __iter__(self) -> Iterator[Draws]:
+        for place in count():
+            with self.lock:  # programs may run in threads
+                if place == len(self.found):
+                    if (found := next(self.more, None)) is None:
+                        return
+                    self.found.append(found)
+            yield self.found[place]
+
+
+_shared = lru_cache(maxsize=1)(SharedDraws)
 
 
 def free_running(k: int, K: int, batches: Iterable[int], *, size: int, seed: int) -> Program:
     """The program of stage k, which computes the draws of the stages below as well and yields its own operations."""
-    buffers = {stage: Buffer(size) for stage in range(2, k + 1)}  # stages above do not affect it
-    for t in batches:
+    if isinstance(batches, range) and len(batches) <= MOST_SHARED:
+        drawn: Iterable[Draws] = _shared(K, batches, size=size, seed=seed)
+    else:  # of a training, which keeps none of them
+        drawn = draws(K, batches, top=k, size=size, seed=seed)
+    buffer = Buffer(size)
+    for found in drawn:
         mine: list[Operation] = []
-        for stage in turns(K, t, seed=seed):
-            if stage > k or (drawn := t if stage == 1 else buffers[stage].draw()) is None:
-                continue
-            if stage == k:
-                mine += learn(drawn, buffered=k > 1)
-            else:
-                received = buffers[stage + 1].add(drawn)
-                mine += received if stage + 1 == k else ()
+        received = ((turn, t, False) for turn, t in found.get(k - 1, ()))
+        used = ((turn, t, True) for turn, t in found.get(k, ()))
+        for _, t, uses in sorted((*received, *used)):
+            mine += learn(t, buffered=k > 1) if uses else buffer.add(t)
         yield tuple(mine)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, lru_cache
 from itertools import pairwise
 from types import BuiltinFunctionType
 from typing import Any
@@ -165,10 +165,22 @@ def _in_place_argument(op: Op) -> bool:
         return True
     if op.kind != "call_function" or len(op.args) < 2:
         return False
-    try:
-        return bool(inspect.signature(op.target).bind(*op.args, **op.kwargs).arguments.get("inplace", False))
-    except (TypeError, ValueError):  # most of torch's functions are written in C and have no signature
+    signature = _signature(op.target)
+    if signature is None or "inplace" not in signature.parameters:
         return False
+    try:
+        return bool(signature.bind(*op.args, **op.kwargs).arguments.get("inplace", False))
+    except TypeError:
+        return False
+
+
+@lru_cache(maxsize=256)  # inspect.signature parses the text of a function of Python's own C modules each time
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """None for most of torch's functions, which are written in C as well."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
 
 
 def shared(op: Op, model: nn.Module) -> list[str]:
@@ -313,5 +325,6 @@ def carriers(program: Program, model: nn.Module, memory: AliasedMemory) -> set[s
             found.update(op.refs)
         if reached and op.grad and op.name not in memory.descriptions and op.target != "detach":
             found.add(op.name)
-            found.update(name for name, roots in memory.roots.items() if writes and roots & writes)
+            if writes:
+                found.update(name for name, roots in memory.roots.items() if roots & writes)
     return found

@@ -1,7 +1,9 @@
 """What each unit costs: time forward and backward, parameters, bytes held for the backward, bytes on each boundary.
 
-Times are medians of repetitions on the target device with the user's own sample. Sizes and FLOPs do not depend on the
-machine and can be had alone, on the meta device, which is what deterministic cuts use.
+Times are medians of repetitions on the target device with the user's own sample. Units of equal modules with the same
+name, numbers left out, and the same sizes and FLOPs, such as a layer of equal blocks, share the median of their times,
+unless these are very different: other work on the machine, which comes and goes, then affects all of them alike. Sizes
+and FLOPs do not depend on the machine and can be had alone, on the meta device, which is what deterministic cuts use.
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ from offbeat.partitioning.walk import Values, run_units
 # cuts are the same everywhere: chosen among 0, 4, 8, ..., 128 by the measured balance of four ResNets on a CPU.
 FLOPS_PER_BYTE = 8
 BUDGET = 8.0  # seconds to time all units in, where a model is deep; two laps of each in any case
+DIFFERENT = 2.0  # times as long: a unit that is alike by its sizes computes something else
 ENOUGH = 0.02  # seconds of laps for one unit: of a quick one, more than `repeat`
 
 
@@ -162,8 +168,37 @@ def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> 
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         run_units(traced, x, visit)
     boundaries = [sum(sizes.get(name, 0) for name in traced.boundary(cut)) for cut in range(len(traced.units))]
-    threads = torch.get_num_threads()
-    return Profile(str(device), bool(repeat), _shapes(sample), costs, boundaries, list(traced.legal_cuts), threads)
+    threads, legal = torch.get_num_threads(), list(traced.legal_cuts)
+    if repeat:
+        described = cache(lambda path: repr(model.get_submodule(path)))
+        costs = with_shared_times(costs, [described(unit.module) for unit in traced.units])
+    return Profile(str(device), bool(repeat), _shapes(sample), costs, boundaries, legal, threads)
+
+
+def with_shared_times(units: Sequence[UnitCost], modules: Sequence[str]) -> list[UnitCost]:
+    """The units, each with the median times of all that are alike, if its own times are at most DIFFERENT times as long
+    or as short. `modules` describes the module of each, as repr does.
+
+    >>> times = ("block0", 1.0), ("block1", 1.5), ("block2", 1.1), ("block3", 4.0), ("head", 9.0)
+    >>> units = [UnitCost(f"{name}.up", 4, 16, 8, 0, 32, forward=seconds) for name, seconds in times]
+    >>> [unit.forward for unit in with_shared_times(units, ["Linear(2, 2)"] * 5)]
+    [1.3, 1.3, 1.3, 4.0, 9.0]
+    >>> [unit.forward for unit in with_shared_times(units[:3], ["Conv1d(2, 2, dilation=3)", *["Conv1d(2, 2)"] * 2])]
+    [1.0, 1.3, 1.3]
+    """
+    costs = [replace(unit, name=re.sub(r"\d+", "", unit.name), forward=0.0, backward=0.0) for unit in units]
+    kinds = list(zip(costs, modules, strict=True))
+    alike: dict[tuple[UnitCost, str], list[UnitCost]] = defaultdict(list)
+    for kind, unit in zip(kinds, units, strict=True):
+        alike[kind].append(unit)
+    return [_with_median(unit, alike[kind]) for kind, unit in zip(kinds, units, strict=True)]
+
+
+def _with_median(unit: UnitCost, alike: Sequence[UnitCost]) -> UnitCost:
+    forward, backward = (statistics.median(getattr(one, side) for one in alike) for side in ("forward", "backward"))
+    own, shared = unit.forward + unit.backward, forward + backward
+    fits = shared <= DIFFERENT * own and own <= DIFFERENT * shared
+    return replace(unit, forward=forward, backward=backward) if fits else unit
 
 
 def _shapes(sample: Any) -> list[list[int]]:

@@ -9,8 +9,10 @@ with P the prefix sums of the costs. For a given limit, whether K stages can all
 X_k[b] - max Y_k[a] <= limit, the maximum taken over the starts a from which stage k may reach b; and a rounded
 difference x - y never grows with y, so this holds to the last bit of the numbers as computed. What forbids a start
 (memory, a pinned cut in between) forbids every earlier one as well, so the starts form a window whose lower edge
-moves up with b, and each maximum is a range maximum. A bisection down to two neighbouring floats then finds the
-smallest limit itself, not one close to it.
+moves up with b, and each maximum is a range maximum. Only a window of positions is looked at for each k: the furthest
+that k stages can reach, and the earliest from which the others can reach the end, as if every end had the smallest X
+from there on and every start the largest Y up to there. A search with the times of partitions that were found on the
+way then ends at the smallest limit itself, not one close to it.
 
 Times and memory are float64: exact for whole numbers (FLOPs, bytes) up to 2**53 and speeds that are powers of two.
 """
@@ -29,10 +31,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from offbeat.errors import UserError
 
-Fits = NDArray[np.bool_] | None  # [end, start]; None: all
+Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
+Places = NDArray[np.intp]
 Exposed = Sequence[float] | Callable[[int], float]
 
+COARSE = 1 / 128  # of a limit: how close the search comes by windows alone
 BLOCK = 64  # starts tried at once: their table of times stays in the cache
 
 
@@ -96,24 +100,65 @@ class Solution:
         return sum(self.times) / len(self.times)
 
 
-@dataclass(frozen=True)
-class _Stages:
-    """One problem, one row per stage: time = ends - starts, over the positions 0..n, a start no lower than `first`.
+class _Times:
+    """Times of stages on workers of the same speed: ends - starts, over the positions 0..n, which are the legal cuts.
 
-    `fits` has the starts [end, start] that fit, for a stage where these are not all from some position on.
+    least, most   the smallest of the ends from a position on, and the largest of the starts up to it
     """
 
-    ends: list[Floats]
-    starts: list[Floats]
-    first: list[NDArray[np.intp]]
-    fits: list[Fits]
-    legal: NDArray[np.bool_]
+    def __init__(self, ends: Floats, starts: Floats) -> None:
+        self.ends, self.starts = ends, starts
+        self.free = bool((ends == starts).all())  # of what a cut adds
+        self.least: list[float] = np.minimum.accumulate(ends[::-1])[::-1].tolist()
+        self.most: list[float] = np.maximum.accumulate(starts).tolist()
 
-    def within(self, k: int, limit: float, end: int | slice = slice(None)) -> NDArray[np.bool_]:
-        """Which starts of a stage fit and keep to the limit: [end, start], or [start] for one end."""
-        fits = self.fits[k]
-        quick: NDArray[np.bool_] = np.asarray(self.ends[k][end])[..., None] - self.starts[k] <= limit
-        return quick if fits is None else quick & fits[end]
+    def furthest(self, start: int, limit: float) -> int:
+        """No stage within the limit that starts at this position or before ends after that position."""
+        most = self.most[start]
+        return bisect.bisect_right(self.least, limit, key=lambda least: least - most) - 1
+
+    def earliest(self, end: int, limit: float) -> int:
+        """No stage within the limit that ends at this position or after starts before that position."""
+        least = self.least[end]
+        return bisect.bisect_left(self.most, -limit, key=lambda most: most - least)
+
+
+class _Held(NamedTuple):
+    """Memory of a stage: ends - starts, at most `limit`."""
+
+    ends: Floats
+    starts: Floats
+    limit: float
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage run in one way.
+
+    first   the lowest start of each end, which never falls
+    held    for a stage whose starts that fit are not all from some position on
+    """
+
+    times: _Times
+    first: Places
+    held: _Held | None = None
+
+    def fits(self, ends: Places, starts: Places) -> Bools:
+        """Which starts [end, start] a stage may have, whatever its time."""
+        column = ends[:, None]
+        may = (starts < column) & (starts >= self.first[column])
+        if self.held is not None:
+            may &= self.held.ends[column] - self.held.starts[starts] <= self.held.limit
+        return may
+
+    def seconds(self, ends: Places, starts: Places) -> Floats:
+        """Times [end, start]; infinite where they do not fit."""
+        return np.where(self.fits(ends, starts), self.times.ends[ends[:, None]] - self.times.starts[starts], np.inf)
+
+    def within(self, limit: float, ends: Places, starts: Places) -> Bools:
+        """Which starts [end, start] fit and keep to the limit."""
+        quick: Bools = self.times.ends[ends[:, None]] - self.times.starts[starts] <= limit
+        return quick & self.fits(ends, starts)
 
 
 def solve(
@@ -147,35 +192,29 @@ def solve(
     """
     work = _numbers("costs", costs)
     count = len(work)
-    allowed = _allowed(count, K, pinned, legal)
+    at = _positions(count, K, pinned, legal)
     pace = _speeds(speeds, K)
-    below = _at_cuts("exposed_below", exposed_below, allowed, count)
-    above = _at_cuts("exposed_above", exposed_above, allowed, count)
-    prefix = _prefix(work)
-    pins = _last_pin(count, pinned)
-    kept = None if memory is None else _Kept.of(memory, count, K)
-    mask = _mask(count, allowed)
-    stages = _Stages(
-        ends=[prefix / speed + below for speed in pace],
-        starts=[prefix / speed - above for speed in pace],
-        first=[pins] * K if kept is None else [np.maximum(pins, first) for first in kept.first()],
-        fits=[None] * K if kept is None else kept.fits(),
-        legal=mask,
-    )
-    limit = _smallest_limit([stages])
-    if limit is None:
+    below = _at_cuts("exposed_below", exposed_below, at, count)
+    above = _at_cuts("exposed_above", exposed_above, at, count)
+    prefix = _prefix(work)[at]
+    pins = _last_pin(at, pinned)
+    kept = None if memory is None else _Kept.of(memory, at, K)
+    by_speed = {speed: _Times(prefix / speed + below, prefix / speed - above) for speed in set(pace.tolist())}
+    stages = _stages([by_speed[speed] for speed in pace.tolist()], pins, kept)
+    edges = _best_edges(stages, np.searchsorted(at, [0, *sorted(set(pinned)), count]).tolist())
+    if edges is None:
         assert kept is not None  # pins and legal cuts alone, once checked, always leave a partition
-        raise _too_little(kept, pins, mask)
-    edges = _smoothest(stages, limit)
-    spans = list(enumerate(itertools.pairwise(edges)))
-    largest = max(itertools.pairwise([0, *allowed, count]), key=lambda piece: prefix[piece[1]] - prefix[piece[0]])
+        raise _too_little(kept, pins)
+    spans = list(zip(stages, itertools.pairwise(edges), strict=True))
+    pieces = np.diff(prefix)
+    largest = int(pieces.argmax())
     return Solution(
-        cuts=tuple(edges[1:-1]),
-        times=tuple(float(stages.ends[k][b] - stages.starts[k][a]) for k, (a, b) in spans),
-        memory=None if kept is None else tuple(float(kept.sums[k][b] - kept.starts[k][a]) for k, (a, b) in spans),
+        cuts=tuple(at[edges[1:-1]].tolist()),
+        times=tuple(float(stage.times.ends[b] - stage.times.starts[a]) for stage, (a, b) in spans),
+        memory=None if kept is None else kept.of_stages(edges),
         costs=tuple(work.tolist()),
-        largest=largest,
-        unit_bound=float((prefix[largest[1]] - prefix[largest[0]]) / pace.max()),
+        largest=(int(at[largest]), int(at[largest + 1])),
+        unit_bound=float(pieces[largest] / pace.max()),
     )
 
 
@@ -216,13 +255,14 @@ def fastest_changed(
     >>> fastest_changed([1] * 6, 2, plain, changed, within=1.1)
     Changed(stages=(), without=1.0666666666666667)
     """
-    prefix = _prefix(_numbers("costs", costs))
-    count = len(costs)
-    mask, pins = _mask(count, _allowed(count, K, pinned, legal)), _last_pin(count, pinned)
+    work = _numbers("costs", costs)
+    at = _positions(len(work), K, pinned, legal)
+    prefix, pins = _prefix(work)[at], _last_pin(at, pinned)
     ways = []
     for memory, speeds in (plain, changed):
-        kept, times = _Kept.of(memory, count, K), [prefix / speed for speed in _speeds(speeds, K)]
-        ways.append(_Stages(times, times, [np.maximum(pins, first) for first in kept.first()], kept.fits(), mask))
+        pace = _speeds(speeds, K).tolist()
+        by_speed = {speed: _Times(prefix / speed, prefix / speed) for speed in set(pace)}
+        ways.append(_stages([by_speed[speed] for speed in pace], pins, _Kept.of(memory, at, K)))
     limit = _smallest_limit(ways)
     if limit is None:
         return None
@@ -232,24 +272,36 @@ def fastest_changed(
     return Changed(() if enough else _fewest(ways, limit * within), float(without))
 
 
-def _fewest(ways: Sequence[_Stages], limit: float) -> tuple[int, ...]:
+def _stages(times: Sequence[_Times], pins: Places, kept: _Kept | None) -> list[_Stage]:
+    if kept is None:
+        return [_Stage(each, pins) for each in times]
+    return [
+        _Stage(each, np.maximum(pins, first), held)
+        for each, first, held in zip(times, kept.first(), kept.held(), strict=True)
+    ]
+
+
+def _fewest(ways: Sequence[Sequence[_Stage]], limit: float) -> tuple[int, ...]:
     """The fewest stages that run the second way with all within the limit, which the two ways together permit."""
-    positions = np.arange(len(ways[0].legal))
-    K, count = len(ways[0].ends), len(positions) - 1
-    fewest = [np.where(positions == 0, 0.0, np.inf)]  # for k = 0..K: changed stages of k that end at a position
-    for k in range(K):
-        may_end = ways[0].legal if k < K - 1 else positions == count
-        found = [-_best_start(-fewest[-1], way.first[k], way.within(k, limit)) + cost for cost, way in enumerate(ways)]
-        fewest.append(np.where(may_end, np.minimum(*found), np.inf))
+    windows = _windows(ways, limit)
+    assert windows is not None
+    fewest = [np.zeros(1)]  # for k = 0..K: changed stages of k that end at a position of the window
+    for k, (before, here) in enumerate(itertools.pairwise(windows)):
+        found = [
+            np.where(way[k].within(limit, here, before), fewest[-1] + cost, np.inf) for cost, way in enumerate(ways)
+        ]
+        fewest.append(np.minimum(*(each.min(axis=1) for each in found)))
     stages: list[int] = []
-    end = count
-    for k in reversed(range(K)):
-        cost, end = next(
-            (cost, int(start))
+    end = windows[-1]
+    for k in reversed(range(len(windows) - 1)):
+        least = fewest[k + 1][end[0] - windows[k + 1][0]]
+        cost, place = next(
+            (cost, int(place))
             for cost, way in enumerate(ways)
-            for start in np.flatnonzero(way.within(k, limit, end))
-            if way.first[k][end] <= start < end and fewest[k][start] + cost == fewest[k + 1][end]
+            for place in np.flatnonzero(way[k].within(limit, end, windows[k])[0])
+            if fewest[k][place] + cost == least
         )
+        end = windows[k][place : place + 1]
         stages += [k + 1] * cost
     return tuple(reversed(stages))
 
@@ -257,78 +309,140 @@ def _fewest(ways: Sequence[_Stages], limit: float) -> tuple[int, ...]:
 # --- the search ---------------------------------------------------------------------------------------------------
 
 
-def _smallest_limit(ways: Sequence[_Stages]) -> float | None:
+def _best_edges(stages: Sequence[_Stage], pinned: list[int]) -> list[int] | None:
+    """Edges 0, cuts, n of the best partition; None where none fits. `pinned` are the edges that are given."""
+    if len(pinned) == len(stages) + 1:  # nothing to choose
+        each = zip(stages, *np.array([pinned[1:], pinned[:-1]])[..., None], strict=True)
+        return pinned if all(stage.fits(end, start).item() for stage, end, start in each) else None
+    limit = _smallest_limit([stages])
+    return None if limit is None else _smoothest(stages, limit)
+
+
+def _smallest_limit(ways: Sequence[Sequence[_Stage]]) -> float | None:
     """The time of the slowest stage of the best partition, each stage in the best way; None where there is none."""
-    stages = ways[0]
-
-    def possible(limit: float) -> bool:
-        return bool(_reachable(ways, limit)[-1][-1])
-
-    high = max(float(e.max() - s.min()) for way in ways for e, s in zip(way.ends, way.starts, strict=True))
-    if not possible(high):
-        return None
-    low = high / (2 * len(stages.ends))
-    while low > 0 and possible(low):
-        low, high = low / 2, low
-    if low == 0 and possible(low):
-        return low
-    while low < (middle := low + (high - low) / 2) < high:  # `low` is impossible, `high` is not
-        low, high = (low, middle) if possible(middle) else (middle, high)
+    every = {stage.times for way in ways for stage in way}
+    most = max(float(times.ends.max() - times.starts.min()) for times in every)
+    low, limit = 0.0, most
+    if _windows(ways, low) is not None:
+        limit = low
+    while limit - low > COARSE * limit:  # `low` is impossible
+        middle = low + (limit - low) / 2
+        low, limit = (middle, limit) if _windows(ways, middle) is None else (low, middle)
+    step = COARSE * (limit or most)
+    while (high := _faster(ways, limit)) is None:
+        if limit >= most:
+            return None
+        low, limit, step = limit, min(most, limit + step), 2 * step
+    while (found := _faster(ways, math.nextafter(high, -math.inf))) is not None:
+        high = found
+        middle = low + (high - low) / 2
+        if low < middle < high:
+            found = _faster(ways, middle)
+            low, high = (middle, high) if found is None else (low, found)
     return high
 
 
-def _reachable(ways: Sequence[_Stages], limit: float) -> list[NDArray[np.bool_]]:
-    """For k = 0..K, the positions that k stages within the limit can end at, each stage in one of the ways."""
-    stages = ways[0]
-    positions = np.arange(len(stages.legal))
-    reached = [positions == 0]
-    for k in range(len(stages.ends)):
-        ended = np.zeros(len(positions), bool)
+def _faster(ways: Sequence[Sequence[_Stage]], limit: float) -> float | None:
+    """The time of the slowest stage of a partition within the limit; None where there is none."""
+    windows = _windows(ways, limit)
+    if windows is None:
+        return None
+    if _alike(ways):
+        furthest = [int(window[-1]) for window in windows]
+        times = ways[0][0].times
+        return max(float(times.ends[end] - times.starts[start]) for start, end in itertools.pairwise(furthest))
+    reached = _reachable(ways, windows, limit)
+    if not len(reached[-1]):
+        return None
+    slowest, end = 0.0, windows[-1]
+    for k in reversed(range(len(ways[0]))):
+        seconds = [way[k].seconds(end, reached[k])[0] for way in ways]
+        best = min(seconds, key=lambda each: float(each.min()))
+        slowest = max(slowest, float(best.min()))
+        end = reached[k][best.argmin()][None]
+    return slowest
+
+
+def _alike(ways: Sequence[Sequence[_Stage]]) -> bool:
+    """Whether each stage may as well reach as far as it can: a stage that is cut once more stays within the limit."""
+    first = ways[0][0]
+    same = len(ways) == 1 and all(stage.times is first.times and stage.held is None for stage in ways[0])
+    return same and first.times.free and not any(stage.first.any() for stage in ways[0])
+
+
+def _windows(ways: Sequence[Sequence[_Stage]], limit: float) -> list[Places] | None:
+    """For k = 0..K, the positions from the earliest to the furthest that k stages can end at, the others above them, if
+    all keep to the limit; None if that leaves none."""
+    K, last = len(ways[0]), len(ways[0][0].first) - 1
+    furthest, earliest = [0], [last]
+    for k in range(K):
+        reach = max(way[k].times.furthest(furthest[-1], limit) for way in ways)
+        furthest.append(min(reach, last - (K - 1 - k)))
+    if furthest[-1] < last:
+        return None
+    for k in reversed(range(K)):
+        reach = min(way[k].times.earliest(earliest[-1], limit) for way in ways)
+        earliest.append(max(min(reach, earliest[-1] - 1), k))
+    earliest.reverse()
+    if any(low > high for low, high in zip(earliest, furthest, strict=True)):
+        return None
+    positions = np.arange(last + 1)
+    return [positions[low : high + 1] for low, high in zip(earliest, furthest, strict=True)]
+
+
+def _reachable(ways: Sequence[Sequence[_Stage]], windows: Sequence[Places], limit: float) -> list[Places]:
+    """For k = 0..K, the positions of a window that k stages within the limit can end at, each in one of the ways."""
+    reached = [windows[0]]
+    for k, (before, here) in enumerate(itertools.pairwise(windows)):
+        ended = np.zeros(len(here), bool)
         for way in ways:
-            best = _best_start(np.where(reached[-1], way.starts[k], -np.inf), way.first[k], way.fits[k])
-            ended |= way.ends[k] - best <= limit
-        reached.append(ended & (stages.legal if k < len(stages.ends) - 1 else positions == positions[-1]))
+            ended |= way[k].times.ends[here] - _best_start(way[k], reached[-1], before, here) <= limit
+        reached.append(here[ended])
     return reached
 
 
-def _best_start(values: Floats, first: NDArray[np.intp], fits: Fits) -> Floats:
-    """For every b the maximum of values[first[b]:b], of those that fit; -inf where there is none."""
-    if fits is None:
-        return _window_max(values, first)
-    positions = np.arange(len(values))
-    may = fits & (positions < positions[:, None]) & (positions >= first[:, None])
-    best: Floats = np.where(may, values, -np.inf).max(axis=1)
-    return best
+def _best_start(stage: _Stage, starts: Places, before: Places, ends: Places) -> Floats:
+    """For every end the largest Y of the starts, positions of the window before, that it may have; -inf without one."""
+    if stage.held is not None:
+        if not len(starts):
+            return np.full(len(ends), -np.inf)
+        best: Floats = np.where(stage.fits(ends, starts), stage.times.starts[starts], -np.inf).max(axis=1)
+        return best
+    low, size = before[0], len(before)
+    values = np.full(size, -np.inf)
+    values[starts - low] = stage.times.starts[starts]
+    return _window_max(values, np.maximum(stage.first[ends] - low, 0), np.minimum(ends - low, size))
 
 
-def _window_max(values: Floats, first: NDArray[np.intp]) -> Floats:
-    """The maximum of values[first[b]:b] for every b, -inf where that is empty; a table of powers of two."""
-    size = len(values)
-    if not first.any():
-        return np.concatenate(([-np.inf], np.maximum.accumulate(values)[:-1]))
-    positions = np.arange(size)
-    width = positions - first
+def _window_max(values: Floats, left: Places, right: Places) -> Floats:
+    """The maximum of values[left:right] for each pair, -inf where that is empty; a table of powers of two."""
+    if not left.any():
+        highest: Floats = np.maximum.accumulate(values)[right - 1]  # a window begins before the next one
+        return highest
+    width = right - left
     level = np.frexp(np.maximum(width, 1))[1] - 1  # the largest power of two that fits
-    table = np.full((int(level.max()) + 1, size), -np.inf)
+    table = np.full((int(level.max()) + 1, len(values)), -np.inf)
     table[0] = values
     for j in range(1, len(table)):
         half = 1 << (j - 1)
         np.maximum(table[j - 1, :-half], table[j - 1, half:], out=table[j, :-half])
-    last = np.maximum(positions - (1 << level), 0)
-    return np.where(width > 0, np.maximum(table[level, np.minimum(first, size - 1)], table[level, last]), -np.inf)
+    last = np.maximum(right - (1 << level), 0)
+    return np.where(width > 0, np.maximum(table[level, np.minimum(left, len(values) - 1)], table[level, last]), -np.inf)
 
 
-def _smoothest(stages: _Stages, limit: float) -> list[int]:
+def _smoothest(stages: Sequence[_Stage], limit: float) -> list[int]:
     """Edges 0, cuts, n of the partition within the limit with the smallest sum of squared times.
 
     From the last stage to the first, so that of equal sums the earliest first cut wins, then the earliest second.
     """
-    size = len(stages.legal)
-    reached = _reachable([stages], limit)
+    size = len(stages[0].first)
+    windows = _windows([stages], limit)
+    assert windows is not None
+    reached = _reachable([stages], windows, limit)
     rest = np.where(np.arange(size) == size - 1, 0.0, np.inf)  # the smallest sum from a position to the end
     next_cut = []
-    for k in reversed(range(len(stages.ends))):
-        rest, choice = _best_ends(stages, k, np.flatnonzero(reached[k]), rest, limit)
+    for stage, starts in zip(reversed(stages), reversed(reached[:-1]), strict=True):
+        rest, choice = _best_ends(stage, starts, rest, limit)
         next_cut.append(choice)
     edges = [0]
     for choice in reversed(next_cut):
@@ -336,15 +450,12 @@ def _smoothest(stages: _Stages, limit: float) -> list[int]:
     return edges
 
 
-def _best_ends(
-    stages: _Stages, k: int, starts: NDArray[np.intp], rest: Floats, limit: float
-) -> tuple[Floats, NDArray[np.intp]]:
+def _best_ends(stage: _Stage, starts: Places, rest: Floats, limit: float) -> tuple[Floats, Places]:
     """For every start of a stage: the smallest sum of squares from there on, and the end of the stage that gives it."""
     ends = np.flatnonzero(np.isfinite(rest))
-    x, y, rest_there = stages.ends[k][ends], stages.starts[k][starts], rest[ends]
+    x, y, rest_there = stage.times.ends[ends], stage.times.starts[starts], rest[ends]
     begin = np.searchsorted(ends, starts, side="right")
-    stop = np.searchsorted(stages.first[k][ends], starts, side="right")  # `first` never falls
-    fits = stages.fits[k]
+    stop = np.searchsorted(stage.first[ends], starts, side="right")  # `first` never falls
     from_here_on = np.minimum.accumulate(x[::-1])[::-1]
     total, choice = np.full(len(rest), np.inf), np.zeros(len(rest), np.intp)
     for top in range(0, len(starts), BLOCK):
@@ -356,8 +467,8 @@ def _best_ends(
         times = x[left:right] - y[rows, None]
         column = np.arange(left, right)
         barred = (times > limit) | (column < begin[rows, None]) | (column >= stop[rows, None])
-        if fits is not None:
-            barred |= ~fits[np.ix_(ends[left:right], starts[rows])].T
+        if stage.held is not None:
+            barred |= ~stage.fits(ends[left:right], starts[rows]).T
         np.multiply(times, times, out=times)
         times += rest_there[left:right]
         times[barred] = np.inf
@@ -381,7 +492,8 @@ class _Kept:
     in_bytes: bool
 
     @classmethod
-    def of(cls, memory: Memory, count: int, K: int) -> _Kept:
+    def of(cls, memory: Memory, at: Places, K: int) -> _Kept:
+        count = int(at[-1])
         parameters, held = (_numbers(f"memory.{name}", getattr(memory, name), count) for name in ("parameters", "held"))
         versions, in_flight = (
             _numbers(f"memory.{name}", getattr(memory, name), K, of="stages") for name in ("versions", "in_flight")
@@ -389,36 +501,35 @@ class _Kept:
         alike = np.ndim(memory.limit) == 0
         given = np.resize(memory.limit, K) if alike else memory.limit
         limits = _numbers("memory.limit", given, K, of="stages", zero=False)
-        sums = [_prefix(parameters * v + held * f) for v, f in zip(versions, in_flight, strict=True)]
+        sums = [_prefix(parameters * v + held * f)[at] for v, f in zip(versions, in_flight, strict=True)]
         if memory.entering is None or memory.inputs is None:
             return cls(sums, sums, limits, alike, memory.in_bytes)
-        entering = np.append(_numbers("memory.entering", memory.entering, count), 0.0)
+        entering = np.append(_numbers("memory.entering", memory.entering, count), 0.0)[at]
         inputs = _numbers("memory.inputs", memory.inputs, K, of="stages")
         starts = [each - entering * n if n else each for each, n in zip(sums, inputs, strict=True)]
         return cls(sums, starts, limits, alike, memory.in_bytes)
 
-    def first(self) -> list[NDArray[np.intp]]:
-        """Of each stage and end, the lowest start that fits (the end itself where none does); see `fits`."""
+    def first(self) -> list[Places]:
+        """Of each stage and end, the lowest start that fits (the end itself where none does); see `held`."""
         return [
             _lowest_start(sums, limit) if starts is sums else np.zeros(len(sums), np.intp)
             for sums, starts, limit in zip(self.sums, self.starts, self.limits, strict=True)
         ]
 
-    def fits(self) -> list[Fits]:
-        """For a stage that holds inputs, which starts [end, start] fit: more units may, if their input is smaller."""
+    def held(self) -> list[_Held | None]:
+        """For a stage that holds inputs, what decides which starts fit: more units may, if their input is smaller."""
         return [
-            None if starts is sums else sums[:, None] - starts <= limit
-            for sums, starts, limit in zip(self.sums, self.starts, self.limits, strict=True)
+            None if starts is sums else _Held(sums, starts, limit)
+            for sums, starts, limit in zip(self.sums, self.starts, self.limits.tolist(), strict=True)
         ]
 
+    def of_stages(self, edges: Sequence[int]) -> tuple[float, ...]:
+        """What the stages between these positions keep."""
+        each = zip(self.sums, self.starts, itertools.pairwise(edges), strict=True)
+        return tuple(float(sums[b] - starts[a]) for sums, starts, (a, b) in each)
 
-def _mask(count: int, allowed: Sequence[int]) -> NDArray[np.bool_]:
-    mask = np.zeros(count + 1, bool)
-    mask[allowed] = True
-    return mask
 
-
-def _lowest_start(sums: Floats, limit: float) -> NDArray[np.intp]:
+def _lowest_start(sums: Floats, limit: float) -> Places:
     """For every b the lowest a with sums[b] - sums[a] <= limit, by bisection for all b at once.
 
     Not by searching for sums[b] - limit, which rounds differently from the difference that is reported.
@@ -431,14 +542,12 @@ def _lowest_start(sums: Floats, limit: float) -> NDArray[np.intp]:
     return low
 
 
-def _too_little(kept: _Kept, pins: NDArray[np.intp], legal: NDArray[np.bool_]) -> UserError:
+def _too_little(kept: _Kept, pins: Places) -> UserError:
     """The error for a memory limit that no partition keeps to, with the smallest one that would do."""
     K = len(kept.sums)
-    ends, starts = (
-        each if kept.alike else [sums / limit for sums, limit in zip(each, kept.limits, strict=True)]
-        for each in (kept.sums, kept.starts)
-    )
-    least = _smallest_limit([_Stages(ends=ends, starts=starts, first=[pins] * K, fits=[None] * K, legal=legal)])
+    scale = [1.0] * K if kept.alike else kept.limits.tolist()
+    each = zip(kept.sums, kept.starts, scale, strict=True)
+    least = _smallest_limit([[_Stage(_Times(sums / by, starts / by), pins) for sums, starts, by in each]])
     assert least is not None
     shown = _megabytes if kept.in_bytes else _plain
     if kept.alike:
@@ -489,8 +598,8 @@ def _at_most(stages: int) -> str:
     return f"K={stages} or fewer" if stages > 1 else "K=1"
 
 
-def _allowed(count: int, K: int, pinned: Collection[int], legal: Collection[int] | None) -> list[int]:
-    """The legal cuts in order; refuses what no partition can satisfy."""
+def _positions(count: int, K: int, pinned: Collection[int], legal: Collection[int] | None) -> Places:
+    """0, the legal cuts in order, and n; refuses what no partition can satisfy."""
     if isinstance(K, bool) or not isinstance(K, int | np.integer) or K < 1:
         raise UserError(f"K={K!r} stages: use a whole number from 1 up")
     if count < K:
@@ -518,27 +627,27 @@ def _allowed(count: int, K: int, pinned: Collection[int], legal: Collection[int]
             f"{len(set(pinned))} pinned cuts {sorted(set(pinned))} but {K} stages have {K - 1}: "
             f"use K={len(set(pinned)) + 1} or more, or pin fewer"
         )
-    return allowed
+    return np.array([0, *allowed, count], np.intp)
 
 
-def _last_pin(count: int, pinned: Collection[int]) -> NDArray[np.intp]:
+def _last_pin(at: Places, pinned: Collection[int]) -> Places:
     """For every end b, the last pinned cut below it (or 0): a stage must not reach across."""
-    pins = np.array([0, *sorted(set(pinned))], np.intp)
-    return pins[np.maximum(np.searchsorted(pins, np.arange(count + 1), side="left") - 1, 0)]
+    pins = np.searchsorted(at, np.array([0, *sorted(set(pinned))], np.intp))
+    return pins[np.maximum(np.searchsorted(pins, np.arange(len(at)), side="left") - 1, 0)]
 
 
 def _speeds(given: Sequence[float] | None, K: int) -> Floats:
     return np.ones(K) if given is None else _numbers("speeds", given, K, of="stages", zero=False)
 
 
-def _at_cuts(name: str, given: Exposed | None, allowed: Sequence[int], count: int) -> Floats:
-    """The exposed communication by position 0..n; nothing at the model's own ends."""
-    at = np.zeros(count + 1)
+def _at_cuts(name: str, given: Exposed | None, at: Places, count: int) -> Floats:
+    """The exposed communication at each position; nothing at the model's own ends."""
+    exposed = np.zeros(len(at))
     if callable(given):
-        at[allowed] = _numbers(name, [given(cut) for cut in allowed])
+        exposed[1:-1] = _numbers(name, [given(cut) for cut in at[1:-1].tolist()])
     elif given is not None:
-        at[allowed] = _numbers(name, [0.0, *list(given)[1:]], count)[allowed]
-    return at
+        exposed[1:-1] = _numbers(name, [0.0, *list(given)[1:]], count)[at[1:-1]]
+    return exposed
 
 
 def _numbers(

@@ -24,7 +24,7 @@ from offbeat.partitioning.trace import Traced, trace
 from offbeat.partitioning.walk import verify
 from offbeat.settings import shown
 from offbeat.theory import smallest_M
-from offbeat.timeline import Costs, period, speed_up
+from offbeat.timeline import Costs, longer_than, period, speed_up
 
 FEW = 4  # stages by which the clock measures what a method exposes of a message: more do not change it
 POINTS = 9  # message times at which it does; between them exposure is interpolated
@@ -195,6 +195,7 @@ def make_plan(
     balance = RoundsBalance.of(loads_of(taken), [loads_of(times) for times in found.rounds])
     free = speeds is None and memory_limit is None and not pinned
     fewer = _fewest(method, costs, link, solution, taken) if free else K
+    predicted = replicas * speed_up(method, timing)
     plan = Plan(
         model=measured.name,
         method=method.name,
@@ -206,10 +207,10 @@ def make_plan(
         balance_rounds=[balance.least, balance.most],
         balance_bound=solution.balance_bound,
         bp_ms=1000 * timing.alone,
-        predicted_speedup=replicas * speed_up(method, timing),
+        predicted_speedup=predicted,
         stages=stages,
         methods={
-            name: replicas * speed_up(method if name == method.name else declare(), timing)
+            name: predicted if name == method.name else replicas * speed_up(declare(), timing)
             for name, declare in DECLARED.items()
             if replicas == 1 or declare().why_no_replicas() is None
         },
@@ -499,7 +500,8 @@ def with_repeated_forwards(
 
 
 def _fewest(method: Method, costs: Profile, link: LinkCost, solution: Solution, taken: Sequence[StageTime]) -> int:
-    """The smallest number of stages that is as fast by the clock, from units scaled to the measured stages."""
+    """The smallest number of stages that is as fast by the clock, from units scaled to the measured stages; by
+    bisection."""
     cuts, K = solution.cuts, len(taken)
     forward = rescaled([unit.forward for unit in costs.units], cuts, [time.forward for time in taken])
     backward = rescaled([unit.backward for unit in costs.units], cuts, [time.backward for time in taken])
@@ -507,20 +509,23 @@ def _fewest(method: Method, costs: Profile, link: LinkCost, solution: Solution, 
     work = [sum(parts[:2]) + parts[2] / method.M for parts in zip(forward, backward, update, strict=True)]
     messages = [link.message_seconds(size) for size in costs.boundary_bytes]
 
-    def seconds(chosen: Sequence[int]) -> float:
+    def timing(chosen: Sequence[int]) -> Costs:
         hops = [messages[cut] for cut in chosen]
         f, b, u = (stage_sums(parts, chosen) for parts in (forward, backward, update))
-        return period(method, Costs(f, b, u, up=hops, down=hops))
+        return Costs(f, b, u, up=hops, down=hops)
 
-    enough, fewest = AS_FAST * seconds(cuts), K
-    for fewer in range(K - 1, 0, -1):
+    def as_fast(fewer: int) -> bool:
         if sum(work) / fewer > enough:  # not even if they balanced
-            break
+            return False
         exposed = exposure(method, fewer, sum(forward), sum(backward), messages)
         found = solve(work, fewer, legal=costs.legal_cuts, exposed_below=exposed, exposed_above=exposed)
-        if seconds(found.cuts) > enough:
-            break
-        fewest = fewer
+        return not longer_than(method, timing(found.cuts), enough)
+
+    enough, fewest, too_few = AS_FAST * period(method, timing(cuts)), K, 0
+    trial = K - 1
+    while trial > too_few:
+        fewest, too_few = (trial, too_few) if as_fast(trial) else (fewest, trial)
+        trial = (fewest + too_few) // 2
     return fewest
 
 

@@ -131,7 +131,23 @@ def test_a_stage_draws_no_turns_after_that_of_stage_1_and_follows_no_stage_above
 
     monkeypatch.setattr("offbeat.methods.dgl_async.random.Random", Counted)
     monkeypatch.setattr("offbeat.methods.dgl_async.Buffer", CountedBuffer)
-    for _ in offbeat.AsyncDGL().program(4, K, range(n)):
+    for _ in offbeat.AsyncDGL().program(4, K, iter(range(n))):
         pass
     assert 0 < draws <= 2 * K * n
     assert 0 < followed <= 2 * 4 * n
+
+
+def test_the_programs_of_a_range_of_batches_share_their_draws(monkeypatch):
+    K, n, drawn = 20, 30, 0
+
+    class CountedBuffer(Buffer):
+        def draw(self):
+            nonlocal drawn
+            drawn += 1
+            return super().draw()
+
+    monkeypatch.setattr("offbeat.methods.dgl_async.Buffer", CountedBuffer)
+    method = offbeat.AsyncDGL(seed=5)
+    shared = [list(method.program(k, K, range(n))) for k in range(1, K + 1)]
+    assert 0 < drawn <= 2 * K * n
+    assert shared == [list(method.program(k, K, iter(range(n)))) for k in range(1, K + 1)]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from offbeat.observe.tracing import (
     TracedLink,
     _idle,
 )
+from offbeat.pipeline import evaluation
 
 RUN = [
     "--model",
@@ -192,19 +194,44 @@ def test_a_drain_before_a_recording_makes_it_wait_for_full_stages_again(tmp_path
     assert [e["args"]["batch"] for e in spans(trace, 1, "forward")] == [14, 15, 16]
 
 
-def test_a_second_trace_can_follow_and_evaluations_are_not_idle_time(tmp_path):
+def test_a_second_trace_can_follow(tmp_path):
     pipe = pipeline(library.ADL(M=2))
     pipe.trace(4, tmp_path / "one.json")
     with pytest.raises(library.UserError, match="a trace is being recorded"):
         pipe.trace(4, tmp_path / "two.json")
     train(pipe)
     pipe.trace(4, tmp_path / "two.json")
-    for t, (x, y) in enumerate(batches()):
-        pipe.step(x, y)
-        if t == 9:
-            pipe.evaluate(batches(400))
+    train(pipe)
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
-    assert sum(two["otherData"]["idle"]) < sum(one["otherData"]["idle"]) + 0.5
+    assert [e["args"]["batch"] for e in spans(one, 1, "forward")] == [8, 9, 10, 11]
+    assert [e["args"]["batch"] for e in spans(two, 1, "forward")] == [38, 39, 40, 41]
+
+
+def test_the_time_of_an_evaluation_is_not_idle_time(tmp_path, monkeypatch):
+    """By a clock that every look moves by 1 us, and a batch of an evaluation by 10 ms."""
+    now = [0]
+
+    def look() -> int:
+        now[0] += 1_000
+        return now[0]
+
+    def slow_batches():
+        for batch in batches(3):
+            now[0] += 10_000_000
+            yield batch
+
+    monkeypatch.setattr(HostWatch, "now", staticmethod(look))
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter_ns=look))
+    idle = {}
+    for evaluates in (False, True):
+        pipe = pipeline(library.ADL(M=2))
+        pipe.trace(4, tmp_path / "trace.json")
+        for t, (x, y) in enumerate(batches(14)):
+            pipe.step(x, y)
+            if t == 9 and evaluates:
+                pipe.evaluate(slow_batches())
+        idle[evaluates] = json.loads((tmp_path / "trace.json").read_text())["otherData"]["idle"]
+    assert idle[True] == pytest.approx(idle[False], abs=0.01)
 
 
 def test_a_trace_that_cannot_be_written_is_reported_and_training_continues(tmp_path):

@@ -585,6 +585,24 @@ def test_a_profile_that_cannot_be_read_is_refused_in_one_line(tmp_path, content)
         Profile.load(path)
 
 
+def test_layers_of_equal_blocks_share_their_times(monkeypatch):
+    monkeypatch.setattr(sys.modules[profile.__module__], "DIFFERENT", float("inf"))
+    tokens = models.random_batch(2, (8,), 256)
+    units = profile(models.build("gpt:layers=3,width=16,heads=2,context=8"), tokens, repeat=1).units
+    up, qkv = ([unit.forward for unit in units if unit.name.endswith(end)] for end in ("mlp.up", "attention.qkv"))
+    assert up == up[:1] * 3
+    assert qkv == qkv[:1] * 3
+    assert up != qkv
+
+
+def test_layers_of_other_modules_keep_their_own_times(monkeypatch):
+    """In an nn.Sequential names are numbers, and sizes and FLOPs of all activation functions are the same."""
+    times = iter([1.0, 2.0, 1.0, 2.0])
+    monkeypatch.setattr(sys.modules[profile.__module__], "_seconds", lambda *given: (next(times), 0.0))
+    layers = nn.Sequential(nn.Sigmoid(), nn.GELU(), nn.Sigmoid(), nn.GELU())
+    assert profile(layers, torch.ones(2, 4)).costs() == [1.0, 2.0, 1.0, 2.0]
+
+
 def test_a_timed_profile_has_times_and_what_is_held():
     model, x = made("se-resnet")
     found = profile(model, x)

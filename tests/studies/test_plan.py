@@ -362,7 +362,7 @@ def test_the_recommendation_is_printed_with_the_measured_table(offbeat):
         "- recommended (--method auto) for updates of 16 samples: adl-1f1b, M=4 of 4 samples, stage 1 0.5 updates "
         "late, corrector auto",
         "- corrector auto with SGD with momentum: stages 1-2 sc, stage 3 none",
-        "- corrector auto with Adam, AdamW, Muon, RotatedAdam: stages 1-2 lookahead+sc, stage 3 none",
+        "- corrector auto with Adam, AdamW, Muon, RotatedAdam: stages 1-2 lookahead:least=1+sc, stage 3 none",
         "- corrector auto with NAdam: stages 1-3 none",
         "- corrector auto with others: stages 1-3 none",
     ):
