@@ -11,7 +11,7 @@ from offbeat.correctors import as_text, correctors
 from offbeat.method import Method
 from offbeat.methods import METHODS, named
 
-LATE = "lookahead+t1:power=1:above=3+sc"
+LATE = "lookahead:least=1+t1:power=1:above=3+sc"
 OPTIMIZERS = {
     "sgd": sgd,
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
@@ -25,7 +25,7 @@ OPTIMIZERS = {
 }
 CHOSEN = {  # at a delay of 1 update, and of 4
     "sgd": ("sc", "sc"),
-    **dict.fromkeys(("adam", "adamw", "muon", "rotated-adam"), ("lookahead+sc", LATE)),
+    **dict.fromkeys(("adam", "adamw", "muon", "rotated-adam"), ("lookahead:least=1+sc", LATE)),
     "nadam": ("", ""),
     **dict.fromkeys(("sgd-plain", "sgd-nesterov", "adagrad"), ("", "t1:power=1:above=3")),
 }

@@ -105,6 +105,7 @@ BAD = {
     "an unknown setting": ("sc:extar=1", "unknown setting of corrector sc 'extar': did you mean 'extra'"),
     "neither yes nor no": ("dc:adaptive=1", "use yes or no for adaptive"),
     "a negative fraction": ("lookahead:-1", "fraction of the look-ahead = -1"),
+    "a negative least": ("lookahead:least=-1", "least of the look-ahead = -1"),
     "weights that it cannot work with": ("t2", "it needs hybrid"),
 }
 

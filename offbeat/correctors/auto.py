@@ -21,7 +21,7 @@ from offbeat.correctors.step_lookahead import StepLookahead
 # What is recommended, and all constants of it. A corrector that is not active at the delay of a stage is left out
 # there: without a delay all of them, and the rate up to a delay of 3 updates, from where it is lr * 4 / (1 + delay).
 COMPENSATION = SpikeCompensation()
-LOOKAHEAD = StepLookahead(fraction=0.5)
+LOOKAHEAD = StepLookahead(fraction=0.5, least=1.0)
 RATE = Rescheduling(power=1.0, above=3.0)
 ADAPTIVE = (LOOKAHEAD, RATE, COMPENSATION)
 BY_RULE: dict[type[OptimizerRule], tuple[Corrector, ...]] = {
@@ -38,10 +38,10 @@ class AutoCorrector(Corrector):
     """The correctors that are recommended for the optimizer and the delay of each stage.
 
     SGD with momentum gets `sc`. Adam, AdamW, Muon and RotatedAdam (and others that implement SelfCompensating) get
-    `lookahead` over half the delay and `sc`; stages whose gradients are more than 3 updates late also
-    `t1:power=1:above=3`, the learning rate lr * 4 / (1 + delay). NAdam gets none, since its own step already looks
-    ahead. Other optimizers get `t1` alone. Stages without a delay get none, so that synchronous methods stay as they
-    are. `print(pipe)` and the records of a run show what was chosen for each stage.
+    `lookahead:least=1` (over half the delay, up to one update over all of it) and `sc`; stages whose gradients are more
+    than 3 updates late also `t1:power=1:above=3`, the learning rate lr * 4 / (1 + delay). NAdam gets none, since its
+    own step already looks ahead. Other optimizers get `t1` alone. Stages without a delay get none, so that synchronous
+    methods stay as they are. `print(pipe)` and the records of a run show what was chosen for each stage.
 
     >>> import offbeat
     >>> offbeat.ADL(M=4, corrector=offbeat.AutoCorrector()) == offbeat.ADL(M=4, corrector="auto")

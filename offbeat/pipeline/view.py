@@ -79,7 +79,7 @@ class PipelineView:
         >>> pipe = Pipeline(layers, K=2, method="adl:M=2,corrector=auto", loss=torch.nn.functional.mse_loss, cuts=[1],
         ...                 optimizer=torch.optim.Adam)
         >>> pipe.correctors
-        ['lookahead+sc', 'none']
+        ['lookahead:least=1+sc', 'none']
         """
         return self._local.assembly.correctors if self._local.assembly else []
 

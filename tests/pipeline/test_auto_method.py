@@ -59,7 +59,7 @@ def test_auto_is_the_training_of_what_it_chose_with_one_update_per_call(times):
     first, stage = repr(auto).splitlines()[:2]
     assert first.startswith("Pipeline(method=adl-1f1b (auto), K=3, M=4, batch=16, engine=simulate, balance=0.")
     assert stage.startswith("  stage 1: 30 parameters, ")
-    assert stage.endswith(" % of the work, staleness 0.5, corrector lookahead+sc")
+    assert stage.endswith(" % of the work, staleness 0.5, corrector lookahead:least=1+sc")
     assert [row.M for row in auto.recommendation.measured] == [1, 2, 4, 8]
 
 
@@ -151,12 +151,12 @@ def test_fit_counts_the_updates_of_replicas_and_of_micro_batches():
             auto.fit(batches(30, size=2))
 
 
-def test_fit_does_not_warn_of_a_given_start_or_without_a_known_length():
+def test_fit_does_not_warn_of_a_given_start_that_ends_or_without_a_known_length():
     data = batches(4, size=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", offbeat.ScheduleLength)
-        pipeline(method="auto", M=1, staleness_warmup=150).fit(data)
-        pipeline(method=offbeat.ADL(M=1), staleness_warmup=150).fit(data)
+        pipeline(method="auto", M=1, staleness_warmup=3).fit(data)
+        pipeline(method=offbeat.ADL(M=1), staleness_warmup=3).fit(data)
         pipeline(method="auto", M=2, batch=2).fit(data)  # one update late
         pipeline(method="auto", M=1).fit(lambda epoch: data)
         pipeline(method="auto", M=1).fit(torch.utils.data.DataLoader(Stream(), batch_size=2))

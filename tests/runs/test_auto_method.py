@@ -46,7 +46,7 @@ def test_a_recipe_has_the_chosen_method_and_trains_it(times, tmp_path):
     assert (auto, auto.batch_size, times) == (by_hand, 4, [16, 8, 4, 2])
     offbeat.train(auto, out=tmp_path / "run")
     (record,) = (line for line in lines(tmp_path / "run") if line["kind"] == "correctors")
-    assert record["stages"] == ["lookahead+sc", "lookahead+sc", "none"]
+    assert record["stages"] == ["lookahead:least=1+sc", "lookahead:least=1+sc", "none"]
 
 
 def test_one_stage_and_a_given_m_need_no_measurement(times):

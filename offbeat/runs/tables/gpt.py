@@ -26,7 +26,7 @@ from offbeat.runs.tables.row import STALENESS_WARMUP, Table, TableRow
 GPT_OPTIMIZERS = ("adamw", "nadam", "muon", "rotated-adam")
 RATES = {1.0: "", 0.5: "-half-rate", 2.0: "-double-rate"}  # with the ends of the names of rows
 RECOMMENDED = "auto"
-CORRECTORS = {"nadam": "lookahead+t1:power=1:above=3+sc"}  # "auto" gives NAdam none: these, which AdamW gets, instead
+CORRECTORS = {"nadam": "lookahead:least=1+t1:power=1:above=3+sc"}  # those of AdamW: "auto" gives NAdam none
 TITLES = {"bp": "BP", "adl-1f1b": "ADL on the 1F1B lag", "2bw": "2BW", "adl": "ADL"}
 
 
