@@ -42,7 +42,7 @@ def steps(
                     before_step(local.batches)
                 local.step(batch)
                 if local.batches == 1:
-                    _warn_of_synchronous_start(local, loader, epochs - first_epoch, own_share=own_share)
+                    _warn_of_start(local, loader, epochs - first_epoch, own_share=own_share)
                 if after_step:
                     after_step(local.batches - 1)
                 yield
@@ -63,13 +63,17 @@ def steps(
         local.gather()
 
 
-def _warn_of_synchronous_start(local: LocalStages, loader: Loader | None, epochs: int, *, own_share: bool) -> None:
+def _warn_of_start(local: LocalStages, loader: Loader | None, epochs: int, *, own_share: bool) -> None:
     """In the process that reads the loader, where it has a length; the method has been chosen."""
     try:
         batches = len(loader) // (1 if own_share else local.replicas)  # type: ignore[arg-type]
     except TypeError:  # a function of the epoch, or a stream
         return
-    schedules.warn_of_synchronous_start(local.choice, epochs * batches * local.iterations_per_call)
+    batches *= epochs * local.iterations_per_call
+    if local.choice.settings is None or "staleness_warmup" in local.choice.settings:
+        schedules.warn_of_warmup(local.choice.method, batches, whole=False)
+    else:
+        schedules.warn_of_synchronous_start(local.choice, batches)
 
 
 def _check_loader(

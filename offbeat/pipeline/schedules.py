@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,6 +40,30 @@ def _count(method: Method, K: int, first: int, batches: int) -> int:
     counted = range(first, first + batches - whole * method.M)
     programs = (method.program(k, K, counted) for k in range(1, K + 1))
     return whole + max(sum(type(each) is Update for turn in program for each in turn) for program in programs)
+
+
+def warmup_text(method: Method) -> str:
+    """The staleness warm-up as it is given: updates of back-propagation, or phases.
+
+    >>> from offbeat.methods import named
+    >>> warmup_text(named("adl", staleness_warmup=20)), warmup_text(named("adl", staleness_warmup="bp@20+adl-1f1b@12"))
+    ('20', 'bp@20+adl-1f1b@12')
+    """
+    phases = [(phase.name, updates) for phase, updates in method.staleness_warmup]
+    if [name for name, _ in phases] == ["bp"]:
+        return str(phases[0][1])
+    return "+".join(f"{name}@{updates}" for name, updates in phases)
+
+
+def warn_of_warmup(method: Method, batches: int, *, whole: bool) -> None:
+    """Warn of a staleness warm-up that is not over after that many batches; `whole`: no others follow."""
+    if method.staleness_warmup and method.phase(batches - 1) != method.after_warmup:
+        warn_caller(
+            f"staleness_warmup={warmup_text(method)} with {math.ceil(batches / method.M)} updates "
+            + (f"in all: {method.name} never begins" if whole else f"in this fit: {method.name} does not begin in it")
+            + "; use fewer updates",
+            ScheduleLength,
+        )
 
 
 def warn_of_synchronous_start(choice: MethodChoice, batches: int) -> None:

@@ -15,13 +15,14 @@ from offbeat import partitioning as cutting
 from offbeat.core.compression import check_messages
 from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines import Engine
-from offbeat.errors import ScheduleLength, UserError, warn_caller
+from offbeat.errors import UserError
 from offbeat.observe import diagnosis
-from offbeat.pipeline import Pipeline, checks
+from offbeat.pipeline import Pipeline, checks, schedules
 from offbeat.runs import saving
 from offbeat.runs.epochs import Epochs
+from offbeat.runs.launch import cores
 from offbeat.runs.optimizers import optimizer_of
-from offbeat.runs.recipe import Recipe, cores
+from offbeat.runs.recipe import Recipe
 from offbeat.runs.task import LANGUAGE, task_of
 from offbeat.seeds import derive
 
@@ -126,19 +127,8 @@ def check(recipe: Recipe, data_set: data.DataSet | None = None) -> tuple[Recipe,
         diagnosis.check(recipe.diagnose, recipe.make_method())
     known = facts(recipe, data_set or open_data(recipe))
     saving.check(recipe)
-    _warn_of_warmup(recipe, recipe.epochs * recipe.count(known.samples).per_epoch)
+    schedules.warn_of_warmup(recipe.make_method(), recipe.epochs * recipe.count(known.samples).per_epoch, whole=True)
     return replace(recipe, **choose_cuts(recipe, known)), known
-
-
-def _warn_of_warmup(recipe: Recipe, batches: int) -> None:
-    """Warn of a staleness warm-up that is not over before the end of the run."""
-    method = recipe.make_method()
-    if method.staleness_warmup and method.phase(batches - 1) != method.after_warmup:
-        warn_caller(
-            f"staleness_warmup={recipe.staleness_warmup} with {math.ceil(batches / method.M)} updates in all: "
-            f"{method.name} never begins; use fewer updates",
-            ScheduleLength,
-        )
 
 
 def _check_fit(recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -31,7 +32,9 @@ class History:
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> History:
         """The history in a checkpoint's run.json; empty where there is none."""
-        return cls(**{name: run[name] for name in cls.__dataclass_fields__ if name in run})
+        found = cls(**{name: run[name] for name in cls.__dataclass_fields__ if name in run})
+        found.rows, found.test = [_numbers(row) for row in found.rows], _numbers(found.test)
+        return found
 
     @property
     def elapsed(self) -> float:
@@ -39,7 +42,9 @@ class History:
         return self.seconds + time.perf_counter() - self.began
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "seconds": self.elapsed}
+        """For run.json: figures that are not finite, which JSON does not have, as text such as "nan"."""
+        texts = {"rows": [_texts(row) for row in self.rows], "test": _texts(self.test)}
+        return {**asdict(self), **texts, "seconds": self.elapsed}
 
     def train_means(self) -> dict[str, float | None]:
         """Training loss and error of the epoch, as means over its samples; None without samples."""
@@ -51,6 +56,19 @@ class History:
             else None
             for name in ("loss", "error")
         }
+
+
+def _texts(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    >>> _texts({"loss": float("inf"), "error": 90.0, "top5": None}), _numbers({"loss": "inf"})
+    ({'loss': 'inf', 'error': 90.0, 'top5': None}, {'loss': inf})
+    """
+    odd = {name: str(value) for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {**figures, **odd}
+
+
+def _numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: float(value) if isinstance(value, str) else value for name, value in figures.items()}
 
 
 class SpeedMeter:

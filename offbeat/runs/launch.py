@@ -28,6 +28,7 @@ from offbeat.errors import Interrupted, NotFinite, StageLost, UserError, named, 
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # of workers: the folder to which they write their errors
 LAUNCHER = "OFFBEAT_LAUNCHER"  # of workers: the process that started them
 PREFIX = "offbeat-launch-"  # of temporary folders; followed by the process of the launcher
+PER_CORE = 8  # processes at most: with more, hundreds of them take minutes to start, or use up the memory
 STOP_SECONDS = 30  # from the first failure or Ctrl-C until workers are killed: time for a checkpoint
 
 
@@ -39,6 +40,23 @@ def is_worker() -> bool:
 def joined_group() -> bool:
     """Whether torchrun (or `launch`) started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def cores() -> int:
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_cores(
+    K: int, replicas: int = 1, *, instead: str = "engine='simulate', which gives the same numbers, "
+) -> None:
+    """Refuse more than PER_CORE processes per core of this machine. `instead`: what else there is to use."""
+    n, given = cores(), f"K={K}" if replicas == 1 else f"K={K} with replicas={replicas}"
+    if K * replicas > PER_CORE * n:
+        raise UserError(
+            f"{given}: {K * replicas} processes on {n} core{'s' * (n > 1)}, use {PER_CORE * n} or fewer ({PER_CORE} "
+            f"per core), {instead}or a machine with more cores"
+        )
 
 
 def launch(
@@ -58,6 +76,7 @@ def launch(
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
+    check_cores(K, replicas)
     logging.disable(logging.CRITICAL)  # the traceback of torch; the error here is one line
     remove_leftovers()
     try:

@@ -21,6 +21,7 @@ from offbeat.ops import WindowRule
 from offbeat.recommended import check_settings, needs_times, recommend, without_batch
 from offbeat.runs.epochs import Epochs
 from offbeat.runs.group import from_first
+from offbeat.runs.launch import cores
 from offbeat.runs.optimizers import OPTIMIZERS, SETTINGS, options
 from offbeat.runs.task import LearningTask, default_names, task_of
 from offbeat.settings import LARGEST
@@ -220,11 +221,6 @@ class Recipe:
         {'M': 2, 'weights': 'stash', 'window': 'count'}
         """
         return asdict(self)
-
-
-def cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def split_update(samples: int, M: int, replicas: int = 1) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,24 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
         stage_state.load_head(stage, heads.get(_end(recipe.as_dict(), stage.k)))
         stage.resume_schedule(updates)
         stage.late_updates = saving.late_updates_after(parts, updates)
-    return [*notes, *_lost_heads(pipe, heads, recipe, parts), *_new_rate(recipe, saved)]
+    return [
+        *notes,
+        *_lost_heads(pipe, heads, recipe, parts),
+        *_new_rate(recipe, saved),
+        *_late_warmup(recipe, saved, made.t),
+    ]
+
+
+def _late_warmup(recipe: Recipe, saved: Mapping[str, Any], batches: int) -> list[str]:
+    """A note on a new staleness warm-up that was over before the checkpoint, if it does not end one that was not."""
+    given, before = recipe.staleness_warmup, upgraded(dict(saved))["settings"].get("staleness_warmup")
+    if not given or given == before:
+        return []
+    other = replace(recipe, settings={**recipe.settings, "staleness_warmup": before or given})
+    if any(method.phase(batches) != method.after_warmup for method in (recipe.make_method(), other.make_method())):
+        return []
+    done = batches // recipe.M
+    return [f"staleness_warmup={given} has no effect after {done} updates: use more updates, or leave it out"]
 
 
 def _end(recipe: Mapping[str, Any], k: int) -> tuple[Any, ...]:

@@ -24,8 +24,9 @@ from offbeat.report import draw_curves
 from offbeat.report.comparison import Comparison, markdown, read, table
 from offbeat.report.draw import by_the_way
 from offbeat.runs import launch, lock, record
+from offbeat.runs.launch import cores
 from offbeat.runs.provenance import provenance
-from offbeat.runs.recipe import Recipe, cores, from_json, make_recipe
+from offbeat.runs.recipe import Recipe, from_json, make_recipe
 from offbeat.runs.train import file_name
 from offbeat.settings import split_list
 from offbeat.studies.runner import StudyRunner

@@ -9,7 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from offbeat.runs.recipe import Recipe, cores, make_recipe
+from offbeat.runs.launch import cores
+from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.train import Result, train
 
 STAGES = 2

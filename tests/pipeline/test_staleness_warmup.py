@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from functools import partial
 
 import pytest
@@ -417,3 +418,20 @@ def test_directions_are_kept_for_a_later_phase_in_all_replicas():
         kept = [{group["keep_direction"] for group in each} for each in groups]
         assert kept == [{True}, {True}, {False}] * 2  # the last stage is never late
         pipe.step(*(list(each) for each in zip(*data(2), strict=True)))
+
+
+@pytest.mark.filterwarnings("always::offbeat.errors.ScheduleLength")
+def test_fit_warns_of_a_warmup_of_the_whole_training():
+    """The method never trained, without a warning."""
+    batches = [(torch.ones(4, 2), torch.zeros(4, 1))] * 8
+    for updates, warned in ((8, True), (7, False)):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+        pipe = offbeat.Pipeline(
+            model, K=2, method="adl", M=2, optimizer=sgd, loss=nn.functional.mse_loss, staleness_warmup=updates
+        )
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            pipe.fit(batches, epochs=2)
+        words = f"staleness_warmup={updates} with 8 updates in this fit: adl does not begin in it; use fewer updates"
+        assert (words in [str(one.message) for one in found]) == warned

@@ -47,6 +47,34 @@ def test_a_warmup_of_the_whole_run_is_named(warmup, offbeat: Command):
     assert train_here(offbeat, *given, "31") == ""
 
 
+@pytest.mark.filterwarnings("always::offbeat.errors.ScheduleLength")
+def test_a_warmup_of_the_whole_run_is_named_once(tmp_path, offbeat: Command):
+    given = [*RUN, "--engine", "simulate", "--method", "adl:M=2", "--staleness-warmup", "32"]
+    found = train_here(offbeat, *given, "--out", tmp_path / "run")
+    assert found.count("adl never begins") == 1
+
+
+def test_a_warmup_that_was_over_before_a_resume_is_named(tmp_path, offbeat: Command):
+    """It had no effect, without a warning."""
+    given = ["--engine", "simulate", "--method", "adl:M=2", "--checkpoint-every", "1e", "--out", tmp_path / "run"]
+    train_here(offbeat, *RUN, *given)
+    words = "staleness_warmup=8 has no effect after 32 updates: use more updates, or leave it out\n"
+    resume = ["--resume", tmp_path / "run", "--epochs"]
+    assert words in train_here(offbeat, *resume, "3", "--staleness-warmup", "8")
+    assert "has no effect" not in train_here(offbeat, *resume, "4")
+
+
+@pytest.mark.filterwarnings("ignore::offbeat.errors.ScheduleLength")
+def test_a_warmup_that_ends_a_longer_one_at_a_resume_has_an_effect(tmp_path, offbeat: Command):
+    """Without it, the run would have gone on with the warm-up of 99 updates."""
+    given = ["--method", "adl:M=2", "--staleness-warmup", "99", "--checkpoint-every", "1e", "--out", tmp_path / "run"]
+    train_here(offbeat, *RUN, "--engine", "simulate", *given)
+    found = train_here(offbeat, "--resume", tmp_path / "run", "--epochs", "3", "--staleness-warmup", "8")
+    assert "has no effect" not in found
+    records = lines(tmp_path / "run")
+    assert [line["staleness"][0] > 0 for line in records if line["kind"] == "epoch"] == [False, False, True]
+
+
 @pytest.mark.parametrize("every", ["5b", pytest.param("0.1s", marks=pytest.mark.slow)])
 def test_processes_change_the_method_together_and_save_around_it(every, tmp_path, offbeat: Command):
     train_here(offbeat, *RUN, "--engine", "simulate", *WARM, "--out", tmp_path / "whole")

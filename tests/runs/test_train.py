@@ -63,13 +63,13 @@ def test_an_epoch_in_which_no_batch_reaches_the_last_stage_has_no_training_loss(
 def test_the_records_of_a_run_show_what_the_auto_corrector_chose(tmp_path, capsys):
     given = {**SMALL, "optimizer": "adamw"}
     offbeat.train(make_recipe(**given, engine="processes", corrector="auto"), out=tmp_path / "auto")
-    offbeat.train(make_recipe(**given, engine="simulate", corrector="lookahead+sc"), out=tmp_path / "by-hand")
+    offbeat.train(make_recipe(**given, engine="simulate", corrector="lookahead:least=1+sc"), out=tmp_path / "by-hand")
     (record,) = (line for line in lines(tmp_path / "auto") if line["kind"] == "correctors")
-    assert record["stages"] == ["lookahead+sc", "none"]
+    assert record["stages"] == ["lookahead:least=1+sc", "none"]
     auto, by_hand = (load_file(tmp_path / name / "model.safetensors") for name in ("auto", "by-hand"))
     assert all(auto[name].equal(by_hand[name]) for name in by_hand)
     offbeat.train(make_recipe(**given, engine="simulate", corrector="auto"), out=tmp_path / "shown", show=True)
-    assert "corrector auto: stage 1 lookahead+sc, stage 2 none" in capsys.readouterr().err
+    assert "corrector auto: stage 1 lookahead:least=1+sc, stage 2 none" in capsys.readouterr().err
 
 
 def test_a_run_resumes_from_python_with_other_settings(tmp_path):
@@ -234,3 +234,20 @@ def test_no_function_passes_an_argument_through_the_environment():
 def test_each_variable_that_users_set_is_read_in_one_file(variable):
     reading = [path for path in PACKAGE.rglob("*.py") if f'"{variable}"' in path.read_text()]
     assert len(reading) == 1
+
+
+@pytest.mark.parametrize(("replicas", "given", "count"), [(1, "K=9", 9), (3, "K=3 with replicas=3", 9)])
+def test_more_processes_than_can_share_the_cores_are_refused_before_the_folder(
+    replicas, given, count, tmp_path, monkeypatch
+):
+    """54 stages on 2 cores used up the memory of the machine."""
+    monkeypatch.setattr(launch, "cores", lambda: 1)
+    settings = {**SMALL, "K": count // replicas, "replicas": replicas, "engine": "processes"}
+    with pytest.raises(UserError) as refused:
+        offbeat.train(make_recipe(**settings), out=tmp_path / "run")
+    assert str(refused.value) == (
+        f"{given}: 9 processes on 1 core, use 8 or fewer (8 per core), engine='simulate', which gives the same "
+        "numbers, or a machine with more cores"
+    )
+    assert not (tmp_path / "run").exists()
+    launch.check_cores(8)
