@@ -10,7 +10,7 @@ of a run whose length is known, at most one in ONE_IN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,10 +140,14 @@ def candidates(batch: int, lag: int, *, smallest: int = 1) -> list[int]:
     return found
 
 
-def largest_efficient(rows: Sequence[MicroBatches]) -> MicroBatches:
-    """The row with the largest M whose time per sample is close to the shortest."""
-    shortest = min(row.seconds for row in rows)
-    return max((row for row in rows if row.seconds <= EFFICIENT * shortest), key=lambda row: row.M)
+def largest_efficient(seconds: Mapping[int, float]) -> int:
+    """The largest M whose time for the same samples is close to the shortest, by the times of all that were tried.
+
+    >>> largest_efficient({4: 0.105, 8: 0.1, 16: 0.11, 32: 0.2})
+    16
+    """
+    shortest = min(seconds.values())
+    return max(M for M, taken in seconds.items() if taken <= EFFICIENT * shortest)
 
 
 def without_batch(argument: str, K: int) -> str:
@@ -202,7 +206,8 @@ def recommend(
         return Recommendation(with_settings("bp", {"M": 1, **given}))
     known: dict[int, float] = {}
 
-    def rows(name: str) -> list[MicroBatches]:
+    def tried(name: str) -> tuple[list[MicroBatches], MicroBatches]:
+        """All numbers of micro-batches with that lag, and the one to choose."""
         lag = with_settings(name, {}).lag(1, K)
         numbers: Iterable[int] = candidates(batch, lag, smallest=smallest) if batch else [1]
         if "M" in given:
@@ -210,13 +215,12 @@ def recommend(
         sizes = {M: (batch or M) // M for M in numbers}
         if len(sizes) > 1 or latency is not None:
             known.update({size: seconds(size) / size for size in sizes.values() if size not in known})
-        return [MicroBatches(M, size, known.get(size, 0.0), lag / M) for M, size in sizes.items()]
+        rows = {M: MicroBatches(M, size, known.get(size, 0.0), lag / M) for M, size in sizes.items()}
+        return list(rows.values()), rows[largest_efficient({M: row.seconds for M, row in rows.items()})]
 
-    name, found = "adl-1f1b", rows("adl-1f1b")
-    chosen = largest_efficient(found)
+    name, (found, chosen) = "adl-1f1b", tried("adl-1f1b")
     if latency is not None and latency > chosen.seconds * chosen.size / K:
-        name, found = "adl", rows("adl")
-        chosen = largest_efficient(found)
+        name, (found, chosen) = "adl", tried("adl")
     starts = chosen.delay > LATE and "staleness_warmup" not in given
     if starts:
         given["staleness_warmup"] = SYNCHRONOUS if updates is None else min(SYNCHRONOUS, updates() // ONE_IN)

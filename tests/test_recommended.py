@@ -138,7 +138,7 @@ def test_correctors_are_listed_for_every_optimizer_that_has_a_rule(monkeypatch):
     found = correctors_by_optimizer(with_settings("adl-1f1b", {"M": 1, "corrector": "auto"}), 3)
     assert found == {
         "SGD with momentum": "stages 1-2 sc, stage 3 none",
-        "Adam, AdamW, RAdam, Muon, RotatedAdam": "stages 1-2 lookahead+sc, stage 3 none",
+        "Adam, AdamW, RAdam, Muon, RotatedAdam": "stages 1-2 lookahead:least=1+sc, stage 3 none",
         "NAdam": "stages 1-3 none",
         "others": "stages 1-3 none",
     }

@@ -35,7 +35,12 @@ def bench(
     ] = None,
     K: Annotated[int, typer.Option("-K", help="Number of workers and stages.")] = 4,
     M: Annotated[
-        int | None, typer.Option("-M", help="Gradients accumulated per update, for methods that take M. (default 4)")
+        int | None,
+        typer.Option(
+            "-M",
+            help="Gradients accumulated per update, for methods that take M. (default 4; with --until-loss the largest "
+            "number of micro-batches that is about as fast as the fastest)",
+        ),
     ] = None,
     method: Annotated[
         list[str] | None,

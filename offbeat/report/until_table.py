@@ -191,6 +191,8 @@ def notes(record: Record) -> list[str]:
 def _rates(record: Record) -> str:
     """Which learning rates the rows were trained with; a record that was cut off has fewer than three of some."""
     tried = [sum(run["outcome"] != "no time" for run in row["runs"]) for row in record["rows"]]
+    if not any(tried):
+        return "The time ended before any run did."
     if min(tried) == 3:
         return (
             "Every row is trained with 1/2, 1 and 2 times the default learning rate of its optimizer; the one that "

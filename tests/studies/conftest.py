@@ -3,11 +3,16 @@ small runs."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -29,3 +34,17 @@ def one_core() -> Iterator[None]:
     os.sched_setaffinity(0, {min(before)})
     yield
     os.sched_setaffinity(0, before)
+
+
+@pytest.fixture
+def bench_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/results_bench.py, with the records in tmp_path."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    spec = importlib.util.spec_from_file_location("results_bench", BENCHMARKS / "results_bench.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr("page.RECORDS", tmp_path)
+    monkeypatch.setattr(module, "RECORDS", tmp_path)
+    return module

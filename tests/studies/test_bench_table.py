@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -18,8 +16,6 @@ from offbeat.studies.bench.rows import (
 )
 
 pytestmark = pytest.mark.usefixtures("pictures")
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def row(name: str, seconds: list[float], *, staleness: tuple[float, ...] = (), m: int | None = None) -> dict:
@@ -176,24 +172,16 @@ def test_a_bar_for_every_row_that_was_timed_and_a_line_for_the_bound(tmp_path):
     assert not any("DDG" in text or "ddg" in text for text in texts)
 
 
-def test_records_make_sections_of_the_page_and_none_makes_none(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    spec = importlib.util.spec_from_file_location("results_bench", ROOT / "benchmarks/results_bench.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    import page
-
-    monkeypatch.setattr(page, "RECORDS", tmp_path)
-    monkeypatch.setattr(module, "RECORDS", tmp_path)
-    assert module.section() == []
+def test_records_make_sections_of_the_page_and_none_makes_none(tmp_path, bench_page):
+    assert bench_page.section() == []
     record = made(row("bp", [2.0, 2.0]), row("adl", [1.0, 1.0], staleness=(0.5, 0.0)))
     (tmp_path / "bench-2cores-mlp-k2.json").write_text(json.dumps(record))
-    said = "\n".join(module.section())
+    said = "\n".join(bench_page.section())
     assert re.search(r"^\| Offbeat ADL \|.*\| late by 0.5 \|", said, re.MULTILINE)
     assert "bench-2cores-mlp-k2.svg" not in said
     draw_bench(record, tmp_path / "bench-2cores-mlp-k2.svg")
-    assert "(results/bench-2cores-mlp-k2.svg)" in "\n".join(module.section())
-    assert module.summary() == []  # no synchronous pipeline to compare with
+    assert "(results/bench-2cores-mlp-k2.svg)" in "\n".join(bench_page.section())
+    assert bench_page.summary() == []  # no synchronous pipeline to compare with
     others = [
         row("bp", [2.0, 2.0]),
         row("bp-cores", [0.5, 0.5]),
@@ -202,7 +190,7 @@ def test_records_make_sections_of_the_page_and_none_makes_none(tmp_path, monkeyp
     ]
     record = made(*others, row("adl", [1.0, 1.0], staleness=(0.5, 0.0)), bound=(0.7, 0.7))
     (tmp_path / "bench-2cores-mlp-k2.json").write_text(json.dumps(record))
-    said = " ".join(" ".join(module.summary()).split())
+    said = " ".join(" ".join(bench_page.summary()).split())
     assert "| mlp, b=8, K=2 | 2 | 2 | 4 | 16 | | 6 | | 10 | 8 | 1.40 (1.30-1.50) | 0.70 (0.70-0.70) |" in said
     assert "BP on all cores of a run is 2.00 times as fast as ADL on K of them" in said
     assert "ADL is 0.80 times as fast as DistributedDataParallel" in said

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from bench_cases import SETTING
 from processes import STOP, alive, wait_for
 
 from offbeat.errors import UserError
+from offbeat.runs import launch
 from offbeat.studies.bench import fork_server as fork_server_module
 from offbeat.studies.bench import rounds
 from offbeat.studies.bench.fork_server import ForkServer
+from offbeat.studies.bench.rows import ROWS
+from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -81,3 +87,50 @@ def test_load_that_other_cores_can_carry_does_not_count(monkeypatch, load, machi
     monkeypatch.setattr(os, "cpu_count", lambda: machine)
     monkeypatch.setattr(rounds, "cores_here", lambda: list(range(here)))
     assert rounds.load_here() == pytest.approx(expected)
+
+
+def test_more_workers_than_can_share_the_cores_are_refused_before_any_starts(offbeat, monkeypatch):
+    """They started one by one until the memory was used up."""
+    monkeypatch.setattr(launch, "cores", lambda: 2)
+    monkeypatch.setattr(rounds, "StudyRunner", None)
+    for options in ([], ["--until-loss", "1"]):
+        found = offbeat("bench", "-K", "17", *options)
+        assert found.code == 2
+        assert found.err == (
+            "offbeat: -K 17: 17 processes on 2 cores, use 16 or fewer (8 per core), or a machine with more cores\n"
+        )
+    launch.check_cores(16)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "timed"),
+    [
+        ("adl-micro", 1 / 64, [(2, 8), (0, 32), (2, 6), (0, 36)]),
+        ("torch-1f1b", 1 / 64, [(0, 1), (0, 32)] * 2),
+        ("torch-1f1b", 3 / 8, [(0, 1), (0, 2)] * 2),
+        ("torch-1f1b", 1.0, [(0, 1)] * 2),
+    ],
+)
+def test_a_sweep_times_whole_updates_for_half_a_second_in_every_row(name, seconds, timed, tmp_path, monkeypatch):
+    asked = []
+    workers = WorkerGroup(ROWS[name], replace(SETTING, batch_size=24, K=2), tmp_path, ForkServer())
+    monkeypatch.setattr(workers, "ask", lambda what, given=None: [])
+    monkeypatch.setattr(workers, "seconds", lambda *given: asked.append(given) or ([seconds, seconds / 2], 0.0))
+    found = workers.sweep([4, 6], worse=2.0, report=lambda text: None)
+    assert asked == timed
+    assert found == {m: seconds * (m if name == "adl-micro" else 1) for m in (4, 6)}
+
+
+def test_a_row_fails_for_the_reason_of_the_worker_that_failed_first(tmp_path):
+    """A row that diverged was recorded as failed if its other worker answered before."""
+    workers = WorkerGroup(ROWS["adl"], SETTING, tmp_path, ForkServer())
+    for answer in ({"failed": "StageLost: stage 2 failed", "lost": True}, {"failed": "nan", "diverged": True}):
+        there, here = os.pipe()
+        os.write(here, json.dumps(answer).encode() + b"\n")
+        os.close(here)
+        workers.processes.append(SimpleNamespace(stdin=io.StringIO(), stdout=os.fdopen(there)))
+    with pytest.raises(RowFailedError, match="nan") as failed:
+        workers.ask("look")
+    assert failed.value.diverged
+    for process in workers.processes:
+        process.stdout.close()

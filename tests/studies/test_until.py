@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -12,27 +11,28 @@ from command import check_refused, offbeat  # noqa: F401
 from torch import nn
 
 from offbeat import data, models
+from offbeat.errors import UserError
 from offbeat.report import until_table
 from offbeat.runs.task import LANGUAGE
 from offbeat.seeds import derive
 from offbeat.studies.bench import until
 from offbeat.studies.bench.row_training import validation_batches
-from offbeat.studies.bench.rows import chosen
+from offbeat.studies.bench.rows import BenchSetting, chosen, left_out, micro_batches, row_of
 from offbeat.studies.bench.target import Measurement, Target, best, reached
 from offbeat.studies.bench.until import TrainedRow
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
-ROOT = Path(__file__).resolve().parents[2]
 LOSS = Target("loss", 1.0)
 
 
-def small(*more: object) -> tuple[object, ...]:
+def small(*more: object, M: int | None = 2, micro: str = "4") -> tuple[object, ...]:
     """A command whose runs take seconds."""
     return (
-        *("bench", "--data", "digits", "--model", "mlp", "--shape", "1,8,8", "-K", 2, "-M", 2, "--batch-size", 32),
-        *("--samples", 640, "--every", 5, "--validation-samples", 200, "--partition", "flops", "--micro-batches", 4),
-        *("--out", "found", *more),
+        *("bench", "--data", "digits", "--model", "mlp", "--shape", "1,8,8", "-K", 2, "--batch-size", 32),
+        *(() if M is None else ("-M", M)),
+        *("--samples", 640, "--every", 5, "--validation-samples", 200, "--partition", "flops"),
+        *("--micro-batches", micro, "--out", "found", *more),
     )
 
 
@@ -160,6 +160,73 @@ def test_rows_start_alike_and_exact_ones_reach_a_known_loss_at_the_known_sample(
     assert "not reached, best loss" in page
 
 
+@pytest.mark.parametrize(("M", "splits"), [(None, True), (4, False)])
+def test_an_update_need_not_be_split_by_a_default_that_is_not_used(M, splits):
+    request = until.UntilRequest(
+        model="mlp", data="digits", shape=(1, 8, 8), K=3, M=M, batch_per_update=6, until_loss=1.0
+    )
+    if splits:
+        assert request.setting().batch_size == 6
+    else:
+        with pytest.raises(UserError, match="6 samples cannot be split into 4"):
+            request.setting()
+
+
+def test_samples_that_no_number_divides_are_refused_by_all_that_were_tried():
+    """The error named batch_per_update, where batch_size was given, and M, where none was."""
+    request = until.UntilRequest(model="mlp", data="digits", shape=(1, 8, 8), K=3, batch_size=31, until_loss=1.0)
+    words = "31 samples per update cannot be split into 3, 6, 12 or 4 equal batches: use a multiple of 3"
+    with pytest.raises(UserError, match=f"^{words}$"):
+        request.setting()
+
+
+@pytest.mark.parametrize(
+    ("K", "given", "tried"), [(8, None, [8, 16, 32]), (4, (2, 4, 8), [4, 8]), (8, (2, 4), None), (4, None, [4, 8, 16])]
+)
+def test_only_micro_batches_with_which_2bw_can_have_k_stages_are_tried(K, given, tried):
+    request = until.UntilRequest(model="mlp", K=K, micro_batches=given, until_loss=1.0)
+    setting = BenchSetting("mlp", (1, 8, 8), 10, batch_size=64, K=K, M=4, batch_per_update=64)
+    row = until.split(row_of("2bw"), request, setting)
+    reason = left_out(row, setting, given)
+    if tried is None:
+        assert reason == "two versions of the weights need M >= K-1: use M=7 or more, not 4"
+    else:
+        assert reason is None
+        assert micro_batches(row, setting, given) == tried
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"M": None}, "already holds until.json with given_M = 4, not None"),
+        ({"micro": "2,4"}, "already holds until.json with micro_batches = [4], not [2, 4]"),
+    ],
+)
+def test_a_record_with_another_choice_of_m_is_not_continued(options, words, offbeat, monkeypatch):  # noqa: F811
+    """-M 4 and no -M had the same settings: rows of the one were continued as rows of the other."""
+    monkeypatch.setattr(until, "RATES", ())
+    more = ("--until-loss", 0.001, "--against", "bp")
+    assert offbeat(*small(*more, M=4)).code == 0
+    check_refused(offbeat, small(*more, **{"M": 4, **options}), words)
+
+
+def test_late_rows_split_an_update_into_the_micro_batches_that_are_tried(offbeat, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(until, "RATES", (1.0,))
+    more = ("--against", "adl-1f1b", "--micro-batches", "4,8", "--until-loss", 0.001)
+    done = offbeat(*small(*more, M=None))
+    assert done.code == 0, done.err
+    content = record()
+    _, adl, one_f_one_b = content["rows"]
+    for row, lag in ((adl, 2), (one_f_one_b, 1)):
+        sweep = {int(m): seconds for m, seconds in row["sweep"].items()}
+        assert 4 in sweep
+        assert set(sweep) <= {4, 8}
+        assert row["micro_batches"] == max(m for m in sweep if sweep[m] <= 1.15 * min(sweep.values()))
+        assert row["staleness"] == [lag / row["micro_batches"], 0.0]
+        assert f"{row['micro_batches']} micro-batches of {32 // row['micro_batches']}" in row["note"]
+    assert len({run["order"] for run in runs(content).values()}) == 1
+
+
 def test_a_run_ends_at_the_target_and_earlier_runs_are_kept_after_ctrl_c(offbeat, monkeypatch):  # noqa: F811
     monkeypatch.setattr(until, "RATES", (1.0,))
     losses = by_hand(lr=0.1 * 32 / 256, updates=20, every=5)
@@ -196,6 +263,13 @@ def test_a_run_ends_at_the_target_and_earlier_runs_are_kept_after_ctrl_c(offbeat
     own = record()["settings"]["cuts_by_samples"]["16"]["cuts"]  # of an update of 32 samples in M=2 batches
     assert [row["cuts"] for row in record()["rows"]] == [None, own]
     check_refused(offbeat, small("--until-loss", target / 2, "--against", "bp"), "already holds until.json with target")
+
+
+def test_a_time_limit_that_ends_before_the_first_run_is_reported(offbeat):  # noqa: F811
+    done = offbeat(*small("--until-loss", 0.001, "--budget-minutes", 1e-5))
+    assert done.code == 0, done.err
+    assert "no time for 15 more runs" in done.err
+    assert "The time ended before any run did." in Path("found/until.md").read_text()
 
 
 def test_a_run_that_the_time_limit_ends_is_trained_again(offbeat, monkeypatch):  # noqa: F811
@@ -370,18 +444,10 @@ def test_the_advice_follows_the_times_in_both_directions():
     assert "With the same optimizer: BP with AdamW reaches the target first" in both
 
 
-def test_a_record_makes_a_section_of_the_page(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    spec = importlib.util.spec_from_file_location("results_bench", ROOT / "benchmarks/results_bench.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    import page
-
-    monkeypatch.setattr(page, "RECORDS", tmp_path)
-    monkeypatch.setattr(module, "RECORDS", tmp_path)
-    assert module.section() == []
+def test_a_record_makes_a_section_of_the_page(tmp_path, bench_page):
+    assert bench_page.section() == []
     content = made(trained("bp", 40.0), trained("adl", 20.0, staleness=(0.5, 0.0)))
     (tmp_path / "until-4cores-gpt-k4.json").write_text(json.dumps(content))
-    said = "\n".join(module.section())
+    said = "\n".join(bench_page.section())
     assert "| ADL | AdamW | 0.001 | 20.0 s | 2,000 | 2.00 | 50 | late by 0.5 |" in said
     assert "## Time to a loss" in said

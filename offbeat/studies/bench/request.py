@@ -84,10 +84,14 @@ class BenchRequest:
             methods=settings_by_method(self.methods, self.M),
             batch_per_update=self.batch_per_update,
         )
-        if self.batch_per_update is not None:
-            split_update(self.batch_per_update, batches_per_update(ROWS[OURS], setting))
+        self.check_split(setting)
         check(setting)
         return setting
+
+    def check_split(self, setting: BenchSetting) -> None:
+        """Refuse samples per update that M batches cannot share."""
+        if self.batch_per_update is not None:
+            split_update(self.batch_per_update, batches_per_update(ROWS[OURS], setting))
 
     def placed(
         self,

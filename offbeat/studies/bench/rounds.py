@@ -16,7 +16,7 @@ from typing import Any
 from offbeat.errors import UserError
 from offbeat.report import bench_table
 from offbeat.report.draw import by_the_way, draw_bench
-from offbeat.runs.launch import joined_group
+from offbeat.runs.launch import check_cores, joined_group
 from offbeat.runs.provenance import gpu_name
 from offbeat.runs.train import file_name
 from offbeat.studies.bench import machines
@@ -43,7 +43,6 @@ from offbeat.studies.bench.worker_group import PATIENCE, RowFailedError, WorkerG
 from offbeat.studies.runner import Failure, StudyRunner, isolated
 
 LEAST = 2  # batches timed per round where time is short
-QUICK = 0.5  # seconds per batch below which one batch is too few to choose the number of micro-batches
 WORSE = 1.05  # times the best: more micro-batches would be slower still
 GPU_TIMES = 25  # times as many batches on a GPU
 SPARE = 0.3  # of all memory: with less of it free, rows release theirs between rounds
@@ -153,20 +152,7 @@ class Bench:
         if m := earlier.get("micro_batches"):  # a record in which another row chose it
             return {int(m): 0.0}
         numbers = micro_batches(workers.row, self.setting, self.request.micro_batches)
-        tried: dict[int, float] = {}
-        for m in numbers:
-            workers.ask("build", m)
-            workers.m = m
-            parts = batches_per_update(workers.row, self.setting, m)
-            # as many micro-batches for every number, after those that late stages need (see _warm_up)
-            warm_up, batches = (2, max(numbers)) if workers.row.micro else (0, 1)
-            tried[m] = parts * max(workers.seconds(warm_up, batches)[0])
-            if tried[m] < QUICK:
-                tried[m] = parts * max(workers.seconds(0, LEAST * batches)[0])
-            self.runner.report(f"{workers.row.name}, {m} micro-batches: {1000 * tried[m]:.0f} ms")
-            if tried[m] > WORSE * min(tried.values()):
-                break
-        return tried
+        return workers.sweep(numbers, worse=WORSE, report=self.runner.report)
 
     def _fill(self, workers: WorkerGroup, m: int | None) -> tuple[float, list[int], list[dict[str, Any]]]:
         """Seconds of a first batch, bytes that each worker sends per batch, and what the workers hold."""
@@ -377,6 +363,8 @@ def bench(request: BenchRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     """The whole benchmark. With `out` it continues the record there; Ctrl-C keeps what was measured."""
     machines.check(request.K, request.device)
     setting = request.setting()
+    if request.device == "cpu":
+        check_cores(workers_here(request.K), instead="")
     rows = chosen(request.against, request.device, methods=tuple(setting.methods))
     out = folder_for(request.out, f"bench-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", "bench.json")
     load = load_here()
@@ -428,10 +416,15 @@ def load_here() -> float:
     return max(0.0, os.getloadavg()[0] - elsewhere)
 
 
+def workers_here(K: int) -> int:
+    """Workers of a row on this machine: all, unless processes of torchrun run the others elsewhere."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", K)) if joined_group() else K
+
+
 def shared_cores(K: int) -> str | None:
     """The warning where workers have to share cores."""
     n = len(cores_here())
-    K = int(os.environ.get("LOCAL_WORLD_SIZE", K)) if joined_group() else K  # of which the others are elsewhere
+    K = workers_here(K)
     if n >= K:
         return None
     return f"{K} workers on {n} core{'s' * (n > 1)}: cores are shared, so these are not the times of one core per stage"

@@ -20,6 +20,7 @@ Family = Literal["bp", "torch", "offbeat"]
 Kind = Literal["loop", "pipelining", "ddp", "pipeline"]
 BASELINE, OURS = "bp", "adl"  # what all others are compared with
 ALWAYS = (BASELINE, OURS)
+BEST = "the best of those tried"  # how the number of micro-batches was chosen, in notes
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,11 @@ def _with_tuples(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def method_of(row: BenchRow, setting: BenchSetting, m: int | None = None) -> Method:
-    """The method of one of our rows: with the run's M, and m micro-batches, where it takes them."""
+    """The method of one of our rows with the run's M. m is its number of micro-batches: of a batch where it takes
+    them, else of an update, instead of M."""
     takes = settings_of(row.setting)
     shared = {name: value for name, value in (("M", setting.M), ("m", m)) if name in takes and value is not None}
-    own = {"M": m} if row.micro and m is not None else {}
+    own = {"M": m} if m is not None and "M" in takes and "m" not in takes else {}
     recompute = {"recompute": True} if row.recompute else {}
     return with_settings(row.setting, {**shared, **setting.methods.get(row.setting, {}), **own, **recompute})
 
@@ -244,7 +246,7 @@ def left_out(row: BenchRow, setting: BenchSetting, given: tuple[int, ...] | None
         return f"recompute needs weights=stash, not {weights}"
     if not row.micro and b % (parts := batches_per_update(row, setting)):
         return f"an update of {b} samples cannot be split into {parts} equal batches"
-    if row.kind == "pipeline" and (limit := method_of(row, setting).limit) and (reason := limit(K)):
+    if not row.micro and (reason := too_many_stages(row, setting)):
         return reason
     if setting.replicas > 1 and row.kind == "pipeline" and (reason := method_of(row, setting).why_no_replicas()):
         return reason
@@ -267,14 +269,27 @@ def left_out(row: BenchRow, setting: BenchSetting, given: tuple[int, ...] | None
     return None
 
 
+def too_many_stages(row: BenchRow, setting: BenchSetting, m: int | None = None) -> str | None:
+    """The reason why the method of a row cannot have K stages, or None. That of 2BW depends on M."""
+    limit = method_of(row, setting, m).limit if row.kind == "pipeline" else None
+    return limit(setting.K) if limit else None
+
+
+def to_try(K: int, given: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Numbers of micro-batches, whether they fit or not."""
+    return given or (K, 2 * K, 4 * K)
+
+
 def micro_batches(row: BenchRow, setting: BenchSetting, given: tuple[int, ...] | None = None) -> list[int]:
-    """The numbers of micro-batches to try: K, 2K and 4K, or those given, as far as they divide the batch.
+    """The numbers of micro-batches to try: K, 2K and 4K, or those given, as far as they divide the batch and the method
+    can have K stages with them.
 
     Interleaved 1F1B needs whole rounds of K.
     """
     b, K = setting.batch_size, setting.K
     own = setting.methods.get(row.setting, {}).get("m")
-    fit = [m for m in (given if own is None else (own,)) or (K, 2 * K, 4 * K) if m <= b and b % m == 0]
+    fit = [m for m in ((own,) if own is not None else to_try(K, given)) if m <= b and b % m == 0]
+    fit = [m for m in fit if not too_many_stages(row, setting, m)]
     return [m for m in fit if m % K == 0] if row.setting == "ScheduleInterleaved1F1B" else fit
 
 
@@ -288,8 +303,9 @@ def sizes(rows: Sequence[BenchRow], setting: BenchSetting, given: tuple[int, ...
     return sorted(found, reverse=True)
 
 
-def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1) -> str:
-    """What the figures of a row mean beyond its name; m is the best of `tried` numbers of micro-batches."""
+def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1, best: str = BEST) -> str:
+    """What the figures of a row mean beyond its name; m is the one that `best` describes of `tried` numbers of
+    micro-batches."""
     parts = []
     if row.kind == "loop":
         parts.append(
@@ -300,7 +316,7 @@ def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1) ->
             else "eager"
         )
     if m:
-        best = "the best of those tried" if tried > 1 else "no other number tried"
+        best = best if tried > 1 else "no other number tried"
         update = "an update is one batch, in " if row.micro else ""
         parts.append(f"{update}{m} micro-batches of {setting.batch_size // m}, {best}")
     if row.kind == "pipelining":
@@ -318,10 +334,9 @@ def note(row: BenchRow, setting: BenchSetting, m: int | None, tried: int = 1) ->
             parts.append(", ".join(f"{name}={shown(value)}" for name, value in own.items()))
         if method.m > 1:
             parts.append("BatchNorm normalises by micro-batch, its running statistics move once per batch")
-        if setting.batch_per_update and method.M > 1 and not row.micro:
-            parts.append(f"an update is split into {method.M} batches of {setting.batch_per_update // method.M}")
-        elif method.M > 1:
-            parts.append(f"an update every {method.M} batches")
+        if method.M > 1 and not row.micro:
+            split = f"split into {method.M} batches of {setting.batch_size // method.M}"
+            parts.append(f"an update is {split}" if setting.batch_per_update else f"an update every {method.M} batches")
         if method.recompute:
             parts.append("stages hold inputs instead of graphs and repeat forwards, with the same results")
         if method.barrier:

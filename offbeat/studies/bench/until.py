@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -22,9 +23,11 @@ from typing import Any, Literal
 
 from offbeat.data import DataSet
 from offbeat.errors import UserError, unknown
-from offbeat.methods import AUTO
+from offbeat.methods import AUTO, settings_of
+from offbeat.recommended import EFFICIENT, largest_efficient
 from offbeat.report import until_table
 from offbeat.runs import build
+from offbeat.runs.launch import check_cores
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.recipe import make_recipe
 from offbeat.runs.task import LANGUAGE, default_names
@@ -33,8 +36,11 @@ from offbeat.studies.bench import machines
 from offbeat.studies.bench.fork_server import ForkServer
 from offbeat.studies.bench.records import folder_for, origin, stored
 from offbeat.studies.bench.request import BenchRequest, check_numbers
-from offbeat.studies.bench.rounds import identity, shared_cores
+from offbeat.studies.bench.rounds import identity, shared_cores, workers_here
 from offbeat.studies.bench.rows import (
+    BEST,
+    OURS,
+    ROWS,
     BenchRow,
     BenchSetting,
     chosen,
@@ -45,12 +51,13 @@ from offbeat.studies.bench.rows import (
     micro_batches,
     note,
     settings_by_method,
+    to_try,
 )
 from offbeat.studies.bench.target import Measurement, Outcome, Target, best, reached
 from offbeat.studies.bench.worker_group import RowFailedError, WorkerGroup
 from offbeat.studies.runner import StudyRunner
 
-RATES = (1.0, 0.5, 2.0)  # times the optimizer's default, in the order in which they are run
+RATES = (1.0, 2.0, 0.5)  # times the optimizer's default, in the order in which they are run
 WARMUP = 0.05  # of the samples
 RECOMMENDED_OPTIMIZER = "muon"  # for late gradients on text, see docs/staleness.md
 CORRECTED = ("adl", "adl-1f1b")  # rows with the recommended corrector, where no other is given
@@ -59,6 +66,7 @@ VALIDATIONS = 50  # per run, by default
 PATIENCE = 3600.0  # seconds until a worker must answer
 RECORD = "until.json"
 NO_TIME: Outcome = "no time"
+LARGEST = f"the largest number of those tried that takes at most {EFFICIENT:g} times the shortest time"
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,17 @@ class UntilRequest(BenchRequest):
         setting = super(UntilRequest, request).setting()
         corrected = {name: {"corrector": AUTO, **setting.methods.get(name, {})} for name in CORRECTED}
         return replace(setting, methods={**setting.methods, **corrected})
+
+    def check_split(self, setting: BenchSetting) -> None:
+        row, numbers = ROWS[OURS], dict.fromkeys((*to_try(setting.K, self.micro_batches), setting.M))
+        if is_given(row, self, setting):
+            super().check_split(setting)
+        elif not split(row, self, setting).swept and setting.batch_size % setting.M:
+            *others, last = map(str, numbers)
+            raise UserError(
+                f"{setting.batch_size} samples per update cannot be split into {', '.join(others)} or {last} equal "
+                f"batches: use a multiple of {min(numbers)}"
+            )
 
     def check(self) -> None:
         """Refuse what is wrong before the data are opened."""
@@ -235,7 +254,7 @@ class UntilBench:
                 self.left_out[trained.name] = str(error)
                 self.runner.report(f"{trained.name} is left out: {error}")
                 return {}
-        m = min(sweep, key=lambda number: sweep[number], default=None)
+        m = chosen_number(row, sweep)
         method = method_of(row, self.setting, m) if row.kind == "pipeline" else None
         levels = [method.staleness(k, K) for k in range(1, K + 1)] if method else []
         return {
@@ -249,7 +268,7 @@ class UntilBench:
             "micro_batches": m,
             "cuts": cuts_of(row, self.setting, m),
             "sweep": {str(number): seconds for number, seconds in sweep.items()},
-            "note": note(row, self.setting, m, len(sweep)),
+            "note": note(row, self.setting, m, len(sweep), LARGEST if row.micro else BEST),
             "runs": [],
         }
 
@@ -261,13 +280,8 @@ class UntilBench:
         numbers = micro_batches(row, self.setting, self.request.micro_batches)
         if len(numbers) == 1:
             return {numbers[0]: 0.0}
-        tried = {}
         with closing(self._started(row)) as workers:
-            for m in numbers:
-                workers.ask("build", m)
-                tried[m] = max(workers.seconds(1, 2)[0])
-                self.runner.report(f"{row.name}, {m} micro-batches: {1000 * tried[m]:.0f} ms per batch")
-        return tried
+            return workers.sweep(numbers, worse=EFFICIENT, report=self.runner.report)
 
     def _started(self, row: BenchRow) -> WorkerGroup:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
@@ -369,6 +383,36 @@ class UntilBench:
         self.runner.write(RECORD, self.as_dict(), indent=1)
 
 
+def split(row: BenchRow, request: UntilRequest, setting: BenchSetting) -> BenchRow:
+    """The row. If its method takes M and none is given, it gets the number of micro-batches that `chosen_number` finds,
+    or the default M where none of those tried divides an update."""
+    takes = settings_of(row.setting) if row.kind == "pipeline" else {}
+    chooses = "M" in takes and "m" not in takes and not is_given(row, request, setting)
+    if not chooses or not micro_batches(row, setting, request.micro_batches):
+        return row
+    return replace(row, swept=True, micro=True)
+
+
+def is_given(row: BenchRow, request: UntilRequest, setting: BenchSetting) -> bool:
+    """Whether the user has given M of a row."""
+    return request.M is not None or "M" in setting.methods.get(row.setting, {})
+
+
+def chosen_number(row: BenchRow, sweep: Mapping[int, float]) -> int | None:
+    """The number of micro-batches of a row, from the seconds of those tried: the fastest; for late gradients the
+    largest that takes about as long, as `method="auto"` chooses M, since they are then less late.
+
+    >>> seconds = {4: 0.105, 8: 0.1, 16: 0.11, 32: 0.2}
+    >>> chosen_number(BenchRow("gpipe", "", "offbeat", "pipeline", "gpipe", swept=True), seconds)
+    8
+    >>> chosen_number(BenchRow("adl", "", "offbeat", "pipeline", "adl", swept=True, micro=True), seconds)
+    16
+    """
+    if not sweep:
+        return None
+    return largest_efficient(sweep) if row.micro else min(sweep, key=lambda m: sweep[m])
+
+
 def settings_of_request(request: UntilRequest, data: DataSet) -> dict[str, Any]:
     """What a record must have in common with a command that continues it, besides the setting of its rows."""
     described = getattr(data, "as_record", None)
@@ -382,12 +426,15 @@ def settings_of_request(request: UntilRequest, data: DataSet) -> dict[str, Any]:
         "optimizer": request.optimizer,
         "seed": request.seed,
         "against": request.against,
+        "given_M": request.M,
+        "micro_batches": request.micro_batches,
     }
 
 
 def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], Path]:
     """All runs. With `out` it continues the record there; Ctrl-C keeps the runs that have ended."""
     machines.check(request.K, request.device)
+    check_cores(workers_here(request.K), instead="")
     setting, data = request.setting(), request.open()
     if data.train_samples < setting.batch_size:
         raise UserError(
@@ -397,7 +444,7 @@ def until(request: UntilRequest, *, show: bool = True) -> tuple[dict[str, Any], 
     if request.samples < setting.batch_size:
         raise UserError(f"samples={request.samples}: an update has {setting.batch_size}, use at least as many")
     given = tuple(settings_by_method(request.methods, request.M))
-    rows = [row for row in chosen(request.against, methods=given) if not row.micro]
+    rows = [split(row, request, setting) for row in chosen(request.against, methods=given) if not row.micro]
     task = make_recipe(**request.recipe(1)).task
     trained = TrainedRow.all_of(rows, default=task.defaults["optimizer"], given=request.optimizer)
     out = folder_for(request.out, f"until-{file_name(setting.model)}-b{setting.batch_size}-K{setting.K}", RECORD)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offbeat.core.links.network import connect
-from offbeat.errors import NotFinite, first_line
+from offbeat.errors import NotFinite, StageLost, first_line
 from offbeat.runs import launch
 from offbeat.studies.bench.contenders import Contender, Ours, Task, make
 from offbeat.studies.bench.row_training import RowTraining
@@ -168,6 +168,7 @@ def serve() -> None:
         except Exception as error:  # whatever it is, the row is left out, with this for a reason
             answer = {"failed": f"{type(error).__name__}: {first_line(error)}"}
             answer |= {"diverged": True} if isinstance(error, NotFinite) else {}
+            answer |= {"lost": True} if isinstance(error, StageLost) else {}
         print(json.dumps(answer), file=replies)
         if "failed" in answer:
             break

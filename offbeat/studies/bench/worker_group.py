@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from offbeat.core.links import LOOPBACK_INTERFACE
 from offbeat.errors import UserError
 from offbeat.runs.launch import joined_group
 from offbeat.studies.bench.fork_server import ForkServer, line_of
-from offbeat.studies.bench.rows import BenchRow, BenchSetting, cores_here
+from offbeat.studies.bench.rows import BenchRow, BenchSetting, batches_per_update, cores_here
 
 PATIENCE = 600.0  # seconds until a worker must answer: workers that wait for each other never do
+CAUSE = 10.0  # seconds in which a worker that has failed says why, after another has noticed it
+QUICK = 0.5  # seconds: batches that take less are too few to choose the number of micro-batches, and more are timed
 
 
 class RowFailedError(UserError):
@@ -96,6 +100,26 @@ class WorkerGroup:
         answers = self.ask(what, [warm_up, batches])
         return [answer["seconds"] for answer in answers], sum(answer["busy"] for answer in answers)
 
+    def sweep(self, numbers: Sequence[int], *, worse: float, report: Callable[[str], None]) -> dict[int, float]:
+        """Seconds per batch, or per update of micro-batches, by their number. Ends at one with more than `worse` times
+        the shortest: more of them would take longer still."""
+        tried: dict[int, float] = {}
+        for m in numbers:
+            self.ask("build", m)
+            self.m = m
+            parts = batches_per_update(self.row, self.setting, m)
+            # whole updates, of about as many micro-batches each, after those that late stages need to spread out
+            warm_up, batches = (2, -(-max(numbers) // m) * m) if self.row.micro else (0, 1)
+            each = max(self.seconds(warm_up, batches)[0])
+            if each * batches < QUICK:
+                batches *= max(2, math.ceil(QUICK / (each * batches)))
+                each = max(self.seconds(0, batches)[0])
+            tried[m] = parts * each
+            report(f"{self.row.name}, {m} micro-batches: {1000 * tried[m]:.0f} ms")
+            if tried[m] > worse * min(tried.values()):
+                break
+        return tried
+
     def _send(self, rank: int, what: dict[str, Any]) -> None:
         pipe = self.processes[rank].stdin
         with contextlib.suppress(OSError):  # one that has ended is noticed when its answer is read
@@ -104,13 +128,14 @@ class WorkerGroup:
 
     def _receive(self, patience: float) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
+        lost: RowFailedError | None = None  # what a worker noticed of the failure of another, which may answer later
         deadline = time.monotonic() + patience
         while len(found) < self.count:
             waited = [rank for rank in range(self.count) if rank not in found]
             pipes: dict[Any, int] = {self.processes[rank].stdout: rank for rank in waited}
             there, _, _ = select.select(list(pipes), [], [], max(0.0, deadline - time.monotonic()))
             if not there:
-                raise RowFailedError(f"worker {min(pipes.values())} did not answer within {patience:.0f} s")
+                raise lost or RowFailedError(f"worker {min(pipes.values())} did not answer within {patience:.0f} s")
             for pipe in there:
                 rank = pipes[pipe]
                 line = line_of(pipe)  # an answer is one line, so nothing is left in the buffer
@@ -118,8 +143,12 @@ class WorkerGroup:
                     raise RowFailedError(f"worker {rank} has ended: {self._last_line(rank)}")
                 found[rank] = json.loads(line)
                 if "failed" in found[rank]:
-                    diverged = bool(found[rank].get("diverged"))
-                    raise RowFailedError(found[rank]["failed"], diverged=diverged)
+                    error = RowFailedError(found[rank]["failed"], diverged=bool(found[rank].get("diverged")))
+                    if not found[rank].get("lost"):
+                        raise error
+                    lost, deadline = lost or error, min(deadline, time.monotonic() + CAUSE)
+        if lost:
+            raise lost
         return [found[rank] for rank in range(self.count)]
 
     def _errors(self, rank: int) -> Path:
