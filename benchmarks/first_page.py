@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -281,29 +282,51 @@ def slow_network_row(found: Records) -> list[Cells]:
 
 def until_notes(found: Records) -> list[str]:
     """The fastest rows with late gradients, of all and with the optimizer of the fastest synchronous one, against
-    that, to a loss of a language model."""
-    lines, newest = [], {}
+    that and the fastest synchronous one of several workers, to a loss of a language model: of the newest record, with
+    the ratios of earlier ones."""
+    by_target: dict[Any, list[Record]] = defaultdict(list)
     for record in sorted(found.values(), key=lambda record: record["provenance"]["started"]):
-        slow = "network" in record["provenance"]
-        newest[record["settings"]["K"], slow, until_table.target(record)] = record
-    for record in newest.values():
-        exact = until_table.fastest(until_table.synchronous(record))
-        late = until_table.fastest(until_table.late(record))
-        if exact is None or late is None or not record["settings"]["model"].startswith(LANGUAGE_MODEL):
-            continue
-        alike = until_table.fastest([row for row in until_table.late(record) if row["optimizer"] == exact["optimizer"]])
-        shown = [exact, *([alike] if alike not in (None, late) else []), late]
-        network = record["provenance"].get("network")
-        optimizers = {row["optimizer"] for row in until_table.synchronous(record)}
-        alone = "" if late["optimizer"] in optimizers else f" No synchronous row was trained with {late['optimizer']}."
-        times = [f"{one['title']} with {one['optimizer']} {duration(until_table.seconds(one))}" for one in shown]
-        lines.append(
-            point(
-                f"Time until a {until_table.target(record)} of a GPT, K={record['settings']['K']}, one run on "
-                f"{f'a line of {network}' if network else 'fast links'}: {', '.join(times)}.{alone}"
-            )
+        slow, settings = "network" in record["provenance"], record["settings"]
+        if settings["model"].startswith(LANGUAGE_MODEL):
+            by_target[settings["K"], slow, until_table.target(record)].append(record)
+    return [note for records in by_target.values() for note in _until_note(records[-1], records[:-1])]
+
+
+def _until_note(record: Record, earlier: list[Record]) -> list[str]:
+    exact, late = _fastest_rows(record)
+    if exact is None or late is None:
+        return []
+    alike = until_table.fastest([row for row in until_table.late(record) if row["optimizer"] == exact["optimizer"]])
+    several = until_table.fastest([row for row in until_table.synchronous(record) if row["workers"] > 1])
+    shown = [exact, *(row for row in (several, alike) if row not in (None, exact, late)), late]
+    network = record["provenance"].get("network")
+    alone = "" if _is_fair(record) else f" No synchronous row was trained with {late['optimizer']}."
+    times = [f"{one['title']} with {one['optimizer']} {duration(until_table.seconds(one))}" for one in shown]
+    ratios = [f"{ratio:.2f}" for one in earlier if _is_fair(one) and (ratio := _ratio(one))]
+    others = f", in earlier records {' and '.join(ratios)}" if ratios else ""
+    where = f"a line of {network}" if network else "fast links"
+    return [
+        point(
+            f"Time until a {until_table.target(record)} of a GPT, K={record['settings']['K']}, one run on {where}: "
+            f"{', '.join(times)}. The first takes {_ratio(record):.2f} times as long as the last{others}.{alone}"
         )
-    return lines
+    ]
+
+
+def _fastest_rows(record: Record) -> tuple[Record | None, Record | None]:
+    """The fastest synchronous row, and the fastest with late gradients."""
+    return until_table.fastest(until_table.synchronous(record)), until_table.fastest(until_table.late(record))
+
+
+def _ratio(record: Record) -> float | None:
+    exact, late = _fastest_rows(record)
+    return until_table.seconds(exact) / until_table.seconds(late) if exact and late else None
+
+
+def _is_fair(record: Record) -> bool:
+    """Whether a synchronous row was trained with the optimizer of the fastest late row."""
+    late = _fastest_rows(record)[1]
+    return late is not None and late["optimizer"] in {row["optimizer"] for row in until_table.synchronous(record)}
 
 
 LANGUAGE_ROWS = (  # a long delay with the recommended optimizer and a synchronous start, a shorter one with AdamW

@@ -79,13 +79,16 @@ class MeasuredRow:
         return self.corrector == RECOMMENDED or (self.corrector is None and self.optimizer in CORRECTORS)
 
     @property
+    def values(self) -> list[float]:
+        return [run.value for run in self.runs]
+
+    @property
     def value(self) -> float:
-        return median(run.value for run in self.runs)
+        return median(self.values)
 
     @property
     def range(self) -> tuple[float, float]:
-        values = [run.value for run in self.runs]
-        return min(values), max(values)
+        return min(self.values), max(self.values)
 
     @property
     def staleness(self) -> float:
