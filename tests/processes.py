@@ -84,6 +84,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+def stopped(pid: int) -> bool:
+    """Whether all threads of a process have stopped: each ends its system call first, which may write."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) <= {"T", "t", "Z"}
+
+
 LISTENING = "0A"
 
 
@@ -232,9 +238,9 @@ def two_processes(script: str, *, surroundings: dict[str, str] = ENVIRONMENT) ->
             process.communicate()
 
 
-def last_line(process: subprocess.Popen) -> str:
-    """Of standard error, when it has ended."""
-    return process.communicate(timeout=START)[1].strip().splitlines()[-1]
+def last_line(process: subprocess.Popen, seconds: float = START) -> str:
+    """Of standard error, when it has ended, within that time."""
+    return process.communicate(timeout=seconds)[1].strip().splitlines()[-1]
 
 
 def longest_pause(connection: socket.socket) -> int | None:

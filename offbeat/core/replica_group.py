@@ -68,14 +68,20 @@ class GroupWindowSum:
     A thread adds the windows, while the stage continues.
 
     collective   around what may fail when another process does
+    wait         for a collective of torch.distributed
     """
 
     overlaps = True
 
     def __init__(
-        self, group: dist.ProcessGroup, replicas: int, *, collective: Callable[[], AbstractContextManager[None]]
+        self,
+        group: dist.ProcessGroup,
+        replicas: int,
+        *,
+        collective: Callable[[], AbstractContextManager[None]],
+        wait: Callable[[Any], None],
     ) -> None:
-        self.group, self.replicas, self.collective = group, replicas, collective
+        self.group, self.replicas, self.collective, self.wait = group, replicas, collective, wait
         self.replica = dist.get_rank(group)
         self.request = self.requested = 0
         self.buckets: list[Bucket] = []
@@ -116,7 +122,7 @@ class GroupWindowSum:
 
     def _received_headers(self) -> tuple[list[list[float]], list[WindowFacts]]:
         """The headers of all replicas, and their facts."""
-        self.header_sent.wait()
+        self.wait(self.header_sent)
         stated = [header.tolist() for header in self.headers]
         facts = [
             WindowFacts(int(update), int(over), int(count), excess, int(unit), int(request))
@@ -159,7 +165,7 @@ class GroupWindowSum:
             check_places(facts)
             gathered = [self._gather(*one, facts) for one in self.scattered]
             for _, work, _ in gathered:
-                work.wait()
+                self.wait(work)
         except Exception as error:
             adding.set_exception(error)
             return
@@ -175,7 +181,7 @@ class GroupWindowSum:
         self, shares: Tensor, transfer: tuple[Any, Tensor], facts: list[WindowFacts]
     ) -> tuple[Tensor, Any, Tensor]:
         """Add the replicas' shares of a bucket, and send the sum to all."""
-        transfer[0].wait()
+        self.wait(transfer[0])
         total = add_in_order(shares.unbind(), facts)
         parts = torch.empty_like(shares)
         rows = [part.view(torch.uint8) for part in parts.unbind()]

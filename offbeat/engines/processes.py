@@ -8,6 +8,7 @@ On GPUs each process uses the GPU of its local rank (round robin where there are
 from __future__ import annotations
 
 import atexit
+import ctypes
 import math
 import os
 import sys
@@ -50,8 +51,10 @@ if TYPE_CHECKING:
 CHANNELS = ("activations", "gradients", "evaluate", "report", "checkpoint", "heartbeat", "abort", "trace", "training")
 JOINING = timedelta(minutes=10)  # for all processes to join
 PARTING = 5.0  # seconds to wait for the last messages of neighbours
+BROKEN_PARTING = 1.0  # after a failure, when connections may be closed: for the reason to reach the others
 PATIENCE = timedelta(days=365)  # of threads that wait for the next message: an idle link is no failure
 TIMEOUT = 600.0  # seconds that a call waits for other processes
+LOOK = timedelta(seconds=0.5)  # between two looks whether a wait has been ended
 GRACE = 0.5  # seconds until others hear of a failure, the cause of which some of them are about to report
 SILENCE = 30.0  # seconds without a sign of life from a neighbour
 
@@ -152,7 +155,7 @@ class Processes:
         self.stage_group = self._make_stage_group()
         self.sum: GroupWindowSum | None = None
         if self.stage_group is not None:
-            self.sum = GroupWindowSum(self.stage_group, replicas, collective=self._collective)
+            self.sum = GroupWindowSum(self.stage_group, replicas, collective=self._collective, wait=self._wait)
         self.links: list[Sender | Receiver] = []
         name = self.collectives.group_name  # each pipeline of a process has its own reports
         store = dist.PrefixStore(f"offbeat/{name}", dist.distributed_c10d._get_default_store())
@@ -299,12 +302,12 @@ class Processes:
             if sends:
                 buffer = pack(Message(0, [str(self.calls), value], kind=function))
             length = torch.tensor([buffer.numel()])
-            dist.broadcast(length, rank, group=self.collectives)
+            self._wait(dist.broadcast(length, rank, group=self.collectives, async_op=True))
             if not 0 < int(length) <= LIMIT:
                 raise MalformedMessage(f"malformed message: {int(length)} bytes announced")
             if not sends:
                 buffer = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(buffer, rank, group=self.collectives)
+            self._wait(dist.broadcast(buffer, rank, group=self.collectives, async_op=True))
             if sends:
                 return value
             received = unpack(buffer)
@@ -320,7 +323,7 @@ class Processes:
             alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1).cpu() for tensor in alike])
             with self._collective():
-                dist.broadcast(flat, source - 1, group=self.collectives)
+                self._wait(dist.broadcast(flat, source - 1, group=self.collectives, async_op=True))
             if source - 1 != self.rank:
                 for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
@@ -331,7 +334,7 @@ class Processes:
 
     def barrier(self) -> None:
         with self._collective():
-            dist.barrier(group=self.collectives)
+            self._wait(dist.barrier(group=self.collectives, async_op=True))
 
     def stage_context(self) -> AbstractContextManager[object]:
         return self.stage_stream.between()
@@ -368,6 +371,18 @@ class Processes:
                 time.sleep(GRACE)  # a neighbour of the lost stage knows the cause and is about to report it
                 calls = f" ({self.calls.report()})" if math.isfinite(self.timeout) else ""
                 raise self.failures.error(f"another stage is gone: {cause(error)}{calls}") from error
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective, until this process ends its waits.
+
+        gloo forgets a send that is being written when its connection breaks: nothing but the timeout would end it.
+        """
+        while not work.is_completed():
+            with suppress(RuntimeError):  # not yet, or failed
+                work.wait(LOOK)
+            if self.aborted and not work.is_completed():
+                raise RuntimeError("its connection is closed")
+        work.wait()
 
     def _on_silence(self, rank: int) -> None:
         failures = self.failures
@@ -421,10 +436,13 @@ class Processes:
     def _end(self) -> None:
         """Close at the end of the process; an exception that ends it is reported to the others."""
         error = getattr(sys, "last_value", None)
-        if isinstance(error, Exception):
-            with suppress(Exception), self.guard():
-                raise error
-        self.close()
+        if not isinstance(error, Exception):
+            self.close()
+            return
+        with suppress(Exception), self.guard():
+            raise error
+        with suppress(Exception):  # which follow from the one that was printed
+            self.close()
 
     def close(self) -> None:
         """Send a last message on every link and wait for those of the neighbours.
@@ -448,21 +466,32 @@ class Processes:
         self.heartbeat.close()
         threads = [*(link.thread for link in links), *self.heartbeat.threads, *self.calls.threads]
         threads += self.sum.threads if self.sum is not None else []
-        join_all(threads, PARTING)
+        broken = self.failed or self.aborted
+        seconds = BROKEN_PARTING if broken else PARTING
+        join_all(threads, seconds)
         if any(thread.is_alive() for thread in threads):  # of a process that waits, or works, for longer
             for group in (self.messages, self.collectives):
                 self._fail_waits(group)
-            join_all(threads, PARTING)
+            join_all(threads, seconds)
         if not self.open or not dist.is_initialized():
             return
         self.open = False
         if any(link.thread.is_alive() for link in links):  # NCCL would wait for the other end, which may have ended
             for carrier in self.carriers.values():
                 carrier.abort()
+        if broken:
+            keep_until_exit(self.groups)
+            return
         for group in self.groups:
             dist.destroy_process_group(group)
         if self.joined:
             dist.destroy_process_group()
+
+
+def keep_until_exit(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Never destroy these groups, also when the interpreter ends: that waits for sends which gloo has forgotten."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def join_all(threads: Iterable[threading.Thread], seconds: float) -> None:

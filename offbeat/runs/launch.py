@@ -193,10 +193,15 @@ def interrupted(folder: str) -> str | None:
 
 
 def failure_of(folder: str, failures: dict[int, Any], K: int, replicas: int = 1) -> GroupFailure:
-    """The cause of a failure: a worker's own error, else a signal that killed a worker, else what others noticed."""
+    """The cause of a failure: a worker's own error, else the first signal that killed a worker, else what others
+    noticed. Workers that do not stop in time are killed, too, later.
+
+    failures: as torch reports them, by rank, in the order in which they were found
+    """
     errors = worker_errors(folder)
     own = [entry for entry in errors if entry["kind"] != StageLost.__name__]
-    silent = {rank: f for rank, f in sorted(failures.items()) if rank not in {entry["rank"] for entry in errors}}
+    in_order = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    silent = {rank: f for rank, f in in_order if rank not in {entry["rank"] for entry in errors}}
     if silent and not own:
         killed = {rank: f for rank, f in silent.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
         rank, failure = next(iter((killed or silent).items()))

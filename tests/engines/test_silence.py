@@ -20,6 +20,7 @@ from processes import (
     free_ports,
     last_line,
     processes_of,
+    stopped,
     two_processes,
     wait_for,
 )
@@ -190,8 +191,7 @@ def members(folder: Path, case: str, K: int) -> list[tuple[int | None, str, str,
     try:
         frozen = case in ("stopped", "collective")
         if frozen:
-            stat = Path(f"/proc/{started[1].pid}/stat")
-            assert wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 90)
+            assert wait_for(lambda: stopped(started[1].pid), 90)
         began = time.monotonic()
         for rank, process in enumerate(started):
             if frozen and rank == 1:

@@ -35,8 +35,10 @@ from processes import (
 )
 
 from offbeat import cli
+from offbeat.runs import launch
 
 AT_ONCE = 2
+DEATHS = ((signal.SIGKILL, 7, 100), (signal.SIGKILL, 5, 130), (signal.SIGTERM, 6, 101))  # (signal, process, time)
 
 # ---- what goes wrong
 
@@ -351,3 +353,9 @@ def test_a_loader_that_raises_stops_the_other_process_with_the_reason(scenarios)
 
 def test_a_process_that_leaves_early_is_named_by_the_other(scenarios):
     check_told(scenarios, "leaves", failing=1, reason="stopped")
+
+
+def test_the_worker_that_died_first_is_named_not_one_that_was_killed_later(tmp_path):
+    died, killed, stopped = (SimpleNamespace(exitcode=-code, pid=pid, timestamp=t) for code, pid, t in DEATHS)
+    failure = launch.failure_of(str(tmp_path), {0: killed, 1: stopped, 2: died}, 2, 2)
+    assert failure.line == "stage 1 of replica 1 has died (SIGKILL, process 7)"

@@ -12,13 +12,12 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from command import Command, check_refused, contents, weights
 from disks import fill, small_disk
 from preloaded import PYTHON
-from processes import ENVIRONMENT, START, Run, another_process, group, processes_of, wait_for
+from processes import ENVIRONMENT, START, Run, another_process, group, processes_of, stopped, wait_for
 
 from offbeat.checkpoint import ls
 from offbeat.errors import FolderTaken, UserError
@@ -60,12 +59,6 @@ def freeze(run: Run) -> dict[int, str]:
         os.kill(pid, signal.SIGSTOP)
     assert wait_for(lambda: all(map(stopped, found)), START, every=0.001)
     return found
-
-
-def stopped(pid: int) -> bool:
-    """Whether all threads of a process have stopped: each ends its system call first, which may write."""
-    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return set(states) <= {"T", "t", "Z"}
 
 
 # ---- a run that is running
