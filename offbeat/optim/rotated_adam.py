@@ -133,10 +133,28 @@ class RotatedAdam(CompensatedOptimizer):
         parts = [state[name] for state, name in places]
         batch, counts = parts[0]._base, [len(part) for part in parts]
         if batch is None or not _divide(batch, parts):
+            before = [part._base for part in parts if part._base is not None]
             batch = torch.cat(parts)
             for (state, name), part in zip(places, batch.split(counts), strict=True):
                 state[name] = part
+            self._leave(before)
         return batch
+
+    def _leave(self, batches: list[Tensor]) -> None:
+        """Copy the states that are left in these batches: a part keeps the memory of the whole."""
+        left = {id(batch) for batch in batches}
+        for state in self.state.values():
+            for name, value in state.items():
+                if _is_part(value) and id(value._base) in left:
+                    state[name] = value.clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With copies of the states that are parts of batches: pickle writes the whole for each part."""
+        kept = super().__getstate__()
+        state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for p, values in self.state.items():
+            state[p] = {name: value.clone() if _is_part(value) else value for name, value in values.items()}
+        return {**kept, "state": state}
 
     def _begin(self, p: Tensor, grid: Grid) -> bool:
         """Make the state of a matrix: whether there was none."""
@@ -188,6 +206,10 @@ class Grid(NamedTuple):
         whole = blocks.unflatten(0, (self.rows, self.columns)).transpose(1, 2)
         matrix = whole.reshape(self.rows * height, self.columns * width)
         return matrix[: shape[0], : shape[1:].numel()].reshape(shape)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Tensor) and value._base is not None
 
 
 def _divide(batch: Tensor, parts: list[Tensor]) -> bool:
