@@ -131,9 +131,16 @@ def rotated_block(
         U, V = refreshed(U, L), refreshed(V, R)
         v = b2 * v + (1 - b2) * (U.T @ G @ V) ** 2
         c = a * (1 - b**t) + 1 - a
-        u = U @ ((U.T @ D @ V / c) / ((v / (1 - b2**t)).sqrt() + eps)) @ V.T
-        theta = theta - lr * decay * theta - lr * u
+        u = (U.T @ D @ V / c) / ((v / (1 - b2**t)).sqrt() + eps)
+        bound = sum(largest_ratios(a, b, b2)) ** 0.5 * (1 - b2**t) ** 0.5 / c
+        theta = theta - lr * decay * theta - lr * U @ u.clamp(-bound, bound) @ V.T
     return theta
+
+
+def largest_ratios(a: float, b: float, b2: float) -> Iterator[float]:
+    """The square of the weight of a gradient in d, relative to the one in v, of the last 1000 gradients."""
+    for age in range(1000):
+        yield (a * (1 - b) * b**age + (1 - a) * (age == 0)) ** 2 / ((1 - b2) * b2**age)
 
 
 def refreshed(U: Tensor | None, L: Tensor) -> Tensor:

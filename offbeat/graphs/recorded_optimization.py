@@ -80,10 +80,13 @@ class RecordedOptimization:
         else:
             self.launch_queue.flush()
             self._update(divisor, given)
-            if given and given != self.window.recorded and isinstance(operation, RecordedOperation):
+            if given and given != self.window.recorded and self._any_recorded():
                 self.operations = [None] * self.rates.size  # the optimizer's state is no longer what was recorded
         self.stepped = given or self.stepped
         return True
+
+    def _any_recorded(self) -> bool:
+        return any(isinstance(operation, RecordedOperation) for operation in self.operations)
 
     def _update(self, over: float, given: frozenset[int]) -> None:
         with self.window.only(given):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 from itertools import accumulate
-from math import ceil
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from offbeat.errors import UserError, number
-from offbeat.optim.compensated import CompensatedOptimizer, Group, IsHidden, Tensors, gradients_of, scaled, weight
+from offbeat.optim.compensated import CompensatedOptimizer, Group, IsHidden, Tensors, gradients_of, weight
 
 PRECISIONS = (torch.float32, torch.float64)
 LARGEST_ANGLE = 0.5  # bound of |S|: the next step halves what is left of an error of orthogonality, or does better
@@ -30,7 +30,12 @@ class RotatedAdam(CompensatedOptimizer):
     their eigenvectors:
 
         v <- b2 v + (1-b2) (U' G V)^2
-        theta <- theta - lr U ((U' d V / (1 - a b^t)) / (sqrt(v / (1 - b2^t)) + eps)) V'
+        u = (U' d V / (1 - a b^t)) / (sqrt(v / (1 - b2^t)) + eps),    |u_ij| <= c sqrt(1 - b2^t) / (1 - a b^t)
+        theta <- theta - lr U u V'
+
+    In a basis that stays, u is within that bound, for any gradients: c^2 = sum of (weight in d)^2 / (weight in v). When
+    bases turn, v has no trace of what earlier gradients are in the new ones. The first basis diagonalises G, so that
+    almost all of v was zero in the second update: without the bound it was up to 14 times as large as lr.
 
     Bases begin as eigenvectors, and every further update rotates them by angles S, as a step of QR iteration,
     U <- qr(L U), does to first order. With B = U' L U and f = 1e-5 max(B_kk):
@@ -111,7 +116,7 @@ class RotatedAdam(CompensatedOptimizer):
         rotated = torch.bmm(left.mT, pairs.flatten(2)).view(-1, 2 * height, width)  # g and d at once
         g, d = torch.bmm(rotated, right).view(pairs.shape).unbind(2)
         v = self._joined(parameters, "exp_avg_sq").mul_(b2).addcmul_(g, g, value=1 - b2)
-        (direction,) = scaled([d], [v], weight(a, b, t), weight(1.0, b2, t), group["eps"])
+        direction = bounded(d, v, weight(a, b, t), weight(1.0, b2, t), group["eps"], bound=largest(a, b, b2))
         return torch.bmm(torch.bmm(left, direction), right.mT).split([grid.rows * grid.columns for grid in grids])
 
     def _bases(self, parameters: Tensors, grids: list[Grid], g: Tensor, b2: float) -> list[Tensor]:
@@ -133,10 +138,28 @@ class RotatedAdam(CompensatedOptimizer):
         parts = [state[name] for state, name in places]
         batch, counts = parts[0]._base, [len(part) for part in parts]
         if batch is None or not _divide(batch, parts):
+            before = [part._base for part in parts if part._base is not None]
             batch = torch.cat(parts)
             for (state, name), part in zip(places, batch.split(counts), strict=True):
                 state[name] = part
+            self._leave(before)
         return batch
+
+    def _leave(self, batches: list[Tensor]) -> None:
+        """Copy the states that are left in these batches: a part keeps the memory of the whole."""
+        left = {id(batch) for batch in batches}
+        for state in self.state.values():
+            for name, value in state.items():
+                if _is_part(value) and id(value._base) in left:
+                    state[name] = value.clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With copies of the states that are parts of batches: pickle writes the whole for each part."""
+        kept = super().__getstate__()
+        state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for p, values in self.state.items():
+            state[p] = {name: value.clone() if _is_part(value) else value for name, value in values.items()}
+        return {**kept, "state": state}
 
     def _begin(self, p: Tensor, grid: Grid) -> bool:
         """Make the state of a matrix: whether there was none."""
@@ -190,6 +213,10 @@ class Grid(NamedTuple):
         return matrix[: shape[0], : shape[1:].numel()].reshape(shape)
 
 
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Tensor) and value._base is not None
+
+
 def _divide(batch: Tensor, parts: list[Tensor]) -> bool:
     """Whether a batch consists of these parts, in this order."""
     begins = accumulate((part.numel() for part in parts), initial=0)
@@ -206,6 +233,24 @@ def _pairs(tensors: list[tuple[Tensor, Tensor]], grids: list[Grid]) -> Tensor:
         for blocks, tensor in zip(part.unbind(2), pair, strict=True):
             blocks.unflatten(0, (grid.rows, grid.columns)).copy_(grid.divided(tensor.flatten(1)))
     return pairs
+
+
+def bounded(d: Tensor, v: Tensor, weight_of_d: Any, weight_of_v: Any, eps: float, *, bound: float) -> Tensor:
+    """(d / weight) / (sqrt(v / weight) + eps), with |d| at most bound * sqrt(v)."""
+    root = weight_of_v**0.5
+    ratios = torch.div(d, v.sqrt().add_(root, alpha=eps)).clamp_(-bound, bound)
+    return ratios.mul_(root / weight_of_d)
+
+
+def largest(a: float, b: float, b2: float) -> float:
+    """The largest |d| / sqrt(v) that any gradients can give; see `RotatedAdam`.
+
+    >>> round(largest(1.0, 0.95, 0.95), 9), round(largest(1.0, 0.9, 0.99), 2), largest(1.0, 0.99, 0.95)
+    (1.0, 2.35, inf)
+    """
+    if b * b >= b2:
+        return inf
+    return (((1 - a * b) ** 2 + (a * b * (1 - b)) ** 2 / (b2 - b * b)) / (1 - b2)) ** 0.5
 
 
 def eigenvectors(averages: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from captured import capture
@@ -64,17 +66,20 @@ def test_predictions_at_rates_that_the_host_computes_are_not_recorded(monkeypatc
     assert [stage.eager for stage in recorded(pipe)] == [None] * K
 
 
+class Gated(nn.Module):
+    """Has a parameter that only batches of 6 use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.whole = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.always(x) + self.whole(x) if len(x) == 6 else self.always(x)
+
+
 def test_an_update_of_other_parameters_than_recorded_is_recorded_anew(monkeypatch):
     """Adam's bias corrections are shared by parameters that have been stepped equally often."""
     capture(monkeypatch)
-
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.always, self.whole = nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.always(x) + self.whole(x) if len(x) == 6 else self.always(x)
 
     def run(engine) -> tuple[offbeat.Pipeline, list]:
         torch.manual_seed(0)
@@ -98,6 +103,26 @@ def test_an_update_of_other_parameters_than_recorded_is_recorded_anew(monkeypatc
     assert isinstance(operations[16], RecordedOperation)
     assert isinstance(operations[-1], RecordedOperation)
     assert operations[16] is not operations[-1]
+
+
+@pytest.mark.parametrize("other", range(2, 9))
+def test_no_recorded_update_is_kept_after_one_of_other_parameters(monkeypatch, other):
+    """Also not those of other places of the rates, where the one of the next place is not recorded yet."""
+    capture(monkeypatch)
+    pipe = offbeat.Pipeline(
+        [nn.Linear(4, 4), Gated()],
+        method=offbeat.ADL1F1B(M=1),
+        engine=Streams(2, CPU),
+        loss=nn.functional.cross_entropy,
+        optimizer=partial(on_device, make=lambda p: torch.optim.AdamW(p, lr=0.05, fused=True, capturable=True)),
+        scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda s: 0.9**s),
+    )
+    for t in range(other + 1):
+        before = list(pipe.stages[2].optimization.operations) if t else []
+        size = 3 if t == other else 6
+        pipe.step(torch.ones(size, 4), torch.zeros(size, dtype=torch.int64))
+    pipe.engine.settle()
+    assert not {id(each) for each in before if each} & {id(each) for each in pipe.stages[2].optimization.operations}
 
 
 def test_skipping_bad_batches_reads_every_loss_and_records_nothing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from offbeat.errors import UserError
 from offbeat.models.gpt import gpt
 from offbeat.optim import RotatedAdam
-from offbeat.optim.rotated_adam import refreshed
+from offbeat.optim.rotated_adam import largest, refreshed
 
 EPS = 1e-4  # above the rounding of directions in which there has been no gradient yet
 NEAR = {"rtol": 1e-9, "atol": 1e-9}
@@ -63,6 +64,36 @@ def test_matrices_without_gradient_keep_value_and_state():
         torch.testing.assert_close(theta[name].detach(), expected, **NEAR, msg=name)
 
 
+def test_states_that_are_no_longer_stepped_do_not_keep_their_batch():
+    """One that was left in it kept all of it: layers that are frozen one by one took 4 times the memory."""
+    theta = [nn.Parameter(torch.randn(6, 6)) for _ in range(5)]
+    optimizer = RotatedAdam(theta, 0.01)
+    for p in theta:
+        p.grad = torch.randn_like(p)
+    for p in theta:
+        optimizer.step()
+        assert held(optimizer) == sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+        p.grad = None
+
+
+def held(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the memory that the states are in."""
+    storages = [value.untyped_storage() for state in optimizer.state.values() for value in state.values()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def test_a_pickled_optimizer_has_each_state_once():
+    theta = [nn.Parameter(torch.randn(32, 32)) for _ in range(6)]
+    optimizer = RotatedAdam(theta, 0.01)
+    for p in theta:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert held(again) == held(optimizer)
+    for p, other in zip(theta, again.param_groups[0]["params"], strict=True):
+        assert all(torch.equal(value, again.state[other][name]) for name, value in optimizer.state[p].items())
+
+
 def test_a_copy_and_its_original_do_not_share_state():
     theta, steps = parameters(torch.float32), gradients(9, torch.float32)
     optimizer = RotatedAdam(theta.items(), 0.01, block=4)
@@ -83,7 +114,7 @@ def test_all_matrices_of_a_transformer_block_are_one_batch():
     optimizer.step()
     with CountedOperations() as counted:
         optimizer.step()
-    assert counted.number <= 71
+    assert counted.number <= 73
 
 
 def test_blocks_of_one_element_are_torchs_adamw():
@@ -92,6 +123,34 @@ def test_blocks_of_one_element_are_torchs_adamw():
     take(torch.optim.AdamW(same.values(), lr=0.01, betas=(0.9, 0.99), weight_decay=0.1), same, steps)
     for name, p in theta.items():
         torch.testing.assert_close(p, same[name], **CLOSE)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0])
+def test_no_update_is_far_larger_than_those_of_adam(scale):
+    """The second one was 7 to 14 times as large as lr, and with it the loss of a GPT without a warm-up."""
+    given, theta = torch.Generator().manual_seed(0), nn.Parameter(torch.zeros(64, 64))
+    signal = torch.randn(64, 8, generator=given) @ torch.randn(8, 64, generator=given) / 3
+    optimizer = RotatedAdam([("block.weight", theta)], 1.0, weight_decay=0.0)
+    for t in range(10):
+        before = theta.detach().clone()
+        theta.grad = scale * (signal + torch.randn(64, 64, generator=given))
+        optimizer.step()
+        size = float((theta.detach() - before).square().mean().sqrt())
+        assert size < 1.2 or (t == 0 and size < 2.5), t  # rounding is most of the first, with large gradients
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.95, 0.95), (0.0, 0.9)])
+@pytest.mark.parametrize("compensation", [0.0, 11.0])
+def test_the_bound_of_directions_is_the_largest_that_adam_has(betas, compensation):
+    """Gradients in proportion to the weights in d, relative to those in v, reach it."""
+    b, b2 = betas
+    a = b**compensation
+    weights = [1 - a * b, *(a * (1 - b) * b**age for age in range(1, 500))]
+    others = [(1 - b2) * b2**age for age in range(500)]
+    gradients = [weight / other for weight, other in zip(weights, others, strict=True)]
+    d = sum(weight * g for weight, g in zip(weights, gradients, strict=True))
+    v = sum(weight * g * g for weight, g in zip(others, gradients, strict=True))
+    assert d / v**0.5 == pytest.approx(largest(a, b, b2), rel=1e-9)
 
 
 def drifting(n: int, size: int) -> Iterator[torch.Tensor]:
