@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from itertools import count, takewhile
+from functools import lru_cache, partial
+from itertools import count, islice, takewhile
 from threading import Lock
 
 from offbeat.errors import number
@@ -92,16 +92,25 @@ class SharedDraws:
     def __init__(self, K: int, batches: range, *, size: int, seed: int) -> None:
         self.found: list[Draws] = []
         self.lock = Lock()
-        self.more = draws(K, batches, top=K, size=size, seed=seed)
+        self.draws = partial(draws, K, batches, top=K, size=size, seed=seed)
+        self.more: Iterator[Draws] = self.draws()
 
     def __iter__(self) -> Iterator[Draws]:
         for place in count():
             with self.lock:  # programs may run in threads
-                if place == len(self.found):
-                    if (found := next(self.more, None)) is None:
-                        return
-                    self.found.append(found)
+                if place == len(self.found) and not self._find():
+                    return
             yield self.found[place]
+
+    def _find(self) -> bool:
+        """Find those of one more batch; False if there is none."""
+        before = len(self.found)
+        try:
+            self.found += islice(self.more, 1)
+        except BaseException:  # Ctrl-C, after which a generator yields nothing
+            self.more = islice(self.draws(), len(self.found), None)
+            raise
+        return len(self.found) > before
 
 
 _shared = lru_cache(maxsize=1)(SharedDraws)

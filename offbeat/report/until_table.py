@@ -121,6 +121,9 @@ def advice(record: Record) -> list[str]:
     exact, others = fastest(synchronous(record)), fastest(late(record))
     made = []
     if exact is None and others is None:
+        outcomes = {run["outcome"] for row in record["rows"] for run in row["runs"]}
+        if not outcomes or "no time" in outcomes:
+            return ["No row has reached the target yet: repeat the command with more time to continue."]
         return ["No row reached the target: repeat with more samples, or with a higher loss or error."]
     if others is None and exact is not None:
         if late(record):

@@ -8,6 +8,7 @@ import random
 import pytest
 
 import offbeat
+from offbeat.methods import dgl_async
 from offbeat.methods.dgl_async import MOST_TURNS, Buffer
 from offbeat.ops import Drop, Forward, Take
 from offbeat.seeds import derive
@@ -151,3 +152,24 @@ def test_the_programs_of_a_range_of_batches_share_their_draws(monkeypatch):
     shared = [list(method.program(k, K, range(n))) for k in range(1, K + 1)]
     assert 0 < drawn <= 2 * K * n
     assert shared == [list(method.program(k, K, iter(range(n)))) for k in range(1, K + 1)]
+
+
+def test_programs_are_whole_after_one_that_was_interrupted(monkeypatch):
+    """Those of the same batches ended where Ctrl-C had stopped it."""
+    method, batches = offbeat.AsyncDGL(seed=77), range(30)
+    whole = list(method.program(2, 3, iter(batches)))
+    turns = dgl_async.turns
+
+    def interrupted(K, t, *, seed):
+        if t == 20:
+            raise KeyboardInterrupt
+        return turns(K, t, seed=seed)
+
+    going = method.program(2, 3, batches)
+    assert [next(going) for _ in range(5)] == whole[:5]
+    monkeypatch.setattr(dgl_async, "turns", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(method.program(2, 3, batches))
+    monkeypatch.undo()
+    assert list(going) == whole[5:]
+    assert list(method.program(2, 3, batches)) == whole

@@ -521,6 +521,14 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_written(offbeat, name):
     check_refused(offbeat, ("compare", *SMALL, *arguments), *words)
 
 
+@pytest.mark.parametrize("engine", [("--engine", "processes"), ()])
+def test_more_processes_than_can_share_the_cores_are_refused_before_any_run(engine, offbeat, monkeypatch):
+    """The runs of one stage were trained, then those of adl failed one by one."""
+    monkeypatch.setattr("offbeat.runs.launch.cores", lambda: 1)
+    given = ("compare", "--methods", "bp,adl", *TINY, "-K", 9, "--epochs", 1, *engine)
+    check_refused(offbeat, given, "-K 9: 9 processes on 1 core, use 8 or fewer", "--engine simulate")
+
+
 def test_under_torchrun_it_is_refused(offbeat, monkeypatch):
     monkeypatch.setattr("offbeat.runs.launch.joined_group", lambda: True)
     monkeypatch.setattr("offbeat.cli.leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))

@@ -269,7 +269,10 @@ def test_a_time_limit_that_ends_before_the_first_run_is_reported(offbeat):  # no
     done = offbeat(*small("--until-loss", 0.001, "--budget-minutes", 1e-5))
     assert done.code == 0, done.err
     assert "no time for 15 more runs" in done.err
-    assert "The time ended before any run did." in Path("found/until.md").read_text()
+    page = Path("found/until.md").read_text()
+    assert "The time ended before any run did." in page
+    assert "No row has reached the target yet: repeat the command with more time to continue." in page
+    assert "more samples" not in page
 
 
 def test_a_run_that_the_time_limit_ends_is_trained_again(offbeat, monkeypatch):  # noqa: F811
@@ -283,7 +286,10 @@ def test_a_run_that_the_time_limit_ends_is_trained_again(offbeat, monkeypatch): 
     (run,) = runs(record()).values()
     assert run["outcome"] == "no time"
     assert [point["samples"] for point in run["curve"]] == [0]
-    assert "no time, best loss" in Path("found/until.md").read_text()
+    page = Path("found/until.md").read_text()
+    assert "no time, best loss" in page
+    assert "repeat the command with more time" in page
+    assert "more samples" not in page
     done = offbeat(*command)
     assert done.code == 0, done.err
     assert {name: run["outcome"] for (name, _), run in runs(record()).items()} == dict.fromkeys(
