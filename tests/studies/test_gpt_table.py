@@ -69,6 +69,15 @@ def test_rows_differ_from_their_bp_in_method_and_m_alone():
         assert differing <= {"method", "settings", "batch_size"}
 
 
+def test_rows_whose_m_cannot_split_the_samples_of_an_update_are_left_out():
+    def of_2bw(batch: int) -> set[int]:
+        made = [row.recipe() for row in gpt_table(GPTSetting(batch=batch)).rows]
+        return {recipe.K for recipe in made if recipe.method == "2bw"}
+
+    assert of_2bw(16) == {12, 4}, "at K=24 it needs M=32"
+    assert of_2bw(32) == {12, 4, 24}
+
+
 def test_late_rows_have_the_best_rate_of_bp_and_at_the_first_k_the_usual_one():
     setting = GPTSetting(stages=(12, 4), best_rates={"muon": 2.0})
     made = {row.name: row for row in gpt_table(setting).rows if "-adl-1f1b-" in row.name}

@@ -69,9 +69,10 @@ def two_versions(K: int) -> int:
     return 1 << (K - 2).bit_length()
 
 
-def late_methods(K: int) -> list[tuple[str, int, int]]:
-    """The methods with late gradients, their M, and the tier at the most important K."""
-    return [("adl-1f1b", 16, 1), ("adl-1f1b", 4, 1), ("adl-1f1b", 1, 1), ("2bw", two_versions(K), 2), ("adl", 4, 2)]
+def late_methods(K: int, batch: int) -> list[tuple[str, int, int]]:
+    """The methods with late gradients, their M, and the tier at the most important K; those that can split a batch."""
+    late = [("adl-1f1b", 16, 1), ("adl-1f1b", 4, 1), ("adl-1f1b", 1, 1), ("2bw", two_versions(K), 2), ("adl", 4, 2)]
+    return [(method, M, tier) for method, M, tier in late if batch >= M]
 
 
 def rows(setting: GPTSetting) -> Iterator[TableRow]:
@@ -86,7 +87,7 @@ def rows(setting: GPTSetting) -> Iterator[TableRow]:
                 yield made("bp", M=1, rate=rate, tier=_tier(place, 1), end=RATES[rate])
             rates = dict.fromkeys((best, 1.0) if place == 0 else (best,))
             correctors = (None, CORRECTORS.get(optimizer, RECOMMENDED))
-            for (method, M, tier), rate, corrector in product(late_methods(K), rates, correctors):
+            for (method, M, tier), rate, corrector in product(late_methods(K, setting.batch), rates, correctors):
                 yield made(
                     method,
                     M=M,
@@ -150,9 +151,7 @@ def gpt_table(setting: GPTSetting, *, name: str = "gpt-staleness", title: str = 
 
 GPT_STALENESS = gpt_table(GPTSetting(best_rates={"adamw": 2.0, "nadam": 2.0, "muon": 2.0}))
 SMALL_GPT_STALENESS = gpt_table(
-    GPTSetting(
-        model="gpt:layers=12,width=64,heads=4,context=32", batch=16, updates=100, epochs=4, stages=(12,), rate=3.0
-    ),
+    GPTSetting(model="gpt:layers=12,width=64,heads=4,context=32", batch=16, updates=100, epochs=4, rate=3.0),
     name="small-gpt-staleness",
     title="A small GPT with late gradients, for a CPU",
 )
