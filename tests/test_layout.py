@@ -159,6 +159,11 @@ def test_every_benchmark_imports_names_that_exist():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_readme_of_the_benchmarks_names_every_script():
+    named = re.findall(r"`(\w+\.py)`", (ROOT / "benchmarks/README.md").read_text())
+    assert sorted(set(named)) == sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
+
+
 def test_published_tables_are_those_of_their_records():
     command = [sys.executable, ROOT / "benchmarks/results.py", "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=60)
