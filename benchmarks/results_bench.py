@@ -138,7 +138,6 @@ def scaling_section(name: str, record: Record) -> list[str]:
 
 AIMS = 1.4, 0.9  # of ADL: times the best synchronous pipeline, and of the bound
 SHOWN = ("bp", "bp-cores", "torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "adl")  # in the table of all runs
-EQUAL = ("adl-micro", "adl-recompute")  # and of ADL at as many samples per update, where a run has it
 
 
 def summary() -> list[str]:
@@ -146,7 +145,7 @@ def summary() -> list[str]:
     from offbeat.report import bench_table
 
     timed = {row for record in records("bench").values() for row in bench_table.measured(record)}
-    shown = (*SHOWN, *(row for row in EQUAL if row in timed))
+    shown = (*SHOWN, *(row for row in bench_table.EQUAL if row in timed))
     titles: dict[str, str] = {}
     lines, missed, unsure = [], [], []
     against: dict[str, list[float]] = {"bp-cores": [], "ddp": [], "adl": [], "best": []}

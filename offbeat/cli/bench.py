@@ -53,8 +53,8 @@ def bench(
         str | None,
         typer.Option(
             help="Rows to time: all, or some of bp-cores, bp-windows (GPU), torch-gpipe, torch-1f1b, torch-interleaved,"
-            " ddp, adl-micro, adl-recompute, adl-1f1b, ddg, fr, dsp, gpipe. bp and adl are always included. "
-            "(default all; with --until-loss ddp,torch-1f1b,adl-1f1b)"
+            " ddp, adl-micro, adl-recompute, adl-1f1b-micro, adl-1f1b, ddg, fr, dsp, gpipe. bp and adl are always "
+            "included. (default all; with --until-loss ddp,torch-1f1b,adl-1f1b)"
         ),
     ] = None,
     shape: Annotated[str | None, typer.Option(help=SHAPE)] = None,

@@ -178,11 +178,14 @@ def advice(record: Record) -> list[str]:
     return made
 
 
+EQUAL = ("adl-micro", "adl-recompute", "adl-1f1b-micro")  # rows with the samples per update of the synchronous ones
+
+
 def _at_equal_samples(record: Record, best: RowRecord) -> list[str]:
     """ADL with as many samples per update as the best synchronous pipeline."""
     rows = measured(record)
     made = []
-    for row in (rows[name] for name in ("adl-micro", "adl-recompute") if name in rows):
+    for row in (rows[name] for name in EQUAL if name in rows):
         memory = row["memory_per_worker"] / best["memory_per_worker"]
         made.append(
             f"At {row['samples_per_update']} samples per update, {compared(row, best)}. A worker of ADL holds up to "

@@ -45,7 +45,7 @@ def test_rows_of_one_gpu_are_timed_and_the_others_say_why_not(tmp_path):
     assert [row["name"] for row in record["rows"]] == names
     assert [row["samples_per_update"] for row in record["rows"]] == [16, 16, 64, 64, 64, 16, 16, 16]
     assert all(len(row["seconds_per_batch"]) == 2 and row["memory_per_worker"] > 0 for row in record["rows"])
-    micro = {"adl-micro", "adl-recompute"}
+    micro = {"adl-micro", "adl-recompute", "adl-1f1b-micro"}
     assert set(record["left_out"]) == {"torch-gpipe", "torch-1f1b", "torch-interleaved", "ddp", "gpipe"} | micro
     assert record["bound"]["seconds_per_batch"] == []
     assert (tmp_path / "found/bench.png").exists() == (importlib.util.find_spec("vl_convert") is not None)

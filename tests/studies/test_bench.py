@@ -144,25 +144,26 @@ def test_rows_with_the_same_samples_per_update_split_them_into_m_batches(offbeat
 @pytest.mark.usefixtures("one_core")
 def test_every_row_has_the_number_of_micro_batches_with_which_it_is_the_fastest(offbeat):
     command = ("bench", "-K", 2, "--model", "mlp", "--batch-size", 16, "-M", 3, "--partition", "flops")
-    against = ("--against", "gpipe,adl-micro,adl-recompute", "--batches", 2, "--repetitions", 1)
+    against = ("--against", "gpipe,adl-micro,adl-recompute,adl-1f1b-micro", "--batches", 2, "--repetitions", 1)
     done = offbeat(*command, *against, "--json", "--out", "found")
     assert done.code == 0, done.err
     record = json.loads(done.out)
     rows = {row["name"]: row for row in record["rows"]}
-    assert list(rows) == ["bp", "adl", "adl-micro", "adl-recompute", "gpipe"]
-    for name in ("gpipe", "adl-micro", "adl-recompute"):
+    micro = {"adl-micro": 2, "adl-recompute": 2, "adl-1f1b-micro": 1}  # with their lags in stage 1
+    assert list(rows) == ["bp", "adl", *micro, "gpipe"]
+    for name in ("gpipe", *micro):
         sweep = rows[name]["sweep"]
         assert {"2", "4"} <= {*sweep}
         assert str(rows[name]["micro_batches"]) == min(sweep, key=sweep.get)
     assert {name: row["samples_per_update"] for name, row in rows.items()} == dict.fromkeys(rows, 16) | {"adl": 48}
-    for name in ("adl-micro", "adl-recompute"):
+    for name, lag in micro.items():
         row, m = rows[name], rows[name]["micro_batches"]
-        assert row["staleness"] == row["staleness_measured"] == [2 / m, 0]
+        assert row["staleness"] == row["staleness_measured"] == [lag / m, 0]
         assert row["samples_per_second"] == pytest.approx([16 / value for value in row["seconds_per_batch"]])
         assert row["bytes_moved"] >= rows["adl"]["bytes_moved"], "of as many samples, with a header per micro-batch"
     page = Path("found/table.md").read_text()
     assert "Offbeat ADL, 48 samples per update" in page
-    assert f"Offbeat ADL, micro-batches, recompute, m={m}" in page
+    assert f"Offbeat ADL, micro-batches, recompute, m={rows['adl-recompute']['micro_batches']}" in page
     assert "At 16 samples per update, " in page
 
 

@@ -38,8 +38,8 @@ def test_a_row_gets_its_part_of_the_samples_per_update():
 
 def test_rows_of_micro_batches_have_the_samples_per_update_of_the_others():
     setting = replace(SETTING, M=3, methods={"adl": {"corrector": "sc"}})
-    for name, recompute in (("adl-micro", False), ("adl-recompute", True)):
-        row = ROWS[name]
+    for name, recompute in (("adl-micro", False), ("adl-recompute", True), ("adl-1f1b-micro", False)):
+        row, setting = ROWS[name], replace(setting, methods={ROWS[name].setting: {"corrector": "sc"}})
         method = method_of(row, setting, 8)
         assert (method.M, method.recompute, [c.name for c in method.correctors]) == (8, recompute, ["sc"])
         assert of_row(row, setting, 8).batch_size == 2
