@@ -78,7 +78,7 @@ def test_rows_whose_m_cannot_split_the_samples_of_an_update_are_left_out():
     assert of_2bw(32) == {12, 4, 24}
 
 
-def test_late_rows_have_the_best_rate_of_bp_and_at_the_first_k_the_usual_one():
+def test_late_rows_have_the_best_rate_of_bp_and_the_usual_one():
     setting = GPTSetting(stages=(12, 4), best_rates={"muon": 2.0})
     made = {row.name: row for row in gpt_table(setting).rows if "-adl-1f1b-" in row.name}
     usual = OPTIMIZERS["muon"].lr(64, 1)
@@ -90,7 +90,15 @@ def test_late_rows_have_the_best_rate_of_bp_and_at_the_first_k_the_usual_one():
         "muon-adl-1f1b-k12-m16-corrected": 1.0,
         "muon-adl-1f1b-k4-m16-double-rate": 2.0,
         "muon-adl-1f1b-k4-m16-corrected-double-rate": 2.0,
+        "muon-adl-1f1b-k4-m16": 1.0,
+        "muon-adl-1f1b-k4-m16-corrected": 1.0,
     }
+    assert [made[f"muon-adl-1f1b-k{K}-m16{rate}"].tier for K in (12, 4) for rate in ("-double-rate", "")] == [
+        1,
+        2,
+        3,
+        5,
+    ]
     assert made["muon-adl-1f1b-k12-m16-double-rate"].baseline == "muon-bp-k12-double-rate"
     assert not [name for name in made if name.startswith("adamw") and name.endswith("-rate")]
 

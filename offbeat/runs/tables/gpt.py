@@ -78,40 +78,31 @@ def late_methods(K: int, batch: int) -> list[tuple[str, int, int]]:
 def rows(setting: GPTSetting) -> Iterator[TableRow]:
     """All rows, by K and optimizer: BP, then each late method without a corrector and with the recommended one, or for
     an optimizer that is recommended without, with the correctors of the others. Late rows have the learning rate that
-    is best for BP and, at the most important K, the usual one. Three rows per optimizer are synchronous at first."""
+    is best for BP, and the usual one. Three rows per optimizer and rate are synchronous at first."""
     for place, K in enumerate(setting.stages):
         for optimizer in GPT_OPTIMIZERS:
             best = setting.best_rates.get(optimizer, 1.0)
-            made = partial(_row, setting, optimizer, K=K)
-            for rate in RATES if place == 0 else (best,):
-                yield made("bp", M=1, rate=rate, tier=_tier(place, 1), end=RATES[rate])
-            rates = dict.fromkeys((best, 1.0) if place == 0 else (best,))
-            correctors = (None, CORRECTORS.get(optimizer, RECOMMENDED))
-            for (method, M, tier), rate, corrector in product(late_methods(K, setting.batch), rates, correctors):
-                yield made(
-                    method,
-                    M=M,
-                    rate=rate,
-                    tier=_tier(place, tier if rate == best else 2),
-                    end=f"-m{M}{'-corrected' if corrector else ''}{RATES[rate]}",
-                    corrector=corrector,
-                    baseline=f"{optimizer}-bp-k{K}{RATES[rate]}",
-                )
-            for method, M in (("adl-1f1b", 4), ("adl-1f1b", 1), ("adl", 4)):
-                yield made(
-                    method,
-                    M=M,
-                    rate=best,
-                    tier=_tier(place, 2),
-                    end=f"-m{M}-corrected-warmup{RATES[best]}",
-                    corrector=RECOMMENDED,
-                    warmup=STALENESS_WARMUP,
-                    baseline=f"{optimizer}-bp-k{K}{RATES[best]}",
-                )
+            rates = dict.fromkeys((best, 1.0))
+            for rate in RATES if place == 0 else rates:
+                tier = _tier(place, 1, usual=place > 0 and rate != best)
+                yield _row(setting, optimizer, "bp", K=K, M=1, rate=rate, tier=tier, end=RATES[rate])
+            for rate in rates:
+                made = partial(_row, setting, optimizer, K=K, rate=rate, baseline=f"{optimizer}-bp-k{K}{RATES[rate]}")
+                tiers = partial(_tier, place, usual=rate != best)
+                correctors = (None, CORRECTORS.get(optimizer, RECOMMENDED))
+                for (method, M, tier), corrector in product(late_methods(K, setting.batch), correctors):
+                    end = f"-m{M}{'-corrected' if corrector else ''}{RATES[rate]}"
+                    yield made(method, M=M, tier=tiers(tier), end=end, corrector=corrector)
+                for method, M in (("adl-1f1b", 4), ("adl-1f1b", 1), ("adl", 4)):
+                    end = f"-m{M}-corrected-warmup{RATES[rate]}"
+                    yield made(method, M=M, tier=tiers(2), end=end, corrector=RECOMMENDED, warmup=STALENESS_WARMUP)
 
 
-def _tier(place: int, tier: int) -> int:
-    return tier if place == 0 else place + 2
+def _tier(place: int, tier: int, *, usual: bool) -> int:
+    """Of a row at the K of that place; `usual`: at the usual learning rate, where another one is better for BP."""
+    if place == 0:
+        return 2 if usual else tier
+    return 5 if usual else place + 2
 
 
 def _row(
@@ -151,7 +142,14 @@ def gpt_table(setting: GPTSetting, *, name: str = "gpt-staleness", title: str = 
 
 GPT_STALENESS = gpt_table(GPTSetting(best_rates={"adamw": 2.0, "nadam": 2.0, "muon": 2.0}))
 SMALL_GPT_STALENESS = gpt_table(
-    GPTSetting(model="gpt:layers=12,width=64,heads=4,context=32", batch=16, updates=100, epochs=4, rate=3.0),
+    GPTSetting(
+        model="gpt:layers=12,width=64,heads=4,context=32",
+        batch=16,
+        updates=100,
+        epochs=4,
+        rate=3.0,
+        best_rates={"adamw": 2.0, "muon": 2.0, "rotated-adam": 2.0},
+    ),
     name="small-gpt-staleness",
     title="A small GPT with late gradients, for a CPU",
 )
