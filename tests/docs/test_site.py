@@ -18,7 +18,7 @@ from offbeat.methods import METHODS, named
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 GENERATOR = ROOT / "benchmarks/method_pages.py"
 LINK = re.compile(r"\[(?:[^\]]*)\]\(([^)\s]+)\)")
 
