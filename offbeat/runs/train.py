@@ -176,6 +176,11 @@ def _train_as_member(
     recipe = replace(recipe, engine="processes")
     if launch.is_worker():  # its launcher has made the folder, and reports what ends it early
         return cast(Result, train_here(recipe, out, show=show, folder_ready=True, silence=silence, timeout=timeout))
+    if recipe.on_nan == "rollback":
+        raise UserError(
+            "on_nan='rollback' under torchrun, which cannot begin again from here: use on_nan='stop' or 'skip', or "
+            "start the run without torchrun"
+        )
     with kept(out):
         found = train_here(
             recipe, out, show=show, folder_ready=resumed, rewrite=resumed, silence=silence, timeout=timeout

@@ -13,7 +13,7 @@ from torch import nn
 
 import offbeat
 from offbeat.core.window import GradientWindow
-from offbeat.errors import NotFinite
+from offbeat.errors import NotFinite, UserError
 from offbeat.runs import build
 from offbeat.runs.recipe import make_recipe
 from offbeat.runs.record import lines
@@ -238,6 +238,14 @@ def test_rolling_back_continues_without_the_batch(poisoned, tmp_path, capsys):
     found = lines(tmp_path / "run")
     assert any(line["kind"] == "resumed" and line["batch"] == 6 for line in found)
     assert found[-1]["kind"] == "result"
+
+
+def test_rolling_back_is_refused_under_torchrun(monkeypatch, tmp_path):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(UserError, match="on_nan='rollback' under torchrun"):
+        train(replace(RECIPE, on_nan="rollback"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_skipping_in_a_run_is_counted_in_its_metrics(poisoned, tmp_path):
