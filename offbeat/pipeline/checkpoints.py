@@ -22,7 +22,7 @@ from offbeat.core import state as stage_state
 from offbeat.core.stage import Stage
 from offbeat.correctors import as_text
 from offbeat.engines import Engine
-from offbeat.errors import NotRestored, UserError, warn_caller
+from offbeat.errors import NotRestored, UserError, attempted, result_of, warn_caller
 from offbeat.method import Method
 from offbeat.pipeline import saving
 
@@ -37,16 +37,13 @@ def save(local: LocalStages, folder: Path, *, keep: int) -> Path:
     """Write a checkpoint; CheckpointFailed in every process if one cannot write."""
     local.settle()
     local.callback_states.settle()
-    engine, t, failed = local.engine, local.batches, None
-    if engine.leads:
-        try:
-            checkpoint.clean(folder)
-            checkpoint.begin(folder, t)
-        except UserError as error:
-            failed = str(error)
-    failed = engine.share(failed, 1)
-    if failed:
-        raise CheckpointFailed(failed)
+    engine, t = local.engine, local.batches
+
+    def begin() -> None:
+        checkpoint.clean(folder)
+        checkpoint.begin(folder, t)
+
+    result_of(engine.share(attempted(begin) if engine.leads else None, 1), refused=CheckpointFailed)
     reports = engine.exchange(_write_parts(local, folder))
     problems = [report["failed"] for report in reports if report["failed"]]
     if engine.leads:
@@ -185,27 +182,20 @@ def load(local: LocalStages, folder: Path) -> None:
 
 def find(engine: Engine, folder: Path) -> Found:
     """The newest valid checkpoint in a folder, or the one that it is; the first process looks."""
-    shared: dict[str, Any] = {}
-    if engine.leads:
-        try:
-            made, notes = _newest(folder)
-            run = made.run()
-            recipe = run.get("recipe", {})
-            pipeline = run.get("pipeline", {"cuts": recipe.get("cuts"), "M": recipe.get("settings", {}).get("M")})
-            place = [run.get("epoch", 0), run.get("epoch_batches", made.t), run.get("micro_batches")]
-            shared = {
-                "name": None if made.path == folder else made.path.name,
-                "found": [made.t, made.K, made.replicas, made.mode, *place, pipeline],
-            }
-            for note in notes:
-                warn_caller(note, NotRestored)
-        except UserError as error:
-            shared = {"refused": str(error)}
-    shared = engine.share(shared, 1)
-    if "refused" in shared:
-        raise UserError(shared["refused"])
-    path = folder if shared["name"] is None else folder / FOLDER / shared["name"]
-    return Found(path, *shared["found"])
+
+    def look() -> list[Any]:
+        made, notes = _newest(folder)
+        run = made.run()
+        recipe = run.get("recipe", {})
+        pipeline = run.get("pipeline", {"cuts": recipe.get("cuts"), "M": recipe.get("settings", {}).get("M")})
+        place = [run.get("epoch", 0), run.get("epoch_batches", made.t), run.get("micro_batches")]
+        for note in notes:
+            warn_caller(note, NotRestored)
+        name = None if made.path == folder else made.path.name
+        return [name, made.t, made.K, made.replicas, made.mode, *place, pipeline]
+
+    name, *found = result_of(engine.share(attempted(look) if engine.leads else None, 1))
+    return Found(folder if name is None else folder / FOLDER / name, *found)
 
 
 def _newest(folder: Path) -> tuple[Checkpoint, list[str]]:
