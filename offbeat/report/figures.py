@@ -18,7 +18,7 @@ from offbeat.report.read import numbers
 from offbeat.report.style import colour, shade
 from offbeat.report.text import staleness_of_stages
 from offbeat.runs.task import CLASSIFICATION, LearningTask
-from offbeat.timeline import Costs
+from offbeat.timeline import Costs, timeline
 
 Rows = Sequence[Mapping[str, Any]]
 Curves = Mapping[str, Sequence[Sequence[float]]]  # a list for each run, by the name of its method
@@ -67,17 +67,17 @@ def method_timeline(method: Method, costs: Costs, batches: int) -> alt.LayerChar
     """When every stage does what, fill and drain included, with the version of the weights in each box."""
     scale, name = gantt.unit(costs)
     drawn = []
-    for box in gantt.boxes(method, costs, batches):
-        span, operation = box.span, box.span.operation
+    for span in timeline(method, batches, costs):
+        operation = span.operation
         kind = {Forward: "forward", Backward: "backward", Update: "update"}.get(type(operation))
         if kind is None:
             continue
         start, end, number = span.start / scale, span.end / scale, getattr(operation, "t", None)
-        if box.replayed:
-            middle = start + box.replayed / scale
-            drawn.append(Box(span.k, "forward repeated", start, middle, number, box.version))
+        if span.replayed:
+            middle = start + span.replayed / scale
+            drawn.append(Box(span.k, "forward repeated", start, middle, number, span.version))
             start = middle
-        drawn.append(Box(span.k, kind, start, end, number, box.version))
+        drawn.append(Box(span.k, kind, start, end, number, span.version))
     end = max(box.end for box in drawn)
     return lanes(drawn, K=costs.K, length=1.003 * end, unit="F, the forward of a stage" if name == "F" else name)
 
