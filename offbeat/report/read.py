@@ -228,14 +228,13 @@ def _config(path: Path, problems: list[str]) -> tuple[Recipe | None, dict[str, A
     content = read_json(path / "config.json", problems)
     if content is None:
         return None, {}
-    content = content if isinstance(content, dict) else {}
-    provenance = content.get("provenance")
+    content = mapping(content)
     try:
         recipe = make_recipe(**from_json(content["recipe"], path / "config.json"))
     except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
         problems.append(f"config.json holds no recipe that can be read ({first_line(error)})")
         recipe = None
-    return recipe, provenance if isinstance(provenance, dict) else {}
+    return recipe, mapping(content.get("provenance"))
 
 
 def _each(
@@ -292,6 +291,16 @@ def _trace(path: Path, problems: list[str]) -> Trace | None:
     except UserError as error:
         problems.append(f"trace.json cannot be read ({error}): train with --trace 200 again")
         return None
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A JSON object; of any other value an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def mappings(value: Any) -> list[dict[str, Any]]:
+    """The JSON objects in a list; of any other value none."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def numbers(value: Any) -> list[float]:

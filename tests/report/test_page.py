@@ -18,8 +18,9 @@ from selected import some
 from offbeat import models
 from offbeat.report.cuts import parts as stages
 from offbeat.report.overview import curves, grouped
-from offbeat.report.page import ReportPart, html, parts, write_report
+from offbeat.report.page import html, parts, write_report
 from offbeat.report.read import Epoch, RunRecord, read_run
+from offbeat.report.sections import ReportPart
 from offbeat.runs.tables import TABLES, Paper, Table, TableRow
 
 VOID = {"meta", "link", "br", "img", "input"}
