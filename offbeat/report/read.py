@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from offbeat.errors import UserError, first_line
 from offbeat.report.formatting import counted
-from offbeat.report.traces import Trace, read_trace
+from offbeat.report.traces import Trace, finite, read_trace
 from offbeat.runs.recipe import Recipe, from_json, make_recipe
 from offbeat.runs.record import Changes, changes_of, standing
 from offbeat.runs.task import CLASSIFICATION, LANGUAGE, LearningTask
@@ -315,8 +315,7 @@ def numbers(value: Any) -> list[float]:
 
 def _number(value: Any) -> float | None:
     """A finite number, or None."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if fits else None
+    return float(value) if finite(value) else None
 
 
 def _of_stages(values: list[Any], K: int | None) -> list[float] | None:
