@@ -163,34 +163,33 @@ class Assembler:
     def _with_method(self, assembly: Assembly, method: Method) -> Assembly:
         order = self.engine.ordered(method)
         make_executor = self.engine.executor_maker(order)
-        stages, workers = {}, []
-        for k in self.engine.here:
-            loss = self.loss if k == self.K or method.feedback == "local" else None
-            stage = self.make_stage(
+        stages = {
+            k: self.make_stage(
                 k,
                 self.K,
                 assembly.parts[k - 1],
                 method=order,
-                loss=loss,
+                loss=self.loss if k == self.K or method.feedback == "local" else None,
                 output=assembly.outputs[k - 1],
                 replica=assembly.replica,
                 replicas=self.engine.replicas,
             )
-            stages[k] = stage
-        for k, stage in stages.items():
-            workers.append(
-                Worker(
-                    stage,
-                    order,
-                    assembly.links[k],
-                    executor=make_executor(stage),
-                    barrier=self.engine.barrier,
-                    window_sum=self.engine.window_sum(k, assembly.replica),
-                    norm_exchange=self.engine.norm_exchange(k, assembly.replica),
-                    compression=Compression(self.messages),
-                    interleaves=self.engine.interleaves,
-                )
+            for k in self.engine.here
+        }
+        workers = [
+            Worker(
+                stage,
+                order,
+                assembly.links[k],
+                executor=make_executor(stage),
+                barrier=self.engine.barrier,
+                window_sum=self.engine.window_sum(k, assembly.replica),
+                norm_exchange=self.engine.norm_exchange(k, assembly.replica),
+                compression=Compression(self.messages),
+                interleaves=self.engine.interleaves,
             )
+            for k, stage in stages.items()
+        ]
         return replace(assembly, method=method, stages=stages, workers=workers)
 
     def _correctors(self, stages: dict[int, Stage]) -> list[str]:

@@ -24,7 +24,7 @@ from offbeat.correctors import as_text
 from offbeat.engines import Engine
 from offbeat.errors import NotRestored, UserError, attempted, result_of, warn_caller
 from offbeat.method import Method
-from offbeat.pipeline import saving
+from offbeat.pipeline import state_trees
 
 if TYPE_CHECKING:
     from offbeat.pipeline.local_stages import LocalStages
@@ -250,8 +250,8 @@ def _same(local: LocalStages, made: Checkpoint, found: Found, trees: Mapping[int
 def _restore_changed(local: LocalStages, made: Checkpoint, found: Found) -> list[str]:
     """Load what fits a pipeline with other stages, into new ones; returns notes on what was lost."""
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
-    updates = saving.updates_after(parts, made.t, saved_M=found.M, M=local.method.M)
-    merged = saving.merge(parts)
+    updates = state_trees.updates_after(parts, made.t, saved_M=found.M, M=local.method.M)
+    merged = state_trees.merge(parts)
     ends = dict(zip(found.cuts or [], parts, strict=False))  # by where a stage ends
     heads = {cut: part for cut, part in ends.items() if part["head"] is not None and made.method == local.method.name}
     local.start_at(made.t, new=True)
@@ -266,10 +266,10 @@ def _restore_changed(local: LocalStages, made: Checkpoint, found: Found) -> list
             stage_state.load_head(stage, head)
             lost |= {stage.k} if head is None else set()
         stage.advance_schedule(updates)
-        stage.late_updates = saving.late_updates_after(parts, updates)
+        stage.late_updates = state_trees.late_updates_after(parts, updates)
     missing = sorted({k for each in local.engine.exchange(sorted(lost)) for k in each})
     new = f"the heads of stages {', '.join(map(str, missing))} are new: the checkpoint has none at these cuts"
-    return saving.lost_batches(parts, made.replicas) + [new] * bool(missing)
+    return state_trees.lost_batches(parts, made.replicas) + [new] * bool(missing)
 
 
 # ---- export
