@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from statistics import median
+from types import ModuleType
 
 from page import RECORDS, Record, point, prose, records, source
 
@@ -31,18 +32,17 @@ def draw() -> None:
                 draw_one(record, path)
 
 
-def bench_section(name: str, record: Record) -> list[str]:
-    from offbeat.report import bench_table
-
+def rows_section(name: str, record: Record, table: ModuleType, picture_title: str = "") -> list[str]:
+    """The rows of a record as its table shows them; bench_table and until_table have the same functions."""
     return [
-        f"### {bench_table.heading(record)}",
+        f"### {table.heading(record)}",
         "",
-        markdown(list(bench_table.HEAD), bench_table.cells(record)),
+        markdown(list(table.HEAD), table.cells(record)),
         "",
-        *picture(name, "Samples per second of every row"),
-        *(point(said) for said in bench_table.advice(record)),
+        *(picture(name, picture_title) if picture_title else []),
+        *(point(said) for said in table.advice(record)),
         "",
-        *(point(said) for said in bench_table.notes(record)),
+        *(point(said) for said in table.notes(record)),
         *(point(f"Measured {remark}.") for remark in [record["provenance"].get("remark")] if remark),
         "",
         source(name, record),
@@ -228,36 +228,22 @@ def summary() -> list[str]:
     ]
 
 
-def until_section(name: str, record: Record) -> list[str]:
-    from offbeat.report import until_table
-
-    return [
-        f"### {until_table.heading(record)}",
-        "",
-        markdown(list(until_table.HEAD), until_table.cells(record)),
-        "",
-        *(point(line) for line in until_table.advice(record)),
-        "",
-        *(point(line) for line in until_table.notes(record)),
-        *(point(f"Measured {remark}.") for remark in [record["provenance"].get("remark")] if remark),
-        "",
-        source(name, record),
-        "",
-    ]
-
-
 def time_to_a_loss() -> list[str]:
     """Nothing where there are no records."""
+    from offbeat.report import until_table
+
     found = records("until")
     if not found:
         return []
     intro = "`offbeat bench --until-loss`: every row is trained on data until a validation loss or error."
     lines = ["## Time to a loss", "", intro, ""]
-    return lines + [line for name, record in found.items() for line in until_section(name, record)]
+    return lines + [line for name, record in found.items() for line in rows_section(name, record, until_table)]
 
 
 def section() -> list[str]:
     """Nothing where there are no records."""
+    from offbeat.report import bench_table
+
     benches, studies = records("bench"), records("scaling")
     if not benches and not studies:
         return time_to_a_loss()
@@ -272,7 +258,7 @@ def section() -> list[str]:
             *summary(),
         ]
     for name, record in benches.items():
-        lines += bench_section(name, record)
+        lines += rows_section(name, record, bench_table, "Samples per second of every row")
     for name, record in studies.items():
         lines += scaling_section(name, record)
     return lines + time_to_a_loss()

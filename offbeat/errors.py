@@ -200,6 +200,31 @@ def number(value: Any, meaning: str, allowed: str, fits: Callable[[float], bool]
         raise UserError(f"{meaning}{equals}{value!r}: {allowed}")
 
 
+def attempted(make: Callable[[], Any]) -> dict[str, Any]:
+    """The result of `make`, or the UserError that it raises, in the first process, which sends either to the others.
+
+    >>> attempted(lambda: 3)
+    {'made': 3}
+    """
+    try:
+        return {"made": make()}
+    except UserError as error:
+        return {"refused": str(error)}
+
+
+def result_of(outcome: dict[str, Any], *, refused: type[UserError] = UserError) -> Any:
+    """The result that `attempted` returned in the first process; its error is raised in every process, so that none
+    is left waiting.
+
+    >>> result_of(attempted(lambda: number(2, "beta", "use a factor below 1", lambda beta: beta < 1)))
+    Traceback (most recent call last):
+    offbeat.errors.UserError: beta=2: use a factor below 1
+    """
+    if "refused" in outcome:
+        raise refused(outcome["refused"])
+    return outcome["made"]
+
+
 def earliest(found: Iterable[NotFinite]) -> NotFinite:
     """The likely cause of several values that are not finite: the one whose last batch is the earliest."""
     return min(found, key=lambda error: max(error.batches))

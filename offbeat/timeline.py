@@ -93,7 +93,13 @@ class Span(NamedTuple):
 
 
 def timeline(method: Method, batches: int, costs: Costs) -> list[Span]:
-    """The spans of all stages for a number of batches, with fill and drain, in the order of each stage's program."""
+    """The spans of all stages for a number of batches, with fill and drain, in the order of each stage's program.
+
+    >>> from offbeat.methods import ADL
+    >>> stage_1 = [span for span in timeline(ADL(M=1), 4, Costs([1, 1], [2, 2])) if span.k == 1]
+    >>> print(" ".join(f"{span.operation}@v{span.version}" for span in stage_1))
+    F0@v0 F1@v0 F2@v0 B0@v0 U@v1 F3@v1 B1@v0 U@v2 B2@v0 U@v3 B3@v1 U@v4
+    """
     K = costs.K
     programs = [chain.from_iterable(method.steps(k, K, range(batches))) for k in range(1, K + 1)]
     ahead = [next(program, None) for program in programs]

@@ -25,7 +25,6 @@ from offbeat.interpreter import interpreted, steady_state, steps
 from offbeat.method import Method
 from offbeat.methods import METHODS, named
 from offbeat.ops import Backward, Update
-from offbeat.report.gantt import boxes
 from offbeat.studies.plan import Kept
 from offbeat.timeline import balanced, timeline
 
@@ -167,18 +166,17 @@ every_method = pytest.mark.parametrize(
 def test_timeline_and_picture_have_the_operations_and_versions_of_the_clock(name, windows):
     for run in runs(name, windows):
         spans = timeline(run.method, run.batches, balanced(run.K))
-        drawn = boxes(run.method, balanced(run.K), run.batches)
         for k in run.stages:
             operations = [event.operation for event in run.of(k)]
             assert [span.operation for span in spans if span.k == k] == operations, f"{run}, stage {k}"
             newest = 0
-            for event, box in zip(run.of(k), [box for box in drawn if box.span.k == k], strict=True):
+            for event, span in zip(run.of(k), [span for span in spans if span.k == k], strict=True):
                 version = event.version
                 if isinstance(event.operation, Update):
                     newest = event.version
                 elif isinstance(event.operation, Backward) and run.method.weights != "stash":
                     version = newest  # with current weights, whichever the forward used
-                assert (box.span.operation, box.version) == (event.operation, version), f"{run}, stage {k}"
+                assert (span.operation, span.version) == (event.operation, version), f"{run}, stage {k}"
 
 
 @every_method

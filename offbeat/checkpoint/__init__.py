@@ -17,15 +17,14 @@ complete. Stages may write their parts from different processes or machines into
 
 Writing raises CheckpointFailed where the disk is full or broken: call `abandon(folder)` instead of `finish`, and
 training can continue. `with_room(run, write)` removes old checkpoints of the run where the disk is full, and writes
-again. Reading raises CheckpointDamaged. To write while training continues, call `flatten(tree, copy=True)`, then
-`write_flat` with the result in a thread. Call `clean(run)` once, before a run starts to write.
+again. Reading raises CheckpointDamaged. Call `clean(run)` once, before a run starts to write.
 
     checkpoint, notes = newest(run)                       # the newest sound one; notes on damaged ones
     tree = checkpoint.stage(k)
 
 A tree (see `flatten`) is made of dicts, lists, tuples, None, bool, int, float, str, torch.dtype, torch.device and
 tensors. Tensors are read with their bits and their memory layout, which is part of the numerics; the same tensor in
-two places is stored once and read as one. Parameters are read as plain tensors, on the CPU or the given device.
+two places is stored once and read as one. Parameters are read as plain tensors, on the CPU.
 
 The part of stage k holds what `Pipeline.stage_states` returns for it (defined in core/state.py and worker.py):
 
@@ -68,7 +67,7 @@ from offbeat.checkpoint.folder import (
     read,
     verify,
 )
-from offbeat.checkpoint.parts import write_flat, write_part
+from offbeat.checkpoint.parts import write_part
 from offbeat.checkpoint.room import free, is_full, make_room, with_room
 from offbeat.checkpoint.tree import flatten, unflatten
 
@@ -97,6 +96,5 @@ __all__ = [
     "unflatten",
     "verify",
     "with_room",
-    "write_flat",
     "write_part",
 ]

@@ -32,7 +32,7 @@ from offbeat.checkpoint.parts import FORMAT, TENSORS, TREE, check_part, read_par
 from offbeat.errors import UserError, first_line
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 FOLDER, MANIFEST, RUN = "checkpoints", "manifest.json", "run.json"
 UNFINISHED, REPLACED = ".part", ".old.part"
@@ -91,7 +91,7 @@ class Checkpoint:
     def facts(self) -> dict[str, FileFacts]:
         return {facts.name: facts for facts in self.files}
 
-    def stage(self, k: int, *, replica: int = 0, device: torch.device | str | None = None) -> Any:
+    def stage(self, k: int, *, replica: int = 0) -> Any:
         """The tree of stage k; of another replica than 0 it has only what differs."""
         if not 1 <= k <= self.K:
             raise UserError(f"stage {k} of {self.path}: it has the stages 1 to {self.K}, use one of these")
@@ -99,7 +99,7 @@ class Checkpoint:
             raise UserError(
                 f"replica {replica} of {self.path}: it has {self.replicas}, counted from 0, use one of these"
             )
-        return self.part(part_name(k, replica), device=device)
+        return self.part(part_name(k, replica))
 
     @property
     def callbacks(self) -> list[str]:
@@ -111,9 +111,9 @@ class Checkpoint:
         """The names of all parts."""
         return part_names(self.K, self.replicas) + self.callbacks
 
-    def part(self, name: str, *, device: torch.device | str | None = None) -> Any:
+    def part(self, name: str) -> Any:
         """The tree of a part by its name."""
-        return read_part(self.path, name, self.facts, device=device)
+        return read_part(self.path, name, self.facts)
 
     def run(self) -> dict[str, Any]:
         """What belongs to the run rather than to a stage."""

@@ -14,7 +14,6 @@ from offbeat.checkpoint.safetensors_format import StoredTensor
 from offbeat.checkpoint.tree import NATIVE, flatten, references, unflatten
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 FORMAT = 1
@@ -23,12 +22,7 @@ TENSORS, TREE = ".safetensors", ".json"
 
 def write_part(folder: Path, name: str, tree: Any) -> list[FileFacts]:
     """Write a tree as `name.safetensors` and `name.json`; returns what the manifest lists."""
-    return write_flat(folder, name, *flatten(tree))
-
-
-def write_flat(folder: Path, name: str, tensors: Mapping[str, Tensor], plain: Any) -> list[FileFacts]:
-    """The same for the result of `flatten(tree, copy=True)`, which a thread may write while training goes on."""
-    return [write_file(folder / file, chunks) for file, chunks in part_files(name, tensors, plain).items()]
+    return [write_file(folder / file, chunks) for file, chunks in part_files(name, *flatten(tree)).items()]
 
 
 def part_files(name: str, tensors: Mapping[str, Tensor], plain: Any) -> dict[str, Iterable[bytes | memoryview]]:
@@ -65,11 +59,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
     return facts
 
 
-def read_part(folder: Path, name: str, facts: Mapping[str, FileFacts], *, device: torch.device | str | None) -> Any:
+def read_part(folder: Path, name: str, facts: Mapping[str, FileFacts]) -> Any:
     """The tree of a part; every byte of its files is checked first."""
     raw = load(folder, facts[f"{name}{TENSORS}"])
     plain, stored = check_part(folder, name, raw, load(folder, facts[f"{name}{TREE}"]))
-    return unflatten(read_tensors(raw, stored), plain, device=device)
+    return unflatten(read_tensors(raw, stored), plain)
 
 
 def check_part(

@@ -21,7 +21,6 @@ from offbeat.core.layout import Layout, laid_out, layout_of, memory_size, row_ma
 from offbeat.errors import UserError, first_line
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 LARGEST = 1 << 40  # bytes of one tensor's memory, gaps included
@@ -39,20 +38,18 @@ NATIVE = {  # torch's names of the types that a file holds as such; others are s
 }
 
 
-def flatten(tree: Any, *, copy: bool = False) -> tuple[dict[str, Tensor], Any]:
+def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
     """The tensors of a tree, row-major on the CPU, and the rest as JSON.
-
-    copy: in memory of their own, so that training can go on while they are written.
 
     >>> flatten({"lr": 0.1, 2: (True, None)})[1]
     ['dict', [['lr', 0.1], [2, ['tuple', [True, None]]]]]
     """
-    store = _Store(copy)
+    store = _Store()
     plain = codec.encode(tree, store.refer, purpose="be stored in a checkpoint")
     return store.tensors, plain
 
 
-def unflatten(tensors: Mapping[str, Tensor], plain: Any, *, device: torch.device | str | None = None) -> Any:
+def unflatten(tensors: Mapping[str, Tensor], plain: Any) -> Any:
     """The tree again, its tensors in new memory; the same tensor in two places is one.
 
     >>> unflatten({}, flatten({"lr": 0.1, 2: (True, None)})[1])
@@ -62,7 +59,7 @@ def unflatten(tensors: Mapping[str, Tensor], plain: Any, *, device: torch.device
 
     def resolve(name: Any, layout: Any = None) -> Tensor:
         if name not in restored:
-            restored[name] = _restored(tensors, name, {} if layout is None else layout, device)
+            restored[name] = _restored(tensors, name, {} if layout is None else layout)
         return restored[name]
 
     return _decoded(plain, resolve)
@@ -87,8 +84,7 @@ def _decoded(plain: Any, resolve: Any) -> Any:
 class _Store:
     """The tensors of a tree by name, and the references to them."""
 
-    def __init__(self, copy: bool) -> None:
-        self.copy = copy
+    def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.known: dict[Any, list[Any]] = {}  # references by device, address, dtype, shape and strides
 
@@ -114,7 +110,7 @@ class _Store:
         else:
             facts = {"stride": list(layout.strides), "begin": layout.offset}
             values = unexpanded(tensor, layout.strides)
-        stored = values.to("cpu", copy=self.copy, memory_format=torch.contiguous_format).contiguous()
+        stored = values.to("cpu", memory_format=torch.contiguous_format).contiguous()
         stored = stored.as_strided(stored.shape, row_major(stored.shape))  # dimensions of length 1 may have any stride
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in NATIVE:
@@ -134,9 +130,7 @@ class _Store:
         return name
 
 
-def _restored(
-    tensors: Mapping[str, Tensor], name: str, facts: Mapping[str, Any], device: torch.device | str | None
-) -> Tensor:
+def _restored(tensors: Mapping[str, Tensor], name: str, facts: Mapping[str, Any]) -> Tensor:
     """The tensor of that name in its own layout, which is checked before memory is allocated for it."""
     try:
         stored = tensors[name]
@@ -148,6 +142,6 @@ def _restored(
         if (size := memory_size(shape, layout) * dtype.itemsize) > LARGEST:
             raise ValueError(f"{size} bytes of memory, at most {LARGEST} are allowed")
         values = stored if dtype == stored.dtype else stored.clone().view(dtype)
-        return laid_out(values, shape, layout, device=device)
+        return laid_out(values, shape, layout)
     except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointDamaged(f"the tensor {name} does not fit its description ({first_line(error)})") from error

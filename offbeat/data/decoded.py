@@ -7,23 +7,23 @@ the same in every epoch, stay on the device where they fit: they are decoded onc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from offbeat.data.imagefolder import MEAN, STD, WHITE, Batch, ImageFolder
+from offbeat.data.order import Batches, Passes
 from offbeat.data.pixels import PixelTable, arranged
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DecodedOnHost:
+class DecodedOnHost(Passes):
     """A folder of images whose batches are decoded on the host, and copied to the device before they are normalised.
 
     A batch is computed on the CUDA stream that is current when it is requested.
 
     keeps   whether test images stay on the device
-    kept    their batches, as bytes, by the batch size of the last complete pass
+    kept    their batches, as bytes, by the size of the first in the last complete pass
     """
 
     name: str
@@ -54,32 +54,19 @@ class DecodedOnHost:
         keeps = limit is None or data.test_samples * math.prod(data.shape) <= limit
         return cls(*sizes, source, table, channels_last, keeps)
 
-    def train(
-        self,
-        *,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        skip: int = 0,
-        drop_last: bool = False,
-        share: tuple[int, int] = (0, 1),
-    ) -> Iterator[Batch]:
-        """One shuffled and augmented epoch without its first `skip` samples, which are not read."""
-        decoded = self.source.train(
-            batch_size=batch_size, seed=seed, epoch=epoch, skip=skip, drop_last=drop_last, share=share
-        )
-        return self._finished(self._copied(decoded))
+    def train_batches(self, parts: list[slice], *, seed: int, epoch: int) -> Batches:
+        return self._finished(self._copied(self.source.train_batches(parts, seed=seed, epoch=epoch)))
 
-    def test(self, *, batch_size: int) -> Iterator[Batch]:
-        """The test images once, in order, resized and cut at the centre."""
-        return self._finished(self._tests(batch_size))
+    def test_batches(self, parts: list[slice]) -> Batches:
+        return self._finished(self._tests(parts))
 
-    def _tests(self, batch_size: int) -> Iterator[Batch]:
-        if batch_size in self.kept:
-            yield from self.kept[batch_size]
+    def _tests(self, parts: list[slice]) -> Batches:
+        size = parts[0].stop - parts[0].start
+        if size in self.kept:
+            yield from self.kept[size]
             return
         batches = []
-        for batch in self._copied(self.source.test(batch_size=batch_size)):
+        for batch in self._copied(self.source.test_batches(parts)):
             if self.keeps:
                 batches.append(batch)
             yield batch
@@ -87,14 +74,14 @@ class DecodedOnHost:
             if self.table.device.type == "cuda":
                 torch.cuda.synchronize(self.table.device)  # copied on this stream, read on any other
             self.kept.clear()
-            self.kept[batch_size] = batches
+            self.kept[size] = batches
 
-    def _copied(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _copied(self, batches: Batches) -> Batches:
         device = self.table.device
         for pixels, labels in batches:
             yield pixels.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
-    def _finished(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _finished(self, batches: Batches) -> Batches:
         """Bytes (b, H, W, 3) as floats (b, 3, H, W)."""
         for pixels, labels in batches:
             images = self.table.floats(pixels.permute(0, 3, 1, 2))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from offbeat.data.augment import normalise
 from offbeat.data.images import testing_pixels, training_pixels
-from offbeat.data.order import epoch_order, generator, slices
+from offbeat.data.order import Batches, Passes, epoch_order, generator
 from offbeat.errors import UserError, require
 from offbeat.seeds import derive
 
@@ -41,7 +40,7 @@ class Files:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ImageFolder:
+class ImageFolder(Passes):
     """Images of classes that are folders; classes are numbered in the order of the sorted folder names.
 
     as_bytes   whether batches are bytes (b, H, W, 3), for those who arrange and normalise them
@@ -69,27 +68,16 @@ class ImageFolder:
     def test_samples(self) -> int:
         return len(self.test_files.paths)
 
-    def train(
-        self,
-        *,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        skip: int = 0,
-        drop_last: bool = False,
-        share: tuple[int, int] = (0, 1),
-    ) -> Iterator[Batch]:
-        """One shuffled epoch of random-resized crops and flips without its first `skip` samples, which are not read."""
-        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
+    def train_batches(self, parts: list[slice], *, seed: int, epoch: int) -> Batches:
+        """Random-resized crops and flips; other images are not read."""
         order = epoch_order(self.train_samples, seed=seed, epoch=epoch)
         return self._loaded(self.train_files, (seed, epoch), [order[part].tolist() for part in parts])
 
-    def test(self, *, batch_size: int) -> Iterator[Batch]:
-        """The test images once, in order, resized and cut at the centre."""
-        parts = slices(self.test_samples, batch_size=batch_size)
+    def test_batches(self, parts: list[slice]) -> Batches:
+        """Resized and cut at the centre."""
         return self._loaded(self.test_files, None, [list(range(part.start, part.stop)) for part in parts])
 
-    def _loaded(self, files: Files, seeds: tuple[int, int] | None, batches: list[list[int]]) -> Iterator[Batch]:
+    def _loaded(self, files: Files, seeds: tuple[int, int] | None, batches: list[list[int]]) -> Batches:
         reader = _Reader(files, self.shape, seeds, as_bytes=self.as_bytes)
         return _loaded(reader, batches, self.workers, pinned=self.pinned)
 
@@ -123,7 +111,7 @@ class _Reader(Dataset[Batch | UserError]):
         return training_pixels(self.files.paths[index], self.size, draws)
 
 
-def _loaded(reader: _Reader, batches: list[list[int]], workers: int, *, pinned: bool) -> Iterator[Batch]:
+def _loaded(reader: _Reader, batches: list[list[int]], workers: int, *, pinned: bool) -> Batches:
     # batch_size=None: an element of `batches` is one item of the reader. Without a generator of its own the DataLoader
     # would draw its workers' seed from torch's global one.
     loader = DataLoader(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from offbeat.data import augment
-from offbeat.data.order import epoch_order, generator, slices
+from offbeat.data.order import Batches, Passes, epoch_order, generator
 from offbeat.data.prefetch import prefetch
-
-Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class InMemory:
+class InMemory(Passes):
     """Images as uint8 (N, C, h, w), labels as int64 (N,), and the augmentation and normalisation of their batches."""
 
     name: str
@@ -46,23 +43,12 @@ class InMemory:
     def test_samples(self) -> int:
         return len(self.test_labels)
 
-    def train(
-        self,
-        *,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        skip: int = 0,
-        drop_last: bool = False,
-        share: tuple[int, int] = (0, 1),
-    ) -> Batches:
-        """One shuffled and augmented epoch without its first `skip` samples, prefetched."""
-        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
+    def train_batches(self, parts: list[slice], *, seed: int, epoch: int) -> Batches:
         return prefetch(self._train(parts, seed, epoch))
 
-    def test(self, *, batch_size: int) -> Batches:
-        """The test samples once, in order, normalised only, prefetched."""
-        return prefetch(self._test(slices(self.test_samples, batch_size=batch_size)))
+    def test_batches(self, parts: list[slice]) -> Batches:
+        """Normalised only."""
+        return prefetch(self._test(parts))
 
     def _train(self, parts: list[slice], seed: int, epoch: int) -> Batches:
         order = epoch_order(self.train_samples, seed=seed, epoch=epoch).numpy()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from offbeat.errors import UserError
 from offbeat.seeds import derive
+
+Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 def generator(purpose: str, *numbers: int) -> torch.Generator:
@@ -40,3 +45,36 @@ def slices(
     found = [slice(begin, min(begin + batch_size, samples)) for begin in range(skip, end, batch_size)]
     replica, replicas = share
     return found[: len(found) // replicas * replicas][replica::replicas]
+
+
+class CutIntoBatches(Protocol):
+    """A data set that makes its batches from slices: of the order of an epoch, or of the test samples."""
+
+    @property
+    def train_samples(self) -> int: ...
+    @property
+    def test_samples(self) -> int: ...
+    def train_batches(self, parts: list[slice], *, seed: int, epoch: int) -> Batches: ...
+    def test_batches(self, parts: list[slice]) -> Batches: ...
+
+
+class Passes:
+    """The passes over such a data set, as `offbeat.data.DataSet` describes them."""
+
+    def train(
+        self: CutIntoBatches,
+        *,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        skip: int = 0,
+        drop_last: bool = False,
+        share: tuple[int, int] = (0, 1),
+    ) -> Batches:
+        """One shuffled and augmented epoch without its first `skip` samples."""
+        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
+        return self.train_batches(parts, seed=seed, epoch=epoch)
+
+    def test(self: CutIntoBatches, *, batch_size: int) -> Batches:
+        """The test samples once, in order."""
+        return self.test_batches(slices(self.test_samples, batch_size=batch_size))

@@ -22,7 +22,7 @@ from offbeat.data import augment
 from offbeat.data.decoded import DecodedOnHost
 from offbeat.data.imagefolder import ImageFolder
 from offbeat.data.memory import InMemory
-from offbeat.data.order import epoch_order, generator, slices
+from offbeat.data.order import Batches, Passes, epoch_order, generator
 from offbeat.data.pixels import PixelTable, arranged
 from offbeat.data.synthetic import NOISE_STEP, OFFSETS, Synthetic, patch_of
 
@@ -33,7 +33,6 @@ PIECE = 64 * 2**20  # bytes of finished images that are computed at once
 PEAK_PIECES = 6  # memory at the peak: one piece in use, one waiting, one being computed and its intermediates
 SHARE = 0.25  # of the device's free memory that data may take: training needs the rest
 
-Batches = Iterator[tuple[Tensor, Tensor]]
 Making = Callable[[slice], tuple[Tensor, Tensor]]  # positions of an epoch -> their images and labels
 
 
@@ -45,7 +44,7 @@ class DeviceSource(Protocol):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Resident:
+class Resident(Passes):
     """A data set whose batches are computed on the device that holds its samples.
 
     Batches are views of pieces, which are freed with the last of their batches. A piece is computed on the CUDA stream
@@ -63,23 +62,11 @@ class Resident:
     channels_last: bool
     piece: int
 
-    def train(
-        self,
-        *,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        skip: int = 0,
-        drop_last: bool = False,
-        share: tuple[int, int] = (0, 1),
-    ) -> Batches:
-        """One shuffled and augmented epoch without its first `skip` samples."""
-        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
+    def train_batches(self, parts: list[slice], *, seed: int, epoch: int) -> Batches:
         return self._batches(lambda: self.source.epoch(seed, epoch), parts)
 
-    def test(self, *, batch_size: int) -> Batches:
-        """The test samples once, in order, normalised only."""
-        return self._batches(self.source.tests, slices(self.test_samples, batch_size=batch_size))
+    def test_batches(self, parts: list[slice]) -> Batches:
+        return self._batches(self.source.tests, parts)
 
     def _batches(self, begin: Callable[[], Making], parts: list[slice]) -> Batches:
         for batches, images, labels in _one_ahead(self._pieces(begin, parts)):

@@ -5,7 +5,6 @@ The data set is fixed; a sample is made when a batch needs it, so that 224x224 i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offbeat.data.order import epoch_order, generator, slices
+from offbeat.data.order import Batches, Passes, epoch_order, generator
 from offbeat.data.prefetch import prefetch
 from offbeat.errors import UserError
-
-Batches = Iterator[tuple[Tensor, Tensor]]
 
 GRID = 4  # a class pattern has GRID x GRID patches: coarse enough to survive convolution and pooling
 OFFSETS = 2**20
@@ -25,7 +22,7 @@ NOISE_STEP = 2_654_435_761  # odd, so that each of OFFSETS samples has an offset
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Synthetic:
+class Synthetic(Passes):
     """Sample i has class i mod classes; image = pattern of its class (std 1/2) + noise (std 1). The test samples follow
     the training samples."""
 
@@ -37,25 +34,14 @@ class Synthetic:
     noise: NDArray[np.float32]  # C*H*W + OFFSETS; a sample's noise is the window at its own offset
     name: str = "synthetic"
 
-    def train(
-        self,
-        *,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        skip: int = 0,
-        drop_last: bool = False,
-        share: tuple[int, int] = (0, 1),
-    ) -> Batches:
-        """One shuffled epoch without its first `skip` samples; nothing is augmented."""
-        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
+    def train_batches(self, parts: list[slice], *, seed: int, epoch: int) -> Batches:
+        """Nothing is augmented."""
         order = epoch_order(self.train_samples, seed=seed, epoch=epoch).numpy()
         return prefetch(self._batch(order[part]) for part in parts)
 
-    def test(self, *, batch_size: int) -> Batches:
-        """The test samples once, in order."""
+    def test_batches(self, parts: list[slice]) -> Batches:
         order = np.arange(self.train_samples, self.train_samples + self.test_samples)
-        return prefetch(self._batch(order[part]) for part in slices(self.test_samples, batch_size=batch_size))
+        return prefetch(self._batch(order[part]) for part in parts)
 
     def _batch(self, samples: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         _, height, width = self.shape

@@ -11,7 +11,7 @@ cut elsewhere every time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offbeat.data.order import epoch_order, generator, slices
+from offbeat.data.order import Batches, Passes, epoch_order, generator
 from offbeat.data.prefetch import prefetch
 from offbeat.errors import UserError, first_line, require
 
-Batches = Iterator[tuple[Tensor, Tensor]]
 TRAINING = 0.9  # share of the tokens
 PROBE = 8192  # bytes in which a NUL marks a file as binary
 TESTED = 1024  # most windows of a test
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Text:
+class Text(Passes):
     """Windows of one long sequence of tokens; inputs and targets are int64 (b, context)."""
 
     shape: tuple[int]  # the context
@@ -55,30 +54,17 @@ class Text:
             "bytes_per_token": self.bytes_per_token,
         }
 
-    def train(
-        self,
-        *,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        skip: int = 0,
-        drop_last: bool = False,
-        share: tuple[int, int] = (0, 1),
-    ) -> Batches:
-        """One epoch of `train_samples` windows without its first `skip`. Epochs follow each other through passes over
-        all windows, each in an order of its own."""
-        parts = slices(self.train_samples, batch_size=batch_size, skip=skip, drop_last=drop_last, share=share)
+    def train_batches(self, parts: list[slice], *, seed: int, epoch: int) -> Batches:
+        """Epochs follow each other through passes over all windows, each in an order of its own."""
         starts = self._starts(seed, epoch)
         return prefetch(self._batch(self.training, starts[part]) for part in parts)
 
-    def test(self, *, batch_size: int) -> Batches:
+    def test_batches(self, parts: list[slice]) -> Batches:
         """Windows spread evenly over the test tokens, in order."""
         (context,) = self.shape
         windows = (len(self.testing) - 1) // context
         starts = np.linspace(0, windows - 1, self.test_samples).astype(np.int64) * context
-        return prefetch(
-            self._batch(self.testing, starts[part]) for part in slices(self.test_samples, batch_size=batch_size)
-        )
+        return prefetch(self._batch(self.testing, starts[part]) for part in parts)
 
     def _starts(self, seed: int, epoch: int) -> NDArray[np.int64]:
         """Where the windows of an epoch begin."""

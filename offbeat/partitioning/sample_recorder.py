@@ -202,11 +202,8 @@ class SampleRecorder:
 
     def _check(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """A method that reads values and returns nothing warns of them, which is done here and not in the stages."""
-        self.whole += 1
-        try:
+        with self._as_a_whole():
             result = function(*resolved(args), **resolved(kwargs))
-        finally:
-            self.whole -= 1
         if result is not None:
             raise Untraceable(READS_VALUES)
 
@@ -239,6 +236,14 @@ class SampleRecorder:
 
     # ---- recording
 
+    @contextmanager
+    def _as_a_whole(self) -> Iterator[None]:
+        self.whole += 1
+        try:
+            yield
+        finally:
+            self.whole -= 1
+
     def _call(
         self,
         kind: str,
@@ -251,41 +256,26 @@ class SampleRecorder:
         optional: bool = False,
     ) -> Any:
         """Run as a whole and record it; returns the result with its parts known."""
-        self.whole += 1
-        try:
-            return self._recorded(kind, target, args, kwargs, run, owner, optional)
-        finally:
-            self.whole -= 1
-
-    def _recorded(
-        self,
-        kind: str,
-        target: Any,
-        args: Any,
-        kwargs: Any,
-        run: Callable[..., Any],
-        owner: str | None,
-        optional: bool,
-    ) -> Any:
-        if surroundings() != self.surroundings:
-            raise Untraceable("it runs under an autocast or inference mode of its own")
-        template = self._template((tuple(args), dict(kwargs)))
-        arguments = resolved((tuple(args), dict(kwargs)))
-        tensors = {id(leaf): leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)}
-        versions = {key: tensor._version for key, tensor in tensors.items() if not tensor.is_inference()}
-        memory = {key: self.known[key] for key in tensors if key in self.known}
-        result = run(*arguments[0], **arguments[1])
-        changed = [key for key, version in versions.items() if key in memory and tensors[key]._version != version]
-        written = tuple(memory[key] for key in changed)
-        for mark in written:
-            if type(mark) is State:
-                self.written_buffers.add(str(mark))
-        name = self._name(owner if owner is not None else self.owners[-1], kind, target)
-        given = {key: (tensors[key], memory[key]) for key in memory}
-        self._add(name, kind, target, template, owner, written, (result, [tensors[key] for key in changed]), given)
-        if isinstance(result, Tensor) and any(tensors[key] is result for key in changed):
-            return result  # x.add_(1) is x
-        return self._unresolved(result, Ref(name)) if optional else self._bind(result, Ref(name), given)
+        with self._as_a_whole():
+            if surroundings() != self.surroundings:
+                raise Untraceable("it runs under an autocast or inference mode of its own")
+            template = self._template((tuple(args), dict(kwargs)))
+            arguments = resolved((tuple(args), dict(kwargs)))
+            tensors = {id(leaf): leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)}
+            versions = {key: tensor._version for key, tensor in tensors.items() if not tensor.is_inference()}
+            memory = {key: self.known[key] for key in tensors if key in self.known}
+            result = run(*arguments[0], **arguments[1])
+            changed = [key for key, version in versions.items() if key in memory and tensors[key]._version != version]
+            written = tuple(memory[key] for key in changed)
+            for mark in written:
+                if type(mark) is State:
+                    self.written_buffers.add(str(mark))
+            name = self._name(owner if owner is not None else self.owners[-1], kind, target)
+            given = {key: (tensors[key], memory[key]) for key in memory}
+            self._add(name, kind, target, template, owner, written, (result, [tensors[key] for key in changed]), given)
+            if isinstance(result, Tensor) and any(tensors[key] is result for key in changed):
+                return result  # x.add_(1) is x
+            return self._unresolved(result, Ref(name)) if optional else self._bind(result, Ref(name), given)
 
     def _unresolved(self, result: Any, ref: Ref) -> Unresolved:
         made = Unresolved(ref, result)

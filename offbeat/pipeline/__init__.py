@@ -14,14 +14,14 @@ Run batch by batch:
 
     local_stages  the stages of this process: made with the first batch, stepped, drained; what the parts share
     batches       batches as inputs and targets of the stages, and the loss of the model itself
-    training      batches on their path from a loader into the first stage; epochs: epoch after epoch
+    loading       batches on their path from a loader into the first stage; epochs: epoch after epoch
     training_loop, callback, late_losses
                   what surrounds the batches of `fit`: callbacks, evaluation, losses in every process, stopping
     callback_states
                   the states of callbacks in checkpoints
     schedules     how many updates there are, and whether a scheduler has that length
     evaluation    a pass of a loader through the stages, beside training
-    saving        the state of the stages between batches; checkpoints: in a folder
+    state_trees   the state of the stages between batches, as trees; checkpoints: in a folder
     observation   traces, diagnoses, reports and measured staleness
     guard         what happens after a failure; model_state: whether the whole model is the newest
 

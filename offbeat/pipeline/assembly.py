@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, product
 from typing import Any
 
@@ -24,7 +25,7 @@ from offbeat.core.stage_network import Loss
 from offbeat.core.worker import Links, Worker
 from offbeat.engines import Engine
 from offbeat.engines.devices import present
-from offbeat.errors import NotFinite, UserError, earliest
+from offbeat.errors import NotFinite, UserError, attempted, earliest, result_of
 from offbeat.method import Method
 from offbeat.ops import LESSON, Backward
 from offbeat.pipeline.model_cut import ModelCut
@@ -162,34 +163,33 @@ class Assembler:
     def _with_method(self, assembly: Assembly, method: Method) -> Assembly:
         order = self.engine.ordered(method)
         make_executor = self.engine.executor_maker(order)
-        stages, workers = {}, []
-        for k in self.engine.here:
-            loss = self.loss if k == self.K or method.feedback == "local" else None
-            stage = self.make_stage(
+        stages = {
+            k: self.make_stage(
                 k,
                 self.K,
                 assembly.parts[k - 1],
                 method=order,
-                loss=loss,
+                loss=self.loss if k == self.K or method.feedback == "local" else None,
                 output=assembly.outputs[k - 1],
                 replica=assembly.replica,
                 replicas=self.engine.replicas,
             )
-            stages[k] = stage
-        for k, stage in stages.items():
-            workers.append(
-                Worker(
-                    stage,
-                    order,
-                    assembly.links[k],
-                    executor=make_executor(stage),
-                    barrier=self.engine.barrier,
-                    window_sum=self.engine.window_sum(k, assembly.replica),
-                    norm_exchange=self.engine.norm_exchange(k, assembly.replica),
-                    compression=Compression(self.messages),
-                    interleaves=self.engine.interleaves,
-                )
+            for k in self.engine.here
+        }
+        workers = [
+            Worker(
+                stage,
+                order,
+                assembly.links[k],
+                executor=make_executor(stage),
+                barrier=self.engine.barrier,
+                window_sum=self.engine.window_sum(k, assembly.replica),
+                norm_exchange=self.engine.norm_exchange(k, assembly.replica),
+                compression=Compression(self.messages),
+                interleaves=self.engine.interleaves,
             )
+            for k, stage in stages.items()
+        ]
         return replace(assembly, method=method, stages=stages, workers=workers)
 
     def _correctors(self, stages: dict[int, Stage]) -> list[str]:
@@ -204,20 +204,16 @@ class Assembler:
 
         Where the model was traced on the sample, the others trace it on the same one.
         """
-        decision: dict[str, Any] = {}
-        made = None
-        if self.engine.leads:
-            try:
-                made = self.cut.partition(sample, cuts=cuts)
-                self._check_ties(made)
-                decision |= {"cuts": made.cuts, "trace": made.trace, "costs": list(made.costs)}
-                if made.trace == "sample":
-                    decision["sample"] = pytree.tree_map_only(Tensor, Tensor.cpu, sample)
-            except UserError as error:
-                decision["refused"] = str(error)
-        decision = self.engine.share(decision, 1)
-        if "refused" in decision:
-            raise UserError(decision["refused"])
+        made: cutting.Partition | None = None
+
+        def decide() -> dict[str, Any]:
+            nonlocal made
+            made = self.cut.partition(sample, cuts=cuts)
+            self._check_ties(made)
+            traced_on = {"sample": pytree.tree_map_only(Tensor, Tensor.cpu, sample)} if made.trace == "sample" else {}
+            return {"cuts": made.cuts, "trace": made.trace, "costs": list(made.costs), **traced_on}
+
+        decision = result_of(self.engine.share(attempted(decide) if self.engine.leads else None, 1))
         if made is None:
             sample = pytree.tree_map_only(Tensor, lambda x: x.to(present(self.device)), decision.get("sample"))
             made = self.cut.partition(sample, cuts=list(decision["cuts"]), trace=decision["trace"])
@@ -245,15 +241,8 @@ class Assembler:
 
     def _outputs(self, parts: list[nn.Module], sample: Any) -> list[Any]:
         """Shape of one sample's output of every stage, and the number of classes, found by the first process."""
-        found: dict[str, Any] = {}
-        if self.engine.leads:
-            try:
-                found = shapes_and_classes(self.model, parts, sample, self.device, self.method.name)
-            except UserError as error:
-                found = {"refused": str(error)}
-        found = self.engine.share(found, 1)
-        if "refused" in found:
-            raise UserError(found["refused"])
+        find = partial(shapes_and_classes, self.model, parts, sample, self.device, self.method.name)
+        found = result_of(self.engine.share(attempted(find) if self.engine.leads else None, 1))
         return [(tuple(shape), found["classes"]) for shape in found["shapes"]]
 
     def _connect(self, entrance: Link) -> tuple[dict[int, Links], dict[int, Link | None]]:

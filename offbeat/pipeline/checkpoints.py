@@ -22,9 +22,9 @@ from offbeat.core import state as stage_state
 from offbeat.core.stage import Stage
 from offbeat.correctors import as_text
 from offbeat.engines import Engine
-from offbeat.errors import NotRestored, UserError, warn_caller
+from offbeat.errors import NotRestored, UserError, attempted, result_of, warn_caller
 from offbeat.method import Method
-from offbeat.pipeline import saving
+from offbeat.pipeline import state_trees
 
 if TYPE_CHECKING:
     from offbeat.pipeline.local_stages import LocalStages
@@ -37,16 +37,13 @@ def save(local: LocalStages, folder: Path, *, keep: int) -> Path:
     """Write a checkpoint; CheckpointFailed in every process if one cannot write."""
     local.settle()
     local.callback_states.settle()
-    engine, t, failed = local.engine, local.batches, None
-    if engine.leads:
-        try:
-            checkpoint.clean(folder)
-            checkpoint.begin(folder, t)
-        except UserError as error:
-            failed = str(error)
-    failed = engine.share(failed, 1)
-    if failed:
-        raise CheckpointFailed(failed)
+    engine, t = local.engine, local.batches
+
+    def begin() -> None:
+        checkpoint.clean(folder)
+        checkpoint.begin(folder, t)
+
+    result_of(engine.share(attempted(begin) if engine.leads else None, 1), refused=CheckpointFailed)
     reports = engine.exchange(_write_parts(local, folder))
     problems = [report["failed"] for report in reports if report["failed"]]
     if engine.leads:
@@ -185,27 +182,20 @@ def load(local: LocalStages, folder: Path) -> None:
 
 def find(engine: Engine, folder: Path) -> Found:
     """The newest valid checkpoint in a folder, or the one that it is; the first process looks."""
-    shared: dict[str, Any] = {}
-    if engine.leads:
-        try:
-            made, notes = _newest(folder)
-            run = made.run()
-            recipe = run.get("recipe", {})
-            pipeline = run.get("pipeline", {"cuts": recipe.get("cuts"), "M": recipe.get("settings", {}).get("M")})
-            place = [run.get("epoch", 0), run.get("epoch_batches", made.t), run.get("micro_batches")]
-            shared = {
-                "name": None if made.path == folder else made.path.name,
-                "found": [made.t, made.K, made.replicas, made.mode, *place, pipeline],
-            }
-            for note in notes:
-                warn_caller(note, NotRestored)
-        except UserError as error:
-            shared = {"refused": str(error)}
-    shared = engine.share(shared, 1)
-    if "refused" in shared:
-        raise UserError(shared["refused"])
-    path = folder if shared["name"] is None else folder / FOLDER / shared["name"]
-    return Found(path, *shared["found"])
+
+    def look() -> list[Any]:
+        made, notes = _newest(folder)
+        run = made.run()
+        recipe = run.get("recipe", {})
+        pipeline = run.get("pipeline", {"cuts": recipe.get("cuts"), "M": recipe.get("settings", {}).get("M")})
+        place = [run.get("epoch", 0), run.get("epoch_batches", made.t), run.get("micro_batches")]
+        for note in notes:
+            warn_caller(note, NotRestored)
+        name = None if made.path == folder else made.path.name
+        return [name, made.t, made.K, made.replicas, made.mode, *place, pipeline]
+
+    name, *found = result_of(engine.share(attempted(look) if engine.leads else None, 1))
+    return Found(folder if name is None else folder / FOLDER / name, *found)
 
 
 def _newest(folder: Path) -> tuple[Checkpoint, list[str]]:
@@ -260,8 +250,8 @@ def _same(local: LocalStages, made: Checkpoint, found: Found, trees: Mapping[int
 def _restore_changed(local: LocalStages, made: Checkpoint, found: Found) -> list[str]:
     """Load what fits a pipeline with other stages, into new ones; returns notes on what was lost."""
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
-    updates = saving.updates_after(parts, made.t, saved_M=found.M, M=local.method.M)
-    merged = saving.merge(parts)
+    updates = state_trees.updates_after(parts, made.t, saved_M=found.M, M=local.method.M)
+    merged = state_trees.merge(parts)
     ends = dict(zip(found.cuts or [], parts, strict=False))  # by where a stage ends
     heads = {cut: part for cut, part in ends.items() if part["head"] is not None and made.method == local.method.name}
     local.start_at(made.t, new=True)
@@ -276,10 +266,10 @@ def _restore_changed(local: LocalStages, made: Checkpoint, found: Found) -> list
             stage_state.load_head(stage, head)
             lost |= {stage.k} if head is None else set()
         stage.advance_schedule(updates)
-        stage.late_updates = saving.late_updates_after(parts, updates)
+        stage.late_updates = state_trees.late_updates_after(parts, updates)
     missing = sorted({k for each in local.engine.exchange(sorted(lost)) for k in each})
     new = f"the heads of stages {', '.join(map(str, missing))} are new: the checkpoint has none at these cuts"
-    return saving.lost_batches(parts, made.replicas) + [new] * bool(missing)
+    return state_trees.lost_batches(parts, made.replicas) + [new] * bool(missing)
 
 
 # ---- export

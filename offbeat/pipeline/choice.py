@@ -12,7 +12,7 @@ from torch import nn
 from offbeat.core.metrics import batch_size
 from offbeat.core.precision import PrecisionPolicy
 from offbeat.engines import Engine
-from offbeat.errors import LateGradients, UserError, warn_caller
+from offbeat.errors import LateGradients, UserError, attempted, result_of, warn_caller
 from offbeat.method import Method, StalenessWarmup
 from offbeat.methods import with_staleness_warmup
 from offbeat.partitioning.batch_times import batch_seconds, smallest_batch
@@ -88,20 +88,16 @@ class MethodChoice:
         settings, smallest = self.settings, smallest_batch(model, NORMALIZED)
         if self.batch is None:
             settings = {"M": 1, **settings}
-        measured: dict[str, Any] = {}
-        if engine.leads:
+
+        def measure() -> dict[str, Any]:
             batch = self.batch or batch_size(sample)
-            try:
-                if sample is None:
-                    raise UserError('method="auto" measures on a batch: give sample=, or train a batch before this')
-                seconds = batch_seconds(model, sample, device=device, precision=precision)
-                times = measured_times(self.K, batch=batch, settings=settings, seconds=seconds, smallest=smallest)
-                measured = {"batch": batch, "times": times}
-            except UserError as error:
-                measured = {"refused": str(error)}
-        measured = engine.share(measured, 1)
-        if "refused" in measured:
-            raise UserError(measured["refused"])
+            if sample is None:
+                raise UserError('method="auto" measures on a batch: give sample=, or train a batch before this')
+            seconds = batch_seconds(model, sample, device=device, precision=precision)
+            times = measured_times(self.K, batch=batch, settings=settings, seconds=seconds, smallest=smallest)
+            return {"batch": batch, "times": times}
+
+        measured = result_of(engine.share(attempted(measure) if engine.leads else None, 1))
         known = dict(measured["times"]).__getitem__
         found = recommend(self.K, batch=measured["batch"], settings=settings, seconds=known, smallest=smallest)
         return replace(self, method=found.method, measures=False, recommendation=found)

@@ -7,9 +7,9 @@ from itertools import chain
 
 from offbeat.core.links import Message
 from offbeat.errors import UserError
-from offbeat.pipeline import batches, checks, schedules, training
+from offbeat.pipeline import batches, checks, loading, schedules
+from offbeat.pipeline.loading import Loader
 from offbeat.pipeline.local_stages import Given, LocalStages
-from offbeat.pipeline.training import Loader
 
 AfterEpoch = Callable[[int], object]  # returns an iterator of work that is left, done a little at a time, or anything
 
@@ -97,35 +97,35 @@ def _epoch(local: LocalStages, loader: Loader | None, epoch: int, *, own_share: 
         loop.epoch = epoch
     if local.first:
         yield from _read(local, loader, epoch, own_share=own_share)
-        mark = Message(local.batches, loop.stopped if loop else None, kind=training.EPOCH_END)
+        mark = Message(local.batches, loop.stopped if loop else None, kind=loading.EPOCH_END)
     else:
-        yield from training.follow_epoch(lambda: local.assembled(None).workers[0], local.batches)
+        yield from loading.follow_epoch(lambda: local.assembled(None).workers[0], local.batches)
         mark = local.assembled(None).workers[0].ahead()
         if loop:
             loop.stopped = mark.content
     local.compare_replicas()
     for assembly in local.assembly.replicas if local.assembly else ():
-        training.pass_on(mark, assembly.workers)
+        loading.pass_on(mark, assembly.workers)
 
 
 def _read(local: LocalStages, loader: Loader | None, epoch: int, *, own_share: bool) -> Iterator[Given]:
     """The batches of an epoch that have not been trained, up to where a callback stops training."""
     begin = local.epoch_start[1]
-    read = training.read_epoch(loader, epoch, begin)
+    read = loading.read_epoch(loader, epoch, begin)
     divided = (1, [0]) if own_share else (local.replicas, local.engine.replicas_here)
     stops = local.loop.stops if local.loop else None
-    groups = _split(local, training.until(stops, training.shares(read, *divided)))
+    groups = _split(local, loading.until(stops, loading.shares(read, *divided)))
     if local.found is not None:  # the trained batches may be all
         ahead = next(groups)
         local.assembled(batches.input_and_target(*ahead[0])[0])
         groups = chain([ahead], groups)
-    yield from training.after(local.batches - begin, epoch, groups)
+    yield from loading.after(local.batches - begin, epoch, groups)
 
 
 def _make_stages(local: LocalStages, loader: Loader | None, epoch: int) -> None:
     """Load the checkpoint that was found into stages, made with a batch that is not trained."""
     with local.guard(computes=False):
-        sample = next(training.read_epoch(loader, epoch, 0)) if local.first else (None, None)
+        sample = next(loading.read_epoch(loader, epoch, 0)) if local.first else (None, None)
         local.assembled(batches.input_and_target(*sample)[0] if local.first else None)
 
 

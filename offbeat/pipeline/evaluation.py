@@ -27,8 +27,8 @@ from offbeat.core.stage_network import Loss
 from offbeat.errors import UserError, first_line
 from offbeat.pipeline import batches, checks
 from offbeat.pipeline.assembly import Assembly
+from offbeat.pipeline.loading import Batches
 from offbeat.pipeline.local_stages import LocalStages
-from offbeat.pipeline.training import Batches
 
 END = Message(-1, kind="end")
 FAILED = "failed"  # the kind of a message with the reason why an evaluation failed

@@ -16,7 +16,7 @@ from offbeat.core.stage import Stage
 from offbeat.core.worker import SAVE, Worker
 from offbeat.errors import NotFinite, UserError, stage_name
 from offbeat.method import Method
-from offbeat.pipeline import batches, checkpoints, saving, training
+from offbeat.pipeline import batches, checkpoints, loading, state_trees
 from offbeat.pipeline.assembly import Assembler, Assembly
 from offbeat.pipeline.callback_states import CallbackStates
 from offbeat.pipeline.choice import MethodChoice
@@ -156,7 +156,7 @@ class LocalStages:
             self.choose_method(cutting.as_dict(x))
         if not self.first or x is None:
             return [(x, y)] * self.method.M
-        return training.split(x, y, M=self.method.M, batch=self.batch, t=self.batches)
+        return loading.split(x, y, M=self.method.M, batch=self.batch, t=self.batches)
 
     def step(self, given: Given) -> None:
         """A local iteration of every stage, with a batch for each replica of this process."""
@@ -168,7 +168,7 @@ class LocalStages:
             if self.first:
                 for replica, each in zip(assembly.replicas, entering, strict=True):
                     batch = self.engine.take(each, self.device)
-                    training.enter(self.batches, *batch, entrance=replica.links[1].inputs, m=self.method.m)
+                    loading.enter(self.batches, *batch, entrance=replica.links[1].inputs, m=self.method.m)
             self._run(assembly, self.batches)
         self.batches += 1
         self.model_state.newest = False
@@ -197,10 +197,10 @@ class LocalStages:
         self.finish()
         with self.guard():
             diagnoses = self.observation.diagnoses
-            states = [saving.states(one, diagnoses, keep_on=True) for one in before.replicas]
+            states = [state_trees.states(one, diagnoses, keep_on=True) for one in before.replicas]
             after = self.start_at(self.batches)
             for old, new, trees in zip(before.replicas, after.replicas, states, strict=True):
-                saving.hand_over(old, new, diagnoses, trees, self.batches)
+                state_trees.hand_over(old, new, diagnoses, trees, self.batches)
 
     # ---- the end of the batches in flight
 
@@ -288,7 +288,7 @@ class LocalStages:
             with self.guard():
                 self.engine.run([worker.catch_up(wait=self.engine.waits) for worker in pipelined])
         self.settle()
-        return saving.states_of_replicas(self.assembly, self.observation.diagnoses, keep_on=keep_on)
+        return state_trees.states_of_replicas(self.assembly, self.observation.diagnoses, keep_on=keep_on)
 
     def load_states(self, trees: Mapping[int, Any], batches: int) -> None:
         """Continue from states that were saved after that many batches."""
@@ -298,7 +298,7 @@ class LocalStages:
         with self.guard():
             self.assembly.settle()
             for replica in self.start_at(batches).replicas:
-                saving.load(replica, self.observation.diagnoses, trees, batches)
+                state_trees.load(replica, self.observation.diagnoses, trees, batches)
 
     def check_drained(self, call: str) -> None:
         """Refuse a call that would lose batches in flight."""

@@ -36,10 +36,10 @@ from offbeat.pipeline.assembly import Assembler, Assembly
 from offbeat.pipeline.choice import MethodChoice
 from offbeat.pipeline.epochs import AfterEpoch
 from offbeat.pipeline.late_losses import LossChain
+from offbeat.pipeline.loading import Batches, Loader
 from offbeat.pipeline.local_stages import LocalStages
 from offbeat.pipeline.model_cut import ModelCut
 from offbeat.pipeline.placement import Placement
-from offbeat.pipeline.training import Batches, Loader
 from offbeat.pipeline.training_loop import Evaluation
 from offbeat.pipeline.view import PipelineView
 

@@ -12,7 +12,7 @@ from offbeat.pipeline import checks, schedules
 from offbeat.pipeline.callback import TrainingStep, check_callbacks
 from offbeat.pipeline.callback_states import restore
 from offbeat.pipeline.late_losses import LossReader
-from offbeat.pipeline.training import Batches, Loader
+from offbeat.pipeline.loading import Batches, Loader
 
 if TYPE_CHECKING:
     from offbeat.pipeline.local_stages import LocalStages

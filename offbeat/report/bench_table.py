@@ -75,12 +75,24 @@ def other_cuts(record: Record) -> list[str]:
     return [f"Cuts, for the samples on which stages compute: {'; '.join([str(whole), *others])}."] if others else []
 
 
+def title(row: RowRecord) -> str:
+    return row["title"] + (f", m={row['micro_batches']}" if row["micro_batches"] else "")
+
+
+def source(record: Record) -> str:
+    """Where a record comes from."""
+    made = record["provenance"]
+    return (
+        f"`{' '.join(made['command'])}`, commit {(made['commit'] or 'unknown')[:12]}, torch "
+        f"{made['versions']['torch']}, {made['machine']}; cuts {list(record['settings']['cuts'])}."
+    )
+
+
 def gradient(row: RowRecord) -> str:
     """Exact, or how many updates late."""
     if row["exact"]:
         return "exact"
-    late = max(row["staleness"])
-    return f"late by {late:.3g}"
+    return f"late by {max(row['staleness']):.3g}"
 
 
 def cells(record: Record) -> list[list[str]]:
@@ -91,7 +103,7 @@ def cells(record: Record) -> list[list[str]]:
         share = share_of_bound(row, record)
         found.append(
             [
-                row["title"] + (f", m={row['micro_batches']}" if row["micro_batches"] else ""),
+                title(row),
                 ranged(row["samples_per_second"]),
                 f"{times_faster(row, rows['bp']):.2f}" if "bp" in rows else "",
                 f"{times_faster(row, best):.2f}" if best else "",
@@ -250,7 +262,6 @@ def rows_left_out(record: Record) -> list[str]:
 
 def page(record: Record) -> str:
     """table.md."""
-    made = record["provenance"]
     lines = [
         f"# {heading(record)}",
         "",
@@ -264,8 +275,7 @@ def page(record: Record) -> str:
         "",
         *(f"- {note}" for note in notes(record)),
         "",
-        f"`{' '.join(made['command'])}`, commit {(made['commit'] or 'unknown')[:12]}, torch "
-        f"{made['versions']['torch']}, {made['machine']}; cuts {list(record['settings']['cuts'])}.",
+        source(record),
         "",
     ]
     return "\n".join(lines)

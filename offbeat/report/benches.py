@@ -11,8 +11,8 @@ from offbeat.errors import first_line
 from offbeat.report import bench_table
 from offbeat.report import figures as drawn
 from offbeat.report.overview import ran
-from offbeat.report.read import numbers, read_json
-from offbeat.report.sections import Block, Drawing, Section, charts, figures, missing, notes, table
+from offbeat.report.read import mapping, numbers, read_json
+from offbeat.report.sections import Block, Drawing, ReportPart, Section, charts, figures, missing, notes, table
 
 LETTERS = (("K", "K"), ("b", "batch_size"))
 ODD = (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError)  # raised by a record that is not complete
@@ -41,28 +41,24 @@ def opened(path: Path, first: Section) -> dict[str, Any]:
         problems.append(f"{path.name} holds no JSON object")
     for problem in problems:
         first.add(missing(problem, warn=True))
-    return content if isinstance(content, dict) else {}
+    return mapping(content)
 
 
 def described(content: Mapping[str, Any]) -> Block:
-    provenance, settings = content.get("provenance"), content.get("settings")
-    return ran(
-        provenance if isinstance(provenance, dict) else {}, more=flat(settings if isinstance(settings, dict) else {})
-    )
+    return ran(mapping(content.get("provenance")), more=flat(mapping(content.get("settings"))))
 
 
 def title_of(content: Mapping[str, Any], path: Path, names: Sequence[tuple[str, str]] = LETTERS) -> str:
     """The network, and these settings by their letters."""
-    settings = content.get("settings")
-    settings = settings if isinstance(settings, dict) else {}
+    settings = mapping(content.get("settings"))
     if not settings.get("model"):
         return path.name
     letters = [f"{letter}={settings[key]}" for letter, key in names if settings.get(key)]
     return ", ".join([str(settings["model"]), *letters])
 
 
-def bench(path: Path, name: str) -> tuple[str, str, list[Section]]:
-    """Title, kind and sections of a benchmark."""
+def bench(path: Path, name: str) -> ReportPart:
+    """The rows of a benchmark."""
     first = Section("What was run")
     content = opened(path / "bench.json", first)
     rows = drawn.measured(content.get("rows"))
@@ -72,8 +68,9 @@ def bench(path: Path, name: str) -> tuple[str, str, list[Section]]:
     title = f"Benchmark: {title_of(content, path)}"
     if not rows:
         none = missing("no row has been measured: run `offbeat bench` to its end")
-        return title, "Benchmark", [first, Section("Speed").add(none)]
-    return title, "Benchmark", [first, _speeds(rows, content, name), *_choice(content), _memory(rows, name)]
+        return ReportPart(title, "Benchmark", [first, Section("Speed").add(none)])
+    sections = [first, _speeds(rows, content, name), *_choice(content), _memory(rows, name)]
+    return ReportPart(title, "Benchmark", sections)
 
 
 def _speed(row: Mapping[str, Any]) -> float:
@@ -107,7 +104,7 @@ def _speeds(rows: Sequence[dict[str, Any]], content: dict[str, Any], name: str) 
         "lighter bars have late gradients.",
     )
     bound = content.get("bound")
-    limit = isinstance(bound, dict) and numbers(bound.get("samples_per_second"))
+    limit = numbers(mapping(bound).get("samples_per_second"))
     caption = "Dashed: what the cuts of ADL allow, the slowest stage alone without messages." if limit else ""
     chart = drawn.speeds(sorted(rows, key=_speed, reverse=True), bound)
     return section.add(charts(Drawing(f"{name}-speed", "Samples per second", chart, caption)), _table(content))

@@ -21,10 +21,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from offbeat.report.formatting import document
+from offbeat.report.formatting import counted, document
 from offbeat.runs.recipe import Recipe, from_json, make_recipe
 from offbeat.runs.record import lines
-from offbeat.runs.task import CLASSIFICATION, TASKS, LearningTask
+from offbeat.runs.task import CLASSIFICATION, LearningTask, task_named
 
 ALL_LOCKS = {"forward", "backward", "update"}
 STAGES_IN_FULL = 4  # of more stages, only the first and the last are shown; the JSON has all
@@ -78,7 +78,7 @@ class Comparison:
 
     @property
     def learning_task(self) -> LearningTask:
-        return next(task for task in TASKS if task.name == self.task)
+        return task_named(self.task)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -175,12 +175,10 @@ def _reason(record: list[dict[str, Any]]) -> str:
 
 def _title(asked: dict[str, Any], recipes: list[Recipe]) -> str:
     first, seeds = recipes[0], asked["seeds"]
-    runs = f"{seeds} seeds" if seeds > 1 else "1 seed"
     K = max(recipe.K for recipe in recipes)
-    epochs = f"{first.epochs} epochs" if first.epochs > 1 else "1 epoch"
     per_update = asked.get("batch_per_update")
     match = f"{per_update} samples per update" if per_update else f"--match {asked['match']}"
-    return f"{first.model} on {first.data}, K={K}, {epochs}, {runs}, {match}"
+    return f"{first.model} on {first.data}, K={K}, {counted(first.epochs, 'epoch')}, {counted(seeds, 'seed')}, {match}"
 
 
 def _rule(asked: dict[str, Any], recipes: list[Recipe]) -> str:
@@ -287,15 +285,18 @@ def columns(comparison: Comparison) -> tuple[str, ...]:
     )
 
 
-def table(comparison: Comparison) -> Table:
-    """For a terminal of 80 columns and more: long names and the figures of stages go over several lines.
-
-    A column that no row has a figure for is left out.
-    """
+def filled(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows without the columns that no row has a figure for."""
     headings, rows = columns(comparison), [cells(row, comparison.learning_task) for row in comparison.rows]
     shown = [place for place in range(len(headings)) if any(row[place] != "-" for row in rows)]
+    return [headings[place] for place in shown], [[row[place] for place in shown] for row in rows]
+
+
+def table(comparison: Comparison) -> Table:
+    """For a terminal of 80 columns and more: long names and the figures of stages go over several lines."""
+    headings, rows = filled(comparison)
     made = Table(title=comparison.title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
-    for name in (headings[place] for place in shown):
+    for name in headings:
         heading = name.replace(" per stage", "\nper stage").replace("BN batch", "BN\nbatch")
         heading = heading.replace("per update", "per\nupdate")
         breaks = name == "method" or name.endswith("per stage")
@@ -307,7 +308,7 @@ def table(comparison: Comparison) -> Table:
             overflow="fold",
         )
     for row in rows:
-        made.add_row(row[0].replace(":", " "), *(row[place] for place in shown[1:]))
+        made.add_row(row[0].replace(":", " "), *row[1:])
     return made
 
 

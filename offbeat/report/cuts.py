@@ -10,7 +10,6 @@ from offbeat.errors import UserError
 from offbeat.runs.recipe import Recipe
 from offbeat.runs.task import LANGUAGE
 
-KNOWN = {"cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100)}  # shape and classes, without their files
 BYTES = 256  # vocabulary of a text without a tokenizer
 
 
@@ -37,11 +36,12 @@ def _facts(recipe: Recipe) -> tuple[tuple[int, ...] | None, int | None]:
     """Shape of a sample and classes, where they can be known without the data's files."""
     from offbeat import data
 
-    if recipe.data in KNOWN:
-        return KNOWN[recipe.data]
+    kind = data.KINDS.get(recipe.data)
+    if kind and kind.fixed:
+        return kind.fixed
     if recipe.task is LANGUAGE:
         return recipe.shape, None if recipe.tokenizer else BYTES
-    if recipe.data in data.KINDS and not data.KINDS[recipe.data].layout:
+    if kind and not kind.layout:
         opened = data.open_data(recipe.data, shape=recipe.shape, classes=recipe.classes)
         return opened.shape, opened.classes
     return recipe.shape, recipe.classes

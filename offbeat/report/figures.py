@@ -14,11 +14,11 @@ from offbeat.report import gantt
 from offbeat.report.charts import Axis, Bar, Box, Line, bars, lanes, lines
 from offbeat.report.curves import clock, points
 from offbeat.report.formatting import size
-from offbeat.report.read import numbers
+from offbeat.report.read import mapping, mappings, numbers
 from offbeat.report.style import colour, shade
 from offbeat.report.text import staleness_of_stages
 from offbeat.runs.task import CLASSIFICATION, LearningTask
-from offbeat.timeline import Costs
+from offbeat.timeline import Costs, timeline
 
 Rows = Sequence[Mapping[str, Any]]
 Curves = Mapping[str, Sequence[Sequence[float]]]  # a list for each run, by the name of its method
@@ -67,17 +67,17 @@ def method_timeline(method: Method, costs: Costs, batches: int) -> alt.LayerChar
     """When every stage does what, fill and drain included, with the version of the weights in each box."""
     scale, name = gantt.unit(costs)
     drawn = []
-    for box in gantt.boxes(method, costs, batches):
-        span, operation = box.span, box.span.operation
+    for span in timeline(method, batches, costs):
+        operation = span.operation
         kind = {Forward: "forward", Backward: "backward", Update: "update"}.get(type(operation))
         if kind is None:
             continue
         start, end, number = span.start / scale, span.end / scale, getattr(operation, "t", None)
-        if box.replayed:
-            middle = start + box.replayed / scale
-            drawn.append(Box(span.k, "forward repeated", start, middle, number, box.version))
+        if span.replayed:
+            middle = start + span.replayed / scale
+            drawn.append(Box(span.k, "forward repeated", start, middle, number, span.version))
             start = middle
-        drawn.append(Box(span.k, kind, start, end, number, box.version))
+        drawn.append(Box(span.k, kind, start, end, number, span.version))
     end = max(box.end for box in drawn)
     return lanes(drawn, K=costs.K, length=1.003 * end, unit="F, the forward of a stage" if name == "F" else name)
 
@@ -115,8 +115,7 @@ def _groups(rows: Rows) -> dict[str, str]:
 
 def measured(rows: Any) -> list[dict[str, Any]]:
     """The rows of a benchmark that have a speed, all of them above 0."""
-    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return [row for row in found if (speeds := numbers(row.get("samples_per_second"))) and min(speeds) > 0]
+    return [row for row in mappings(rows) if (speeds := numbers(row.get("samples_per_second"))) and min(speeds) > 0]
 
 
 def speeds(rows: Rows, bound: Any) -> alt.LayerChart:
@@ -135,7 +134,7 @@ def speeds(rows: Rows, bound: Any) -> alt.LayerChart:
                 spread=(min(values), max(values)) if len(values) > 1 else None,
             )
         )
-    limit = numbers(bound.get("samples_per_second")) if isinstance(bound, dict) else []
+    limit = numbers(mapping(bound).get("samples_per_second"))
     return bars(
         drawn,
         title="samples per second",
@@ -165,8 +164,7 @@ Panels = dict[str, tuple[str, alt.LayerChart]]  # title and chart, by name
 
 def with_stages(value: Any) -> list[dict[str, Any]]:
     """The rows that have a K."""
-    rows = value if isinstance(value, list) else []
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("K"), int) and row["K"] >= 1]
+    return [row for row in mappings(value) if isinstance(row.get("K"), int) and row["K"] >= 1]
 
 
 def _series(rows: Rows, key: str, how: Callable[[list[float]], float], by: Any = "K") -> list[tuple[float, float]]:
@@ -194,10 +192,8 @@ def measured_speed_ups(strong: Rows) -> list[tuple[float, float]]:
 
 def speed_ups(content: Mapping[str, Any], *, width: int | None = None) -> Panels:
     """For each method the clock's speed-up against K, a line for each link, with the measured points."""
-    simulation = content.get("simulation")
-    rows = with_stages(simulation.get("rows")) if isinstance(simulation, dict) else []
-    settings = content.get("settings")
-    own = settings.get("method") if isinstance(settings, dict) else None
+    rows = with_stages(mapping(content.get("simulation")).get("rows"))
+    own = mapping(content.get("settings")).get("method")
     seen = measured_speed_ups([row for row in with_stages(content.get("points")) if row.get("axis") == "strong"])
     made: Panels = {}
     for method in dict.fromkeys(str(row.get("method", "")) for row in rows):

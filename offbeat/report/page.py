@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
 from pathlib import Path
@@ -19,21 +18,12 @@ from offbeat.report import benches, scaling, studies
 from offbeat.report.draw import PICTURE, rendered, require_charts, vega_lite_version
 from offbeat.report.formatting import counted
 from offbeat.report.read import folders_of_runs, kind_of
-from offbeat.report.sections import Drawing, Section, slug
+from offbeat.report.sections import Drawing, ReportPart, slug
 from offbeat.report.style import CONFIG, DARK, FONT, LIGHT, variables
 from offbeat.runs import record
 
 HERE = Path(__file__).parent
 WIDTHS = {1: PICTURE, 2: 504, 3: 340}  # pixels of a chart in a file, by how many stand in a row
-
-
-@dataclass(frozen=True)
-class ReportPart:
-    """What a page shows of one folder, or of several runs."""
-
-    title: str
-    kind: str
-    sections: list[Section]
 
 
 def parts(folders: Sequence[Path]) -> list[ReportPart]:
@@ -46,7 +36,7 @@ def parts(folders: Sequence[Path]) -> list[ReportPart]:
         name = slug(f"{folder.resolve().name}" if several else kind)
         if kind == "run":
             if folder == runs[0]:
-                found.append(ReportPart(*studies.runs(list(dict.fromkeys(runs)))))
+                found.append(studies.runs(list(dict.fromkeys(runs))))
         else:
             made = {
                 "comparison": studies.comparison,
@@ -54,7 +44,7 @@ def parts(folders: Sequence[Path]) -> list[ReportPart]:
                 "bench": benches.bench,
                 "scaling": scaling.scaling,
             }[kind](folder, name)
-            found.append(ReportPart(*made))
+            found.append(made)
     return found
 
 

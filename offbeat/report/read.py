@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from offbeat.errors import UserError, first_line
 from offbeat.report.formatting import counted
-from offbeat.report.traces import Trace, read_trace
+from offbeat.report.traces import Trace, finite, read_trace
 from offbeat.runs.recipe import Recipe, from_json, make_recipe
 from offbeat.runs.record import Changes, changes_of, standing
 from offbeat.runs.task import CLASSIFICATION, LANGUAGE, LearningTask
@@ -228,14 +228,13 @@ def _config(path: Path, problems: list[str]) -> tuple[Recipe | None, dict[str, A
     content = read_json(path / "config.json", problems)
     if content is None:
         return None, {}
-    content = content if isinstance(content, dict) else {}
-    provenance = content.get("provenance")
+    content = mapping(content)
     try:
         recipe = make_recipe(**from_json(content["recipe"], path / "config.json"))
     except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
         problems.append(f"config.json holds no recipe that can be read ({first_line(error)})")
         recipe = None
-    return recipe, provenance if isinstance(provenance, dict) else {}
+    return recipe, mapping(content.get("provenance"))
 
 
 def _each(
@@ -294,6 +293,16 @@ def _trace(path: Path, problems: list[str]) -> Trace | None:
         return None
 
 
+def mapping(value: Any) -> dict[str, Any]:
+    """A JSON object; of any other value an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def mappings(value: Any) -> list[dict[str, Any]]:
+    """The JSON objects in a list; of any other value none."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
 def numbers(value: Any) -> list[float]:
     """The finite numbers in a list, or a number alone.
 
@@ -306,8 +315,7 @@ def numbers(value: Any) -> list[float]:
 
 def _number(value: Any) -> float | None:
     """A finite number, or None."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if fits else None
+    return float(value) if finite(value) else None
 
 
 def _of_stages(values: list[Any], K: int | None) -> list[float] | None:

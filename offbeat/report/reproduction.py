@@ -24,11 +24,11 @@ from rich import box
 from rich.table import Table as Grid
 
 from offbeat.errors import UserError
-from offbeat.report.formatting import document
+from offbeat.report.formatting import counted, document
 from offbeat.runs.recipe import Recipe, load, make_recipe
 from offbeat.runs.record import lines
 from offbeat.runs.tables import Images, Paper, Table, TableRow
-from offbeat.runs.task import CLASSIFICATION, LANGUAGE, TASKS, LearningTask
+from offbeat.runs.task import CLASSIFICATION, LANGUAGE, LearningTask, task_named
 
 OTHERS = "on other images"  # in a title
 
@@ -151,7 +151,7 @@ class Reproduction:
 
     @property
     def learning_task(self) -> LearningTask:
-        return next(task for task in TASKS if task.name == self.task)
+        return task_named(self.task)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -190,7 +190,7 @@ def read(
     rows = _to_baselines(rows) if task is LANGUAGE else rows
     epochs = settings["epochs"]
     title = f"{table.title}, {OTHERS}" if others else table.title
-    title = f"{title}, {epochs} epoch{'s' * (epochs > 1)}" if epochs else title
+    title = f"{title}, {counted(epochs, 'epoch')}" if epochs else title
     return Reproduction(
         table=table.name,
         title=title,
@@ -292,7 +292,7 @@ def _notes(table: Table, rows: list[RowResult], settings: dict[str, Any], others
     usual = next(iter(table.rows)).recipe().epochs
     if epochs is not None and epochs != usual:
         longer = ": the paper trained longer" if epochs < usual and published and not others else ""
-        yield f"{epochs} epoch{'s' * (epochs > 1)} instead of {usual}{longer}"
+        yield f"{counted(epochs, 'epoch')} instead of {usual}{longer}"
     remarks: dict[str, list[str]] = {}
     for row in rows:
         if row.paper and row.paper.remark:

@@ -9,17 +9,16 @@ from typing import Any
 from offbeat.report import figures as drawn
 from offbeat.report.benches import described, opened, title_of
 from offbeat.report.formatting import ranged, size
-from offbeat.report.read import numbers
-from offbeat.report.sections import Block, Drawing, Section, charts, figures, missing, notes, table
+from offbeat.report.read import mapping, numbers
+from offbeat.report.sections import Block, Drawing, ReportPart, Section, charts, figures, missing, notes, table
 
 
-def scaling(path: Path, name: str) -> tuple[str, str, list[Section]]:
-    """Title, kind and sections of a scaling study."""
+def scaling(path: Path, name: str) -> ReportPart:
+    """Speed-up, growth and measured points of a scaling study."""
     first = Section("What was run")
     content = opened(path / "scaling.json", first)
     points = drawn.with_stages(content.get("points"))
-    simulation = content.get("simulation")
-    simulation = simulation if isinstance(simulation, dict) else {}
+    simulation = mapping(content.get("simulation"))
     if headline := _headline(points, drawn.with_stages(simulation.get("rows"))):
         first.add(headline)
     first.add(described(content))
@@ -41,7 +40,8 @@ def scaling(path: Path, name: str) -> tuple[str, str, list[Section]]:
     left_out = content.get("left_out")
     if isinstance(left_out, list) and left_out:
         measured.add(notes([f"left out: {why}" for why in left_out]))
-    return f"Scaling: {title_of(content, path, ())}", "Scaling study", [first, speed, growth, measured]
+    title = f"Scaling: {title_of(content, path, ())}"
+    return ReportPart(title, "Scaling study", [first, speed, growth, measured])
 
 
 def _add(section: Section, made: drawn.Panels, name: str, why_not: str) -> None:

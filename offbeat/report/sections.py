@@ -48,6 +48,15 @@ class Section:
         return here + [drawing for section in self.below for drawing in section.drawings()]
 
 
+@dataclass(frozen=True)
+class ReportPart:
+    """What a page shows of one folder, or of several runs."""
+
+    title: str
+    kind: str
+    sections: list[Section]
+
+
 def charts(*drawings: Drawing) -> Block:
     return {"kind": "charts", "drawings": list(drawings)}
 

@@ -1,24 +1,22 @@
-"""What a page shows of runs, of a comparison and of a reproduction: each a title, a kind and sections."""
+"""What a page shows of runs, of a comparison and of a reproduction: each a part of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from offbeat.errors import UserError, first_line
 from offbeat.report import comparison as compared
 from offbeat.report import overview
 from offbeat.report import reproduction as reproduced
 from offbeat.report.formatting import counted
-from offbeat.report.read import RunRecord, read_json, read_run
-from offbeat.report.sections import Block, Section, facts, figures, missing, notes, slug, table
+from offbeat.report.read import RunRecord, mapping, mappings, read_json, read_run
+from offbeat.report.sections import Block, ReportPart, Section, facts, figures, missing, notes, slug, table
 from offbeat.report.stages import stage_sections
 from offbeat.runs import tables as recipes
 
 MOST_RUNS = 12  # whose stages are shown one by one: a reproduction has hundreds
-Shown = tuple[str, str, list[Section]]  # title, kind, sections
 
 
 def _problems(section: Section, runs: Iterable[tuple[str, RunRecord]]) -> Section:
@@ -32,7 +30,7 @@ def _problems(section: Section, runs: Iterable[tuple[str, RunRecord]]) -> Sectio
     return section
 
 
-def runs(folders: Sequence[Path]) -> Shown:
+def runs(folders: Sequence[Path]) -> ReportPart:
     """Several runs, or one."""
     read = [read_run(folder) for folder in folders]
     if len(read) == 1:
@@ -56,14 +54,14 @@ def runs(folders: Sequence[Path]) -> Shown:
             }
         )
     )
-    return (
+    return ReportPart(
         f"{counted(len(read), 'run')}: {_what(read)}",
         "Runs",
         [first, overview.curves(groups, "runs"), overview.results(groups), *_each(groups)],
     )
 
 
-def _run(run: RunRecord) -> Shown:
+def _run(run: RunRecord) -> ReportPart:
     recipe = run.recipe
     title = run.path.name
     if recipe:
@@ -72,7 +70,7 @@ def _run(run: RunRecord) -> Shown:
     first = _problems(Section("What was run").add(overview.headline(run)), [("", run)])
     first.add(overview.ran(run.provenance, recipe))
     groups = {overview.labels([run])[0]: [run]}
-    return (
+    return ReportPart(
         title,
         "Run",
         [first, overview.curves(groups, "run"), overview.results(groups), *stage_sections(run, "run")],
@@ -101,12 +99,12 @@ def _each(groups: overview.Groups) -> list[Section]:
     return [holder] if holder.below or holder.blocks else []
 
 
-def comparison(folder: Path, name: str) -> Shown:
+def comparison(folder: Path, name: str) -> ReportPart:
     """The table, curves and stages of `offbeat compare`."""
     problems: list[str] = []
-    content = read_json(folder / "config.json", problems) or {}
+    content = mapping(read_json(folder / "config.json", problems))
     groups: dict[str, list[RunRecord]] = {}
-    for entry in _dicts(_at(content, "comparison", "runs")):
+    for entry in mappings(mapping(content.get("comparison")).get("runs")):
         if isinstance(entry.get("folder"), str) and (folder / entry["folder"]).is_dir():
             groups.setdefault(str(entry.get("label")), []).append(read_run(folder / entry["folder"]))
     first = Section("What was run")
@@ -118,32 +116,23 @@ def comparison(folder: Path, name: str) -> Shown:
         title = folder.name
     else:
         title = found.title
-        headings, cells = compared.columns(found), [compared.cells(row, found.learning_task) for row in found.rows]
-        shown = [place for place in range(len(headings)) if any(row[place] != "-" for row in cells)]
-        columns = [headings[place] for place in shown]
         title_of_results = overview.results_title([found.learning_task])
         errors = Section(title_of_results, "Median over the seeds, with the lowest and the highest.")
-        errors.add(table(columns, [[row[place] for place in shown] for row in cells]))
-        errors.add(notes(found.notes))
+        errors.add(table(*compared.filled(found)), notes(found.notes))
     first.add(overview.headlines(groups))
     for problem in problems:
         first.add(missing(problem, warn=True))
     _problems(first, [(f"{label}, {run.path.name}", run) for label, group in groups.items() for run in group])
-    first.add(overview.ran(_dict(_at(content, "provenance"))))
-    return (title, "Comparison", [first, overview.curves(groups, name), errors, *_each(groups)])
+    first.add(overview.ran(mapping(content.get("provenance"))))
+    return ReportPart(title, "Comparison", [first, overview.curves(groups, name), errors, *_each(groups)])
 
 
-def reproduction(folder: Path, name: str) -> Shown:
+def reproduction(folder: Path, name: str) -> ReportPart:
     """The table, curves and stages of `offbeat reproduce`."""
     problems: list[str] = []
     content = read_json(folder / "reproduction.json", problems) or {}
     first, title = Section("What was run"), folder.name
-    invocations = (
-        [_dict(each) for each in _at(content, "invocations") or [] if isinstance(each, dict)]
-        if isinstance(_at(content, "invocations"), list)
-        else []
-    )
-    provenance = invocations[-1] if invocations else {}
+    provenance = (mappings(mapping(content).get("invocations")) or [{}])[-1]
     sections: list[Section] = []
     paths = sorted((folder / "runs").glob("*-seed[0-9]*"))
     groups: dict[str, list[RunRecord]] = {}
@@ -175,7 +164,7 @@ def reproduction(folder: Path, name: str) -> Shown:
         first.add(missing(problem, warn=True))
     _problems(first, [(run.path.name, run) for group in groups.values() for run in group if run.problems])
     first.add(overview.ran(provenance))
-    return (title, "Reproduction", [first, *_families(groups, name), *sections, *_each(groups)])
+    return ReportPart(title, "Reproduction", [first, *_families(groups, name), *sections, *_each(groups)])
 
 
 _RESULTS = {  # title and description of the table, by task
@@ -216,17 +205,3 @@ def _families(groups: dict[str, list[RunRecord]], name: str) -> list[Section]:
         section.title += f": {family}" if len(families) > 1 else ""
         made.append(section)
     return made
-
-
-def _at(content: Any, *names: str) -> Any:
-    for name in names:
-        content = content.get(name) if isinstance(content, dict) else None
-    return content
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

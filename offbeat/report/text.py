@@ -1,6 +1,6 @@
 """Pictures as text: the timeline of a method, staleness against M, learning curves, a benchmark, a scaling study.
 
-A timeline is of the same boxes as the chart. Stage 1 comes first, as in the documents:
+A timeline is of the same spans as the chart. Stage 1 comes first, as in the documents:
 
     stage 1 | F0  F1  F2  .   B0  B0U .
     stage 2 | .   F0  B0  B0U F1  B1  B1U
@@ -18,8 +18,8 @@ from offbeat.clock import draw
 from offbeat.method import Method
 from offbeat.ops import Update
 from offbeat.report.curves import points
-from offbeat.report.gantt import SpanBox, boxes, heading, unit
-from offbeat.timeline import Costs
+from offbeat.report.gantt import heading, unit
+from offbeat.timeline import Costs, Span, timeline
 
 MOST_COLUMNS = 400
 
@@ -36,14 +36,14 @@ def timeline_text(method: Method, costs: Costs, *, batches: int = 8, title: str 
     stage 1 | F0  .   F1  .   .   R0  B0  B0U R1  B1  B1U
     stage 2 | .   F0  B0  B0U F1  B1  B1U .   .   .   .
     """
-    drawn = boxes(method, costs, batches)
+    spans = timeline(method, batches, costs)
     scale, name = unit(costs)
-    lengths = [end - start for box in drawn for _, start, end in _parts(box) if end > start]
-    column = max(min(lengths, default=1.0), max(box.span.end for box in drawn) / MOST_COLUMNS)
-    lines = [_line([box for box in drawn if box.span.k == k], column) for k in range(1, costs.K + 1)]
+    lengths = [end - start for span in spans for _, start, end in _parts(span) if end > start]
+    column = max(min(lengths, default=1.0), max(span.end for span in spans) / MOST_COLUMNS)
+    lines = [_line([span for span in spans if span.k == k], column) for k in range(1, costs.K + 1)]
     columns = max(map(len, lines))
     width = max(len(cell) for line in lines for cell in line)
-    repeats = "R forward repeated for a backward, " if any(box.replayed for box in drawn) else ""
+    repeats = "R forward repeated for a backward, " if any(span.replayed for span in spans) else ""
     text = [
         title or heading(method, costs, batches),
         f"a column is {column / scale:.4g} {name}; F forward, B backward, {repeats}U update, . idle",
@@ -56,27 +56,26 @@ def timeline_text(method: Method, costs: Costs, *, batches: int = 8, title: str 
     return "\n".join(line.rstrip() for line in text)
 
 
-def _parts(box: SpanBox) -> list[tuple[str, float, float]]:
-    """(name, start, end) of what the box shows: a backward that repeats its forward is two."""
-    span = box.span
+def _parts(span: Span) -> list[tuple[str, float, float]]:
+    """(name, start, end) of what is shown of it: a backward that repeats its forward is two."""
     if isinstance(span.operation, Update):
         return []
-    if not box.replayed:
+    if not span.replayed:
         return [(str(span.operation), span.start, span.end)]
-    middle = span.start + box.replayed
+    middle = span.start + span.replayed
     return [(f"R{str(span.operation)[1:]}", span.start, middle), (str(span.operation), middle, span.end)]
 
 
-def _line(drawn: Iterable[SpanBox], column: float) -> list[str]:
+def _line(spans: Iterable[Span], column: float) -> list[str]:
     """The cells of one stage; an update that is shorter than half a column is appended to the cell before it."""
     cells: list[str] = []
-    for box in drawn:
-        if isinstance(box.span.operation, Update):
-            length = _round((box.span.end - box.span.start) / column)
+    for span in spans:
+        if isinstance(span.operation, Update):
+            length = _round((span.end - span.start) / column)
             cells += ["U"] * length
             if not length and cells:
                 cells[-1] += "U"
-        for name, start, end in _parts(box):
+        for name, start, end in _parts(span):
             cells += ["."] * (_round(start / column) - len(cells))
             cells += [name] * max(1, _round(end / column) - len(cells))
     return cells

@@ -128,7 +128,7 @@ def read_trace(content: Any) -> Trace:
         k: Any = event.get("tid")
         start: Any = event.get("ts")
         length: Any = event.get("dur")
-        if not (_whole(k) and k >= 1 and _finite(start) and _finite(length) and length >= 0):
+        if not (_whole(k) and k >= 1 and finite(start) and finite(length) and length >= 0):
             raise UserError(f"an event has no place in time and stage: {str(event)[:80]}")
         arguments = event.get("args")
         batch = arguments.get("batch") if isinstance(arguments, dict) else None
@@ -141,11 +141,12 @@ def read_trace(content: Any) -> Trace:
     most = max(spell.k for spell in spells)
     K = max(other["K"], most) if _whole(other.get("K")) else most
     idle: Any = other.get("idle")
-    fits = isinstance(idle, list) and len(idle) == K and all(_finite(share) and 0 <= share <= 1 for share in idle)
+    fits = isinstance(idle, list) and len(idle) == K and all(finite(share) and 0 <= share <= 1 for share in idle)
     return Trace(K, spells, tuple(map(float, idle)) if fits else None)
 
 
-def _finite(value: Any) -> bool:
+def finite(value: Any) -> bool:
+    """Whether it is a number, and neither infinite nor NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from offbeat.report.bench_table import other_cuts
+from offbeat.report.bench_table import gradient, other_cuts, source, title
 from offbeat.report.formatting import counted, duration, markdown
 
 Record = dict[str, Any]
@@ -83,7 +83,7 @@ def cells(record: Record) -> list[list[str]]:
                 "" if best["samples"] is None else f"{best['samples']:,.0f}",
                 "" if ratio is None else f"{ratio:.2f}",
                 "" if per_second is None else f"{per_second:,.0f}",
-                "exact" if row["exact"] else f"late by {max(row['staleness']):.3g}",
+                gradient(row),
                 "; ".join(f"{run['lr']:g}: {_short(run)}" for run in sorted(others, key=lambda run: run["lr"])),
             ]
         )
@@ -92,10 +92,6 @@ def cells(record: Record) -> list[list[str]]:
 
 def _short(run: LearningRun) -> str:
     return run["outcome"] if run["seconds"] is None else duration(run["seconds"])
-
-
-def title(row: TrainedRecord) -> str:
-    return row["title"] + (f", m={row['micro_batches']}" if row["micro_batches"] else "")
 
 
 def target(record: Record) -> str:
@@ -210,7 +206,6 @@ def _rates(record: Record) -> str:
 
 def page(record: Record) -> str:
     """until.md."""
-    made = record["provenance"]
     return "\n".join(
         [
             f"# {heading(record)}",
@@ -219,8 +214,7 @@ def page(record: Record) -> str:
             "",
             *(f"- {line}" for line in (*advice(record), *notes(record))),
             "",
-            f"`{' '.join(made['command'])}`, commit {(made['commit'] or 'unknown')[:12]}, torch "
-            f"{made['versions']['torch']}, {made['machine']}; cuts {list(record['settings']['cuts'])}.",
+            source(record),
             "",
         ]
     )

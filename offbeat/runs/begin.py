@@ -15,7 +15,7 @@ from offbeat.correctors import AutoCorrector, by_stage
 from offbeat.data.text import Text
 from offbeat.engines import Engine
 from offbeat.engines.choose import choose_engine
-from offbeat.errors import FolderTaken, UserError, stage_name
+from offbeat.errors import FolderTaken, attempted, result_of, stage_name
 from offbeat.runs import build, lock, resuming
 from offbeat.runs.build import Facts
 from offbeat.runs.recipe import Recipe
@@ -130,15 +130,14 @@ def enter(
 
     If the folder cannot be used, all processes raise the same error.
     """
-    folder, state = None, {}
-    if engine.leads:
-        try:
-            state["token"] = locks.enter_context(lock.held(out))
-            folder = RunFolder(out) if ready and not rewrite else RunFolder.create(out, recipe, again=rewrite)
-        except UserError as error:
-            state = {"refused": str(error)}
-    state = engine.share(state, 1)
-    if "refused" in state:
-        raise FolderTaken(state["refused"])
-    sees = folder is not None or locks.enter_context(lock.joined(out, state["token"]))
+    folder: RunFolder | None = None
+
+    def make() -> str:
+        nonlocal folder
+        token = locks.enter_context(lock.held(out))
+        folder = RunFolder(out) if ready and not rewrite else RunFolder.create(out, recipe, again=rewrite)
+        return token
+
+    token = result_of(engine.share(attempted(make) if engine.leads else None, 1), refused=FolderTaken)
+    sees = folder is not None or locks.enter_context(lock.joined(out, token))
     return folder, [k for k, there in enumerate(engine.exchange(sees), start=1) if not there]

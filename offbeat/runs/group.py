@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from offbeat.errors import StageLost, UserError, first_line
+from offbeat.errors import StageLost, attempted, first_line, result_of
 from offbeat.runs import launch
 
 KEY = "offbeat/from-first"
@@ -29,19 +29,10 @@ def from_first(make: Callable[[], dict[str, Any]], *, key: str = "recipe") -> di
     store = dist.distributed_c10d._get_default_store()
     try:
         if dist.get_rank() == 0:
-            store.set(f"{KEY}/{key}", json.dumps(_outcome(make)))
+            store.set(f"{KEY}/{key}", json.dumps(attempted(make)))
         outcome: dict[str, Any] = json.loads(store.get(f"{KEY}/{key}"))
         dist.barrier()  # the store may end with the first process
     except RuntimeError as error:
         raise StageLost(f"another process has ended: {first_line(error)}") from error
-    if "refused" in outcome:
-        raise UserError(outcome["refused"])
-    made: dict[str, Any] = outcome["made"]
+    made: dict[str, Any] = result_of(outcome)
     return made
-
-
-def _outcome(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return {"made": make()}
-    except UserError as error:
-        return {"refused": str(error)}

@@ -15,7 +15,7 @@ from offbeat.core.stage import Stage
 from offbeat.engines import Engine
 from offbeat.errors import UserError
 from offbeat.methods import settings_of
-from offbeat.pipeline import Pipeline, saving
+from offbeat.pipeline import Pipeline, state_trees
 from offbeat.pipeline.checkpoints import stage_trees
 from offbeat.runs import optimizers, transfer
 from offbeat.runs.epochs import Epochs
@@ -129,20 +129,20 @@ def restore(pipe: Pipeline, recipe: Recipe, path: str, saved: dict[str, Any], *,
             change_rates(stage, recipe, saved)
         return []
     parts = [made.stage(k)["stage"] for k in range(1, made.K + 1)]
-    notes = saving.lost_batches(parts, made.replicas)
+    notes = state_trees.lost_batches(parts, made.replicas)
     before = {**EARLIER, **saved}["optimizer"]
     if before != recipe.optimizer:
         parts = [{**part, "optimizer": {}} for part in parts]
         notes.append(f"the state of the optimizer is lost by the change from {before} to {recipe.optimizer}")
-    updates = saving.updates_after(parts, made.t, saved_M=upgraded(saved)["settings"]["M"], M=recipe.M)
-    merged = saving.merge(parts)
+    updates = state_trees.updates_after(parts, made.t, saved_M=upgraded(saved)["settings"]["M"], M=recipe.M)
+    merged = state_trees.merge(parts)
     heads = heads_by_cut(parts, saved)
     pipe.start_at(made.t)
     for stage in pipe.all_stages:
         stage_state.load_model(stage, merged["model"], merged["optimizer"], merged["corrections"])
         stage_state.load_head(stage, heads.get(_end(recipe.as_dict(), stage.k)))
         stage.resume_schedule(updates)
-        stage.late_updates = saving.late_updates_after(parts, updates)
+        stage.late_updates = state_trees.late_updates_after(parts, updates)
     return [
         *notes,
         *_lost_heads(pipe, heads, recipe, parts),

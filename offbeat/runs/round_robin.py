@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable
 from contextlib import nullcontext
@@ -24,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from offbeat.errors import FolderTaken, Interrupted, UserError
+from offbeat.errors import FolderTaken, Interrupted
 from offbeat.runs.signals import stopping
 from offbeat.runs.training_run import TrainingRun
 
@@ -37,7 +36,6 @@ class Ending:
 
     result: dict[str, Any] | None = None
     error: Exception | None = None
-    account: str | None = None  # traceback of an error that is not a UserError
 
     @property
     def by_budget(self) -> bool:
@@ -103,7 +101,7 @@ class RoundRobin(Generic[Name]):
         except (Interrupted, KeyboardInterrupt, FolderTaken):
             raise
         except Exception as error:
-            self._end(name, error)
+            self.ended(name, Ending(error=error))
             return
         self.running[name] = ActiveRun(run, run.steps(), time.monotonic(), run.saver.saved, _stream(run.recipe.device))
         if self.stopped:  # while the run was started
@@ -123,7 +121,7 @@ class RoundRobin(Generic[Name]):
             self._leave(name)
         except Exception as error:
             self._leave(name)
-            self._end(name, error)
+            self.ended(name, Ending(error=error))
         else:
             if self._out_of_time(active):
                 self._leave(name)
@@ -141,10 +139,6 @@ class RoundRobin(Generic[Name]):
             active.since = now
             return self.until is not None and now + self.intervals[-1] > self.until
         return self.until is not None and now >= self.until
-
-    def _end(self, name: Name, error: Exception) -> None:
-        account = None if isinstance(error, UserError) else "".join(traceback.format_exception(error))
-        self.ended(name, Ending(error=error, account=account))
 
     def _leave(self, name: Name) -> None:
         active = self.running.pop(name)

@@ -128,6 +128,10 @@ def task_of(data: str) -> LearningTask:
     return DATA.get(data, CLASSIFICATION)
 
 
+def task_named(name: str) -> LearningTask:
+    return next(task for task in TASKS if task.name == name)
+
+
 def task_of_result(result: Mapping[str, Any]) -> LearningTask:
     """The task of a run, by its result."""
     return LANGUAGE if LANGUAGE.key in result else CLASSIFICATION

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Table as Grid
 
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.methods import parsed
@@ -31,7 +34,7 @@ from offbeat.runs import launch, lock, record
 from offbeat.runs import tables as recipes
 from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import Recipe
-from offbeat.runs.tables import Images, Table, TableRow
+from offbeat.runs.tables import Images, Paper, Table, TableRow
 from offbeat.studies.runner import StudyRunner
 from offbeat.studies.training import StudyRun, TrainingRuns, is_done, print_table, shared_data
 
@@ -60,6 +63,15 @@ class ReproductionRequest:
     data: Path | None
     out: Path | None
     running: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """Of all runs."""
+        return self.out or Path("runs") / self.table
+
+    @property
+    def data_folder(self) -> str | None:
+        return None if self.data is None else str(self.data.absolute())
 
     @property
     def seeds_trained(self) -> range:
@@ -155,7 +167,7 @@ def settings_of(request: ReproductionRequest, table: Table, there: dict[str, Any
         if value is not None and there.get(name) != json.loads(json.dumps(value)):
             was = "default" if there.get(name) is None else there[name]
             raise UserError(
-                f"{_folder(request)} holds a reproduction with {name} = {was}, not {value}: leave it "
+                f"{request.folder} holds a reproduction with {name} = {was}, not {value}: leave it "
                 "out to continue with that, or give another folder as out="
             )
     return there
@@ -183,10 +195,6 @@ def recipe_of(row: TableRow, seed: int, settings: dict[str, Any]) -> Recipe:
     elif made.K == 1 and engine == "processes":
         engine = None
     return row.recipe(seed=seed, **others, **({"engine": engine} if engine else {}))
-
-
-def _folder(request: ReproductionRequest) -> Path:
-    return request.out or Path("runs") / request.table
 
 
 # ---- the folder
@@ -265,11 +273,7 @@ def open_data(request: ReproductionRequest, recipe: Recipe) -> DataSet:
         raise UserError(f"{request.table} needs data=, the folder that holds {layout}")
     if request.data is not None and "folder" not in data.KINDS[recipe.data].takes:
         raise UserError(f"data={str(request.data)!r}: {recipe.data} takes no folder, leave it out")
-    return shared_data(recipe, folder=data_folder(request))
-
-
-def data_folder(request: ReproductionRequest) -> str | None:
-    return None if request.data is None else str(request.data.absolute())
+    return shared_data(recipe, folder=request.data_folder)
 
 
 def in_stages(recipe: Recipe) -> Recipe:
@@ -294,7 +298,7 @@ def reproduce(request: ReproductionRequest, *, show: bool) -> tuple[Reproduction
     """Run what is not done, as far as the budget goes; then write the table of all that there is."""
     check(request)
     table, rows = rows_of(request)
-    runner = StudyRunner(_folder(request), request.minutes, show)
+    runner = StudyRunner(request.folder, request.minutes, show)
     with lock.held(runner.folder):
         study = Reproducing.of(request, table, rows, runner)
         with runner.opened(study.write_table):
@@ -351,7 +355,7 @@ class Reproducing:
             self.runner.folder / "runs",
             self.request.together,
             self.data_set,
-            data_folder(self.request),
+            self.request.data_folder,
             command=self.request.command,
             reports=REPORTS_PER_EPOCH,
             as_executed=lambda recipe: in_stages(recipe),
@@ -415,41 +419,33 @@ def show_rows(request: ReproductionRequest, *, as_json: bool) -> None:
     check(request)
     table, rows = rows_of(request)
     given = asked(request)
-    first = {row.name: recipe_of(row, 0, given) for row, _ in table.order(1) if row in rows}
-    named = {row.name: row for row in rows}
-    papers = {name: None if is_changed(recipe, given) else named[name].paper for name, recipe in first.items()}
-    if as_json:
-        print(
-            json.dumps(
-                [
-                    {
-                        "name": name,
-                        "title": named[name].title,
-                        "recipe": recipe.as_dict(),
-                        "paper": None if (paper := papers[name]) is None else vars(paper),
-                    }
-                    for name, recipe in first.items()
-                ]
-            )
-        )
+    first = [(row, recipe_of(row, 0, given)) for row, _ in table.order(1) if row in rows]
+    listed = [(row, recipe, None if is_changed(recipe, given) else row.paper) for row, recipe in first]
+    if not as_json:
+        Console(highlight=False).print(rows_grid(table, listed))
         return
-    from rich import box
-    from rich.table import Table as Grid
+    described = [
+        {"name": row.name, "title": row.title, "recipe": recipe.as_dict(), "paper": paper and vars(paper)}
+        for row, recipe, paper in listed
+    ]
+    print(json.dumps(described))
 
-    epochs = ", ".join(f"{number} epochs" for number in sorted({recipe.epochs for recipe in first.values()}))
-    title = f"{table.title}, {epochs}, {len(first)} rows, most important first"
+
+def rows_grid(table: Table, listed: Sequence[tuple[TableRow, Recipe, Paper | None]]) -> Grid:
+    """The rows with the paper's values, or those of a table of our own with their correctors."""
+    epochs = ", ".join(f"{number} epochs" for number in sorted({recipe.epochs for _, recipe, _ in listed}))
+    title = f"{table.title}, {epochs}, {len(listed)} rows, most important first"
     grid = Grid(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
     published = any(row.paper for row in table.rows)
     for name in ("row", "paper", "setting", "in the paper") if published else ("row", "setting", "corrector"):
         grid.add_column(name, no_wrap=name in ("row", "paper"), overflow="fold")
-    for name, recipe in first.items():
-        paper = papers[name]
+    for row, recipe, paper in listed:
         value = "-" if paper is None else "div." if paper.error is None else f"{paper.error:.2f}"
         value += f" / {paper.top5:.2f}" if paper and paper.top5 else ""
         place = paper.place if paper else "(ours)"
         cells = (value, setting(recipe), place) if published else (setting(recipe), recipe.corrector or "-")
-        grid.add_row(name, *cells)
-    Console(highlight=False).print(grid)
+        grid.add_row(row.name, *cells)
+    return grid
 
 
 def show_ready(request: ReproductionRequest, *, as_json: bool) -> None:
@@ -458,12 +454,12 @@ def show_ready(request: ReproductionRequest, *, as_json: bool) -> None:
 
     check(request)
     table, rows = rows_of(request)
-    content = opened(request, table, _folder(request))
+    content = opened(request, table, request.folder)
     settings = content["settings"]
     made = {row.name: recipe_of(row, 0, settings) for row in rows}
     data_set = open_data(request, next(iter(made.values())))
-    same_images(table, data_set, content["images"], _folder(request))
-    same_text(data_set, content["text"], _folder(request))
+    same_images(table, data_set, content["images"], request.folder)
+    same_text(data_set, content["text"], request.folder)
     ready = {name: build.check(recipe, data_set)[0] for name, recipe in made.items()}
     if as_json:
         print(json.dumps({name: recipe.as_dict() for name, recipe in ready.items()}))
@@ -472,5 +468,5 @@ def show_ready(request: ReproductionRequest, *, as_json: bool) -> None:
         print(f"{name}: {recipe.method} {setting(recipe)}, {recipe.engine}, cuts {list(recipe.cuts or ())}")
     print(
         f"ready: {len(ready)} rows, {len(ready) * request.seeds} runs of {settings['epochs']} epochs with "
-        f"{request.seeds} seeds, in {_folder(request)}; nothing was trained"
+        f"{request.seeds} seeds, in {request.folder}; nothing was trained"
     )

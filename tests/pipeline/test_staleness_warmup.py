@@ -23,7 +23,7 @@ from offbeat.engines.streams import Streams
 from offbeat.errors import UserError
 from offbeat.graphs.launch_queue import LaunchQueue
 from offbeat.graphs.recorded_stage import RecordedStage
-from offbeat.pipeline import saving
+from offbeat.pipeline import state_trees
 
 
 def sgd(parameters) -> torch.optim.SGD:
@@ -297,8 +297,8 @@ def test_older_states_have_late_updates_if_any_gradient_was_late():
     def parts(*levels: list[list[int]]) -> list[dict]:
         return [{"counters": {"update_index": 200}, "staleness": each} for each in levels]
 
-    assert saving.late_updates_after(parts([[0, 200]], [[0, 200]]), 200) == 0
-    assert saving.late_updates_after(parts([[1, 150], [0, 50]], [[0, 200]]), 100) == 100
+    assert state_trees.late_updates_after(parts([[0, 200]], [[0, 200]]), 200) == 0
+    assert state_trees.late_updates_after(parts([[1, 150], [0, 50]], [[0, 200]]), 100) == 100
 
 
 @pytest.mark.parametrize(("K", "M", "updates"), [(3, 1, [6, 6, 6]), (2, 1, [6, 6]), (2, 2, [3, 3])])

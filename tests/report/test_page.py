@@ -18,11 +18,10 @@ from selected import some
 from offbeat import models
 from offbeat.report.cuts import parts as stages
 from offbeat.report.overview import curves, grouped
-from offbeat.report.page import ReportPart, html, parts, write_report
+from offbeat.report.page import html, parts, write_report
 from offbeat.report.read import Epoch, RunRecord, read_run
-from offbeat.runs.recipe import Recipe
-from offbeat.runs.tables import TABLES, Paper, Table
-from offbeat.runs.tables.row import row
+from offbeat.report.sections import ReportPart
+from offbeat.runs.tables import TABLES, Paper, Table, TableRow
 
 VOID = {"meta", "link", "br", "img", "input"}
 
@@ -275,16 +274,19 @@ def test_a_comparison_has_its_own_table_and_notes(offbeat: Command):
     assert "metrics.jsonl: 3 lines could not be read, left out" in words(page(Path("both")))
 
 
-@row(1, Paper(6.18, "Table 0, first"))
-def net_adl(**given: object) -> Recipe:
-    """Net, ADL."""
-    return made.recipe(**given)
-
-
-@row(2, Paper(None, "Table 0, second"))
-def net_diverges(**given: object) -> Recipe:
-    """Net, BP at a rate that is too high."""
-    return made.recipe(**{**given, "method": "bp", "K": 1, "lr": 1e30, "warmup": 0.0})
+net_adl = TableRow(
+    name="net-adl",
+    title="Net, ADL",
+    make=made.recipe,
+    paper=Paper(6.18, "Table 0, first"),
+)
+net_diverges = TableRow(
+    name="net-diverges",
+    title="Net, BP at a rate that is too high",
+    make=lambda **given: made.recipe(**{**given, "method": "bp", "K": 1, "lr": 1e30, "warmup": 0.0}),
+    paper=Paper(None, "Table 0, second"),
+    tier=2,
+)
 
 
 def test_a_reproduction_has_the_papers_values_beside_ours(offbeat: Command, monkeypatch):

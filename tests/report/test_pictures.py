@@ -17,9 +17,8 @@ from offbeat.methods import ADL, BP, DECLARED, DSP
 from offbeat.ops import Backward, Update
 from offbeat.report import draw, draw_curves, draw_staleness, draw_timeline
 from offbeat.report.draw import by_the_way
-from offbeat.report.gantt import boxes
 from offbeat.report.text import timeline_text
-from offbeat.timeline import Costs, balanced
+from offbeat.timeline import Costs, balanced, timeline
 
 UNEQUAL = Costs([0.011, 0.014, 0.009], [0.023, 0.027, 0.019], update=[0.001] * 3, up=[0.003] * 2, down=[0.002] * 2)
 RUNS = {"bp": [[60.0, 30.0, 9.0], [70.0, 20.0, 8.0]], "adl": [[80.0, 40.0, 10.0]]}
@@ -106,9 +105,9 @@ def test_a_scaling_study_of_a_method_without_staleness_is_drawn(tmp_path):
 def test_a_replaying_backward_uses_the_newest_weights_and_a_stashing_one_old_ones():
     def versions(method):
         return [
-            box.version
-            for box in boxes(method, balanced(2), 5)
-            if box.span.k == 1 and isinstance(box.span.operation, Backward)
+            span.version
+            for span in timeline(method, 5, balanced(2))
+            if span.k == 1 and isinstance(span.operation, Backward)
         ]
 
     assert versions(DSP()) == [0, 1, 2, 3, 4]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from selected import only, some
 
 from offbeat.checkpoint import ls
-from offbeat.pipeline import saving
+from offbeat.pipeline import state_trees
 from offbeat.runs.record import lines
 
 SAMPLES, EPOCHS = 96, 4
@@ -232,7 +232,7 @@ def test_the_model_of_a_checkpoint_holds_no_auxiliary_heads():
         {"model": {"head.weight": 10}, "optimizer": {"head.weight": own}, "corrections": {}},
         {"model": {"tail.weight": 20}, "optimizer": {"head.weight": auxiliary}, "corrections": {"head.weight": {}}},
     ]
-    merged = saving.merge(parts)
+    merged = state_trees.merge(parts)
     assert merged == {
         "model": {"head.weight": 10, "tail.weight": 20},
         "optimizer": {"head.weight": own},

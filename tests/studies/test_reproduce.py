@@ -1,4 +1,4 @@
-"""`offbeat reproduce`: rows are functions, runs go on bit for bit wherever they were stopped, and failures are rows."""
+"""`offbeat reproduce`: runs go on bit for bit wherever they were stopped, and failures are rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,31 +27,32 @@ from offbeat.runs import build
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
 from offbeat.runs.begin import begin
-from offbeat.runs.recipe import Recipe, make_recipe
+from offbeat.runs.recipe import make_recipe
 from offbeat.runs.saving import Saver
-from offbeat.runs.tables import TABLES, Images, Paper, Table
-from offbeat.runs.tables.row import row
+from offbeat.runs.tables import TABLES, Images, Paper, Table, TableRow
 from offbeat.runs.training_run import TrainingRun
 from offbeat.studies import reproduce as reproducing
 from offbeat.studies.training import interrupting
 
-
-@row(1, Paper(6.18, "Table 0, first"))
-def net_adl(**given: object) -> Recipe:
-    """Net, ADL."""
-    return small("adl", K=3, M=2, **given)
-
-
-@row(2, Paper(None, "Table 0, second", remark="a remark"))
-def net_diverges(**given: object) -> Recipe:
-    """Net, BP at a rate that is too high."""
-    return small("bp", M=2, **{**given, "lr": 1e30, "warmup": 0.0})
-
-
-@row(3)
-def other_hybrid(**given: object) -> Recipe:
-    """Other, ADL with hybrid weights."""
-    return small("adl", K=2, M=2, weights="hybrid", **given)
+net_adl = TableRow(
+    name="net-adl",
+    title="Net, ADL",
+    make=partial(small, "adl", K=3, M=2),
+    paper=Paper(6.18, "Table 0, first"),
+)
+net_diverges = TableRow(
+    name="net-diverges",
+    title="Net, BP at a rate that is too high",
+    make=lambda **given: small("bp", M=2, **{**given, "lr": 1e30, "warmup": 0.0}),
+    paper=Paper(None, "Table 0, second", remark="a remark"),
+    tier=2,
+)
+other_hybrid = TableRow(
+    name="other-hybrid",
+    title="Other, ADL with hybrid weights",
+    make=partial(small, "adl", K=2, M=2, weights="hybrid"),
+    tier=3,
+)
 
 
 SMALL = Table(name="small", title="Small", rows=(net_adl, net_diverges, other_hybrid))
@@ -227,22 +229,24 @@ def test_runs_are_run_folders_and_the_table_is_what_they_recorded(offbeat, table
     assert json.loads(again.out)["rows"] == list(json.loads(Path("x/results.json").read_text())["rows"])
 
 
-@row(1, Paper(29.75, "Table 0, images", top5=10.55, remark="a remark"))
-def net_images(**given: object) -> Recipe:
-    """Net on images, ADL."""
-    fixed = {
-        "model": "resnet8",
-        "data": "imagefolder",
-        "shape": (3, 8, 8),
-        "data_workers": 0,
-        "K": 2,
-        "M": 2,
-        "batch_size": 4,
-        "threads_per_stage": 1,
-        "engine": "simulate",
-        "epochs": 2,
-    }
-    return make_recipe(**{**given, **fixed})
+IMAGES = {
+    "model": "resnet8",
+    "data": "imagefolder",
+    "shape": (3, 8, 8),
+    "data_workers": 0,
+    "K": 2,
+    "M": 2,
+    "batch_size": 4,
+    "threads_per_stage": 1,
+    "engine": "simulate",
+    "epochs": 2,
+}
+net_images = TableRow(
+    name="net-images",
+    title="Net on images, ADL",
+    make=lambda **given: make_recipe(**{**given, **IMAGES}),
+    paper=Paper(29.75, "Table 0, images", top5=10.55, remark="a remark"),
+)
 
 
 def save_images(folder: Path, *, classes: int, train: int) -> None:
@@ -431,10 +435,11 @@ def test_bp_on_a_gpu_is_cut_as_well():
 
 
 def test_a_run_that_began_unsplit_resumes_in_stages_with_the_same_bits(offbeat, monkeypatch):
-    @row(1)
-    def net_bp(**given: object) -> Recipe:
-        """Net, BP."""
-        return small("bp", M=4, **{**given, "epochs": 8})  # windows that drained checkpoints end early
+    net_bp = TableRow(
+        name="net-bp",
+        title="Net, BP",
+        make=lambda **given: small("bp", M=4, **{**given, "epochs": 8}),  # windows that drained checkpoints end early
+    )
 
     monkeypatch.setitem(recipes.TABLES, "small", Table(name="small", title="Small", rows=(net_bp,)))
     reproduce(offbeat, out="whole")

@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -20,41 +21,39 @@ from offbeat.runs import record
 from offbeat.runs import round_robin as turns
 from offbeat.runs import tables as recipes
 from offbeat.runs.provenance import provenance
-from offbeat.runs.recipe import Recipe
-from offbeat.runs.tables import TABLES, Images, Paper, Table
+from offbeat.runs.tables import TABLES, Images, Paper, Table, TableRow
 from offbeat.runs.tables.gpt import GPTSetting, gpt_table
-from offbeat.runs.tables.row import row
 from offbeat.studies import reproduce as reproducing
 
-
-@row(1, Paper(6.18, "Table 0, first", remark="a remark"))
-def resnet56_adl_k3_m2(**given: object) -> Recipe:
-    """Net, ADL, K=3, M=2."""
-    return small("adl", K=3, M=2, **given)
-
-
-@row(1, Paper(None, "Table 0, second"))
-def resnet56_adl_k3_m1(**given: object) -> Recipe:
-    """Net, ADL, K=3, M=1, rate too high."""
-    return small("adl", K=3, M=1, **{**given, "lr": 1e30, "warmup": 0.0})
-
-
-@row(1)
-def resnet56_adl_k3_m2_sc(**given: object) -> Recipe:
-    """Net, ADL, K=3, M=2, compensated."""
-    return small("adl", K=3, M=2, corrector="sc", **given)
-
-
-@row(1, Paper(6.19, "Table 0, third"))
-def resnet56_bp_m2(**given: object) -> Recipe:
-    """Net, BP with accumulation, M=2."""
-    return small("bp", M=2, **given)
-
-
-@row(3)
-def other_bp(**given: object) -> Recipe:
-    """Other, BP."""
-    return small("bp", M=1, **given)
+resnet56_adl_k3_m2 = TableRow(
+    name="resnet56-adl-k3-m2",
+    title="Net, ADL, K=3, M=2",
+    make=partial(small, "adl", K=3, M=2),
+    paper=Paper(6.18, "Table 0, first", remark="a remark"),
+)
+resnet56_adl_k3_m1 = TableRow(
+    name="resnet56-adl-k3-m1",
+    title="Net, ADL, K=3, M=1, rate too high",
+    make=lambda **given: small("adl", K=3, M=1, **{**given, "lr": 1e30, "warmup": 0.0}),
+    paper=Paper(None, "Table 0, second"),
+)
+resnet56_adl_k3_m2_sc = TableRow(
+    name="resnet56-adl-k3-m2-sc",
+    title="Net, ADL, K=3, M=2, compensated",
+    make=partial(small, "adl", K=3, M=2, corrector="sc"),
+)
+resnet56_bp_m2 = TableRow(
+    name="resnet56-bp-m2",
+    title="Net, BP with accumulation, M=2",
+    make=partial(small, "bp", M=2),
+    paper=Paper(6.19, "Table 0, third"),
+)
+other_bp = TableRow(
+    name="other-bp",
+    title="Other, BP",
+    make=partial(small, "bp", M=1),
+    tier=3,
+)
 
 
 ROWS = (resnet56_adl_k3_m2, resnet56_adl_k3_m1, resnet56_adl_k3_m2_sc, resnet56_bp_m2, other_bp)

@@ -6,35 +6,31 @@ follows M, and what spike compensation does instead of accumulation.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from offbeat.runs.tables import cifar10 as rows
+from offbeat.runs.tables.cifar10 import CIFAR10_TABLE
 from offbeat.runs.tables.row import Table
 
 # The paper's own rows come first here, whatever their worth is among those of Table I(a).
-PUBLISHED = (
-    rows.resnet56_adl_k8_m2,
-    rows.resnet56_adl_k8_m1,
-    rows.resnet56_bp_m2,
-    rows.resnet56_bp_m1,
-    rows.resnet56_adl_k8_m4,
-    rows.resnet56_bp_m4,
-    rows.resnet18_adl_k8_m4,
-    rows.resnet18_adl_k8_m1,
-    rows.resnet18_bp_m4,
-    rows.resnet18_bp_m1,
+PUBLISHED = CIFAR10_TABLE.in_tier(
+    1,
+    "resnet56-adl-k8-m2",
+    "resnet56-adl-k8-m1",
+    "resnet56-bp-m2",
+    "resnet56-bp-m1",
+    "resnet56-adl-k8-m4",
+    "resnet56-bp-m4",
+    "resnet18-adl-k8-m4",
+    "resnet18-adl-k8-m1",
+    "resnet18-bp-m4",
+    "resnet18-bp-m1",
 )
-OURS = (
-    rows.resnet56_adl_k8_m1_hybrid,
-    rows.resnet56_adl_k8_m4_hybrid,
-    rows.resnet56_adl_k8_m4_fixed,
-    rows.resnet56_bp_m4_fixed,
-    rows.resnet56_adl_k8_m1_sc,
-    rows.resnet56_adl_k8_m4_sc,
+OURS = CIFAR10_TABLE.in_tier(
+    3,
+    "resnet56-adl-k8-m1-hybrid",
+    "resnet56-adl-k8-m4-hybrid",
+    "resnet56-adl-k8-m4-fixed",
+    "resnet56-bp-m4-fixed",
+    "resnet56-adl-k8-m1-sc",
+    "resnet56-adl-k8-m4-sc",
 )
 
-ABLATION = Table(
-    name="ablation",
-    title="CIFAR-10, the ablation (Table II)",
-    rows=(*(replace(row, tier=1) for row in PUBLISHED), *(replace(row, tier=3) for row in OURS)),
-)
+ABLATION = Table(name="ablation", title="CIFAR-10, the ablation (Table II)", rows=(*PUBLISHED, *OURS))

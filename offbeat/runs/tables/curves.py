@@ -6,23 +6,18 @@ Fig. 3(b), ResNet-18 on ImageNet, is among the curves of `imagenet-table`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from offbeat.runs.tables import cifar10 as rows
+from offbeat.runs.tables.cifar10 import CIFAR10_TABLE
 from offbeat.runs.tables.row import Table
 
-DRAWN = (
-    rows.resnet56_bp_m4,
-    rows.resnet56_adl_k8_m4,
-    rows.resnet56_adl_k4_m4,
-    rows.resnet56_ddg_k4_b128,
-    rows.resnet56_fr_k4_b128,
-    rows.resnet56_dgl_k4_b128,
-    rows.resnet56_adl_k8_m4_sc,
+DRAWN = CIFAR10_TABLE.in_tier(
+    1,
+    "resnet56-bp-m4",
+    "resnet56-adl-k8-m4",
+    "resnet56-adl-k4-m4",
+    "resnet56-ddg-k4-b128",
+    "resnet56-fr-k4-b128",
+    "resnet56-dgl-k4-b128",
+    "resnet56-adl-k8-m4-sc",
 )
 
-CURVES = Table(
-    name="curves",
-    title="CIFAR-10, learning curves of ResNet-56 (Fig. 3(a))",
-    rows=tuple(replace(row, tier=1) for row in DRAWN),
-)
+CURVES = Table(name="curves", title="CIFAR-10, learning curves of ResNet-56 (Fig. 3(a))", rows=tuple(DRAWN))

@@ -21,13 +21,12 @@ from typing import Any
 
 from offbeat.runs.optimizers import OPTIMIZERS
 from offbeat.runs.recipe import Recipe, make_recipe
-from offbeat.runs.tables.row import STALENESS_WARMUP, Table, TableRow
+from offbeat.runs.tables.row import STALENESS_WARMUP, Table, TableRow, method_title
 
 GPT_OPTIMIZERS = ("adamw", "nadam", "muon", "rotated-adam")
 RATES = {1.0: "", 0.5: "-half-rate", 2.0: "-double-rate"}  # with the ends of the names of rows
 RECOMMENDED = "auto"
 CORRECTORS = {"nadam": "lookahead:least=1+t1:power=1:above=3+sc"}  # those of AdamW: "auto" gives NAdam none
-TITLES = {"bp": "BP", "adl-1f1b": "ADL on the 1F1B lag", "2bw": "2BW", "adl": "ADL"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +118,7 @@ def _row(
     warmup: int | None = None,
     baseline: str | None = None,
 ) -> TableRow:
-    parts = [OPTIMIZERS[optimizer].title, TITLES[method], f"K={K}", f"M={M}"]
+    parts = [OPTIMIZERS[optimizer].title, method_title(method, M), f"K={K}", f"M={M}"]
     parts += [f"{rate:g} times the learning rate"] if rate != 1.0 else []
     parts += ["with the recommended corrector"] if corrector == RECOMMENDED else []
     parts += ["with the correctors of AdamW"] if corrector and corrector != RECOMMENDED else []

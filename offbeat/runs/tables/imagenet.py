@@ -7,165 +7,40 @@ image folder than ImageNet gives other errors, with which the paper's values can
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from offbeat.runs.recipe import Recipe, make_recipe
 from offbeat.runs.tables.row import STALENESS_WARMUP, Images, Paper, Table, row
 
 BP_SETTING = "the paper does not state the M of its BP"
 
+imagenet = partial(row, "imagefolder")
 
-def imagenet(model: str, method: str, **given: Any) -> Recipe:
-    """A recipe of the paper's setting for folders of images; what is None is left to it."""
-    return make_recipe(model=model, data="imagefolder", method=method, **given)
-
-
-@row(1, Paper(29.75, "Table I(b), ResNet-18, K=8, ADL", top5=10.55))
-def resnet18_adl_k8_m4(**given: Any) -> Recipe:
-    """ResNet-18, ADL, K=8, M=4."""
-    return imagenet("resnet18", "adl", K=8, M=4, **given)
-
-
-@row(1, Paper(29.79, "Table I(b), ResNet-18, BP", top5=10.92, remark=BP_SETTING))
-def resnet18_bp_m4(**given: Any) -> Recipe:
-    """ResNet-18, BP with accumulation, M=4."""
-    return imagenet("resnet18", "bp", M=4, **given)
-
-
-@row(1, Paper(29.84, "Table I(b), ResNet-18, K=10, ADL", top5=10.76))
-def resnet18_adl_k10_m4(**given: Any) -> Recipe:
-    """ResNet-18, ADL, K=10, M=4."""
-    return imagenet("resnet18", "adl", K=10, M=4, **given)
-
-
-@row(2)
-def resnet18_adl_1f1b_k8_m4_sc(**given: Any) -> Recipe:
-    """ResNet-18, ADL on the 1F1B lag, K=8, M=4, with spike compensation."""
-    return imagenet("resnet18", "adl-1f1b", K=8, M=4, corrector="sc", **given)
-
-
-@row(2)
-def resnet18_adl_1f1b_k8_m4_sc_warmup(**given: Any) -> Recipe:
-    """ResNet-18, ADL on the 1F1B lag, K=8, M=4, with spike compensation, the first 150 updates synchronous."""
-    return imagenet("resnet18", "adl-1f1b", K=8, M=4, corrector="sc", staleness_warmup=STALENESS_WARMUP, **given)
-
-
-@row(2, Paper(29.01, "Table I(b), SE-ResNet-18, K=8, ADL", top5=10.14))
-def seresnet18_adl_k8_m4(**given: Any) -> Recipe:
-    """SE-ResNet-18, ADL, K=8, M=4."""
-    return imagenet("seresnet18", "adl", K=8, M=4, **given)
-
-
-@row(2, Paper(29.09, "Table I(b), SE-ResNet-18, BP", top5=9.89, remark=BP_SETTING))
-def seresnet18_bp_m4(**given: Any) -> Recipe:
-    """SE-ResNet-18, BP with accumulation, M=4."""
-    return imagenet("seresnet18", "bp", M=4, **given)
-
-
-@row(2, Paper(29.07, "Table I(b), SE-ResNet-18, K=10, ADL", top5=10.31))
-def seresnet18_adl_k10_m2(**given: Any) -> Recipe:
-    """SE-ResNet-18, ADL, K=10, M=2."""
-    return imagenet("seresnet18", "adl", K=10, M=2, **given)
-
-
-@row(2, Paper(29.09, "Table I(b), SE-ResNet-18, BP", top5=9.89, remark=BP_SETTING))
-def seresnet18_bp_m2(**given: Any) -> Recipe:
-    """SE-ResNet-18, BP with accumulation, M=2."""
-    return imagenet("seresnet18", "bp", M=2, **given)
-
-
-@row(3, Paper(29.51, "Table I(b), ResNet-18, K=3, ADL", top5=10.41))
-def resnet18_adl_k3_m2(**given: Any) -> Recipe:
-    """ResNet-18, ADL, K=3, M=2."""
-    return imagenet("resnet18", "adl", K=3, M=2, **given)
-
-
-@row(3, Paper(29.64, "Table I(b), ResNet-18, K=4, ADL", top5=10.56))
-def resnet18_adl_k4_m4(**given: Any) -> Recipe:
-    """ResNet-18, ADL, K=4, M=4."""
-    return imagenet("resnet18", "adl", K=4, M=4, **given)
-
-
-@row(3, Paper(29.79, "Table I(b), ResNet-18, BP", top5=10.92, remark=BP_SETTING))
-def resnet18_bp_m2(**given: Any) -> Recipe:
-    """ResNet-18, BP with accumulation, M=2."""
-    return imagenet("resnet18", "bp", M=2, **given)
-
-
-@row(4, Paper(23.92, "Table I(b), ResNet-50, K=3, ADL", top5=7.07))
-def resnet50_adl_k3_m2(**given: Any) -> Recipe:
-    """ResNet-50, ADL, K=3, M=2."""
-    return imagenet("resnet50", "adl", K=3, M=2, **given)
-
-
-@row(4, Paper(23.65, "Table I(b), ResNet-50, BP", top5=7.13, remark=BP_SETTING))
-def resnet50_bp_m2(**given: Any) -> Recipe:
-    """ResNet-50, BP with accumulation, M=2."""
-    return imagenet("resnet50", "bp", M=2, **given)
-
-
-@row(4, Paper(23.37, "Table I(b), ResNet-50, K=4, ADL", top5=7.44))
-def resnet50_adl_k4_m8(**given: Any) -> Recipe:
-    """ResNet-50, ADL, K=4, M=8."""
-    return imagenet("resnet50", "adl", K=4, M=8, **given)
-
-
-@row(4, Paper(23.65, "Table I(b), ResNet-50, BP", top5=7.13, remark=BP_SETTING))
-def resnet50_bp_m8(**given: Any) -> Recipe:
-    """ResNet-50, BP with accumulation, M=8."""
-    return imagenet("resnet50", "bp", M=8, **given)
-
-
-@row(5, Paper(31.16, "Table I(b), ResNet-18, K=3, FR"))
-def resnet18_fr_k3(**given: Any) -> Recipe:
-    """ResNet-18, FR, K=3."""
-    return imagenet("resnet18", "fr", K=3, **given)
-
-
-@row(5, Paper(31.15, "Table I(b), ResNet-18, K=3, DSP"))
-def resnet18_dsp_k3(**given: Any) -> Recipe:
-    """ResNet-18, DSP, K=3."""
-    return imagenet("resnet18", "dsp", K=3, **given)
-
-
-@row(5, Paper(25.53, "Table I(b), ResNet-50, K=3, FR"))
-def resnet50_fr_k3(**given: Any) -> Recipe:
-    """ResNet-50, FR, K=3."""
-    return imagenet("resnet50", "fr", K=3, **given)
-
-
-@row(5, Paper(25.09, "Table I(b), ResNet-50, K=3, DSP"))
-def resnet50_dsp_k3(**given: Any) -> Recipe:
-    """ResNet-50, DSP, K=3."""
-    return imagenet("resnet50", "dsp", K=3, **given)
-
-
-IMAGES = Images(1000, 1_281_167, 50_000)
+ROWS = (
+    imagenet(1, "resnet18", "adl", Paper(29.75, "Table I(b), ResNet-18, K=8, ADL", top5=10.55), K=8, M=4),
+    imagenet(1, "resnet18", "bp", Paper(29.79, "Table I(b), ResNet-18, BP", top5=10.92, remark=BP_SETTING), M=4),
+    imagenet(1, "resnet18", "adl", Paper(29.84, "Table I(b), ResNet-18, K=10, ADL", top5=10.76), K=10, M=4),
+    imagenet(2, "resnet18", "adl-1f1b", K=8, M=4, corrector="sc"),
+    imagenet(2, "resnet18", "adl-1f1b", K=8, M=4, corrector="sc", staleness_warmup=STALENESS_WARMUP),
+    imagenet(2, "seresnet18", "adl", Paper(29.01, "Table I(b), SE-ResNet-18, K=8, ADL", top5=10.14), K=8, M=4),
+    imagenet(2, "seresnet18", "bp", Paper(29.09, "Table I(b), SE-ResNet-18, BP", top5=9.89, remark=BP_SETTING), M=4),
+    imagenet(2, "seresnet18", "adl", Paper(29.07, "Table I(b), SE-ResNet-18, K=10, ADL", top5=10.31), K=10, M=2),
+    imagenet(2, "seresnet18", "bp", Paper(29.09, "Table I(b), SE-ResNet-18, BP", top5=9.89, remark=BP_SETTING), M=2),
+    imagenet(3, "resnet18", "adl", Paper(29.51, "Table I(b), ResNet-18, K=3, ADL", top5=10.41), K=3, M=2),
+    imagenet(3, "resnet18", "adl", Paper(29.64, "Table I(b), ResNet-18, K=4, ADL", top5=10.56), K=4, M=4),
+    imagenet(3, "resnet18", "bp", Paper(29.79, "Table I(b), ResNet-18, BP", top5=10.92, remark=BP_SETTING), M=2),
+    imagenet(4, "resnet50", "adl", Paper(23.92, "Table I(b), ResNet-50, K=3, ADL", top5=7.07), K=3, M=2),
+    imagenet(4, "resnet50", "bp", Paper(23.65, "Table I(b), ResNet-50, BP", top5=7.13, remark=BP_SETTING), M=2),
+    imagenet(4, "resnet50", "adl", Paper(23.37, "Table I(b), ResNet-50, K=4, ADL", top5=7.44), K=4, M=8),
+    imagenet(4, "resnet50", "bp", Paper(23.65, "Table I(b), ResNet-50, BP", top5=7.13, remark=BP_SETTING), M=8),
+    imagenet(5, "resnet18", "fr", Paper(31.16, "Table I(b), ResNet-18, K=3, FR"), K=3),
+    imagenet(5, "resnet18", "dsp", Paper(31.15, "Table I(b), ResNet-18, K=3, DSP"), K=3),
+    imagenet(5, "resnet50", "fr", Paper(25.53, "Table I(b), ResNet-50, K=3, FR"), K=3),
+    imagenet(5, "resnet50", "dsp", Paper(25.09, "Table I(b), ResNet-50, K=3, DSP"), K=3),
+)
 IMAGENET_TABLE = Table(
     name="imagenet-table",
     title="ImageNet, Table I(b)",
     top5=True,
-    images=IMAGES,
-    rows=(
-        resnet18_adl_k8_m4,
-        resnet18_bp_m4,
-        resnet18_adl_k10_m4,
-        resnet18_adl_1f1b_k8_m4_sc,
-        resnet18_adl_1f1b_k8_m4_sc_warmup,
-        seresnet18_adl_k8_m4,
-        seresnet18_bp_m4,
-        seresnet18_adl_k10_m2,
-        seresnet18_bp_m2,
-        resnet18_adl_k3_m2,
-        resnet18_adl_k4_m4,
-        resnet18_bp_m2,
-        resnet50_adl_k3_m2,
-        resnet50_bp_m2,
-        resnet50_adl_k4_m8,
-        resnet50_bp_m8,
-        resnet18_fr_k3,
-        resnet18_dsp_k3,
-        resnet50_fr_k3,
-        resnet50_dsp_k3,
-    ),
+    images=Images(1000, 1_281_167, 50_000),
+    rows=ROWS,
 )

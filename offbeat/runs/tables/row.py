@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from offbeat.methods import parsed
@@ -12,6 +13,23 @@ from offbeat.runs.task import LearningTask
 
 CHECKPOINTS = 30  # that a run makes at most, at epochs of its recipe: a 300-epoch run every 10 epochs
 STALENESS_WARMUP = 150  # synchronous updates before the late ones, in the rows that have them
+PAPER_RATE = 0.1 * 32 / 256  # the paper's learning rate for M = 1
+
+NETWORKS = {
+    **{f"resnet{depth}": f"ResNet-{depth}" for depth in (18, 50, 56, 98, 110, 164)},
+    "seresnet18": "SE-ResNet-18",
+}
+METHODS = {  # with M = 1, and above; others are in capitals
+    "bp": ("BP", "BP with accumulation"),
+    "adl-1f1b": ("ADL on the 1F1B lag", "ADL on the 1F1B lag"),
+}
+LETTERS = {"K": "K", "M": "M", "batch_size": "b"}  # settings in the names and titles of rows
+WORDS: dict[tuple[str, Any], tuple[str, str]] = {  # further ones: the end of the name, and words of the title
+    ("corrector", "sc"): ("sc", "with spike compensation"),
+    ("weights", "hybrid"): ("hybrid", "with hybrid weights"),
+    ("lr", PAPER_RATE): ("fixed", "learning rate of M=1"),
+    ("staleness_warmup", STALENESS_WARMUP): ("warmup", f"the first {STALENESS_WARMUP} updates synchronous"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,23 +78,38 @@ class TableRow:
         return replace(made, checkpoint_every=f"{every}e", checkpoint_mode=self.checkpoint_mode, keep=1)
 
 
-def row(tier: int, paper: Paper | None = None) -> Callable[[Callable[..., Recipe]], TableRow]:
-    """Make the function a row: its name is the row's, with hyphens, and the first line of its docstring the title.
+def row(data: str, tier: int, model: str, method: str, paper: Paper | None = None, **settings: Any) -> TableRow:
+    """A row by its settings, which also give its name and its title; all others are those of the paper.
 
-    >>> @row(1, Paper(6.18, "Table I(a), ResNet-56, K=8"))
-    ... def resnet56_adl_k8(**given: Any) -> Recipe:
-    ...     '''ResNet-56, ADL, K=8.'''
-    ...     from offbeat.runs.recipe import make_recipe
-    ...     return make_recipe(model="resnet56", K=8, **given)
-    >>> resnet56_adl_k8.name, resnet56_adl_k8.title, resnet56_adl_k8.recipe(epochs=60).checkpoint_every
-    ('resnet56-adl-k8', 'ResNet-56, ADL, K=8', '2e')
+    >>> made = row("cifar10", 1, "resnet56", "adl", Paper(6.18, "Table I(a), ResNet-56, K=8, ADL"), K=8, M=4)
+    >>> made.name, made.title, made.recipe(epochs=60).checkpoint_every
+    ('resnet56-adl-k8-m4', 'ResNet-56, ADL, K=8, M=4', '2e')
     """
+    network = model.removesuffix("-cifar")
+    letters = {letter: settings[name] for name, letter in LETTERS.items() if name in settings}
+    words = [WORDS[setting] for setting in settings.items() if setting in WORDS]
+    ends = [*(f"{letter.lower()}{value}" for letter, value in letters.items()), *(end for end, _ in words)]
+    values = [*(f"{letter}={value}" for letter, value in letters.items()), *(text for _, text in words)]
+    return TableRow(
+        name="-".join([network, method, *ends]),
+        title=", ".join([NETWORKS[network], method_title(method, letters.get("M", 1)), *values]),
+        make=partial(_recipe, {"data": data, "model": model, "method": method, **settings}),
+        paper=paper,
+        tier=tier,
+    )
 
-    def made(function: Callable[..., Recipe]) -> TableRow:
-        title = (function.__doc__ or "").strip().splitlines()[0].rstrip(".")
-        return TableRow(name=function.__name__.replace("_", "-"), title=title, make=function, paper=paper, tier=tier)
 
-    return made
+def _recipe(settings: dict[str, Any], **given: Any) -> Recipe:
+    return make_recipe(**settings | {name: value for name, value in given.items() if value is not None})
+
+
+def method_title(method: str, M: int) -> str:
+    """
+    >>> method_title("2bw", 4), method_title("bp", 1), method_title("bp", 4)
+    ('2BW', 'BP', 'BP with accumulation')
+    """
+    alone, accumulating = METHODS.get(method, (method.upper(), method.upper()))
+    return accumulating if M > 1 else alone
 
 
 @dataclass(frozen=True)
@@ -114,6 +147,11 @@ class Table:
     @property
     def task(self) -> LearningTask:
         return self.rows[0].recipe().task
+
+    def in_tier(self, tier: int, *names: str) -> list[TableRow]:
+        """These rows for another table, all of the same importance."""
+        rows = {row.name: row for row in self.rows}
+        return [replace(rows[name], tier=tier) for name in names]
 
     def order(self, seeds: int, first: int = 0) -> list[tuple[TableRow, int]]:
         """All (row, seed) by worth: the first seed of tiers 1 and 2, their other seeds, then the later tiers."""
