@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offbeat.checkpoint.files import (
     CheckpointDamaged,
@@ -30,9 +30,6 @@ from offbeat.checkpoint.files import (
 )
 from offbeat.checkpoint.parts import FORMAT, TENSORS, TREE, check_part, read_part
 from offbeat.errors import UserError, first_line
-
-if TYPE_CHECKING:
-    pass
 
 FOLDER, MANIFEST, RUN = "checkpoints", "manifest.json", "run.json"
 UNFINISHED, REPLACED = ".part", ".old.part"
