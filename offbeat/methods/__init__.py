@@ -268,9 +268,9 @@ def _phase(method: Method, part: str, text: str) -> tuple[Method, int]:
             f"staleness_warmup={text!r}: use the number of updates of back-propagation, or methods with numbers of "
             "updates, as in 'bp@200+adl-1f1b@300'"
         )
-    takes = settings_of(name).keys()
-    same = {setting: getattr(method, setting) for setting in takes & {"M", "window", "weights", "recompute"}}
     try:
+        takes = settings_of(name).keys()
+        same = {setting: getattr(method, setting) for setting in takes & {"M", "window", "weights", "recompute"}}
         phase = with_settings(name, {"M": method.M} | same | dict.fromkeys(takes & {"pipelined"}, True))
         return (phase.corrected(method.correctors) if phase.lag(1, 2) else phase), int(updates)
     except UserError as error:

@@ -20,7 +20,8 @@ Both are first-order changes of the loss of these batches, negative where it dec
 gradients predict for its step, and the one that the same step makes at the present weights. They are equal without
 staleness. fresh_change / predicted_change is the share of the predicted decrease that a stage gets; where it is
 negative, the step increases the loss. A single update may predict an increase (momentum, weight decay), so that shares
-are those of sums over updates (see runs/record.py). A replay on the present weights has a share of 1.
+are those of sums over updates, from the first late one on (see runs/record.py). A replay on the present weights has a
+share of 1.
 
 The fresh gradient is what a stage can know alone: that of its own function at the present weights, for the input that
 it was given then and the same gradient from above. (Where all stages were at their present weights, input and incoming

@@ -268,20 +268,22 @@ def _cost(run: RunRecord, name: str) -> Drawing | None:
         return None
     drawn = []
     for k in stages:
-        measured = sorted((line.update, line.changes) for line in run.diagnosis if line.stage == k and line.changes)
-        lost = accumulate(fresh - predicted for _, (predicted, fresh) in measured)
-        share = share_of_decrease(changes for _, changes in measured)
+        known = [(line.update, line.lag, line.changes) for line in run.diagnosis if line.stage == k and line.changes]
+        measured = sorted(known)
+        lost = accumulate(fresh - predicted for *_, (predicted, fresh) in measured)
+        share = share_of_decrease((lag, changes) for _, lag, changes in measured)
         drawn.append(
             Line(
                 f"stage {k}",
-                [(float(update), value) for (update, _), value in zip(measured, lost, strict=True)],
+                [(float(update), value) for (update, *_), value in zip(measured, lost, strict=True)],
                 end="" if share is None else f"{100 * share:.0f} %",
                 colour=shade(k, stages[-1]),
             )
         )
     caption = (
         "Decrease of the loss that the late gradients of a stage predict for its updates and fresh gradients do not, "
-        "summed over the measured updates. In the legend: the share of the predicted decrease that the stage gets."
+        "summed over the measured updates. In the legend: the share of the predicted decrease that the stage gets, "
+        "from its first late update on."
     )
     chart = lines(drawn, x=Axis("update", whole=True), y=Axis("lost decrease", zero=True, format=".3~r"), height=220)
     return Drawing(f"{name}-cost", "Which stage pays", chart, caption, 2)

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +172,14 @@ class Diagnoses:
         text = self.file.read_text() if self.file.exists() else ""
         lines = [json.loads(line) for line in text.split("\n")[:-1]]  # without an incomplete last line
         kept = [line for line in lines if line["turn"] < batches]
-        self.written = {_place(line): changes_of(line) for line in kept}
+        self.written = {_place(line): _lag_and_changes(line) for line in kept}
         if text:
             write(self.file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, lines: list[dict[str, Any]]) -> None:
         """Append new lines; a checkpoint may bring back lines that were written before."""
         new = [line for line in lines if _place(line) not in self.written]
-        self.written.update({_place(line): changes_of(line) for line in new})
+        self.written.update({_place(line): _lag_and_changes(line) for line in new})
         if new:
             append(self.file.parent, self.file.name, "".join(json.dumps(line) + "\n" for line in new))
 
@@ -186,7 +187,7 @@ class Diagnoses:
         """One line with the share of each stage, if there is one."""
         stages = sorted({stage for stage, _ in self.written})
         shares = [
-            share_of_decrease(changes for (stage, _), changes in self.written.items() if stage == k) for k in stages
+            share_of_decrease(update for (stage, _), update in self.written.items() if stage == k) for k in stages
         ]
         if all(share is None for share in shares):
             return None
@@ -203,16 +204,23 @@ def changes_of(line: dict[str, Any]) -> Changes:
     return None if predicted is None or fresh is None else (float(predicted), float(fresh))
 
 
-def share_of_decrease(changes: Iterable[Changes]) -> float | None:
-    """How much of the decrease of the loss that a stage's late gradients predict it gets, summed over its updates; None
-    if they predict none.
+def share_of_decrease(updates: Iterable[tuple[float, Changes]]) -> float | None:
+    """How much of the decrease of the loss that a stage's late gradients predict it gets, summed over its updates, with
+    the lag of each; None if they predict none. Updates before the first late one do not count, if any is late: those of
+    a synchronous start get what they predict.
 
-    >>> share_of_decrease([(-0.75, -0.5), None, (0.25, 0.25)])
+    >>> share_of_decrease([(0, (-2.0, -2.0)), (2, (-0.75, -0.5)), (2, None), (0, (0.25, 0.25))])
     0.5
     """
-    known = [each for each in changes if each is not None]
+    given = list(updates)
+    counted = list(dropwhile(lambda update: update[0] == 0, given)) or given
+    known = [changes for _, changes in counted if changes is not None]
     predicted, fresh = sum(one for one, _ in known), sum(other for _, other in known)
     return fresh / predicted if predicted < 0 else None
+
+
+def _lag_and_changes(line: dict[str, Any]) -> tuple[float, Changes]:
+    return line.get("lag", 0), changes_of(line)
 
 
 def _place(line: dict[str, Any]) -> tuple[int, int]:

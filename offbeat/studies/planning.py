@@ -15,7 +15,7 @@ from rich.table import Table
 
 from offbeat import models
 from offbeat.core.compression import check_messages, sent_bytes
-from offbeat.correctors import as_text, correctors
+from offbeat.correctors import AutoCorrector, as_text
 from offbeat.errors import UserError, first_line, unknown
 from offbeat.method import Method
 from offbeat.methods import AUTO, DECLARED, METHODS, add_packages, parsed, with_settings
@@ -160,7 +160,7 @@ def show_plan(request: PlanRequest) -> None:
     if found.measured:
         console.print(recommendation_table(found))
     links = link_line(request, link)
-    advised = recommendation_lines(found, request.K, samples)
+    advised = recommendation_lines(found, method, request.K, samples)
     slowest = max(stage.sum_ms for stage in plan.stages)
     summed = [f"adding the gradients of {plan.replicas} replicas takes {slowest:.3g} ms per update at most"]
     for line in (
@@ -323,12 +323,13 @@ def as_record(found: Recommendation, samples: int) -> dict[str, Any]:
     }
 
 
-def recommendation_lines(found: Recommendation, K: int, samples: int) -> list[str]:
-    """The recommendation, and what its corrector is for each kind of optimizer."""
+def recommendation_lines(found: Recommendation, method: Method, K: int, samples: int) -> list[str]:
+    """The recommendation; and for each kind of optimizer what corrector "auto" is in the planned method and in that."""
     lines = [f"recommended (--method auto) for updates of {samples} samples: {found.as_text()}"]
-    if found.method.correctors == correctors("auto"):
-        by_optimizer = correctors_by_optimizer(found.method, K)
-        lines += [f"corrector auto with {names}: {stages}" for names, stages in by_optimizer.items()]
+    for each in dict.fromkeys((method.after_warmup, found.method.after_warmup)):
+        if AutoCorrector() in each.correctors:
+            title = f"corrector auto of {each.name}, M={each.M}, with"
+            lines += [f"{title} {names}: {stages}" for names, stages in correctors_by_optimizer(each, K).items()]
     return lines
 
 

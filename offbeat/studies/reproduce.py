@@ -159,8 +159,9 @@ def settings_of(request: ReproductionRequest, table: Table, there: dict[str, Any
     """What all runs of the folder share. Settings that are not given are kept; those given must not differ."""
     given = asked(request)
     if there is None:
-        first = recipe_of(table.rows[0], 0, given)
-        if request.together > 1 and "engine" not in given and default_engine(table, given) == "processes":
+        of_any_row = {**given, "batch_per_update": None}  # which a row that is not run may be unable to split
+        first = recipe_of(table.rows[0], 0, of_any_row)
+        if request.together > 1 and "engine" not in given and default_engine(table, of_any_row) == "processes":
             given["engine"] = "simulate"  # runs take turns in one process
         return {**given, "epochs": first.epochs}
     for name, value in given.items():
@@ -189,7 +190,10 @@ def recipe_of(row: TableRow, seed: int, settings: dict[str, Any]) -> Recipe:
     """The recipe of a run. One stage needs no processes; on a GPU it is recorded as CUDA graphs like other rows, and
     rows whose methods cannot be recorded are simulated."""
     others = {name: value for name, value in settings.items() if name != "engine"}
-    made, engine = row.recipe(seed=seed, **others), settings.get("engine")
+    try:
+        made, engine = row.recipe(seed=seed, **others), settings.get("engine")
+    except UserError as error:
+        raise UserError(f"row {row.name}: {error}") from None
     if made.device == "cuda" and engine in (None, "streams"):
         engine = None if made.make_method().why_not_capturable() else "streams"
     elif made.K == 1 and engine == "processes":

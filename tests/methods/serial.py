@@ -11,8 +11,10 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import literal_optimizers
 import torch
 from reference import network  # the same initial weights, and nothing else
 from torch import Tensor, nn
@@ -21,6 +23,11 @@ from torch.nn.functional import cross_entropy, one_hot
 LR, MOMENTUM, DECAY = 0.1, 0.9, 0.01  # small enough that rounding is not amplified beyond 1e-12
 ADAM_LR, BETAS, EPS, MU_DECAY = 0.01, (0.8, 0.95), 1e-3, 4e-3  # of Adam, AdamW and NAdam
 WIDTH = 4
+AVERAGE = 0.8  # momentum of Muon and RotatedAdam
+OURS = {  # the equations for matrices, and the updates over which Nesterov's method compensates
+    "muon": (partial(literal_optimizers.muon, b=AVERAGE), 1.0),
+    "rotated-adam": (partial(literal_optimizers.rotated_adam, betas=(AVERAGE, BETAS[1]), eps=EPS), 0.0),
+}
 Theta = tuple[Tensor, ...]
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -96,7 +103,7 @@ class Rules:
     spike_delay: float | None = None
     extra: float = 0.0  # updates added to the delay of the compensation
     fraction: float = 1.0  # of the delay, as the horizon of a prediction
-    optimizer: str = "sgd"  # "adam", "adamw", "nadam"
+    optimizer: str = "sgd"  # "adam", "adamw", "nadam", or one of OURS
     ahead: float = 0.0  # the parameters stay ahead by this fraction of the delay
     ahead_least: float = 0.0  # or by the delay itself, up to this many updates
     rate_power: float = 0.0  # lr / (1 + delay)^power
@@ -125,6 +132,14 @@ class Stage:
     last_step: Theta | None = None  # before the parameters were moved ahead
     forwarded_at: dict[int, int] = field(default_factory=dict)
     late_before: int = 0  # updates with late gradients before versions[0]
+    before: int = 0  # updates before versions[0]
+    gradients: list[Theta] = field(default_factory=list)  # of all updates, for OURS
+    direction: Theta | None = None  # of the last step of OURS
+
+    @property
+    def updates(self) -> int:
+        """Of the whole training."""
+        return self.before + len(self.versions) - 1
 
     @property
     def late_updates(self) -> int:
@@ -188,8 +203,11 @@ def rate(stage: Stage) -> float:
 
 
 def direction(stage: Stage) -> Theta:
-    """What the optimizer would go along once more: its velocity, or Adam's mean over its root mean square."""
-    t = len(stage.versions) - 1
+    """What the optimizer would go along once more: its velocity, or Adam's mean over its root mean square; of OURS the
+    direction of the last step."""
+    t = stage.updates
+    if stage.rules.optimizer in OURS:
+        return stage.direction or stage.velocity
     if stage.rules.optimizer == "sgd" or t == 0:
         return stage.velocity
     assert stage.second is not None
@@ -199,7 +217,7 @@ def direction(stage: Stage) -> Theta:
 
 def adam(stage: Stage, gradients: list[Tensor], lr: float) -> Theta:
     """The next version by Adam, AdamW or NAdam, compensated over D updates (0: as published)."""
-    rules, theta, t, (b1, b2) = stage.rules, stage.live, len(stage.versions), BETAS
+    rules, theta, t, (b1, b2) = stage.rules, stage.live, stage.updates + 1, BETAS
     D = compensated_over(stage) if rules.spike else 0.0
     g = gradients if rules.optimizer == "adamw" else [x + rules.decay * p for x, p in zip(gradients, theta)]
     if rules.look_ahead is not None:
@@ -221,6 +239,25 @@ def adam(stage: Stage, gradients: list[Tensor], lr: float) -> Theta:
     u = [(of_m * m + of_g * x) / ((v / (1 - b2**t)).sqrt() + EPS) for m, x, v in zip(stage.velocity, g, stage.second)]
     kept = 1 - lr * rules.decay if rules.optimizer == "adamw" else 1.0
     return tuple(kept * p - lr * x for p, x in zip(theta, u))
+
+
+def ours(stage: Stage, gradients: list[Tensor], lr: float) -> Theta:
+    """The next version by an optimizer of this package: W by its equations for matrices, b by those of AdamW."""
+    stage.gradients = [*stage.gradients, tuple(gradients)]
+    equations, nesterov = OURS[stage.rules.optimizer]
+    of_b = partial(literal_optimizers.adamw, betas=(BETAS[0] if nesterov else AVERAGE, BETAS[1]), eps=EPS)
+    D = compensated_over(stage) if stage.rules.spike else 0.0
+    W, b = (list(given) for given in zip(*stage.gradients))
+    stage.direction = last_direction(equations, W, D + nesterov), last_direction(of_b, b, D)
+    return tuple(p - lr * (x + stage.rules.decay * p) for p, x in zip(stage.live, stage.direction))
+
+
+def last_direction(equations: Callable[..., Tensor], gradients: list[Tensor], exponent: float) -> Tensor:
+    """Of the step with the last of these gradients, by the difference of two computations: only d of a step depends on
+    the exponent, which is that of no earlier step."""
+    zero = torch.zeros_like(gradients[0])
+    computed = partial(equations, zero, lr=1.0, decay=0.0, exponent=exponent)
+    return (computed(gradients[:-1]) if gradients[1:] else zero) - computed(gradients)
 
 
 def compensated_over(stage: Stage) -> float:
@@ -265,7 +302,9 @@ def update(stage: Stage) -> None:
     mean = [sum(parts) / len(stage.window) for parts in zip(*stage.window)]
     d = [g + rules.decay * p for g, p in zip(mean, theta)]
     lr = rate(stage)
-    if rules.optimizer != "sgd":
+    if rules.optimizer in OURS:
+        new = ours(stage, mean, lr)
+    elif rules.optimizer != "sgd":
         new = adam(stage, mean, lr)
     elif rules.look_ahead is not None:
         gamma = rules.look_ahead
@@ -297,14 +336,16 @@ def lagged(
     K: int, batches: Batches, rules: Rules, *, shuffle: int | None = None, after: list[Stage] | None = None
 ) -> list[Stage]:
     """Run N batches and drain. `shuffle` seeds the order in which stages are asked, which must not matter. `after`: the
-    stages of an earlier call, whose weights, velocity and number of late updates are continued."""
+    stages of an earlier call, whose weights, optimizers and numbers of updates are continued."""
     N = len(batches)
     zeros = [tuple(torch.zeros_like(p) for p in theta) for theta in network(K)]
     stages = [
         Stage(k, K, rules, [theta], zero, zero, zero) for k, (theta, zero) in enumerate(zip(network(K), zeros), start=1)
     ]
     for stage, before in zip(stages, after or []):
-        stage.versions, stage.velocity, stage.late_before = [before.live], before.velocity, before.late_updates
+        stage.versions, stage.velocity, stage.second = [before.live], before.velocity, before.second
+        stage.before, stage.late_before = before.updates, before.late_updates
+        stage.gradients, stage.direction = before.gradients, before.direction
     up = {(0, t): x for t, (x, _) in enumerate(batches)}  # up[k, t]: the output of stage k for batch t
     down: dict[tuple[int, int], Tensor] = {}  # down[k, t]: the gradient for the output of stage k
     todo = {stage.k: list(program(stage.lag, rules.M, N)) for stage in stages}

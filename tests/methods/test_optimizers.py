@@ -54,6 +54,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nadam": lambda p: torch.optim.NAdam(p, momentum_decay=serial.MU_DECAY, **ADAM),
     "own": lambda p: Averaging(p, lr=serial.LR),
 }
+SHARED = {"lr": serial.ADAM_LR, "eps": serial.EPS, "weight_decay": serial.DECAY}
+OURS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "muon": lambda p: offbeat.optim.Muon(p, momentum=serial.AVERAGE, betas=serial.BETAS, **SHARED),
+    "rotated-adam": lambda p: offbeat.optim.RotatedAdam(p, betas=(serial.AVERAGE, serial.BETAS[1]), **SHARED),
+}
 CORRECTED: dict[str, dict[str, Any]] = {
     "sc": {"spike": True},
     "sc:extra=1": {"spike": True, "extra": 1.0},
@@ -107,6 +112,38 @@ def test_a_corrector_and_an_optimizer_are_their_serial_computation(corrector, op
     assert (uncorrected(optimizer)[0][0] - wanted[0][0]).abs().max() > 1e-6, "the corrector changed nothing"
 
 
+LATER: dict[str, dict[str, Any]] = {
+    name: CORRECTED[name]
+    for name in (
+        "sc:extra=1",
+        "lwp:fraction=0.5+t1:power=0.5+sc",
+        "lookahead:least=1+sc",
+        "lookahead+lwp:form=weight",
+        "dc:3+lookahead",
+    )
+} | {"lwp+t1:5": {"predict": "velocity", "anneal": 5}}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "nadam", *OURS])
+@pytest.mark.parametrize("corrector", LATER)
+def test_correctors_after_a_warmup_are_their_serial_computation(corrector, optimizer):
+    """The state of the optimizer continues, that of the corrector begins in every phase with late gradients."""
+    batches, M, stages = data(N), 1 if optimizer == "muon" else 2, None
+    lr = serial.ADAM_LR
+    late = {"optimizer": optimizer, "lr": lr, **LATER[corrector]}
+    phases = [
+        (0, 2 * M, replace(serial.bp(M), optimizer=optimizer, lr=lr)),
+        (2 * M, 4 * M, replace(serial.adl_1f1b(M), **late)),
+        (4 * M, N, replace(adl(M), **late)),
+    ]
+    for begin, end, rules in phases:
+        stages = lagged(K, batches[begin:end], rules, after=stages)
+    method = with_staleness_warmup(offbeat.ADL(M=M, corrector=corrector), "bp@2+adl-1f1b@2")
+    mine = trained(pipeline(K, method, optimizer=(OPTIMIZERS | OURS)[optimizer]), batches)
+    for k, (one, theta) in enumerate(zip(mine, final(stages), strict=True), start=1):
+        agree(one, theta, f"stage {k}")
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_a_corrector_sets_for_a_step_is_restored_after_it(optimizer):
     def options(corrector: str | None) -> list[dict]:
@@ -148,11 +185,11 @@ def test_nag_is_refused_by_an_optimizer_of_its_own_without_nesterov_momentum():
         pipeline(K, offbeat.ADL(M=1, corrector="nag"), optimizer=without)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS | OURS)
 @pytest.mark.parametrize("corrector", ["lwp+sc", "lookahead+sc:extra=1", "lwp:form=weight+lookahead", "lwp+t1:9"])
 def test_a_pipeline_resumes_with_the_correctors_memory_bit_for_bit(corrector, optimizer):
     def made() -> offbeat.Pipeline:
-        return pipeline(K, offbeat.ADL(M=2, corrector=corrector), optimizer=OPTIMIZERS[optimizer])
+        return pipeline(K, offbeat.ADL(M=2, corrector=corrector), optimizer=(OPTIMIZERS | OURS)[optimizer])
 
     batches, whole, first, second = data(N), made(), made(), made()
     for pipe in (first, second):

@@ -421,6 +421,19 @@ def test_the_summary_has_the_share_of_each_stage_also_in_a_resumed_run(tmp_path)
     assert first.summary() == Diagnoses(tmp_path, 2).summary() == expected
 
 
+def test_updates_of_a_synchronous_start_do_not_count_in_the_share(tmp_path):
+    """They did, with all that they predict: a stage that gets half of what it predicts had 75 %."""
+    measured = [(0, -4.0, -4.0), (0, -2.0, -2.0), (2, -3.0, -1.0), (0, -1.0, -1.0), (2, -2.0, -1.0)]
+    diagnoses = Diagnoses(tmp_path, 0)
+    for t, (lag, predicted, fresh) in enumerate(measured):
+        both = [{"stage": 1, "lag": lag, "fresh_change": fresh}, {"stage": 2, "lag": 0, "fresh_change": predicted}]
+        diagnoses.add([{**line, "batch": t, "turn": t, "predicted_change": predicted} for line in both])
+    for each in (diagnoses, Diagnoses(tmp_path, 9)):
+        summary = each.summary()
+        assert summary is not None
+        assert summary.endswith("stages 1 to 2 get: 50 %, 100 %")
+
+
 def test_training_prints_the_share_of_each_stage_at_its_end(offbeat: Command, tmp_path):
     arguments = [argument for argument in RUN if argument != "--json"]
     arguments[arguments.index("640")] = "96"
@@ -428,8 +441,10 @@ def test_training_prints_the_share_of_each_stage_at_its_end(offbeat: Command, tm
     assert done.code == 0, done.err
     (printed,) = re.findall(r"diagnosis: .* stages 1 to 2 get: (-?\d+) %, (-?\d+) %", done.out + done.err)
     found = lines_of(tmp_path / "run")
+    assert [line["lag"] > 0 for line in found if line["stage"] == 1] == [False] + [True] * 5
+    counted = [line for line in found if line["stage"] == 2 or line["lag"]]  # from the first late one on
     sums = [
-        [sum(line[f"{of}_change"] for line in found if line["stage"] == k) for k in (1, 2)]
+        [sum(line[f"{of}_change"] for line in counted if line["stage"] == k) for k in (1, 2)]
         for of in ("fresh", "predicted")
     ]
     assert [int(share) for share in printed] == [round(100 * a / b) for a, b in zip(*sums, strict=True)]

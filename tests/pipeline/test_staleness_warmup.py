@@ -366,6 +366,8 @@ def test_diagnosis_continues_through_the_switch():
         ("adl:M=2", 2.5, "staleness_warmup=2.5: use a number of updates, text such as"),
         ("adl:M=2", "bp", "staleness_warmup='bp': use the number of updates of back-propagation, or methods"),
         ("adl:M=2", "gpipe@3", "staleness_warmup='gpipe@3': gpipe takes no M"),
+        ("adl:M=2", "bp@3+adk@2", r"staleness_warmup='bp@3\+adk@2': unknown method 'adk': did you mean 'adl'"),
+        ("adl:M=2", "auto@3", "staleness_warmup='auto@3': method auto is chosen for a model and a device"),
         ("adl:M=2", [(offbeat.BP(M=1), 3)], "staleness_warmup with bp M=1 before adl M=2: use the same M"),
         ("adl:M=1", [(offbeat.GPipe(), 3)], "staleness_warmup with gpipe: use methods in which whole batches pass"),
         ("adl:M=2", [3], r"staleness_warmup with 3: use pairs \(method, updates\)"),

@@ -358,15 +358,42 @@ def test_the_recommendation_is_printed_with_the_measured_table(offbeat):
         ["4", "4", "1000.000", "0.5", "updates", "recommended"],
         ["2", "8", "2000.000", "0.25", "updates"],
     ]
-    for line in (
+    assert (
         "- recommended (--method auto) for updates of 16 samples: adl-1f1b, M=4 of 4 samples, stage 1 0.5 updates "
-        "late, corrector auto",
-        "- corrector auto with SGD with momentum: stages 1-2 sc, stage 3 none",
-        "- corrector auto with Adam, AdamW, Muon, RotatedAdam: stages 1-2 lookahead:least=1+sc, stage 3 none",
-        "- corrector auto with NAdam: stages 1-3 none",
-        "- corrector auto with others: stages 1-3 none",
-    ):
-        assert line in said
+        "late, corrector auto" in said
+    )
+    assert correctors_shown(said) == RECOMMENDED
+
+
+RECOMMENDED = [
+    "- corrector auto of adl-1f1b, M=4, with SGD with momentum: stages 1-2 sc, stage 3 none",
+    "- corrector auto of adl-1f1b, M=4, with Adam, AdamW, Muon, RotatedAdam: stages 1-2 lookahead:least=1+sc, stage 3 "
+    "none",
+    "- corrector auto of adl-1f1b, M=4, with NAdam: stages 1-3 none",
+    "- corrector auto of adl-1f1b, M=4, with others: stages 1-3 none",
+]
+
+
+def correctors_shown(said: list[str]) -> list[str]:
+    return [line for line in said if line.startswith("- corrector")]
+
+
+@pytest.mark.usefixtures("times")
+def test_corrector_auto_is_shown_of_the_planned_method(offbeat):
+    """Only that of the recommended method was, which has another lag and M."""
+    given = (*MLP, "--batch-per-update", 16)
+    said = done(offbeat(*given, "--method", "adl:M=1,corrector=auto,staleness_warmup=9")).splitlines()
+    rate = "t1:power=1:above=3"
+    assert correctors_shown(said) == [
+        "- corrector auto of adl, M=1, with SGD with momentum: stages 1-2 sc, stage 3 none",
+        "- corrector auto of adl, M=1, with Adam, AdamW, Muon, RotatedAdam: "
+        f"stage 1 lookahead:least=1+{rate}+sc, stage 2 lookahead:least=1+sc, stage 3 none",
+        "- corrector auto of adl, M=1, with NAdam: stages 1-3 none",
+        f"- corrector auto of adl, M=1, with others: stage 1 {rate}, stages 2-3 none",
+        *RECOMMENDED,
+    ]
+    for same in ("auto", "adl-1f1b:M=4,corrector=auto,staleness_warmup=9"):
+        assert correctors_shown(done(offbeat(*given, "--method", same)).splitlines()) == RECOMMENDED
 
 
 @pytest.mark.usefixtures("times")

@@ -201,6 +201,17 @@ def test_rows_are_listed_without_data_and_nothing_is_run(offbeat):
     assert not any(Path().iterdir())
 
 
+def test_samples_per_update_need_to_fit_the_rows_that_are_run_alone(offbeat):
+    """They had to fit the first row of the table, too, and the error did not name the row."""
+    given = ("reproduce", "cifar10-table", "--list", "--batch-per-update")
+    check_refused(offbeat, (*given, 128), "row resnet98-adl-k4-m3: --batch-per-update 128 with M = 3: 128 samples")
+    only = {"only": "resnet98-bp-m3", "batch_per_update": 99, "seeds": 1, "together": 2, "running": {}}
+    nothing = dict.fromkeys(("epochs", "minutes", "data", "out"))
+    request = reproducing.ReproductionRequest(table="cifar10-table", **only, **nothing)
+    asked = reproducing.settings_of(request, TABLES["cifar10-table"], None)
+    assert (asked["batch_per_update"], asked["epochs"], asked["engine"]) == (99, 300, "simulate")
+
+
 # ---- the table
 
 

@@ -172,6 +172,15 @@ def test_an_update_need_not_be_split_by_a_default_that_is_not_used(M, splits):
             request.setting()
 
 
+@pytest.mark.parametrize("name", ["batch_size", "batch_per_update"])
+def test_no_samples_per_update_are_refused_and_not_the_default(name):
+    """The default of 128 was trained instead."""
+    given = {name: 0, "until_loss": 1.0}
+    request = until.UntilRequest(model="mlp", data="digits", shape=(1, 8, 8), K=3, **given)
+    with pytest.raises(UserError, match=f"^{name}=0: use whole numbers from 1 up$"):
+        request.setting()
+
+
 def test_samples_that_no_number_divides_are_refused_by_all_that_were_tried():
     """The error named batch_per_update, where batch_size was given, and M, where none was."""
     request = until.UntilRequest(model="mlp", data="digits", shape=(1, 8, 8), K=3, batch_size=31, until_loss=1.0)

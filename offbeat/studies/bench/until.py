@@ -154,6 +154,8 @@ class UntilRequest(BenchRequest):
         metric = self.target.metric
         every = 1 if self.every is None else self.every
         numbers = {"samples": self.samples, "every": every, "validation_samples": self.validation_samples}
+        sizes = {"batch_size": self.batch_size, "batch_per_update": self.batch_per_update}
+        numbers |= {name: size for name, size in sizes.items() if size is not None}
         check_numbers(None, {name: [number] for name, number in numbers.items()})
         if self.seed < 0:
             raise UserError(f"seed={self.seed}: use a whole number from 0 up")
