@@ -90,7 +90,7 @@ class Compression:
             wanted = wanted + left
         sent = encoded(wanted, "int8")
         sent["dtype"] = gradient.dtype
-        rest = wanted - _restored(sent["codes"], sent["scales"])
+        rest = wanted - decoded(sent).to(wanted.dtype)  # also what its own type has rounded
         self.residuals[place] = rest.nan_to_num_(0.0, 0.0, 0.0)  # a batch that is not finite leaves none
         return sent
 
