@@ -16,6 +16,7 @@ from offbeat.report import until_table
 from offbeat.runs.task import LANGUAGE
 from offbeat.seeds import derive
 from offbeat.studies.bench import until
+from offbeat.studies.bench.records import stored
 from offbeat.studies.bench.row_training import validation_batches
 from offbeat.studies.bench.rows import BenchSetting, chosen, left_out, micro_batches, row_of
 from offbeat.studies.bench.target import Measurement, Target, best, reached
@@ -210,6 +211,24 @@ def test_a_record_with_another_choice_of_m_is_not_continued(options, words, offb
     check_refused(offbeat, small(*more, **{"M": 4, **options}), words)
 
 
+def test_a_record_of_another_network_between_machines_is_not_continued(tmp_path):
+    """Times on a slow line were continued with those on any other."""
+
+    def origin(**network: str) -> dict:
+        return {"machine": "M", "commit": "abc", "versions": {"torch": "2"}, **network}
+
+    path = tmp_path / "until.json"
+    line = "100 Mbit/s with a round trip of 20 ms"
+    content = {"settings": {"K": 2}, "provenance": origin(network=f"{line} (measured: 99, 20.4)")}
+    path.write_text(json.dumps(content))
+    assert stored(path, {"K": 2}, origin(network=f"{line} (measured: 98, 20.3)")) == content
+    for other, words in (({"network": "home"}, "not home"), ({}, "not None")):
+        with pytest.raises(UserError, match=f"already holds until.json with network = {line}, {words}"):
+            stored(path, {"K": 2}, origin(**other))
+    path.write_text(json.dumps({**content, "provenance": origin()}))
+    assert stored(path, {"K": 2}, origin()) is not None
+
+
 def test_late_rows_split_an_update_into_the_micro_batches_that_are_tried(offbeat, monkeypatch):  # noqa: F811
     monkeypatch.setattr(until, "RATES", (1.0,))
     more = ("--against", "adl-1f1b", "--micro-batches", "4,8", "--until-loss", 0.001)
@@ -385,6 +404,7 @@ def made(*rows: dict) -> dict:
             "model": "gpt",
             "data": "text",
             "K": 4,
+            "device": "cpu",
             "batch_size": 64,
             "cuts": [1, 2, 3],
             "cores": 4,
