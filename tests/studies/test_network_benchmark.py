@@ -42,7 +42,7 @@ def command(out: Path, *more: str) -> subprocess.Popen:
         "0.1",
     ]
     return subprocess.Popen(
-        [sys.executable, ROOT / "benchmarks/network.py", *given, *more, "--out", out],
+        [sys.executable, ROOT / "benchmarks/network.py", *given, "--out", out, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -108,6 +108,9 @@ def test_an_interrupted_record_is_continued_and_every_row_is_in_it_once(tmp_path
         (["--rows", "adl,dpp"], "unknown dpp"),
         (["-K", "1000"], "every worker needs one"),
         (["--rounds", "0"], "use numbers above 0"),
+        (["--seconds", "nan"], "use numbers above 0"),
+        (["--out", "/no/such/folder/record.json"], "there is no folder /no/such/folder"),
+        (["--out", "/dev/null"], "is no record"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(tmp_path, given, said):
