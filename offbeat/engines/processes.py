@@ -368,7 +368,7 @@ class Processes:
             except RuntimeError as error:
                 if "imed out" in str(error) and not self.aborted:
                     raise self.failures.timed_out() from error
-                time.sleep(GRACE)  # a neighbour of the lost stage knows the cause and is about to report it
+                time.sleep(2 * GRACE)  # a neighbour of the lost stage knows the cause, and reports it after GRACE
                 calls = f" ({self.calls.report()})" if math.isfinite(self.timeout) else ""
                 raise self.failures.error(f"another stage is gone: {cause(error)}{calls}") from error
 
