@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -282,6 +284,25 @@ def test_a_run_ends_at_the_target_and_earlier_runs_are_kept_after_ctrl_c(offbeat
     own = record()["settings"]["cuts_by_samples"]["16"]["cuts"]  # of an update of 32 samples in M=2 batches
     assert [row["cuts"] for row in record()["rows"]] == [None, own]
     check_refused(offbeat, small("--until-loss", target / 2, "--against", "bp"), "already holds until.json with target")
+
+
+def test_the_time_of_a_run_is_that_of_its_slowest_worker_without_validations():
+    losses = iter([3.0, 2.0, 1.5, 0.5])
+
+    def ask(what: str, count: int | None = None) -> list[dict]:
+        if what == "train":
+            return [{"seconds": 0.1 * count}, {"seconds": 0.5 * count}]
+        time.sleep(0.05)
+        return [{"found": None, "order": None}, {"found": {"loss": next(losses), "error": None}, "order": "order"}]
+
+    quiet = SimpleNamespace(report=lambda line: None, has_time=lambda: True)
+    study = SimpleNamespace(
+        request=SimpleNamespace(target=LOSS), setting=SimpleNamespace(batch_size=8), updates=10, every=4, runner=quiet
+    )
+    curve: list[Measurement] = []
+    assert until.UntilBench._until(study, SimpleNamespace(ask=ask), curve, "adl") == ("reached", "order")
+    assert [(point.samples, point.seconds) for point in curve] == [(0, 0.0), (32, 2.0), (64, 4.0), (80, 5.0)]
+    assert reached(LOSS, curve) == (72.0, 4.5)
 
 
 def test_a_time_limit_that_ends_before_the_first_run_is_reported(offbeat):  # noqa: F811
