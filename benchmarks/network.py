@@ -165,9 +165,12 @@ class NetworkRecord:
             "provenance": provenance,
         }
         if path.exists():
-            before = json.loads(path.read_text())
-            merged = {name: _in_order(name, before["settings"][name], settings[name]) for name in LISTS}
-            merged["rounds"] = max(before["settings"]["rounds"], settings["rounds"])
+            try:
+                before = json.loads(path.read_text())
+                merged = {name: _in_order(name, before["settings"][name], settings[name]) for name in LISTS}
+                merged["rounds"] = max(before["settings"]["rounds"], settings["rounds"])
+            except (OSError, ValueError, KeyError, TypeError):
+                sys.exit(f"{path} is no record: use another --out")
             if {**before["settings"], **merged} != {**settings, **merged}:
                 sys.exit(f"{path} has other settings: use them, or another --out")
             self.found = {**before, "settings": {**settings, **merged}}
@@ -342,9 +345,11 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
         sys.exit(f"-K {options.K} on {cores} cores: every worker needs one, use -K 2 to {cores}")
     if SAMPLES % (options.K * M):
         sys.exit(f"-K {options.K}: an update of {SAMPLES} samples cannot be split into {M} batches for every worker")
-    if options.rounds < 1 or options.seconds <= 0 or options.budget_minutes <= 0:
+    if options.rounds < 1 or not options.seconds > 0 or not options.budget_minutes > 0:  # or no number
         given = f"--rounds {options.rounds} --seconds {options.seconds:g} --budget-minutes {options.budget_minutes:g}"
         sys.exit(f"{given}: use numbers above 0")
+    if not (folder := Path(options.out).absolute().parent).is_dir():
+        sys.exit(f"--out {options.out}: there is no folder {folder}, make it first")
     return options
 
 
@@ -402,7 +407,7 @@ def main(arguments: Sequence[str]) -> None:
             tempfile.TemporaryDirectory(prefix="offbeat-network-") as folder,
         ):
             measure(options, hosts, Path(folder))
-    except CannotMakeHostsError as reason:
+    except (CannotMakeHostsError, RowFailedError) as reason:  # the latter: times of stages, which all rows need
         sys.exit(f"{reason}")
     except OutOfTimeError:
         say(f"no time is left; the same command continues {options.out}")

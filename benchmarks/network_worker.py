@@ -73,7 +73,7 @@ class LocalSgd(Loop):
         change /= dist.get_world_size()
         self.velocity.mul_(OUTER_MOMENTUM).add_(change)
         self.weights -= OUTER_LR * (change + OUTER_MOMENTUM * self.velocity)
-        nn.utils.vector_to_parameters(self.weights, parameters)
+        nn.utils.vector_to_parameters(self.weights.clone(), parameters)  # parameters become views of what is given
 
 
 class NetworkWorker:

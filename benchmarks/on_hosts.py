@@ -94,7 +94,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with ending_on_terminate(), Hosts(given.hosts) as hosts:
             found = measured(hosts, profile)
-            network = f"{found['rate'] / 1e6:,.0f} Mbit/s with a round trip of {1e3 * found['round_trip']:.1f} ms"
+            asked = f"{profile.rate / 1e6:,.0f} Mbit/s with a round trip of {2e3 * profile.delay:g} ms"
+            network = f"{asked} (measured: {found['rate'] / 1e6:,.0f}, {1e3 * found['round_trip']:.1f})"
             print(f"{given.hosts} hosts, {profile.name}: {network}", flush=True)
             processes = started(hosts, given.command, network)
             try:

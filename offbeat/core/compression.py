@@ -16,7 +16,7 @@ so that the sum of the messages stays within half a scale of the sum of the grad
 sending stage and part of its checkpoints. A batch of another shape starts without one.
 
 Encoding and decoding depend on values alone, so all engines agree bit for bit. Integers, targets, evaluation and
-reports are sent as they are.
+reports are sent as they are. A shared weight is sent with the activations, and rounded as they are.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Compression:
             wanted = wanted + left
         sent = encoded(wanted, "int8")
         sent["dtype"] = gradient.dtype
-        rest = wanted - _restored(sent["codes"], sent["scales"])
+        rest = wanted - decoded(sent).to(wanted.dtype)  # also what its own type has rounded
         self.residuals[place] = rest.nan_to_num_(0.0, 0.0, 0.0)  # a batch that is not finite leaves none
         return sent
 

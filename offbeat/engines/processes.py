@@ -151,7 +151,9 @@ class Processes:
         self.failed = False  # whether it has reported a failure of its own
         self.collectives = dist.new_group(backend="gloo", timeout=self.patience)
         self.messages = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.groups = [self.messages, self.collectives]  # made here
+        beats = dist.new_group(backend="gloo", timeout=PATIENCE)  # which must not wait for a long message to be sent
+        self.waited_in = [self.messages, beats, self.collectives]
+        self.groups = [*self.waited_in]  # made here
         self.stage_group = self._make_stage_group()
         self.sum: GroupWindowSum | None = None
         if self.stage_group is not None:
@@ -169,7 +171,7 @@ class Processes:
         self.heartbeat = Heartbeat(
             neighbours if math.isfinite(self.silence) else (),
             lambda rank: self._tag("heartbeat", min(rank, self.rank)),
-            self.messages,
+            beats,
             silence=self.silence,
             silent=self._on_silence,
             broken=self._on_break,
@@ -368,7 +370,7 @@ class Processes:
             except RuntimeError as error:
                 if "imed out" in str(error) and not self.aborted:
                     raise self.failures.timed_out() from error
-                time.sleep(GRACE)  # a neighbour of the lost stage knows the cause and is about to report it
+                time.sleep(2 * GRACE)  # a neighbour of the lost stage knows the cause, and reports it after GRACE
                 calls = f" ({self.calls.report()})" if math.isfinite(self.timeout) else ""
                 raise self.failures.error(f"another stage is gone: {cause(error)}{calls}") from error
 
@@ -405,7 +407,7 @@ class Processes:
         self.aborted = True
         for link in list(self.links):
             link.failure = link.failure or reason
-        for group in (self.messages, self.collectives):
+        for group in self.waited_in:
             self._fail_waits(group)
         self._fail_sums()
         for carrier in self.carriers.values():
@@ -470,7 +472,7 @@ class Processes:
         seconds = BROKEN_PARTING if broken else PARTING
         join_all(threads, seconds)
         if any(thread.is_alive() for thread in threads):  # of a process that waits, or works, for longer
-            for group in (self.messages, self.collectives):
+            for group in self.waited_in:
                 self._fail_waits(group)
             join_all(threads, seconds)
         if not self.open or not dist.is_initialized():

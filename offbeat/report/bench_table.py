@@ -133,12 +133,18 @@ def cells(record: Record) -> list[list[str]]:
 def setting(record: Record) -> str:
     """The network, and where it was timed."""
     given = record["settings"]
-    where = "one GPU" if given["device"] == "cuda" else "one core per worker"
-    if given["cores_shared"]:
-        where = f"{counted(given['cores'], 'core')} shared by the workers"
     per_update = given.get("batch_per_update")
     samples = f"{per_update} samples per update" if per_update else f"b={given['batch_size']}"
-    return f"{given['model']}, {samples}, K={given['K']}, M={given['M']}, {where}"
+    return f"{given['model']}, {samples}, K={given['K']}, M={given['M']}, {where(record)}"
+
+
+def where(record: Record) -> str:
+    """The cores of the workers, and the network between them, if the record has it."""
+    given, network = record["settings"], record["provenance"].get("network")
+    cores = "one GPU" if given["device"] == "cuda" else "one core per worker"
+    if given["cores_shared"]:
+        cores = f"{counted(given['cores'], 'core')} shared by the workers"
+    return f"{cores}, {network} between workers" if network else cores
 
 
 def heading(record: Record) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from offbeat.report.bench_table import gradient, other_cuts, source, title
+from offbeat.report.bench_table import gradient, other_cuts, source, title, where
 from offbeat.report.formatting import counted, duration, markdown
 
 Record = dict[str, Any]
@@ -101,14 +101,9 @@ def target(record: Record) -> str:
 
 def heading(record: Record) -> str:
     given = record["settings"]
-    where = "one core per worker"
-    if given["cores_shared"]:
-        where = f"{counted(given['cores'], 'core')} shared by the workers"
-    if network := record["provenance"].get("network"):
-        where += f", {network} between workers"
     return (
         f"{given['model']} on {given['data']} until {target(record)}, {given['batch_size']} samples per update, "
-        f"K={given['K']}, {where}"
+        f"K={given['K']}, {where(record)}"
     )
 
 

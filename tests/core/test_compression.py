@@ -84,6 +84,21 @@ def test_the_sum_of_gradients_with_feedback_stays_within_half_a_scale():
     assert not ((plain - wanted).abs() <= 0.51 * scales).all()  # without feedback the errors add up
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_short_type_rounds_at_the_other_end_is_fed_back_too(dtype):
+    """A restored gradient is rounded to its type once more, which the residual did not have."""
+    torch.manual_seed(0)
+    compression, wanted = Compression("int8"), torch.zeros(4, 64, dtype=torch.float64)
+    sent = wanted.clone()
+    for _ in range(500):
+        gradient = torch.randn(4, 64).to(dtype)
+        (code,) = compression.gradients([gradient])
+        wanted += gradient
+        sent += decoded(code)
+        rounding = torch.finfo(dtype).eps / 2 * (LEVELS * code["scales"])
+        assert ((sent - wanted).abs() <= 0.51 * code["scales"] + rounding).all()
+
+
 def test_a_batch_of_another_shape_starts_without_a_residual():
     compression = Compression("int8")
     compression.gradients([torch.rand(4, 64)])

@@ -93,6 +93,34 @@ def test_messages_do_not_wait_for_a_round_trip_each(hosts):
     assert float(printed[0][0]) < 0.6 * 40 * 2 * LINE.delay, printed
 
 
+LONG = """
+import torch
+from offbeat.core.links import Message
+from offbeat.engines.processes import Processes
+
+engine = Processes(2, silence=2)
+up, down = engine.link("activations", 1, 2, capacity=4), engine.link("gradients", 2, 1, capacity=4)
+with engine.guard():
+    for t in range(2):
+        if engine.rank == 0:
+            up.send(Message(t, torch.zeros(25_000_000, dtype=torch.uint8)))  # 4 s
+            down.receive()
+        else:
+            up.receive()
+            down.send(Message(t))
+print("sent", flush=True)
+engine.close()
+"""
+
+
+@pytest.mark.slow  # by the clock
+def test_a_message_may_take_longer_than_the_silence(hosts):
+    """Heartbeats waited on the connection of the message, and the other stage seemed to have died."""
+    with started(hosts, "-c", LONG) as processes:
+        printed = [process.communicate(timeout=START) for process in processes]
+    assert [out for out, _ in printed] == ["sent\n"] * 2, printed
+
+
 TRAINING = """
 import hashlib, os, sys
 import torch

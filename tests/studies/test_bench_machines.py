@@ -90,6 +90,17 @@ def test_a_group_of_another_size_is_refused(tmp_path):
     )
 
 
+def test_all_processes_end_where_no_worker_is_started(tmp_path):
+    """The others waited for 30 minutes for the first one, which had no run left to do."""
+    data = ("--data", "digits", "--until-loss", "1", "--budget-minutes", "1e-9")
+    command = [PYTHON, "-m", "offbeat", "bench", *SMALL, *data, "-K", "2", "-M", "2", "--out", str(tmp_path / "found")]
+    (port,) = free_ports(1)
+    with started([command] * 2, [group(rank, port) for rank in range(2)]) as processes:
+        ended = [process.communicate(timeout=START) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ended
+    assert json.loads(ended[0][0])["rows"] == []
+
+
 @pytest.mark.slow
 def test_rows_are_timed_over_the_line_between_two_hosts(tmp_path):
     (port,) = free_ports(1)

@@ -259,6 +259,12 @@ def test_scaling_takes_the_settings_of_its_method_as_the_other_commands_do(offbe
     check_refused(offbeat, ("bench", "scaling", "--method", "adl:M=2", "-M", 3), "M is 2 in 'adl:M=2' and 3")
 
 
+def test_scaling_is_refused_under_torchrun(offbeat, monkeypatch):
+    """All processes started it, and all but one reported that the folder is in use."""
+    monkeypatch.setattr(scaling, "joined_group", lambda: True)
+    check_refused(offbeat, ("bench", "scaling", "--model", "mlp"), "bench scaling under torchrun")
+
+
 def test_the_picture_of_a_study_marks_the_stages_that_had_cores(tmp_path):
     record = json.loads((ROOT / "docs/results/scaling-2cores-resnet110.json").read_text())
     assert record["settings"]["K"] == 4

@@ -144,6 +144,8 @@ def test_a_record_without_rounds_has_a_page_and_no_empty_table(capsys):
     assert "samples/s" not in shown
     assert "Bound" not in shown
     assert bench_table.page(record).startswith("# mlp, b=8, K=2, M=4, one core per worker; no row was timed\n")
+    record["provenance"]["network"] = "a slow line"
+    assert "one core per worker, a slow line between workers; no row was timed" in bench_table.page(record)
 
 
 def test_a_round_that_was_not_finished_is_one():

@@ -11,15 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import network_worker  # noqa: E402
 import results_network  # noqa: E402
 from network import NetworkRecord, cuts_of  # noqa: E402
 from network_prediction import MeasuredCosts, one_f_one_b, predicted  # noqa: E402
 from network_relay import PROFILES, Profile, why_not  # noqa: E402
 from network_rows import LISTED, ROWS, TINY  # noqa: E402
+
+from offbeat.studies.bench.rows import BenchSetting  # noqa: E402
 
 FEW = "ddp-accumulate,local-sgd,torch-gpipe-4,torch-1f1b-4,gpipe-4,adl,adl-int8,2bw"
 
@@ -38,7 +42,7 @@ def command(out: Path, *more: str) -> subprocess.Popen:
         "0.1",
     ]
     return subprocess.Popen(
-        [sys.executable, ROOT / "benchmarks/network.py", *given, *more, "--out", out],
+        [sys.executable, ROOT / "benchmarks/network.py", *given, "--out", out, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -104,6 +108,9 @@ def test_an_interrupted_record_is_continued_and_every_row_is_in_it_once(tmp_path
         (["--rows", "adl,dpp"], "unknown dpp"),
         (["-K", "1000"], "every worker needs one"),
         (["--rounds", "0"], "use numbers above 0"),
+        (["--seconds", "nan"], "use numbers above 0"),
+        (["--out", "/no/such/folder/record.json"], "there is no folder /no/such/folder"),
+        (["--out", "/dev/null"], "is no record"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(tmp_path, given, said):
@@ -145,6 +152,29 @@ def test_networks_are_cut_by_time_between_blocks_and_as_in_a_record_before(tmp_p
     record.found["costs"]["tiny-2"] = {"cuts": [1], "workers": []}
     assert cuts_of(TINY, 2, record) == [1]
     assert len(given) == 1
+
+
+def test_local_sgd_applies_the_mean_change_since_the_last_outer_step(monkeypatch):
+    """Its weights were changed in place by the inner steps, so that every change after the first was zero."""
+    theirs = []  # changes of the other worker
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda change: change.add_(theirs[-1]))
+    setting = BenchSetting("mlp", (1, 8, 8), 10, batch_size=8, K=2, M=1)
+    worker = network_worker.LocalSgd(network_worker.Task.of(setting, 0))
+    weights = [weight.detach().clone().requires_grad_() for weight in worker.model.parameters()]
+    outer = torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(1, 4):
+        for _ in range(2):
+            worker.step()
+        inner = [weight.detach().clone() for weight in worker.model.parameters()]
+        theirs.append(torch.cat([torch.full_like(weight, 0.01 * step).flatten() for weight in weights]))
+        for weight, own in zip(weights, inner, strict=True):
+            weight.grad = (weight.detach() - own + 0.01 * step) / 2
+            assert not torch.equal(own, weight)
+        outer.step()
+        worker.outer_step()
+        for weight, found in zip(weights, worker.model.parameters(), strict=True):
+            torch.testing.assert_close(found.detach(), weight.detach())
 
 
 def test_predictions_on_a_fast_line_are_those_of_the_computation():

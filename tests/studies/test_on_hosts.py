@@ -23,6 +23,7 @@ if rank == 0:
     with socket.create_server(place) as server:
         others = [server.accept()[0] for _ in range(count - 1)]
         print("met", sorted(other.recv(1).decode() for other in others), os.environ["LOCAL_WORLD_SIZE"])
+        print(os.environ["OFFBEAT_NETWORK"])
 else:
     while True:
         try:
@@ -60,8 +61,9 @@ def on_hosts(*given: str) -> subprocess.CompletedProcess:
 def test_processes_on_hosts_of_their_own_find_the_first_one():
     done = on_hosts("--hosts", "3", "--profile", "1gbit-1ms", "--", "python", "-c", MEET)
     assert done.returncode == 0, done.stderr
-    line, met = done.stdout.splitlines()
-    assert line.startswith("3 hosts, 1gbit-1ms: ")
+    line, met, network = done.stdout.splitlines()
+    assert line == f"3 hosts, 1gbit-1ms: {network}"
+    assert network.startswith("1,000 Mbit/s with a round trip of 2 ms (measured: ")
     assert met == "met ['1', '2'] 1"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from offbeat.report import until_table
 from offbeat.runs.task import LANGUAGE
 from offbeat.seeds import derive
 from offbeat.studies.bench import until
+from offbeat.studies.bench.records import stored
 from offbeat.studies.bench.row_training import validation_batches
 from offbeat.studies.bench.rows import BenchSetting, chosen, left_out, micro_batches, row_of
 from offbeat.studies.bench.target import Measurement, Target, best, reached
@@ -219,6 +222,24 @@ def test_a_record_with_another_choice_of_m_is_not_continued(options, words, offb
     check_refused(offbeat, small(*more, **{"M": 4, **options}), words)
 
 
+def test_a_record_of_another_network_between_machines_is_not_continued(tmp_path):
+    """Times on a slow line were continued with those on any other."""
+
+    def origin(**network: str) -> dict:
+        return {"machine": "M", "commit": "abc", "versions": {"torch": "2"}, **network}
+
+    path = tmp_path / "until.json"
+    line = "100 Mbit/s with a round trip of 20 ms"
+    content = {"settings": {"K": 2}, "provenance": origin(network=f"{line} (measured: 99, 20.4)")}
+    path.write_text(json.dumps(content))
+    assert stored(path, {"K": 2}, origin(network=f"{line} (measured: 98, 20.3)")) == content
+    for other, words in (({"network": "home"}, "not home"), ({}, "not None")):
+        with pytest.raises(UserError, match=f"already holds until.json with network = {line}, {words}"):
+            stored(path, {"K": 2}, origin(**other))
+    path.write_text(json.dumps({**content, "provenance": origin()}))
+    assert stored(path, {"K": 2}, origin()) is not None
+
+
 def test_late_rows_split_an_update_into_the_micro_batches_that_are_tried(offbeat, monkeypatch):  # noqa: F811
     monkeypatch.setattr(until, "RATES", (1.0,))
     more = ("--against", "adl-1f1b", "--micro-batches", "4,8", "--until-loss", 0.001)
@@ -272,6 +293,25 @@ def test_a_run_ends_at_the_target_and_earlier_runs_are_kept_after_ctrl_c(offbeat
     own = record()["settings"]["cuts_by_samples"]["16"]["cuts"]  # of an update of 32 samples in M=2 batches
     assert [row["cuts"] for row in record()["rows"]] == [None, own]
     check_refused(offbeat, small("--until-loss", target / 2, "--against", "bp"), "already holds until.json with target")
+
+
+def test_the_time_of_a_run_is_that_of_its_slowest_worker_without_validations():
+    losses = iter([3.0, 2.0, 1.5, 0.5])
+
+    def ask(what: str, count: int | None = None) -> list[dict]:
+        if what == "train":
+            return [{"seconds": 0.1 * count}, {"seconds": 0.5 * count}]
+        time.sleep(0.05)
+        return [{"found": None, "order": None}, {"found": {"loss": next(losses), "error": None}, "order": "order"}]
+
+    quiet = SimpleNamespace(report=lambda line: None, has_time=lambda: True)
+    study = SimpleNamespace(
+        request=SimpleNamespace(target=LOSS), setting=SimpleNamespace(batch_size=8), updates=10, every=4, runner=quiet
+    )
+    curve: list[Measurement] = []
+    assert until.UntilBench._until(study, SimpleNamespace(ask=ask), curve, "adl") == ("reached", "order")
+    assert [(point.samples, point.seconds) for point in curve] == [(0, 0.0), (32, 2.0), (64, 4.0), (80, 5.0)]
+    assert reached(LOSS, curve) == (72.0, 4.5)
 
 
 def test_a_time_limit_that_ends_before_the_first_run_is_reported(offbeat):  # noqa: F811
@@ -394,6 +434,7 @@ def made(*rows: dict) -> dict:
             "model": "gpt",
             "data": "text",
             "K": 4,
+            "device": "cpu",
             "batch_size": 64,
             "cuts": [1, 2, 3],
             "cores": 4,

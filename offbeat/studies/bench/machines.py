@@ -113,18 +113,17 @@ class RemoteWorker:
 
 
 class GroupForkServer(ForkServer):
-    """Starts the first worker of a row on this machine, and the others in the other processes of torchrun's group."""
+    """Starts the first worker of a row on this machine, and the others in the other processes of torchrun's group,
+    which end when it is closed."""
 
     def __init__(self) -> None:
+        from torch import distributed
+
         super().__init__()
         self.others: dict[int, Connection] = {}
         self.turn = threading.Lock()
         self.token = secrets.token_hex()
         self.listener = socket.create_server((LOCAL if one_machine() else "", 0))
-
-    def _connect(self) -> None:
-        from torch import distributed
-
         store, _, world = next(iter(distributed.rendezvous("env://")))
         self.store = store  # of this process, where torchrun's agent has none
         store.set(PLACE, json.dumps([self.listener.getsockname()[1], self.token]))
@@ -145,9 +144,6 @@ class GroupForkServer(ForkServer):
             connection.close()
 
     def spawn(self, surroundings: dict[str, str], errors: Path, rank: int = 0) -> ForkedWorker | RemoteWorker:
-        with self.turn:
-            if not self.others:
-                self._connect()
         surroundings = {**surroundings, **group_variables()}
         if rank == 0:
             return super().spawn(surroundings, errors)

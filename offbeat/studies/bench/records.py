@@ -35,18 +35,29 @@ def origin() -> dict[str, Any]:
     return {**made, "command": command}
 
 
+def network_of(made: Mapping[str, Any]) -> str | None:
+    """The network between the machines, without what was measured of it, which is in brackets.
+
+    >>> network_of({"network": "100 Mbit/s (measured: 99)"}), network_of({})
+    ('100 Mbit/s', None)
+    """
+    return str(made["network"]).partition(" (")[0] if "network" in made else None
+
+
 def stored(path: Path, settings: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any] | None:
     """The record that a command with these settings continues; None where there is none yet."""
     if not path.exists():
         return None
     try:
         content: dict[str, Any] = json.loads(path.read_text())
-        had = {**content["settings"], **{name: content["provenance"][name] for name in ORIGIN}}
+        before = content["provenance"]
+        had = {**content["settings"], **{name: before[name] for name in ORIGIN}, "network": network_of(before)}
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
             f"{path.parent} already holds {path.name}, which is no record: give another folder as out="
         ) from None
-    now = json.loads(json.dumps({**settings, **{name: made[name] for name in ORIGIN}}))
+    origins = {**{name: made[name] for name in ORIGIN}, "network": network_of(made)}
+    now = json.loads(json.dumps({**settings, **origins}))
     for name, value in now.items():
         if had.get(name) != value:
             differs = f"{name} = {had.get(name)}, not {value}"

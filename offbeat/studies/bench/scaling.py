@@ -29,6 +29,7 @@ from offbeat.method import Method
 from offbeat.methods import named, parsed, with_settings
 from offbeat.partitioning import Profile, solve
 from offbeat.report.draw import by_the_way, draw_scaling
+from offbeat.runs.launch import joined_group
 from offbeat.runs.train import file_name
 from offbeat.studies.bench.cuts import counted, measured
 from offbeat.studies.bench.fork_server import ForkServer
@@ -311,6 +312,8 @@ def simulate(study: ScalingStudy, costs: Profile) -> dict[str, Any]:
 def scaling(request: ScalingRequest, *, show: bool = True) -> tuple[dict[str, Any], Path]:
     """The whole study; Ctrl-C keeps what was measured."""
     base = request.setting()
+    if joined_group():
+        raise UserError("bench scaling under torchrun: it starts its own processes, run it without")
     out = folder_for(request.out, f"scaling-{file_name(request.model)}-b{request.batch_size}", "scaling.json")
     runner = StudyRunner(out, request.minutes, show)
     study = ScalingStudy(request, runner, base, origin())
