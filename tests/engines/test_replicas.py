@@ -195,6 +195,29 @@ def test_an_update_that_is_under_way_is_completed_by_whatever_reads_it():
     assert [process.returncode for process in started] == [0, 0], ends
 
 
+FAILS_MEANWHILE = """
+import sys, time, torch, offbeat
+layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
+pipe = offbeat.Pipeline(layers, 1, method="2bw", M=1, replicas=2, loss=loss, optimizer=torch.optim.SGD)
+x = torch.ones(1, 2)
+pipe.step(x, x)
+if pipe.replica == 1:
+    time.sleep(1000)
+pipe.step(x, x)
+assert pipe.workers[0].under_way
+try:
+    pipe.step(torch.ones(1, 3), x)
+except offbeat.UserError:
+    sys.exit(2)
+"""
+
+
+def test_a_process_that_fails_while_an_update_is_under_way_ends_without_it():
+    with two_processes(FAILS_MEANWHILE) as (first, _):
+        printed = first.communicate(timeout=START)[1]
+    assert (first.returncode, printed) == (2, "")
+
+
 FAILING = """
 import time, torch, offbeat
 from offbeat.engines import processes
