@@ -379,20 +379,25 @@ def exposure(method: Method, K: int, forward: float, backward: float, messages: 
 
 @dataclass(frozen=True)
 class Kept:
-    """Of each stage: the batches in flight, the weight versions, the mean staleness that they are for, and whether
-    forwards are repeated, so that one batch at a time has a graph and the others are held as inputs."""
+    """Of each stage: the batches in flight, the weight versions, the copies of parameters that these are besides the
+    optimizer's own (none without lag), the mean staleness that they are for, and whether forwards are repeated, so that
+    one batch at a time has a graph and the others are held as inputs."""
 
     in_flight: list[int]
     versions: list[int]
+    copies: list[int]
     staleness: list[float]
     recompute: list[bool]
 
     @classmethod
     def of(cls, method: Method, K: int) -> Kept:
         stages = range(1, K + 1)
+        versions = [method.versions(k, K) for k in stages]
+        apart = [method.lag(k, K) > 0 or method.forward == "before" for k in stages]
         return cls(
             [method.held(k, K) for k in stages],
-            [method.versions(k, K) for k in stages],
+            versions,
+            [count if copied else 0 for count, copied in zip(versions, apart, strict=True)],
             [method.staleness(k, K) for k in stages],
             [method.replays(k, K) for k in stages],
         )
@@ -402,18 +407,14 @@ class Kept:
         """Batches in flight whose activations each stage holds."""
         return [1 if repeats else held for held, repeats in zip(self.in_flight, self.recompute, strict=True)]
 
-    @property
-    def inputs(self) -> list[int]:
-        """Batches in flight of which each stage holds the input alone."""
-        return [held - graphs for held, graphs in zip(self.in_flight, self.graphs, strict=True)]
-
     def bytes(self, costs: Profile, k: int, start: int, end: int) -> int:
-        """Parameters, gradients and momentum, the versions, and what autograd saves for the batches in flight, or the
-        inputs of those whose forwards are repeated."""
+        """Parameters, gradients and momentum, copies of parameters, the inputs of the batches in flight, and what autograd
+        saves for those whose forwards are not repeated."""
         parameters = sum(unit.parameter_bytes for unit in costs.units[start:end])
         held = sum(unit.held_bytes for unit in costs.units[start:end])
-        inputs = costs.boundary_bytes[start] * self.inputs[k - 1]
-        return parameters * (3 + self.versions[k - 1]) + held * self.graphs[k - 1] + inputs
+        inputs = costs.boundary_bytes[start] * self.in_flight[k - 1]
+        inputs -= costs.units[start].held_input_bytes * self.graphs[k - 1]  # which `held` has
+        return parameters * (3 + self.copies[k - 1]) + held * self.graphs[k - 1] + inputs
 
     def limited(self, costs: Profile, limit: float | None) -> Memory | None:
         """The same for the solver."""
@@ -422,11 +423,12 @@ class Kept:
         return Memory(
             parameters=[unit.parameter_bytes for unit in costs.units],
             held=[unit.held_bytes for unit in costs.units],
-            versions=[count + 3 for count in self.versions],
+            versions=[3 + count for count in self.copies],
             in_flight=self.graphs,
             limit=limit,
             entering=costs.boundary_bytes,
-            inputs=self.inputs,
+            inputs=self.in_flight,
+            twice=[unit.held_input_bytes for unit in costs.units],
             in_bytes=True,
         )
 
