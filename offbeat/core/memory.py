@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-
 Storage = tuple[torch.device, int]
 
 
@@ -41,7 +40,7 @@ class TensorSizes:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a forward: add the storages that autograd keeps for its backward. Those of a batch are added before."""
+        """Around a forward: add the storages that autograd keeps for its backward, besides those added before."""
         counted = self.known | {storage for storage, _ in self.places}
 
         def note(tensor: Tensor) -> Tensor:

@@ -47,8 +47,7 @@ class StageNetwork:
     call                 the module, compiled or fused where that is wanted
     recording            whether its work is being recorded, on inputs in a fixed place
     batch_bytes          bytes that one batch in flight holds; None before the first forward
-    graph_bytes          the same of a batch with the graph of its repeated forward, which one at a time has; None before
-                         the first
+    graph_bytes          the same with the graph of its repeated forward, which one at a time has; None before the first
     written              names of the buffers that forwards compute with and write; None before the first forward
     """
 

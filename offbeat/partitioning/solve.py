@@ -42,8 +42,9 @@ BLOCK = 64  # starts tried at once: their table of times stays in the cache
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What a stage of these units keeps: parameters * versions[k] + held * in_flight[k] + entering * inputs[k] - twice *
-    in_flight[k], at most `limit` per worker.
+    """What a stage of these units keeps, at most `limit` per worker:
+
+        parameters * versions[k] + held * in_flight[k] + entering * inputs[k] - twice * in_flight[k]
 
     parameters, held       of each unit: its parameters, and what one batch leaves for its backward
     versions, in_flight    of each stage, from stage 1: weight versions (optimizer state may count as more of them)

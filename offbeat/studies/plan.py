@@ -380,8 +380,8 @@ def exposure(method: Method, K: int, forward: float, backward: float, messages: 
 @dataclass(frozen=True)
 class Kept:
     """Of each stage: the batches in flight, the weight versions, the copies of parameters that these are besides the
-    optimizer's own (none without lag), the mean staleness that they are for, and whether forwards are repeated, so that
-    one batch at a time has a graph and the others are held as inputs."""
+    optimizer's own (none without lag), the mean staleness that they are for, and whether forwards are repeated, so
+    that one batch at a time has a graph and the others are held as inputs."""
 
     in_flight: list[int]
     versions: list[int]
@@ -408,8 +408,8 @@ class Kept:
         return [1 if repeats else held for held, repeats in zip(self.in_flight, self.recompute, strict=True)]
 
     def bytes(self, costs: Profile, k: int, start: int, end: int) -> int:
-        """Parameters, gradients and momentum, copies of parameters, the inputs of the batches in flight, and what autograd
-        saves for those whose forwards are not repeated."""
+        """Parameters, gradients and momentum, copies of parameters, the inputs of the batches in flight, and what
+        autograd saves for those whose forwards are not repeated."""
         parameters = sum(unit.parameter_bytes for unit in costs.units[start:end])
         held = sum(unit.held_bytes for unit in costs.units[start:end])
         inputs = costs.boundary_bytes[start] * self.in_flight[k - 1]

@@ -9,7 +9,6 @@ from test_contract import sgd
 from test_state import moved
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils import _pytree as pytree
 
 import offbeat
 from offbeat.core.memory import TensorSizes
