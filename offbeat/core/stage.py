@@ -76,7 +76,8 @@ class Stage:
         device = device or CPU
         loss = None if loss is None else precision.in_full(loss)
         self.k, self.K, self.method = k, K, method
-        self.guard = BatchGuard(k, K, method.m, on_nan=on_nan, left_out=left_out)
+        own_batches = replica if replicas > 1 else None
+        self.guard = BatchGuard(k, K, method.m, on_nan=on_nan, left_out=left_out, replica=own_batches)
         own: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         head = None
         if method.head and k < K:

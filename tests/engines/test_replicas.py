@@ -17,7 +17,7 @@ import torch
 from cases import fingerprint
 from preloaded import PYTHON
 from processes import START, last_line, two_processes
-from replica_cases import CASES, EXACT, RESUMED, WAYS, at, images, layers, pipeline, sgd, train
+from replica_cases import CASES, EXACT, RESUMED, WAYS, Case, at, images, layers, pipeline, sgd, train
 from selected import some
 from torch import nn
 
@@ -461,6 +461,15 @@ def test_step_needs_a_batch_for_each_replica_of_its_process(x):
     pipe = pipeline(CASES["method-adl"])
     with pytest.raises(UserError, match=r"step\(\) with replicas=2 in one process, but x is .*: give a list of 2"):
         pipe.step(x, [torch.zeros(2, dtype=torch.int64)] * 2)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_loss_that_is_not_finite_is_reported_with_its_replica(replica):
+    case = Case(offbeat.ADL(M=1))
+    pipe, batches = pipeline(case), images(2)
+    batches[replica][0][0] = torch.nan
+    with pytest.raises(offbeat.NotFinite, match=rf"the loss of batch 0 of replica {replica} is nan \(seen at stage 2"):
+        pipe.step(*map(list, zip(*batches, strict=True)))
 
 
 def test_diagnosis_of_replicas_is_refused():
