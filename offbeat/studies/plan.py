@@ -379,42 +379,48 @@ def exposure(method: Method, K: int, forward: float, backward: float, messages: 
 
 @dataclass(frozen=True)
 class Kept:
-    """Of each stage: the batches in flight, the weight versions, the copies of parameters that these are besides the
-    optimizer's own (none without lag), the mean staleness that they are for, and whether forwards are repeated, so
-    that one batch at a time has a graph and the others are held as inputs."""
+    """Of each stage: the batches (micro-batches) in flight, the weight versions, the copies of parameters besides the
+    optimizer's own, the mean staleness that they are for, and whether forwards are repeated, so that one batch at a
+    time has a graph and the others are held as inputs; micro-batches of a batch."""
 
     in_flight: list[int]
     versions: list[int]
     copies: list[int]
     staleness: list[float]
     recompute: list[bool]
+    m: int = 1
 
     @classmethod
     def of(cls, method: Method, K: int) -> Kept:
         stages = range(1, K + 1)
-        versions = [method.versions(k, K) for k in stages]
-        apart = [method.lag(k, K) > 0 or method.forward == "before" for k in stages]
         return cls(
             [method.held(k, K) for k in stages],
-            versions,
-            [count if copied else 0 for count, copied in zip(versions, apart, strict=True)],
+            [method.versions(k, K) for k in stages],
+            [method.copies(k, K) for k in stages],
             [method.staleness(k, K) for k in stages],
             [method.replays(k, K) for k in stages],
+            method.m,
         )
 
     @property
-    def graphs(self) -> list[int]:
-        """Batches in flight whose activations each stage holds."""
-        return [1 if repeats else held for held, repeats in zip(self.in_flight, self.recompute, strict=True)]
+    def batches(self) -> list[float]:
+        """Batches in flight whose inputs each stage holds."""
+        return [held / self.m for held in self.in_flight]
+
+    @property
+    def graphs(self) -> list[float]:
+        """Those of them whose activations it holds."""
+        each = zip(self.batches, self.recompute, strict=True)
+        return [1 / self.m if repeats else held for held, repeats in each]
 
     def bytes(self, costs: Profile, k: int, start: int, end: int) -> int:
         """Parameters, gradients and momentum, copies of parameters, the inputs of the batches in flight, and what
         autograd saves for those whose forwards are not repeated."""
         parameters = sum(unit.parameter_bytes for unit in costs.units[start:end])
         held = sum(unit.held_bytes for unit in costs.units[start:end])
-        inputs = costs.boundary_bytes[start] * self.in_flight[k - 1]
+        inputs = costs.boundary_bytes[start] * self.batches[k - 1]
         inputs -= costs.units[start].held_input_bytes * self.graphs[k - 1]  # which `held` has
-        return parameters * (3 + self.copies[k - 1]) + held * self.graphs[k - 1] + inputs
+        return parameters * (3 + self.copies[k - 1]) + int(held * self.graphs[k - 1] + inputs)
 
     def limited(self, costs: Profile, limit: float | None) -> Memory | None:
         """The same for the solver."""
@@ -427,7 +433,7 @@ class Kept:
             in_flight=self.graphs,
             limit=limit,
             entering=costs.boundary_bytes,
-            inputs=self.in_flight,
+            inputs=self.batches,
             twice=[unit.held_input_bytes for unit in costs.units],
             in_bytes=True,
         )
@@ -541,7 +547,7 @@ def _advice(
     held = "inputs of " if largest.recompute else ""
     yield (
         f"memory is largest at stage {largest.k}: {largest.memory_bytes / 1e6:,.0f} MB for {held}{largest.in_flight} "
-        f"batches in flight and {largest.versions} versions"
+        f"{'micro-' if method.m > 1 else ''}batches in flight and {largest.versions} versions"
     )
     for first, updates in method.staleness_warmup:
         each, later = (1e3 * method.M * period(one, timing) for one in (first, method))

@@ -17,7 +17,7 @@ from fixed_times import few_laps, fix_times
 from selected import some
 
 from offbeat import Pipeline, models
-from offbeat.methods import ADL, DECLARED
+from offbeat.methods import ADL, BP, DECLARED, DSP, GPipe, TwoBW
 from offbeat.partitioning.loopback import LinkMeasurement
 from offbeat.partitioning.profile import profile as profile_of
 from offbeat.runs.build import cross_entropy
@@ -258,13 +258,27 @@ def test_memory_with_recompute_is_that_of_inputs_and_one_graph(offbeat, profile)
     assert [s["memory_bytes"] for s in plain["stages"][1:]] == [s["memory_bytes"] for s in repeating["stages"][1:]]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "method",
+    [
+        ADL(M=2),
+        ADL(M=2, recompute=True),
+        ADL(M=2, recompute=[2]),
+        ADL(M=1, weights="hybrid"),
+        DSP(),
+        TwoBW(M=3),
+        BP(),
+        GPipe(m=4),
+        GPipe(m=4, recompute=True),
+    ],
+    ids=lambda method: method.name,
+)
 @pytest.mark.parametrize(
     ("name", "shape", "b"), [("resnet8", (3, 16, 16), 8), ("gpt:layers=3,width=32", (16,), 4)], ids=["resnet", "gpt"]
 )
-def test_the_memory_that_is_planned_is_that_of_training(name, shape, b, recompute):
+def test_the_memory_that_is_planned_is_that_of_training(name, shape, b, method):
     torch.manual_seed(0)
-    method, model = ADL(M=2, recompute=recompute), models.build(name, shape=shape, classes=10)
+    model = models.build(name, shape=shape, classes=10)
     x = models.random_batch(b, shape, 10)
     y = torch.zeros((b, *shape) if models.takes_tokens(shape) else (b,), dtype=torch.long)
     costs = profile_of(model, x, repeat=1)
