@@ -95,6 +95,11 @@ class Profile:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"profile {path} cannot be read ({first_line(error)}): measure it again") from error
 
+    def held_bytes(self, start: int, end: int) -> int:
+        """What a batch in flight holds in a stage of these units: its input, and what autograd saves."""
+        units = self.units[start:end]
+        return self.boundary_bytes[start] - units[0].held_input_bytes + sum(unit.held_bytes for unit in units)
+
     def costs(self) -> list[float]:
         """What a partition balances: seconds where they were measured, otherwise FLOPs, with bytes moved as FLOPs."""
         if self.timed:

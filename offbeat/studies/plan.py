@@ -414,13 +414,12 @@ class Kept:
         return [1 / self.m if repeats else held for held, repeats in each]
 
     def bytes(self, costs: Profile, k: int, start: int, end: int) -> int:
-        """Parameters, gradients and momentum, copies of parameters, the inputs of the batches in flight, and what
-        autograd saves for those whose forwards are not repeated."""
+        """Parameters, gradients and momentum, copies of parameters, and the batches in flight: all that they hold, or
+        the inputs of those whose forwards are repeated."""
         parameters = sum(unit.parameter_bytes for unit in costs.units[start:end])
-        held = sum(unit.held_bytes for unit in costs.units[start:end])
-        inputs = costs.boundary_bytes[start] * self.batches[k - 1]
-        inputs -= costs.units[start].held_input_bytes * self.graphs[k - 1]  # which `held` has
-        return parameters * (3 + self.copies[k - 1]) + int(held * self.graphs[k - 1] + inputs)
+        graphs = costs.held_bytes(start, end) * self.graphs[k - 1]
+        inputs = costs.boundary_bytes[start] * (self.batches[k - 1] - self.graphs[k - 1])
+        return parameters * (3 + self.copies[k - 1]) + int(graphs + inputs)
 
     def limited(self, costs: Profile, limit: float | None) -> Memory | None:
         """The same for the solver."""
