@@ -174,8 +174,8 @@ class _Policy:
         taken = seconds - self.period * distance
         taken[roots], before[roots] = 0.0, roots
         while True:  # along twice as many dependencies each time, up to one event of a cycle, which keeps its time
-            taken = taken + taken[before]
-            further = before[before]
+            taken = taken + taken.take(before)
+            further = before.take(before)
             if np.array_equal(further, before):
                 break
             before = further
@@ -187,7 +187,7 @@ def _cycles(before: Places) -> list[list[int]]:
     """The cycles of a graph in which every event has one that comes before it."""
     reached, steps = before, 1
     while steps < len(before):  # then all are on a cycle
-        reached, steps = reached[reached], 2 * steps
+        reached, steps = reached.take(reached), 2 * steps
     on_cycle = np.zeros(len(before), bool)
     on_cycle[reached] = True
     left, found = dict.fromkeys(np.flatnonzero(on_cycle).tolist()), list[list[int]]()

@@ -476,6 +476,18 @@ class Method:
         """
         return steady_state(self, k, K).versions
 
+    def copies(self, k: int, K: int) -> int:
+        """Largest number of copies of its parameters that stage k holds, for versions and predictions.
+
+        >>> from offbeat.methods import ADL
+        >>> [ADL(M=2).copies(k, 4) for k in (1, 2, 3, 4)]
+        [4, 3, 2, 0]
+        """
+        if self.weights != "stash":
+            return int(self._predicts(k, K))
+        changed = self.lag(k, K) or self.forward == "before" or self._predicts(k, K)
+        return self.versions(k, K) if changed else 0
+
     def held(self, k: int, K: int) -> int:
         """Largest number of batches (micro-batches) between forward and backward that stage k holds.
 

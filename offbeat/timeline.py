@@ -174,7 +174,7 @@ def longer_than(method: Method, costs: Costs, seconds: float) -> bool:
 
 def _long_run(method: Method, costs: Costs, *, within: float | None = None) -> float:
     """Seconds per M batches; `within` as for `longest_period`."""
-    events = _lagged_events(method, costs) or _sequences(method, costs)
+    events = _lagged_events(method, costs) or _fill_drain_events(method, costs) or _sequences(method, costs)
     seconds = longest_period(events, within=within)
     if seconds is None:
         raise UserError(f"{method.name} with K={costs.K}: the programs of its stages wait for each other")
@@ -263,6 +263,26 @@ def _lagged_events(method: Method, costs: Costs) -> EventArrays | None:
     seconds[stage, event] = [[each[Update][0]] for each in kinds]
     period[stage, event] = (begins + update) // M
     return EventArrays([size] * K, seconds.reshape(-1), period.reshape(-1), source.reshape(-1), delay.reshape(-1))
+
+
+def _fill_drain_events(method: Method, costs: Costs) -> EventArrays | None:
+    """The same for stages that run `ops.fill_drain`: the forwards of m micro-batches, their backwards in reverse order,
+    and an update."""
+    K, m = costs.K, method.m
+    if m == 1 or method.order or costs.exclusive:
+        return None
+    kinds = [_kinds(method, costs, k) for k in range(1, K + 1)]
+    place, size = np.arange(2 * m), 2 * m + 1
+    seconds, delay = np.zeros((2, K, size))
+    source = np.full((K, size), -1)
+    for kind, events in ((Forward, place[:m]), (Backward, place[m:])):
+        for row, (taken, sender, waits, _) in enumerate(each[kind] for each in kinds):
+            seconds[row, events], delay[row, events] = taken, waits
+            if sender is not None:
+                source[row, events] = (sender - 1) * size + events  # of the same micro-batch
+    seconds[:, -1] = [each[Update][0] for each in kinds]
+    period = np.full(K * size, LESSON)
+    return EventArrays([size] * K, seconds.reshape(-1), period, source.reshape(-1), delay.reshape(-1))
 
 
 def _kinds(method: Method, costs: Costs, k: int) -> dict[type, tuple[float, int | None, float, int | None]]:

@@ -13,7 +13,17 @@ import pytest
 from offbeat import Method, UserError, critical_cycle
 from offbeat.methods import ADL, ADL1F1B, BP, DDG, DECLARED, DSP, FR, AsyncDGL, GPipe, TwoBW
 from offbeat.ops import Backward, Barrier, Forward
-from offbeat.timeline import Costs, _lagged_events, _sequences, balanced, longer_than, period, speed_up, timeline
+from offbeat.timeline import (
+    Costs,
+    _fill_drain_events,
+    _lagged_events,
+    _sequences,
+    balanced,
+    longer_than,
+    period,
+    speed_up,
+    timeline,
+)
 
 LAWS = {  # ideal speed-ups at K = 2, 4, 8, balanced, B = 2F
     "bp": (BP(), (1, 1, 1)),
@@ -270,10 +280,23 @@ def test_lagged_events_are_those_of_the_programs(name, M):
     for K in (1, 2, 5, 9):
         forward, backward, update, up, down = ([draw() for _ in range(K)] for _ in range(5))
         costs = Costs(forward, backward, update, up=up, down=down, latency=draw())
-        found, programs = _lagged_events(method, costs), critical_cycle.EventArrays.of(_sequences(method, costs))
-        assert found is not None
-        for one, other in zip(found, programs, strict=True):
-            np.testing.assert_array_equal(one, other)
+        check_events(_lagged_events(method, costs), method, costs)
+
+
+@pytest.mark.parametrize("m", [2, 3, 8])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_events_of_micro_batches_are_those_of_the_programs(m, recompute):
+    method, draw = GPipe(m, recompute=recompute), random.Random(0).random
+    for K in (1, 2, 5, 9):
+        forward, backward, update, up, down = ([draw() for _ in range(K)] for _ in range(5))
+        costs = Costs(forward, backward, update, up=up, down=down, latency=draw())
+        check_events(_fill_drain_events(method, costs), method, costs)
+
+
+def check_events(found, method, costs) -> None:
+    assert found is not None
+    for one, other in zip(found, critical_cycle.EventArrays.of(_sequences(method, costs)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", DECLARED)

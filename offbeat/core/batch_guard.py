@@ -22,8 +22,12 @@ class BatchGuard:
     skipped     batches left out so far
     """
 
-    def __init__(self, k: int, K: int, m: int, *, on_nan: OnNan, left_out: Iterable[int]) -> None:
+    def __init__(
+        self, k: int, K: int, m: int, *, on_nan: OnNan, left_out: Iterable[int], replica: int | None = None
+    ) -> None:
+        """replica: of several, which has batches of its own."""
         self.k, self.K, self.m, self.on_nan = k, K, m, on_nan
+        self.whose = "" if replica is None else f" of replica {replica}"
         self.left_out = frozenset(left_out)
         self.not_finite: set[int] = set()
         self.skipped = 0
@@ -52,7 +56,7 @@ class BatchGuard:
 
     def loss_error(self, t: int, value: str, when: str = "") -> NotFinite:
         return NotFinite(
-            f"the loss of {batch_name(t, self.m)} is {value} (seen at stage {self.k} of {self.K}{when}): "
+            f"the loss of {batch_name(t, self.m)}{self.whose} is {value} (seen at stage {self.k} of {self.K}{when}): "
             "lower the learning rate, or look at this batch",
             [t // self.m],
         )

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from offbeat.core.weights import Version
+
+
+class OutputEdge(NamedTuple):
+    """Where the graph of an output ends; device: of the output."""
+
+    edge: GradientEdge
+    device: torch.device
+
+
+def edge_of(leaf: Any) -> OutputEdge | None:
+    """What a backward needs of a leaf of an output: not its values, whose memory is free once they are sent."""
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
+        return OutputEdge(get_gradient_edge(leaf), leaf.device)
+    return None
 
 
 @dataclass(slots=True)
@@ -23,7 +39,7 @@ class InFlight:
     kept        a copy of the weights of the forward, where the policy itself does not keep one
     weight      of its gradient in the mean of a window
     buffers     values before the forward of the buffers that it computes with and writes, where it may be repeated
-    roots       leaves of the output tree, or the loss
+    roots       the loss, or where the leaves of the output tree are in the graph
     """
 
     inputs: list[Any]

@@ -10,37 +10,54 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+Storage = tuple[torch.device, int]
 
-def size(*contents: Any) -> int:
-    """Bytes of all tensors of some pytrees, each address counted once.
 
-    By where tensors begin and not by their storages: a received tensor shares its storage with its whole message.
+def storage_of(tensor: Tensor) -> Storage:
+    """The device and the address of a tensor's storage.
+
+    `data_ptr` would copy the memory that two tensors share until one is written (see lazy_copy.py).
     """
-    places: dict[tuple[int, torch.device], int] = {}
-    for leaf in pytree.tree_leaves(contents):
-        if isinstance(leaf, Tensor):
-            place = leaf.data_ptr(), leaf.device
-            places[place] = max(places.get(place, 0), leaf.nbytes)
-    return sum(places.values())
+    return tensor.device, torch._C._data_address(tensor)  # type: ignore[attr-defined]
 
 
-class SavedTensors:
-    """The tensors that autograd keeps for the backward of one forward, other than parameters and buffers."""
+class TensorSizes:
+    """Bytes of tensors, each memory once; of those in storages that are `known`, and of sparse ones, none."""
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self.places: dict[int, int] = {}
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        self.known = {storage_of(tensor) for tensor in known if tensor.layout is torch.strided}
+        self.places: dict[tuple[Storage, int], int] = {}  # by where they begin
+        self.saved: dict[Storage, int] = {}
+
+    def add(self, *contents: Any) -> None:
+        """Add the tensors of some pytrees, without the rest of their storages: a received tensor shares its storage
+        with its whole message."""
+        for leaf in pytree.tree_leaves(contents):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                place = storage_of(leaf), int(leaf.storage_offset()) * leaf.element_size()
+                if place[0] not in self.known:
+                    self.places[place] = max(self.places.get(place, 0), leaf.nbytes)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor):
-            yield
+    def saving(self) -> Iterator[None]:
+        """Around a forward: add the storages that autograd keeps for its backward, besides those added before."""
+        counted = self.known | {storage for storage, _ in self.places}
 
-    def _note(self, tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in self.known:
-            self.places[tensor.data_ptr()] = max(self.places.get(tensor.data_ptr(), 0), tensor.nbytes)
-        return tensor
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.layout is torch.strided and (storage := storage_of(tensor)) not in counted:
+                self.saved[storage] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
 
     @property
     def bytes(self) -> int:
-        return sum(self.places.values())
+        return sum(self.places.values()) + sum(self.saved.values())
+
+
+def size(*contents: Any) -> int:
+    """Bytes of all tensors of some pytrees."""
+    sizes = TensorSizes()
+    sizes.add(*contents)
+    return sizes.bytes

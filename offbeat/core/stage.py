@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 from offbeat.core.batch_guard import BatchGuard, OnNan
 from offbeat.core.clipping import ClipOver, Clipping
 from offbeat.core.feedback import Feedback, head_parameters, make_head
-from offbeat.core.in_flight import InFlight
+from offbeat.core.in_flight import InFlight, OutputEdge
 from offbeat.core.launcher import Immediate, Launcher
 from offbeat.core.memory import size
 from offbeat.core.metrics import batch_size
 from offbeat.core.optimization import EagerOptimization, MakeOptimizer, MakeScheduler, Optimization
 from offbeat.core.precision import FULL, PrecisionPolicy
-from offbeat.core.stage_network import Loss, StageNetwork
+from offbeat.core.stage_network import Loss, StageNetwork, requires_gradients
 from offbeat.core.stage_report import Report, StageFigures, Staleness
 from offbeat.core.weights import Version, WeightPolicy, WeightSources, make_policy
 from offbeat.core.window import BatchWeights, GradientWindow, Weighting
@@ -76,7 +76,8 @@ class Stage:
         device = device or CPU
         loss = None if loss is None else precision.in_full(loss)
         self.k, self.K, self.method = k, K, method
-        self.guard = BatchGuard(k, K, method.m, on_nan=on_nan, left_out=left_out)
+        own_batches = replica if replicas > 1 else None
+        self.guard = BatchGuard(k, K, method.m, on_nan=on_nan, left_out=left_out, replica=own_batches)
         own: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         head = None
         if method.head and k < K:
@@ -175,7 +176,7 @@ class Stage:
             output = network.forward(t, batch, version, self._observe)
             root = self.feedback.root(t, output, batch.target, updates=self.update_index)
         if not replays:
-            batch.roots = pytree.tree_leaves(root)
+            batch.roots = network.roots(root)
         if self.enter(t, batch, batch_size(target, x)):
             assert self.weights.versions() <= self.figures.most_versions, "more weight versions than the window allows"
         return network.outgoing(t, batch, version, output)
@@ -244,19 +245,19 @@ class Stage:
         if gradients is None:
             gradients = self.feedback.gradients(t, batch)
         pairs = [
-            (root, corrections.incoming(gradient.to(root.device)))
+            (root.edge if isinstance(root, OutputEdge) else root, corrections.incoming(gradient.to(root.device)))
             for root, gradient in zip(batch.roots, gradients, strict=True)
-            if isinstance(root, Tensor) and root.requires_grad and gradient is not None
+            if gradient is not None and (isinstance(root, OutputEdge) or requires_gradients(root))
         ]
         masters = list(self.parameters.values())
         parameters = list({**self.parameters, **(version.tensors or {})}.values())  # a head's have no versions
-        wanted = [leaf for leaf in batch.inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+        wanted = [leaf for leaf in batch.inputs if requires_gradients(leaf)]
         first = not self.figures.backwards
         found = network.gradients(t, version, pairs, [*parameters, *wanted], check=first, retain_graph=retain_graph)
         own = network.precision.summable(found[: len(parameters)], masters)
         taken = corrections.gradients(own, masters, parameters)
         to_inputs = iter(found[len(parameters) :])
-        below = [next(to_inputs) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in batch.inputs]
+        below = [next(to_inputs) if requires_gradients(leaf) else None for leaf in batch.inputs]
         return taken, below, [gradient for _, gradient in pairs]
 
     def teach(self, t: int, gradients: list[Tensor | None]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
@@ -18,10 +19,10 @@ from offbeat.core.compiled import Compiled
 from offbeat.core.deferred_statistics import DeferredStatistics
 from offbeat.core.descriptions import USER_CODE_ERRORS, batch_name, shapes
 from offbeat.core.fused import Fused
-from offbeat.core.in_flight import InFlight
+from offbeat.core.in_flight import InFlight, edge_of
 from offbeat.core.layout import as_leaf
 from offbeat.core.lazy_copy import lazy_copy
-from offbeat.core.memory import SavedTensors, size
+from offbeat.core.memory import TensorSizes
 from offbeat.core.precision import PrecisionPolicy
 from offbeat.core.random_stream import RandomStream
 from offbeat.core.weights import Version, WeightPolicy, call, substituted
@@ -46,7 +47,7 @@ class StageNetwork:
     call                 the module, compiled or fused where that is wanted
     recording            whether its work is being recorded, on inputs in a fixed place
     batch_bytes          bytes that one batch in flight holds; None before the first forward
-    graph_bytes          bytes of the graph of a repeated forward, which one batch at a time has; None before the first
+    graph_bytes          the same with the graph of its repeated forward, which one at a time has; None before the first
     written              names of the buffers that forwards compute with and write; None before the first forward
     """
 
@@ -137,12 +138,17 @@ class StageNetwork:
         """Which leaves of the output require gradients: a single tensor if anything does that it may depend on; several
         as the same forward with a graph, which is dropped, has them."""
         if sum(map(differentiable, output)) < 2:
-            inputs = [leaf for leaf in batch.inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+            inputs = [leaf for leaf in batch.inputs if requires_gradients(leaf)]
             return [differentiable(leaf) and bool(self.parameters or inputs) for leaf in output]
         unmeasured = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with torch.enable_grad(), unmeasured, self.random.drawing(replay=batch.random):
             leaves = pytree.tree_leaves(self.repeat(t, batch, version))
-        return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        return [requires_gradients(leaf) for leaf in leaves]
+
+    def roots(self, root: Any) -> list[Any]:
+        """What the backward of a batch starts from, for its leaves."""
+        leaves = pytree.tree_leaves(root)
+        return [edge_of(leaf) for leaf in leaves] if self.gets_gradients else leaves
 
     # ---- calling
 
@@ -161,17 +167,20 @@ class StageNetwork:
         with ExitStack() as stack:
             if self.deferred and not self.guard.leaves_out(t):
                 stack.enter_context(self.deferred.collecting())
-            saved = self._saved(version) if self.batch_bytes is None else None
-            if saved:
-                stack.enter_context(saved.watching())
+            sizes = self._sizes(batch, version) if self.batch_bytes is None else None
+            if sizes and not self.weights.replays:
+                stack.enter_context(sizes.saving())
             yield
-        if saved:
-            held = size(batch.inputs, batch.buffers)
-            self.batch_bytes = held if self.weights.replays else max(saved.bytes, held)
+        if sizes:
+            sizes.add(batch.buffers)
+            self.batch_bytes = sizes.bytes
 
-    def _saved(self, version: Version) -> SavedTensors:
+    def _sizes(self, batch: InFlight, version: Version) -> TensorSizes:
+        """Those of a batch; what it shares with others does not count."""
         own = [*self.module.parameters(), *self.module.buffers(), *self.parameters.values()]
-        return SavedTensors([*own, *(version.tensors or {}).values()])
+        sizes = TensorSizes([*own, *(version.tensors or {}).values()])
+        sizes.add(batch.inputs, batch.target)
+        return sizes
 
     def forward(self, t: int, batch: InFlight, version: Version, observe: ObserveLoss) -> Any:
         """The output of the module on one batch, or at the last stage the loss, which is given to `observe`."""
@@ -220,10 +229,11 @@ class StageNetwork:
             version = Version({**(version.tensors or {}), **overwritten})
         if self.graph_bytes is not None or not self.weights.replays:
             return self._run(t, batch, version, counted=False, observe=None)
-        saved = self._saved(version)
-        with saved.watching():
+        sizes = self._sizes(batch, version)
+        sizes.add(batch.buffers)
+        with sizes.saving():
             output = self._run(t, batch, version, counted=False, observe=None)
-        self.graph_bytes = saved.bytes
+        self.graph_bytes = sizes.bytes
         return output
 
     def _run(self, t: int, batch: InFlight, version: Version, *, counted: bool, observe: ObserveLoss | None) -> Any:
@@ -276,7 +286,7 @@ class StageNetwork:
         self,
         t: int,
         version: Version,
-        pairs: list[tuple[Tensor, Tensor]],
+        pairs: Sequence[tuple[Tensor | GradientEdge, Tensor]],
         targets: list[Tensor],
         *,
         check: bool = False,
@@ -327,6 +337,10 @@ class StageNetwork:
 
 def differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def requires_gradients(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _finite(content: Any) -> bool:

@@ -322,7 +322,7 @@ def _load_batch(stage: Stage, entry: Tree, versions: list[Version]) -> InFlight:
     with stage.weights.again(forwarded) as version:
         batch.version = version
         with network.random.drawing(replay=batch.random):
-            batch.roots = pytree.tree_leaves(network.repeat(entry["t"], batch, version))
+            batch.roots = network.roots(network.repeat(entry["t"], batch, version))
     return batch
 
 

@@ -358,6 +358,8 @@ class Processes:
                 reason = self.failures.first_report(f"{self._name(self.rank)} failed: {named(error)}")
             for link in self.links:
                 link.close(reason)
+            if self.sum is not None:
+                self.sum.complete = None  # it has lost what it would complete
             self._fail_sums()
             self._fail_collectives()
             raise

@@ -21,7 +21,7 @@ class StageSummary:
     units: int
     parameters: int
     share: float | None = None  # of the cost of all stages
-    memory: int | None = None  # bytes of its parameters, and of what one batch leaves for the backward
+    memory: int | None = None  # bytes of its parameters, and of what one batch in flight holds
     boundary: int | None = None  # bytes per batch that it sends to the next stage; None for the last
 
 
@@ -42,7 +42,7 @@ def summarize(
         if costs:
             share = costs[k] / sum(costs) if sum(costs) else 1 / len(costs)
         if found:
-            memory = sum(unit.parameter_bytes + unit.held_bytes for unit in found.units[start:end])
+            memory = sum(unit.parameter_bytes for unit in found.units[start:end]) + found.held_bytes(start, end)
             boundary = found.boundary_bytes[end] + tied[k] if end < len(names) else None
         rows.append(StageSummary(names[start], names[end - 1], end - start, parameters[k], share, memory, boundary))
     return rows

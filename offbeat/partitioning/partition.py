@@ -166,7 +166,7 @@ def partition(
     >>> print(made)
     stage  from  to  units  parameters  cost  memory  sends per batch
         1  0     0       1          20   50%    96 B             16 B
-        2  1     2       2          20   50%    96 B                -
+        2  1     2       2          20   50%   112 B                -
     """
     check_stages(model, K)
     check_cutting(cuts=cuts, units=units, by=by, trace=trace, tied=tied)

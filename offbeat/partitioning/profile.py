@@ -15,7 +15,8 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -47,10 +49,11 @@ class UnitCost:
     parameters: int
     parameter_bytes: int
     flops: int  # forward
-    held_bytes: int  # saved by autograd for one batch, parameters not counted
+    held_bytes: int  # saved by autograd for one batch, and by no earlier unit; parameters and the batch not counted
     moved_bytes: int  # of its inputs, outputs and parameters
     forward: float = 0.0
     backward: float = 0.0
+    held_input_bytes: int = 0  # of held_bytes: of its inputs, which a stage that begins with it holds in any case
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,11 @@ class Profile:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"profile {path} cannot be read ({first_line(error)}): measure it again") from error
 
+    def held_bytes(self, start: int, end: int) -> int:
+        """What a batch in flight holds in a stage of these units: its input, and what autograd saves."""
+        units = self.units[start:end]
+        return self.boundary_bytes[start] - units[0].held_input_bytes + sum(unit.held_bytes for unit in units)
+
     def costs(self) -> list[float]:
         """What a partition balances: seconds where they were measured, otherwise FLOPs, with bytes moved as FLOPs."""
         if self.timed:
@@ -126,19 +134,20 @@ def profile_blocks(model: nn.Module, sample: Any) -> Profile:
     dry = copy.deepcopy(model).train().to("meta")
     x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
     shapes, costs, boundaries = _shapes(sample), [], []
-    parameters = {id(parameter) for parameter in dry.parameters()}
+    held = _Held(x, *dry.parameters(), *dry.buffers())
     for name, block in dry._modules.items():
         assert block is not None
-        own, held = list(block.parameters()), _Held(parameters)
+        own = list(block.parameters())
         boundaries.append(_bytes(x))
         try:
-            with held, FlopCounterMode(display=False) as counter, torch.enable_grad():
+            with held.by(x), FlopCounterMode(display=False) as counter, torch.enable_grad():
                 y = block(pytree.tree_map_only(Tensor, Tensor.detach, x))
         except Exception as error:
             raise UserError(f"unit {name} cannot be counted on this sample: {first_line(error)}") from error
         size = sum(p.numel() * p.element_size() for p in own)
         moved, flops = size + _bytes(x) + _bytes(y), counter.get_total_flops()
-        costs.append(UnitCost(name, sum(p.numel() for p in own), size, flops, held.bytes, moved))
+        count, of_inputs = sum(p.numel() for p in own), held.of_inputs
+        costs.append(UnitCost(name, count, size, flops, held.bytes, moved, held_input_bytes=of_inputs))
         x = y
     return Profile("meta", False, shapes, costs, boundaries, list(range(1, len(costs))), torch.get_num_threads())
 
@@ -150,19 +159,19 @@ def _profile(traced: Traced, sample: Any, device: torch.device, repeat: int) -> 
     costs: list[UnitCost] = []
     sizes = {name: _bytes(value) for name, value in traced.inputs.values(x).items()}
     known = dict(model.named_parameters())
-    parameters = {id(parameter) for parameter in known.values()}
+    held = _Held(x, *known.values(), *model.buffers())
     share = BUDGET / len(traced.units)
 
     def visit(unit: Unit, call: Callable[[Values], Values], inputs: Values) -> Values:
         own = [known[name] for name in unit.parameters if name in known]
-        held = _Held(parameters)
-        with held, FlopCounterMode(display=False) as counter:
+        with held.by(inputs), FlopCounterMode(display=False) as counter:
             outputs = call(inputs)
         sizes.update({name: _bytes(value) for name, value in outputs.items()})
         seconds = _seconds(call, inputs, own, repeat, device, share) if repeat else (0.0, 0.0)
         count, size = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
         moved = size + sum(_bytes(value) for values in (inputs, outputs) for value in values.values())
-        costs.append(UnitCost(unit.name, count, size, counter.get_total_flops(), held.bytes, moved, *seconds))
+        flops = counter.get_total_flops()
+        costs.append(UnitCost(unit.name, count, size, flops, held.bytes, moved, *seconds, held.of_inputs))
         return outputs
 
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -210,21 +219,43 @@ def _bytes(content: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
 
 
-class _Held(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes that autograd saves, each memory once, parameters not counted."""
+class _Held:
+    """Bytes of the storages that autograd saves in a unit and in none before; `of_inputs`: those of its inputs.
 
-    def __init__(self, parameters: set[int]) -> None:
-        self.bytes = 0
-        seen: set[int] = set()
+    A weak reference keeps the identity of a storage that is gone from being used again.
+    """
 
-        def pack(tensor: Tensor) -> Tensor:
-            key = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
-            if key not in seen and id(tensor) not in parameters:
-                seen.add(key)
-                self.bytes += tensor.numel() * tensor.element_size()
-            return tensor
+    def __init__(self, *known: Any) -> None:
+        self.seen = {reference.cdata: reference for reference in map(_reference, _strided(known))}
+        self.inputs: set[int] = set()
+        self.bytes = self.of_inputs = 0
 
-        super().__init__(pack, lambda tensor: tensor)
+    @contextmanager
+    def by(self, inputs: Any) -> Iterator[None]:
+        """Around the forward of a unit with these inputs."""
+        self.bytes = self.of_inputs = 0
+        self.inputs = {_reference(tensor).cdata for tensor in _strided(inputs)}
+        with torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor):
+            yield
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        for each in _strided(tensor):
+            reference = _reference(each)
+            if self.seen.setdefault(reference.cdata, reference) is reference:
+                size = each.untyped_storage().nbytes()
+                self.bytes += size
+                self.of_inputs += size if reference.cdata in self.inputs else 0
+        return tensor
+
+
+def _strided(content: Any) -> Iterator[Tensor]:
+    """The tensors of a pytree that have a storage."""
+    leaves = (leaf for leaf in pytree.tree_leaves(content) if isinstance(leaf, Tensor))
+    return (leaf for leaf in leaves if leaf.layout is torch.strided)
+
+
+def _reference(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _seconds(

@@ -42,15 +42,17 @@ BLOCK = 64  # starts tried at once: their table of times stays in the cache
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What a stage of these units keeps: parameters * versions[k] + held * in_flight[k] + entering * inputs[k], at most
-    `limit` per worker.
+    """What a stage of these units keeps, at most `limit` per worker:
+
+        parameters * versions[k] + held * in_flight[k] + entering * inputs[k] - twice * in_flight[k]
 
     parameters, held       of each unit: its parameters, and what one batch leaves for its backward
     versions, in_flight    of each stage, from stage 1: weight versions (optimizer state may count as more of them)
                            and batches between their forward and backward
     limit                  of every worker, or one for each
     entering               of each unit: the input of a stage that begins with it
-    inputs                 of each stage: batches of which it holds the input alone, and repeats the forward (none)
+    inputs                 of each stage: batches whose input it holds (none)
+    twice                  of each unit: what `held` and `entering` both count where a stage begins with it (nothing)
     in_bytes               all of this is in bytes: an error about `limit` states megabytes
     """
 
@@ -61,6 +63,7 @@ class Memory:
     limit: float | Sequence[float]
     entering: Sequence[float] | None = None
     inputs: Sequence[float] | None = None
+    twice: Sequence[float] | None = None
     in_bytes: bool = False
 
 
@@ -135,7 +138,7 @@ class _Held(NamedTuple):
 class _Stage:
     """A stage run in one way.
 
-    first   the lowest start of each end, which never falls
+    first   a lower bound on the starts of each end, which never falls; where `held` is None all from there on fit
     held    for a stage whose starts that fit are not all from some position on
     """
 
@@ -150,6 +153,14 @@ class _Stage:
         if self.held is not None:
             may &= self.held.ends[column] - self.held.starts[starts] <= self.held.limit
         return may
+
+    def furthest(self, start: int, limit: float) -> int:
+        """No stage within the limit that starts at this position or before ends after that position."""
+        return min(self.times.furthest(start, limit), int(self.first.searchsorted(start, side="right")) - 1)
+
+    def earliest(self, end: int, limit: float) -> int:
+        """No stage within the limit that ends at this position or after starts before that position."""
+        return max(self.times.earliest(end, limit), int(self.first[end]))
 
     def seconds(self, ends: Places, starts: Places) -> Floats:
         """Times [end, start]; infinite where they do not fit."""
@@ -376,12 +387,12 @@ def _windows(ways: Sequence[Sequence[_Stage]], limit: float) -> list[Places] | N
     K, last = len(ways[0]), len(ways[0][0].first) - 1
     furthest, earliest = [0], [last]
     for k in range(K):
-        reach = max(way[k].times.furthest(furthest[-1], limit) for way in ways)
+        reach = max(way[k].furthest(furthest[-1], limit) for way in ways)
         furthest.append(min(reach, last - (K - 1 - k)))
     if furthest[-1] < last:
         return None
     for k in reversed(range(K)):
-        reach = min(way[k].times.earliest(earliest[-1], limit) for way in ways)
+        reach = min(way[k].earliest(earliest[-1], limit) for way in ways)
         earliest.append(max(min(reach, earliest[-1] - 1), k))
     earliest.reverse()
     if any(low > high for low, high in zip(earliest, furthest, strict=True)):
@@ -404,9 +415,13 @@ def _reachable(ways: Sequence[Sequence[_Stage]], windows: Sequence[Places], limi
 def _best_start(stage: _Stage, starts: Places, before: Places, ends: Places) -> Floats:
     """For every end the largest Y of the starts, positions of the window before, that it may have; -inf without one."""
     if stage.held is not None:
-        if not len(starts):
-            return np.full(len(ends), -np.inf)
-        best: Floats = np.where(stage.fits(ends, starts), stage.times.starts[starts], -np.inf).max(axis=1)
+        best = np.full(len(ends), -np.inf)
+        for top in range(0, len(ends), BLOCK):
+            rows = ends[top : top + BLOCK]
+            near = starts[slice(*np.searchsorted(starts, [stage.first[rows[0]], rows[-1]]))]
+            if len(near):
+                found = np.where(stage.fits(rows, near), stage.times.starts[near], -np.inf)
+                best[top : top + BLOCK] = found.max(axis=1)
         return best
     low, size = before[0], len(before)
     values = np.full(size, -np.inf)
@@ -504,17 +519,21 @@ class _Kept:
         sums = [_prefix(parameters * v + held * f)[at] for v, f in zip(versions, in_flight, strict=True)]
         if memory.entering is None or memory.inputs is None:
             return cls(sums, sums, limits, alike, memory.in_bytes)
-        entering = np.append(_numbers("memory.entering", memory.entering, count), 0.0)[at]
+        given_twice = [0.0] * count if memory.twice is None else memory.twice
+        entering, twice = (
+            np.append(_numbers(f"memory.{name}", values, count), 0.0)[at]
+            for name, values in (("entering", memory.entering), ("twice", given_twice))
+        )
         inputs = _numbers("memory.inputs", memory.inputs, K, of="stages")
-        starts = [each - entering * n if n else each for each, n in zip(sums, inputs, strict=True)]
+        starts = [
+            each - np.maximum(entering * n - twice * f, 0) if n else each
+            for each, n, f in zip(sums, inputs, in_flight, strict=True)
+        ]
         return cls(sums, starts, limits, alike, memory.in_bytes)
 
     def first(self) -> list[Places]:
-        """Of each stage and end, the lowest start that fits (the end itself where none does); see `held`."""
-        return [
-            _lowest_start(sums, limit) if starts is sums else np.zeros(len(sums), np.intp)
-            for sums, starts, limit in zip(self.sums, self.starts, self.limits, strict=True)
-        ]
+        """Of each stage and end, the lowest start that may fit (the end itself where none does), without inputs."""
+        return [_lowest_start(sums, limit) for sums, limit in zip(self.sums, self.limits, strict=True)]
 
     def held(self) -> list[_Held | None]:
         """For a stage that holds inputs, what decides which starts fit: more units may, if their input is smaller."""

@@ -36,7 +36,7 @@ def of_replicas(x: Any, y: Any, replicas: int, *, first: bool) -> list[tuple[Any
         if given is None and name == "y":
             continue
         if not isinstance(given, tuple | list) or len(given) != replicas:
-            found = f"{len(given)} entries" if isinstance(given, tuple | list) else kind_of(given)
+            found = f"a list of {len(given)}" if isinstance(given, tuple | list) else kind_of(given)
             raise UserError(
                 f"step() with replicas={replicas} in one process, but {name} is {found}: give a list of {replicas}, "
                 "the batch of each replica"

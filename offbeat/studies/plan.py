@@ -379,13 +379,16 @@ def exposure(method: Method, K: int, forward: float, backward: float, messages: 
 
 @dataclass(frozen=True)
 class Kept:
-    """Of each stage: the batches in flight, the weight versions, the mean staleness that they are for, and whether
-    forwards are repeated, so that one batch at a time has a graph and the others are held as inputs."""
+    """Of each stage: the batches (micro-batches) in flight, the weight versions, the copies of parameters besides the
+    optimizer's own, the mean staleness that they are for, and whether forwards are repeated, so that one batch at a
+    time has a graph and the others are held as inputs; micro-batches of a batch."""
 
     in_flight: list[int]
     versions: list[int]
+    copies: list[int]
     staleness: list[float]
     recompute: list[bool]
+    m: int = 1
 
     @classmethod
     def of(cls, method: Method, K: int) -> Kept:
@@ -393,27 +396,30 @@ class Kept:
         return cls(
             [method.held(k, K) for k in stages],
             [method.versions(k, K) for k in stages],
+            [method.copies(k, K) for k in stages],
             [method.staleness(k, K) for k in stages],
             [method.replays(k, K) for k in stages],
+            method.m,
         )
 
     @property
-    def graphs(self) -> list[int]:
-        """Batches in flight whose activations each stage holds."""
-        return [1 if repeats else held for held, repeats in zip(self.in_flight, self.recompute, strict=True)]
+    def batches(self) -> list[float]:
+        """Batches in flight whose inputs each stage holds."""
+        return [held / self.m for held in self.in_flight]
 
     @property
-    def inputs(self) -> list[int]:
-        """Batches in flight of which each stage holds the input alone."""
-        return [held - graphs for held, graphs in zip(self.in_flight, self.graphs, strict=True)]
+    def graphs(self) -> list[float]:
+        """Those of them whose activations it holds."""
+        each = zip(self.batches, self.recompute, strict=True)
+        return [1 / self.m if repeats else held for held, repeats in each]
 
     def bytes(self, costs: Profile, k: int, start: int, end: int) -> int:
-        """Parameters, gradients and momentum, the versions, and what autograd saves for the batches in flight, or the
-        inputs of those whose forwards are repeated."""
+        """Parameters, gradients and momentum, copies of parameters, and the batches in flight: all that they hold, or
+        the inputs of those whose forwards are repeated."""
         parameters = sum(unit.parameter_bytes for unit in costs.units[start:end])
-        held = sum(unit.held_bytes for unit in costs.units[start:end])
-        inputs = costs.boundary_bytes[start] * self.inputs[k - 1]
-        return parameters * (3 + self.versions[k - 1]) + held * self.graphs[k - 1] + inputs
+        graphs = costs.held_bytes(start, end) * self.graphs[k - 1]
+        inputs = costs.boundary_bytes[start] * (self.batches[k - 1] - self.graphs[k - 1])
+        return parameters * (3 + self.copies[k - 1]) + int(graphs + inputs)
 
     def limited(self, costs: Profile, limit: float | None) -> Memory | None:
         """The same for the solver."""
@@ -422,11 +428,12 @@ class Kept:
         return Memory(
             parameters=[unit.parameter_bytes for unit in costs.units],
             held=[unit.held_bytes for unit in costs.units],
-            versions=[count + 3 for count in self.versions],
+            versions=[3 + count for count in self.copies],
             in_flight=self.graphs,
             limit=limit,
             entering=costs.boundary_bytes,
-            inputs=self.inputs,
+            inputs=self.batches,
+            twice=[unit.held_input_bytes for unit in costs.units],
             in_bytes=True,
         )
 
@@ -539,7 +546,7 @@ def _advice(
     held = "inputs of " if largest.recompute else ""
     yield (
         f"memory is largest at stage {largest.k}: {largest.memory_bytes / 1e6:,.0f} MB for {held}{largest.in_flight} "
-        f"batches in flight and {largest.versions} versions"
+        f"{'micro-' if method.m > 1 else ''}batches in flight and {largest.versions} versions"
     )
     for first, updates in method.staleness_warmup:
         each, later = (1e3 * method.M * period(one, timing) for one in (first, method))

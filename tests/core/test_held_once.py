@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import offbeat
 from offbeat import models
+from offbeat.core.in_flight import InFlight
 from offbeat.core.stage import Stage
 from offbeat.runs.build import cross_entropy
 
@@ -67,9 +68,15 @@ def versions(stage: Stage) -> list[dict[str, Tensor]]:
     return list(found.values())
 
 
-def saved(roots: list[Tensor]) -> Iterator[Tensor]:
-    """The tensors that autograd keeps for the backward of these."""
-    todo, seen = [root.grad_fn for root in roots if isinstance(root, Tensor)], set()
+def held_by(batch: InFlight) -> list[Tensor]:
+    """The tensors of a batch in flight, with those that autograd keeps for its backward."""
+    own = (batch.inputs, batch.target, batch.buffers, batch.roots)
+    return [*(leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, Tensor)), *saved(batch)]
+
+
+def saved(batch: InFlight) -> Iterator[Tensor]:
+    """The tensors that autograd keeps for the backward of a batch in flight."""
+    todo, seen = [root.edge.node for root in batch.roots if root is not None], set()
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -122,8 +129,33 @@ def test_a_window_that_is_not_applied_copies_nothing():
 # ---- activations
 
 
-@pytest.mark.parametrize(("name", "shape"), [("resnet8", (3, 8, 8)), ("gpt", (8,))])
-def test_no_activation_is_in_memory_twice(name, shape):
+class Residual(nn.Module):
+    """Passes on a value for later stages, which no operation here saves, and ends with a sum, which saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"x": given["x"] + self.linear(given["x"]).tanh(), "skip": given["skip"]}
+
+
+class Sum(nn.Module):
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        return given["x"] + given["skip"]
+
+
+def residual() -> offbeat.Pipeline:
+    """Targets are as large as inputs."""
+    pipe = offbeat.Pipeline(
+        [Residual(), Residual(), Sum()], method=offbeat.ADL(M=2), loss=nn.functional.mse_loss, optimizer=sgd
+    )
+    for _ in range(8):
+        pipe.step({name: torch.randn(B, WIDTH) for name in ("x", "skip")}, torch.randn(B, WIDTH))
+    return pipe
+
+
+def built(name: str, shape: tuple[int, ...]) -> offbeat.Pipeline:
     torch.manual_seed(0)
     random, tokens = torch.Generator().manual_seed(1), models.takes_tokens(shape)
     batches = [models.random_batch(B, shape, CLASSES, generator=random) for _ in range(8)]
@@ -131,12 +163,60 @@ def test_no_activation_is_in_memory_twice(name, shape):
     pipe = offbeat.Pipeline(models.build(name, shape=shape, classes=CLASSES), 2, method=offbeat.ADL(M=2), **options)
     for x in batches:
         pipe.step(x, torch.zeros((B, *shape) if tokens else (B,), dtype=torch.long))
-    stage = pipe.stages[1]
+    return pipe
+
+
+NETWORKS = {"resnet": lambda: built("resnet8", (3, 8, 8)), "gpt": lambda: built("gpt", (8,)), "residual": residual}
+
+
+def own_tensors(stage: Stage, batch: InFlight) -> list[Tensor]:
+    """The tensors of a batch in flight that are no parameters or buffers, each memory once."""
     known = storages([*stage.network.module.parameters(), *stage.network.module.buffers()])
     known |= storages([tensor for version in versions(stage) for tensor in version.values()])
+    return [tensor for place, tensor in storages(held_by(batch)).items() if place not in known]
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt"])
+def test_no_activation_is_in_memory_twice(name):
+    stage = NETWORKS[name]().stages[1]
     for batch in stage.in_flight.values():
-        held = storages([*batch.inputs, *batch.roots, *saved(batch.roots)])
-        large = [tensor for place, tensor in held.items() if place not in known and tensor.numel() > 4 * B]
+        large = [tensor for tensor in own_tensors(stage, batch) if tensor.numel() > 4 * B]
         assert len(large) > 6
         contents = {tuple(tensor.detach().clone().flatten().tolist()) for tensor in large}
         assert len(contents) == len(large)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_memory_that_is_reported_of_a_batch_is_that_of_its_tensors(name):
+    stage = NETWORKS[name]().stages[1]
+    for batch in stage.in_flight.values():
+        assert nbytes(own_tensors(stage, batch)) == stage.network.batch_bytes
+
+
+def test_an_output_is_not_kept_for_its_backward_once_it_is_sent():
+    stage, one = residual().stages[2], B * WIDTH * 4
+    for batch in stage.in_flight.values():
+        assert nbytes(own_tensors(stage, batch)) == 4 * one, "two inputs, the target, and what tanh saves"
+
+
+class Graph(nn.Module):
+    """Multiplies by a sparse matrix, which autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("adjacency", torch.eye(B).to_sparse())
+        self.constant = torch.eye(B).to_sparse()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.constant, torch.sparse.mm(self.adjacency, self.linear(x)))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_sparse_matrices_in_a_network_do_not_prevent_training(recompute):
+    options = {"loss": nn.functional.mse_loss, "optimizer": sgd}
+    pipe = offbeat.Pipeline([Graph(), Graph()], method=offbeat.ADL(M=1, recompute=recompute), **options)
+    x = torch.randn(B, WIDTH)
+    losses = [float(pipe.step(x, x)) for _ in range(6)]
+    pipe.drain()
+    assert losses[-1] < losses[0]

@@ -9,10 +9,9 @@ from test_contract import sgd
 from test_state import moved
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils import _pytree as pytree
 
 import offbeat
-from offbeat.core.memory import SavedTensors
+from offbeat.core.memory import TensorSizes
 from offbeat.core.stage_network import StageNetwork
 from offbeat.methods import METHODS, settings_of, with_settings
 
@@ -227,8 +226,8 @@ def saved_bytes(pipe: offbeat.Pipeline) -> list[int]:
     def held(stage) -> int:
         known = [*stage.parameters.values(), *stage.network.module.buffers()]
         versions = [t for batch in stage.in_flight.values() for t in (batch.version.tensors or {}).values()]
-        saved = SavedTensors([*known, *versions])
-        todo = [leaf.grad_fn for batch in stage.in_flight.values() for leaf in batch.roots if isinstance(leaf, Tensor)]
+        sizes = TensorSizes([*known, *versions])
+        todo = [root.edge.node for batch in stage.in_flight.values() for root in batch.roots if root is not None]
         seen = set()
         while todo:
             node = todo.pop()
@@ -237,14 +236,11 @@ def saved_bytes(pipe: offbeat.Pipeline) -> list[int]:
             seen.add(node)
             for name in dir(node):
                 if name.startswith("_saved_"):
-                    for leaf in pytree.tree_leaves(getattr(node, name)):
-                        if isinstance(leaf, Tensor):
-                            saved._note(leaf)
+                    sizes.add(getattr(node, name))
             todo += [following for following, _ in node.next_functions]
         for batch in stage.in_flight.values():
-            for leaf in batch.inputs:
-                saved._note(leaf)
-        return saved.bytes
+            sizes.add(batch.inputs)
+        return sizes.bytes
 
     for x, y in batches():
         pipe.step(x, y)
@@ -265,7 +261,7 @@ def test_stages_hold_inputs_instead_of_graphs():
 
 def test_the_memory_that_is_reported_counts_inputs_and_one_graph():
     (plain, _), (repeating, _) = both("adl", 3, M=2)
-    inputs = 6 * WIDTH * 4
+    inputs = 6 * WIDTH * 4 + 6 * 8  # with targets
     for k, held in ((1, 5), (2, 3)):
         without, with_it = plain.stages[k], repeating.stages[k]
         assert with_it.network.batch_bytes == inputs
@@ -279,7 +275,7 @@ def test_the_memory_that_is_reported_counts_inputs_and_one_graph():
 def test_a_replay_counts_the_graph_of_its_backward():
     pipe = pipeline(with_settings("dsp", {}))
     train(pipe, batches())
-    assert pipe.stages[1].network.graph_bytes > pipe.stages[1].network.batch_bytes == 6 * WIDTH * 4
+    assert pipe.stages[1].network.graph_bytes > pipe.stages[1].network.batch_bytes == 6 * WIDTH * 4 + 6 * 8
 
 
 # ---- checkpoints

@@ -17,7 +17,7 @@ import torch
 from cases import fingerprint
 from preloaded import PYTHON
 from processes import START, last_line, two_processes
-from replica_cases import CASES, EXACT, RESUMED, WAYS, at, images, layers, pipeline, sgd, train
+from replica_cases import CASES, EXACT, RESUMED, WAYS, Case, at, images, layers, pipeline, sgd, train
 from selected import some
 from torch import nn
 
@@ -193,6 +193,29 @@ def test_an_update_that_is_under_way_is_completed_by_whatever_reads_it():
     with two_processes(UNDER_WAY) as started:
         ends = [process.communicate(timeout=START)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], ends
+
+
+FAILS_MEANWHILE = """
+import sys, time, torch, offbeat
+layers, loss = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.functional.mse_loss
+pipe = offbeat.Pipeline(layers, 1, method="2bw", M=1, replicas=2, loss=loss, optimizer=torch.optim.SGD)
+x = torch.ones(1, 2)
+pipe.step(x, x)
+if pipe.replica == 1:
+    time.sleep(1000)
+pipe.step(x, x)
+assert pipe.workers[0].under_way
+try:
+    pipe.step(torch.ones(1, 3), x)
+except offbeat.UserError:
+    sys.exit(2)
+"""
+
+
+def test_a_process_that_fails_while_an_update_is_under_way_ends_without_it():
+    with two_processes(FAILS_MEANWHILE) as (first, _):
+        printed = first.communicate(timeout=START)[1]
+    assert (first.returncode, printed) == (2, "")
 
 
 FAILING = """
@@ -438,6 +461,15 @@ def test_step_needs_a_batch_for_each_replica_of_its_process(x):
     pipe = pipeline(CASES["method-adl"])
     with pytest.raises(UserError, match=r"step\(\) with replicas=2 in one process, but x is .*: give a list of 2"):
         pipe.step(x, [torch.zeros(2, dtype=torch.int64)] * 2)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_loss_that_is_not_finite_is_reported_with_its_replica(replica):
+    case = Case(offbeat.ADL(M=1))
+    pipe, batches = pipeline(case), images(2)
+    batches[replica][0][0] = torch.nan
+    with pytest.raises(offbeat.NotFinite, match=rf"the loss of batch 0 of replica {replica} is nan \(seen at stage 2"):
+        pipe.step(*map(list, zip(*batches, strict=True)))
 
 
 def test_diagnosis_of_replicas_is_refused():

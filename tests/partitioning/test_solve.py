@@ -256,13 +256,14 @@ def test_the_fastest_choice_of_stages_that_hold_inputs_is_made(seed, within):
     }
     entering = [draw.randint(0, 9) for _ in range(count)]
     limit = draw.randint(20, 120)
-    inputs = [n - 1 for n in in_flight]
-    plain = Memory(**sizes, in_flight=in_flight, limit=limit, entering=entering, inputs=[0] * K)
-    changed = Memory(**sizes, in_flight=[1] * K, limit=limit, entering=entering, inputs=inputs)
+    both = {"limit": limit, "entering": entering, "inputs": in_flight}
+    both["twice"] = [draw.randint(0, size) for size in entering]  # what a unit saves of its input
+    plain, changed = (Memory(**sizes, **both, in_flight=graphs) for graphs in (in_flight, [1] * K))
     pace = [speeds, [0.75 * speed for speed in speeds]]
 
     def bytes_of(k, a, b, repeats):
-        held = sum(sizes["held"][a:b]) * (1 if repeats else in_flight[k]) + entering[a] * inputs[k] * repeats
+        graphs = 1 if repeats else in_flight[k]
+        held = (sum(sizes["held"][a:b]) - both["twice"][a]) * graphs + entering[a] * in_flight[k]
         return sum(sizes["parameters"][a:b]) * 4.0 + held
 
     possible = {}  # which stages repeat -> time of the slowest stage
@@ -282,13 +283,8 @@ def test_the_fastest_choice_of_stages_that_hold_inputs_is_made(seed, within):
     marks = tuple(int(k + 1 in found.stages) for k in range(K))
     assert marks in good
     assert sum(marks) == min(map(sum, good))
-    kept = Memory(
-        **sizes,
-        in_flight=[1 if repeats else n for n, repeats in zip(in_flight, marks, strict=True)],
-        limit=limit,
-        entering=entering,
-        inputs=[n * repeats for n, repeats in zip(inputs, marks, strict=True)],
-    )
+    graphs = [1 if repeats else n for n, repeats in zip(in_flight, marks, strict=True)]
+    kept = Memory(**sizes, **both, in_flight=graphs)
     solution = solve(costs, K, speeds=[pace[repeats][k] for k, repeats in enumerate(marks)], memory=kept)
     spans = enumerate(itertools.pairwise([0, *solution.cuts, count]))
     assert solution.memory == tuple(bytes_of(k, a, b, marks[k]) for k, (a, b) in spans)

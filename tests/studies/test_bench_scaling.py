@@ -145,8 +145,9 @@ def test_memory_and_staleness_are_counted_by_the_program():
     found = scaling.kept_by(ADL(M=2), SETTING, profiled(4), (1, 2, 3))
     assert found["staleness"] == [3.0, 2.0, 1.0, 0.0]
     assert found["in_flight"] == [7, 5, 3, 1]
+    copies = [*found["versions"][:3], 0]  # none without lag
     assert found["memory_counted"] == [
-        4 * (3 + versions) + 8 * held for versions, held in zip(found["versions"], found["in_flight"])
+        4 * (3 + copied) + (8 + 1000) * held for copied, held in zip(copies, found["in_flight"])
     ]
 
 
