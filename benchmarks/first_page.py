@@ -10,7 +10,7 @@ import json
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
@@ -131,6 +131,16 @@ def between(values: list[float], form: Callable[[float], str]) -> str:
     return " to ".join(dict.fromkeys(form(value) for value in (min(values), max(values))))
 
 
+def several(values: Iterable[int], form: Callable[[int], str]) -> str:
+    """Each of the values once, the smallest first.
+
+    >>> several([8, 2, 8, 4], "K={}".format)
+    'K=2, K=4 and K=8'
+    """
+    *others, last = (form(value) for value in sorted(set(values)))
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def network(model: str) -> str:
     """
     >>> network("resnet110")
@@ -184,6 +194,12 @@ COMPARED = (  # rows of benchmarks, and what the second one is
 )
 
 
+def machine_cores(record: Record) -> int:
+    """Of the machine, of which a run may have used a part."""
+    found = re.search(r"(\d+) cores", record["provenance"]["machine"])
+    return int(found[1]) if found else int(record["settings"]["cores"])
+
+
 def cpu_rows(found: Records) -> list[Cells]:
     """ADL on one core per stage against the best synchronous pipeline on as many, and against BP on all cores."""
     lines = []
@@ -192,16 +208,16 @@ def cpu_rows(found: Records) -> list[Cells]:
         if not runs:
             continue
         settings = [record["settings"] for record, _ in runs]
-        stages = " and ".join(dict.fromkeys(f"K={one['K']}" for one in settings))
+        stages = several((one["K"] for one in settings), "K={}".format)
         networks = ", ".join(dict.fromkeys(f"{network(one['model'])}, b={one['batch_size']}" for one in settings))
-        machines = ", ".join(dict.fromkeys(record["provenance"]["machine"].split(", ")[-1] for record, _ in runs))
+        cores = several((machine_cores(record) for record, _ in runs), "{}".format)
         speeds = [[bench_table.speed(rows[name]) for _, rows in runs] for name in (own, other)]
         ours, theirs = (between(values, "{:.0f}".format) for values in speeds)
         ratios = [bench_table.times_faster(rows[own], rows[other]) for _, rows in runs]
         lines.append(
             [
                 "samples per second",
-                f"{networks}, {stages}, {machines}; {len(runs)} run{'s' * (len(runs) > 1)}",
+                f"{networks}, {stages}, machines of {cores} cores; {len(runs)} run{'s' * (len(runs) > 1)}",
                 ours,
                 f"{title}: {theirs}",
                 f"{between(ratios, '{:.2f}'.format)} times as fast",
