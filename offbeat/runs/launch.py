@@ -18,12 +18,15 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat.core.links import LOOPBACK_INTERFACE
 from offbeat.errors import Interrupted, NotFinite, StageLost, UserError, named, stage_name
+
+if TYPE_CHECKING:
+    from offbeat.runs.recipe import Recipe
 
 ERRORS = "OFFBEAT_WORKER_ERRORS"  # of workers: the folder to which they write their errors
 LAUNCHER = "OFFBEAT_LAUNCHER"  # of workers: the process that started them
@@ -57,6 +60,13 @@ def check_cores(
             f"{given}: {K * replicas} processes on {n} core{'s' * (n > 1)}, use {PER_CORE * n} or fewer ({PER_CORE} "
             f"per core), {instead}or a machine with more cores"
         )
+
+
+def check_workers(recipes: Iterable[Recipe]) -> None:
+    """Refuse runs that start more workers than `check_cores` allows."""
+    for recipe in recipes:
+        if recipe.engine == "processes":
+            check_cores(recipe.K, recipe.replicas)
 
 
 def launch(

@@ -202,8 +202,7 @@ def _checked(recipe: Recipe, out: Path, *, resumed: bool) -> tuple[Recipe, int]:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
         raise UserError("there is not enough memory here: use smaller shape=, classes= or batch_size=") from error
-    if recipe.engine == "processes":
-        launch.check_cores(recipe.K, recipe.replicas)
+    launch.check_workers([recipe])
     if resumed and (found := checkpoint.newest(out)[0]):
         resuming.continued(recipe, known.samples, found.run())
     return recipe, known.samples

@@ -205,9 +205,7 @@ def partitioned(recipes: Mapping[str, Recipe], b: int | None) -> dict[str, Recip
 def _created(runner: StudyRunner, asked: dict[str, Any], at_once: int, recipes: Mapping[str, Recipe]) -> list[StudyRun]:
     """A new comparison: its config.json holds the recipes of all runs."""
     record.check_free(runner.folder)
-    for recipe in recipes.values():
-        if recipe.engine == "processes":
-            launch.check_cores(recipe.K, recipe.replicas)
+    launch.check_workers(recipes.values())
     recipes = partitioned(recipes, asked["batch_size"])
     runs = [
         StudyRun(label, seed, replace(recipe, seed=seed))

@@ -136,10 +136,9 @@ def _no_row(text: str, table: Table) -> UserError:
     parts = [row.name.split("-") for row in table.rows]
     names = dict.fromkeys("-".join(part[:end]) for part in parts for end in range(1, len(part) + 1))
     nearest = difflib.get_close_matches(text, names, n=1, cutoff=0.4)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return UserError(
-        f"only={text!r}: no row of {table.name} has this name: {hint}(see 'offbeat reproduce {table.name} --list')"
-    )
+    listed = f"'offbeat reproduce {table.name} --list'"
+    hint = f"did you mean {nearest[0]!r}? (see {listed})" if nearest else f"see {listed}"
+    return UserError(f"only={text!r}: no row of {table.name} has this name: {hint}")
 
 
 def check(request: ReproductionRequest) -> None:
@@ -341,6 +340,7 @@ class Reproducing:
                 "keeps all stages in one process, such as engine='simulate'"
             )
         todo = [run for run in runs if not is_done(folder / "runs" / run.name, run)]
+        launch.check_workers(run.recipe for run in todo)
         unknown_images = table.images is not None and content["images"] is None and request.data is not None
         data_set = open_data(request, runs[0].recipe) if todo or unknown_images else None
         if data_set is not None:

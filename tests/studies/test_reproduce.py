@@ -212,6 +212,13 @@ def test_samples_per_update_need_to_fit_the_rows_that_are_run_alone(offbeat):
     assert (asked["batch_per_update"], asked["epochs"], asked["engine"]) == (99, 300, "simulate")
 
 
+def test_more_processes_than_can_share_the_cores_are_refused_before_any_run(offbeat, monkeypatch):
+    """Rows of fewer stages were trained, then those of 24 failed one by one."""
+    monkeypatch.setattr("offbeat.runs.launch.cores", lambda: 2)
+    given = ("reproduce", "small-gpt-staleness", "--only", "muon-bp-k12,muon-bp-k24", "--seeds", 1)
+    check_refused(offbeat, given, "K=24: 24 processes on 2 cores, use 16 or fewer", "--engine simulate")
+
+
 # ---- the table
 
 
