@@ -43,6 +43,8 @@ def train_here(
     run = begin(recipe, out, show=show, folder_ready=folder_ready, rewrite=rewrite, silence=silence, timeout=timeout)
     try:
         with stopping(run.stop):
+            with run.pipe.engine.guard():  # none trains while a signal would still kill another without a checkpoint
+                run.pipe.engine.barrier()
             return run.fit()
     finally:
         run.close()

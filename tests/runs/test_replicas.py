@@ -14,7 +14,7 @@ from subprocess import PIPE
 import pytest
 from command import Command, check_refused, train_here, weights
 from preloaded import PYTHON
-from processes import ENDLESS, Run, check_stopped, processes_of
+from processes import ENDLESS, Run, check_stopped, last_line, processes_of, two_processes
 from run_folders import run
 from stopped_runs import METHODS, SMALL, done, killed, recorded, start, until
 
@@ -59,6 +59,32 @@ def test_a_signal_saves_all_replicas_after_the_same_batch_and_stops(whole, tmp_p
     assert processes_of(out) == {}
     train_here(offbeat, "--resume", out, "--engine", "simulate", "--json")
     assert weights(out) == weights(whole)
+
+
+LATE = """
+import os, time
+
+import offbeat
+from offbeat.runs import begin
+
+if os.environ["RANK"] == "1":
+    stopping = begin.stopping
+    begin.stopping = lambda stop: time.sleep(3) or stopping(stop)
+offbeat.train(offbeat.make_recipe(method="bp", model="mlp", data="synthetic", shape=(3, 8, 8), K=1, replicas=2, M=2,
+                                  epochs=100000, threads_per_stage=1, checkpoint_mode="in-flight"), out={out!r})
+"""
+
+
+def test_no_process_trains_before_a_signal_saves_in_all(tmp_path):
+    """One that was slow to start was killed by the signal, and there was no checkpoint."""
+    out = tmp_path / "run"
+    with two_processes(LATE.format(out=str(out))) as started:
+        until(lambda: any(line["kind"] == "train" for line in lines(out)))
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        for process in started:
+            assert "stopped by SIGTERM after batch" in last_line(process)
+    assert len(ls(out)) == 1
 
 
 @pytest.mark.slow
