@@ -352,7 +352,7 @@ LANGUAGE_ROWS = (  # a long delay with the recommended optimizer and a synchrono
 
 
 def language_rows(found: Records) -> list[Cells]:
-    """Chosen rows of language models, each against BP with the same optimizer at its best learning rate."""
+    """Chosen rows of the larger language model, each against BP with the same optimizer at its best learning rate."""
     return [
         [
             "validation loss, nats",
@@ -363,7 +363,7 @@ def language_rows(found: Records) -> list[Cells]:
         ]
         for table in language_tables(found)
         for row in table.rows
-        if row.name in LANGUAGE_ROWS and (bp := table.best_bp(row.K, row.optimizer)) is not None
+        if table.slug == "gpt" and row.name in LANGUAGE_ROWS and (bp := table.best_bp(row.K, row.optimizer)) is not None
     ]
 
 

@@ -250,7 +250,8 @@ def language_tables(records: Records) -> list[MeasuredTable]:
     found: list[MeasuredTable] = []
     for group in groups.values():
         first, rows = next(iter(group.values())), _joined(list(group.values()))
-        title = first["title"] if len(group) == 1 else f"{TABLES[first['table']].title}, {updates_of(rows)}"
+        alike = len({record["title"] for record in group.values()}) == 1
+        title = first["title"] if alike else f"{TABLES[first['table']].title}, {updates_of(rows)}"
         slug = first["table"].removesuffix("-staleness")
         slug += f"-{len(found) + 1}" * any(table.slug == slug for table in found)
         found += [MeasuredTable(slug, title, tuple(group), rows)] if rows else []
