@@ -340,9 +340,9 @@ class Reproducing:
                 "keeps all stages in one process, such as engine='simulate'"
             )
         todo = [run for run in runs if not is_done(folder / "runs" / run.name, run)]
-        launch.check_workers(run.recipe for run in todo)
         unknown_images = table.images is not None and content["images"] is None and request.data is not None
         data_set = open_data(request, runs[0].recipe) if todo or unknown_images else None
+        launch.check_workers(run.recipe for run in todo)
         if data_set is not None:
             content["images"] = same_images(table, data_set, content["images"], folder)
             content["text"] = same_text(data_set, content["text"], folder)
