@@ -16,9 +16,10 @@ Storage = tuple[torch.device, int]
 def storage_of(tensor: Tensor) -> Storage:
     """The device and the address of a tensor's storage.
 
-    `data_ptr` would copy the memory that two tensors share until one is written (see lazy_copy.py).
+    Without an internal function of torch, `data_ptr` copies what two tensors share until one is written (lazy_copy.py).
     """
-    return tensor.device, torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    address = getattr(torch._C, "_data_address", None)
+    return tensor.device, address(tensor) if address else tensor.untyped_storage().data_ptr()
 
 
 class TensorSizes:

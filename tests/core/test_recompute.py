@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import offbeat
-from offbeat.core.memory import TensorSizes
+from offbeat.core.memory import TensorSizes, size
 from offbeat.core.stage_network import StageNetwork
 from offbeat.methods import METHODS, settings_of, with_settings
 
@@ -456,3 +456,16 @@ def test_a_diagnosis_measures_the_same():
     plain = measured(False)
     assert plain
     assert measured(True) == plain
+
+
+def test_memory_is_counted_without_internal_functions_of_torch(monkeypatch):
+    wide = torch.zeros(6, 4)
+
+    def counted() -> list[int]:
+        known = TensorSizes([wide])
+        known.add(wide[1:], [wide[:, :2], torch.zeros(5)])
+        return [size(wide, wide.view(-1)), size(wide[:2], wide[2:]), known.bytes]
+
+    assert counted() == [96, 96, 20]
+    monkeypatch.delattr(torch._C, "_data_address")
+    assert counted() == [96, 96, 20]
