@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from offbeat.runs.tables.row import STALENESS_WARMUP, Images, Paper, Table, row
+from offbeat.runs.tables.row import GROWING, LONGER_WARMUP, STALENESS_WARMUP, Images, Paper, Table, row
 
 BP_SETTING = "the paper does not state the M of its BP"
 
@@ -21,6 +21,9 @@ ROWS = (
     imagenet(1, "resnet18", "adl", Paper(29.84, "Table I(b), ResNet-18, K=10, ADL", top5=10.76), K=10, M=4),
     imagenet(2, "resnet18", "adl-1f1b", K=8, M=4, corrector="sc"),
     imagenet(2, "resnet18", "adl-1f1b", K=8, M=4, corrector="sc", staleness_warmup=STALENESS_WARMUP),
+    imagenet(3, "resnet18", "adl-1f1b", K=8, M=4, corrector="sc", staleness_warmup=LONGER_WARMUP),
+    imagenet(3, "resnet18", "adl", K=8, M=4, corrector="sc", staleness_warmup=STALENESS_WARMUP),
+    imagenet(3, "resnet18", "adl", K=8, M=4, corrector="sc", staleness_warmup=GROWING),
     imagenet(2, "seresnet18", "adl", Paper(29.01, "Table I(b), SE-ResNet-18, K=8, ADL", top5=10.14), K=8, M=4),
     imagenet(2, "seresnet18", "bp", Paper(29.09, "Table I(b), SE-ResNet-18, BP", top5=9.89, remark=BP_SETTING), M=4),
     imagenet(2, "seresnet18", "adl", Paper(29.07, "Table I(b), SE-ResNet-18, K=10, ADL", top5=10.31), K=10, M=2),

@@ -13,6 +13,8 @@ from offbeat.runs.task import LearningTask
 
 CHECKPOINTS = 30  # that a run makes at most, at epochs of its recipe: a 300-epoch run every 10 epochs
 STALENESS_WARMUP = 150  # synchronous updates before the late ones, in the rows that have them
+LONGER_WARMUP = 2 * STALENESS_WARMUP
+GROWING = f"bp@{STALENESS_WARMUP}+adl-1f1b@{3 * STALENESS_WARMUP}"  # a lag that grows to that of the row's method
 PAPER_RATE = 0.1 * 32 / 256  # the paper's learning rate for M = 1
 
 NETWORKS = {
@@ -29,6 +31,11 @@ WORDS: dict[tuple[str, Any], tuple[str, str]] = {  # further ones: the end of th
     ("weights", "hybrid"): ("hybrid", "with hybrid weights"),
     ("lr", PAPER_RATE): ("fixed", "learning rate of M=1"),
     ("staleness_warmup", STALENESS_WARMUP): ("warmup", f"the first {STALENESS_WARMUP} updates synchronous"),
+    ("staleness_warmup", LONGER_WARMUP): ("longer-warmup", f"the first {LONGER_WARMUP} updates synchronous"),
+    ("staleness_warmup", GROWING): (
+        "growing",
+        f"the first {STALENESS_WARMUP} updates synchronous, {3 * STALENESS_WARMUP} more on the 1F1B lag",
+    ),
 }
 
 
