@@ -26,6 +26,7 @@ ORDER = [
     "correctors",
     "method",
     "kernels",
+    "tf32",
     "optim",
     "core",
     "heads",

@@ -11,7 +11,6 @@ one type only. Losses are computed in float32.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from offbeat import tf32
 from offbeat.errors import UserError, unknown
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -125,11 +125,17 @@ class PrecisionPolicy:
         if self.precision != "tf32":
             yield
             return
-        before = _switch_tf32("high", convolutions=True)
+        try:
+            before = tf32.switch("high", convolutions=True)
+        except RuntimeError:
+            raise UserError(
+                "precision tf32 beside an fp32_precision of torch.backends that was set by hand: leave it "
+                "alone, or use precision fp32, which takes it as it is"
+            ) from None
         try:
             yield
         finally:
-            _switch_tf32(*before)
+            tf32.switch(*before)
 
 
 FULL = PrecisionPolicy()
@@ -151,20 +157,3 @@ def raised(tensor: Tensor) -> Tensor:
     (torch.float32, torch.float64)
     """
     return tensor.float() if tensor.dtype in LOW else tensor
-
-
-def _switch_tf32(products: str, convolutions: bool) -> tuple[str, bool]:
-    """Set both switches; returns their old values. (torch 2.9 to 2.12 warn of these names, but mixing them with the
-    newer ones raises wherever torch reads the older, and these set both.)"""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*new API settings", category=UserWarning)
-        try:
-            before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        except RuntimeError:
-            raise UserError(
-                "precision tf32 beside an fp32_precision of torch.backends that was set by hand: leave it "
-                "alone, or use precision fp32, which takes it as it is"
-            ) from None
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
-        return before

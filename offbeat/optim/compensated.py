@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, overload
 
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import UserError, number
+from offbeat.optim.branches import branches
 from offbeat.optim.names import is_hidden_matrix
 
 Group = dict[str, Any]
 Tensors = list[Tensor] | tuple[Tensor, ...]
 IsHidden = Callable[[str | None, Tensor], bool]
 Check = Callable[[Any, str], None]  # (value, name) of an option: raises UserError for a value that is not allowed
+CPU = torch.device("cpu")
 AT_LEAST_0 = partial(number, allowed="use a number of at least 0", fits=lambda x: 0 <= x < float("inf"))
 
 
@@ -125,12 +128,17 @@ class CompensatedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None and p.numel()]
-            if parameters:
-                _check_gradients(parameters)
+        given = [
+            (group, [p for p in group["params"] if p.grad is not None and p.numel()]) for group in self.param_groups
+        ]
+        given = sorted((pair for pair in given if pair[1]), key=lambda pair: bool(pair[0]["hidden"]))
+        for _, parameters in given:
+            _check_gradients(parameters)
+        with branches(given[0][1][0].device if given else CPU) as aside:
+            for group, parameters in given:
                 directions = self.hidden_directions if group["hidden"] else self.adam_directions
-                self._move(group, parameters, directions(group, parameters))
+                with nullcontext() if group["hidden"] else aside():
+                    self._move(group, parameters, directions(group, parameters))
         return loss
 
     def direction(self, parameter: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from offbeat import tf32
 from offbeat.errors import UserError, number
 from offbeat.optim.compensated import CompensatedOptimizer, Group, IsHidden, Tensors, gradients_of, weight
 
@@ -43,9 +44,9 @@ class RotatedAdam(CompensatedOptimizer):
         S_ij = B_ij / max(B_jj, f) if B_ii < B_jj,    S_ji = -S_ij,    S <- S min(1, 0.5 / (|S S| / sqrt(2))^(1/2))
         U <- U (I + S + S S / 2 + (I - U' U) / 2)
 
-    |S S| is the Frobenius norm, so that no angle is above 0.5. All this is products of matrices, the same in every
-    update, and can be captured in a CUDA graph. Blocks of equal shape are computed as one batch. L, R, U and V of a
-    block of m x n are 2 m^2 + 2 n^2 numbers of state: four for each weight of a square block.
+    |S S| is the Frobenius norm, so that no angle is above 0.5. All this is products of matrices, on a GPU in TF32, the
+    same in every update, and can be captured in a CUDA graph. Blocks of equal shape are computed as one batch. L, R, U
+    and V of a block of m x n are 2 m^2 + 2 n^2 numbers of state: four for each weight of a square block.
 
     betas          b and b2, also of AdamW
     block          rows and columns of a block, at most: larger ones take more time and lose less with late gradients
@@ -102,7 +103,8 @@ class RotatedAdam(CompensatedOptimizer):
             for places in batches.values():
                 inside = [grids[place] for place in places]
                 pairs = _pairs([(gradients[place], d[place]) for place in places], inside)
-                found = self._directions(group, [parameters[place] for place in places], inside, pairs, a=a, t=t)
+                with tf32.products(pairs.device):
+                    found = self._directions(group, [parameters[place] for place in places], inside, pairs, a=a, t=t)
                 for place, grid, blocks in zip(places, inside, found, strict=True):
                     directions[place] = grid.joined(blocks, parameters[place].shape)
         return directions

@@ -66,6 +66,19 @@ def test_recorded_rotated_adam_gives_the_bits_of_simulate(method):
     assert all(isinstance(worker.executor.optimization.operation, RecordedOperation) for worker in pipe.workers)
 
 
+class SlowAdamW(Muon):
+    """Its AdamW part, a branch of the recorded update, takes about a millisecond."""
+
+    def adam_directions(self, group, parameters):
+        torch.cuda._sleep(2_000_000)
+        return super().adam_directions(group, parameters)
+
+
+@pytest.mark.parametrize("method", [offbeat.ADL(M=2), offbeat.ADL1F1B(M=1)], ids=lambda m: m.name)
+def test_what_follows_a_recorded_update_waits_for_all_of_its_branches(method):
+    check_same(partial(SlowAdamW, lr=3e-3, capturable=True), method)
+
+
 def test_recorded_muon_keeps_directions():
     def make(parameters) -> Muon:
         made = Muon(parameters, 3e-3, capturable=True)
