@@ -86,12 +86,16 @@ def test_late_rows_have_the_best_rate_of_bp_and_the_usual_one():
     assert rates == {
         "muon-adl-1f1b-k12-m16-double-rate": 2.0,
         "muon-adl-1f1b-k12-m16-corrected-double-rate": 2.0,
+        "muon-adl-1f1b-k12-m16-corrected-warmup-double-rate": 2.0,
         "muon-adl-1f1b-k12-m16": 1.0,
         "muon-adl-1f1b-k12-m16-corrected": 1.0,
+        "muon-adl-1f1b-k12-m16-corrected-warmup": 1.0,
         "muon-adl-1f1b-k4-m16-double-rate": 2.0,
         "muon-adl-1f1b-k4-m16-corrected-double-rate": 2.0,
+        "muon-adl-1f1b-k4-m16-corrected-warmup-double-rate": 2.0,
         "muon-adl-1f1b-k4-m16": 1.0,
         "muon-adl-1f1b-k4-m16-corrected": 1.0,
+        "muon-adl-1f1b-k4-m16-corrected-warmup": 1.0,
     }
     assert [made[f"muon-adl-1f1b-k{K}-m16{rate}"].tier for K in (12, 4) for rate in ("-double-rate", "")] == [
         1,

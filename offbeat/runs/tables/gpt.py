@@ -77,7 +77,7 @@ def late_methods(K: int, batch: int) -> list[tuple[str, int, int]]:
 def rows(setting: GPTSetting) -> Iterator[TableRow]:
     """All rows, by K and optimizer: BP, then each late method without a corrector and with the recommended one, or for
     an optimizer that is recommended without, with the correctors of the others. Late rows have the learning rate that
-    is best for BP, and the usual one. Three rows per optimizer and rate are synchronous at first."""
+    is best for BP, and the usual one. Each with the recommended corrector is there with a synchronous start, too."""
     for place, K in enumerate(setting.stages):
         for optimizer in GPT_OPTIMIZERS:
             best = setting.best_rates.get(optimizer, 1.0)
@@ -92,9 +92,10 @@ def rows(setting: GPTSetting) -> Iterator[TableRow]:
                 for (method, M, tier), corrector in product(late_methods(K, setting.batch), correctors):
                     end = f"-m{M}{'-corrected' if corrector else ''}{RATES[rate]}"
                     yield made(method, M=M, tier=tiers(tier), end=end, corrector=corrector)
-                for method, M in (("adl-1f1b", 4), ("adl-1f1b", 1), ("adl", 4)):
+                for method, M, tier in late_methods(K, setting.batch):
                     end = f"-m{M}-corrected-warmup{RATES[rate]}"
-                    yield made(method, M=M, tier=tiers(2), end=end, corrector=RECOMMENDED, warmup=STALENESS_WARMUP)
+                    tier = tiers(max(2, tier))
+                    yield made(method, M=M, tier=tier, end=end, corrector=RECOMMENDED, warmup=STALENESS_WARMUP)
 
 
 def _tier(place: int, tier: int, *, usual: bool) -> int:
@@ -139,7 +140,7 @@ def gpt_table(setting: GPTSetting, *, name: str = "gpt-staleness", title: str = 
     return Table(name=name, title=title, rows=tuple(rows(setting)))
 
 
-GPT_STALENESS = gpt_table(GPTSetting(best_rates={"adamw": 2.0, "nadam": 2.0, "muon": 2.0}))
+GPT_STALENESS = gpt_table(GPTSetting(best_rates={"adamw": 2.0, "nadam": 2.0, "muon": 2.0, "rotated-adam": 2.0}))
 SMALL_GPT_STALENESS = gpt_table(
     GPTSetting(
         model="gpt:layers=12,width=64,heads=4,context=32",
