@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 
-def switch(products: str, convolutions: bool | None = None) -> tuple[str, bool]:
+def switch_tf32(products: str, convolutions: bool | None = None) -> tuple[str, bool]:
     """Set both switches (that of convolutions stays if None); returns their old values.
 
     Raises RuntimeError beside newer settings that were made by hand. (Torch 2.9 to 2.12 warn of these names, but mixing
@@ -24,14 +24,14 @@ def switch(products: str, convolutions: bool | None = None) -> tuple[str, bool]:
 
 
 @contextmanager
-def products(device: torch.device) -> Iterator[None]:
+def tf32_products(device: torch.device) -> Iterator[None]:
     """Around products of matrices that may be computed in TF32 on a GPU; settings that were made by hand stay."""
     try:
-        before = switch("high") if device.type == "cuda" else None
+        before = switch_tf32("high") if device.type == "cuda" else None
     except RuntimeError:
         before = None
     try:
         yield
     finally:
         if before is not None:
-            switch(*before)
+            switch_tf32(*before)

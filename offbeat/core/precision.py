@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from offbeat import tf32
 from offbeat.errors import UserError, unknown
+from offbeat.tf32 import switch_tf32
 
 Precision = Literal["fp32", "tf32", "bf16"]
 LOW = (torch.bfloat16, torch.float16)
@@ -126,7 +126,7 @@ class PrecisionPolicy:
             yield
             return
         try:
-            before = tf32.switch("high", convolutions=True)
+            before = switch_tf32("high", convolutions=True)
         except RuntimeError:
             raise UserError(
                 "precision tf32 beside an fp32_precision of torch.backends that was set by hand: leave it "
@@ -135,7 +135,7 @@ class PrecisionPolicy:
         try:
             yield
         finally:
-            tf32.switch(*before)
+            switch_tf32(*before)
 
 
 FULL = PrecisionPolicy()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from offbeat import tf32
 from offbeat.errors import UserError, number
 from offbeat.optim.compensated import CompensatedOptimizer, Group, IsHidden, Tensors, gradients_of, weight
+from offbeat.tf32 import tf32_products
 
 PRECISIONS = (torch.float32, torch.float64)
 LARGEST_ANGLE = 0.5  # bound of |S|: the next step halves what is left of an error of orthogonality, or does better
@@ -103,7 +103,7 @@ class RotatedAdam(CompensatedOptimizer):
             for places in batches.values():
                 inside = [grids[place] for place in places]
                 pairs = _pairs([(gradients[place], d[place]) for place in places], inside)
-                with tf32.products(pairs.device):
+                with tf32_products(pairs.device):
                     found = self._directions(group, [parameters[place] for place in places], inside, pairs, a=a, t=t)
                 for place, grid, blocks in zip(places, inside, found, strict=True):
                     directions[place] = grid.joined(blocks, parameters[place].shape)
