@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
-import time
 from functools import partial
 
 import pytest
@@ -137,7 +135,7 @@ def test_recorded_stages_that_repeat_their_forwards_need_less_memory():
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.manual_seed(0)
-        blocks = [nn.Sequential(*[nn.Conv2d(16, 16, 3, padding=1) for _ in range(8)]) for _ in range(3)]
+        blocks = [nn.Sequential(*[nn.Conv2d(16, 16, 3, padding=1) for _ in range(24)]) for _ in range(3)]
         pipe = offbeat.Pipeline(
             [*blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))],
             method=offbeat.ADL(M=2, recompute=recompute),
@@ -223,31 +221,6 @@ def test_steps_with_correctors_do_not_wait_for_the_device(optimizer, no_synchron
     with no_synchronization():
         step()
     assert all(parameter.isfinite().all() for parameter in parameters)
-
-
-@pytest.mark.parametrize("corrector", ["lwp", "lwp+sc", "lwp:form=weight", "lookahead+sc"])
-def test_a_corrector_costs_at_most_15_percent_of_the_time_of_a_turn(corrector):
-    """The median of several rounds, in which the two take turns."""
-
-    def prepared(corrector: str | None) -> offbeat.Pipeline:
-        pipe = pipeline(offbeat.ADL(M=4, corrector=corrector), scheduler=None, optimizer=OPTIMIZERS["adamw"])
-        for x, y in data:
-            pipe.step(x, y)
-        return pipe
-
-    def seconds(pipe: offbeat.Pipeline) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for x, y in data:
-            pipe.step(x, y)
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    data = batches(96, short=False)
-    plain, corrected = prepared(None), prepared(corrector)
-    rounds = [(seconds(plain), seconds(corrected)) for _ in range(7)]
-    ratio = statistics.median(b for _, b in rounds) / statistics.median(a for a, _ in rounds)
-    assert ratio <= 1.15, f"{ratio:.2f}"
 
 
 @pytest.mark.parametrize(
