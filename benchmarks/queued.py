@@ -1,6 +1,6 @@
 """Run many `offbeat` commands, several at the same time, within a time limit: for the rows of tables on one GPU.
 
-    python benchmarks/queued.py COMMANDS --out DIR --at-once 3 --minutes 9 [--cores 0-4] [--share 25]
+    python benchmarks/queued.py COMMANDS --out DIR --at-once 3 --minutes 9 [--cores 0-4] [--share 25] [--archive FILE]
 
 COMMANDS is a file with one command per line: a name, then the arguments of `offbeat`, without --out:
 
@@ -9,7 +9,8 @@ COMMANDS is a file with one command per line: a name, then the arguments of `off
 
 They start in this order. Each writes to DIR/NAME (--out of the command) and DIR/NAME.log. When the time is up, those
 that run are interrupted, so that they save their state. The same call continues: a command that has ended with exit
-code 0 is not started again. Every half minute it prints the last line of each log.
+code 0 is not started again. Every half minute it prints the last line of each log. --archive keeps a copy of all
+records and logs, without weights and pictures, in one .tar.gz, for machines that give few files back.
 
 On a GPU with nvidia-cuda-mps-control, the processes run their kernels at the same time (MPS); --share limits each to a
 percentage of the GPU.
@@ -24,7 +25,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -33,6 +36,7 @@ INTERVAL, POLL = 30.0, 0.2  # seconds between two reports, and between two looks
 SAVING = 60.0  # seconds in which an interrupted command must have saved its state
 SHOWN = 100  # characters of a log's last line
 MPS = "nvidia-cuda-mps-control"
+ARCHIVED = (".json", ".jsonl", ".md", ".log", ".done")  # ends of the names of files in the archive
 
 
 def fail(text: str) -> NoReturn:
@@ -45,6 +49,7 @@ class Queue:
     """The commands by name, those that run, and how the others ended.
 
     deadline   time.monotonic() at which running commands are interrupted
+    archive    a file with a copy of what they recorded, written with every report
     """
 
     commands: dict[str, list[str]]
@@ -52,6 +57,7 @@ class Queue:
     at_once: int
     cores: set[int]
     deadline: float
+    archive: Path | None = None
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     codes: dict[str, int] = field(default_factory=dict)
 
@@ -113,6 +119,18 @@ class Queue:
         for name in [*self.running, *failed]:
             ended = f", exit code {self.codes[name]}" if name in self.codes else ""
             print(f"  {name}{ended}: {self._last_line(name)}", flush=True)
+        if self.archive is not None:
+            self._write_archive(self.archive)
+
+    def _write_archive(self, archive: Path) -> None:
+        """Replace the archive when the new one is complete."""
+        unfinished = archive.with_name(f"{archive.name}.part")
+        with tarfile.open(unfinished, "w:gz") as tar:
+            for path in sorted(self.out.rglob("*")):
+                with suppress(FileNotFoundError):  # that a command has just removed
+                    if path.suffix in ARCHIVED:
+                        tar.add(path, path.relative_to(self.out))
+        unfinished.replace(archive)
 
     def _last_line(self, name: str) -> str:
         lines = (self.out / f"{name}.log").read_bytes()[-1000:].decode(errors="replace").splitlines()
@@ -172,15 +190,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="of this call (default: no limit)")
     parser.add_argument("--cores", help="that the commands may use, such as 0-3,8 (default: all)")
     parser.add_argument("--share", type=int, help="percentage of the GPU per command, with MPS (default: all of it)")
+    parser.add_argument("--archive", type=Path, metavar="FILE", help="a .tar.gz with a copy of all records and logs")
     given = parser.parse_args()
     if given.at_once < 1 or given.minutes <= 0:
         fail(f"--at-once {given.at_once} --minutes {given.minutes:g}: give numbers above 0")
     if given.share is not None and not 1 <= given.share <= 100:
         fail(f"--share {given.share}: give a percentage from 1 to 100")
+    if given.archive is not None and not given.archive.absolute().parent.is_dir():
+        fail(f"--archive {given.archive}: its folder does not exist: make it first")
     commands, cores = read(given.commands), cores_of(given.cores) if given.cores else os.sched_getaffinity(0)
     given.out.mkdir(parents=True, exist_ok=True)
     start_mps(given.share)
-    queue = Queue(commands, given.out, given.at_once, cores, time.monotonic() + 60 * given.minutes)
+    deadline = time.monotonic() + 60 * given.minutes
+    queue = Queue(commands, given.out, given.at_once, cores, deadline, given.archive)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         queue.run()

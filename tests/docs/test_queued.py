@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,16 @@ def test_commands_that_run_too_long_are_interrupted_and_saved(tmp_path):
     assert "stopped by Ctrl-C" in (tmp_path / "out/long.log").read_text()
 
 
+def test_the_archive_has_the_records_and_logs_of_all_commands(tmp_path):
+    queued(tmp_path, f"first {SHORT}\nsecond {SHORT} --seed 1\n", "--archive", str(tmp_path / "all.tar.gz"))
+    with tarfile.open(tmp_path / "all.tar.gz") as archive:
+        archive.extractall(tmp_path / "copy", filter="data")
+    for name in ("first", "second"):
+        for file in (f"{name}.log", f"{name}.done", f"{name}/metrics.jsonl", f"{name}/config.json"):
+            assert (tmp_path / "copy" / file).read_bytes() == (tmp_path / "out" / file).read_bytes(), file
+    assert not [*tmp_path.glob("copy/**/*.safetensors"), *tmp_path.glob("*.part")]
+
+
 @pytest.mark.parametrize(
     ("commands", "more", "message"),
     [
@@ -49,6 +60,7 @@ def test_commands_that_run_too_long_are_interrupted_and_saved(tmp_path):
         ("a train\n", ("--cores", "900"), "--cores 900: this process may use"),
         ("a train\n", ("--at-once", "0"), "--at-once 0"),
         ("a train\n", ("--share", "0"), "--share 0: give a percentage"),
+        ("a train\n", ("--archive", "nowhere/all.tar.gz"), "its folder does not exist"),
     ],
 )
 def test_misuse_gets_one_line(tmp_path, commands, more, message):
