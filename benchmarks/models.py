@@ -15,7 +15,6 @@ rule.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import time
 import warnings
@@ -33,6 +32,7 @@ import offbeat
 from offbeat.core.layout import as_leaf
 from offbeat.errors import UserError, first_line
 from offbeat.partitioning import Partition
+from offbeat.partitioning.copies import copy_model
 from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.sample_trace import without_caches
 from offbeat.partitioning.solve import solve
@@ -192,7 +192,7 @@ def differences(model: nn.Module, made: Partition, x: Any) -> dict[str, float]:
     inputs = Inputs.of(model, x)
 
     def unsplit() -> list[Tensor]:
-        whole = copy.deepcopy(model)
+        whole = copy_model(model)
         without_caches(whole)
         torch.manual_seed(1)
         outputs = _differentiable(inputs.call(whole, inputs.values(x)))

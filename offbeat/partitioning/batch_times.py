@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from offbeat.core.metrics import batch_size
 from offbeat.core.precision import FULL, PrecisionPolicy
 from offbeat.graphs.capture import Recorded, own_stream, recording
 from offbeat.partitioning.chunk import as_stage
+from offbeat.partitioning.copies import copy_model
 from offbeat.partitioning.inputs import Inputs, as_dict
 
 LAPS, SHORTEST = 3, 0.1  # at least so many, and seconds of them; the shortest counts: other work only ever adds
@@ -35,7 +35,7 @@ def batch_seconds(
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), precision.switched(), torch.enable_grad():
             try:
-                twin = copy.deepcopy(model).to(device).train()
+                twin = copy_model(model).to(device).train()
                 precision.lay_out(twin)
                 x = _rows(sample, samples, device)
                 return _shortest(_work(as_stage(twin, Inputs.of(twin, sample)), x, precision), device)

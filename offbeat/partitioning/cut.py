@@ -6,7 +6,6 @@ the meta device, exactly and without computing.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from offbeat.errors import UserError, first_line
+from offbeat.partitioning.copies import copy_model
 from offbeat.partitioning.solve import check_count, solve, too_few_units
 
 
@@ -47,7 +47,7 @@ def balanced(costs: Sequence[int], K: int) -> list[int]:
 
 def forward_flops(model: nn.Module, sample: Any) -> list[int]:
     """Forward FLOPs of each unit on that sample (convolutions, matrix products, attention)."""
-    dry = copy.deepcopy(model).to("meta")
+    dry = copy_model(model).to("meta")
     x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
     counts = []
     for position, unit in enumerate(units(dry)):

@@ -8,7 +8,6 @@ and FLOPs do not depend on the machine and can be had alone, on the meta device,
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import re
@@ -29,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from offbeat.errors import UserError, first_line
+from offbeat.partitioning.copies import copy_model
 from offbeat.partitioning.trace import Traced, Unit, trace
 from offbeat.partitioning.walk import Values, run_units
 
@@ -131,7 +131,7 @@ def profile(
 
 def profile_blocks(model: nn.Module, sample: Any) -> Profile:
     """Sizes and FLOPs of the entries of an nn.Sequential, counted on the meta device."""
-    dry = copy.deepcopy(model).train().to("meta")
+    dry = copy_model(model).train().to("meta")
     x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
     shapes, costs, boundaries = _shapes(sample), [], []
     held = _Held(x, *dry.parameters(), *dry.buffers())

@@ -9,7 +9,6 @@ What remains frozen: plain attributes (numbers, flags) have the value that they 
 
 from __future__ import annotations
 
-import copy
 import dis
 import inspect
 import math
@@ -25,8 +24,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import ParameterProxy, Proxy
 
-from offbeat.errors import first_line
+from offbeat.errors import UserError, first_line
 from offbeat.partitioning.aliases import DESCRIBING, VIEW_ATTRIBUTES
+from offbeat.partitioning.copies import copy_model
 from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.program import Op, Program, Ref, State
 from offbeat.partitioning.proxies import Everything, InPlace, Untraceable, is_tensor, patched
@@ -95,9 +95,9 @@ def _shadow(model: nn.Module, training: bool) -> nn.Module:
             if isinstance(tensor, Tensor):
                 memo[id(tensor)] = tensor
     try:
-        shadow = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise Untraceable(f"it cannot be copied: {first_line(error)}") from error
+        shadow = copy_model(model, memo)
+    except UserError as error:
+        raise Untraceable(str(error)) from error
     # A model that stands in training mode may have parts that its user froze in evaluation mode: they stay so.
     return shadow if training and model.training else shadow.train(training)
 

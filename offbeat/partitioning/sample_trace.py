@@ -7,7 +7,6 @@ sample (4, 15)    if it gives the same program, so can this size; otherwise ever
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Mapping
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from offbeat.errors import UserError, first_line
+from offbeat.errors import UserError
+from offbeat.partitioning.copies import copy_model
 from offbeat.partitioning.inputs import Inputs
 from offbeat.partitioning.program import Effects, Op, Program, Ref
 from offbeat.partitioning.record import Untraceable, hooked, layer, untraceable_reason
@@ -155,14 +155,10 @@ def copy_for_recording(model: nn.Module, training: bool) -> tuple[nn.Module, lis
     for parameter in model.parameters():
         wanted = parameter.is_floating_point() or parameter.is_complex()
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=wanted)
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:  # deepcopy refuses these
-                memo.setdefault(id(value), value.detach().clone())
     try:
-        shadow = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise Untraceable(f"it cannot be copied: {first_line(error)}") from error
+        shadow = copy_model(model, memo)
+    except UserError as error:
+        raise Untraceable(str(error)) from error
     notes = without_caches(shadow)
     # A model in training mode may have parts that its user set to evaluation mode: they stay so.
     return shadow if training and model.training else shadow.train(training), notes

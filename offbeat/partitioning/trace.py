@@ -24,6 +24,7 @@ from offbeat.core import codec
 from offbeat.errors import UserError, first_line
 from offbeat.partitioning.aliases import AliasedMemory, buffers_written, carriers, opaque, returns_several
 from offbeat.partitioning.chunk import Chunk, StageProgram, as_stage
+from offbeat.partitioning.copies import copy_model
 from offbeat.partitioning.inputs import Inputs, settings_advice
 from offbeat.partitioning.program import Op, Program, Ref, State, bind, held, marks
 from offbeat.partitioning.record import Untraceable, record
@@ -113,7 +114,7 @@ class Traced:
     def twin(self, *, device: str | None = None) -> Traced:
         """The same units over a copy of the model, which may be run without a change to the model."""
         other = copy.copy(self)  # programs and units name layers and tensors by their paths alone
-        other.model, other.notes = copy.deepcopy(self.model), list(self.notes)
+        other.model, other.notes = copy_model(self.model), list(self.notes)
         if device is not None:
             other.model.to(device)
         for name in ("_shared", "written"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -13,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from offbeat.core import codec
+from offbeat.core.descriptions import USER_CODE_ERRORS
 from offbeat.errors import UserError, first_line
 from offbeat.partitioning.chunk import Whole
+from offbeat.partitioning.copies import copy_model
 from offbeat.partitioning.inputs import advice, settings_advice
 from offbeat.partitioning.message import each_tensor, encode
 from offbeat.partitioning.program import DEVICE, bind, execute, marks
@@ -60,9 +61,9 @@ def run_units(traced: Traced, x: Any, visit: Visit) -> Values:
         inputs = {name: each_tensor(values[name], _leaf if name in carried else Tensor.detach) for name in needed}
         try:
             outputs = visit(unit, call, inputs)
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            if isinstance(error, UserError):
-                raise
+        except UserError:
+            raise
+        except (*USER_CODE_ERRORS, AssertionError) as error:
             raise UserError(f"unit {unit.name} cannot run on this sample: {first_line(error)}") from error
         values.update(outputs)
         values = {name: value for name, value in values.items() if last_use.get(name, -1) >= end}
@@ -89,7 +90,7 @@ def verify(traced: Traced, x: Any) -> None:
     """
     if traced.whole:
         return
-    whole, chunk = copy.deepcopy(traced.model), traced.twin().as_one()
+    whole, chunk = copy_model(traced.model), traced.twin().as_one()
     without_caches(whole)
     for training in (True, False):
         untraced = Whole(whole.train(training), traced.inputs)
@@ -129,7 +130,7 @@ def _output(run: Callable[[Any], Any], x: Any, model: nn.Module) -> Any:
         torch.manual_seed(0)
         try:
             return run(batch)
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        except (*USER_CODE_ERRORS, AssertionError) as error:
             raise UserError(f"the model cannot take this sample: {first_line(error)}{advice(model, x)}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -453,3 +454,46 @@ def test_cuts_between_blocks_are_kept_where_those_inside_are_not_exact():
     assert made.names == [f"blocks.{n}" for n in range(6)]
     expected = wholly(copy.deepcopy(model).train(), rows(3))
     same(in_stages(model, made.stages, rows(3)), expected)
+
+
+class Scaled(nn.Module):
+    """In evaluation mode asks whether its weights have an attribute, which all values of torch.fx have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if not self.training and hasattr(block.weight, "quantized"):
+                x = x * block.weight.quantized
+            x = torch.tanh(block(x))
+        return x
+
+
+def test_a_path_that_only_torch_fx_takes_leads_to_the_trace_on_a_sample():
+    torch.manual_seed(0)
+    model = Scaled().double()
+    reference = copy.deepcopy(model)
+    made = partition(model, 2, rows())
+    assert made.trace == "sample"
+    same(in_stages(model, made.stages, rows()), wholly(reference, rows()))
+
+
+@pytest.mark.parametrize("made", [Looping, Scaled, lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))])
+@pytest.mark.parametrize("by", ["flops", "measured"])
+def test_a_model_that_keeps_values_of_an_earlier_run_can_be_cut(made, by):
+    torch.manual_seed(0)
+    model = made().double()
+    reference = copy.deepcopy(model)
+    model.state = next(model.children()).state = model(rows())  # with a graph
+    model.load_state_dict(reference.state_dict())  # statistics as they were
+    cut = partition(model, 2, rows(), by=by)
+    same(in_stages(model, cut.stages, rows()), wholly(reference, rows()))
+
+
+def test_a_model_that_cannot_be_copied_is_refused_in_one_line():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)).double()
+    model.lock = threading.Lock()
+    with pytest.raises(UserError, match="Sequential cannot be copied: cannot pickle '_thread.lock' object"):
+        partition(model, 2, rows())
