@@ -495,5 +495,5 @@ def test_a_model_that_keeps_values_of_an_earlier_run_can_be_cut(made, by):
 def test_a_model_that_cannot_be_copied_is_refused_in_one_line():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)).double()
     model.lock = threading.Lock()
-    with pytest.raises(UserError, match="Sequential cannot be copied: cannot pickle '_thread.lock' object"):
+    with pytest.raises(UserError, match=r"Sequential cannot be copied: cannot pickle '_thread.lock' object"):
         partition(model, 2, rows())
