@@ -66,6 +66,15 @@ def warn_of_warmup(method: Method, batches: int, *, whole: bool) -> None:
         )
 
 
+def warn_of_diagnosis(every: int, updates: int) -> None:
+    """Warn of a diagnosis every so many updates that a run does not reach."""
+    if updates < every:
+        warn_caller(
+            f"diagnose={every} with {updates} updates in all: nothing is measured; use {updates} or fewer",
+            ScheduleLength,
+        )
+
+
 def warn_of_synchronous_start(choice: MethodChoice, batches: int) -> None:
     """Before that many batches: warn of a synchronous start, chosen by method "auto", of more than half of them."""
     if choice.settings is None or "staleness_warmup" in choice.settings:
