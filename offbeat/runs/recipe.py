@@ -168,18 +168,28 @@ class Recipe:
 
     def count(self, samples: int) -> Epochs:
         """The epochs of a new run of this recipe, with this many samples per epoch; a batch of each replica counts as
-        one.
+        one. A batch must not have more samples than an epoch: its learning rate would be for samples that it lacks.
 
         >>> make_recipe(batch_size=8).count(samples=100).per_epoch
         13
         """
         size = self.batch_size * self.replicas
-        if self.replicas > 1 and samples < size:
-            raise UserError(
-                f"replicas={self.replicas} with batch_size={self.batch_size}: a batch of each needs {size} samples, "
-                f"but an epoch has {samples}; use a smaller batch_size= or fewer replicas="
-            )
+        if samples < size:
+            raise UserError(self._too_large(samples))
         return Epochs(samples=samples, batch_size=size, drop_last=self.drop_last)
+
+    def _too_large(self, samples: int) -> str:
+        """Why an epoch of this many samples, fewer than a batch of each replica, cannot be trained."""
+        name, given, most = "batch_size", f"batch_size={self.batch_size}", samples
+        if self.batch_per_update is not None:
+            name, most = "batch_per_update", samples * self.M
+            given = f"batch_per_update={self.batch_per_update} in batches of {self.batch_size}"
+        if self.replicas > 1:
+            return (
+                f"replicas={self.replicas} with {given}: a batch of each needs {self.batch_size * self.replicas} "
+                f"samples, but an epoch has {samples}; use a smaller {name}= or fewer replicas="
+            )
+        return f"{given}, but an epoch has {samples} samples: use {name}={most} or less"
 
     def learning_rate(self, counted: Epochs) -> Callable[[int], float]:
         """Factor of lr for update s, counted as batch M*s: linear warm-up, then the schedule.
@@ -339,7 +349,10 @@ def _with_chosen_method(values: Mapping[str, Any]) -> dict[str, Any]:
         from offbeat.runs.measuring import count_samples
 
         counted = measured if "samples" in measured else from_first(lambda: count_samples(trial), key="samples")
-        return trial.epochs * trial.count(counted["samples"]).per_epoch // trial.M
+        samples: int = counted["samples"]
+        if samples < trial.batch_size * trial.replicas:  # an update of several epochs, in smaller batches
+            return trial.epochs * samples // trial.samples_per_update
+        return trial.epochs * trial.count(samples).per_epoch // trial.M
 
     method = recommend(
         K,
