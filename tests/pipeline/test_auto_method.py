@@ -215,6 +215,9 @@ def test_measuring_changes_neither_the_model_nor_random_numbers():
         ({"method": "auto", "latency": "long", "batch": B}, "latency='long': use a number or None"),
         ({"method": "auto:m=3", "batch": B}, "auto takes no m .*: leave it out; its settings are M, .*, latency$"),
         ({"method": "auto:m=3", "K": 1}, "auto takes no m "),
+        ({"method": "auto:WEIGHTS=stash", "batch": B}, "auto takes no WEIGHTS .*: leave it out; its settings are M, "),
+        ({"method": "auto:M=0", "batch": B}, "M=0 gradients per update: use an integer of at least 1"),
+        ({"method": "auto", "M": 0, "batch": B}, "M=0 gradients per update: use an integer of at least 1"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(options, said):
