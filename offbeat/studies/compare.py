@@ -33,6 +33,7 @@ from offbeat.studies.runner import StudyRunner
 from offbeat.studies.training import StudyRun, TrainingRuns, folder_name, is_done, print_table, shared_data
 
 MATCHES = ("batch", "effective")
+MOST_RUNS = 1000  # of a method, or at the same time
 ASIDE = "unfinished"  # the folder of runs that were stopped
 
 
@@ -130,6 +131,8 @@ def _check(
     ):
         if number < 1:
             raise UserError(f"{name}={number}: use a whole number from 1 up")
+        if name in ("seeds", "jobs", "together") and number > MOST_RUNS:
+            raise UserError(f"{name}={number}: use a whole number from 1 to {MOST_RUNS}")
     if jobs > 1 and together > 1:
         raise UserError(f"jobs={jobs} with together={together}: use one of the two")
     for name, number in (("jobs", jobs), ("together", together)):

@@ -525,6 +525,10 @@ REFUSED: dict[str, tuple[tuple, tuple[str, ...]]] = {
         ("--methods", "bp", "--match", "batch", "--batch-per-update", 8),
         ("--match batch with --batch-per-update 8, which makes updates equal: leave out one of them",),
     ),
+    "too many seeds": (
+        ("--methods", "adl", "--seeds", 10**9),
+        ("--seeds 1000000000: use a whole number from 1 to 1000",),
+    ),
     "two sizes": (
         ("--methods", "adl:M=2", "--batch-per-update", 64),
         ("--batch-size 4 with --batch-per-update 64", "leave out"),
