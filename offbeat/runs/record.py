@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,26 @@ class RunFolder:
         if self._events is not None:
             with suppress(OSError):
                 self._events.close()
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How often the recipe of a run folder has been written again, and how often the run has been resumed."""
+
+    recipes: int
+    resumed: int
+
+    @classmethod
+    def of(cls, path: Path) -> RunState:
+        file = path / "metrics.jsonl"
+        text = file.read_bytes() if file.exists() else b""
+        return cls(len(list(path.glob("config-*.json"))), text.count(b'{"kind": "resumed"'))
+
+    def put_back(self, path: Path) -> None:
+        """Put back the recipe that the run had, if it could not be resumed with the new one."""
+        if RunState.of(path) == RunState(self.recipes + 1, self.resumed):
+            with suppress(OSError):
+                os.replace(path / f"config-{self.recipes + 1}.json", path / "config.json")
 
 
 def _full(path: Path, error: BaseException) -> UserError:

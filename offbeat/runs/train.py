@@ -276,14 +276,16 @@ def resumed_recipe(run: Path, chosen: Mapping[str, Any]) -> Recipe:
 
 @contextmanager
 def kept(out: Path) -> Iterator[None]:
-    """Record why a run ends early, and name its folder in the error.
+    """Record why a run ends early, and name its folder in the error. A run that could not be resumed keeps its recipe.
 
     Under torchrun the first stage makes the folder once all processes have joined; until then there are no records.
     """
-    from offbeat.runs.record import RunFolder
+    from offbeat.runs.record import RunFolder, RunState
+
+    leads, before = os.environ.get("RANK", "0") == "0", RunState.of(out)
 
     def last_line(kind: str, **values: str) -> None:
-        if os.environ.get("RANK", "0") == "0" and (out / "config.json").exists():
+        if leads and (out / "config.json").exists():
             RunFolder(out).line(kind, **values)
 
     try:
@@ -299,6 +301,8 @@ def kept(out: Path) -> Iterator[None]:
         raise
     except UserError as error:
         last_line("failed", reason=str(error))
+        if leads:
+            before.put_back(out)
         where = f" (records so far: {out})" if out.exists() else ""
         raise type(error)(f"{error}{where}") from None
 
