@@ -22,7 +22,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from offbeat.checkpoint import CheckpointFailed, free, is_full, with_room
+from offbeat.checkpoint import CheckpointFailed, free, is_full, ls, with_room
 from offbeat.errors import FolderTaken, PackageMissing, UserError, first_line, print_once, require
 from offbeat.runs.provenance import provenance
 from offbeat.runs.recipe import Recipe
@@ -141,9 +141,8 @@ class RunState:
 
 
 def _full(path: Path, error: BaseException) -> UserError:
-    return UserError(
-        f"cannot write to {path} ({first_line(error)}): free some space; continue from a checkpoint with resume="
-    )
+    again = "; continue from a checkpoint with resume=" if any(found.checkpoint for found in ls(path)) else ""
+    return UserError(f"cannot write to {path} ({first_line(error)}): free some space{again}")
 
 
 def append(run: Path, name: str, text: str) -> None:
