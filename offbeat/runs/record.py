@@ -189,11 +189,9 @@ class Diagnoses:
 
     def __init__(self, folder: Path, batches: int) -> None:
         self.file = folder / "diagnosis.jsonl"
-        text = self.file.read_text() if self.file.exists() else ""
-        lines = [json.loads(line) for line in text.split("\n")[:-1]]  # without an incomplete last line
-        kept = [line for line in lines if line["turn"] < batches]
+        kept = [line for line in whole_lines(self.file, "turn", "stage", "batch") if line["turn"] < batches]
         self.written = {_place(line): _lag_and_changes(line) for line in kept}
-        if text:
+        if self.file.exists():
             write(self.file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, lines: list[dict[str, Any]]) -> None:
@@ -267,15 +265,22 @@ def lines(path: Path) -> list[dict[str, Any]]:
     An incomplete last line is left out. What happened between a checkpoint and resuming from it happened twice, and the
     second time counts.
     """
-    file = path / "metrics.jsonl"
-    texts = file.read_text().split("\n")[:-1] if file.exists() else ()
+    return standing(whole_lines(path / "metrics.jsonl", "kind"))
+
+
+def whole_lines(file: Path, *keys: str) -> list[dict[str, Any]]:
+    """The lines of a file as dicts, without an incomplete last one; UserError for one that does not have these keys."""
+    texts = file.read_text(errors="replace").split("\n")[:-1] if file.exists() else ()
     found = []
     for number, text in enumerate(texts, 1):
         try:
-            found.append(json.loads(text))
+            line = json.loads(text)
+            if not isinstance(line, dict) or not line.keys() >= {*keys}:
+                raise ValueError(f"not a record with {', '.join(keys)}")
         except ValueError as error:
             raise UserError(f"{file}, line {number}, is damaged ({first_line(error)}): remove that line") from None
-    return standing(found)
+        found.append(line)
+    return found
 
 
 def standing(recorded: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
