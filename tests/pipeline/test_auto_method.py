@@ -140,7 +140,7 @@ def test_a_start_of_more_than_half_of_the_updates_is_named_after_the_first_batch
     assert (len(found), (said or "") in "".join(found)) == (bool(said), True), found
 
 
-def test_a_loop_of_steps_is_warned_at_its_drain_if_all_of_its_updates_were_synchronous():
+def test_a_loop_of_steps_is_warned_at_its_drain_if_all_updates_were_synchronous():
     """They were, without a word: the length of such a loop is not known before."""
 
     def train(auto: offbeat.Pipeline, updates: int) -> None:
